@@ -20,6 +20,7 @@ An anchor is a position at which training lets the drafter begin a draft. All ki
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
@@ -235,9 +236,16 @@ class TokenTree:
                 return depth
         return len(tokens)
 
-    def prune(self, depth: int) -> TokenTree:
-        """The part down to `depth`. All children of a node stay or go together, so drawn siblings stay draws from q."""
+    def prune(self, depth: int, cut: float = 0.0) -> TokenTree:
+        """The part down to `depth`, of paths that are at least as likely as `cut`.
+
+        By depth alone all children of a node stay or go together, so drawn siblings stay draws from q. A cut verifies as many
+        nodes as the drafter is sure of, round by round. Source: D-Cut, angelslim.readthedocs.io (dcut).
+        """
         kept = [node for node, at in enumerate(self.depths) if at <= depth]
+        if cut and self.log_probs is not None:
+            least, scores = math.log(cut), self.log_probs.tolist()
+            kept = [node for node in kept if scores[node] >= least]
         return self if len(kept) == len(self) else self.part(kept)
 
     @staticmethod

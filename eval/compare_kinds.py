@@ -1,11 +1,13 @@
 """Compares all drafter kinds: same data, same training time, same measurement.
 
-    python eval/compare_kinds.py --target smollm2-135m --data runs/smollm2-135m/data --minutes 20 --limit 24 \
-        --output eval/results/kinds_smollm2-135m_cpu.json --table runs/kinds/kinds.md --plot docs/kinds.png
+    python eval/compare_kinds.py --target smollm2-135m --data runs/smollm2-135m/data --minutes 20 --cpu-time --cores 0 1 \
+        --limit 24 --output eval/results/kinds_smollm2-135m_cpu.json --page docs/choosing.md --plot docs/kinds.png
 
-Trains every trainable kind from its recipe for the given time. Then measures these kinds, each alone and beside a second
-drafter, and the kinds without weights with `drafttrain eval`, interleaved with plain decoding, for each temperature and tree.
-With sampling, trees of fixed shape are drawn (`@sample`).
+Trains every trainable kind from its recipe for the given time. With --cores as many kinds are trained at a time, each by one
+thread on a core of its own; --cpu-time counts the time that the process computes, so that trainings which share a machine learn
+equally long. Then measures these kinds, each alone and beside a second drafter, and the kinds without weights with
+`drafttrain eval`, interleaved with plain decoding, for each temperature and tree; one at a time. With sampling, trees of fixed
+shape are drawn (`@sample`). Differences between kinds are paired: the same prompts are drawn for both.
 
 Each training and each cell of the comparison runs in its own process and has its own folder or file under --folder, named by
 a hash of everything it depends on: after an interruption the same command continues. A failure is recorded with its error,
@@ -22,21 +24,31 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 
+import numpy as np
 import torch
 
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import kind_class, kinds
 from drafttrain.environment import describe_environment
 from drafttrain.errors import UserError
+from drafttrain.evaluation.resampling import draws, ends
 from drafttrain.files import Json, write_json, write_text
 from drafttrain.folders import OutputFolder, inputs_of, output_file
 from drafttrain.progress import Progress
 from drafttrain.reports.charts import Chart, Series, picture
 
 ROOT = Path(__file__).resolve().parents[1]
+BEGIN, END = "<!-- begin: eval/compare_kinds.py -->", "<!-- end: eval/compare_kinds.py -->"
+# Runs train.py with a budget of CPU time, which a busy machine does not shorten.
+CPU_TIME = (
+    "import runpy, sys, time; from drafttrain.training.callbacks import TimeBudget; sys.argv = sys.argv[1:]; "
+    "TimeBudget.clock = staticmethod(time.process_time); runpy.run_path(sys.argv[0], run_name='__main__')"
+)
 
 
 @dataclass
@@ -60,6 +72,9 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--target", default="smollm2-135m", help="short name, folder or Hub id")
     add("--data", required=True, help="data set that all are trained on")
     add("--minutes", type=float, required=True, help="training time of each")
+    add("--cpu-time", action="store_true", help="count the time that a training computes, not the time that passes")
+    add("--cores", type=int, nargs="+", help="train as many kinds at a time, each by one thread on one of these cores")
+    add("--against", default="eagle3", help="the kind from which the others' differences are shown")
     add("--kinds", nargs="+", help="kinds to compare, trained or not (default: all)")
     add("--recipes", default=str(ROOT / "configs" / "smollm2-135m"), help="folder of KIND.yaml")
     add(
@@ -78,15 +93,19 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--folder", type=Path, default=Path("runs/kinds"), help="drafters, cells and their logs")
     add("--output", type=Path, default=Path("runs/kinds/kinds.json"))
     add("--table", type=Path, help="markdown to write")
+    add("--page", type=Path, help="page whose marked part becomes the table of both trees")
     add("--plot", type=Path, help="picture to write (.png, .svg)")
     args = parser.parse_args(words)
     for text in args.trees:
         TreeSpec.parse(text)
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    if args.cores and not set(args.cores) <= allowed:
+        raise UserError(f"cores={args.cores}: this process may use {sorted(allowed)}; choose among them, each once")
     return args
 
 
-def execute(command: list[str], log: Path, minutes: float) -> None:
-    """Runs a command with its output in a log.
+def execute(command: list[str], log: Path, minutes: float, core: int | None = None) -> None:
+    """Runs a command with its output in a log; core: the only one that it uses.
 
     Raises:
         RuntimeError: the command failed or took too long; with the last line of its output.
@@ -100,7 +119,8 @@ def execute(command: list[str], log: Path, minutes: float) -> None:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 timeout=60 * minutes,
-                env={**os.environ, "PYTHONPATH": path},
+                env={**os.environ, "PYTHONPATH": path} | ({} if core is None else {"OMP_NUM_THREADS": "1"}),
+                preexec_fn=None if core is None else lambda: os.sched_setaffinity(0, {core}),
             )
         except subprocess.TimeoutExpired as late:
             raise RuntimeError(f"took more than {minutes:g} minutes, see {log.name}") from late
@@ -122,7 +142,7 @@ def resolved(name: str) -> str:
 # -- training -------------------------------------------------------------------------------------------------------
 
 
-def train(kind: str, args: argparse.Namespace) -> Json:
+def train(kind: str, args: argparse.Namespace, core: int | None = None) -> Json:
     """Trains a kind unless it is trained already; returns its folder below --folder and the training's figures.
 
     Raises:
@@ -133,11 +153,14 @@ def train(kind: str, args: argparse.Namespace) -> Json:
         raise RuntimeError(f"no recipe {recipe.name} in --recipes")
     keys = [f"target={resolved(args.target)}", f"data={resolved(args.data)}", f"max_minutes={args.minutes}"]
     keys += [f"seed={args.seed}", "include_num_input_tokens_seen=true", *args.train]
-    folder = (args.folder / f"{kind}-{digest([recipe.read_text(), *keys])}").resolve()
+    timing = ["cpu time"] if args.cpu_time else []
+    folder = (args.folder / f"{kind}-{digest([recipe.read_text(), *keys, *timing])}").resolve()
     if not (folder / "training.json").is_file():
-        command = [sys.executable, str(ROOT / "drafttrain" / "train.py"), str(recipe), *keys, f"output_dir={folder}"]
-        # Loading, evaluation and saving do not count as training time.
-        execute(command, folder.with_suffix(".log"), 2 * args.minutes + 15)
+        python = [sys.executable, "-c", CPU_TIME] if args.cpu_time else [sys.executable]
+        command = [*python, str(ROOT / "drafttrain" / "train.py"), str(recipe), *keys, f"output_dir={folder}"]
+        # Loading, evaluation and saving do not count as training time, and CPU time passes slowly on a busy machine.
+        limit = (8 if args.cpu_time else 2) * args.minutes + 15
+        execute(command, folder.with_suffix(".log"), limit, **({} if core is None else {"core": core}))
     return {"folder": folder.name, **training_figures(folder)}
 
 
@@ -225,8 +248,33 @@ def cell_figures(results: Json, file: str) -> Json:
         "identical_outputs": overall["identical_outputs"],
         "prompts": overall["prompts"],
         "tokens": overall["tokens"],
+        "by_prompt": [_of_prompt(record["sides"]) for record in results["prompts"]],
         "file": file,  # below --folder
     }
+
+
+def _of_prompt(sides: Json) -> list[float]:
+    """Tokens after the first, passes, tokens, seconds; tokens and seconds of plain decoding."""
+    ours, plain = sides["drafter"], sides["autoregressive"]
+    return [ours["tokens"] - 1, ours["passes"], ours["tokens"], ours["seconds"], plain["tokens"], plain["seconds"]]
+
+
+def differences(cell: Json, base: Json) -> dict[str, list[float]]:
+    """[difference, low, high] of accepted length and speed-up to another cell on the same prompts, 95 % intervals."""
+    mine, theirs = (np.array(each["by_prompt"]) for each in (cell, base))  # [prompts, 6]
+    if mine.shape != theirs.shape:
+        return {}
+    drawn = draws(len(mine))  # [resamples, prompts]
+    every = np.arange(len(mine))[None]
+    figures = {
+        "accepted_length": lambda t: t[:, 0] / t[:, 1],
+        "speedup": lambda t: t[:, 2] / t[:, 3] * t[:, 5] / t[:, 4],
+    }
+    found = {}
+    for name, of in figures.items():
+        apart = [of(mine[rows].sum(1)) - of(theirs[rows].sum(1)) for rows in (every, drawn)]
+        found[name] = [round(float(number), 4) for number in (apart[0][0], *ends(apart[1], len(mine)))]
+    return found
 
 
 # -- showing --------------------------------------------------------------------------------------------------------
@@ -273,6 +321,59 @@ def ranked(summary: Json, name: str) -> list[tuple[str, Json]]:
     return sorted(cells.items(), key=lambda item: -item[1].get("speedup", -1.0))
 
 
+def page(summary: Json) -> str:
+    """One table of all drafters at the first temperature: both trees, and what each accepts beyond `--against`, paired."""
+    names = [name for name in summary["settings"] if name.startswith(summary["settings"][0].split()[0])]
+    trees, base = [name.split()[1] for name in names], summary["against"]
+    measured = [cell for entry in summary["drafters"].values() for cell in entry["cells"].values() if "prompts" in cell]
+    prompts = max((cell["prompts"] for cell in measured), default=0)
+    budget = f"{summary['minutes']:g} minutes{' of CPU time' if summary['cpu_time'] else ''}"
+    lines = [
+        f"{summary['target']}, {budget} of training each on the same data; then {prompts} prompts of the {summary['suite']}",
+        f"suite, {summary['max_new_tokens']} tokens each, {names[0].split()[0]}, interleaved with plain decoding",
+        f"({summary['device']}, {summary['threads']} threads). Brackets hold 95 % intervals over prompts;",
+        f"differences to `{base}` are paired.",
+        f"`{summary['output']}` holds every figure.",
+        "",
+        "| drafter | parameters (M) | "
+        + " | ".join(f"{tree}: accepted | beyond `{base}` | speed-up" for tree in trees)
+        + " |",
+        "| --- | --- | " + " | ".join(["--- | --- | ---"] * len(trees)) + " |",
+    ]
+    for label in _order(summary, names[-1]):
+        entry = summary["drafters"][label]
+        size = summary["trainings"].get(entry["kind"], {}).get("parameters")
+        cells = [_page_cells(entry["cells"].get(name, {"error": "not measured"}), label == base) for name in names]
+        lines.append(f"| `{label}` | {f'{size / 1e6:.1f}' if size else ''} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _order(summary: Json, name: str) -> list[str]:
+    """Drafters, those that accept most in a setting first."""
+    reached = {
+        label: entry["cells"].get(name, {}).get("accepted_length", 0.0) for label, entry in summary["drafters"].items()
+    }
+    return sorted(reached, key=lambda label: -reached[label])
+
+
+def _page_cells(cell: Json, is_base: bool) -> str:
+    if "error" in cell:
+        return "failed | | "
+    length = f"{cell['accepted_length']:.2f}{_interval(cell['accepted_length_interval'])}"
+    apart = cell.get("beyond", {}).get("accepted_length")
+    beyond = "" if is_base or not apart else f"{apart[0]:+.2f} [{apart[1]:+.2f}, {apart[2]:+.2f}]"
+    return f"{length} | {beyond} | {cell['speedup']:.2f}x{_interval(cell['speedup_interval'])}"
+
+
+def write_page(path: Path, text: str) -> None:
+    """Replaces what stands between the marks. Raises UserError: a page without them."""
+    old = path.read_text()
+    if BEGIN not in old or END not in old:
+        raise UserError(f"page={str(path)!r} has no lines {BEGIN} and {END}; add them where the table belongs")
+    head, rest = old.split(BEGIN, 1)
+    write_text(path, f"{head}{BEGIN}\n\n{text}\n{END}{rest.split(END, 1)[1]}")
+
+
 def _interval(ends: list[float] | None) -> str:
     return f" [{ends[0]:.2f}, {ends[1]:.2f}]" if ends else ""
 
@@ -299,11 +400,19 @@ def draw(summary: Json, output: Path) -> None:
 
 def summarize(args: argparse.Namespace, trainings: Json, entries: Sequence[Entry]) -> Json:
     """Writes the results so far, and returns them."""
+    base = next((entry.cells for entry in entries if entry.label == args.against), {})
+    for entry in entries:
+        for name, cell in entry.cells.items():
+            if "by_prompt" in cell and "by_prompt" in base.get(name, {}) and entry.label != args.against:
+                cell["beyond"] = differences(cell, base[name])
     summary = {
         **describe_environment(torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")),
         "target": args.target,
         "data": args.data,
         "minutes": args.minutes,
+        "cpu_time": args.cpu_time,
+        "against": args.against,
+        "output": args.output.name,
         "suite": args.suite,
         "limit": args.limit,
         "max_new_tokens": args.max_new_tokens,
@@ -320,20 +429,37 @@ def summarize(args: argparse.Namespace, trainings: Json, entries: Sequence[Entry
     return summary
 
 
+def train_all(trained: Sequence[str], args: argparse.Namespace) -> Json:
+    """The trainings by kind; as many at a time as there are cores of their own."""
+    free: SimpleQueue[int | None] = SimpleQueue()
+    for core in args.cores or [None]:
+        free.put(core)
+
+    def one(kind: str) -> Json:
+        core = free.get()
+        try:
+            return train(kind, args, core)
+        except (RuntimeError, OSError, ValueError, KeyError) as error:
+            print(f"FAILED training {kind}: {error}", file=sys.stderr, flush=True)
+            return {"error": str(error)}
+        finally:
+            free.put(core)
+
+    found: Json = {}
+    with Progress("training", len(trained), "kinds") as meter, ThreadPoolExecutor(len(args.cores or [None])) as pool:
+        jobs = {pool.submit(one, kind): kind for kind in trained}
+        for job in as_completed(jobs):
+            found[jobs[job]] = job.result()
+            meter.advance(note=jobs[job])
+            summarize(args, {kind: found[kind] for kind in trained if kind in found}, [])
+    return {kind: found[kind] for kind in trained}
+
+
 def run(args: argparse.Namespace) -> Json:
     """Trains, measures and draws; returns the content of the output file."""
     wanted = args.kinds or kinds()
     trained = [kind for kind in wanted if kind_class(kind).trainable]
-    trainings: Json = {}
-    with Progress("training", len(trained), "kinds") as meter:
-        for kind in trained:
-            try:
-                trainings[kind] = train(kind, args)
-            except (RuntimeError, OSError, ValueError, KeyError) as error:
-                trainings[kind] = {"error": str(error)}
-                print(f"FAILED training {kind}: {error}", file=sys.stderr, flush=True)
-            meter.advance(note=kind)
-            summarize(args, trainings, [])
+    trainings = train_all(trained, args)
     entries = [Entry(kind, kind, kind) for kind in wanted if kind not in trained]
     for kind, done in trainings.items():
         if "error" not in done:
@@ -356,6 +482,8 @@ def run(args: argparse.Namespace) -> Json:
     summary = summarize(args, trainings, entries)
     if args.plot:
         draw(summary, args.plot)
+    if args.page:
+        write_page(args.page, page(summary))
     return summary
 
 

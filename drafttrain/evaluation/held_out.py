@@ -65,7 +65,7 @@ def replayed(
             session.extend(tokens[read + 1 : root + 1], features[read:root])
             read = root
             deepest, left = begin + max_new_tokens - root - 2, end - root - 1  # tree, response
-            tree = session.propose(spec).prune(deepest) if deepest else TokenTree.empty(tokens.device)
+            tree = session.propose(spec).prune(deepest, spec.cut) if deepest else TokenTree.empty(tokens.device)
             accepted = tree.match(row["tokens"][root + 1 : end])
             offered = accepted if accepted == left else tree.drafted_depth  # cut at the end, as in decoding
             rounds[accepted, offered] += 1

@@ -310,7 +310,7 @@ class Engine:
             drafted = TokenTree.moved(drafted, torch.device("cpu"))
         trees = {}
         for sequence, tree in zip(drafting, drafted, strict=True):
-            tree = tree.prune(sequence.left - 1)
+            tree = tree.prune(sequence.left - 1, spec.cut)
             if self._probes and sequence.session is not None:
                 tree, sequence.probed = tree.with_probes(*sequence.session.probe(), sequence.left - 1)
             trees[sequence.row] = tree

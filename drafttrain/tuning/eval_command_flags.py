@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sampling_flags(parser, penalties=True)
     add("--max-new-tokens", Count, default=128, help="per answer")
     add("--batch-size", Count, default=1, help="prompts at a time, on every side; --tree auto times single ones")
-    add("--tree", help="none, chain:3, fanout:4x2x1, dynamic:5,8,24 or paths:0,1,0-0, optionally with @sample or @stop=P, or "
+    add("--tree", help="none, chain:3, fanout:4x2x1, dynamic:5,8,24, paths:0,1,0-0, all with @sample, @stop=P or @cut=P, or "
         "auto: the fastest of a list, found by timing (default: the tree in the drafter's decoding.json, else auto)"
     )  # fmt: skip
     add("--calibrate", File, metavar="FILE", help="prompts for --tree auto: JSONL of messages, turns or text")

@@ -125,12 +125,14 @@ class _Position(NamedTuple):
     Attributes:
         tree: the largest of them. ranks: of the nodes that are accepted. drafted: depth drawn by the main drafter.
         likely: nodes of a match that is drafted alone, as far as they are likely; None for other trees.
+        verified: nodes that `spec.cut` leaves.
     """
 
     tree: _Recorded
     ranks: list[int]
     drafted: int
     likely: int | None
+    verified: int
 
 
 @dataclass
@@ -204,7 +206,7 @@ def replay(track: Track, spec: TreeSpec) -> list[Replayed]:
     rounds: list[Replayed] = []
     position, last = 0, len(track.tokens) - 1
     usual = spec.budget if spec.shape == "dynamic" else spec.depth
-    seen = track._seen[spec.shape, spec.top_k, spec.depth, spec.stop, spec.alone, spec.matches]
+    seen = track._seen[spec.shape, spec.top_k, spec.depth, spec.stop, spec.cut, spec.alone, spec.matches]
     while position < last:
         accepted = nodes = depth = 0
         deepest = track.limit - position - 2  # decoding cuts trees at the token limit
@@ -212,8 +214,9 @@ def replay(track: Track, spec: TreeSpec) -> list[Replayed]:
             if (at := seen.get(position)) is None:
                 at = seen[position] = _position(track, position, spec)
             budget = usual if at.likely is None else max(usual, min(at.likely, spec.most))
+            budget = min(budget, at.verified)  # ranks are by score
             accepted = sum(rank < budget for rank in at.ranks[:deepest])
-            nodes, depth = min(budget, len(at.tree.ranks)), at.drafted
+            nodes, depth = budget, at.drafted
             if at.tree.deepest > deepest:
                 places = zip(at.tree.ranks, at.tree.depths, strict=True)
                 nodes = sum(rank < budget and below <= deepest for rank, below in places)
@@ -229,10 +232,10 @@ def _position(track: Track, position: int, spec: TreeSpec) -> _Position:
         tree = match  # for a chain it is a chain itself, as deep as was recorded
         likely = sum(score >= math.log(WORTH) for score in match.scores)
     else:
-        floor = math.log(spec.stop) if spec.stop else -math.inf
-        tree, drafted = tree.merged(match, spec.depth, floor, spec.matches and spec.shape == "dynamic")
-    path = tree.path(track.tokens[position + 1 :])
-    return _Position(tree, [tree.ranks[node] for node in path], drafted, likely)
+        tree, drafted = tree.merged(match, spec.depth, spec.floor, spec.matches and spec.shape == "dynamic")
+    path, least = tree.path(track.tokens[position + 1 :]), math.log(spec.cut) if spec.cut else -math.inf
+    verified = sum(score >= least for score in tree.scores)
+    return _Position(tree, [tree.ranks[node] for node in path], drafted, likely, verified)
 
 
 def _positions(tracks: Sequence[Track]) -> Iterator[tuple[dict[int, _Recorded], list[int]]]:

@@ -136,13 +136,13 @@ def _messages(row: Json, prompt: Json) -> list[dict[str, str]]:
 
 
 def candidates(drafter: Drafter, costs: CostModel) -> list[TreeSpec]:
-    """Every tree that can be replayed: chains and dynamic trees, with early stops and with or without matches.
+    """Every tree that can be replayed: chains and dynamic trees, with early stops or cuts, with or without matches.
 
     Args:
         costs: what passes cost here, which says how long a match drafted alone may be.
     """
     main, side = parts_of(drafter)
-    stops = ("", "@stop=0.1", "@stop=0.3") if main.trainable else ("",)
+    stops = ("", "@stop=0.1", "@stop=0.3", "@cut=0.03", "@cut=0.08") if main.trainable else ("",)
     cheap = sorted({costs.affordable(factor) for factor in CHEAP})
     longer = [f"@match={nodes}" for nodes in cheap if nodes > 1]
     sure = ("@alone=0.5", "@alone=0.9", *longer, *(f"@alone=0.5{match}" for match in longer))
@@ -160,7 +160,7 @@ def candidates(drafter: Drafter, costs: CostModel) -> list[TreeSpec]:
 
 def effort(spec: TreeSpec) -> tuple[int, ...]:
     """How complicated a tree is: options, then nodes, then depth. Of trees that are about as fast the simplest is taken."""
-    options = (spec.stop, spec.alone, spec.match, not spec.matches)
+    options = (spec.stop, spec.cut, spec.alone, spec.match, not spec.matches)
     return sum(map(bool, options)), spec.budget, spec.depth, spec.top_k
 
 
@@ -203,7 +203,7 @@ class Search:
     def chain(self) -> Prediction | None:
         """The fastest chain of the trained drafter alone: what engines draft that know no trees and no merged matches."""
         merged = any(not each.spec.matches for each in self.ranking)
-        chains = (each for each in self.ranking if each.spec.shape == "chain" and not each.spec.stop)
+        chains = (each for each in self.ranking if each.spec.shape == "chain" and not (each.spec.stop or each.spec.cut))
         return next((each for each in chains if not (merged and each.spec.matches)), None)
 
     def finalists(self) -> list[TreeSpec]:

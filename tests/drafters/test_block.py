@@ -9,6 +9,7 @@ from drafttrain.batch import Batch, anchors_by_depth
 from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.dflash.model import DFlash
+from drafttrain.drafters.dflash2.model import DFlash2
 from drafttrain.drafters.dspark.model import DSpark
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.errors import UserError
@@ -21,7 +22,7 @@ from tests.drafters.overfitting import overfit
 from tests.drafters.test_eagle3 import make_batch, step_inputs
 from tests.drafters.test_eagle3_flags import packed_batch
 
-KINDS = [DFlash, DSpark]
+KINDS = [DFlash, DSpark, DFlash2]
 KEPT = torch.arange(40, 240)
 OPTIONS = [
     {},
@@ -52,8 +53,10 @@ def shaken(kind, target, **options):
     generator = torch.Generator().manual_seed(9)
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():
-            if parameter.dim() == 1 or "markov_in" in name:
-                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() == 1 or "markov" in name or "conv" in name:
+                parameter += (0.05 if "conv" in name or "out" in name else 0.3) * torch.randn(
+                    parameter.shape, generator=generator
+                )
     return drafter.eval()
 
 
@@ -84,7 +87,7 @@ def test_every_parameter_gets_a_finite_gradient_and_a_batch_can_be_overfitted(ta
 
     def learned(step):
         share = {name: step.metrics[name].sum() / step.metrics["count"].sum() for name in step.metrics}
-        return share["agree"] > 0.8 and (kind is DFlash or (share["confidence"] - share["alpha"]).abs() < 0.1)
+        return share["agree"] > 0.8 and (kind is not DSpark or (share["confidence"] - share["alpha"]).abs() < 0.1)
 
     step = overfit(drafter, step_inputs(drafter, target, batch), learned, lr=5e-3, most=100)
     assert learned(step), step.metrics
@@ -105,7 +108,7 @@ def test_training_at_depth_k_is_what_decoding_says_there(target, kind, options, 
     if packed:
         decoder.pack()
         decoder.bind(target)
-        assert decoder.layers[0].native is not None
+        assert (decoder.layers[0].native is None) == decoder.mixes_tokens
     tree = begun(decoder, target, prefix, 13).propose(
         TreeSpec.parse("fanout:" + "x".join(["2", "3", "2", "2"][:depth]))
     )

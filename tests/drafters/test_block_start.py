@@ -8,6 +8,7 @@ import torch
 from drafttrain.batch import anchors_by_depth
 from drafttrain.drafters.common.starts import block_start, unit
 from drafttrain.drafters.dflash.model import DFlash
+from drafttrain.drafters.dflash2.model import DFlash2
 from drafttrain.drafters.dspark.model import DSpark
 from drafttrain.training.feature_sources import TargetSource
 from tests.conftest import make_target
@@ -45,7 +46,7 @@ def test_the_block_computes_the_map_it_was_given(mask):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", [DFlash, DSpark])
+@pytest.mark.parametrize("kind", [DFlash, DSpark, DFlash2])
 @pytest.mark.parametrize("options", [{}, {"num_key_value_heads": 1}, {"num_hidden_layers": 3, "head_dim": 4}])
 def test_the_start_beats_copied_weights_and_every_parameter_still_learns(kind, options):
     target = lifelike_target()

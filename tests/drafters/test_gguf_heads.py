@@ -114,6 +114,8 @@ def test_eagle3_heads(targets, tmp_path, options):
         ("dflash", {"mask_token_id": 7, "kept": KEPT, "train_head": True}),
         ("dspark", {"kept": KEPT, "markov_rank": 8}),
         ("dspark", {"mask_token_id": 7, "markov_rank": 8}),
+        ("dflash2", {"kept": KEPT, "markov_rank": 8}),
+        ("dflash2", {"mask_token_id": 7, "markov_rank": 8, "conv_kernel_size": 3}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
@@ -145,6 +147,20 @@ def test_block_drafters(targets, tmp_path, kind, options):
             assert torch.equal(rows[300], own["markov_in.weight"][-1]) and torch.equal(rows[300], rows[0])
         assert torch.equal(tensors["markov_w2.weight"], own["markov_out.weight"])
         assert torch.equal(tensors["conf_proj.weight"], own["confidence.weight"]) and "conf_proj.bias" in tensors
+    if kind == "dflash2":
+        before, after = (
+            tensors[f"selector_{name}.weight"] for name in ("predecessor", "successor")
+        )  # [file's tokens, r]
+        assert len(before) == len(after) == keys["dflash.vocab_size"]
+        assert torch.equal(before[kept], own["markov_in.weight"][:-1]) and torch.equal(
+            after[kept], own["markov_out.weight"]
+        )
+        assert torch.equal(tensors["selector_hidden.weight"], own["gate.weight"])
+        assert keys["dflash.selector_rank"] == 8 and keys["dflash.selector_top_k"] == 5  # 5 * 6 <= 32
+        assert tensors["blk.1.ffn_conv_base"].shape == (2, keys["dflash.conv_kernel_size"], 32)
+        assert torch.equal(
+            tensors["blk.0.attn_conv_proj.weight"], own["layers.0.attention_conv.kernel_projection.weight"]
+        )
     assert shipping(kind).check(described, tmp_path / "out")["max_log_prob_difference"] < 1e-5
     assert shipping(kind).block_depth(described) == 7
 
@@ -203,6 +219,8 @@ IGNORED: list[tuple[str, dict[str, Any], str]] = [
     ("dflash", {"rope_parameters": LLAMA3}, "rope_type='llama3': llama.cpp b11549 computes default, linear in dflash"),
     ("dflash", {"feature_layers": (1, 4)}, r"feature_layers=\[4\]"),
     ("dspark", {"feature_layers": (-1,)}, r"feature_layers=\[-1\]"),
+    ("dflash2", {"selector_top_k": 6}, r"selector_top_k=6: llama.cpp b11549 needs top_k \* \(top_k \+ 1\) <= hidden_size=32"),
+    ("dflash2", {"sample_from_anchor": True}, "sample_from_anchor=true: engines predict at masks only"),
 ]  # fmt: skip
 
 

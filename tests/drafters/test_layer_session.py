@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from drafttrain.drafters.common.layer_model import LayerSession
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.ops import tree_attention
 from drafttrain.ops.cpu_draft import DraftStep
@@ -80,3 +81,46 @@ def test_the_kernel_for_a_depth_is_the_one_forward(monkeypatch, kind, options, e
     drafter = make_kind(kind, target, torch.arange(40, 240), shake=True, **options)
     drafter.pack()
     check_lossless(drafter, target)
+
+
+@pytest.mark.parametrize(
+    "packed", [False, pytest.param(True, marks=pytest.mark.skipif(cpu_kernels() is None, reason="C"))]
+)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("eagle3", {"sliding_window": 6, "num_hidden_layers": 2}),
+        ("peagle", {"sliding_window": 8}),
+        ("dflash2", {"sliding_window": 9, "block_size": 5}),
+    ],
+    ids=["eagle3", "peagle", "dflash2"],
+)
+def test_a_window_bounds_the_cache_and_changes_no_tree(monkeypatch, kind, options, packed):
+    """Two sequences of different lengths, in rounds of one to four tokens, against sessions that keep every key."""
+    target = make_target(hidden=64)
+    drafter = make_kind(kind, target, shake=True, **options)
+    if packed:
+        drafter.pack()
+    rows = make_batch((300, 150)).input_ids
+    features = [target.forward(row[None], drafter.feature_layers).features[0] for row in rows]
+
+    def draft():
+        sessions, trees, at = [drafter.start(row[:5], 400) for row in rows], [], 0
+        for count in (40, *[1, 4, 2, 3] * 10):
+            new = [row[at + 1 : at + 1 + count] for row in rows], [part[at : at + count] for part in features]
+            drafter.extend_all(sessions, *new)
+            at += count
+            trees += drafter.propose_all(sessions, [TreeSpec.parse("fanout:2x2")] * 2, [None] * 2)
+            trees.append(sessions[1].propose(TreeSpec.parse("chain:4")))
+        return sessions, trees
+
+    sessions, trees = draft()
+    for session in sessions:
+        assert session.dropped > 90 and session.length + session.dropped == 140
+        assert session.capacity == session.layers[0][0].shape[1] <= 2 * options["sliding_window"] + 64
+    monkeypatch.setattr(LayerSession, "trim", lambda session: None)
+    whole, others = draft()
+    assert whole[0].length == 140 and not whole[0].dropped
+    for tree, other in zip(trees, others, strict=True):
+        assert tree.tokens.tolist() == other.tokens.tolist() and tree.parents == other.parents
+        torch.testing.assert_close(tree.log_probs, other.log_probs, rtol=1e-3, atol=1e-4)

@@ -25,6 +25,7 @@ def target():
         ("mtp", {"ttt_steps": 3}),
         ("dflash", {"block_size": 4}),
         ("dspark", {"block_size": 4}),
+        ("dflash2", {"block_size": 4}),
     ],
 )
 def test_layers_that_are_computed_again_give_the_same_gradients(target, kind, options, autocast):

@@ -67,7 +67,7 @@ def on_device(spec, tables, max_depth, params=None, uniforms=None):
 @settings(deadline=None, max_examples=60)
 @given(
     shape=SHAPES,
-    stop=st.sampled_from(["", "@stop=0.05", "@stop=0.3"]),
+    stop=st.sampled_from(["", "@stop=0.05", "@stop=0.3", "@cut=0.1"]),
     seeds=st.lists(st.integers(0, 99), min_size=1, max_size=2),
     confident=st.booleans(),
     alike=st.booleans(),

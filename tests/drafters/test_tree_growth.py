@@ -170,6 +170,21 @@ def test_unlikely_paths_are_not_continued(text, stop):
         assert opened == {node for node in likely if cut.depths[node] < TreeSpec.parse(text).depth}
 
 
+@pytest.mark.parametrize("text", ["chain:5", "fanout:3x2x2x1", "dynamic:5,3,14", "paths:0,1,0-0,0-1,1-0"])
+@pytest.mark.parametrize("least", [0.02, 0.1, 0.4, 0.99])
+def test_a_cut_leaves_the_likely_nodes_of_the_tree(text, least):
+    drafter = TableDrafter()
+    whole, grown = drafter.tree(text), drafter.tree(f"{text}@cut={least}")
+    assert len(grown) < len(whole) or least < 0.4  # what can only grow unlikely nodes is not opened
+    left = grown.prune(9, least)
+    wanted = [node for node in range(len(whole)) if whole.log_probs[node].exp() >= least]
+    assert left.tokens.tolist() == whole.tokens[wanted].tolist() and torch.equal(
+        left.log_probs, whole.log_probs[wanted]
+    )
+    assert left.parents == whole.part(wanted).parents and (least < 0.99 or not len(left))
+    assert len(left.prune(1, least)) == left.depths.count(1)
+
+
 def test_drawn_trees_of_a_trained_kind(target):
     drafter = make_drafter(target, kept=torch.arange(40, 240))
     prefix = make_batch((9,)).input_ids[0]
@@ -183,7 +198,12 @@ def test_drawn_trees_of_a_trained_kind(target):
 SHAPES = ["none", "chain:3", "fanout:4x2x1", "dynamic:5,8,24", "paths:0,1,0-0,0-1"]
 
 
-OPTIONS = ["chain:2@sample@stop=0.001", "dynamic:4,4,6@stop=0.3@alone=0.5@match=11@adapt", "chain:3@nomatch"]
+OPTIONS = [
+    "chain:2@sample@stop=0.001",
+    "dynamic:4,4,6@stop=0.3@alone=0.5@match=11@adapt",
+    "chain:3@nomatch",
+    "dynamic:4,4,16@stop=0.1@cut=0.05@nomatch",
+]
 
 
 @pytest.mark.parametrize("text", [*SHAPES, *(f"{text}@stop=0.25" for text in SHAPES[1:]), *OPTIONS])
@@ -232,6 +252,8 @@ def test_paths_may_come_from_a_file(tmp_path):
         ("none@sample", "'sample' is no option"),
         ("chain:3@match=0", "'match=0' is no option"),
         ("chain:3@match=x", "'match=x' is no option"),
+        ("chain:3@cut=1", "'cut=1' is no option"),
+        ("chain:3@cut=0.1@sample", "@cut drops tokens after drawing them, which biases; use @stop=0.1"),
         ("dynamic:5,8,24@sample", "drops tokens after drawing them"),
         ("paths:0,2@sample", "without a gap"),
     ],

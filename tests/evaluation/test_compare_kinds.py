@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 
 from drafttrain import cli
+from drafttrain.errors import UserError
 from tests.evaluation.test_runner import suite  # noqa: F401 - a fixture
 from tests.training.test_train import write_data
 
@@ -62,6 +65,8 @@ def test_all_kinds_are_compared_and_failures_stop_nothing(compare, target, targe
         "6",
     ]
     words += ["--trees", "chain:2", "--temperatures", "0", "1", "--dtype", "float32"]
+    (tmp_path / "page.md").write_text(f"before\n{compare.BEGIN}\nold table\n{compare.END}\nafter\n")
+    words += ["--page", str(tmp_path / "page.md")]
     for name in ("folder", "output", "table", "plot"):
         ending = {"folder": "", "output": ".json", "table": ".md", "plot": ".png"}[name]
         words += [f"--{name}", str(tmp_path / f"out_{name}{ending}")]
@@ -86,6 +91,15 @@ def test_all_kinds_are_compared_and_failures_stop_nothing(compare, target, targe
     table = args.table.read_text()
     assert table.count("| eagle3+ngram |") == 2 and "| draft_model | failed: no recipe" in table
     assert args.plot.stat().st_size > 1000
+    page = args.page.read_text()
+    assert page.startswith("before\n") and page.endswith("after\n") and "old table" not in page
+    assert "| drafter | parameters (M) | chain:2: accepted | beyond `eagle3` | speed-up |" in page
+    beyond = summary["drafters"]["eagle3+ngram"]["cells"]["T=0 chain:2"]["beyond"]["accepted_length"]
+    lengths = [
+        summary["drafters"][name]["cells"]["T=0 chain:2"]["accepted_length"] for name in ("eagle3+ngram", "eagle3")
+    ]
+    assert beyond[0] == pytest.approx(lengths[0] - lengths[1], abs=2e-4) and beyond[1] <= beyond[0] <= beyond[2]
+    assert "beyond" not in summary["drafters"]["eagle3"]["cells"]["T=0 chain:2"]
 
     # A cell that is lost is measured again, and a recipe that comes is trained; nothing else runs.
     (args.folder / summary["drafters"]["ngram"]["cells"]["T=0 chain:2"]["file"]).unlink()
@@ -113,3 +127,53 @@ def test_a_process_that_fails_leaves_its_last_line(script, tmp_path):
         script.execute(["bash", "-c", "echo fine; echo no good >&2; exit 3"], log, 1)
     with pytest.raises(RuntimeError, match="took more than"):
         script.execute(["sleep", "5"], log, 0.005)
+
+
+def test_differences_are_paired(script):
+    """Both sides vary from prompt to prompt, their difference does not."""
+    base = [[10.0 * k, 10.0, 10.0 * k, 1.0, 10.0 * k, 2.0] for k in (1, 2, 3, 4)]
+    more = [[row[0] + 5, *row[1:3], 0.5, *row[4:]] for row in base]
+    found = script.differences({"by_prompt": more}, {"by_prompt": base})
+    assert found["accepted_length"] == [0.5, 0.5, 0.5] and found["speedup"] == [2.0, 2.0, 2.0]
+    assert script.differences({"by_prompt": more[:3]}, {"by_prompt": base}) == {}
+
+
+def test_trainings_share_cores_but_no_core_is_shared(script, tmp_path, monkeypatch):
+    free = sorted(os.sched_getaffinity(0))
+    words = ["--data", "d", "--minutes", "1", "--output", str(tmp_path / "out.json")]
+    with pytest.raises(UserError, match=r"cores=\[999\]: this process may use .*; choose among them"):
+        script.arguments([*words, "--cores", "999"])
+    args = script.arguments([*words, "--cores", str(free[0])])
+    args.cores = [7, 8]
+    busy, seen = set(), []
+
+    def train(kind, args, core):
+        assert core not in busy
+        busy.add(core)
+        seen.append((kind, core))
+        time.sleep(0.02)
+        busy.remove(core)
+        if kind == "bad":
+            raise RuntimeError("no good")
+        return {"folder": kind}
+
+    monkeypatch.setattr(script, "train", train)
+    found = script.train_all(["a", "b", "bad", "c"], args)
+    assert list(found) == ["a", "b", "bad", "c"] and found["bad"] == {"error": "no good"}
+    assert {core for _, core in seen} == {7, 8} and len(seen) == 4
+
+
+@pytest.mark.thorough
+def test_a_core_and_cpu_time_reach_the_training(script, tmp_path):
+    log = tmp_path / "one.log"
+    core = min(os.sched_getaffinity(0))
+    script.execute(
+        [sys.executable, "-c", "import os; print(os.sched_getaffinity(0), os.environ['OMP_NUM_THREADS'])"], log, 1, core
+    )
+    assert log.read_text() == f"{{{core}}} 1\n"
+    inner = tmp_path / "inner.py"
+    inner.write_text(
+        "import sys; from drafttrain.training.callbacks import TimeBudget; print(TimeBudget.clock.__name__, sys.argv[1:])"
+    )
+    script.execute([sys.executable, "-c", script.CPU_TIME, str(inner), "x=1"], log, 1)
+    assert log.read_text() == "process_time ['x=1']\n"

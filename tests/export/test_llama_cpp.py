@@ -43,6 +43,10 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "dspark", {"kept": KEPT, "markov_rank": 8}),
     ("qwen3", "dspark", {"mask_token_id": 7, "markov_rank": 16, "block_size": 5}),
     ("llama", "dspark", {"mask_token_id": 7, "markov_rank": 8, "block_size": 4, "sample_from_anchor": True}),
+    ("llama", "dflash2", {"kept": KEPT, "markov_rank": 8}),
+    ("qwen3", "dflash2", {"mask_token_id": 7, "markov_rank": 16, "block_size": 5, "conv_kernel_size": 3, "conv_group_size": 8}),
+    ("llama", "dflash", {"mask_token_id": 7, "sliding_window": 12}),
+    ("llama", "dflash2", {"mask_token_id": 7, "markov_rank": 8, "sliding_window": 12}),
 ]  # fmt: skip
 
 

@@ -94,6 +94,16 @@ MARKOV_NAMES = {
 }  # fmt: skip
 
 
+SELECTOR = {
+    "markov_in.weight": "candidate_selector.predecessor_codebook", "markov_out.weight": "candidate_selector.successor_codebook",
+    "gate.weight": "candidate_selector.hidden_projection.weight",
+}  # fmt: skip
+
+
+def selector(state, drafter):
+    return {SELECTOR.get(k, k): v for k, v in state.items() if k != "kept_ids"}
+
+
 def blocks(state, drafter):
     return {MARKOV_NAMES.get(k, k): v for k, v in state.items() if k != "kept_ids"}
 
@@ -194,6 +204,12 @@ CASES = [
          {**BLOCK, "architectures": ["DFlashDraftModel"], "block_size": 5,
           "dflash_config": {**IDS, "causal": False, "projector_type": "dspark", "shift_label": True, "markov_rank": 8,
                             "markov_head_type": "vanilla", "use_confidence_head": True}}, modelopt_markov),
+    Case("inco.ai, z-lab", "DFlash2DraftModel", "dflash2",
+         {**WHOLE, **FIRST, "markov_rank": 8, "markov_all": True, "selector_top_k": 16, "sliding_window": 16},
+         {**BLOCK, "architectures": ["DFlash2DraftModel"], "is_causal": False, "rms_norm_eps": 1e-6, "sliding_window": 16,
+          "layer_types": ["sliding_attention"] * 2,
+          "dflash_config": {**IDS, "block_size": 5, "conv_group_size": 16, "conv_kernel_size": 2, "selector_rank": 8,
+                            "selector_top_k": 16}}, selector),
     Case("speculators", "dspark", "dspark", {**KEPT_ALL, **FIRST, "markov_rank": 8, "markov_all": True},
          speculators("dspark", BLOCK, **MARKOV, architectures=["DSparkDraftModel"], draft_vocab_size=150, block_size=5,
                      aux_hidden_state_layer_ids=[2, 4, 5], mask_token_id=290, sample_from_anchor=False), speculators_block),
@@ -220,8 +236,8 @@ MARKED = [
     for case in CASES
 ]
 REFUSED = [
-    ("z-lab DFlash 2", {**BLOCK, "architectures": ["DFlash2DraftModel"], "dflash_config": IDS},
-     "has .*DFlash2DraftModel.*; import reads"),
+    ("DFlash 2 without sizes of its parts", {**BLOCK, "architectures": ["DFlash2DraftModel"], "block_size": 5,
+     "dflash_config": {**IDS, "conv_kernel_size": 2, "conv_group_size": 16}}, "has no selector_rank"),
     ("Domino", {**BLOCK, "architectures": ["DFlashDraftModel"], "block_size": 5,
      "dflash_config": {**IDS, "projector_type": "domino"}}, "is of projector_type='domino'"),
     ("Gated and recurrent Markov heads", {**BLOCK, **IDS, **MARKOV, "architectures": ["Qwen3DSparkModel"], "block_size": 5,
@@ -248,7 +264,7 @@ def target(tmp_path_factory):
 
 def make(case: Case, target: Target) -> Any:
     options = dict(case.options)
-    if case.kind in ("dflash", "dspark"):
+    if case.kind in ("dflash", "dspark", "dflash2"):
         drafter = shaken(shipping(case.kind).drafter_class, target, **options)
     elif case.kind in ("medusa", "mlp_speculator"):
         drafter = make_heads(target, case.kind, options.pop("kept"), **options)

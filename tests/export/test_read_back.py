@@ -29,6 +29,7 @@ KEYS = {
     "mlp_speculator": {"depth", "max_log_prob_difference", "same_tokens"},
     "dflash": {"rounds", "depth", "max_log_prob_difference"},
     "dspark": {"rounds", "depth", "max_log_prob_difference", "same_tokens"},
+    "dflash2": {"rounds", "depth", "max_log_prob_difference", "same_tokens"},
     "mtp": {"rounds", "depth", "max_log_prob_difference"},
 }
 CASES = [
@@ -45,6 +46,8 @@ CASES = [
     ("dflash", "vllm", {"train_head": True, "mask_token_id": 290}),
     ("dspark", "vllm", {"markov_rank": 8, "sample_from_anchor": True}),
     ("dspark", "sglang", {"markov_rank": 8, "mask_token_id": 290, "kept": torch.arange(300)}),
+    ("dflash2", "vllm", {"markov_rank": 8, "mask_token_id": 290, "kept": torch.arange(300), "selector_top_k": 9}),
+    ("dflash2", "sglang", {"markov_rank": 8, "mask_token_id": 290, "kept": torch.arange(300)}),
 ]
 
 
@@ -58,7 +61,7 @@ def target(tmp_path_factory):
 
 
 def exported(target, tmp_path, kind, form, dtype=torch.bfloat16, **options):
-    if kind in ("dflash", "dspark"):
+    if kind in ("dflash", "dspark", "dflash2"):
         drafter = shaken(kind_class(kind), target, feature_layers=(1, 2, 3), **options)
     elif kind in ("medusa", "mlp_speculator"):
         drafter = make_heads(target, kind, KEPT, **options)

@@ -29,6 +29,7 @@ KINDS: dict[str, dict] = {
     "mtp": {"modules": 2, "ttt_steps": 3},
     "dflash": {"block_size": 4, "anchor_share": 0.5, "num_hidden_layers": 2},
     "dspark": {"block_size": 4, "weighting": "dpace"},
+    "dflash2": {"block_size": 4},
 }
 
 

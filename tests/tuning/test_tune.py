@@ -42,7 +42,13 @@ TREES = (
     "dynamic:2,4,3@match=63",
     "chain:2@match=11",
 )
-STOPPED = ("chain:6@stop=0.3", "dynamic:5,4,16@stop=0.1@nomatch")
+STOPPED = (
+    "chain:6@stop=0.3",
+    "dynamic:5,4,16@stop=0.1@nomatch",
+    "chain:6@cut=0.01",
+    "dynamic:5,4,16@cut=0.004",
+    "dynamic:6,8,48@stop=0.1@cut=0.02@match=11",
+)
 
 
 @pytest.fixture(scope="module")

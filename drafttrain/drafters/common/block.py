@@ -30,7 +30,7 @@ from drafttrain.drafters.base import Samplers, Specs, StepInputs, Tensors
 from drafttrain.drafters.common import starts
 from drafttrain.drafters.common.configs import BlockConfig
 from drafttrain.drafters.common.layer_model import attend_packed
-from drafttrain.drafters.common.layer_session import LayerSession
+from drafttrain.drafters.common.layer_session import LayerSession, tables_of
 from drafttrain.drafters.common.layers import DraftLayer, RMSNorm, moved
 from drafttrain.drafters.common.static_draft import DraftPlaces, SlotAttention
 from drafttrain.drafters.common.tensor_growth import Ask
@@ -56,6 +56,8 @@ class BlockDrafter(DecoderDrafter):
     measures: tuple[str, ...] = ()
     config: BlockConfig
     solve_start = starts.block_start
+    layer_class: type[DraftLayer] = DraftLayer
+    mixes_tokens = False
     draft_step: DraftStep | None = None  # the CPU kernel of all layers and the final norm
 
     @property
@@ -71,7 +73,7 @@ class BlockDrafter(DecoderDrafter):
         h, eps = config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(len(config.feature_layers) * h, h, bias=False)
         self.hidden_norm = RMSNorm(h, eps)
-        self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(self.layer_class(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(h, eps)
         self.mask = nn.Parameter(torch.randn(h) * h**-0.5) if config.mask_token_id is None else None
         self.lm_head = nn.Linear(h, config.draft_vocab_size, bias=False) if config.train_head else None
@@ -121,6 +123,12 @@ class BlockDrafter(DecoderDrafter):
 
     # -- forward pass, shared by training and decoding ----------------------------------------------------------
 
+    @property
+    def computed(self) -> list[int]:
+        """Per layer, how many last tokens of a block it computes: all, but in the last layer the predicting ones."""
+        size, last = self.config.block_size, self.config.depth
+        return [size] * (len(self.layers) - 1) + [size if self.mixes_tokens else last]
+
     def fuse(self, features: Tensor) -> Tensor:
         """[t, f*h] target features -> [t, h], input of every layer's keys and values of the context."""
         return self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
@@ -142,7 +150,7 @@ class BlockDrafter(DecoderDrafter):
 
         Args:
             roots: [m, h] embeddings of the blocks' first tokens; begins: [m] int64 their positions.
-            attends: per layer, attention over each block's own tokens and its context; the last layer computes predicting tokens.
+            attends: per layer, attention of the `computed` tokens over each block's own tokens and its context.
 
         Returns:
             [m, depth, h], input of the head.
@@ -153,9 +161,9 @@ class BlockDrafter(DecoderDrafter):
         cos, sin = self.rotary.tables(positions, state.dtype)
         # [m * depth]
         last = torch.arange(len(state), device=state.device).view(-1, size)[:, -self.config.depth :].flatten()
-        for layer, attend in zip(self.layers, attends, strict=True):
-            queries = last if layer is self.layers[-1] else None
-            state = layer(state, None, cos, sin, attend, queries)
+        for layer, attend, count in zip(self.layers, attends, self.computed, strict=True):
+            state = layer(state, None, cos, sin, attend, None if count == size else last)
+        state = state[last] if self.mixes_tokens else state
         return self.norm(state).view(-1, self.config.depth, state.shape[-1])
 
     def logits(self, reads: Tensor) -> Tensor:
@@ -204,11 +212,11 @@ class BlockDrafter(DecoderDrafter):
         positions = moved(place, offset, part) if offset else place  # [t]
         tables = self.rotary.tables(positions[held], context.dtype)
         spans, sizes = Spans(begin, own, begin), (part.counts(every), part.counts(valid))
-        depth, size, window = self.config.depth, self.config.block_size, self.cache_shape.window
-        attends = []
-        for layer in self.decoder_layers:
-            asked = depth if layer is self.layers[-1] else size
-            attends.append(_over_context(layer, context, tables, spans, part, sizes, asked, size, window))
+        size, window = self.config.block_size, self.cache_shape.window
+        attends = [
+            _over_context(layer, context, tables, spans, part, sizes, count, size, window)
+            for layer, count in zip(self.decoder_layers, self.computed, strict=True)
+        ]
         anchors, live = every[blocks], live[blocks]  # [m], [m, depth] of this process; below, all its
         block_of, depth_of = live.nonzero(as_tuple=True)  # [t] each
         roots = embeds.flatten(0, 1)[anchors + 1 - part.begin]
@@ -287,7 +295,7 @@ class BlockDrafter(DecoderDrafter):
     def draft_static(self, roots: Tensor, places: DraftPlaces) -> tuple[Logits, Ask]:
         size, last, window = self.config.block_size, len(self.layers) - 1, self.cache_shape.window
         _, context = places.behind(size, size, mutual=True)
-        _, ending = places.behind(size, self.config.depth, mutual=True)  # the last layer computes predicting tokens
+        _, ending = places.behind(size, self.computed[-1], mutual=True)
         attends = [*context.layers(last, window), ending.layers(last + 1, window)[last]]
         reads = self.run(self.embed(roots), places.held, attends)  # [R, depth, h]
         block = self.logits(reads)  # [R, depth, d]
@@ -309,9 +317,9 @@ class BlockDrafter(DecoderDrafter):
         if (steps := sessions[0].steps) is not None and steps.read(sessions, tokens, features):
             return
         sizes = [len(new) for new in tokens]
-        starts = [session.length for session in sessions]
         context = self.fuse(torch.cat(list(features)))
         if not self._kernel_context(sessions, sizes, context):
+            starts = [session.dropped + session.length for session in sessions]
             positions = torch.cat(
                 [torch.arange(begin, begin + size) for begin, size in zip(starts, sizes, strict=True)]
             )
@@ -323,6 +331,7 @@ class BlockDrafter(DecoderDrafter):
         for session, new in zip(sessions, tokens, strict=True):
             session.length += len(new)
             session.root = new[-1:]
+            session.trim()
             if session.text is not None:
                 session.text.read(new.tolist())
 
@@ -336,10 +345,9 @@ class BlockDrafter(DecoderDrafter):
         roots = torch.cat([session.root for session in sessions])
         reads = self._kernel_block(sessions, roots)
         if reads is None:
-            begins = torch.tensor([session.length for session in sessions], device=roots.device)
+            begins = torch.tensor([session.dropped + session.length for session in sessions], device=roots.device)
             attends = []
-            for layer in range(len(self.layers)):
-                queries = self.config.depth if layer == len(self.layers) - 1 else self.config.block_size
+            for layer, queries in enumerate(self.computed):
                 own = [partial(session.attend_all, layer) for session in sessions]
                 attends.append(attend_packed(own, [queries] * len(own), [self.config.block_size] * len(own)))
             reads = self.run(self.embed(roots), begins, attends)
@@ -384,10 +392,11 @@ class BlockDrafter(DecoderDrafter):
         if self.draft_step is None or not self.draft_step.reads_context or len(context) > SKINNY_ROWS:
             return False
         plan = plan_of([TreeLayout(session.length, count=size) for session, size in zip(sessions, sizes, strict=True)])
-        if plan is None:
+        tables = None if plan is None else tables_of(self.rotary, sessions, plan.positions)
+        if plan is None or tables is None:
             return False
         stores = [session.store_of(end, context) for session, end in zip(sessions, plan.ends, strict=True)]
-        self.draft_step.store_context(context.contiguous(), self.rotary.up_to(plan.positions), stores, plan)
+        self.draft_step.store_context(context.contiguous(), tables, stores, plan)
         return True
 
     def _kernel_block(self, sessions: Sequence[BlockSession], roots: Tensor) -> Tensor | None:
@@ -396,11 +405,11 @@ class BlockDrafter(DecoderDrafter):
         if self.draft_step is None or len(sessions) * size > SKINNY_ROWS:
             return None
         plan = plan_of([BlockLayout(session.length, size) for session in sessions])
-        if plan is None:
+        tables = None if plan is None else tables_of(self.rotary, sessions, plan.positions)
+        if plan is None or tables is None:
             return None
         states = self.enter(self.embed(roots).to(self.fc.weight.dtype))
         stores = [session.store_of(end, states) for session, end in zip(sessions, plan.ends, strict=True)]
-        tables = self.rotary.up_to(plan.positions)
         _, reads = self.draft_step.run(None, states, tables, stores, plan, self.cache_shape.window)
         return reads.view(len(sessions), size, -1)[:, -self.config.depth :]
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from drafttrain.batch import Attend, Batch, Part, StepOutput, TokenTree, anchors_by_depth, sums_by_depth
 from drafttrain.drafters.base import Samplers, Specs, StepInputs, Tensors
-from drafttrain.drafters.common.layer_session import LayerSession, cat, grow_by_kernel, read_by_kernel
+from drafttrain.drafters.common.layer_session import LayerSession, cat, grow_by_kernel, read_by_kernel, tables_of
 from drafttrain.drafters.common.layers import DraftLayer, moved
 from drafttrain.drafters.common.static_draft import DraftPlaces, SlotAttention
 from drafttrain.drafters.common.tensor_growth import Ask
@@ -322,6 +322,7 @@ class LayerDrafter(DecoderDrafter):
         for row, (session, own) in enumerate(zip(sessions, tokens, strict=True)):
             session.root, session.read = roots[row : row + 1], reads[row : row + 1]
             session.length += len(own)
+            session.trim()
             if session.text is not None:
                 session.text.read(own.tolist())
 
@@ -375,7 +376,8 @@ class LayerDrafter(DecoderDrafter):
     ) -> Tensor:
         """`step` over the new tokens of all sessions, [n, h]; ends: only each last token needs an output, [sessions, h]."""
         sizes = [layout.count for layout in layouts]
-        positions = cat([layout.positions()[0] for layout in layouts]).to(states.device)
+        places = [layout.positions()[0] + session.dropped for session, layout in zip(sessions, layouts, strict=True)]
+        positions = cat(places).to(states.device)
         top, queries = layouts, None  # lower layers compute every token
         if ends:
             top = [TreeLayout(layout.prefix_len + layout.count - 1, count=1) for layout in layouts]
@@ -394,11 +396,11 @@ class LayerDrafter(DecoderDrafter):
         if not self.draft_steps or len(states) > SKINNY_ROWS:
             return None
         plan = plan_of(layouts)
-        if plan is None:
+        tables = None if plan is None else tables_of(self.rotary, sessions, plan.positions)
+        if plan is None or tables is None:
             return None
         stores = [session.store_of(end, states) for session, end in zip(sessions, plan.ends, strict=True)]
         inputs = embeds.to(states.dtype).contiguous(), states.contiguous()
-        tables = self.rotary.up_to(plan.positions)
         return self._step_at(depth).run(*inputs, tables, stores, plan, self.cache_shape.window)
 
     def _step_at(self, depth: int) -> DraftStep:

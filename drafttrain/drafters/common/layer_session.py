@@ -19,21 +19,25 @@ from drafttrain.ops.cpu_draft import OPENED, DraftHead, DraftStep, KeyStore
 from drafttrain.ops.packing import SKINNY_ROWS, PackedLinear
 from drafttrain.ops.tree_attention import LONGEST_PREFIX, TreeLayout, tree_attention
 
+_ROOM = 64  # slots behind a window for a round's tokens; more are added where they are needed
+
 
 class LayerSession(JointSession):
     """One sequence's cache: per layer, keys and values [kv_heads, capacity, e] of committed positions, then of this round's
-    nodes in the order they were opened.
+    nodes in the order they were opened. A window bounds it: positions that no later token sees are dropped.
 
     Attributes:
-        length: committed positions. root: [1, h] output at the last committed token, from the first `extend` on.
+        length: committed positions in the cache. dropped: those before them. root: [1, h] output at the last committed token, from the first `extend` on.
         read: [1, h] input of the head there; None if not computed.
         text: what its tokens change in the vocabulary and logits; static steps leave them as they are.
     """
 
     def __init__(self, drafter: Drafter, shape: CacheShape, max_length: int, text: ContextTokens | None = None):
-        self.drafter, self.shape, self.capacity, self.text = drafter, shape, max_length, text
+        bound = 2 * shape.window + _ROOM
+        self.drafter, self.shape, self.text = drafter, shape, text
+        self.capacity = min(max_length, bound) if shape.window else max_length
         self.layers: list[tuple[Tensor, Tensor]] = []  # allocated when the first key shows dtype and device
-        self.length = 0
+        self.length = self.dropped = 0
         self.read: Tensor | None = None
         self._store: KeyStore | None = None  # of the present buffers
 
@@ -56,6 +60,16 @@ class LayerSession(JointSession):
         self.capacity = steps.cache.capacity
         both = [steps.cache.by_row(layer) for layer in range(self.shape.layers)]
         self.layers, self._store = [(keys[row], values[row]) for keys, values in both], None
+
+    def trim(self) -> None:
+        """Keeps the last window of committed positions once there are two of them; static steps keep all in their own cache."""
+        window = self.shape.window
+        if not window or self.steps is not None or self.length <= 2 * window:
+            return
+        gone, more = self.length - window, (0, 0, 0, window + _ROOM)
+        kept = slice(gone, self.length)
+        self.layers = [(F.pad(keys[:, kept], more), F.pad(values[:, kept], more)) for keys, values in self.layers]
+        self.dropped, self.length, self.capacity, self._store = self.dropped + gone, window, 2 * window + _ROOM, None
 
     def attend(self, layer: int, layout: TreeLayout, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Stores a layer's new keys and values [m, kv_heads, e] and attends with queries [n, heads, e] of the last n of those
@@ -123,9 +137,11 @@ def read_by_kernel(
     if not step.reads_features or sum(counts) > SKINNY_ROWS:
         return None
     ends = [length + count for length, count in zip(lengths, counts, strict=True)]
+    tables, window = tables_of(drafter.rotary, sessions, max(ends)), drafter.cache_shape.window
+    if tables is None:
+        return None
     read = cat(features).to(table.dtype).contiguous()
     stores = [session.store_of(end, read) for session, end in zip(sessions, ends, strict=True)]
-    tables, window = drafter.rotary.up_to(max(ends)), drafter.cache_shape.window
     return step.read(cat(tokens), read, counts, lengths, table, tables, stores, window)
 
 
@@ -139,13 +155,25 @@ def grow_by_kernel(
     head = DraftHead.of(drafter.head)
     if head is None or max(lengths) > LONGEST_PREFIX or any(session.text is not None for session in sessions):
         return None
+    tables = tables_of(drafter.rotary, sessions, max(lengths) - 1 + shape.opens)
+    if tables is None:
+        return None
     stores = [session.store_of(session.length - 1 + shape.opens, reads) for session in sessions]
-    tables, window = drafter.rotary.up_to(max(lengths) - 1 + shape.opens), drafter.cache_shape.window
+    window = drafter.cache_shape.window
     roots = cat([session.root for session in sessions]).contiguous()
     made = drafter.draft_steps[0].trees(
         *(head, shape, table, drafter.kept_ids, tables, stores, lengths, window, roots, reads.contiguous())
     )
     return [TokenTree(torch.from_numpy(tokens), parents, torch.from_numpy(scores)) for tokens, parents, scores in made]
+
+
+def tables_of(rotary: Rotary, sessions: Sequence[LayerSession], end: int) -> tuple[Tensor, Tensor] | None:
+    """Cosine and sine of the positions of slots 0 to `end`; None where the sequences' windows have dropped different numbers."""
+    dropped = sessions[0].dropped
+    if any(session.dropped != dropped for session in sessions):
+        return None
+    cos, sin = rotary.up_to(dropped + end)
+    return cos[dropped:], sin[dropped:]
 
 
 def cat(parts: Sequence[Tensor]) -> Tensor:

@@ -67,7 +67,7 @@ class TensorGrowth:
 
     def __init__(self, spec: TreeSpec, vocabulary: int, max_depth: int | None, device: torch.device):
         self.spec, self.device, self.depth = spec, device, min(spec.depth, max_depth or spec.depth)
-        self.floor = math.log(spec.stop) if spec.stop else None
+        self.floor = spec.floor if spec.floor > -math.inf else None
         self.levels: list[_Level] = []
         self.opens: list[int] = []
         dynamic, self.parents = spec.shape == "dynamic", list[int]()

@@ -5,7 +5,8 @@ each depth and keep the `budget` likeliest nodes at the end. The probability of 
 nodes form a tree, and paths that can no longer be among them are not continued.
 
 `spec.stop` decides whether a node is opened before its children are known, so it does not bias sampled trees: the children of
-every opened node are drawn from its own q, and all of them stay. Dropping children by their outcome, as dynamic trees do, would.
+every opened node are drawn from its own q, and all of them stay. Dropping children by their outcome, as dynamic trees and
+`spec.cut` do (`TokenTree.prune`), would.
 
 A drafter may return a confidence with a node's logits: the share of q that it expects the target to accept, sum min(p, q). It
 multiplies the probabilities of the children. What is drawn is drawn from q alone.
@@ -75,7 +76,7 @@ class GrowingTree:
         self.device, self.done, self.opened = logits.device, False, list[int]()
         self._begin = self._above = -1  # order of the first node of the level being opened, and of the level above
         self._depths_left = min(spec.depth, max_depth or spec.depth)
-        self._floor = math.log(spec.stop) if spec.stop else -math.inf
+        self._floor = spec.floor
         # Per candidate: drafter id, parent, log-probability and ranks of its path, order of opening, row of q.
         self._tokens: list[int] = []
         self._parents: list[int] = []
@@ -199,7 +200,7 @@ def tree_shape(specs: Sequence[TreeSpec]) -> TreeShape | None:
     if spec.sampled or spec.shape not in ("chain", "fanout", "dynamic") or any(other != spec for other in specs):
         return None
     fanout = () if spec.shape == "dynamic" else spec.fanout
-    return TreeShape(spec.depth, spec.top_k, spec.budget, fanout, math.log(spec.stop) if spec.stop else -math.inf)
+    return TreeShape(spec.depth, spec.top_k, spec.budget, fanout, spec.floor)
 
 
 def grow_trees(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -49,6 +50,7 @@ class TreeSpec:
     sampled    chain:3@sample        tokens are drawn from the drafter's own distribution, without replacement, under the
                                      target's temperature, top-k, top-p and min-p; not for dynamic trees
     stop       chain:8@stop=0.2      paths whose probability is below this are not continued
+    cut        dynamic:4,4,16@cut=0.05  nodes whose path's probability is below this are not verified; not with @sample
     alone      chain:8@alone=0.6     a second drafter's match of this probability is drafted alone (default 0.75 in dynamic
                                      trees, which both drafters share otherwise; 0.5 in other shapes)
     match      dynamic:4,4,6@match=11  most nodes of a match that is drafted alone, as far as they are likely (default: the
@@ -70,6 +72,7 @@ class TreeSpec:
     paths: tuple[tuple[int, ...], ...] = ()
     sampled: bool = False
     stop: float = 0.0
+    cut: float = 0.0
     alone: float = 0.0
     match: int = 0
     matches: bool = True
@@ -92,16 +95,24 @@ class TreeSpec:
             fields = _option_fields(option)
             if not fields or spec.shape == "none":
                 raise UserError(
-                    f"{named}: {shown(option)} is no option; write @sample, @stop=P or @alone=P with P between 0 "
-                    "and 1, @match=NODES, @nomatch or @adapt"
+                    f"{named}: {shown(option)} is no option; write @sample, @stop=P, @cut=P or @alone=P with P "
+                    "between 0 and 1, @match=NODES, @nomatch or @adapt"
                 )
             spec = replace(spec, **fields)
         # Dropping drawn tokens by their outcome would leave tokens that are not distributed as q.
         if spec.sampled and spec.shape == "dynamic":
             raise UserError(f"{named}: a dynamic tree drops tokens after drawing them, which biases; use fanout:4x2x1")
+        if spec.sampled and spec.cut:
+            raise UserError(f"{named}: @cut drops tokens after drawing them, which biases; use @stop={spec.cut:g}")
         if spec.sampled and any(ranks != list(range(len(ranks))) for ranks in ranks_below(spec.paths).values()):
             raise UserError(f"{named}: ranks of drawn siblings must be 0, 1, 2, ... without a gap")
         return spec
+
+    @functools.cached_property
+    def floor(self) -> float:
+        """Paths of a lower log-probability are not continued."""
+        least = max(self.stop, self.cut)
+        return math.log(least) if least else -math.inf
 
     @functools.cached_property
     def most(self) -> int:
@@ -120,7 +131,7 @@ class TreeSpec:
             "dynamic": f"dynamic:{self.depth},{self.top_k},{self.budget}",
             "paths": paths_text(self.paths),
         }[self.shape]
-        numbers = {"stop": self.stop, "alone": self.alone, "match": self.match}
+        numbers = {"stop": self.stop, "cut": self.cut, "alone": self.alone, "match": self.match}
         text += "@sample" * self.sampled + "".join(f"@{name}={value}" for name, value in numbers.items() if value)
         return text + "@nomatch" * (not self.matches) + "@adapt" * self.adaptive
 
@@ -139,7 +150,7 @@ class TreeSpec:
             texts = ["fanout:" + "x".join(map(str, self.fanout[:depth])) for depth in depths]
         else:
             texts = [paths_text(path for path in self.paths if len(path) <= depth) for depth in depths]
-        same = {name: getattr(self, name) for name in ("sampled", "stop", "alone", "match", "matches")}
+        same = {name: getattr(self, name) for name in ("sampled", "stop", "cut", "alone", "match", "matches")}
         return [replace(TreeSpec.parse(text), **same) for text in texts]
 
 
@@ -213,7 +224,7 @@ def _parse_paths(named: str, rest: str) -> TreeSpec:
 def _option_fields(option: str) -> Json:
     """The fields that an option sets; none for an unknown option or value."""
     name, _, value = option.partition("=")
-    if name in ("stop", "alone") and 1e-6 <= (number(value) or 0) < 1:
+    if name in ("stop", "cut", "alone") and 1e-6 <= (number(value) or 0) < 1:
         return {name: float(value)}
     if name == "match" and 0 < _whole(value) <= MOST_NODES:
         return {name: int(value)}

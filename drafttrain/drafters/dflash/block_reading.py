@@ -1,6 +1,7 @@
 """Reading block drafters' checkpoints, in the form that export.py writes and in others' spellings of it.
 
     DFlashDraftModel (z-lab; SpecForge and AngelSlim's QwenDFlashDraftModel; ModelOpt)   keys in dflash_config
+    DFlash2DraftModel (inco.ai, z-lab)   as DFlashDraftModel, all layers with a window that hides no later token (is_causal false)
     Qwen3DSparkModel (DeepSpec), DSparkDraftModel (SpecForge; ModelOpt's is named DFlash)  keys outside or in dflash_config
     speculators_model_type dflash, dspark (speculators)   layer keys in transformer_layer_config; layers as ours, not one less
 
@@ -72,8 +73,9 @@ def is_dspark(config: Mapping[str, object]) -> bool:
 
 def _check_block(keys: Json, layer: Json, where: str) -> None:
     """Raises UserError for a checkpoint that computes what our block drafters do not."""
-    windows = "sliding_attention" in (layer.get("layer_types") or [])
-    windows |= bool(keys.get("use_swa")) and (keys.get("causal") is not False or not keys.get("swa_window_size"))
+    types, mutual = set(layer.get("layer_types") or []), False in (keys.get("causal"), keys.get("is_causal"))
+    windows = "sliding_attention" in types and not (mutual and len(types) == 1 and layer.get("sliding_window"))
+    windows |= bool(keys.get("use_swa")) and not (mutual and keys.get("swa_window_size"))
     scales = ("output_multiplier", "input_embedding_scale", "attention_value_scale", "logit_scale")
     projector, head = keys.get("projector_type", "dflash"), keys.get("markov_head_type", "vanilla")
     checks = {
@@ -132,11 +134,18 @@ def block_fields(config: Json, weights: Mapping[str, Tensor], target: Json, wher
         "draft_vocab_size": keys.get("draft_vocab_size") or v,
         "block_size": keys["block_size"] + (flat_dspark and not anchor),
         "sample_from_anchor": anchor,
-        "sliding_window": keys["swa_window_size"] if keys.get("use_swa") else 0,
+        "sliding_window": _window(keys, layer),
         "mask_token_id": None if learned else keys["mask_token_id"],
         "train_head": "lm_head.weight" in weights,
         "target": target,
     }
+
+
+def _window(keys: Json, layer: Json) -> int:
+    """Positions that a block's token sees, 0 for all; in dflash_config, or of all layers (DFlash 2)."""
+    if keys.get("use_swa"):
+        return keys["swa_window_size"]
+    return layer["sliding_window"] if "sliding_attention" in (layer.get("layer_types") or []) else 0
 
 
 def named(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

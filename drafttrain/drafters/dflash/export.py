@@ -27,7 +27,7 @@ from torch import Tensor
 from drafttrain.drafters.common.block import BlockDrafter
 from drafttrain.drafters.dflash.block_reading import block_fields, is_dspark, named, own_keys, without_copies
 from drafttrain.drafters.dflash.model import DFlash
-from drafttrain.drafters.gguf_heads import RELEASE, GgufHeads
+from drafttrain.drafters.gguf_heads import GgufHeads
 from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json, writing
@@ -72,18 +72,16 @@ class BlockFiles(GgufHeads[Block]):
     gguf_names = {"fc.weight": "fc.weight", "hidden_norm.weight": "enc.output_norm.weight"}
 
     def gguf_keys(self, drafter: Block) -> Json:
+        size, layers = drafter.config.sliding_window, drafter.config.num_hidden_layers
+        window = {"attention.sliding_window": size, "attention.sliding_window_pattern": [True] * layers} if size else {}
         return {
             "target_layers": list(drafter.config.feature_layers),
             "target_hidden_size": drafter.config.hidden_size,
             "block_size": drafter.config.block_size,
             "attention.causal": False,
             "sample_from_anchor": drafter.config.sample_from_anchor,
+            **window,
         }
-
-    def gguf_unsupported(self, drafter: Block) -> list[str]:
-        window = drafter.config.sliding_window
-        ignored = [f"sliding_window={window}: llama.cpp {RELEASE} attends to everything"] if window else []
-        return [*ignored, *super().gguf_unsupported(drafter)]
 
     def gguf_fields(self, keys: Json, like: Block) -> Json:
         mask = keys["tokenizer.ggml.mask_token_id"]
@@ -91,6 +89,7 @@ class BlockFiles(GgufHeads[Block]):
             "feature_layers": tuple(keys["target_layers"]),
             "block_size": keys["block_size"],
             "sample_from_anchor": keys["sample_from_anchor"],
+            "sliding_window": keys.get("attention.sliding_window", 0),
             "mask_token_id": None if mask == like.config.vocab_size else mask,
         }
 
@@ -186,7 +185,18 @@ class EngineBlocks(BlockFiles[Block]):
 
     def block_keys(self, drafter: Block) -> Json:
         """Keys beside those of the layers: block, mask, target layers."""
-        raise NotImplementedError(type(self).__name__)
+        config, mask_token = drafter.config, drafter.config.mask_token_id
+        if mask_token is None:
+            spare = torch.ones(config.vocab_size, dtype=torch.bool)
+            spare[drafter.kept_ids.cpu()] = False
+            mask_token = int(spare.nonzero().max()) if spare.any() else config.vocab_size - 1
+        layers, size = [layer - 1 for layer in config.feature_layers], config.sliding_window
+        # Without `causal` vLLM would take a windowed layer for one that hides a block's later tokens.
+        window = {"use_swa": True, "swa_window_size": size, "causal": False} if size else {}
+        return {
+            "block_size": config.block_size,
+            "dflash_config": {"mask_token_id": mask_token, "target_layer_ids": layers, **window},
+        }
 
     def engine_names(self, drafter: Block, config: Json) -> dict[str, str]:
         return {self.own_names.get(own, own): own for own in super().engine_names(drafter, config)}
@@ -329,20 +339,6 @@ class DFlashShipping(EngineBlocks[DFlash]):
 
     def drafter_weights(self, original: DFlash, back: DFlash, export: Exported) -> dict[str, Tensor]:
         return super().drafter_weights(original, back, export._replace(weights=_flat(export.weights)))
-
-    def block_keys(self, drafter: DFlash) -> Json:
-        config, mask_token = drafter.config, drafter.config.mask_token_id
-        if mask_token is None:
-            spare = torch.ones(config.vocab_size, dtype=torch.bool)
-            spare[drafter.kept_ids.cpu()] = False
-            mask_token = int(spare.nonzero().max()) if spare.any() else config.vocab_size - 1
-        layers, size = [layer - 1 for layer in config.feature_layers], config.sliding_window
-        # Without `causal` vLLM would take a windowed layer for one that hides a block's later tokens.
-        window = {"use_swa": True, "swa_window_size": size, "causal": False} if size else {}
-        return {
-            "block_size": config.block_size,
-            "dflash_config": {"mask_token_id": mask_token, "target_layer_ids": layers, **window},
-        }
 
     def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
         # vLLM drafts one mask per requested token, and the drafter knows one number of them.

@@ -96,7 +96,7 @@ class DSparkShipping(EngineBlocks[DSpark]):
 
     def engine_weights(self, drafter: DSpark, config: Json) -> dict[str, Tensor]:
         weights = super().engine_weights(drafter, config)
-        weights["markov_head.markov_w1.weight"] = drafter.markov_in.weight[_own_ids(drafter)]
+        weights["markov_head.markov_w1.weight"] = drafter.markov_in.weight[drafter.file_rows()]
         if (mask := weights.pop("mask", None)) is not None:
             table = drafter.embed(torch.arange(drafter.config.vocab_size))  # [v, h]
             weights["embed_tokens.weight"] = torch.cat((table, mask[None].to(table)))
@@ -126,11 +126,11 @@ class DSparkShipping(EngineBlocks[DSpark]):
 
     def gguf_weights(self, drafter: DSpark, target: Target) -> dict[str, Tensor]:
         made = super().gguf_weights(drafter, target)
-        made["markov_w1.weight"] = drafter.markov_in.weight[_own_ids(drafter)]
+        made["markov_w1.weight"] = drafter.markov_in.weight[drafter.file_rows()]
         return made
 
     def gguf_own(self, found: dict[str, Tensor], back: DSpark, original: DSpark) -> dict[str, Tensor]:
-        rows, ids = found.get("markov_w1.weight"), _own_ids(back)
+        rows, ids = found.get("markov_w1.weight"), back.file_rows()
         if rows is None or rows.shape != (len(ids), back.config.markov_rank):
             return found
         table = original.markov_in.weight.detach().float().clone()  # [d + 1, r]; the last row may stand for no token
@@ -149,12 +149,6 @@ class DSparkShipping(EngineBlocks[DSpark]):
                 "speculative-num-draft-tokens": depth + 1,
             },
         }
-
-
-def _own_ids(drafter: DSpark) -> Tensor:
-    """[tokens of a file] int64 rows of `markov_in`; a learned mask, which is never the token before, gets the last row."""
-    rows = drafter.markov_rows()
-    return rows if drafter.mask is None else torch.cat((rows, torch.tensor([len(drafter.markov_in.weight) - 1])))
 
 
 SHIPPING = DSparkShipping()
