@@ -60,7 +60,7 @@ from drafttrain.training.feature_sources import TargetSource
 from drafttrain.training.step import count_anchors
 
 STATE, CURRENT, RECORD = "state.jsonl", "current", "adapted.json"
-_POLL_SECONDS = 2.0
+_POLL_SECONDS, _NICE = 2.0, 10
 _SAVED_HOURS = 6.0  # of unspent allowance
 _FALL = 0.95  # of the logged accepted length, which spends the whole allowance
 _JUDGES = 32  # newest held-out answers that judge a round
@@ -468,7 +468,7 @@ def run(args: argparse.Namespace) -> int:
     place = args.output or f"{str(first).rstrip('/')}-adapted"
     check_folder(place, "adapt", inputs_of(args))
     with contextlib.suppress(OSError):
-        os.nice(10)
+        os.nice(max(0, _NICE - os.nice(0)))
     with OutputFolder(place, "adapt", inputs_of(args)) as output:
         adapter = Adapter(args, output.path)
         state = adapter.state
@@ -486,9 +486,7 @@ def run(args: argparse.Namespace) -> int:
             time.sleep(_POLL_SECONDS)
             adapter.account(work=adapter.on_cpu)
         lines = f"{counted(state.read, 'answers')} read, {state.fresh} since the last round"
-        failed = (
-            f"; {state.unusable} unusable lines, the last ones in {output.path / STATE}" if state.unusable else ""
-        )
+        failed = f"; {state.unusable} unusable lines, the last ones in {output.path / STATE}" if state.unusable else ""
         print(f"{lines}{failed}; {max(state.allowance, 0):.1f} s of allowance left")
         keys = ("read", "unusable", "passed_over", "fresh", "failures", "allowance", "spent")
         result = {**{key: getattr(state, key) for key in keys}, "cost": adapter.cost, "rounds": ran}

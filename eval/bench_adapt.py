@@ -2,10 +2,10 @@
 
     python eval/bench_adapt.py --drafter runs/quickstart/drafter --output adapt.json
 
-Serves general questions, then requests of another domain, greedily and one at a time with the drafter in a chain, and logs the answers
-(`--stream FILE` keeps them for later runs). Text does not depend on the drafter, so each setting then gets the same log, a part at a
-time: `Adapter` reads, trains, judges and swaps as the command does, and the accepted length of each coming answer is replayed exactly
-with the version that would serve it. Cost is CPU seconds of the adapter over CPU seconds of serving.
+Serves general questions, then requests of another domain, greedily and one at a time with the drafter in a chain, and logs the
+answers (`--stream FILE` keeps them for later runs). Text does not depend on the drafter, so each setting then gets the same log,
+a part at a time: `Adapter` reads, trains, judges and swaps as the command does, and the accepted length of each coming answer is
+replayed exactly with the version that would serve it. Cost is CPU seconds of the adapter over CPU seconds of serving.
 
     switch at answer A      recovered: first answer after which the mean of the last WINDOW reaches 95 % of the level before
 """
@@ -38,52 +38,12 @@ from drafttrain.target import Target
 from drafttrain.training.feature_sources import TargetSource
 
 SPEC = "chain:4"
-TOPICS = (
-    "volcanoes, the history of bread, sleep, solar panels, chess, jazz, bees, the Roman Empire, vaccines, deserts, inflation, "
-    "black holes, the water cycle, public libraries, coffee, marathons, earthquakes, photosynthesis, glaciers, democracy, "
-    "recycling, bicycles, coral reefs, the printing press, antibiotics, gardening, the moon, languages, trains, museums"
-).split(", ")
-QUESTIONS = (
-    "What should everyone know about {}?", "Explain {} to a ten-year-old.", "Why does {} matter today?",
-    "Tell me three surprising facts about {}.", "How would you introduce a talk about {}?", "What are common mistakes about {}?",
-    "Write a short letter to a friend about {}.", "Describe how {} changed people's lives.", "Give me advice on learning about {}.",
-    "What would the world be without {}?", "Summarize the most important ideas about {}.", "What is difficult about {}?",
-)  # fmt: skip
-TASKS = (
-    "adds up a list of numbers, reverses a string, counts the vowels in a text, checks whether a number is prime, finds the largest "
-    "number in a list, removes duplicates from a list, computes a factorial, returns the first n Fibonacci numbers, sorts a list of "
-    "words by length, merges two dictionaries, reads a file and counts its lines, converts Celsius to Fahrenheit, checks whether a word "
-    "is a palindrome, flattens a nested list, finds common items of two lists, computes the mean of a list, computes a median, "
-    "capitalizes every word, counts words in a sentence, splits a list into chunks, transposes a matrix, finds the longest word, "
-    "rotates a list by k places, multiplies two matrices, validates an email address, draws a random password, sums the digits of a "
-    "number, converts a number to binary, finds the greatest common divisor, implements binary search, implements bubble sort, "
-    "counts how often each letter occurs, groups words by their first letter, removes spaces from a string, computes compound interest, "
-    "checks whether a year is a leap year, returns all even numbers, finds the second largest number, joins a list with commas"
-).split(", ")
-REQUESTS = (
-    "Write a Python function that {}.", "Show me Python code that {}.", "I need a short Python function which {}. Add a docstring.",
-    "Python: implement a function that {}, with an example call.", "Give me a Python class with a method that {}.",
-    "Write a Python script that {} and prints the result.", "Please write and test a Python function that {}.",
-    "How do I write Python code that {}?", "Write a one-line Python function that {}, then explain it.",
-    "Refactor this idea into clean Python: code that {}.",
-)  # fmt: skip
+DOMAINS = json.loads(Path(__file__).with_name("adapt_prompts.json").read_text())  # name -> forms, subjects
 
 
-SPANISH = (
-    "¿Qué debería saber todo el mundo sobre {}?", "Explica {} a un niño de diez años.", "¿Por qué importa hoy {}?",
-    "Cuéntame tres datos sorprendentes sobre {}.", "¿Cómo empezarías una charla sobre {}?", "Escribe una carta breve sobre {}.",
-    "Describe cómo {} cambió la vida de la gente.", "Dame consejos para aprender sobre {}.", "Resume las ideas principales sobre {}.",
-)  # fmt: skip
-TEMAS = (
-    "los volcanes, la historia del pan, el sueño, los paneles solares, el ajedrez, las abejas, el Imperio romano, las vacunas, los "
-    "desiertos, la inflación, los agujeros negros, el ciclo del agua, las bibliotecas, el café, los maratones, los terremotos, los "
-    "glaciares, la democracia, el reciclaje, las bicicletas, la imprenta, los antibióticos, la jardinería, la luna, los trenes"
-).split(", ")
-DOMAINS = {"general": (QUESTIONS, TOPICS), "code": (REQUESTS, TASKS), "spanish": (SPANISH, TEMAS)}
-
-
-def prompts(forms: tuple[str, ...], subjects: list[str], count: int, seed: int) -> list[str]:
-    made = [form.format(subject) for form in forms for subject in subjects]
+def prompts(domain: str, count: int, seed: int) -> list[str]:
+    """The first `count` of all forms with all subjects, shuffled."""
+    made = [form.format(subject) for form in DOMAINS[domain]["forms"] for subject in DOMAINS[domain]["subjects"]]
     random.Random(seed).shuffle(made)
     return made[:count]
 
@@ -93,7 +53,7 @@ def serve(args: argparse.Namespace, target: Target) -> None:
     target.pack()
     decoder = Decoder(target, load_drafter(args.drafter, target), spec=TreeSpec.parse(SPEC))
     log, seconds = AnswerLog(args.stream), []
-    asked = prompts(*DOMAINS["general"], args.before, 1) + prompts(*DOMAINS[args.domain], args.after, 2)
+    asked = prompts("general", args.before, 1) + prompts(args.domain, args.after, 2)
     for number, text in enumerate(asked):
         ids = prompt_ids(target.tokenizer, [{"role": "user", "content": text}])
         began = time.process_time()
@@ -124,7 +84,14 @@ class Simulated(adapt.Adapter):
         return self.state.spent / max(self.served, 1e-9)
 
 
-def run_setting(words: list[str], args: argparse.Namespace, lines: list[str], seconds: list[float], before: int, source: TargetSource) -> dict:
+def run_setting(
+    words: list[str],
+    args: argparse.Namespace,
+    lines: list[str],
+    seconds: list[float],
+    before: int,
+    source: TargetSource,
+) -> dict:
     """Runs one setting over the stream; returns its figures."""
     parser = CommandParser()
     adapt_flags.add_arguments(parser)
@@ -146,7 +113,9 @@ def run_setting(words: list[str], args: argparse.Namespace, lines: list[str], se
             lengths += [(row.committed, row.passes) for row in made]
             with log.open("a") as file:
                 for line, row in zip(lines[at : at + part], made, strict=True):
-                    file.write(json.dumps({**json.loads(line), "accepted_length": row.committed / max(row.passes, 1)}) + "\n")
+                    file.write(
+                        json.dumps({**json.loads(line), "accepted_length": row.committed / max(row.passes, 1)}) + "\n"
+                    )
             adapter.served += sum(seconds[at : at + part])
             adapter.began = time.process_time()
             adapter.read()
@@ -159,7 +128,7 @@ def run_setting(words: list[str], args: argparse.Namespace, lines: list[str], se
         rounds, spent = adapter.state.rounds, adapter.state.spent
 
     def level(start: int, end: int) -> float:
-        chosen = [pair for pair in lengths[max(start, 0) : end]]
+        chosen = list(lengths[max(start, 0) : end])
         return round(sum(c for c, _ in chosen) / max(sum(p for _, p in chosen), 1), 4)
 
     level_before = level(0, before) if args.share_before else level(before - args.window, before)
@@ -184,9 +153,15 @@ def main() -> None:
     parser.add_argument("--after", type=int, default=390)
     parser.add_argument("--window", type=int, default=50)
     parser.add_argument("--max-new-tokens", type=int, default=80)
-    parser.add_argument("--saved", type=float, default=0.0, help="CPU seconds of allowance saved before the stream begins")
-    parser.add_argument("--share-before", action="store_true", help="the level before is that of all answers before the switch")
-    parser.add_argument("--setting", action="append", default=[], help="flags of drafttrain adapt, as one word; repeat it")
+    parser.add_argument(
+        "--saved", type=float, default=0.0, help="CPU seconds of allowance saved before the stream begins"
+    )
+    parser.add_argument(
+        "--share-before", action="store_true", help="the level before is that of all answers before the switch"
+    )
+    parser.add_argument(
+        "--setting", action="append", default=[], help="flags of drafttrain adapt, as one word; repeat it"
+    )
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     target = Target.load(args.target, "bfloat16", "cpu", False, "")

@@ -38,7 +38,7 @@ class LatestDrafter:
         return load_drafter(self.name.replace(split_name(self.name)[0], str(self.version), 1), self.target)
 
     def get(self) -> Drafter | None:
-        """The newest version, loaded by the first call that sees it. If it does not load, a log line says so and the old one stays."""
+        """The newest version, loaded by the first call that sees it. One that does not load is logged; the old one stays."""
         found = self._place.resolve()
         if found != self.version and self._loading.acquire(blocking=False):
             before, self.version = self.version, found
