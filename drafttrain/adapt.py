@@ -53,7 +53,7 @@ from drafttrain.folders import PARTIAL, OutputFolder, check_folder, inputs_of
 from drafttrain.losses import parse_loss
 from drafttrain.outcome import conclude, next_command
 from drafttrain.progress import counted
-from drafttrain.target import load_shell
+from drafttrain.target import Target, load_shell
 from drafttrain.target.devices import has_bfloat16
 from drafttrain.train import check_data
 from drafttrain.training.feature_sources import TargetSource
@@ -129,7 +129,7 @@ class Adapter:
         self._tidy()
         name, servers = args.target or load_trained(str(self.first)).config.target["name"], None
         if args.target_url:
-            self.target = load_shell(name, args.dtype, args.device, args.trust_remote_code, weights=True)
+            self.target: Target = load_shell(name, args.dtype, args.device, args.trust_remote_code, weights=True)
         else:
             self.target = load_target(args, name)
         self.drafter = drafter = self._load(output / (self.state.trial or CURRENT))
@@ -308,7 +308,7 @@ class Adapter:
         return enough and self.budget() > 2 * self.state.judging
 
     def round(self) -> Json:
-        """Trains, judges and swaps; returns the round's record."""
+        """Trains, judges and swaps; returns the round's record, empty if the allowance was spent before the first step."""
         state, every = self.state, self.args.every
         budget, began, served = self.budget(), state.spent, (self.output / CURRENT).resolve()
         recent, fallen = state.recent, self.fallen
@@ -320,6 +320,9 @@ class Adapter:
         earlier = self._earlier(len(new))
         rows = [_row(it["tokens"], [[it["start"], len(it["tokens"])]], it["number"]) for it in new] + earlier
         steps, tokens = self._train(rows, began + budget - state.judging)
+        if not steps:
+            state.judging = max(state.judging, state.spent - began)  # waits for more of the allowance
+            return {}
         mark = state.spent
         self._replay(self.drafter, "", judges)
         both = [[it["replayed"][served.name] for it in judges], [it["replayed"].pop("") for it in judges]]
@@ -408,7 +411,8 @@ class Adapter:
         """Notes in each answer what a drafter commits in how many passes."""
         todo = [it for it in judges if version not in it["replayed"]]
         rows = [_row(it["tokens"], [[it["start"], len(it["tokens"])]], it["number"]) for it in todo]
-        for it, row in zip(todo, replayed_rows(drafter.eval(), rows, self.source, _SPEC, _REPLAYED), strict=True):
+        made = replayed_rows(drafter.eval(), rows, self.source, _SPEC, _REPLAYED)  # type: ignore[arg-type]  # states, no top-k
+        for it, row in zip(todo, made, strict=True):
             it["replayed"][version] = [row.committed, row.passes]
         self.account()
 
@@ -477,9 +481,9 @@ def run(args: argparse.Namespace) -> int:
         ran = []
         while True:
             adapter.read()
-            if adapter.due():
-                ran.append(adapter.round())
-                show(ran[-1], args.share)
+            if adapter.due() and (record := adapter.round()):
+                ran.append(record)
+                show(record, args.share)
             if args.once:
                 break
             adapter.account()

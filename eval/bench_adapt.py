@@ -119,8 +119,7 @@ def run_setting(
             adapter.served += sum(seconds[at : at + part])
             adapter.began = time.process_time()
             adapter.read()
-            if adapter.due():
-                record = adapter.round()
+            if adapter.due() and (record := adapter.round()):
                 adapt.show(record, flags.share)
                 if record["verdict"] == "better":
                     serving = load_drafter(str(output / adapt.CURRENT), target)
@@ -139,7 +138,7 @@ def run_setting(
         "flags": words, "before": level_before, "after_switch": level(before, before + args.window),
         "curve": {end: level(end - args.window, end) for end in range(args.window, last + 1, args.window)},
         "end": level(last - args.window, last), "recovered_after": recovered, "seconds": round(spent, 2),
-        "served_seconds": round(sum(seconds), 1), "cost": round(spent / sum(seconds), 4), "rounds": rounds,
+        "served_seconds": round(sum(seconds), 1), "cost": round(spent / (sum(seconds) + args.saved / flags.share), 4), "rounds": rounds,
     }  # fmt: skip
 
 
@@ -154,7 +153,10 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=50)
     parser.add_argument("--max-new-tokens", type=int, default=80)
     parser.add_argument(
-        "--saved", type=float, default=0.0, help="CPU seconds of allowance saved before the stream begins"
+        "--saved",
+        type=float,
+        default=0.0,
+        help="CPU seconds of allowance saved by serving before the stream begins, which counts as served",
     )
     parser.add_argument(
         "--share-before", action="store_true", help="the level before is that of all answers before the switch"
