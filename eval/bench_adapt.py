@@ -138,7 +138,8 @@ def run_setting(
         "flags": words, "before": level_before, "after_switch": level(before, before + args.window),
         "curve": {end: level(end - args.window, end) for end in range(args.window, last + 1, args.window)},
         "end": level(last - args.window, last), "recovered_after": recovered, "seconds": round(spent, 2),
-        "served_seconds": round(sum(seconds), 1), "cost": round(spent / (sum(seconds) + args.saved / flags.share), 4), "rounds": rounds,
+        "served_seconds": round(sum(seconds), 1), "rounds": rounds,
+        "cost": round(spent / (sum(seconds) + args.saved / flags.share), 4),
     }  # fmt: skip
 
 
