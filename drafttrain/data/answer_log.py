@@ -38,7 +38,7 @@ _PLACES = 100  # logs whose positions are kept
 TokenIds = list[Annotated[int, Field(ge=0)]]
 
 
-class _Choice(TypedDict):
+class _LoggedChoice(TypedDict):
     """An answer in a reply; `token_ids` where the server gives them (vLLM: return_token_ids)."""
 
     message: NotRequired[Json | None]
@@ -46,10 +46,10 @@ class _Choice(TypedDict):
     finish_reason: NotRequired[str | None]
 
 
-class _Reply(_Choice):
+class _Reply(_LoggedChoice):
     """A reply of /v1/chat/completions, or the whole line."""
 
-    choices: NotRequired[Annotated[list[_Choice], Field(min_length=1)] | None]
+    choices: NotRequired[Annotated[list[_LoggedChoice], Field(min_length=1)] | None]
     prompt_token_ids: NotRequired[TokenIds | None]
     accepted_length: NotRequired[Annotated[float, Field(ge=0, allow_inf_nan=False)] | None]
     messages: NotRequired[list[Json] | None]
