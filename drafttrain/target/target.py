@@ -272,7 +272,7 @@ class Target:
         """Packs the weights for fast inference on a CPU (no effect elsewhere). Costs a second copy of the weights.
 
         Args:
-            keep_dtype: go on computing in the present dtype: for many rows, and where training reads the same target.
+            keep_dtype: go on computing in the present dtype, where training reads the same target.
         """
         with _packing:
             if not self._packed and self.device.type == "cpu":
