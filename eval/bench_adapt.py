@@ -21,8 +21,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from drafttrain import adapt, adapt_flags
@@ -30,6 +28,7 @@ from drafttrain.data.answer_log import AnswerLog, read_answer
 from drafttrain.data.chat import prompt_ids
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import load_drafter
+from drafttrain.environment import describe_environment
 from drafttrain.evaluation.held_out import replayed_rows
 from drafttrain.files import write_json
 from drafttrain.flags import CommandParser
@@ -180,8 +179,8 @@ def main() -> None:
         done.append(run_setting(setting.split(), args, lines, noted["seconds"], noted["before"], source))
         print({key: value for key, value in done[-1].items() if key != "rounds"}, flush=True)
         write_json(args.output, {
-            "command": sys.argv, "threads": torch.get_num_threads(), "saved_seconds": args.saved, "settings": done,
-            "ratio": done[0]["end"] / done[0]["after_switch"], "goal": 0.95, "sides": {" ".join(it["flags"]): it for it in done},
+            **describe_environment(target.device), "command": sys.argv, "saved_seconds": args.saved,
+            "ratio": done[0]["end"] / done[0]["before"], "goal": 0.95, "sides": {" ".join(it["flags"]): it for it in done},
         })  # fmt: skip
 
 
