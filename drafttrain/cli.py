@@ -34,6 +34,7 @@ COMMANDS = {  # command -> (module below drafttrain, help)
     "recipes": ("recipes", "list, print or copy the recipes that come with drafttrain"),
     "plan": ("tuning.plan", "memory, disk and hours of a recipe, before anything is downloaded"),
     "train": ("train", "train a drafter from a config (same as accelerate launch drafttrain/train.py)"),
+    "adapt": ("adapt", "go on training a drafter from a server's log, and serve what decodes better"),
     "ngram-store": ("data.ngram_corpus", "count the n-grams of a corpus: a drafter without training"),
     "eval": ("tuning.eval_command", "measure a drafter in the lossless tree decoder against two baselines"),
     "tune": ("tuning.tune", "find the fastest tree for a drafter on this machine"),

@@ -94,6 +94,11 @@ KINDS = {
         {"training.json": '"config"', "checkpoint-*/config.json": _OURS, "checkpoint-*/drafttrain.json": _OURS},
         absent=("README.md",),
     ),
+    "adapt": FolderKind(
+        ("state.jsonl", "current", "version-*"),
+        {"state.jsonl": '"allowance"', "version-*/config.json": _OURS},
+        alone=True,
+    ),
     "import": FolderKind(_MODEL, {"config.json": _OURS, "drafttrain.json": _OURS}, absent=("README.md", *_RUN)),
     "export": FolderKind(
         _MODEL,

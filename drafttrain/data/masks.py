@@ -104,6 +104,19 @@ def conversation_record(
     return row.record(id)
 
 
+def answer_record(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    id: str,
+    inputs: ChatInputs = NO_INPUTS,
+    stop_ids: Collection[int] = (),
+) -> Json:
+    """`conversation_record` with the last answer as the only span, as the target saw it when it gave that answer."""
+    row = _Row(tokenizer, messages, inputs, stop_ids)
+    row.add(_assistant_turns(messages, id)[-1], id)
+    return row.record(id)
+
+
 def conversation_records(
     tokenizer: PreTrainedTokenizerBase,
     path: Path,

@@ -1,0 +1,499 @@
+"""`drafttrain adapt`: goes on training a drafter from a server's log, and serves each version that decodes better.
+
+    read     new lines of the log -> answers as tokens; by a hash of the prompt, a share of them only judges
+    train    new answers and a sample of earlier ones, a few passes, within the allowance
+    judge    replay of the newest held-out answers with both drafters; ratio of accepted lengths with a paired interval
+    swap     better: OUTPUT/current -> the new version; worse: back to the old one; neither: training continues from it
+
+    OUTPUT/current         link to the drafter to serve: the first one, or a version
+    OUTPUT/version-0007/   a drafter, complete under this name; adapted.json says how it was judged
+    OUTPUT/state.jsonl     positions in logs, allowance, rounds; then a line per kept answer. Replaced in one step
+
+A process that is killed loses the running round at most: versions get their name when they are complete, and the state, which
+names the version to continue, is written last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from drafttrain.batch import Batch
+from drafttrain.data.answer_log import LogReader, Place, read_answer
+from drafttrain.data.loader import collate
+from drafttrain.data.state_client import StateClient
+from drafttrain.data.store import load_records, read_meta
+from drafttrain.drafters.base import StepInputs
+from drafttrain.drafters.common.trainable import TrainableDrafter
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.registry import kind_class, kind_of, load_trained
+from drafttrain.environment import __version__
+from drafttrain.errors import UserError
+from drafttrain.evaluation.held_out import replayed_rows
+from drafttrain.evaluation.resampling import Ratio, draws, ends
+from drafttrain.evaluation.verdicts import FEWEST
+from drafttrain.files import Json, check_json, read_jsonl, replacing, violation, write_json, writing
+from drafttrain.flags import load_target
+from drafttrain.folders import PARTIAL, OutputFolder, check_folder, inputs_of
+from drafttrain.losses import parse_loss
+from drafttrain.outcome import conclude, next_command
+from drafttrain.progress import counted
+from drafttrain.target import Target, load_shell
+from drafttrain.target.devices import has_bfloat16
+from drafttrain.train import check_data
+from drafttrain.training.feature_sources import TargetSource
+from drafttrain.training.step import count_anchors
+
+STATE, CURRENT, RECORD = "state.jsonl", "current", "adapted.json"
+_POLL_SECONDS, _NICE = 2.0, 10
+_SAVED_HOURS = 6.0  # of unspent allowance
+_FALL = 0.95  # of the logged accepted length, which spends the whole allowance
+_JUDGES = 32  # newest held-out answers that judge a round
+_SPEC, _REPLAYED = TreeSpec.parse("chain:4"), 128  # tree and tokens per answer of a replay
+_STAGE_ROWS, _WARM_UP = 64, 4  # answers of a stage; steps
+_STEP_TOKENS = 512  # tokens of a training step
+_FORWARD_ROWS = 8  # conversations per forward of the target; on a CPU a few are faster than one
+_CACHE_BYTES = 1e9  # of the target's states, which later passes read again
+_RECORDED = 50  # rounds and unusable lines in the state
+_FIX = "delete the file to begin again"
+
+
+class _Answer(TypedDict):
+    """A kept answer. trained: rounds that trained on it; replayed: [committed, passes] by version; held: it only judges."""
+
+    number: int
+    tokens: list[int]
+    start: int
+    held: bool
+    trained: int
+    replayed: dict[str, list[int]]
+
+
+@dataclass
+class _State:
+    """The first line of state.jsonl.
+
+    Attributes:
+        first: the drafter that it began with. places: positions in the logs.
+        read, unusable, passed_over: lines. failures: the last unusable ones.
+        fresh: answers since the last round. recent: their accepted lengths, where logged; usual: the length before.
+        allowance: seconds to spend, as of the time `at`. spent, began: seconds of work, and since when they count.
+        judging: seconds that judging takes. trial: version to train on from, not served; number: of the newest version.
+    """
+
+    first: str
+    places: list[Place] = field(default_factory=list)
+    read: int = 0
+    unusable: int = 0
+    passed_over: int = 0
+    failures: list[Json] = field(default_factory=list)
+    fresh: int = 0
+    recent: list[float] = field(default_factory=list)
+    usual: float = 0.0
+    allowance: float = 0.0
+    at: float = field(default_factory=time.time)
+    spent: float = 0.0
+    began: float = field(default_factory=time.time)
+    judging: float = 0.0
+    trial: str = ""
+    number: int = 0
+    rounds: list[Json] = field(default_factory=list)
+
+
+class Adapter:
+    """Follows a log, and trains and judges a drafter.
+
+    Args:
+        args: the command's flags. output: the locked folder.
+    """
+
+    def __init__(self, args: argparse.Namespace, output: Path):
+        self.args, self.output = args, output
+        self.first = Path(args.drafter).expanduser().resolve()
+        self.state, self.answers = self._read_state()
+        self._tidy()
+        name, servers = args.target or load_trained(str(self.first)).config.target["name"], None
+        if args.target_url:
+            self.target: Target = load_shell(name, args.dtype, args.device, args.trust_remote_code, weights=True)
+        else:
+            self.target = load_target(args, name)
+        self.drafter = drafter = self._load(output / (self.state.trial or CURRENT))
+        if args.target_url:
+            servers = StateClient(args.target_url, self.target, drafter.feature_layers, args.states_dir)
+            servers.prove()
+        memory = _CACHE_BYTES, parse_loss(drafter.config.loss).temperatures
+        self.source = TargetSource(
+            self.target, drafter.feature_layers, drafter.kept_ids, None, None, *memory, servers=servers
+        )
+        self.source.together = _FORWARD_ROWS
+        self.random = random.Random(f"{args.seed} {self.state.number}")
+        self.earlier = self._first_data()
+        self.optimizer: torch.optim.AdamW | None = None
+        self.on_cpu = self.target.device.type == "cpu"
+        self.bfloat16 = self.target.dtype == torch.bfloat16 if self.on_cpu else has_bfloat16()
+        self.cores = len(os.sched_getaffinity(0)) if self.on_cpu else 1
+        self.clock = 0.0 if self.on_cpu else time.perf_counter()  # 0: what this process did so far counts
+
+    # -- files ------------------------------------------------------------------------------------------------------------
+
+    def _read_state(self) -> tuple[_State, list[_Answer]]:
+        path = self.output / STATE
+        if not path.exists():
+            return _State(str(self.first)), []
+        (_, head), *rest = read_jsonl(path, fix=_FIX)
+        try:
+            state = TypeAdapter(_State).validate_python(head)
+        except ValidationError as error:
+            raise UserError(f"{path} line 1: {violation(error)}; {_FIX}") from error
+        if state.first != str(self.first):
+            rule = "one folder continues one drafter"
+            raise UserError(
+                f"drafter={self.args.drafter!r}: {self.output} continues {state.first}; {rule}: choose another --output"
+            )
+        for number, row in rest:
+            check_json(row, f"{path} line {number}", _FIX, _Answer)
+        return state, [row for _, row in rest]  # type: ignore[misc]  # checked
+
+    def save(self) -> None:
+        """Replaces the state."""
+        path = self.output / STATE
+        with writing(path), replacing(path) as part:
+            part.chmod(0o600)
+            part.write_text(
+                "".join(json.dumps(row) + "\n" for row in (asdict(self.state), *self.answers)), encoding="utf-8"
+            )
+
+    def _tidy(self) -> None:
+        """Completes what a killed process left: the link to the drafter, and versions that no state names."""
+        link = self.output / CURRENT
+        if not link.is_symlink():
+            self._link(self.first)
+        versions = sorted(path for path in self.output.glob("version-*") if (path / RECORD).is_file())
+        kept = {link.resolve().name, self.state.trial, *(path.name for path in versions[-self.args.keep :])}
+        for path in versions:
+            if path.name not in kept:
+                shutil.rmtree(path)
+
+    def _link(self, folder: Path) -> None:
+        """Makes OUTPUT/current lead to a drafter, in one step."""
+        part = self.output / f".{CURRENT}"
+        part.unlink(missing_ok=True)
+        part.symlink_to(folder.name if folder.parent == self.output else folder)
+        os.replace(part, self.output / CURRENT)
+
+    def _load(self, folder: Path) -> TrainableDrafter:
+        kind = kind_class(kind_of(str(folder)))
+        loss = load_trained(str(folder)).config.loss
+        drafter: Any = kind.begin(self.target, str(folder), {}, loss)
+        return drafter.to(self.target.device)
+
+    def _store(self, record: Json) -> str:
+        """Saves the drafter as a new version; returns its name."""
+        taken = [int(path.name[8:]) for path in self.output.glob("version-*") if path.name[8:].isdecimal()]
+        self.state.number = max([self.state.number, *taken]) + 1
+        name = f"version-{self.state.number:04d}"
+        part = self.output / PARTIAL
+        with writing(self.output, reads=True):
+            shutil.rmtree(part, ignore_errors=True)
+            self.drafter.save_pretrained(part)
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copy(self.first / "decoding.json", part)  # the tree that was tuned
+            write_json(part / RECORD, record)
+            for path in part.rglob("*"):
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+            os.replace(part, self.output / name)
+        return name
+
+    def _first_data(self) -> list[Json]:
+        """A sample of the first training's conversations."""
+        if not self.args.data:
+            return []
+        check_data(read_meta(self.args.data), None, self.target, self.args.data)
+        records = load_records(self.args.data)
+        chosen = self.random.sample(range(len(records)), min(len(records), 4 * self.args.every))
+        return [_row(records[i]["tokens"][: self.args.max_length], records[i]["spans"], -1) for i in chosen]
+
+    # -- allowance --------------------------------------------------------------------------------------------------------
+
+    def account(self, work: bool = True) -> None:
+        """Adds the time that has passed to the allowance, and subtracts what was done since the last call.
+
+        That is CPU time of all threads; on an accelerator, time. work: False leaves it out, after waiting.
+        """
+        state, now, clock = self.state, time.time(), time.process_time() if self.on_cpu else time.perf_counter()
+        done, self.clock = (clock - self.clock) * work, clock
+        gain = self.args.share * self.cores
+        saved = state.allowance + gain * max(now - state.at, 0)
+        state.allowance = min(saved, gain * 3600 * _SAVED_HOURS) - done
+        state.at, state.spent = now, state.spent + done
+
+    @property
+    def cost(self) -> float:
+        """Share of the machine's time that was spent since the first start."""
+        return self.state.spent / max((self.state.at - self.state.began) * self.cores, 1e-9)
+
+    @property
+    def fallen(self) -> bool:
+        """Whether the logged accepted length fell; True where none is logged."""
+        recent = self.state.recent
+        return not recent or sum(recent) / len(recent) < _FALL * self.state.usual
+
+    def budget(self) -> float:
+        """Seconds that a round may spend now."""
+        self.account()
+        return self.state.allowance * (1.0 if self.fallen else 0.5)
+
+    # -- reading ----------------------------------------------------------------------------------------------------------
+
+    def read(self) -> int:
+        """Reads what the log has got; returns the number of new answers."""
+        state, every = self.state, self.args.every
+        reader = LogReader(Path(self.args.log).expanduser(), state.places)
+        lines, passed_over = reader.read(8 * every)
+        before = state.fresh
+        for where, path, line in lines:
+            try:
+                found = read_answer(line, path, self.target, self.args.chat_template_kwargs, self.args.max_length)
+            except UserError as error:
+                state.unusable += 1
+                state.failures = [*state.failures, {"line": where, "reason": str(error)[:300]}][-_RECORDED:]
+                continue
+            key = sha256(repr(found.tokens[: found.start]).encode()).digest()  # equal prompts stay on one side
+            held = int.from_bytes(key[:4], "little") < self.args.hold_out * 2**32
+            state.read, state.fresh = state.read + 1, state.fresh + 1
+            state.recent = [*state.recent, found.accepted][-every:] if found.accepted else state.recent
+            made = _Answer(number=state.read, tokens=found.tokens, start=found.start, held=held, trained=0, replayed={})
+            self.answers.append(made)
+        if lines:
+            state.places, state.passed_over = reader.places, state.passed_over + passed_over
+            self._bound()
+            self.account()
+            self.save()
+        return state.fresh - before
+
+    def _bound(self) -> None:
+        """Keeps the newest answers and, of earlier ones, a random part."""
+        every = self.args.every
+        judges = [it for it in self.answers if it["held"]][-2 * _JUDGES :]
+        others = [it for it in self.answers if not it["held"]]
+        older, newer = others[: -2 * every], others[-2 * every :]
+        older = sorted(self.random.sample(older, min(len(older), 4 * every)), key=lambda it: it["number"])
+        self.answers = [*judges, *older, *newer]
+        kept = {it["number"] for it in self.answers}
+        for number in [number for number in self.source.kept if number not in kept]:
+            self.source.used_bytes -= sum(tensor.nbytes for tensor in self.source.kept.pop(number))
+
+    # -- a round ----------------------------------------------------------------------------------------------------------
+
+    def due(self) -> bool:
+        """Whether there are enough new answers to train on and to judge by, and twice the time that judging takes."""
+        judges, others = sum(it["held"] for it in self.answers), sum(_is_new(it) for it in self.answers)
+        enough = self.state.fresh >= self.args.every and judges >= FEWEST and others > 0
+        return enough and self.budget() > 2 * self.state.judging
+
+    def round(self) -> Json:
+        """Trains, judges and swaps; returns the round's record, empty if the allowance was spent before the first step."""
+        state, every = self.state, self.args.every
+        budget, began, served = self.budget(), state.spent, (self.output / CURRENT).resolve()
+        recent, fallen = state.recent, self.fallen
+        judges = [it for it in self.answers if it["held"]][-_JUDGES:]
+        judges = [it for it in judges if it["number"] > state.read - state.fresh or it in judges[-_JUDGES // 2 :]]
+        if any(served.name not in it["replayed"] for it in judges):
+            self._replay(self._load(served), served.name, judges)
+        new = [it for it in self.answers if _is_new(it)][-every:]
+        earlier = self._earlier(len(new))
+        rows = [_row(it["tokens"], [[it["start"], len(it["tokens"])]], it["number"]) for it in new] + earlier
+        steps, tokens = self._train(rows, began + budget - state.judging)
+        if not steps:
+            state.judging = max(state.judging, state.spent - began)  # waits for more of the allowance
+            return {}
+        mark = state.spent
+        self._replay(self.drafter, "", judges)
+        both = [[it["replayed"][served.name] for it in judges], [it["replayed"].pop("") for it in judges]]
+        ratio, before, after = compared(*both)
+        state.judging = max(0.8 * state.judging, state.spent - mark)
+        record: Json = {
+            "round": state.rounds[-1]["round"] + 1 if state.rounds else 1, "answers": state.read, "new": len(new),
+            "earlier": len(earlier), "steps": steps, "tokens": tokens, "judges": len(judges), "before": before, "after": after,
+            "ratio": ratio.value, "interval": [ratio.low, ratio.high], "fallen": fallen,
+            "logged_accepted_length": round(sum(recent) / len(recent), 3) if recent else None,
+        }  # fmt: skip
+        if ratio.high < 1:
+            record |= {"verdict": "worse", "version": served.name}
+            state.trial, self.optimizer, self.drafter = "", None, self._load(served)
+        else:
+            better = ratio.low > 1
+            name = self._store({"drafttrain": __version__, "first": str(self.first), **record})
+            record |= {"verdict": "better" if better else "undecided", "version": name if better else served.name}
+            state.trial = "" if better else name
+            for it in judges if better else ():
+                it["replayed"] = {name: both[1][judges.index(it)]}
+            if better:
+                self._link(self.output / name)
+        for it in new:
+            it["trained"] += 1
+        if recent:
+            state.usual = 0.8 * (state.usual or sum(recent) / len(recent)) + 0.2 * sum(recent) / len(recent)
+        state.fresh = 0
+        self.account()
+        record |= {"seconds": round(state.spent - began, 2), "cost": round(self.cost, 5)}
+        state.rounds = [*state.rounds, record][-_RECORDED:]
+        self.save()
+        self._tidy()
+        return record
+
+    def _earlier(self, new: int) -> list[Json]:
+        """Rows of earlier answers, half of them from the first training's data, if given."""
+        count = round(self.args.replay * new)
+        old = [it for it in self.answers if not it["held"] and it["trained"]]
+        given = self.random.sample(self.earlier, min(len(self.earlier), count // 2 if old else count))
+        old = self.random.sample(old, min(len(old), count - len(given)))
+        return [*given, *(_row(it["tokens"], [[it["start"], len(it["tokens"])]], it["number"]) for it in old)]
+
+    def _train(self, rows: list[Json], until: float) -> tuple[int, int]:
+        """Trains on rows until `until` seconds are spent in all; returns steps and tokens.
+
+        A stage of a few steps has all its passes before the next begins: the target's forward costs more than a pass.
+        """
+        args, device, state = self.args, self.target.device, self.state
+        self.random.shuffle(rows)
+        stages = [_batches(rows[i : i + _STAGE_ROWS]) for i in range(0, len(rows), _STAGE_ROWS)]
+        order = [
+            batch for stage in stages for _ in range(args.passes) for batch in self.random.sample(stage, len(stage))
+        ]
+        if self.optimizer is None:
+            self.optimizer = torch.optim.AdamW(self.drafter.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)
+            self.warm = 0
+        steps = tokens = 0
+        start = state.spent
+        self.drafter.train()
+        for batch in order:
+            if (now := state.spent) >= until:
+                break
+            done = max(steps / len(order), (now - start) / max(until - start, 1e-9))
+            self.warm = min(self.warm + 1, _WARM_UP)
+            for group in self.optimizer.param_groups:
+                group["lr"] = args.learning_rate * self.warm / _WARM_UP * (1 - 0.9 * done)
+            inputs = {key: value.to(device) for key, value in collate(batch).items()}
+            made = Batch.of(inputs)
+            features, targets, row_of = self.source(made)
+            total = count_anchors(inputs)
+            with torch.autocast(device.type, torch.bfloat16, enabled=self.bfloat16):
+                given = StepInputs(made, self.target.embed(made.input_ids), features, targets, row_of, total, False)  # type: ignore[arg-type]
+                loss = self.drafter(inputs=given).loss
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), 0.5)
+            if not torch.isfinite(norm):
+                raise UserError(f"grad_norm={float(norm)} is not finite; lower --learning-rate ({args.learning_rate})")
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            self.account()
+            steps, tokens = steps + 1, tokens + sum(row["length"] for row in batch)
+        return steps, tokens
+
+    def _replay(self, drafter: TrainableDrafter, version: str, judges: Sequence[_Answer]) -> None:
+        """Notes in each answer what a drafter commits in how many passes."""
+        todo = [it for it in judges if version not in it["replayed"]]
+        rows = [_row(it["tokens"], [[it["start"], len(it["tokens"])]], it["number"]) for it in todo]
+        made = replayed_rows(drafter.eval(), rows, self.source, _SPEC, _REPLAYED)  # type: ignore[arg-type]  # states, no top-k
+        for it, row in zip(todo, made, strict=True):
+            it["replayed"][version] = [row.committed, row.passes]
+        self.account()
+
+
+def _is_new(it: _Answer) -> bool:
+    return not it["held"] and not it["trained"]
+
+
+def _row(tokens: list[int], spans: list[list[int]], number: int) -> Json:
+    """A training row; see loader.py."""
+    spans = [[max(a, 1), min(b, len(tokens))] for a, b in spans if min(b, len(tokens)) - max(a, 1) >= 2]
+    return {"tokens": tokens, "spans": spans, "length": len(tokens), "index": number}
+
+
+def _batches(rows: Sequence[Json]) -> list[list[Json]]:
+    """Rows of similar length together, up to _STEP_TOKENS a batch."""
+    made: list[list[Json]] = [[]]
+    for row in sorted(rows, key=lambda row: row["length"]):
+        if made[-1] and row["length"] * (len(made[-1]) + 1) > _STEP_TOKENS:
+            made.append([])
+        made[-1].append(row)
+    return made
+
+
+def compared(before: Sequence[list[int]], after: Sequence[list[int]]) -> tuple[Ratio, float, float]:
+    """Ratio of accepted lengths with its 95 % interval, paired by answer; and both lengths. Each: [committed, passes]."""
+    drawn = np.vstack([np.arange(len(before)), draws(len(before))])  # the first row is the figure itself
+    lengths = []
+    for side in (before, after):
+        committed, passes = np.array(side, float).T  # [answers] each
+        lengths.append(committed[drawn].sum(-1) / np.maximum(passes[drawn].sum(-1), 1))
+    ratios = lengths[1] / np.maximum(lengths[0], 1e-9)
+    ratio = Ratio(float(ratios[0]), *ends(ratios[1:], len(before)))
+    return ratio, round(float(lengths[0][0]), 4), round(float(lengths[1][0]), 4)
+
+
+def show(record: Json, share: float) -> None:
+    """A round as a line."""
+    low, high = record["interval"]
+    print(
+        f"round {record['round']}: {record['new']} new and {record['earlier']} earlier answers, {record['tokens']} tokens in "
+        f"{record['steps']} steps, {record['seconds']:.1f} s; {record['judges']} held-out answers: accepted length "
+        f"{record['before']:.2f} -> {record['after']:.2f} (x{record['ratio']:.3f}, 95 % interval {low:.3f} to {high:.3f}), "
+        f"{record['verdict']}: {record['version']} serves; cost so far {100 * record['cost']:.2f} % of {100 * share:g} %",
+        flush=True,
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Follows the log until it is stopped, or once. Raises UserError: bad flags, no log, or a target that does not fit."""
+    first = Path(args.drafter).expanduser()
+    log = Path(args.log).expanduser()
+    if not first.is_dir():
+        raise UserError(f"drafter={args.drafter!r}: no such folder; adapt continues a drafter on this machine")
+    if not log.is_dir() and not log.parent.is_dir():
+        raise UserError(f"log={args.log!r}: no such file or folder; see the forms of a log in docs/how-to/adapt.md")
+    place = args.output or f"{str(first).rstrip('/')}-adapted"
+    check_folder(place, "adapt", inputs_of(args))
+    with contextlib.suppress(OSError):
+        os.nice(max(0, _NICE - os.nice(0)))
+    with OutputFolder(place, "adapt", inputs_of(args)) as output:
+        adapter = Adapter(args, output.path)
+        state = adapter.state
+        adapter.save()
+        print(f"serve {output.path / CURRENT}; following {log}", flush=True)
+        ran = []
+        while True:
+            adapter.read()
+            if adapter.due() and (record := adapter.round()):
+                ran.append(record)
+                show(record, args.share)
+            if args.once:
+                break
+            adapter.account()
+            time.sleep(_POLL_SECONDS)
+            adapter.account(work=adapter.on_cpu)
+        lines = f"{counted(state.read, 'answers')} read, {state.fresh} since the last round"
+        failed = f"; {state.unusable} unusable lines, the last ones in {output.path / STATE}" if state.unusable else ""
+        print(f"{lines}{failed}; {max(state.allowance, 0):.1f} s of allowance left")
+        keys = ("read", "unusable", "passed_over", "fresh", "failures", "allowance", "spent")
+        result = {**{key: getattr(state, key) for key in keys}, "cost": adapter.cost, "rounds": ran}
+        serving = str((output.path / CURRENT).resolve())
+        conclude({**result, "serving": serving}, [output.path], next_command("export", drafter=output.path / CURRENT))
+    return 0

@@ -1,0 +1,208 @@
+"""Logs of a server's answers: how they are written, and how they are read while they grow and rotate.
+
+One JSON object a line for each answer, in any of these forms, with "accepted_length" where the server knows it:
+
+    {"prompt_token_ids": [...], "token_ids": [...]}                                the exact tokens, as `AnswerLog` writes
+    {"messages": [..., {"role": "assistant", ...}], "tools": [...], ...}           and the other formats of row_formats.py
+    {"request": {"messages": [...], ...}, "response": {"choices": [...]}}          body and reply of /v1/chat/completions
+
+Only the last answer of a line counts: a chat's earlier answers have lines of their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+from typing_extensions import NotRequired, TypedDict
+
+from drafttrain.data.chat import ChatInputs
+from drafttrain.data.masks import answer_record
+from drafttrain.data.row_formats import parse_row
+from drafttrain.errors import UserError, first_line
+from drafttrain.files import Json, append_line, check_json, parse_line
+from drafttrain.inference.sequence import Generation
+from drafttrain.target import Target
+
+HEAD = 4096  # bytes at a log's start by which it is recognized under another name
+_PACKED = (".gz", ".zst", ".xz", ".bz2")  # rotated logs that are compressed are not read
+_FIX = "see the forms in docs/how-to/adapt.md"
+_PLACES = 100  # logs whose positions are kept
+TokenIds = list[Annotated[int, Field(ge=0)]]
+
+
+class _LoggedChoice(TypedDict):
+    """An answer in a reply; `token_ids` where the server gives them (vLLM: return_token_ids)."""
+
+    message: NotRequired[Json | None]
+    token_ids: NotRequired[TokenIds | None]
+    finish_reason: NotRequired[str | None]
+
+
+class _Reply(_LoggedChoice):
+    """A reply of /v1/chat/completions, or the whole line."""
+
+    choices: NotRequired[Annotated[list[_LoggedChoice], Field(min_length=1)] | None]
+    prompt_token_ids: NotRequired[TokenIds | None]
+    accepted_length: NotRequired[Annotated[float, Field(ge=0, allow_inf_nan=False)] | None]
+    messages: NotRequired[list[Json] | None]
+
+
+class Place(TypedDict):
+    """How far a log was read: `head` is the hash of its first `length` bytes, `offset` the end of the last line read."""
+
+    head: str
+    length: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class LoggedAnswer:
+    """An answer as tokens. start: length of the prompt. accepted: the logged accepted length, 0 if unknown."""
+
+    tokens: list[int]
+    start: int
+    accepted: float
+
+
+class AnswerLog:
+    """Appends answers to a log that only this user can read; threads and processes may share the file.
+
+    Args:
+        most_bytes: the log is then renamed to FILE.1, in place of an earlier one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+
+    def __init__(self, path: str | Path, most_bytes: int = 100_000_000):
+        self.path, self.most_bytes = Path(path).expanduser(), most_bytes
+        self._file = self._open()
+
+    def _open(self) -> int:
+        return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def add(self, prompt_ids: Sequence[int], answer: Generation) -> None:
+        """Appends one answer; follows a file that another program has renamed."""
+        held = os.fstat(self._file)
+        if held.st_size >= self.most_bytes and self.path.exists() and os.path.samestat(held, self.path.stat()):
+            os.replace(self.path, self.path.with_name(self.path.name + ".1"))
+        if not self.path.exists() or not os.path.samestat(held, self.path.stat()):
+            os.close(self._file)
+            self._file = self._open()
+        stats = answer.stats
+        append_line(self._file, {
+            "time": round(time.time(), 3), "prompt_token_ids": list(map(int, prompt_ids)), "token_ids": answer.tokens,
+            "finish_reason": "stop" if stats.ended else "length", "accepted_length": round(stats.accepted_length, 3),
+        })  # fmt: skip
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def read_answer(line: bytes, path: Path, target: Target, kwargs: Json, most: int) -> LoggedAnswer:
+    """The answer of a line.
+
+    Args:
+        path: for errors. kwargs: chat_template_kwargs of lines without any. most: tokens that are kept of prompt and answer.
+
+    Raises:
+        UserError: no JSON object, none of the forms, another target's tokens, or no two tokens of the answer within `most`.
+    """
+    row = parse_line(line, path, 0)
+    request, reply = (row[name] if isinstance(row.get(name), dict) else row for name in ("request", "response"))
+    for part in (row, request, reply):
+        check_json(part, "the line", _FIX, _Reply)
+    choice = (reply.get("choices") or [reply])[0]
+    prompt, answer = reply.get("prompt_token_ids"), choice.get("token_ids")
+    if prompt and answer:
+        tokens, start = [*prompt, *answer], len(prompt)
+        if max(tokens) >= target.vocab_size:
+            raise UserError(
+                f"token {max(tokens)} is outside the target's vocabulary of {target.vocab_size}; give its log"
+            )
+    else:
+        said = [choice["message"]] if choice.get("message") else []
+        parsed = (
+            parse_row({**request, "messages": [*(request.get("messages") or ()), *said]} if said else request) or {}
+        )
+        if "messages" not in parsed:
+            raise UserError(f"no conversation with an answer; {_FIX}")
+        inputs = ChatInputs.of(parsed, kwargs)
+        record = answer_record(target.tokenizer, parsed["messages"], "log", inputs, target.eos_ids)
+        (start, end), tokens = record["spans"][0], record["tokens"]
+        cut = choice.get("finish_reason") == "length" and record["finish"] == ["stop"]
+        tokens = tokens[: end - cut]  # the template has closed an answer that the limit ended
+    if min(len(tokens), most) - start < 2:
+        raise UserError(
+            f"less than two tokens of the answer within {most} (the prompt has {start}); raise --max-length"
+        )
+    return LoggedAnswer(tokens[:most], start, float(row.get("accepted_length") or 0))
+
+
+class LogReader:
+    """Reads what was added to a log since the last time, also after it was renamed, copied and truncated, or begun again.
+
+    Args:
+        path: a file, which is read together with its rotated siblings (FILE.1, FILE-20260101), or a folder of *.jsonl files.
+        places: of earlier runs.
+    """
+
+    def __init__(self, path: Path, places: Sequence[Place] = ()):
+        self.path, self.places = path, list(places)
+
+    def _files(self) -> list[Path]:
+        pattern = "*.jsonl*" if self.path.is_dir() else f"{self.path.name}*"
+        place = self.path if self.path.is_dir() else self.path.parent
+        found = [path for path in place.glob(pattern) if path.suffix not in _PACKED and path.is_file()]
+        return sorted(found, key=lambda path: (path.stat().st_mtime, path.name))
+
+    def read(self, most: int) -> tuple[list[tuple[str, Path, bytes]], int]:
+        """The newest `most` new lines, oldest first, each with `FILE byte N`; and how many older ones were passed over.
+
+        A last line without a line break is being written, and read later.
+
+        Raises:
+            UserError: nothing there, or a log that cannot be read.
+        """
+        lines, count = deque[tuple[str, Path, bytes]](maxlen=most), 0
+        try:
+            for path in self._files():
+                for where, line in self._new_lines(path):
+                    count += 1
+                    lines.append((where, path, line))
+        except OSError as error:
+            raise UserError(
+                f"log={str(self.path)!r} cannot be read ({error.strerror or first_line(error)}); check --log"
+            ) from error
+        self.places = self.places[-_PLACES:]
+        return list(lines), count - len(lines)
+
+    def _new_lines(self, path: Path) -> Iterator[tuple[str, bytes]]:
+        with path.open("rb") as file:
+            head = file.read(HEAD)
+            known = [p for p in self.places if p["length"] <= len(head) and p["head"] == _hash(head[: p["length"]])]
+            place = max(known, key=lambda place: place["length"], default=Place(head="", length=0, offset=0))
+            at = file.seek(place["offset"])
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                if line.strip():
+                    yield f"{path.name} byte {at}", line
+                at += len(line)
+        if at > place["offset"]:
+            size = min(at, HEAD)
+            head = path.open("rb").read(size) if len(head) < size else head
+            self.places = [p for p in self.places if p is not place]
+            self.places.append(Place(head=_hash(head[:size]), length=size, offset=at))
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]

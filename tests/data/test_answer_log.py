@@ -1,0 +1,134 @@
+"""Logs of answers: their forms, exact tokens, rotation, and lines that cannot be used."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from drafttrain.data.answer_log import AnswerLog, LogReader, read_answer
+from drafttrain.data.chat import prompt_ids
+from drafttrain.errors import UserError
+from drafttrain.inference.sequence import Generation, Stats
+from drafttrain.target import load_shell
+
+TARGET = str(Path(__file__).parents[1] / "fixtures" / "target")
+ASKED = [{"role": "user", "content": "hi there"}]
+SAID = {"role": "assistant", "content": "hello to you"}
+
+
+@pytest.fixture(scope="module")
+def shell():
+    return load_shell(TARGET)
+
+
+def read(row: object, shell, kwargs=None, most=200):
+    return read_answer(json.dumps(row).encode(), Path("log"), shell, kwargs or {}, most)
+
+
+def test_every_form_gives_the_tokens_that_the_target_saw(shell):
+    tokenizer = shell.tokenizer
+    prompt = prompt_ids(tokenizer, ASKED)
+    chat = read({"messages": [*ASKED, SAID], "accepted_length": 2.5}, shell)
+    assert chat.tokens[: chat.start] == prompt and chat.accepted == 2.5
+    assert tokenizer.decode(chat.tokens[chat.start :]).startswith("hello to you")
+    reply = {"choices": [{"message": SAID, "finish_reason": "stop"}], "usage": {}}
+    assert read({"request": {"messages": ASKED}, "response": reply}, shell).tokens == chat.tokens
+    assert read({"request": {"messages": ASKED}, "response": {"choices": [{"message": SAID, "finish_reason": "length"}]}}, shell
+                ).tokens == chat.tokens[:-1]  # fmt: skip
+    exact = {"prompt_token_ids": prompt, "choices": [{"message": SAID, "token_ids": [7, 8, 9]}]}
+    assert read({"request": {"messages": ASKED}, "response": exact}, shell).tokens == [*prompt, 7, 8, 9]
+    assert read({"prompt_token_ids": prompt, "token_ids": [7, 8, 9]}, shell).start == len(prompt)
+    assert read({"prompt": "hi there", "response": "hello to you"}, shell).tokens == chat.tokens
+
+
+def test_only_the_last_answer_counts(shell):
+    later = [*ASKED, SAID, {"role": "user", "content": "and now"}, {"role": "assistant", "content": "good bye"}]
+    found = read({"messages": later}, shell)
+    assert found.tokens[: found.start] == prompt_ids(shell.tokenizer, later[:3])
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ([1], "list instead of a JSON object"),
+        ({"messages": ASKED}, "no message of role assistant"),
+        ({"messages": "hi"}, "messages='hi'"),
+        ({"request": {"messages": ASKED}, "response": {"choices": []}}, "choices"),
+        ({"request": {"messages": ASKED}, "response": {"choices": [{"message": "x"}]}}, "message='x'"),
+        ({"request": {"messages": ASKED}, "response": {"error": "busy"}}, "no conversation with an answer|no message of role"),
+        ({"prompt_token_ids": [1], "token_ids": [2, 10**6]}, "token 1000000 is outside"),
+        ({"prompt_token_ids": [1], "token_ids": [-2, 3]}, "token_ids"),
+        ({"prompt_token_ids": [1], "token_ids": [2]}, "no two tokens|less than two tokens"),
+        ({"prompt_token_ids": [1] * 300, "token_ids": [2, 3]}, "raise --max-length"),
+        ({"messages": [*ASKED, SAID], "accepted_length": "much"}, "accepted_length='much'"),
+        ({"level": "info"}, "no conversation"),
+    ],
+)  # fmt: skip
+def test_other_lines_are_one_line_errors(row, message, shell):
+    with pytest.raises(UserError, match=message) as error:
+        read(row, shell)
+    assert "\n" not in str(error.value)
+
+
+def lines(reader: LogReader, most: int = 100) -> list[str]:
+    return [line.decode().strip() for _, _, line in reader.read(most)[0]]
+
+
+def test_a_growing_log_is_read_once_and_whole_lines_only(tmp_path):
+    log = tmp_path / "a.jsonl"
+    log.write_text("one\ntw")
+    reader = LogReader(log)
+    assert lines(reader) == ["one"] and lines(reader) == []
+    with log.open("a") as file:
+        file.write("o\n\nthree\n")
+    again = LogReader(log, json.loads(json.dumps(reader.places)))  # as a later process
+    assert lines(again) == ["two", "three"] and lines(again) == []
+
+
+@pytest.mark.parametrize("how", ["renamed", "copied and truncated"])
+def test_rotation_loses_and_repeats_nothing(tmp_path, how):
+    log, old = tmp_path / "a.jsonl", tmp_path / "a.jsonl.1"
+    log.write_text("one\ntwo\n")
+    reader = LogReader(log)
+    assert lines(reader) == ["one", "two"]
+    with log.open("a") as file:
+        file.write("three\n")
+    if how == "renamed":
+        os.rename(log, old)
+    else:
+        old.write_bytes(log.read_bytes())
+    log.write_text("four\n")
+    (tmp_path / "a.jsonl.2.gz").write_bytes(b"packed\n")
+    assert sorted(lines(reader)) == ["four", "three"] and lines(reader) == []
+
+
+def test_a_folder_of_logs_and_the_newest_lines_of_a_long_one(tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(f"{i}\n" for i in range(10)))
+    (tmp_path / "note.txt").write_text("x\n")
+    reader = LogReader(tmp_path)
+    found, passed_over = reader.read(3)
+    assert [line for _, _, line in found] == [b"7\n", b"8\n", b"9\n"] and passed_over == 7
+    assert found[0][0] == "a.jsonl byte 14"
+    with pytest.raises(UserError, match="cannot be read"):
+        LogReader(Path("/proc/self/mem")).read(1)
+
+
+def test_a_servers_log_is_private_exact_and_rotates(tmp_path, shell):
+    path = tmp_path / "log.jsonl"
+    log = AnswerLog(path, most_bytes=150)
+    for first in range(3):
+        log.add([first, 2, 3], Generation([4, 5, 6], Stats(new_tokens=3, target_passes=1, finish="eos")))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    found = sorted(tmp_path.glob("log.jsonl*"))
+    assert [file.name for file in found] == ["log.jsonl", "log.jsonl.1"]
+    row = json.loads(path.read_text().splitlines()[-1])
+    assert row["prompt_token_ids"] == [2, 2, 3] and row["finish_reason"] == "stop" and row["accepted_length"] == 2.0
+    assert read(row, shell).tokens == [2, 2, 3, 4, 5, 6]
+    os.rename(path, tmp_path / "elsewhere")  # by logrotate
+    log.add([9], Generation([4, 5], Stats()))
+    assert json.loads(path.read_text())["prompt_token_ids"] == [9]
+    log.close()

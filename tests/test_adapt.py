@@ -1,0 +1,252 @@
+"""Adaptation while serving: rounds, swaps, state, allowance and what a killed process leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+
+import pytest
+
+from drafttrain import adapt
+from drafttrain.cli import main
+from drafttrain.data.answer_log import AnswerLog
+from drafttrain.drafters.latest import LatestDrafter
+from drafttrain.inference import generate
+from tests.conftest import make_target
+from tests.drafters.test_eagle3 import make_drafter
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """A folder with a target, an untrained drafter, and a log of 24 answers."""
+    place, target = tmp_path_factory.mktemp("served"), make_target()
+    target.model.save_pretrained(place / "target")
+    target.tokenizer.save_pretrained(place / "target")
+    drafter = make_drafter(target, ttt_steps=2)
+    drafter.save_pretrained(place / "drafter")
+    (place / "drafter" / "decoding.json").write_text('{"tree": "chain:2"}')
+    log = AnswerLog(place / "log.jsonl")
+    for i in range(24):
+        prompt = [5, 6, 7 + i % 12, 8 + i]
+        log.add(prompt, generate(target, None, prompt, max_new_tokens=20))
+    log.close()
+    return place
+
+
+def words(served, output, *more: str) -> list[str]:
+    given = {"drafter": served / "drafter", "target": served / "target", "log": served / "log.jsonl", "output": output,
+             "every": 16, "share": 1, "hold-out": 0.4, "passes": 30, "learning-rate": 3e-3, "dtype": "float32"}  # fmt: skip
+    return ["adapt", "--once", *(f"--{key}={value}" for key, value in given.items()), *more]
+
+
+def once(served, output, capsys, *more: str) -> dict:
+    assert main([*words(served, output, *more), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)["result"]
+
+
+@pytest.fixture
+def plenty(monkeypatch):
+    """An allowance that does not depend on how fast the machine is."""
+    monkeypatch.setattr(adapt.Adapter, "budget", lambda self: self.account() or 1e6)
+    monkeypatch.setattr(os, "nice", lambda by: 0)
+
+
+def verdicts(monkeypatch, *ratios: tuple[float, float]) -> None:
+    """Judges the coming rounds by these intervals."""
+    left = list(ratios)
+    monkeypatch.setattr(adapt, "compared", lambda *_: (adapt.Ratio(1.0, *left.pop(0)), 1.0, 1.0))
+
+
+@pytest.mark.thorough
+def test_a_better_version_serves_and_text_stays(served, tmp_path, capsys, plenty, monkeypatch):
+    verdicts(monkeypatch, (1.1, 1.2))
+    output, target = tmp_path / "out", make_target()
+    before = {path.name: path.read_bytes() for path in (served / "drafter").iterdir()}
+    found = once(served, output, capsys)
+    (record,) = found["rounds"]
+    assert record["verdict"] == "better" and record["steps"] > 0
+    assert found["read"] == 24 and record["new"] + record["judges"] == 24 and record["judges"] >= 4
+    assert os.readlink(output / "current") == "version-0001" and found["serving"].endswith("version-0001")
+    assert json.loads((output / "version-0001" / "adapted.json").read_text())["answers"] == 24
+    assert json.loads((output / "current" / "decoding.json").read_text()) == {"tree": "chain:2"}
+    assert stat.S_IMODE((output / "state.jsonl").stat().st_mode) == 0o600
+    assert {path.name: path.read_bytes() for path in (served / "drafter").iterdir()} == before
+    passes = []
+    for name in (served / "drafter", output / "current"):
+        made = [
+            generate(target, LatestDrafter(str(name), target).get(), row["prompt_token_ids"], max_new_tokens=20)
+            for row in map(json.loads, (served / "log.jsonl").read_text().splitlines()[:8])
+        ]
+        passes.append(sum(it.stats.target_passes for it in made))
+        logged = [json.loads(line)["token_ids"] for line in (served / "log.jsonl").read_text().splitlines()[:8]]
+        assert [it.tokens for it in made] == logged
+    assert passes[1] < passes[0]  # answers that it has trained on
+    again = once(served, output, capsys)
+    assert again["rounds"] == [] and again["read"] == 24 and again["fresh"] == 0
+
+
+@pytest.mark.thorough
+def test_swaps_follow_the_verdict_and_the_disk_is_bounded(served, tmp_path, capsys, plenty, monkeypatch):
+    output, log = tmp_path / "out", tmp_path / "log.jsonl"
+    verdicts(monkeypatch, (0.9, 1.1), (0.9, 1.1), (0.8, 0.9), (1.1, 1.2))
+    lines = (served / "log.jsonl").read_text().splitlines(keepends=True)
+    given = (f"--log={log}", "--keep=1", "--passes=1")
+    seen = []
+    for _ in range(4):
+        with log.open("a") as file:
+            file.writelines(lines[:16])
+        rounds = once(served, output, capsys, *given)["rounds"]
+        state = json.loads((output / "state.jsonl").read_text().splitlines()[0])
+        versions = sorted(path.name for path in output.glob("version-*"))
+        seen.append((rounds[0]["verdict"], (output / "current").resolve().name, state["trial"], versions))
+        (output / "version-9000").mkdir(exist_ok=True)  # somebody else's
+    assert seen == [
+        ("undecided", "drafter", "version-0001", ["version-0001"]),
+        ("undecided", "drafter", "version-9001", ["version-9000", "version-9001"]),
+        ("worse", "drafter", "", ["version-9000", "version-9001"]),
+        ("better", "version-9002", "", ["version-9000", "version-9002"]),
+    ]
+
+
+@pytest.mark.thorough
+def test_what_a_killed_process_leaves_is_completed(served, tmp_path, capsys, plenty, monkeypatch):
+    output = tmp_path / "out"
+    verdicts(monkeypatch, (1.1, 1.2), (1.1, 1.2))
+    save = adapt.Adapter.save
+
+    def dies(self):
+        if (self.output / "version-0001").exists():
+            raise KeyboardInterrupt
+        save(self)
+
+    monkeypatch.setattr(adapt.Adapter, "save", dies)
+    assert main(words(served, output)) == 130  # between the swap and the state
+    monkeypatch.setattr(adapt.Adapter, "save", save)
+    (output / ".partial").mkdir()
+    capsys.readouterr()
+    found = once(served, output, capsys)
+    assert found["read"] == 24 and [it["version"] for it in found["rounds"]] == ["version-0002"]  # the round runs again
+    assert not (output / ".partial").exists() and (output / "current").resolve().name == "version-0002"
+
+
+@pytest.mark.thorough
+def test_unusable_lines_are_counted_and_listed(served, tmp_path, capsys, plenty):
+    log = tmp_path / "log.jsonl"
+    shutil.copy(served / "log.jsonl", log)
+    with log.open("a") as file:
+        file.write('{"level": "info"}\n{"messages": [{"role": "user"')
+    found = once(served, tmp_path / "out", capsys, f"--log={log}", "--every=100")
+    assert (found["read"], found["unusable"], found["rounds"]) == (24, 1, [])
+    assert (
+        found["failures"][0]["line"].startswith("log.jsonl byte ")
+        and "no conversation" in found["failures"][0]["reason"]
+    )
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--drafter=/no/such"], "drafter='/no/such': no such folder"),
+        (["--log=/no/such/log.jsonl"], "log='/no/such/log.jsonl': no such file or folder"),
+        (["--share=0"], "--share='0' must be a number above 0"),
+        (["--output={target}"], "is or holds the input target"),
+        (["--target={other}"], "hidden_size"),
+    ],
+)
+def test_mistakes_are_one_line(served, tmp_path, capsys, more, message):
+    if "{other}" in more[0]:
+        other = make_target(hidden=64)
+        other.model.save_pretrained(tmp_path / "other")
+        other.tokenizer.save_pretrained(tmp_path / "other")
+    named = [word.format(target=served / "target", other=tmp_path / "other") for word in more]
+    assert main([*words(served, tmp_path / "out"), *named]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+def test_one_folder_continues_one_drafter(served, tmp_path, capsys, plenty):
+    once(served, tmp_path / "out", capsys, "--every=100")
+    shutil.copytree(served / "drafter", tmp_path / "second")
+    assert main(words(served, tmp_path / "out", f"--drafter={tmp_path / 'second'}")) == 2
+    assert "one folder continues one drafter" in capsys.readouterr().err
+
+
+def test_the_interval_is_paired_and_the_same_is_neither_better_nor_worse():
+    before = [[20, 10 + i % 3] for i in range(20)]
+    ratio, first, second = adapt.compared(before, before)
+    assert ratio == (1, 1, 1) and first == second
+    after = [[committed, passes - 2] for committed, passes in before]
+    ratio, first, second = adapt.compared(before, after)
+    assert 1 < ratio.low < ratio.value < ratio.high and second > first
+
+
+class Allowance(adapt.Adapter):
+    """The accounting of an adapter alone."""
+
+    def __init__(self, share: float):
+        self.args, self.state = adapt.argparse.Namespace(share=share), adapt._State("")
+        self.on_cpu, self.cores, self.clock = True, 1, time.process_time()
+
+
+def test_allowance_grows_with_time_is_saved_for_hours_and_half_is_kept_for_a_fall():
+    it = Allowance(0.02)
+    it.state.at -= 3600
+    assert it.budget() == pytest.approx(72, abs=0.5)  # no length is logged
+    it.state.recent, it.state.usual = [2.0, 2.0], 2.0
+    assert not it.fallen and it.budget() == pytest.approx(36, abs=0.5)
+    it.state.recent = [1.8, 1.9]
+    assert it.fallen and it.budget() == pytest.approx(72, abs=0.5)
+    it.state.at -= 100 * 3600
+    assert it.budget() == pytest.approx(6 * 72, abs=0.5)
+    it.clock -= 500  # work
+    assert it.budget() < 0 and it.state.spent == pytest.approx(500, abs=0.5)
+
+
+def test_a_server_follows_the_link_and_keeps_what_does_not_load(served, tmp_path, caplog):
+    target, link = make_target(), tmp_path / "current"
+    shutil.copytree(served / "drafter", tmp_path / "one")
+    shutil.copytree(served / "drafter", tmp_path / "two")
+    link.symlink_to("one")
+    latest = LatestDrafter(f"{link}+ngram", target)
+    first = latest.get()
+    assert first is latest.get() and first.kind.endswith("ngram")
+
+    def lead(name: str) -> None:
+        (tmp_path / "new").symlink_to(name)
+        os.replace(tmp_path / "new", link)
+
+    lead("two")
+    second = latest.get()
+    assert second is not first and latest.version.name == "two"
+    (tmp_path / "three").mkdir()
+    lead("three")
+    assert latest.get() is second and "does not load" in caplog.text
+    assert latest.get() is second and caplog.text.count("does not load") == 1
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_nothing_is_lost(served, tmp_path, capsys):
+    """kill -9 after growing times; then the folder loads, and a last run reads every line exactly once."""
+    output, command = tmp_path / "out", [sys.executable, "-m", "drafttrain"]
+    more = [*words(served, output, "--every=4", "--passes=2")]
+    more.remove("--once")
+    for i in range(6):
+        process = subprocess.Popen([*command, *more], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        until = time.monotonic() + 60
+        while not (output / "state.jsonl").exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        time.sleep(0.4 * i)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        LatestDrafter(str(output / "current"), make_target())
+    found = once(served, output, capsys, "--every=4", "--passes=2")
+    assert found["read"] == 24 and found["unusable"] == 0
+    rows = [json.loads(line) for line in (output / "state.jsonl").read_text().splitlines()[1:]]
+    assert sorted(row["number"] for row in rows) == list(range(1, 25))
