@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from drafttrain.data.chat import ChatInputs, render_text, text_ids
 from drafttrain.data.row_formats import are_messages, checked_messages
 from drafttrain.data.store import load_records, read_meta
-from drafttrain.drafters.ngram_store.model import NgramTable
+from drafttrain.drafters.common.ngram_table import NgramTable
 from drafttrain.errors import UserError
 from drafttrain.files import read_jsonl, replacing, writing
 from drafttrain.flags import load_tokenizer
