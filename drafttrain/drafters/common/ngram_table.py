@@ -68,14 +68,6 @@ class NgramTable(NamedTuple):
         counts = np.minimum(counts[kept], np.iinfo(np.int32).max).astype(np.int32)
         return NgramTable(unique, starts, tokens[kept], counts, max_n)
 
-    def followers(self, key: int) -> dict[int, int]:
-        """Counts of the tokens that followed a context, by token; key is the context's hash."""
-        place = int(np.searchsorted(self.hashes, np.uint64(key)))
-        if place == len(self.hashes) or int(self.hashes[place]) != key:
-            return {}
-        entries = slice(self.starts[place], self.starts[place + 1])
-        return dict(zip(self.tokens[entries].tolist(), self.counts[entries].tolist(), strict=True))
-
     def likeliest(self, context: tuple[int, ...]) -> list[tuple[int, float]]:
         """The tokens that followed a context most often, with their shares."""
         place = int(np.searchsorted(self.hashes, np.uint64(key := context_hash(context))))
