@@ -96,7 +96,8 @@ def test_the_command_counts_data_sets_and_texts(target, target_dir, tmp_path, ca
         data.append(row)
     file = str(tmp_path / "out" / "store.safetensors")
     assert cli.main(["ngram-store", "--data", str(tmp_path / "data"), "--output", file]) == 0
-    assert "contexts" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "contexts" in printed and f"--drafter suffix:{file}" in printed
     table, written = NgramTable.load(file)
     assert written == fingerprint
     assert table.likeliest((1, 2)) == [(1, 1.0)]  # 30 is no part of the response
