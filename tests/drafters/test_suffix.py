@@ -31,7 +31,7 @@ def session_after(drafter, prompt, answer=()):
 
 
 def propose(tokens, spec, answer=(), **options):
-    return session_after(SuffixDrafter(**options), tokens, answer).propose(TreeSpec.parse(spec))
+    return session_after(SuffixDrafter(**{"min_p": 0.0, **options}), tokens, answer).propose(TreeSpec.parse(spec))
 
 
 def stored(tmp_path, documents, fingerprint=""):
@@ -51,7 +51,7 @@ def test_a_match_that_reaches_the_end_repeats():
 
 
 def test_trees_branch_into_other_continuations():
-    tree = propose([1, 2, 5, 6, 1, 2, 5, 7, 1, 2, 8, 8, 1, 2], "dynamic:2,4,6", min_n=2, min_p=0.0)
+    tree = propose([1, 2, 5, 6, 1, 2, 5, 7, 1, 2, 8, 8, 1, 2], "dynamic:2,4,6", min_n=2)
     assert {(8, 8), (5, 7), (5, 6)} <= paths(tree)
 
 
@@ -109,7 +109,7 @@ def test_probabilities_follow_what_was_right():
 
 def test_answers_are_remembered_only_where_asked_for():
     for memory, known in ((0, []), (100, [7, 8])):
-        drafter = SuffixDrafter(memory=memory)
+        drafter = SuffixDrafter(memory=memory, min_p=0.0)
         session_after(drafter, [1, 2, 3], [4, 5, 6, 7, 8])
         assert session_after(drafter, [9, 5, 6]).propose(TreeSpec.parse("chain:2")).tokens.tolist() == known
         # Prompts are not remembered.
@@ -137,7 +137,7 @@ def test_the_memory_is_bounded_and_lets_texts_go():
 
 def test_threads_share_a_memory():
     """Each token of an answer follows the one before it in memory too, whatever other threads add in between."""
-    drafter, failures = SuffixDrafter(memory=10_000), []
+    drafter, failures = SuffixDrafter(memory=10_000, min_p=0.0), []
 
     def serve(base):
         try:
