@@ -116,19 +116,17 @@ def timed(target: Target, args: argparse.Namespace, turns: list[Turn], sides: di
     """Seconds of the first turns of --timed conversations, plainly and by each drafter, in turn; medians of the ratios."""
     firsts = {turn.conversation: turn for turn in reversed(turns)}
     some = [firsts[key] for key in sorted(firsts)][:: max(1, len(firsts) // args.timed)][: args.timed]
-    decoders = {"none": Decoder(target, None)}
-    for name, side in sides.items():
-        decoders[name] = Decoder(target, load_drafter(name, target), spec=TreeSpec.parse(side["best"]))
+    trees = {"none": "none"} | {name: side["best"] for name, side in sides.items()}
 
-    def seconds(decoder: Decoder) -> float:
+    def seconds(name: str) -> float:
+        # Loaded again for every run: a memory would know the answers from the run before.
+        decoder = Decoder(target, load_drafter(name, target), spec=TreeSpec.parse(trees[name]))
         made = [decoder.generate([turn.prompt], max_new_tokens=args.max_new_tokens)[0] for turn in some]
         if any(each.tokens != turn.answer for each, turn in zip(made, some, strict=True)):
             raise SystemExit("a drafter changed an answer")
         return sum(each.stats.total_seconds - each.stats.prefill_seconds for each in made)
 
-    runs = alternate(
-        {name: lambda decoder=decoder: seconds(decoder) for name, decoder in decoders.items()}, args.repeats
-    )
+    runs = alternate({name: lambda name=name: seconds(name) for name in trees}, args.repeats)
     return {name: round(median(a / b for a, b in zip(runs["none"], runs[name], strict=True)), 3) for name in sides}
 
 
