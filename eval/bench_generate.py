@@ -1,11 +1,12 @@
-"""Response tokens per second: our engine against transformers' generate with batches of 64, interleaved in one process.
+"""Response tokens per second: our engine against transformers' generate with batches of 64, and against vLLM; interleaved.
 
-Both sides answer the same prompts with the same sampling, limit and dtype; a response ends at its stop token.
-transformers reads the prompts in their order, padded on the left. `--against PATH` compares with another checkout instead:
-both run this benchmark, alternating, `--repeats` times each.
+All sides answer the same prompts with the same sampling, limit, dtype and cores; a response ends at its stop token.
+transformers reads the prompts in their order, padded on the left. vLLM gets all prompts at once, reuses prefixes and answers as
+many at a time as we do; `--vllm` names the interpreter of its environment. `--against PATH` compares with another checkout
+instead: both run this benchmark, alternating, `--repeats` times each.
 
     python eval/bench_generate.py --target smollm2-135m --count 256 --max-new-tokens 256 \\
-        --output eval/results/generate_smollm2-135m_cpu.json
+        --vllm ~/vllm/bin/python --output eval/results/generate_smollm2-135m_cpu.json
     python eval/bench_generate.py --count 64 --max-new-tokens 64 --against ../before --output ratio.json
 """
 
@@ -13,7 +14,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
+import os
 import random
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -95,6 +100,51 @@ def run_transformers(
     return figures(lengths, time.perf_counter() - start)
 
 
+class Vllm:
+    """vLLM in a process of its own, on this process's cores."""
+
+    def __init__(self, target: Target, prompts: list[list[int]], stop_ids: set[int], args: argparse.Namespace):
+        job = {key: vars(args)[key] for key in ("max_new_tokens", "temperature", "top_k", "top_p", "seed")}
+        job |= {"target": target.path, "dtype": str(target.dtype).removeprefix("torch."), "prompts": prompts}
+        job |= {"stop_ids": sorted(stop_ids), "sequences": args.slots}
+        job["max_model_len"] = max(map(len, prompts)) + args.max_new_tokens
+        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        environment = {
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_CPU_OMP_THREADS_BIND": cores,  # as many threads as we use, a core each
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            **os.environ,
+        }
+        self.folder = tempfile.TemporaryDirectory()
+        place = Path(self.folder.name) / "job.json"
+        place.write_text(json.dumps(job))
+        command = [args.vllm, str(Path(__file__).with_name("vllm_generate_side.py")), str(place)]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+        self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith('{"'):
+                return json.loads(line)
+        raise SystemExit(f"vLLM ended early with status {self.process.wait()}")
+
+    def run(self, prompts: list[list[int]]) -> dict[str, Any]:
+        """Answers the first len(prompts) prompts."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{len(prompts)}\n")
+        self.process.stdin.flush()
+        answer = self._answer()
+        return figures(answer["lengths"], answer["seconds"])
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+        self.folder.cleanup()
+
+
 def figures(lengths: list[int], seconds: float) -> dict[str, Any]:
     return {
         "tokens": sum(lengths),
@@ -111,6 +161,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--slots", type=int, default=128)
     parser.add_argument("--batch-size", type=int, default=64, help="of transformers' generate")
+    parser.add_argument("--vllm", metavar="PYTHON", help="also compare with vLLM, installed for this interpreter")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=1.0)
@@ -140,20 +191,26 @@ def main() -> None:
         "slots": lambda rows, options: run_slots(target, rows, stop_ids, options),
         f"hf_generate_batch_{args.batch_size}": lambda rows, options: run_transformers(model, rows, stop_ids, options),
     }
+    vllm = Vllm(target, prompts, stop_ids, args) if args.vllm else None
+    if vllm:
+        sides["vllm"] = lambda rows, options: vllm.run(rows)
     for side in sides.values():
         side(prompts[:8], argparse.Namespace(**{**vars(args), "max_new_tokens": 4}))
     runs = alternate({name: partial(side, prompts, args) for name, side in sides.items()}, args.repeats, warm_up=False)
+    if vllm:
+        vllm.close()
     speeds = {name: median(side, "tokens_per_second") for name, side in runs.items()}
-    ours, theirs = speeds.values()
-    print(f"{ours:.0f} against {theirs:.0f} response tokens/s")
+    ours, theirs, *_ = speeds.values()
+    print("response tokens/s: " + ", ".join(f"{name} {speed:.0f}" for name, speed in speeds.items()))
     write_result(
         args.output,
         ours / theirs,
         GOAL,
         {name: {"tokens_per_second": speeds[name], "runs": side} for name, side in runs.items()},
         target.device,
+        over={name: round(ours / speed, 3) for name, speed in speeds.items() if name != "slots"},
         prompts=args.count,
-        dtype=args.dtype,
+        dtype=str(target.dtype).removeprefix("torch."),
     )
 
 

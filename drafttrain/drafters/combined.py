@@ -28,7 +28,7 @@ _SURE = 0.75
 # The same for chains and fan-outs, where one drafter's tree replaces the other's.
 _LIKELY = 0.5
 # A match that is drafted alone may exceed the tree's budget by nodes at least this likely.
-_WORTH = 0.1
+WORTH = 0.1
 
 
 def merge(first: TokenTree, second: TokenTree, budget: int) -> TokenTree:
@@ -142,7 +142,7 @@ def alone(match: TokenTree, spec: TreeSpec) -> TokenTree:
     """The nodes of a match that is drafted alone: the tree's usual number, and further likely ones."""
     scores = _scores(match)
     usual = spec.budget if spec.shape == "dynamic" else spec.depth
-    likely = (node for node in range(len(match)) if scores[node] >= math.log(_WORTH))
+    likely = (node for node in range(len(match)) if scores[node] >= math.log(WORTH))
     kept = {*TokenTree.best_nodes(scores, usual), *likely}
     return replace(match if len(kept) == len(match) else match.part(sorted(kept)), matched=frozenset(range(len(kept))))
 

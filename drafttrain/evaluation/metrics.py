@@ -30,7 +30,7 @@ import numpy as np
 from drafttrain.drafters.kinds import split_name
 from drafttrain.errors import UserError
 from drafttrain.evaluation.baselines import ALL_BASELINES, BASELINES
-from drafttrain.evaluation.resampling import draws, ends
+from drafttrain.evaluation.resampling import FEWEST, draws, ends
 from drafttrain.evaluation.results_schema import PartialLine, Results, SweepSummary, TrainingRecord
 from drafttrain.files import Json, JsonlLog, check_json, read_json
 from drafttrain.inference import Generation
@@ -177,19 +177,31 @@ def intervals(records: Sequence[Record], baselines: Sequence[str], comparisons: 
     """
     if not records:
         return {"accepted_length": None, "speedup": {}}
-    drawn = draws(len(records))
+    # Prompts that were answered at once share their seconds, so batches are drawn, not prompts.
+    first: dict[object, int] = {}
+    for i, record in enumerate(records):
+        first.setdefault((record["batch"], record["turn"]) if "batch" in record else i, len(first))
+    batches = [first[(r["batch"], r["turn"]) if "batch" in r else i] for i, r in enumerate(records)]
 
-    def total(side: str, key: str, minus: float = 0.0) -> np.ndarray:  # [RESAMPLES] float64
-        return np.array([record["sides"][side][key] - minus for record in records], dtype=float)[drawn].sum(1)
+    def total(
+        side: str, key: str, minus: float = 0.0, of: Sequence[int] = batches
+    ) -> np.ndarray:  # [RESAMPLES] float64
+        sums = np.bincount(of, [record["sides"][side][key] - minus for record in records])
+        return sums[draws(len(sums))].sum(1)
 
-    def interval(over: np.ndarray, under: np.ndarray) -> list[float] | None:
+    def interval(over: np.ndarray, under: np.ndarray, count: int) -> list[float] | None:
         valid = under > 0
         ratios = over[valid] / under[valid]
-        return [round(x, 4) for x in ends(ratios, len(records), comparisons)] if len(ratios) else None
+        return [round(x, 4) for x in ends(ratios, count, comparisons)] if len(ratios) else None
 
+    each, few = range(len(records)), len(first) < min(FEWEST, len(records))
+    lengths = interval(total("drafter", "tokens", 1, each), total("drafter", "passes", 0, each), len(records))
     tokens, seconds = total("drafter", "tokens"), total("drafter", "seconds")
-    speedup = {name: interval(tokens * total(name, "seconds"), seconds * total(name, "tokens")) for name in baselines}
-    return {"accepted_length": interval(total("drafter", "tokens", 1), total("drafter", "passes")), "speedup": speedup}
+    speedup = {
+        name: None if few else interval(tokens * total(name, "seconds"), seconds * total(name, "tokens"), len(first))
+        for name in baselines
+    }
+    return {"accepted_length": lengths, "speedup": speedup}
 
 
 def accepted_below(part: Sequence[Record], rest: Sequence[Record], share: float, comparisons: int = 1) -> bool:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 RESAMPLES = 1000
+FEWEST = 4  # prompts, or batches of them, that a verdict needs
 ERROR = 0.05  # chance that an interval misses
 
 

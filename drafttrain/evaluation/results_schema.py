@@ -62,6 +62,7 @@ class PromptRecord(TypedDict):
 
     question_id: str
     turn: Count
+    batch: NotRequired[Count]
     category: Category
     prompt_tokens: Count
     sides: Sides

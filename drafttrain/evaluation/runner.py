@@ -182,7 +182,7 @@ def describe(settings: EvalSettings, target: Target, suite: Suite) -> Json:
     return {
         **describe_environment(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
-        "compute_dtype": str(target.compute_dtype).removeprefix("torch."),
+        "compute_dtype": str(target.product_dtype).removeprefix("torch."),
         "target": settings.target,
         "drafter": settings.drafter,
         "kind": kind_of(folder) + plus + side,
@@ -298,6 +298,7 @@ def answer(plan: EvalPlan, batch: dict[int, Question], sides: dict[str, Side]) -
                 "identical": same,
                 **({"outputs": texts} if differing else {}),
                 "memory": memory,
+                **({"batch": first} if settings.batch_size > 1 else {}),
             }
             if kept is not None:
                 known = torch.isin(torch.tensor(tokens["drafter"], dtype=torch.long), kept.cpu())  # [new]

@@ -16,10 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from drafttrain.evaluation.baselines import BASELINE_NAMES, BASELINES
-from drafttrain.evaluation.resampling import Ratio, draws, ends
+from drafttrain.evaluation.resampling import FEWEST, Ratio, draws, ends
 from drafttrain.files import Json
 
-FEWEST = 4  # prompts that a verdict needs
 MOST = 5000  # prompts; a difference that takes more does not matter
 PAYS, LOSES, OPEN = "pays", "does not pay", "inconclusive"
 _OUTLIER = 3.5  # robust standard deviations of the log speed-up (Iglewicz and Hoaglin 1993)
@@ -56,7 +55,9 @@ def judge(
     if interval and prompts >= FEWEST and interval[1] < 1:
         return SpeedupVerdict(LOSES, figures, "it does not pay here: it slows decoding down")
     if not interval:
-        return SpeedupVerdict(OPEN, figures, "inconclusive: no interval is recorded; measure again to get one")
+        return SpeedupVerdict(
+            OPEN, figures, f"inconclusive: no interval is known; measure at least {FEWEST} prompts or batches of them"
+        )
     count, needed = f"{prompts} prompt{'s are' if prompts != 1 else ' is'} too few", prompts_needed(interval, prompts)
     if needed is None:
         more = "the difference is too small to matter" if prompts >= FEWEST else f"measure at least {FEWEST}"
@@ -108,23 +109,31 @@ def crossover(label: str, points: Sequence[tuple[float, Json]]) -> str:
     known = [(value, figures) for value, figures in points if figures.get("speedup_vs_fastest") is not None]
     if not known:
         return "not measured"
-    over = [(value, figures["speedup_vs_fastest"] > 1) for value, figures in known]
+    unsure = _unsure(known)
+    if len(unsure) == len(known):
+        return f"inconclusive at every {label} measured, so no crossover can be named"
+    over = [(value, figures["speedup_vs_fastest"] > 1) for value, figures in known if value not in unsure]
     (first, _), (last, _) = over[0], over[-1]
     turns = [
         f"{'stops' if before else 'starts'} paying between {label} {left:g} and {right:g}"
         for (left, before), (right, after) in itertools.pairwise(over)
         if before != after
     ]
-    if len(known) == 1:
-        turns = [f"{'pays' if over[0][1] else 'does not pay'} at {label} {first:g}, the only one"]
+    if len(over) == 1:
+        turns = [
+            f"{'pays' if over[0][1] else 'does not pay'} at {label} {first:g}, the only one"
+            + " that is sure" * (len(known) > 1)
+        ]
     elif not turns and over[0][1]:
         turns = [f"pays from {label} {first:g} to {last:g}, no crossover seen"]
     elif not turns:
         turns = [f"pays at no {label} from {first:g} to {last:g}"]
-    unsure = [f"{x:g}" for x, figures in known if "confidence" in figures and verdict_of(figures).state == OPEN]
-    if len(unsure) == len(known):
-        return f"inconclusive at every {label} measured, so no crossover can be named"
-    return ", ".join(turns) + (f" (inconclusive at {', '.join(unsure)})" if unsure else "")
+    return ", ".join(turns) + (f" (inconclusive at {', '.join(f'{x:g}' for x in unsure)})" if unsure else "")
+
+
+def _unsure(points: Sequence[tuple[float, Json]]) -> list[float]:
+    """Where a measured speed-up is within noise of 1. Estimates have no noise."""
+    return [x for x, figures in points if "confidence" in figures and verdict_of(figures).state == OPEN]
 
 
 def crossovers(rows: Sequence[Json]) -> list[Json]:
@@ -132,7 +141,7 @@ def crossovers(rows: Sequence[Json]) -> list[Json]:
 
     Returns:
         cell: what they share; axis; verdict: in words; speedups: by value. Along the batch size also batch_size: where the
-        speed-up first falls to 1, interpolated between two sizes on a logarithmic scale; None if it does at no measured size,
+        speed-up first falls to 1, interpolated between two conclusive ones on a logarithmic scale; None if it does at none,
         0 if it is below 1 from the first.
     """
     found = []
@@ -148,7 +157,9 @@ def crossovers(rows: Sequence[Json]) -> list[Json]:
                 continue
             speedups = {value: row["speedup_vs_fastest"] for value, row in points}
             each = {"cell": json.loads(shared_text), "axis": axis, "verdict": crossover(axis.replace("_", " "), points)}
-            at = {"batch_size": _falls_at(list(speedups.items()))} if axis == "batch_size" else {}
+            unsure = _unsure(points)
+            sure = [point for point in speedups.items() if point[0] not in unsure]
+            at = {"batch_size": _falls_at(sure)} if axis == "batch_size" else {}
             found.append({**each, **at, "speedups": speedups})
     return found
 
@@ -157,7 +168,7 @@ def _falls_at(points: Sequence[tuple[float, float]]) -> float | None:
     falling = (pair for pair in itertools.pairwise(points) if pair[0][1] >= 1 > pair[1][1])
     for (left, high), (right, low) in falling:
         return round(left * (right / left) ** ((high - 1) / (high - low)), 2)
-    return 0 if points[0][1] < 1 else None
+    return 0 if points and points[0][1] < 1 else None
 
 
 def _pace(sides: Sequence[Json], name: str, drawn: np.ndarray) -> np.ndarray:

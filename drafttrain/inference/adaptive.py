@@ -1,22 +1,27 @@
 """Adaptive speculation: a smaller tree where the given one does not pay, plain decoding where none does.
 
 A `Pace` chooses the tree of every round and observes what the round cost and committed. `Adaptive` estimates, for the tree
-that the user allows and a ladder of smaller ones,
+that the user allows and every smaller depth and number of nodes,
 
     rate(tree) = tokens that a round commits / seconds that a round takes
 
-and drafts the tree with the highest rate. Tokens are a running mean. A round also updates smaller trees, because the drafted
-tree contains the nodes that they would have accepted. Seconds are running medians: of target passes by number of new tokens
-(roots and nodes of all rows), of drafting by tree and rows. Nothing needs configuration. Batches change the costs by
-themselves: many rows fill the pass, so trees shrink.
+and drafts the tree with the highest rate. Nothing needs configuration, and noise decides little:
 
-Where plain decoding is faster, drafting stops and the drafter reads nothing. Exploration rounds may cost at most a fixed share
-of run time plus what earlier ones have saved. So a useless drafter costs no more than that share, and a drafter that starts to
-hit pays for its own next trial.
+tokens      counted, not timed: a drafted tree contains every smaller one, so each round tells what all of them would have
+            accepted. The mean is over 128 rounds, so that it is steady on a steady load; when recent rounds differ from
+            it by more than chance, they replace it.
+seconds     running medians: of target passes by number of new tokens (roots and nodes of all rows), of drafting by depth and
+            rows. Batches change the costs by themselves: many rows fill the pass, so trees shrink.
+start       with the given tree, which the user or `tune` found good; its first rounds inform about all others.
+
+Where plain decoding is faster, drafting stops and the drafter reads nothing. Trials of other trees pay from a budget of 1.2 % of
+run time what they lose against the best one, and earn what they gain. So a useless drafter costs little more than that share,
+and a drafter that starts to hit pays for its own next trial.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -24,16 +29,29 @@ from dataclasses import dataclass
 from statistics import median_low
 from typing import Protocol
 
+import numpy as np
+
 from drafttrain.batch import TokenTree
+from drafttrain.drafters.combined import WORTH
 from drafttrain.drafters.common.tree_spec import TreeSpec
 
-_ALLOWANCE = 0.015  # share of run time that exploration may cost
-_MOST = 4.0  # most plain rounds that the allowance accumulates
-_WINDOW = 16  # rounds in the running mean of accepted tokens
-_TRUST = 8  # initial credit of a drafter: rounds with one accepted token each, because real acceptance comes in bursts
+_ALLOWANCE = 0.012  # share of run time that trials may lose
+_MOST = 4.0  # plain rounds: the first budget of trials, and the most that it accumulates
+_FIRST = 12  # first rounds that draft the given tree, as long as the budget lasts
+_BLIND = 48  # new tokens of a first pass, unless plain decoding has as many
+_LOOK = 64  # rounds between two trials of plain decoding, four times as many where drafting is clearly faster
+_CLEAR = 1.15  # faster by this factor
+_MARGIN = 1.015  # drafting starts if it is estimated to be faster by this factor, and stops if it is slower by it
+_TRUST = 4  # rows of rounds that the initial estimate of acceptance counts for
+_SHARE = 0.5  # the initial estimate: acceptance of each depth
+_WINDOW = 256  # rows of rounds in the running mean of accepted tokens
+_RECENT = 12  # rounds that are compared with it
+_SURE = 4.0  # standard deviations between the two that are no chance
 _SAMPLES = 9  # rounds per median
-_LOOK = 32  # rounds between two trials of plain decoding, and of the next larger tree
-_MARGIN = 1.03  # drafting resumes when it is estimated to be faster by this factor
+_SLOWEST = 2.0  # a sample counts at most this many times what was expected
+_PERIOD = 4  # rounds between two decisions
+_LIKELY = math.log(WORTH)  # of nodes of a match that may exceed a tree's budget
+_STEADY = 5  # passes that tell how fast the machine is now
 
 
 @dataclass
@@ -75,28 +93,48 @@ class Costs:
     def __init__(self) -> None:
         self._samples: dict[int, deque[float]] = {}
         self._medians: dict[int, float] = {}
+        self._known, self._stale = np.zeros((2, 0)), False
 
     def add(self, size: int, seconds: float) -> None:
         size = self._key(size)
+        if known := self.median(size):  # one slow round must not rule out a size
+            seconds = min(seconds, _SLOWEST * known)
         samples = self._samples.setdefault(size, deque(maxlen=_SAMPLES))
         samples.append(seconds)
         self._medians[size] = median_low(samples)
+        self._stale = True
+
+    def _curve(self) -> np.ndarray:
+        """Sizes and seconds, [2, n]. No pass costs more than a larger one."""
+        if self._stale:
+            sizes = sorted(self._medians)
+            seconds = np.array([self._medians[size] for size in sizes])
+            self._known = np.stack([np.array(sizes, float), np.minimum.accumulate(seconds[::-1])[::-1]])
+            self._stale = False
+        return self._known
+
+    def settled(self, size: int) -> bool:
+        """Whether a size has enough samples to be relied on."""
+        return len(self._samples.get(self._key(size), ())) >= _STEADY
 
     def lowest(self) -> int | None:
         """The smallest size with a sample."""
         return min(self._medians, default=None)
 
-    def at(self, size: float) -> float:
-        """Seconds at a size: constant below the known range, extrapolated above it, 0 without samples."""
-        known = sorted(self._medians)
-        if not known:
-            return 0.0
-        above = next((i for i, key in enumerate(known) if key >= size), len(known) - 1)
-        if above == 0:
-            return self._medians[known[0]]
-        left, right = known[above - 1], known[above]
-        low, high = self._medians[left], self._medians[right]
-        return max(low, low + (high - low) * (size - left) / (right - left))
+    def median(self, size: int) -> float:
+        """Seconds at one size: its own median if it has samples."""
+        return self._medians.get(self._key(size)) or float(self.at(size))
+
+    def at(self, size: np.ndarray | float) -> np.ndarray:
+        """Seconds at sizes: constant below the known range, extrapolated above it, 0 without samples."""
+        sizes, seconds = self._curve()
+        if not len(sizes):
+            return np.zeros(np.shape(size))
+        found = np.interp(size, sizes, seconds)
+        if len(sizes) > 1:  # noise must not make large passes free
+            slope = max(0.0, *((seconds[-1] - seconds[i]) / (sizes[-1] - sizes[i]) for i in (0, -2)))
+            found = np.where(size > sizes[-1], max(seconds[-2:]) + slope * (size - sizes[-1]), found)
+        return found
 
     @staticmethod
     def _key(size: int) -> int:
@@ -110,57 +148,106 @@ class Adaptive:
 
     Args:
         spec: the largest tree.
+
+    Attributes:
+        levels: `none`, then all trees to choose from, the given one last.
     """
 
     def __init__(self, spec: TreeSpec):
-        self.levels = [TreeSpec.parse("none"), *spec.smaller()]
-        count = len(self.levels)
-        # Per level, accepted tokens per row: decayed sum and decayed number of rounds.
-        self._sums, self._weights = [0.0] + [float(_TRUST)] * (count - 1), [float(_TRUST)] * count
-        self._hits, self._tries = 0.5, 1.0  # decayed counts of accepted tokens, and of accepted and first rejected ones
-        self._nodes = [float(level.budget) for level in self.levels]
-        self._passes = Costs()
-        self._drafting = [Costs() for _ in self.levels]
-        self._reading = Costs()  # by committed tokens read
-        self._credit = 0.0  # seconds that exploration may cost
-        self._rounds = 0
+        trees = spec.smaller()
+        self.levels = [TreeSpec.parse("none"), *trees]
+        self._index = {level: i for i, level in enumerate(self.levels)}
+        self._depths = np.array([level.depth for level in self.levels])
+        self._budgets = np.array([level.budget for level in self.levels])
+        self._most = np.maximum(self._budgets, spec.match)
+        # [m, m]: the largest level that two levels contain.
+        known = np.zeros((spec.depth + 1, spec.budget + 1), int)
+        known[self._depths, self._budgets] = np.arange(len(self.levels))
+        self._common = known[
+            np.minimum.outer(self._depths, self._depths), np.minimum.outer(self._budgets, self._budgets)
+        ]
+        # What a level adds to its parent, the next smaller one: [m, m], 1 where a level's figure holds another's addition.
+        every = np.arange(len(self.levels))
+        self._parents = np.array([0, *(int(every[:i][self._common[i, :i] == every[:i]][-1]) for i in every[1:])])
+        self._sums = np.eye(len(self.levels))
+        for i in every[1:]:
+            self._sums[i] += self._sums[self._parents[i]]
+        # Per row: accepted tokens and drafted nodes, running means over `_weight` rows of rounds, and the sums that follow.
+        self._accepted = _SHARE * (1 - _SHARE**self._depths) / (1 - _SHARE)
+        self._nodes = self._budgets.astype(float)
+        self._added = np.stack([self._accepted, self._nodes])  # [2, m]
+        self._added[:, 1:] -= self._added[:, self._parents[1:]]
+        self._weight = np.full(len(self.levels), float(_TRUST))
+        self._drift, self._variance = 0.0, 1.0  # of accepted tokens against the mean: recent mean, and variance
+        self._main = 1.0  # share of rounds in which the drafter ran, rather than a match alone
+        self._passes, self._reading, self._matching = Costs(), Costs(), Costs()
+        self._drafting: dict[int, Costs] = {}  # by rows: seconds by depth
+        self._speeds: deque[float] = deque(
+            [1.0] * _STEADY, maxlen=_STEADY
+        )  # of the machine: recent passes over their medians
+        self._credit = math.inf  # seconds that trials may lose; set with the first cost
+        self._rounds = self._drafted = self._rows = self._kept = 0  # kept: the level until the next decision
         self._on = True
+        self._expected = 0.0  # seconds a token should take, if this round is a trial
         self._lock = threading.Lock()
 
     def choose(self, rows: int, behind: int) -> TreeSpec:
         with self._lock:
             self._rounds += 1
-            return self.levels[self._choose(rows, behind)]
+            self._expected = 0.0
+            if self._rounds % _PERIOD == 0 or rows != self._rows or self._drafted < _FIRST:
+                self._rows, (level, self._kept) = rows, self._choose(rows, behind)
+                return self.levels[level]
+            return self.levels[self._kept]
 
-    def _choose(self, rows: int, behind: int) -> int:
+    def _choose(self, rows: int, behind: int) -> tuple[int, int]:
+        """The level of this round, perhaps a trial, and that of the next ones."""
         lowest = self._passes.lowest()
-        if lowest is None:
-            return 1
+        if lowest is None:  # the largest tree that cannot take long
+            first = self._largest(rows * (1 + self._budgets) <= max(_BLIND, 2 * rows))
+            return first, first
         if rows < lowest:
-            return 0  # the cost of plain decoding is unknown
-        plain = self._passes.at(rows)
-        rates = [rows * self.tokens(level) / self._cost(level, rows) for level in range(1, len(self.levels))]
-        best = 1 + max(range(len(rates)), key=rates.__getitem__)
-        self._on = rates[best - 1] * plain > rows * (1.0 if self._on else _MARGIN)
-        if self._on:
-            if self._rounds % _LOOK == 0:
-                return 0
-            return min(best + 1, len(rates)) if self._rounds % _LOOK == _LOOK // 2 else best
-        loss = self._cost(best, rows) + self._reading.at(behind) - plain
-        return best if self._credit >= loss else 0
+            return 0, 0  # the cost of plain decoding is unknown
+        tokens, seconds = 1 + self._accepted, self.seconds(rows)
+        paces = seconds / tokens  # seconds per token and row
+        paces[-1] /= _MARGIN  # the given tree stays unless another is clearly better
+        plain, best, turn = float(seconds[0]), 1 + int(paces[1:].argmin()), self._rounds % 16
+        self._on = bool(paces[best] * (1 / _MARGIN if self._on else _MARGIN) < plain)
+        pace = float(paces[best]) if self._on else plain
+        losses = seconds - tokens * pace
+        trial = best
+        if self._on and self._rounds % (_LOOK if paces[best] * _CLEAR > plain else 4 * _LOOK) == 0:
+            trial = 0
+        elif self._drafted < _FIRST or (self._on and turn == 8):
+            trial = self._largest((self._common[best] == best) & (losses <= self._credit / 2)) or best
+        elif not self._on:
+            losses[best] = seconds[best] + float(self._reading.at(behind)) - plain
+        elif turn == 0:  # the next best of another size, at almost no loss
+            trial = int(np.where(self._budgets == self._budgets[best], np.inf, paces).argmin())
+        wanted, allowed = trial != best or not self._on, losses[trial] <= self._credit
+        if wanted and (allowed or (self._on and not trial)):
+            self._expected = pace
+            return trial, best if self._on else 0
+        return (best, best) if self._on else (0, 0)
+
+    def _largest(self, which: np.ndarray) -> int:
+        """The level of a mask [m] that tells most about the others: deep and wide; `none` if the mask is empty."""
+        return int(np.where(which, self._depths * self._budgets, 0).argmax())
 
     def tokens(self, level: int) -> float:
         """Estimated tokens that a row commits per round at a level, bonus token included."""
-        return 1.0 + self._sums[level] / self._weights[level]
+        return 1.0 + float(self._accepted[level])
 
-    def _cost(self, level: int, rows: int) -> float:
-        """Estimated seconds of a round of `rows` sequences."""
-        drafting = self._drafting[level].at(rows)
-        if drafting == 0.0:  # not tried yet: the cost per depth of another level
-            known = [(costs.at(rows), self.levels[i].depth) for i, costs in enumerate(self._drafting) if i]
-            drafting = self.levels[level].depth * max((seconds / depth for seconds, depth in known), default=0.0)
-        reading = self._reading.at(rows * self.tokens(level))
-        return self._passes.at(rows * (1 + self._nodes[level])) + drafting + reading
+    def seconds(self, rows: int) -> np.ndarray:
+        """Estimated seconds of a round of `rows` sequences at each level."""
+        passes = self._passes.at(rows * (1 + self._nodes))
+        if not self._drafting:
+            return passes
+        nearest = self._drafting[min(self._drafting, key=lambda known: abs(known - rows))]
+        drafting = self._main * nearest.at(self._depths) + (1 - self._main) * self._matching.at(rows)
+        made = passes + drafting + self._reading.at(rows * (1 + self._accepted))
+        made[0] = passes[0]
+        return made
 
     def observe(self, done: RoundReport) -> None:
         with self._lock:
@@ -168,51 +255,83 @@ class Adaptive:
                 self._observe(done)
 
     def _observe(self, done: RoundReport) -> None:
-        self._passes.add(done.new_tokens, done.seconds - done.draft_seconds - done.read_seconds)
+        passed = done.seconds - done.draft_seconds - done.read_seconds
+        if self._passes.settled(done.new_tokens):
+            self._speeds.append(passed / self._passes.median(done.new_tokens))
+        speed = median_low(self._speeds)  # a slow moment must not make the trees slow that were tried in it
+        self._passes.add(done.new_tokens, passed / speed)
+        plain = self._passes.median(done.rows)
         if done.read:
-            self._reading.add(done.read, done.read_seconds)
-        plain = self._passes.at(done.rows)
-        earned = _ALLOWANCE * done.seconds
-        if done.drafted:
-            level = self.levels.index(done.spec)
-            tokens = done.rows + sum(len(path) for _, path in done.drafted)
-            earned += plain * tokens / done.rows - done.seconds
-            self._drafting[level].add(done.rows, done.draft_seconds)
-            self._learn(level, done.drafted)
-        self._credit = min(max(self._credit + earned, 0.0), _MOST * plain)
+            self._reading.add(done.read, done.read_seconds / speed)
+        level, tokens = self._index[done.spec], done.rows
+        if level and done.draft_seconds:
+            tokens += sum(len(path) for _, path in done.drafted)
+            alone = bool(done.drafted) and all(len(tree.matched) == len(tree) for tree, _ in done.drafted)
+            self._main += ((not alone) - self._main) / _RECENT
+            if alone:
+                self._matching.add(done.rows, done.draft_seconds / speed)
+            else:
+                costs = self._drafting.setdefault(done.rows, Costs())
+                if costs.lowest() is None:
+                    costs.add(0, 0.0)
+                costs.add(done.spec.depth, done.draft_seconds / speed)
+            self._learn(level, done)
+        if math.isinf(self._credit):
+            self._credit = _MOST * plain
+        earned = _ALLOWANCE * plain
+        if self._expected:
+            spent = self._passes.median(done.new_tokens) + (done.draft_seconds + done.read_seconds) / speed
+            earned += self._expected * tokens / done.rows - spent
+        self._credit = min(max(self._credit + earned, -plain / 2), _MOST * plain)
 
-    def _learn(self, drafted_level: int, drafted: Sequence[tuple[TokenTree, list[int]]]) -> None:
+    def _learn(self, level: int, done: RoundReport) -> None:
         """Updates the running means of every level from a round at one level."""
-        count, here = len(drafted), drafted_level
-        nodes = sum(len(tree) for tree, _ in drafted) / count
-        self._nodes[here] += (nodes - self._nodes[here]) / _WINDOW
-        mean = sum(len(path) for _, path in drafted) / count
-        keep = 1 - 1 / _WINDOW
-        self._hits = keep * self._hits + mean
-        self._tries = keep * self._tries + mean + sum(len(path) < tree.drafted_depth for tree, path in drafted) / count
-        before = self.tokens(here)
-        for level in range(1, len(self.levels)):
-            accepted = mean
-            if level < here:
-                accepted = sum(reached(self.levels[level], tree, path) for tree, path in drafted) / count
-            elif level > here:
-                accepted += max(self.tokens(level) - before, self._beyond(here, level))
-            self._sums[level] = keep * self._sums[level] + accepted
-            self._weights[level] = keep * self._weights[level] + 1
-
-    def _beyond(self, here: int, level: int) -> float:
-        """Tokens that a deeper level would add to this one if all depths have the same acceptance rate."""
-        share = self._hits / self._tries
-        return sum(share**depth for depth in range(self.levels[here].depth + 1, self.levels[level].depth + 1))
+        self._drafted += 1
+        accepted, nodes = np.zeros(len(self.levels)), np.zeros(len(self.levels))
+        for tree, path in done.drafted:
+            parts = smaller_parts(tree, path, self._depths, self._budgets, self._most)
+            accepted += parts[0]
+            nodes += parts[1]
+        held = self._common[level] == np.arange(len(self.levels))
+        self._weight = np.minimum(self._weight + done.rows * held, _WINDOW)
+        seen = np.stack([accepted, nodes]) / done.rows
+        off = float(seen[0, level] - self._accepted[level])
+        # Differences are learned in pairs: chance in a round moves all levels alike.
+        self._added += (seen - seen[:, self._parents] - self._added) * (held * np.minimum(done.rows / self._weight, 1))
+        self._drift += (off - self._drift) / _RECENT
+        self._variance += (off**2 - self._variance) / (4 * _RECENT)
+        if self._drift**2 > _SURE**2 * self._variance / (2 * _RECENT - 1):
+            mean = max(float(self._accepted[level]), 1e-3)
+            self._added[0] *= min(max((mean + self._drift) / mean, 0.25), 4.0)
+            self._weight, self._drift = np.minimum(self._weight, _RECENT * done.rows), 0.0
+        self._accepted, self._nodes = self._added @ self._sums.T
 
 
-def reached(spec: TreeSpec, tree: TokenTree, path: Sequence[int]) -> int:
-    """Number of a larger tree's accepted nodes that a smaller tree would have held, judged by its depth and scores."""
-    if not path:
-        return 0
-    if tree.log_probs is None or spec.shape != "dynamic":
-        return min(len(path), spec.depth)
-    scores = tree.log_probs.tolist()
-    shallow = [node for node, depth in enumerate(tree.depths) if depth <= spec.depth]
-    kept = set(sorted(shallow, key=lambda node: (-scores[node], node))[: spec.budget])
-    return next((count for count, node in enumerate(path) if node not in kept), len(path))
+def smaller_parts(
+    tree: TokenTree, path: Sequence[int], depths: np.ndarray, budgets: np.ndarray, most: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """What smaller trees would have accepted and held of a drafted one, which holds them if it is at least as deep and large.
+
+    Args:
+        path: the accepted nodes. depths, budgets, most: [m] of the smaller trees, as `TreeSpec` has them; the last the largest.
+
+    Returns:
+        accepted tokens and nodes, [m] each.
+    """
+    count, sizes = len(tree), int(depths[-1]) + 1
+    limits = [
+        1 if node in tree.matched else depth for node, depth in enumerate(tree.depths)
+    ]  # a match is as deep as it is
+    totals = np.bincount(limits, minlength=sizes).cumsum()[depths]  # [m]
+    accepted = np.zeros(len(depths))
+    scores = [0.0] * count if tree.log_probs is None else tree.log_probs.tolist()
+    if tree.log_probs is None:
+        budgets = totals
+    elif len(tree.matched) == count:  # a match that is drafted alone
+        likely = sum(score >= _LIKELY for score in scores)
+        budgets = np.where(depths > 0, np.maximum(budgets, np.minimum(likely, most)), 0)
+    for node in path:
+        above = [limits[i] for i in range(count) if (-scores[i], i) < (-scores[node], node)]
+        ranks = np.bincount(above, minlength=sizes).cumsum()[depths]  # [m], among the nodes that are held
+        accepted += (ranks < budgets) & (limits[node] <= depths)
+    return accepted, np.minimum(totals, budgets)

@@ -108,7 +108,7 @@ class ResponseEngine:
                 f"max_length={max_length}, but target {target.name!r} reads at most {target.max_positions} tokens; "
                 f"use max_length={target.max_positions}"
             )
-        self.target, self.slots, self.max_length = target.pack(keep_dtype=True), slots, max_length
+        self.target, self.slots, self.max_length = target.pack(), slots, max_length
         self.feature_layers, self.rules = tuple(feature_layers or ()), rules
         self.new_tokens = 0
 

@@ -1,5 +1,5 @@
-/* Decoding kernels for CPUs: linear layers for few rows, RMS norm, top-k, moves in a cache. cpu_layers.c includes this file and
- * builds attention and full layers on it.
+/* Decoding kernels for CPUs: RMS norm, top-k, moves in a cache. cpu_linear.c adds linear layers, cpu_layers.c attention and full
+ * layers; the latter includes the others.
  *
  * GCC/Clang vector extensions, so the compiler selects the machine's instructions. Everything is float32, rows are contiguous.
  * The order of a row's sums does not depend on the other rows: a token gets the same bits whether it is decoded alone or
@@ -8,23 +8,14 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#ifdef __AVX512F__
+#ifdef __x86_64__
 #include <immintrin.h>
 #endif
 
 #define LANES 16
-#define PANEL (2 * LANES)
-#ifdef __AVX512F__
-#define MAX_ROWS 12 /* 24 sums, 2 weights and a broadcast in 32 registers */
-#else
-#define MAX_ROWS 4
-#endif
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
-typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
-typedef int16_t shorts __attribute__((vector_size(2 * LANES)));
-typedef int8_t bytes __attribute__((vector_size(LANES)));
 typedef int64_t longs __attribute__((vector_size(4 * LANES)));
 
 static inline long min(long a, long b) { return a < b ? a : b; }
@@ -63,127 +54,6 @@ static inline vec activate(vec a, enum activation kind) {
     return a / (1.0f + exponential(-t));
 }
 
-/* -- linear ---------------------------------------------------------------------------------------------------------
- *
- * y = x W^T for few rows: every weight is read from memory once, whatever the number of rows. W [out, in] is stored in panels
- * of 32 outputs, [out/32][in][32], so that a core streams one panel from front to back and keeps the sums of up to MAX_ROWS rows
- * in registers. bfloat16 panels interleave outputs i and i+16 in one 32-bit word: a shift and a mask widen both exactly. int8
- * panels end with a float32 factor per output, which multiplies the finished sums. */
-enum format { FLOAT32, BFLOAT16, INT8 }; /* as in ops/packing.py */
-
-#define AHEAD 4096 /* bytes of prefetching; 2 to 8 KiB measure alike, a quarter faster than the hardware's own */
-
-static inline void load_bfloat16(const void *panel, long i, vec *low, vec *high) {
-    const float *at = (const float *)panel + i * LANES;
-    __builtin_prefetch((const char *)at + AHEAD);
-    words pair = (words)load(at);
-    *low = (vec)(pair << 16);
-    *high = (vec)(pair & 0xffff0000u);
-}
-
-static inline void load_float32(const void *panel, long i, vec *low, vec *high) {
-    const float *at = (const float *)panel + i * PANEL;
-    __builtin_prefetch((const char *)at + AHEAD);
-    __builtin_prefetch((const char *)(at + LANES) + AHEAD);
-    *low = load(at);
-    *high = load(at + LANES);
-}
-
-static inline vec from_bytes(const char *at) {
-#ifdef __AVX512F__ /* one instruction, which GCC does not generate from the generic form */
-    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)at)));
-#else
-    bytes numbers;
-    memcpy(&numbers, at, sizeof numbers);
-    return __builtin_convertvector(__builtin_convertvector(numbers, shorts), vec);
-#endif
-}
-
-static inline void load_int8(const void *panel, long i, vec *low, vec *high) {
-    const char *at = (const char *)panel + i * PANEL;
-    __builtin_prefetch(at + AHEAD);
-    *low = from_bytes(at);
-    *high = from_bytes(at + LANES);
-}
-
-/* `rows` is a constant in every call, so the loops over rows unroll and the sums stay in registers. */
-static inline __attribute__((always_inline)) void multiply(
-    int rows, void (*load)(const void *, long, vec *, vec *), const float *x, long in, const void *panel, float *y) {
-    vec low[MAX_ROWS], high[MAX_ROWS];
-    for (int r = 0; r < rows; r++) low[r] = high[r] = (vec){0};
-    for (long i = 0; i < in; i++) {
-        vec a, b;
-        load(panel, i, &a, &b);
-        for (int r = 0; r < rows; r++) {
-            low[r] += a * x[r * in + i];
-            high[r] += b * x[r * in + i];
-        }
-    }
-    for (int r = 0; r < rows; r++) store(y + r * PANEL, low[r]), store(y + r * PANEL + LANES, high[r]);
-}
-
-#define CASE(R, LOAD) case R: multiply(R, LOAD, x, in, panel, y); break;
-#define FOUR(A, B, C, D, LOAD) CASE(A, LOAD) CASE(B, LOAD) CASE(C, LOAD) CASE(D, LOAD)
-#if MAX_ROWS == 12
-#define MORE(LOAD) FOUR(5, 6, 7, 8, LOAD) FOUR(9, 10, 11, 12, LOAD)
-#else
-#define MORE(LOAD)
-#endif
-#define DISPATCH(NAME, LOAD)                                                           \
-    static void NAME(int rows, const float *x, long in, const void *panel, float *y) { \
-        switch (rows) { FOUR(1, 2, 3, 4, LOAD) MORE(LOAD) }                            \
-    }
-DISPATCH(multiply_bfloat16, load_bfloat16)
-DISPATCH(multiply_float32, load_float32)
-DISPATCH(multiply_int8, load_int8)
-
-static long panel_bytes(long in, int format) {
-    return in * PANEL * (format == INT8 ? 1 : format == BFLOAT16 ? 2 : 4) + (format == INT8 ? PANEL * (long)sizeof(float) : 0);
-}
-
-/* The products of up to MAX_ROWS rows with one panel: tile [rows, PANEL]. */
-static void multiply_panel(int rows, const float *x, long in, const char *panel, int format, float *tile) {
-    if (format == BFLOAT16) multiply_bfloat16(rows, x, in, panel, tile);
-    else if (format == FLOAT32) multiply_float32(rows, x, in, panel, tile);
-    else {
-        const float *factor = (const void *)(panel + in * PANEL);
-        multiply_int8(rows, x, in, panel, tile);
-        for (int r = 0; r < rows; r++)
-            for (int i = 0; i < PANEL; i++) tile[r * PANEL + i] *= factor[i];
-    }
-}
-
-/* Blocks of nearly equal size: 16 rows are 8 + 8, not 12 + 4. */
-static int next_rows(long rows, long done) {
-    long blocks = (rows - done + MAX_ROWS - 1) / MAX_ROWS;
-    return (int)((rows - done + blocks - 1) / blocks);
-}
-
-/* y [rows, out] = x [rows, in] W^T, or gated: act(gate(x)) * up(x), where panels of gate and up alternate, so that both products
- * are in the core's own cache when they are multiplied. The last panel of each matrix is padded. */
-static void linear(const float *x, long rows, long in, const void *panels, int format, float *y, long out, enum activation act,
-                   int threads) {
-    long count = (out + PANEL - 1) / PANEL, size = panel_bytes(in, format);
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (long p = 0; p < count; p++) {
-        float tile[MAX_ROWS * PANEL], up[MAX_ROWS * PANEL];
-        const char *panel = (const char *)panels + (act ? 2 : 1) * p * size;
-        long width = min(out - p * PANEL, PANEL);
-        for (long done = 0, m; done < rows; done += m) {
-            m = next_rows(rows, done);
-            multiply_panel((int)m, x + done * in, in, panel, format, tile);
-            if (act) multiply_panel((int)m, x + done * in, in, panel + size, format, up);
-            for (long i = 0; act && i < m * PANEL; i += LANES) store(tile + i, activate(load(tile + i), act) * load(up + i));
-            for (long r = 0; r < m; r++)
-                memcpy(y + (done + r) * out + p * PANEL, tile + r * PANEL, width * sizeof(float));
-        }
-    }
-}
-
-void skinny_linear(const float *x, long rows, long in, const void *panels, int format, float *y, long out, int threads) {
-    linear(x, rows, in, panels, format, y, out, NONE, threads);
-}
-
 /* -- normalization -------------------------------------------------------------------------------------------------- */
 
 /* y = x / sqrt(mean(x^2) + eps) * weight, row by row. */
@@ -207,7 +77,7 @@ void rms_norm(const float *x, const float *weight, float eps, float *y, long row
 static inline int any_above(const float *z, float limit) {
     ints above = {0};
     for (int j = 0; j < SPAN; j += LANES) {
-        __builtin_prefetch((const char *)(z + j) + AHEAD);
+        __builtin_prefetch((const char *)(z + j) + 4096);
         above |= load(z + j) > limit;
     }
     longs pairs = (longs)above;

@@ -1,6 +1,8 @@
-/* Attention over a prefix and a token tree, and what is built on it and on the kernels of cpu.c: decoder layers, all layers of a
- * target, one depth of a drafter. This is the file to compile. */
+/* Attention over a prefix and a token tree, and what is built on it and on the kernels of cpu.c and cpu_linear.c: decoder layers,
+ * all layers of a target, one depth of a drafter. This is the file to compile. */
 #include "cpu.c"
+
+#include "cpu_linear.c"
 
 /* -- tree attention ------------------------------------------------------------------------------------------------- */
 
@@ -44,7 +46,13 @@ static void attend_rows(const float *query[LANES], float *out[LANES], const int 
     for (long c = 0; c < e; c++)
         for (int r = 0; r < LANES; r++) transposed[c][r] = r < rows ? query[r][c] * scaling : 0.0f;
     vec highest = (vec){0} - INFINITY;
-    for (int r = 0; r < rows; r++) highest[r] = sinks[r];
+    ints low = {0}, high = {0}, place = {0}; /* of each row: its ancestors' bits and its position */
+    low -= 1, high -= 1, place += INT32_MIN / 2; /* lanes without a row see everything */
+    for (int r = 0; r < rows; r++) {
+        highest[r] = sinks[r];
+        low[r] = (int32_t)ancestors[token[r]], high[r] = (int32_t)(ancestors[token[r]] >> 32);
+        place[r] = (int32_t)(prefix + depth[token[r]]);
+    }
     for (long t = first; t < end; t += 8) { /* eight sums at once keep the multipliers busy */
         for (long c = 0; c < 8 * e; c += LANES) __builtin_prefetch(key + (t + 16) * e + c);
         vec s[8] = {{0}};
@@ -57,12 +65,10 @@ static void attend_rows(const float *query[LANES], float *out[LANES], const int 
         for (int j = 0; j < 8 && t + j < end; j++) {
             if (softcap > 0) s[j] = softcap - 2 * softcap / (exponential(s[j] * (2 / softcap)) + 1);
             long new = t + j - prefix; /* which of the new tokens this key is; negative in the prefix */
-            if (new >= 0 || window)
-                for (int r = 0; r < rows; r++) {
-                    long at = new >= 0 ? prefix + depth[new] : t + j;
-                    int unseen = new >= 0 && !(ancestors[token[r]] >> new & 1);
-                    if (unseen || (window && prefix + depth[token[r]] - at >= window)) s[j][r] = -INFINITY;
-                }
+            ints hidden = {0};
+            if (new >= 0) hidden = ((new < 32 ? low : high) >> (new & 31) & 1) == 0;
+            if (window) hidden |= place - (int)(new >= 0 ? prefix + depth[new] : t + j) >= (int)min(window, INT32_MAX);
+            s[j] = choose(hidden, (vec){0} - INFINITY, s[j]);
             scores[t + j] = s[j];
             highest = choose(s[j] > highest, s[j], highest);
         }
@@ -158,15 +164,19 @@ static void rotate(float *x, const float *cosine, const float *sine, int dim) {
     }
 }
 
+#define SHARED_ROWS 16 /* from here on the work on rows is worth waking other threads */
+
 /* x [n, width] -> qkv [n, (heads + 2 kv_heads) head_dim], rotated; cosine, sine [n, rotary_dim]. */
 void layer_before_attention(const struct layer *layer, const float *x, long n, const float *cosine, const float *sine,
                             float *qkv, int threads) {
     int e = layer->head_dim, rotated = layer->heads + layer->kv_heads;
-    long width = (long)(rotated + layer->kv_heads) * e;
-    float *normed = layer->input_norm ? malloc(n * layer->width * sizeof(float)) : 0;
-    if (normed) rms_norm(x, layer->input_norm, layer->eps, normed, n, layer->width);
-    skinny_linear(normed ? normed : x, n, layer->width, layer->qkv, layer->qkv_format, qkv, width, threads);
+    long width = (long)(rotated + layer->kv_heads) * e, read = layer->width;
+    float *normed = layer->input_norm ? malloc(n * read * sizeof(float)) : 0;
+#pragma omp parallel for num_threads(threads) if (n >= SHARED_ROWS)
+    for (long r = 0; r < (normed ? n : 0); r++) rms_norm(x + r * read, layer->input_norm, layer->eps, normed + r * read, 1, read);
+    skinny_linear(normed ? normed : x, n, read, layer->qkv, layer->qkv_format, qkv, width, threads);
     free(normed);
+#pragma omp parallel for num_threads(threads) if (n >= SHARED_ROWS)
     for (long r = 0; r < n; r++) {
         float *row = qkv + r * width;
         if (layer->qkv_bias) for (long i = 0; i < width; i++) row[i] += layer->qkv_bias[i];
@@ -178,19 +188,27 @@ void layer_before_attention(const struct layer *layer, const float *x, long n, c
     }
 }
 
+/* x [n, width] += block, normalized by `weight` unless NULL. */
+static void add_block(float *x, float *block, const float *weight, float eps, long n, long width, int threads) {
+#pragma omp parallel for num_threads(threads) if (n >= SHARED_ROWS)
+    for (long r = 0; r < n; r++) {
+        if (weight) rms_norm(block + r * width, weight, eps, block + r * width, 1, width);
+        for (long i = r * width; i < (r + 1) * width; i++) x[i] += block[i];
+    }
+}
+
 /* x [n, hidden] += o(attended [n, heads head_dim]); x += mlp(norm(x)), norms after the blocks where the layer has them. */
 void layer_after_attention(const struct layer *layer, float *x, const float *attended, long n, int threads) {
     long hidden = layer->hidden, inner = layer->inner, count = n * hidden;
     float *block = malloc((2 * count + n * inner) * sizeof(float)), *normed = block + count, *active = normed + count;
     skinny_linear(attended, n, (long)layer->heads * layer->head_dim, layer->o, layer->o_format, block, hidden, threads);
-    if (layer->attended_norm) rms_norm(block, layer->attended_norm, layer->eps, block, n, hidden);
-    for (long i = 0; i < count; i++) x[i] += block[i];
-    rms_norm(x, layer->mlp_norm, layer->eps, normed, n, hidden);
+    add_block(x, block, layer->attended_norm, layer->eps, n, hidden, threads);
+#pragma omp parallel for num_threads(threads) if (n >= SHARED_ROWS)
+    for (long r = 0; r < n; r++) rms_norm(x + r * hidden, layer->mlp_norm, layer->eps, normed + r * hidden, 1, hidden);
     enum activation act = layer->gelu ? GELU : SILU;
     linear(normed, n, hidden, layer->gate_up, layer->gate_up_format, active, inner, act, threads);
     skinny_linear(active, n, inner, layer->down, layer->down_format, block, hidden, threads);
-    if (layer->mlp_out_norm) rms_norm(block, layer->mlp_out_norm, layer->eps, block, n, hidden);
-    for (long i = 0; i < count; i++) x[i] += block[i];
+    add_block(x, block, layer->mlp_out_norm, layer->eps, n, hidden, threads);
     free(block);
 }
 

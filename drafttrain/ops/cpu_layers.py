@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from drafttrain.ops.native import built_kernels
-from drafttrain.ops.packing import FORMATS, check, pack_gated, pack_panels
+from drafttrain.ops.packing import BFLOAT16_DOT, FORMATS, check, form_of, pack_gated, pack_panels
 from drafttrain.ops.tree_attention import AttentionForm, CpuPlan
 from drafttrain.ops.tree_cache import Addresses
 
@@ -84,7 +84,7 @@ def _struct(kind: type[_Layer | _Draft], **content: Tensor | float | None) -> tu
     """A C struct with numbers and pointers to tensors, and the tensors, which must outlive it."""
     fields = {field[0] for field in kind._fields_}
     kept = {name: value.detach().contiguous() for name, value in content.items() if isinstance(value, Tensor)}
-    formats = {f"{name}_format": FORMATS[value.dtype] for name, value in kept.items() if f"{name}_format" in fields}
+    formats = {f"{name}_format": form_of(value) for name, value in kept.items() if f"{name}_format" in fields}
     assert content.keys() <= fields, "ctypes ignores names that are no fields"
     return kind(**content | formats | {name: value.data_ptr() for name, value in kept.items()}), list(kept.values())
 
@@ -151,6 +151,12 @@ class DecoderLayer:
         self._layer, self._kept = _struct(_Layer, **panels, **norms, **numbers)
         self.address = ctypes.addressof(self._layer)
         self._kernels = built_kernels()
+
+    def round_inputs(self) -> None:
+        """From now on bfloat16 weights multiply inputs that are rounded to bfloat16; see `packing.form_of`."""
+        for field in _Layer._fields_:
+            if field[0].endswith("_format") and getattr(self._layer, field[0]) == FORMATS[torch.bfloat16]:
+                setattr(self._layer, field[0], BFLOAT16_DOT)
 
     def project(self, x: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The half before the attention: norm, projections, rotation.

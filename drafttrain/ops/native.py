@@ -1,4 +1,4 @@
-"""Builds, keeps and loads the C kernels of cpu.c and cpu_layers.c.
+"""Builds, keeps and loads the C kernels of cpu_layers.c and the files that it includes.
 
 A kernel reads and writes at addresses, so a wrong argument is a crash or worse. Each wrapper therefore checks its arguments
 first and raises ValueError or TypeError; structures that many calls share (plans, packed layers) are checked once, when they
@@ -19,13 +19,39 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
+from drafttrain.errors import UserError, shown
 from drafttrain.files import cache_folder, replacing
 
 logger = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_name("cpu_layers.c")  # includes cpu.c
-_FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
+_SOURCE = Path(__file__).with_name("cpu_layers.c")  # includes the others
+_INCLUDED = ("cpu.c", "cpu_linear.c")
+_FLAGS = ("-O3", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
+PATH_VARIABLE = "DRAFTTRAIN_CPU_PATH"
+
+
+class CpuPath(NamedTuple):
+    """Instructions that the kernels may be built for: a compiler's flags, and the processor's that they need."""
+
+    flags: str
+    needs: frozenset[str]
+
+
+_AVX512 = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
+_X86 = {
+    "baseline": CpuPath("-march=x86-64", frozenset()),
+    "avx2": CpuPath("-march=x86-64-v3", frozenset({"avx2", "fma", "bmi2", "f16c"})),
+    "avx512": CpuPath("-march=x86-64-v4", _AVX512),
+    "avx512bf16": CpuPath("-march=x86-64-v4 -mavx512bf16", _AVX512 | {"avx512_bf16"}),
+    "amx": CpuPath("-march=x86-64-v4 -mavx512bf16 -mamx-tile -mamx-bf16", _AVX512 | {"avx512_bf16", "amx_bf16"}),
+}
+_ARM = {
+    "neon": CpuPath("-march=armv8-a", frozenset({"asimd"})),
+    "neon-bf16": CpuPath("-march=armv8.6-a", frozenset({"asimd", "bf16", "i8mm"})),
+}
+PATHS: dict[str, CpuPath] = {"x86_64": _X86, "AMD64": _X86, "aarch64": _ARM, "arm64": _ARM}.get(platform.machine(), {})
 # Arguments of the exported functions: P pointer, L long, I int, F float.
 _TYPES = {"P": ctypes.c_void_p, "L": ctypes.c_long, "I": ctypes.c_int, "F": ctypes.c_float}
 _ARGUMENTS = {
@@ -38,6 +64,7 @@ _ARGUMENTS = {
     "layer_after_attention": "PPPLI",
     "body_forward": "PPPL PLP P PLPI",
     "draft_step": "PPPLPP PPL PL PPLI",
+    "kernel_path": "",
 }
 _LARGEST = 64 * 2**20  # bytes that are read of a kept build; the real one has about 0.1 MB
 
@@ -50,27 +77,30 @@ def cpu_kernels() -> ctypes.CDLL | None:
     no state of its own, and ctypes releases the GIL during a call: threads may call it at once.
     """
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", ""), "cc", "gcc", "clang"))), None)
+    chosen = _chosen_flags()
+    if chosen is None:
+        return None
     if compiler is None:
         logger.warning("no C compiler (cc) found: decoding on this CPU uses torch's slower kernels")
         return None
     try:
-        name, folder = _name(compiler), _private_folder(cache_folder() / "kernels")
+        name, folder = _name(compiler, chosen), _private_folder(cache_folder() / "kernels")
         kept = _kept(folder, name) if folder else None
         if kept is not None and (library := _load(kept)) is not None:
             return library
         with tempfile.TemporaryDirectory() as scratch:  # private
             built = Path(scratch) / "built.so"
-            command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(built), "-lm"]
+            command = [compiler, *_FLAGS, *chosen, str(_SOURCE), "-o", str(built), "-lm"]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
             if folder:
                 _keep(built, folder, name)
             library = _load(built)
     except (OSError, subprocess.SubprocessError) as error:
         reason = (getattr(error, "stderr", None) or str(error)).strip()
-        logger.warning("ops/cpu.c cannot be built (%s); decoding uses torch's slower kernels", reason[-300:])
+        logger.warning("ops/cpu_layers.c cannot be built (%s); decoding uses torch's slower kernels", reason[-300:])
         return None
     if library is None:
-        logger.warning("the built ops/cpu.c cannot be loaded; decoding uses torch's slower kernels")
+        logger.warning("the built ops/cpu_layers.c cannot be loaded; decoding uses torch's slower kernels")
     return library
 
 
@@ -82,15 +112,44 @@ def built_kernels() -> ctypes.CDLL:
     return kernels
 
 
+def _chosen_flags() -> tuple[str, ...] | None:
+    """The compiler's flags for this processor, or for the path that $DRAFTTRAIN_CPU_PATH names; None for torch's kernels.
+
+    Raises UserError for a path that is unknown, or that this processor lacks.
+    """
+    name = os.environ.get(PATH_VARIABLE, "native")
+    if name in ("native", "torch"):
+        return ("-march=native",) if name == "native" else None
+    if name not in (here := runnable_paths()):
+        raise UserError(f"{PATH_VARIABLE}={shown(name)}: this processor has {', '.join(['native', 'torch', *here])}")
+    return tuple(PATHS[name].flags.split())
+
+
+def runnable_paths() -> list[str]:
+    """Names of PATHS whose instructions this processor has, the plainest first."""
+    return [path for path, (_, needs) in PATHS.items() if needs <= set(_processor().split())]
+
+
+def kernel_path() -> str:
+    """The instructions that the linear layers use: a name of PATHS, or 'torch' without kernels."""
+    kernels = cpu_kernels()
+    return "torch" if kernels is None else ctypes.string_at(kernels.kernel_path()).decode()
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether the kernels multiply pairs of bfloat16 numbers (AVX512-BF16, AMX, NEON's BF16), twice as fast as float32."""
+    return kernel_path() in ("avx512bf16", "amx", "neon-bf16")
+
+
 # -- the kept build: FOLDER/cpu-(hash of the recipe)-(hash of the content).so -------------------------------------------
 
 
-def _name(compiler: str) -> str:
+def _name(compiler: str, chosen: tuple[str, ...]) -> str:
     """`cpu-HASH` of source, flags, compiler with its version, and processor: machines that share a home folder never run each
     other's instructions."""
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True, timeout=60).stdout
-    sources = (_SOURCE.read_text(), _SOURCE.with_name("cpu.c").read_text())
-    recipe = (*sources, *_FLAGS, str(Path(compiler).resolve()), version, _processor())
+    sources = (_SOURCE.with_name(part).read_text() for part in (_SOURCE.name, *_INCLUDED))
+    recipe = (*sources, *_FLAGS, *chosen, str(Path(compiler).resolve()), version, _processor())
     return "cpu-" + _digest("\0".join(recipe).encode())[:16]
 
 
@@ -159,6 +218,7 @@ def _load(path: Path) -> ctypes.CDLL | None:
         for name, arguments in _ARGUMENTS.items():
             function = getattr(library, name)
             function.argtypes, function.restype = [_TYPES[letter] for letter in arguments.replace(" ", "")], None
+        library.kernel_path.restype = ctypes.c_void_p
     except (OSError, AttributeError):
         return None
     return library

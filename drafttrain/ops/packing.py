@@ -2,20 +2,22 @@
 
 Decoding multiplies a few rows (1 to ~64 tree nodes) with every weight of the model, so it should cost one pass over the
 weights in memory. torch's CPU linear repacks the weight on every call and reaches a third of the memory bandwidth.
+`eval/bench_linear.py` compares both over shapes, rows and dtypes.
 
-    rows        kernel                            SmolLM2-135M's linear layers, 2 cores at 22 GB/s
-    1 .. 32     skinny_linear in cpu.c            1 row 17-20 ms, 8 rows 22 ms, 16 rows 32 ms (torch: 56, 140, 176)
-    more        MKL (float32), oneDNN (bfloat16)  64 rows 86 ms (skinny_linear: 99)
+Published weights are bfloat16. A float32 weight that holds only such values is streamed as bfloat16: half the bytes. What is
+multiplied depends on the dtype that the user asked for:
 
-Published weights are bfloat16. A float32 weight that holds only such values is streamed as bfloat16 and widened in registers:
-half the bytes, the same products. Rows that are integers up to 127 times a factor are streamed as int8.
+    float32     weights are widened in registers, exactly; float32 products and sums
+    bfloat16    inputs are rounded to bfloat16, as in any bfloat16 model, if the processor multiplies bfloat16 (AVX512-BF16, AMX,
+                NEON's BF16), at twice the rate; sums are float32. Other processors compute as for float32.
+
+Rows that are integers up to 127 times a factor are streamed as int8. Either way a row gets the same bits alone and among others.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +25,15 @@ from torch import Tensor, nn
 
 from drafttrain.ops.native import built_kernels, cpu_kernels
 
-SKINNY_ROWS = 32  # up to here memory bandwidth decides and skinny_linear is faster than MKL; above, arithmetic decides
-# MKL chooses its blocking from the row count given when packing; 128 was fastest or equal for every count from 1 to 128.
-_MKL_ROWS = 128
+SKINNY_ROWS = 64  # most tokens of a draft step in the kernels, whose trees have as many
 _LANES = 16  # as in cpu.c
-FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # dtype of panels -> enum format of cpu.c
+FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # dtype of panels -> enum format of cpu_linear.c
+BFLOAT16_DOT = 3  # of bfloat16 panels whose inputs are rounded to bfloat16
+
+
+def form_of(panels: Tensor, rounded: bool = False) -> int:
+    """The enum format of panels. rounded: inputs may be rounded to bfloat16, which applies to bfloat16 panels alone."""
+    return BFLOAT16_DOT if rounded and panels.dtype == torch.bfloat16 else FORMATS[panels.dtype]
 
 
 def cpu_has_bfloat16() -> bool:
@@ -78,7 +84,8 @@ def pack_panels(weight: Tensor) -> Tensor:
         return torch.cat((numbers, factor.view(panels, -1).view(torch.int8)), dim=1)
     half = weight.to(torch.bfloat16)
     if torch.equal(half.to(weight.dtype), weight):
-        return padded(half).permute(0, 3, 2, 1).contiguous()
+        pairs = padded(F.pad(half, (0, weight.shape[1] % 2))).flatten(1, 2).unflatten(2, (-1, 2))
+        return pairs.permute(0, 2, 1, 3).contiguous()  # [panels, in / 2, 32, 2]
     return padded(weight).permute(0, 3, 1, 2).contiguous()
 
 
@@ -105,43 +112,35 @@ def check_panels(name: str, panels: Tensor, width: int, out: int) -> None:
     """Raises TypeError or ValueError unless these are the panels of an [out, width] weight; see `pack_panels`."""
     if panels.dtype not in FORMATS:
         raise TypeError(f"{name} is {panels.dtype}, must be panels of `pack_panels`")
-    size = 2 * _LANES * (width + (4 if panels.dtype == torch.int8 else 0))  # int8 panels end with float32 factors
+    # int8 panels end with float32 factors, bfloat16 panels hold pairs of inputs.
+    size = 2 * _LANES * (width + {torch.int8: 4, torch.bfloat16: width % 2}.get(panels.dtype, 0))
     if panels.numel() != -(-out // (2 * _LANES)) * size or not panels.is_cpu or not panels.is_contiguous():
         raise ValueError(f"{name} of shape {list(panels.shape)} is no packed [{out}, {width}] weight in CPU memory")
 
 
-def skinny_linear(x: Tensor, panels: Tensor, out: int) -> Tensor:
+def skinny_linear(x: Tensor, panels: Tensor, out: int, rounded: bool = False) -> Tensor:
     """x [rows, in] float32, contiguous; panels from `pack_panels`. Returns [rows, out] float32.
 
-    A row's result does not depend on the other rows, to the bit.
+    A row's result does not depend on the other rows, to the bit. rounded: see `form_of`.
     """
     rows, width = len(x), x.shape[-1]
     check("x", x, (rows, width))
     check_panels("panels", panels, width, out)
     y = x.new_empty((rows, out))  # not torch.empty, whose dtype users may change
-    form, threads = FORMATS[panels.dtype], torch.get_num_threads()
+    form, threads = form_of(panels, rounded), torch.get_num_threads()
     built_kernels().skinny_linear(x.data_ptr(), rows, width, panels.data_ptr(), form, y.data_ptr(), out, threads)
     return y
-
-
-@cache
-def _mkl_serves_any_rows() -> bool:
-    """Whether weights packed for _MKL_ROWS rows work for other counts, which MKL does not document; tried here."""
-    if not (torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_linear")):
-        return False
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(96, 80, generator=generator)
-    packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, _MKL_ROWS)
-    trials = (torch.randn(rows, 80, generator=generator) for rows in (1, 2, 7, 16, 33, 128, 300))
-    product = torch.ops.mkl._mkl_linear
-    return all(torch.allclose(product(x, packed, weight, None, len(x)), x @ weight.t(), atol=1e-4) for x in trials)
 
 
 class PackedLinear(nn.Module):
     """y = x W^T + b with W packed for this CPU: a drop-in for nn.Linear in inference.
 
-    The plain `weight` stays readable (tied embeddings, heads whose rows are read). Packings for few and for many rows are
-    made on first use, each a further copy; of threads that come first together, one's packing is kept.
+    float32 takes our kernel, which is at least as fast as MKL for any number of rows; bfloat16, for training and data generation,
+    takes oneDNN. The plain `weight` stays readable (tied embeddings, heads whose rows are read). The packing, a further copy, is
+    made on first use; of threads that come first together, one's packing is kept.
+
+    Attributes:
+        rounded: float32 inputs are rounded to bfloat16 where the weights are; see `form_of`.
     """
 
     def __init__(self, linear: nn.Linear):
@@ -149,9 +148,8 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight = linear.weight.detach().contiguous()
         self.bias = None if linear.bias is None else linear.bias.detach()
-        self.mkl = self.weight.dtype == torch.float32 and _mkl_serves_any_rows()
-        self.skinny = self.weight.dtype == torch.float32 and cpu_kernels() is not None
-        self.panels: Tensor | None = None
+        self.kernel = self.weight.dtype == torch.float32 and cpu_kernels() is not None
+        self.rounded = False
         self.packed: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -159,24 +157,21 @@ class PackedLinear(nn.Module):
         if x.dim() == 0 or x.shape[-1] != self.in_features or x.dtype != self.weight.dtype:
             found = f"{x.dtype} of shape {list(x.shape)}"
             raise ValueError(f"x is {found}, must be {self.weight.dtype} of shape [..., {self.in_features}]")
-        rows = x.numel() // self.in_features
-        if self.skinny and rows <= SKINNY_ROWS:
-            if self.panels is None:
-                self.panels = pack_panels(self.weight)
-            y = skinny_linear(x.reshape(-1, self.in_features).contiguous(), self.panels, self.out_features)
+        if self.kernel:
+            if self.packed is None:
+                self.packed = pack_panels(self.weight)
+            rows = x.reshape(-1, self.in_features).contiguous()
+            y = skinny_linear(rows, self.packed, self.out_features, self.rounded)
             y = y if self.bias is None else y.add_(self.bias)
             return y.view(*x.shape[:-1], self.out_features)
-        if self.mkl:
-            if self.packed is None:
-                self.packed = torch.ops.mkl._mkl_reorder_linear_weight(self.weight, _MKL_ROWS)
-            return torch.ops.mkl._mkl_linear(x, self.packed, self.weight, self.bias, rows)
+        if self.weight.dtype == torch.float32:
+            return F.linear(x, self.weight, self.bias)
         if self.packed is None:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, None)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
     def extra_repr(self) -> str:
-        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, skinny={self.skinny}, many_rows={'mkl' if self.mkl else 'onednn'}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, kernel={self.kernel}, rounded={self.rounded}"
 
 
 class PackedRMSNorm(nn.Module):

@@ -35,7 +35,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from drafttrain.batch import TargetOutput
 from drafttrain.errors import UserError, shown
 from drafttrain.files import hub_snapshot, is_hub_id
-from drafttrain.ops.native import cpu_kernels
+from drafttrain.ops.native import cpu_kernels, multiplies_bfloat16
 from drafttrain.ops.packing import PackedLinear, cpu_has_bfloat16, pack, weights_of
 from drafttrain.ops.tree_attention import AttentionForm
 from drafttrain.target.attention import LAST, AttentionContext, CausalRows, attention_context, hook_features
@@ -63,8 +63,9 @@ class Target:
 
     Attributes:
         name: what the user called it; `path`: what was loaded.
-        dtype: the numeric format of its weights; `compute_dtype`: what it computes in. They differ on CPUs, where bfloat16
-            weights are held and multiplied as float32: always without bfloat16 units, and to decode (`widen`) with them.
+        dtype: the numeric format of its weights; `compute_dtype`: of its states. They differ on CPUs, which hold bfloat16
+            weights as float32: always without bfloat16 units, and to decode (`widen`) with them.
+        rounds: packed linear layers round their inputs to bfloat16, so that products are of bfloat16 numbers; sums are float32.
         body: the model below its head; layers: its decoder layers.
         hidden_size, vocab_size, num_layers: h, rows of the head, number of decoder layers.
         max_positions: the longest sequence that it reads, or None if nothing limits it.
@@ -105,7 +106,7 @@ class Target:
         self.reason = ""
         self.continuation: Continuation | None = None
         self.forms: list[AttentionForm] = []
-        self._packed = False
+        self._packed = self.rounds = False
         self._native: NativeBody | None = None
         self._hooked: set[int] = set()
         self.idle_steps: list[Any] = []
@@ -261,8 +262,7 @@ class Target:
     def widen(self) -> None:
         """Computes in float32 from now on where that decodes faster: bfloat16 weights on a CPU with our kernels.
 
-        The kernels stream the weights as bfloat16 and widen them in registers. Native bfloat16 products (AVX512-BF16, AMX) pay
-        for many rows, in training and data generation; for one token they took three times as long as float32 (SmolLM2).
+        The kernels stream the weights as bfloat16, and multiply them as such where the CPU can (`rounds`).
         """
         half = self.dtype == self.compute_dtype == torch.bfloat16
         if half and not self._packed and self.device.type == "cpu" and cpu_kernels() is not None:
@@ -272,7 +272,7 @@ class Target:
         """Packs the weights for fast inference on a CPU (no effect elsewhere). Costs a second copy of the weights.
 
         Args:
-            keep_dtype: go on computing in the present dtype: for many rows, and where training reads the same target.
+            keep_dtype: go on computing in the present dtype, where training reads the same target.
         """
         with _packing:
             if not self._packed and self.device.type == "cpu":
@@ -285,8 +285,19 @@ class Target:
                     pack_proven(self)
                 self.lm_head = self.model.get_output_embeddings()
                 self._packed = True
+                self._round_inputs()
                 self._hooked.clear()  # packing replaces linear layers, hooks included (OPT-350m's projection has one)
         return self
+
+    def _round_inputs(self) -> None:
+        """Sets `rounds` for a bfloat16 target whose modules compute in float32 (`widen`), where the kernels can."""
+        half = self.dtype == torch.bfloat16 and self.compute_dtype == torch.float32
+        self.rounds = half and self.device.type == "cpu" and multiplies_bfloat16()
+        for module in self.model.modules() if self.rounds else ():
+            if isinstance(module, PackedLinear):
+                module.rounded = True
+        for layer in self._native.layers if self.rounds and self._native is not None else ():
+            layer.round_inputs()
 
     def _find_layers(self) -> nn.ModuleList:
         for module in self.body.modules():
@@ -316,6 +327,11 @@ class Target:
     @property
     def compute_dtype(self) -> torch.dtype:
         return next(self.model.parameters()).dtype
+
+    @property
+    def product_dtype(self) -> torch.dtype:
+        """What its linear layers multiply."""
+        return torch.bfloat16 if self.rounds else self.compute_dtype
 
     @property
     def default_feature_layers(self) -> tuple[int, ...]:

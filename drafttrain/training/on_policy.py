@@ -127,6 +127,7 @@ class OnPolicy(TrainerCallback, ExportableState):
             return []
         # A drafter drafts from its raw logits, so it answers from them too.
         writer = drafter.as_target()
+        writer.pack(keep_dtype=True)  # training reads it too
         engine = ResponseEngine(writer, len(requests), self.max_length, rules=LogitsRules())
         made = []
         for done in engine.run(requests, SamplingParams(self.options.temperature), self.seed + self.round):

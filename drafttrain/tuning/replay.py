@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from drafttrain.batch import TokenTree
 from drafttrain.drafters.base import Drafter, Session
-from drafttrain.drafters.combined import alone, drafts_alone, match_spec, merge, parts_of
+from drafttrain.drafters.combined import WORTH, drafts_alone, match_spec, merge, parts_of
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.files import Json
 from drafttrain.inference import Decoder, SamplingParams
@@ -39,11 +40,13 @@ from drafttrain.target import Target
 
 DEPTH = 6
 WIDTHS = (1, 4, 8)  # the families: children per node; 1 is the chain
-MOST_NODES = 48
+MOST_NODES = 63
 _CHAIN = TreeSpec.parse(f"chain:{DEPTH}")
 FAMILIES = {k: _CHAIN if k == 1 else TreeSpec.parse(f"dynamic:{DEPTH},{k},{k + (DEPTH - 1) * k * k}") for k in WIDTHS}
 # The second drafter's share: as many nodes as the largest tree may hold.
-_MATCHES = {k: match_spec(_CHAIN if k == 1 else TreeSpec.parse(f"dynamic:1,{k},{MOST_NODES}")) for k in WIDTHS}
+_MATCHES = {
+    k: match_spec(TreeSpec.parse(f"{'chain:1' if k == 1 else f'dynamic:1,{k},1'}@match={MOST_NODES}")) for k in WIDTHS
+}
 
 
 class _Recorded:
@@ -57,6 +60,7 @@ class _Recorded:
         self.tree = tree
         self.tokens, self.parents, self.depths = tree.tokens.tolist(), tree.parents, tree.depths
         self.scores = [0.0] * len(tree) if tree.log_probs is None else tree.log_probs.tolist()
+        self.deepest = max(self.depths, default=0)
         self._child = {key: node for node, key in enumerate(zip(tree.parents, self.tokens, strict=True))}
         order = np.argsort(-np.array(self.scores), kind="stable")
         self.ranks: list[int] = np.argsort(order).tolist()
@@ -104,15 +108,29 @@ class Track:
     tokens: list[int] = field(default_factory=list)
     trees: list[dict[int, _Recorded]] = field(default_factory=list)
     matches: list[dict[int, _Recorded]] = field(default_factory=list)
+    _seen: defaultdict[tuple[object, ...], dict[int, _Position]] = field(default_factory=lambda: defaultdict(dict))
 
 
-@dataclass(frozen=True)
-class Replayed:
+class Replayed(NamedTuple):
     """A replayed round: committed tokens, verified nodes, and the depth drawn by the main drafter (0: it did not draft)."""
 
     committed: int
     nodes: int
     depth: int
+
+
+class _Position(NamedTuple):
+    """What all trees of a position share that differ in their number of nodes only.
+
+    Attributes:
+        tree: the largest of them. ranks: of the nodes that are accepted. drafted: depth drawn by the main drafter.
+        likely: nodes of a match that is drafted alone, as far as they are likely; None for other trees.
+    """
+
+    tree: _Recorded
+    ranks: list[int]
+    drafted: int
+    likely: int | None
 
 
 @dataclass
@@ -184,36 +202,37 @@ def record(
 def replay(track: Track, spec: TreeSpec) -> list[Replayed]:
     """The rounds of decoding with `none`, a chain to DEPTH, or a dynamic tree of a recorded width within DEPTH and MOST_NODES."""
     rounds: list[Replayed] = []
-    position = 0
-    while position + 1 < len(track.tokens):
-        continuation = track.tokens[position + 1 :]
+    position, last = 0, len(track.tokens) - 1
+    usual = spec.budget if spec.shape == "dynamic" else spec.depth
+    seen = track._seen[spec.shape, spec.top_k, spec.depth, spec.stop, spec.alone, spec.matches]
+    while position < last:
         accepted = nodes = depth = 0
         deepest = track.limit - position - 2  # decoding cuts trees at the token limit
         if spec.shape != "none" and position < len(track.trees) and deepest > 0:
-            tree, match = track.trees[position][spec.top_k], track.matches[position][spec.top_k]
-            accepted, nodes, depth = _accepted(tree, match, continuation, spec, deepest)
-        rounds.append(Replayed(min(accepted + 1, len(continuation)), nodes, depth))
+            if (at := seen.get(position)) is None:
+                at = seen[position] = _position(track, position, spec)
+            budget = usual if at.likely is None else max(usual, min(at.likely, spec.most))
+            accepted = sum(rank < budget for rank in at.ranks[:deepest])
+            nodes, depth = min(budget, len(at.tree.ranks)), at.drafted
+            if at.tree.deepest > deepest:
+                places = zip(at.tree.ranks, at.tree.depths, strict=True)
+                nodes = sum(rank < budget and below <= deepest for rank, below in places)
+        rounds.append(Replayed(min(accepted + 1, last - position), nodes, depth))
         position += rounds[-1].committed
     return rounds
 
 
-def _accepted(
-    recorded: _Recorded, match: _Recorded, continuation: Sequence[int], spec: TreeSpec, deepest: int
-) -> tuple[int, int, int]:
-    """Returns accepted tokens, verified nodes and drafted depth. deepest: depth of the last nodes that are verified."""
+def _position(track: Track, position: int, spec: TreeSpec) -> _Position:
+    tree, match = track.trees[position][spec.top_k], track.matches[position][spec.top_k]
+    drafted, likely = 0, None
     if spec.matches and drafts_alone(match.tree, spec):
-        # A match for a chain is a chain itself, as deep as was recorded.
-        tree, drafted = match, 0
-        kept = [node for node, rank in enumerate(match.ranks) if rank < spec.most]
-        budget = len(alone(match.tree.part(kept), spec))
+        tree = match  # for a chain it is a chain itself, as deep as was recorded
+        likely = sum(score >= math.log(WORTH) for score in match.scores)
     else:
         floor = math.log(spec.stop) if spec.stop else -math.inf
-        shared = spec.matches and spec.shape == "dynamic"
-        tree, drafted = recorded.merged(match, spec.depth, floor, shared)
-        budget = spec.budget
-    nodes = sum(rank < budget and depth <= deepest for rank, depth in zip(tree.ranks, tree.depths, strict=True))
-    path = tree.path(continuation[:deepest])
-    return next((i for i, node in enumerate(path) if tree.ranks[node] >= budget), len(path)), nodes, drafted
+        tree, drafted = tree.merged(match, spec.depth, floor, spec.matches and spec.shape == "dynamic")
+    path = tree.path(track.tokens[position + 1 :])
+    return _Position(tree, [tree.ranks[node] for node in path], drafted, likely)
 
 
 def _positions(tracks: Sequence[Track]) -> Iterator[tuple[dict[int, _Recorded], list[int]]]:
@@ -257,7 +276,7 @@ def chances(tracks: Sequence[Track]) -> list[float]:
 
 # -- costs ------------------------------------------------------------------------------------------------------------
 
-NODES = (1, 2, 4, 8, 16, 32, 48)
+NODES = (1, 2, 4, 8, 11, 15, 23, 31, 47, MOST_NODES)  # with the root they fill the row tiles of kernels
 DEPTHS = (1, 3, DEPTH)
 CYCLES = 9
 WARM_UP = 1
@@ -290,6 +309,10 @@ class CostModel:
         if depth:
             seconds += _interpolate({d: cost for (k, d), cost in self.draft.items() if k == spec.top_k}, depth)
         return seconds + self.around * (nodes > 0)
+
+    def affordable(self, factor: float) -> int:
+        """Most nodes, of those measured, whose pass costs at most `factor` plain ones; 0 if one costs more."""
+        return max((nodes for nodes, seconds in self.verify.items() if seconds <= factor * self.verify[0]), default=0)
 
     def table(self) -> Json:
         """The costs in milliseconds, for JSON."""

@@ -15,6 +15,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,7 +43,18 @@ from drafttrain.outcome import command_line, conclude, next_command
 from drafttrain.progress import Progress
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target import Target
-from drafttrain.tuning.replay import CYCLES, DEPTH, CostModel, Track, chances, measure_costs, recall, record, replay
+from drafttrain.tuning.replay import (
+    CYCLES,
+    DEPTH,
+    NODES,
+    CostModel,
+    Track,
+    chances,
+    measure_costs,
+    recall,
+    record,
+    replay,
+)
 from drafttrain.tuning.tune_flags import REPEATS, ROWS, TOKENS
 
 PROMPTS = (
@@ -53,7 +66,13 @@ PROMPTS = (
     "Which planets have rings, and what are the rings made of?",
     "Write a polite message that moves a dentist's appointment from Monday to Thursday.",
 )
-NODES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48)
+NODES_BETWEEN = (3, 5, 6, 19)  # numbers of nodes that candidates have beside those whose costs are measured
+CHEAP = (1.5, 2.5)  # costs of a pass, in plain passes, up to which a match that is drafted alone may grow
+SAME = 1.01  # predictions of about this ratio are equal: the simpler tree comes first
+APART = 0.02  # relative difference in accepted length of trees that are worth measuring against each other
+BEHIND = 0.9  # of the fastest prediction: slower trees are not measured
+FINALISTS = 4  # trees that are measured
+TIE = 0.02  # a simpler tree is kept if it is slower by at most this, and not beyond the interval
 PARTED = 0.05  # relative difference of prediction and measurement that is pointed out if it lies beyond the interval
 _NONE = TreeSpec.parse("none")
 
@@ -116,20 +135,33 @@ def _messages(row: Json, prompt: Json) -> list[dict[str, str]]:
     return messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
 
 
-def candidates(drafter: Drafter) -> list[TreeSpec]:
-    """Every tree that can be replayed: chains and dynamic trees, with early stops and with or without matches."""
+def candidates(drafter: Drafter, costs: CostModel) -> list[TreeSpec]:
+    """Every tree that can be replayed: chains and dynamic trees, with early stops and with or without matches.
+
+    Args:
+        costs: what passes cost here, which says how long a match drafted alone may be.
+    """
     main, side = parts_of(drafter)
     stops = ("", "@stop=0.1", "@stop=0.3") if main.trainable else ("",)
-    # The CPU kernel multiplies 12 rows at a time: a root and 11 nodes.
-    sure = ("@alone=0.5", "@alone=0.9", "@match=11", "@alone=0.5@match=11")
+    cheap = sorted({costs.affordable(factor) for factor in CHEAP})
+    longer = [f"@match={nodes}" for nodes in cheap if nodes > 1]
+    sure = ("@alone=0.5", "@alone=0.9", *longer, *(f"@alone=0.5{match}" for match in longer))
     shares = ("", "@nomatch", *sure) if side is not None else ("",)
-    chains = [f"chain:{d}{s}{m}" for d, s, m in itertools.product(range(1, DEPTH + 1), stops, shares[:2])]
+    alone = ("", "@nomatch", *longer) if side is not None else ("",)
+    sizes = sorted({*NODES, *NODES_BETWEEN})
+    chains = [f"chain:{d}{s}{m}" for d, s, m in itertools.product(range(1, DEPTH + 1), stops, alone)]
     trees = [
         f"dynamic:{d},{k},{n}{s}{m}"
-        for d, k, n, s, m in itertools.product(range(1, DEPTH + 1), (4, 8), NODES, stops, shares)
+        for d, k, n, s, m in itertools.product(range(1, DEPTH + 1), (4, 8), sizes, stops, shares)
         if max(2, d) <= n <= k + (d - 1) * k * k
     ]
     return [TreeSpec.parse(text) for text in ["none", *chains, *trees]]
+
+
+def effort(spec: TreeSpec) -> tuple[int, ...]:
+    """How complicated a tree is: options, then nodes, then depth. Of trees that are about as fast the simplest is taken."""
+    options = (spec.stop, spec.alone, spec.match, not spec.matches)
+    return sum(map(bool, options)), spec.budget, spec.depth, spec.top_k
 
 
 class Prediction(NamedTuple):
@@ -144,7 +176,8 @@ def predict(spec: TreeSpec, tracks: Sequence[Track], costs: CostModel) -> Predic
     """Replays a tree's rounds and adds up their costs."""
     rounds = [done for track in tracks for done in replay(track, spec)]
     tokens = sum(done.committed for done in rounds)
-    seconds = sum(costs.round(spec if done.nodes or done.depth else _NONE, done.nodes, done.depth) for done in rounds)
+    counts = Counter((done.nodes, done.depth) for done in rounds)
+    seconds = sum(n * costs.round(spec if sum(size) else _NONE, *size) for size, n in counts.items())
     if spec.shape != "none":
         seconds += costs.read_prompt * sum(track.prompt_tokens for track in tracks)
     return Prediction(spec, tokens / seconds if seconds else 0.0, tokens / len(rounds) if rounds else 0.0)
@@ -172,6 +205,15 @@ class Search:
         merged = any(not each.spec.matches for each in self.ranking)
         chains = (each for each in self.ranking if each.spec.shape == "chain" and not each.spec.stop)
         return next((each for each in chains if not (merged and each.spec.matches)), None)
+
+    def finalists(self) -> list[TreeSpec]:
+        """The fastest trees that differ: in accepted length, so that errors of the costs do not concern all of them alike."""
+        found: list[Prediction] = []
+        for each in self.ranking:
+            fast = each.spec.shape != "none" and each.tokens_per_second >= BEHIND * self.best.tokens_per_second
+            if fast and all(abs(each.accepted_length / other.accepted_length - 1) > APART for other in found):
+                found.append(each)
+        return [each.spec for each in found[:FINALISTS]]
 
     def table(self, count: int = 12) -> list[Json]:
         """The fastest candidates and plain decoding, as rows of results.json."""
@@ -206,11 +248,14 @@ def search_tree(target: Target, drafter: Drafter, prompts: Sequence[list[int]], 
         tracks = record(target, drafter, prompts, sampling, tokens, meter.advance)
     with Progress("measuring costs", None, "rounds") as meter:
         costs = measure_costs(target, drafter, prompts, sampling, tokens, settings.cycles, meter.advance)
-    # Of equal predictions the smaller tree comes first.
-    ranking = sorted(
-        (predict(spec, tracks, costs) for spec in candidates(drafter)),
-        key=lambda each: (-each.tokens_per_second, each.spec.budget, each.spec.depth),
-    )
+    predictions = [predict(spec, tracks, costs) for spec in candidates(drafter, costs)]
+    top = max(each.tokens_per_second for each in predictions)
+
+    def order(each: Prediction) -> tuple[float, ...]:
+        behind = math.log(top / max(each.tokens_per_second, 1e-9)) / math.log(SAME)
+        return math.floor(behind), *effort(each.spec)
+
+    ranking = sorted(predictions, key=order)
     return Search(tracks, costs, ranking)
 
 
@@ -316,15 +361,21 @@ def tune(target: Target, drafter: Drafter, prompts: Sequence[list[int]], setting
     """Searches a tree, measures it against plain decoding, fixed and adaptive, and decides what to use.
 
     Returns:
-        tree: the setting to keep, see `keep`; picked: the fixed tree with the fastest prediction; chain: the fastest chain of
+        tree: the setting to keep, see `keep`; picked: the best fixed tree, see `simplest`; chain: the fastest chain of
             the trained drafter alone, for engines that draft chains.
         predicted_speedup, measured_speedup: of the picked tree over plain decoding, prefill left out; relative_error:
             predicted / measured - 1. adaptive_speedup: of the same tree with @adapt. intervals: 95 %, of both and of @adapt
             over the fixed tree.
+        contest: tokens per second of the trees that were measured against each other.
         costs, acceptance, candidates: the basis of the prediction.
     """
     search = search_tree(target, drafter, prompts, settings)
-    best, plain = search.best, search.plain
+    best, plain, contest = search.best, search.plain, {}
+    if len(trees := search.finalists()) > 1 and best.spec.shape != "none":
+        timings = measure(target, drafter, trees, prompts, replace(settings, repeats=1))
+        contest = {str(spec): round(timings.rate(side), 3) for side, spec in enumerate(trees)}
+        picked = trees[simplest(timings, trees)]
+        best = next(each for each in search.ranking if each.spec == picked)
     predicted = best.tokens_per_second / plain.tokens_per_second
     measured, adaptive, rates, intervals = 1.0, None, {}, {}
     tree = best.spec
@@ -346,6 +397,7 @@ def tune(target: Target, drafter: Drafter, prompts: Sequence[list[int]], setting
         "adaptive_speedup": adaptive,
         "intervals": intervals,
         "tokens_per_second": rates,
+        "contest": contest,
         "prompts": len(prompts),
         "max_new_tokens": settings.tokens,
         "costs": search.costs.table(),
@@ -353,6 +405,14 @@ def tune(target: Target, drafter: Drafter, prompts: Sequence[list[int]], setting
         "candidates": search.table(),
         "candidates_predicted": len(search.ranking),
     }
+
+
+def simplest(timings: Timings, specs: Sequence[TreeSpec]) -> int:
+    """The side of the simplest tree that is about as fast as the fastest: slower by 2 % at most, and not beyond the interval
+    of their paired difference. So noise does not choose complicated trees, and no choice costs much."""
+    best = max(range(len(specs)), key=timings.rate)
+    close = [i for i in range(len(specs)) if timings.rate(i) >= (1 - TIE) * timings.rate(best)]
+    return min((i for i in close if i == best or not timings.faster(best, i)), key=lambda i: effort(specs[i]))
 
 
 def keep(timings: Timings) -> int:

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from drafttrain.evaluation.metrics import accepted_below, summarize
+from drafttrain.evaluation.metrics import accepted_below, intervals, summarize
 from drafttrain.evaluation.resampling import draws, ends, student
 from drafttrain.evaluation.verdicts import (
     FEWEST,
@@ -119,6 +119,23 @@ def test_accepted_below_needs_more_than_noise():
     assert not accepted_below(good, good, 0.85) and not accepted_below(bad[:3] + good[:3], good[:3] + bad[:3], 0.85)
 
 
+def test_prompts_of_a_batch_count_once():
+    """They share their seconds: eight prompts in two batches are two timings, too few for an interval."""
+    each = [prompt(1.0 + 0.1 * number, 1) for number in range(16)]
+
+    def batched(size):
+        return [{**record, "batch": i // size, "turn": 0} for i, record in enumerate(each)]
+
+    def width(records):
+        low, high = intervals(records, ["autoregressive"])["speedup"]["autoregressive"]
+        return high - low
+
+    assert width(batched(1)) == pytest.approx(width(each))
+    assert intervals(batched(8), ["autoregressive"])["speedup"]["autoregressive"] is None
+    assert intervals(batched(8), ["autoregressive"])["accepted_length"] is not None
+    assert width(batched(4)) > width(batched(1))
+
+
 def cell(speedup, low=None, high=None):
     interval = {"confidence": {"speedup": {"autoregressive": [low, high]}}, "prompts": 9} if low else {}
     return {"speedup_vs_fastest": speedup, "speedup": {"autoregressive": speedup}, **interval}
@@ -144,7 +161,7 @@ def test_crossovers_in_words(speedups, words):
 
 def test_a_crossover_names_where_it_is_not_sure():
     points = [(1, cell(1.5, 1.3, 1.7)), (2, cell(1.1, 0.9, 1.3)), (4, cell(0.7, 0.6, 0.8))]
-    assert crossover("batch size", points) == "stops paying between batch size 2 and 4 (inconclusive at 2)"
+    assert crossover("batch size", points) == "stops paying between batch size 1 and 4 (inconclusive at 2)"
     assert crossover("batch size", points[1:2] * 2).startswith("inconclusive at every batch size measured")
 
 

@@ -50,7 +50,15 @@ class Compiler:
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     path = tmp_path_factory.mktemp("built") / "built.so"
-    command = [shutil.which("cc") or "gcc", *native._FLAGS, str(native._SOURCE), "-o", str(path), "-lm"]
+    command = [
+        shutil.which("cc") or "gcc",
+        *native._FLAGS,
+        "-march=native",
+        str(native._SOURCE),
+        "-o",
+        str(path),
+        "-lm",
+    ]
     subprocess.run(command, check=True)
     return path
 

@@ -180,7 +180,7 @@ def test_older_results_lack_histogram_texts_and_intervals(write, tmp_path):
     assert "came without the texts" in source
     assert (tmp_path / "old_charts" / "histogram.png").is_file(), "made from the prompts' rounds"
     assert "95 % interval" not in " ".join(source.split()).replace("intervals", ""), "none is recorded"
-    assert "no interval is recorded" in source
+    assert "no interval is known" in source
 
 
 def test_both_forms_of_a_cell_and_an_axis_of_its_own():

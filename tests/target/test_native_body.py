@@ -24,7 +24,8 @@ from transformers import (
 )
 
 from drafttrain.ops.cpu_layers import LayerStack
-from drafttrain.ops.native import cpu_kernels
+from drafttrain.ops.native import cpu_kernels, multiplies_bfloat16
+from drafttrain.ops.packing import PackedLinear
 from drafttrain.ops.tree_attention import TreeLayout
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
@@ -182,6 +183,11 @@ def test_bfloat16_weights_decode_in_float32_whatever_the_cpu_has(units, monkeypa
     decoding, generating = held[0].pack(), held[1].pack(keep_dtype=True)
     assert decoding.compute_dtype == torch.float32 and decoding.dtype == torch.bfloat16
     assert decoding._native is not None, "the fast path reads float32"
+    assert decoding.product_dtype == (torch.bfloat16 if multiplies_bfloat16() else torch.float32)
+    assert {module.rounded for module in decoding.model.modules() if isinstance(module, PackedLinear)} == {
+        decoding.rounds
+    }
+    assert not make(MODELS["llama"]).pack().rounds
     assert generating.compute_dtype == (torch.bfloat16 if units else torch.float32)
     generating.widen()  # packed weights keep their format
     assert generating.lm_head.weight.dtype == generating.compute_dtype

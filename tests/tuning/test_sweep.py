@@ -88,7 +88,7 @@ def test_every_axis_of_numbers_has_its_crossover(capsys):
     ]  # fmt: skip
     (found,) = crossovers(rows)
     assert (found["axis"], found["cell"].get("context"), found["cell"]["batch_size"]) == ("context", None, 1)
-    assert found["verdict"] == "stops paying between context 512 and 2048 (inconclusive at 512)"
+    assert found["verdict"] == "stops paying between context 0 and 2048 (inconclusive at 512)"
     sweep.print_summary(rows)
     shown = capsys.readouterr().out
     assert "no crossover: one batch size was measured" in shown

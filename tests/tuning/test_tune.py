@@ -39,6 +39,8 @@ TREES = (
     "dynamic:6,8,48",
     "dynamic:3,8,12@alone=0.5",
     "dynamic:2,4,3@match=11",
+    "dynamic:2,4,3@match=63",
+    "chain:2@match=11",
 )
 STOPPED = ("chain:6@stop=0.3", "dynamic:5,4,16@stop=0.1@nomatch")
 
@@ -144,12 +146,13 @@ def test_costs_are_medians_by_size_and_depth(target, monkeypatch):
 
 
 def test_candidates_fit_their_drafter(target):
-    every = {kind: set(map(str, tuning.candidates(drafter))) for kind, drafter in drafters(target).items()}
+    costs = CostModel({0: 1.0, 1: 1.0, 8: 1.4, 15: 1.49, 31: 2.2, 63: 4.0}, {})
+    every = {kind: set(map(str, tuning.candidates(drafter, costs))) for kind, drafter in drafters(target).items()}
     assert "none" in every["ngram"]
     assert not any("@" in tree for tree in every["ngram"])  # it knows no probabilities and has nothing to merge
-    assert {"chain:3@stop=0.3", "dynamic:3,8,16"} <= every["eagle3"]
+    assert {"chain:3@stop=0.3", "dynamic:3,8,15"} <= every["eagle3"]
     assert not any("match" in tree for tree in every["eagle3"])
-    assert {"dynamic:3,8,16@nomatch", "dynamic:3,8,16@alone=0.5@match=11"} <= every["eagle3+ngram"]
+    assert {"dynamic:3,8,15@nomatch", "dynamic:3,8,15@alone=0.5@match=15", "chain:2@match=31"} <= every["eagle3+ngram"]
 
 
 def tune_command(target_dir, drafter, tmp_path, *more):
@@ -169,13 +172,17 @@ def test_tune_writes_the_drafters_default(target_dir, target, tmp_path, capsys, 
     monkeypatch.setattr(
         tuning,
         "candidates",
-        lambda drafter: [TreeSpec.parse(t) for t in ("none", "chain:2", "chain:3@nomatch", "dynamic:2,4,8")],
+        lambda *_: [TreeSpec.parse(t) for t in ("none", "chain:2", "chain:3@nomatch", "dynamic:2,4,8")],
     )
     monkeypatch.setattr(
         tuning.CostModel, "round", lambda self, spec, nodes, depth: 1.0 if spec.shape == "none" else 0.5
     )
-    faster = tuning.Timings(np.full((3, 4), 15.0), np.array([[2.0, 2.2] * 2, [1.0, 1.1] * 2, [0.8, 0.9] * 2]))
-    monkeypatch.setattr(tuning, "measure", lambda *_: faster)
+    sides = np.array([[2.0, 2.2] * 2, [1.0, 1.1] * 2, [0.8, 0.9] * 2])  # each faster than the one before
+
+    def measured(target, drafter, specs, *_):
+        return tuning.Timings(np.full((len(specs), 4), 15.0), sides[: len(specs)])
+
+    monkeypatch.setattr(tuning, "measure", measured)
     assert cli.main(tune_command(target_dir, f"{tmp_path / 'drafter'}+ngram", tmp_path)) == 0
     result = json.loads((tmp_path / "tune.json").read_text())
     assert {
@@ -221,6 +228,49 @@ NOISE = np.array([1.03, 0.96, 1.02, 0.97, 1.01, 1.02])
 )
 def test_what_is_kept_is_better_beyond_noise(sides, kept):
     assert tuning.keep(timings(*sides)) == kept
+
+
+TREES_BY_EFFORT = [TreeSpec.parse(t) for t in ("dynamic:3,4,8@stop=0.1@match=15", "dynamic:3,4,8", "chain:2@nomatch")]
+
+
+@pytest.mark.parametrize(
+    ("sides", "kept"),
+    [
+        ((0.5, 0.6, 0.7), 0),  # far faster
+        ((0.6, 0.6 * NOISE, 0.7), 1),  # noise decides nothing: no options
+        ((0.6 / NOISE, 0.6, 0.7), 1),
+        ((0.6, 0.61, 0.7), 0),  # by less than the tie, but on every prompt
+        ((0.6 * NOISE, 0.64, 0.7), 0),  # too much to lose
+        ((0.6 * NOISE, 0.6 / NOISE, 0.6), 1),
+    ],
+)
+def test_the_simplest_of_equally_fast_trees_is_picked(sides, kept):
+    assert tuning.simplest(timings(*sides), TREES_BY_EFFORT) == kept
+
+
+def test_finalists_differ_in_what_they_accept():
+    def made(tree, rate, length):
+        return tuning.Prediction(TreeSpec.parse(tree), rate, length)
+
+    ranking = [
+        made("chain:3", 100, 2.0),
+        made("chain:4", 99, 2.02),
+        made("dynamic:3,4,8", 98, 2.2),
+        made("none", 95, 1.0),
+    ]
+    ranking += [made("chain:2", 94, 1.8), made("chain:1", 80, 1.5)]
+    search = tuning.Search([], MODEL, ranking)
+    assert list(map(str, search.finalists())) == ["chain:3", "dynamic:3,4,8", "chain:2"]
+
+
+def test_of_equal_predictions_the_simpler_tree_comes_first(monkeypatch, target):
+    rates = {"none": 50.0, "chain:2": 99.5, "dynamic:2,4,4@stop=0.1": 100.0, "dynamic:2,4,4": 97.0}
+    monkeypatch.setattr(tuning, "record", lambda *_: [])
+    monkeypatch.setattr(tuning, "measure_costs", lambda *_: MODEL)
+    monkeypatch.setattr(tuning, "candidates", lambda *_: list(map(TreeSpec.parse, rates)))
+    monkeypatch.setattr(tuning, "predict", lambda spec, *_: tuning.Prediction(spec, rates[str(spec)], 2.0))
+    ranking = tuning.search_tree(target, NgramDrafter(), PROMPTS, tuning.TuneSettings()).ranking
+    assert [str(each.spec) for each in ranking] == ["chain:2", "dynamic:2,4,4@stop=0.1", "dynamic:2,4,4", "none"]
 
 
 def test_paired_intervals_cancel_what_prompts_differ_in():
@@ -293,8 +343,9 @@ def test_a_drafter_that_does_not_pay_is_called_so(target, capsys):
         def round(self, spec, nodes, depth):
             return 1.0 if spec.shape == "none" else 100.0
 
+    dear = Dear({0: 1.0}, {})
     tracks = record(target, NgramDrafter(), PROMPTS[:1], SamplingParams(), 20)
-    every = [tuning.predict(spec, tracks, Dear({0: 1.0}, {})) for spec in tuning.candidates(NgramDrafter())]
+    every = [tuning.predict(spec, tracks, dear) for spec in tuning.candidates(NgramDrafter(), dear)]
     assert max(every, key=lambda each: each.tokens_per_second).spec.shape == "none"
     tuning.print_result(
         {

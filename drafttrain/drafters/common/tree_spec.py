@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -18,6 +19,8 @@ from drafttrain.ops.sampling import SamplingParams
 from drafttrain.values import Name, check, number
 
 MOST_NODES, MOST_DEPTH = 1024, 256  # of any tree; MOST_DEPTH bounds the children per node of a dynamic tree too
+# Depths and numbers of nodes among which tuning and adaptive decoding choose.
+SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512, 768)
 _LONGEST_FILE = 1_000_000  # bytes
 
 # A file's content: the ranks on the path to each node.
@@ -123,16 +126,18 @@ class TreeSpec:
 
     def smaller(self) -> list[TreeSpec]:
         """The trees that an adaptive decoder may choose, from the smallest to this one; without `none`."""
+        depths, sizes = ([n for n in SIZES if n < most] + [most] for most in (self.depth, self.budget))
         if self.shape == "chain":
-            lengths = sorted({max(1, self.depth >> shift) for shift in range(self.depth.bit_length())})
-            texts = [f"chain:{length}" for length in lengths]
+            texts = [f"chain:{depth}" for depth in depths]
         elif self.shape == "dynamic":
-            shares = sorted({max(1, self.budget >> shift): shift for shift in (2, 1, 0)}.items())
-            texts = [f"dynamic:{max(1, self.depth - s)},{min(self.top_k, nodes)},{nodes}" for nodes, s in shares]
+            texts = [
+                f"dynamic:{depth},{min(self.top_k, size)},{size}"
+                for size, depth in itertools.product(sizes, depths)
+                if depth <= size or size == self.budget
+            ]
         elif self.shape == "fanout":
-            texts = ["fanout:" + "x".join(map(str, self.fanout[:depth])) for depth in range(1, self.depth + 1)]
+            texts = ["fanout:" + "x".join(map(str, self.fanout[:depth])) for depth in depths]
         else:
-            depths = range(1, self.depth + 1)
             texts = [paths_text(path for path in self.paths if len(path) <= depth) for depth in depths]
         same = {name: getattr(self, name) for name in ("sampled", "stop", "alone", "match", "matches")}
         return [replace(TreeSpec.parse(text), **same) for text in texts]
