@@ -166,7 +166,7 @@ def stream(
 def load_drafter(name: str, model: Model, tokenizer: Tokenizer = None) -> Drafter | None:
     """A drafter bound to its target.
 
-    name: a folder or Hub id, also with :OPTION=VALUE, `ngram`, `ngram_store:FILE`, FIRST+ngram, or `none`.
+    name: a folder or Hub id, also with :OPTION=VALUE, `ngram`, `suffix:FILE`, FIRST+ngram, or `none`.
 
     Raises:
         UserError: nothing there, not one of our drafters, or trained for another target.

@@ -1,4 +1,4 @@
-"""`drafttrain ngram-store`: builds the file that the drafter `ngram_store:FILE` reads."""
+"""`drafttrain ngram-store`: builds the file that the drafter `suffix:FILE` reads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from drafttrain.data.chat import ChatInputs, render_text, text_ids
 from drafttrain.data.row_formats import are_messages, checked_messages
 from drafttrain.data.store import load_records, read_meta
-from drafttrain.drafters.ngram_store.model import NgramTable
+from drafttrain.drafters.common.ngram_table import NgramTable
+from drafttrain.drafters.suffix.model import SuffixDrafter
 from drafttrain.errors import UserError
 from drafttrain.files import read_jsonl, replacing, writing
 from drafttrain.flags import load_tokenizer
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     conclude(
         counts,
         [output],
-        next_command("eval", target=target, drafter=f"{NgramTable.__module__.split('.')[-2]}:{output}"),
+        next_command("eval", target=target, drafter=f"{SuffixDrafter.kind}:{output}"),
     )
     return 0
 

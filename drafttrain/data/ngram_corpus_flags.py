@@ -11,7 +11,7 @@ HELP = """Count the tokens that follow each n-gram of a corpus: a drafter withou
 
   drafttrain ngram-store --data runs/data --output runs/store.safetensors
   drafttrain ngram-store --text corpus.txt --target smollm2-135m --output runs/store.safetensors
-  drafttrain eval --target smollm2-135m --drafter runs/drafter+ngram_store:runs/store.safetensors"""
+  drafttrain eval --target smollm2-135m --drafter runs/drafter+suffix:runs/store.safetensors"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from safetensors.numpy import load_file, save_file
 
+from drafttrain.drafters.common.ngram_table import NgramTable
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.drafters.ngram_store.model import NgramStoreDrafter, NgramTable
+from drafttrain.drafters.suffix.model import SuffixDrafter
 from drafttrain.errors import UserError
 from drafttrain.target import Target
 from tests.conftest import make_target
@@ -29,7 +30,7 @@ def target() -> Target:
 def use(path: Path, target: Target) -> None:
     import torch
 
-    drafter = NgramStoreDrafter(str(path))
+    drafter = SuffixDrafter(str(path))
     drafter.bind(target)
     session = drafter.start(torch.tensor([260, 84, 82]), 50)
     session.extend(torch.tensor([84, 82]), torch.zeros(2, 0))
@@ -83,4 +84,4 @@ def test_a_store_of_a_larger_vocabulary_is_refused(tmp_path):
     small = make_target(vocab_size=300)
     NgramTable.build([[1, 2, 299, 1, 2, 350]]).save(tmp_path / "s.safetensors", tokenizer_fingerprint(small.tokenizer))
     with pytest.raises(UserError, match="holds token 350, which is outside target 'tiny''s vocabulary of 300"):
-        NgramStoreDrafter(str(tmp_path / "s.safetensors")).bind(small)
+        SuffixDrafter(str(tmp_path / "s.safetensors")).bind(small)

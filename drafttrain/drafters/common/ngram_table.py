@@ -1,0 +1,155 @@
+"""Counts of the tokens that followed the last few tokens in a corpus of earlier answers, built once and saved as safetensors.
+
+Source: retrieval-based speculative decoding (REST, arXiv 2311.08252); here with counts instead of a suffix array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from drafttrain.errors import UserError
+from drafttrain.files import reading
+
+_FORMAT = "drafttrain ngram_store 1"
+_FACTOR = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
+# Tokens counted at a time while building, which bounds memory.
+_BLOCK = 4_000_000
+# Continuations kept per context: no tree has more children; short contexts have thousands.
+_FOLLOWERS = 64
+_LIKELIEST = 8  # those that a drafter looks at
+
+
+def context_hash(context: Sequence[int]) -> int:
+    """A 64-bit hash of a context and its length. A collision costs a wrong draft only."""
+    value = len(context)
+    for token in context:
+        value = (value * _FACTOR + token + 1) & _MASK
+    return value
+
+
+class NgramTable(NamedTuple):
+    """Continuations of contexts, by the context's hash."""
+
+    hashes: np.ndarray  # [c] uint64, ascending
+    starts: np.ndarray  # [c+1] int64; context i has entries starts[i] to starts[i+1]
+    tokens: np.ndarray  # [e] int32, each context's most frequent continuation first
+    counts: np.ndarray  # [e] int32
+    max_n: int  # the longest context, in tokens
+
+    @staticmethod
+    def build(documents: Iterable[Sequence[int]], max_n: int = 4, max_entries: int = 4_000_000) -> NgramTable:
+        """Counts the tokens after every context of 1 to max_n tokens; keeps the max_entries most frequent pairs.
+
+        Args:
+            documents: token ids; contexts do not cross documents.
+
+        Raises:
+            UserError: max_n or max_entries below 1.
+        """
+        if max_n < 1 or max_entries < 1:
+            raise UserError(f"max_n={max_n}, max_entries={max_entries}: both must be at least 1")
+        held: tuple[np.ndarray, ...] = (np.empty(0, np.uint64), np.empty(0, np.int32), np.empty(0, np.int64))
+        for tokens, owner in _blocks(documents):
+            parts = [held, *(_pairs(tokens, owner, n) for n in range(1, max_n + 1))]
+            held = _reduce(parts, max_entries)
+        order = np.lexsort((-held[2], held[0]))
+        hashes, tokens, counts = (column[order] for column in held)
+        _, starts, lengths = np.unique(hashes, return_index=True, return_counts=True)
+        kept = np.arange(len(hashes)) - np.repeat(starts, lengths) < _FOLLOWERS
+        unique, starts = np.unique(hashes[kept], return_index=True)
+        starts = np.append(starts, kept.sum()).astype(np.int64)
+        counts = np.minimum(counts[kept], np.iinfo(np.int32).max).astype(np.int32)
+        return NgramTable(unique, starts, tokens[kept], counts, max_n)
+
+    def likeliest(self, context: tuple[int, ...]) -> list[tuple[int, float]]:
+        """The tokens that followed a context most often, with their shares."""
+        place = int(np.searchsorted(self.hashes, np.uint64(key := context_hash(context))))
+        if place == len(self.hashes) or int(self.hashes[place]) != key:
+            return []
+        begin, end = int(self.starts[place]), int(self.starts[place + 1])
+        counts = self.counts[begin : min(end, begin + _LIKELIEST)].tolist()
+        total = int(self.counts[begin:end].sum()) if end > begin + _LIKELIEST else sum(counts)
+        return [(t, c / total) for t, c in zip(self.tokens[begin : begin + len(counts)].tolist(), counts, strict=True)]
+
+    def save(self, file: str | Path, tokenizer: str) -> None:
+        """Writes the table. tokenizer: fingerprint of the tokenizer of the documents."""
+        arrays = {"hashes": self.hashes, "starts": self.starts, "tokens": self.tokens, "counts": self.counts}
+        save_file(arrays, file, {"format": _FORMAT, "tokenizer": tokenizer, "max_n": str(self.max_n)})
+
+    @staticmethod
+    def load(file: str | Path) -> tuple[NgramTable, str]:
+        """Returns the table and its tokenizer's fingerprint.
+
+        Raises UserError: a missing file, another format, or a table that breaks the rules of the class.
+        """
+        fix = "build one: drafttrain ngram-store"
+        with reading(file, "ngram_store", fix), safe_open(Path(file).expanduser(), framework="numpy") as store:
+            about = store.metadata() or {}
+            if about.get("format") != _FORMAT:
+                raise UserError(f"ngram_store={str(file)!r} is no n-gram store; {fix}")
+            arrays = {name: store.get_tensor(name) for name in ("hashes", "starts", "tokens", "counts")}
+            table, tokenizer = NgramTable(**arrays, max_n=int(about["max_n"])), about["tokenizer"]
+            if rule := table.broken_rule():
+                raise UserError(f"ngram_store={str(file)!r} is damaged ({rule}); {fix}")
+        return table, tokenizer
+
+    def broken_rule(self) -> str:
+        """The rule of the class that a table from a file breaks; '' for a sound one."""
+        contexts, entries = len(self.hashes), len(self.tokens)
+        types = {"hashes": np.uint64, "starts": np.int64, "tokens": np.int32, "counts": np.int32}
+        if any(getattr(self, name).ndim != 1 or getattr(self, name).dtype != wanted for name, wanted in types.items()):
+            return "its columns have other types or shapes"
+        if len(self.starts) != contexts + 1 or len(self.counts) != entries or self.max_n < 1:
+            return "its columns have lengths that do not fit together, or max_n is below 1"
+        if self.starts[0] != 0 or self.starts[-1] != entries or (np.diff(self.starts) < 1).any():
+            return "its contexts do not divide its entries"
+        if (self.hashes[1:] <= self.hashes[:-1]).any():
+            return "its hashes do not ascend"
+        return "" if not entries or min(self.tokens.min(), self.counts.min() - 1) >= 0 else "it counts negative values"
+
+
+def _blocks(documents: Iterable[Sequence[int]]) -> Iterable[tuple[np.ndarray, np.ndarray]]:
+    """Concatenated documents: tokens [t] int32, and the index of each token's document [t]."""
+    rest = iter(documents)
+    while True:
+        tokens: list[int] = []
+        ends: list[int] = []
+        while len(tokens) < _BLOCK and (document := next(rest, None)) is not None:
+            tokens += document
+            ends.append(len(tokens))
+        if not tokens:
+            return
+        yield np.array(tokens, np.int32), np.searchsorted(ends, np.arange(len(tokens)), side="right")
+
+
+def _pairs(tokens: np.ndarray, owner: np.ndarray, n: int) -> tuple[np.ndarray, ...]:
+    """Every context of n tokens: hashes [c] uint64, next tokens [c] int32, counts of one [c] int64."""
+    count = max(len(tokens) - n, 0)
+    keys = np.full(count, n, np.uint64)
+    for j in range(n):
+        keys = keys * np.uint64(_FACTOR) + tokens[j : j + count].astype(np.uint64) + np.uint64(1)
+    inside = owner[:count] == owner[n : n + count]
+    return keys[inside], tokens[n : n + count][inside], np.ones(int(inside.sum()), np.int64)
+
+
+def _reduce(parts: Sequence[tuple[np.ndarray, ...]], most: int) -> tuple[np.ndarray, ...]:
+    """Sums the counts of equal pairs of hash and token, and keeps the `most` frequent pairs."""
+    hashes, tokens, counts = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    order = np.lexsort((tokens, hashes))
+    hashes, tokens, counts = hashes[order], tokens[order], counts[order]
+    first = np.ones(len(hashes), bool)
+    first[1:] = (hashes[1:] != hashes[:-1]) | (tokens[1:] != tokens[:-1])
+    where = np.flatnonzero(first)
+    counts = np.add.reduceat(counts, where) if len(where) else counts
+    hashes, tokens = hashes[where], tokens[where]
+    if len(hashes) > most:
+        kept = np.sort(np.argpartition(-counts, most - 1)[:most])
+        hashes, tokens, counts = hashes[kept], tokens[kept], counts[kept]
+    return hashes, tokens, counts

@@ -1,0 +1,3 @@
+"""Suffix matching in the sequence, earlier answers and a corpus."""
+
+UNTRAINED = True

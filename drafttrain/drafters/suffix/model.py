@@ -1,0 +1,304 @@
+"""Drafting by suffixes: what followed earlier occurrences of the last tokens in the sequence, in answers to earlier requests and
+in a corpus. No weights, no training.
+
+An occurrence is as long as the text before it agrees with the sequence. An occurrence near the place that the last long one
+has reached goes first: a text that is copied with changes (an edited file, the next line of a table) continues behind
+each change. Where no occurrence is left, counts of a corpus continue, the longest context first. Every child gets its probability
+from how often children of its kind were right so far: by rank, length, origin and agreement of the occurrences. So a tree is deep
+where matches are long and agree, and small elsewhere: its likeliest nodes, and none below `min_p` or the tree's @stop.
+
+Sources: SuffixDecoding (arXiv 2411.04975) and SAM decoding (2411.10666), which match suffixes by automata and bound drafts by the
+length of the match; prompt lookup decoding (Saxena 2023); REST (2311.08252) for the corpus.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import threading
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import count as counting
+from itertools import islice
+from typing import NamedTuple
+
+from torch import Tensor
+
+from drafttrain.batch import TokenTree
+from drafttrain.drafters.base import Drafter, Session
+from drafttrain.drafters.common.ngram_table import NgramTable
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.errors import UserError
+from drafttrain.ops.sampling import Sampler
+from drafttrain.target import Target, tokenizer_fingerprint
+
+_SIZES = (5, 2, 1)  # tokens that the indexes look up; longer matches are found by comparing the text before
+_PLACES = 6  # occurrences per lookup, the most recent
+_LONGEST = 16  # tokens compared
+_WIDTH = 4  # children that are learned from
+# A place counts as reached by a match of so many tokens; so far behind it texts are looked at, and so many tokens without a hit.
+_FOLLOWED, _REACH, _PATIENCE = 3, 24, 8
+_NEARER = 3  # tokens of length that an occurrence near that place is worth
+_BELIEF = 4  # weight, in observations, of what a kind of child is believed to hit before any
+# Believed chance of the first child: length / (length + doubt), by how many occurrences agree: less than half, the only one, all
+# of several, at least half. As counted over answers of SmolLM2-135M to the prompts of a quickstart, which no suite holds.
+_DOUBT = (8.0, 3.0, 0.6, 3.0)
+_CACHED = 50_000  # contexts of the corpus whose counts are kept at hand
+_RECENT = 200  # observations after which old ones fade
+
+# What is counted together: rank, length, origin and agreement of occurrences; or rank, context and share in the corpus.
+_Kind = tuple[int, ...]
+
+
+class _Match(NamedTuple):
+    """An occurrence: `length` tokens before text[place] agree. near: it lies where the last long match has led."""
+
+    length: int
+    text: list[int]
+    place: int
+    near: bool
+
+
+# A node that may be drafted: minus the probability of its path, order found, parent, tokens of the path, its occurrences.
+_Found = tuple[float, int, int, list[int], list[_Match]]
+
+
+class _Index:
+    """Places in texts by the tokens before them. keys: lengths of these contexts."""
+
+    def __init__(self, sizes: tuple[int, ...]):
+        self.sizes = sizes
+        self._places: dict[tuple[int, ...], list[tuple[list[int], int]]] = {}
+
+    def add(self, text: list[int]) -> None:
+        """Adds the place behind a text, which its next token will take."""
+        entry = (text, len(text))
+        for n in self.sizes:
+            if n <= len(text):
+                places = self._places.setdefault(tuple(text[-n:]), [])
+                places.append(entry)
+                if len(places) > 4 * _PLACES:
+                    del places[: 2 * _PLACES]
+
+    def find(self, context: list[int]) -> list[tuple[int, list[int], int]]:
+        """(length so far, text, place) of the most recent occurrences, those of the longest contexts first."""
+        found: dict[tuple[int, int], tuple[int, list[int], int]] = {}
+        for n in self.sizes:
+            for text, place in reversed(self._places.get(tuple(context[-n:]), ())):
+                if len(found) == _PLACES:
+                    return list(found.values())
+                if place < len(text):
+                    found.setdefault((id(text), place), (n, text, place))
+        return list(found.values())
+
+
+class _Memory:
+    """Answers of all sequences, in two generations: the older one is dropped when the newer one is full. For many threads."""
+
+    def __init__(self, most: int):
+        self._half, self._count, self._lock = max(1, most // 2), 0, threading.Lock()
+        self.indexes = (_Index(_SIZES[:-1]), _Index(_SIZES[:-1]))
+
+    def add(self, text: list[int], token: int) -> None:
+        with self._lock:
+            if self._count == self._half:
+                self.indexes, self._count = (_Index(_SIZES[:-1]), self.indexes[0]), 0
+            self._count += 1
+            self.indexes[0].add(text)
+            text.append(token)
+
+    def find(self, context: list[int], own: list[int]) -> Iterator[tuple[int, list[int], int]]:
+        with self._lock:
+            found = [match for index in self.indexes for match in index.find(context)]
+        return (match for match in found if match[1] is not own)
+
+
+class SuffixDrafter(Drafter):
+    """Drafts the likeliest continuations of suffixes.
+
+    Args:
+        file: a corpus of answers, counted by `drafttrain ngram-store`; without one only what was decoded is known.
+        memory: most tokens of answers to earlier prompts that are kept, about half a kilobyte each. With 0, the default,
+            sequences know nothing of each other, as measurements of single answers require.
+        min_n: shortest match in the sequence. min_p: paths less likely than this are not drafted.
+
+    Raises:
+        UserError: a number out of its range, or a file that is no store.
+    """
+
+    kind = "suffix"
+    # Next to another drafter, unlikely matches are not worth their nodes.
+    defaults_beside = {"min_n": 2, "min_p": 0.1}
+
+    def __init__(self, file: str = "", memory: int = 0, min_n: int = 1, min_p: float = 0.02):
+        if min_n < 1 or memory < 0 or not 0 <= min_p < 1:
+            rule = "min_n must be at least 1, memory at least 0, min_p at least 0 and below 1"
+            raise UserError(f"min_n={min_n}, memory={memory}, min_p={min_p}: {rule}")
+        self.file, self.min_n, self.min_p = file, min_n, min_p
+        self.table, self.tokenizer = NgramTable.load(file) if file else (NgramTable.build([]), "")
+        self.followers = lru_cache(_CACHED)(self.table.likeliest)
+        self.memory = _Memory(memory) if memory else None
+        self.seen: dict[_Kind, list[float]] = {}
+
+    def bind(self, target: Target) -> None:
+        if not self.file:
+            return
+        actual, fix = tokenizer_fingerprint(target.tokenizer), "build one for this target: drafttrain ngram-store"
+        if self.tokenizer != actual:
+            raise UserError(
+                f"{self.kind}={self.file!r} was built with tokenizer {self.tokenizer!r}, but target {target.name!r} has "
+                f"{actual!r}; {fix}"
+            )
+        if len(self.table.tokens) and self.table.tokens.max() >= target.vocab_size:
+            raise UserError(
+                f"{self.kind}={self.file!r} holds token {self.table.tokens.max()}, which is outside target {target.name!r}'s "
+                f"vocabulary of {target.vocab_size}; {fix}"
+            )
+
+    def start(self, prompt_ids: Tensor, max_length: int) -> SuffixSession:
+        return SuffixSession(self, prompt_ids)
+
+
+class SuffixSession(Session):
+    """One sequence.
+
+    Attributes:
+        tokens: all that are committed. answer: those that the target wrote, behind the end of the prompt, for the memory.
+        followed: text and place that the last long match has reached. lost: tokens since it was right.
+        seen: hits and observations by kind of child; with a memory, of all sequences.
+    """
+
+    def __init__(self, drafter: SuffixDrafter, prompt_ids: Tensor):
+        self.drafter, self.device = drafter, prompt_ids.device
+        self.prompt_length = len(prompt_ids)
+        self.tokens: list[int] = prompt_ids[:1].tolist()
+        self.answer: list[int] = prompt_ids[-_SIZES[0] :].tolist()
+        self.index = _Index(tuple(n for n in _SIZES if n >= drafter.min_n) or (drafter.min_n,))
+        self.followed: tuple[list[int], int] | None = None
+        self.lost = 0
+        self.seen = drafter.seen if drafter.memory is not None else {}
+
+    def extend(self, tokens: Tensor, features: Tensor) -> None:
+        memory = self.drafter.memory
+        for token in tokens.tolist():
+            if len(self.tokens) >= self.prompt_length:  # repetition inside the prompt predicts the target's own poorly
+                self._learn(token)
+                if memory is not None:
+                    memory.add(self.answer, token)
+            self.index.add(self.tokens)
+            self.tokens.append(token)
+
+    def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
+        """Drafts the likeliest paths, within the spec's children per node, depth and nodes in all."""
+        if spec.shape == "none":
+            return TokenTree.empty(self.device)
+        widths = spec.fanout or (spec.top_k,) * spec.depth
+        floor = max(self.drafter.min_p, spec.stop)
+        before = self.tokens[-_LONGEST:]
+        tokens: list[int] = []
+        parents: list[int] = []
+        scores: list[float] = []
+        orders = counting()
+        found: list[_Found] = []  # a heap
+        opened: tuple[float, int, list[int], list[_Match]] | None = (1.0, -1, [], self._matches(before))
+        while True:
+            if opened is not None:
+                left, node, path, matches = opened
+                for token, kind, group in islice(self._children(matches, before + path), widths[len(path)]):
+                    p = left * self._chance(kind)
+                    left -= p
+                    if p > floor:
+                        heapq.heappush(found, (-p, next(orders), node, [*path, token], group))
+                    if left <= floor:
+                        break
+            if not found or len(tokens) == spec.budget:
+                return TokenTree.likeliest(spec.budget, tokens, parents, scores, self.device)
+            p, _, parent, path, group = heapq.heappop(found)
+            tokens.append(path[-1])
+            parents.append(parent)
+            scores.append(math.log(-p))
+            opened = None
+            if len(path) < len(widths):
+                longer = [_Match(n + 1, text, at + 1, near) for n, text, at, near in group if at + 1 < len(text)]
+                opened = (-p, len(tokens) - 1, path, longer or self._matches(before + path, here=False))
+
+    def _matches(self, context: list[int], here: bool = True) -> list[_Match]:
+        """Occurrences of the context's end, the best first. here: the context ends where the sequence does."""
+        found = self.index.find(context)
+        if self.drafter.memory is not None:
+            found += self.drafter.memory.find(context, self.answer)
+        matches = []
+        followed, reached = self.followed if here and self.followed is not None else (None, 0)
+        for n, text, place in found:
+            most = min(len(context), place, _LONGEST)
+            while n < most and text[place - n - 1] == context[-n - 1]:
+                n += 1
+            matches.append(_Match(n, text, place, text is followed and -2 <= place - reached <= _REACH))
+        ahead = followed is not None and self.lost < _PATIENCE and reached < len(followed)
+        if followed is not None and ahead and not any(match.near and match.place == reached for match in matches):
+            matches.append(_Match(0, followed, reached, True))  # the text goes on, with another token in place of one
+        matches.sort(key=lambda each: _order(each, reached))
+        return matches
+
+    def _children(self, matches: list[_Match], context: list[int]) -> Iterator[tuple[int, _Kind, list[_Match]]]:
+        """Tokens that may follow a context, the likeliest first, with their kinds and occurrences."""
+        groups: dict[int, list[_Match]] = {}
+        for match in matches:
+            groups.setdefault(match.text[match.place], []).append(match)
+        for rank, (token, group) in enumerate(groups.items()):
+            share, best = len(group) / len(matches), group[0]
+            agreed = (2 if len(group) > 1 else 1) if share == 1 else 0 if share < 0.5 else 3
+            yield token, (min(rank, 3), _rounded(best.length), best.text is self.tokens, agreed, best.near), group
+        rank = len(groups)
+        for n in range(min(self.drafter.table.max_n, len(context)) if self.drafter.file else 0, 0, -1):
+            for token, share in self.drafter.followers(tuple(context[-n:])):
+                if token not in groups:
+                    groups[token] = []
+                    yield token, (min(rank, 3), n, min(4, int(5 * share))), []
+                    rank += 1
+
+    def _chance(self, kind: _Kind) -> float:
+        """Probability that a child of a kind is right if the children before it are not."""
+        hits, count = self.seen.get(kind, (0.0, 0.0))
+        if len(kind) == 3:
+            believed = 0.06 + 0.01 * kind[1] * kind[2]
+        else:
+            rank, length, own, agreed, near = kind
+            believed = length / (length + _DOUBT[agreed]) if rank == 0 else 0.08
+            believed = (believed if own or near else believed / 2) if length else 0.03
+        return (hits + _BELIEF * believed) / (count + _BELIEF)
+
+    def _learn(self, token: int) -> None:
+        """Counts which child the target's next token was, and moves the place that is followed."""
+        before = self.tokens[-_LONGEST:]
+        matches = self._matches(before)
+        for child, kind, _ in islice(self._children(matches, before), _WIDTH):
+            counts = self.seen.setdefault(kind, [0.0, 0.0])
+            if counts[1] > _RECENT:
+                counts[:] = (each * (1 - 1 / _RECENT) for each in counts)
+            counts[0] += child == token
+            counts[1] += 1
+            if child == token:
+                break
+        right = [match for match in matches if match.text[match.place] == token]
+        goal = next((match for match in right if match.length >= _FOLLOWED or match.near), None)
+        if goal is not None:
+            self.followed, self.lost = (goal.text, goal.place + 1), 0
+        elif self.followed is not None:
+            self.followed = (self.followed[0], self.followed[1] + 1)
+            self.lost += 1
+
+
+def _order(match: _Match, reached: int) -> tuple[int, int]:
+    """Sorts occurrences: long ones and those near the place that was reached first."""
+    if match.near and match.length:
+        return -match.length - _NEARER, abs(match.place - reached)
+    return -match.length, 0
+
+
+def _rounded(length: int) -> int:
+    """Lengths that are counted together: each up to 8, then coarser."""
+    return length if length <= 8 else length & -4 if length <= 16 else length & -16
+
+
+KIND = SuffixDrafter
