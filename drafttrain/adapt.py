@@ -297,7 +297,7 @@ class Adapter:
         self.answers = [*judges, *older, *newer]
         kept = {it["number"] for it in self.answers}
         for number in [number for number in self.source.kept if number not in kept]:
-            self.source.used_bytes -= sum(tensor.nbytes for tensor in self.source.kept.pop(number))
+            self.source.drop(number)
 
     # -- a round ----------------------------------------------------------------------------------------------------------
 

@@ -261,12 +261,16 @@ class TargetSource:
             found.update(zip(together, made, strict=True))
         self.hits["online"] += len(missing)
         for number, index in enumerate(indices):
-            size = sum(part.nbytes for part in found[number] if isinstance(part, Tensor))
+            size = _size(found[number])
             wanted = batch.shared is None and index >= 0 and index not in self.kept
             if wanted and self.used_bytes + size <= self.limit_bytes:
                 self.kept[index] = found[number]
                 self.used_bytes += size
         return self._assemble(batch, [found[number] for number in range(len(places))], places, held, needed)
+
+    def drop(self, index: int) -> None:
+        """Frees what is kept of a conversation."""
+        self.used_bytes -= _size(self.kept.pop(index))
 
     @torch.no_grad()
     def _statistics(self, hidden: Tensor, known: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -336,6 +340,11 @@ class TargetSource:
 
         shape = self._shape if self.bias is not None or self.target.shapes_logits else None
         return features, LazyRows(hidden, self.weight, statistics, shape, sampled), row_of
+
+
+def _size(found: Cached) -> int:
+    """Bytes that keeping a conversation takes; the statistics of its states are small beside them."""
+    return sum(part.nbytes for part in found if isinstance(part, Tensor))
 
 
 def run_rows(target: Target, layers: Sequence[int], conversations: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

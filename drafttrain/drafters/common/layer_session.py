@@ -27,7 +27,8 @@ class LayerSession(JointSession):
     nodes in the order they were opened. A window bounds it: positions that no later token sees are dropped.
 
     Attributes:
-        length: committed positions in the cache. dropped: those before them. root: [1, h] output at the last committed token, from the first `extend` on.
+        length: committed positions in the cache. dropped: those before them.
+        root: [1, h] output at the last committed token, from the first `extend` on.
         read: [1, h] input of the head there; None if not computed.
         text: what its tokens change in the vocabulary and logits; static steps leave them as they are.
     """
