@@ -104,7 +104,8 @@ def test_a_drafter_is_continued_with_the_weights_and_the_loss_it_had(entry, shar
     quiet = {"output_dir": str(tmp_path), "max_steps": 1, "learning_rate": 0.0, "decode_prompts": 0}
     train(**{**EXPECTED["recipe"], **options, **quiet})
     held_out = read(tmp_path / "training.json")["held_out"]
-    assert {key: held_out[key] for key in entry["held_out"]} == pytest.approx(entry["held_out"], abs=1e-4)
+    # States that are kept are bfloat16; since then their denominators are those of the rounded states.
+    assert {key: held_out[key] for key in entry["held_out"]} == pytest.approx(entry["held_out"], abs=1e-3)
     saved, before = (load_file(Path(folder, "model.safetensors")) for folder in (tmp_path, entry["init"]))
     torch.testing.assert_close(saved, before, rtol=0, atol=0)
 
@@ -204,7 +205,9 @@ def test_an_evaluation_measures_what_it_measured(home, name):
     options = {"tree": "chain:3"} if name == "eagle3" else {}
     results = evaluate("target", "drafters/eagle3", "again.json", **EVAL, **options, baselines="none")
     before = read(f"results/{name}.json")
-    assert counts(results) == counts(before) and results["decoding"].items() >= before["decoding"].items()
+    assert counts(results) == counts(before)
+    now, then = results["decoding"], before["decoding"]
+    assert now.pop("tree").items() >= then.pop("tree").items() and now.items() >= then.items()
 
 
 @pytest.mark.thorough

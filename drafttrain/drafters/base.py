@@ -148,6 +148,7 @@ class Drafter(NamedDrafter):
         kind: the kind's name, which is its folder's.
         trainable: the kind has weights, and `drafttrain train` accepts it.
         feature_layers: target hidden states that the drafter reads, concatenated to [., f*h]; see `Target.forward`.
+        reads_features: name of the weight [h, f*h] that reads them; empty in kinds without one.
         probes: most probes per round of a session, see `Session.probe`.
         takes_packed_rows: `forward` accepts rows that hold several conversations.
         pretrains: `forward` accepts rows=None and row_of=None, the loss `next_token` on plain text.
@@ -156,11 +157,13 @@ class Drafter(NamedDrafter):
         chain_depth: depth of the chain that training's estimate of the accepted length assumes; 0: the trained depths.
         defaults_beside: options of a kind without weights when it drafts beside another drafter (FIRST+KIND).
         name_options: fields of the config that a drafter's name may set (FOLDER:OPTION=VALUE).
+        progress: share of its training that is done, 0 to 1; the trainer sets it before each step.
         uses_text: a sequence's tokens may change its distributions (`ContextTokens`); False drafts as engines do.
     """
 
     trainable: bool = False
     feature_layers: tuple[int, ...] = ()
+    reads_features: str = ""
     probes: int = 0
     takes_packed_rows: bool = False
     pretrains: bool = False
@@ -170,6 +173,7 @@ class Drafter(NamedDrafter):
     defaults_beside: ClassVar[Mapping[str, Any]] = {}
     name_options: ClassVar[tuple[str, ...]] = ()
     uses_text: bool = True
+    progress: float = 1.0
 
     @property
     def sequence_reach(self) -> int:
@@ -187,6 +191,10 @@ class Drafter(NamedDrafter):
         return False
 
     # -- training half ------------------------------------------------------------------------------------------
+
+    def norm_features(self, features: Tensor) -> Tensor:
+        """[t, f*h] target features as the weight `reads_features` reads them."""
+        return features
 
     @classmethod
     def begin(cls, target: Target, init: str, options: Json, loss: str, keep: KeepTokens | None = None) -> Self:

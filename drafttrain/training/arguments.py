@@ -42,7 +42,7 @@ def check_recipe(config: TrainConfig) -> None:
         kind.check_options(config.drafter)
         if config.packing and not kind.takes_packed_rows:
             raise UserError(f"packing=true, but kind={config.kind!r} does not train on packed rows; set packing=false")
-    if config.feature_rates and not (issubclass(kind, TrainableDrafter) and kind.reads_features):
+    if config.feature_rates and not kind.reads_features:
         raise UserError(f"feature_rates=true, but kind={config.kind!r} has no weight for them; set it to false")
 
 

@@ -100,7 +100,8 @@ class DrafterTrainer(StepTrainer):
         return (collate([dataset[i] for i in rows]) for rows in chosen)
 
     def training_step(self, *args, **kwargs) -> Tensor:
-        began = time.perf_counter()
+        began, budget = time.perf_counter(), self._budget
+        self.drafter.progress = budget.done if budget else self.state.global_step / max(self.state.max_steps, 1)
         try:
             return super().training_step(*args, **kwargs)
         finally:
@@ -228,6 +229,10 @@ class DrafterTrainer(StepTrainer):
 
     # -- schedule -----------------------------------------------------------------------------------------------
 
+    @property
+    def _budget(self) -> TimeBudget | None:
+        return next((each for each in self.callback_handler.callbacks if isinstance(each, TimeBudget)), None)
+
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """With `column_rates` the weight that reads the target's states learns at rates of its own by column."""
         fresh, optimizer = self.optimizer is None, super().create_optimizer(model)
@@ -237,7 +242,7 @@ class DrafterTrainer(StepTrainer):
 
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
         """Under a time budget the learning rate follows the time, otherwise the recipe's schedule."""
-        budget = next((c for c in self.callback_handler.callbacks if isinstance(c, TimeBudget)), None)
+        budget = self._budget
         if budget is not None and self.lr_scheduler is None:
             warmup = self.args.get_warmup_steps(num_training_steps)
             optimizer = optimizer or self.optimizer

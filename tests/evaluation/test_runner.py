@@ -298,8 +298,8 @@ def test_auto_takes_the_tree_that_was_predicted_fastest(command, tmp_path, monke
     results = read(tmp_path)
     table = results["tree_search"]
     assert results["decoding"]["tree"]["spec"] == table[0]["tree"]
-    rates = [row["tokens_per_second"] for row in table]
-    assert rates == sorted(rates, reverse=True)
+    rates = [row["tokens_per_second"] for row in table]  # of those within a factor of SAME the simpler tree comes first
+    assert all(rate * tuning.SAME * 1.0001 >= max(rates[i:]) for i, rate in enumerate(rates))
     assert {row["tree"]: row["predicted_speedup"] for row in table}["none"] == 1.0
 
 

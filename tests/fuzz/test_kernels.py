@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from drafttrain.errors import UserError, first_line
 from drafttrain.inference.verify import argmax_at
 from drafttrain.ops import tree_attention, tree_cache
-from drafttrain.ops.cpu_layers import DecoderLayer, DraftStep, DraftWeights, LayerStack
+from drafttrain.ops.cpu_draft import DraftHead, DraftStep, DraftWeights, KeyStore, TreeShape
+from drafttrain.ops.cpu_layers import DecoderLayer, LayerStack
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import PackedLinear, PackedRMSNorm, pack_panels, skinny_linear
 from drafttrain.ops.sampling import argmax, top_log_probs
@@ -309,17 +310,17 @@ def layers(random: Random):
 
 
 def draft(random: Random):
-    weights = DraftWeights(draw(random, 50, 32), 32, 1e-5, norm=torch.ones(32), project=draw(random, 32, 64))
+    weights = DraftWeights(32, 32, 1e-5, norm=torch.ones(32), project=draw(random, 32, 64))
     step = DraftStep([layer := make_layer(random)], weights)
-    args = {"embeds": draw(random, 3, 32), "states": draw(random, 3, 32), "prefix": 5, "window": 4, "queries": 2}
+    args = {"embeds": draw(random, 3, 32), "states": draw(random, 3, 32), "prefix": 5, "window": 4}
     args |= {"tables": [draw(random, 12, 1, 16), draw(random, 12, 1, 16)], "parents": [-1, 0]}
     args |= {"buffers": [guarded(random, 1, 9, 16), guarded(random, 1, 9, 16)]}
 
-    def call(embeds, states, prefix, window, queries, tables, parents, buffers):
+    def call(embeds, states, prefix, window, tables, parents, buffers):
         plan = CpuPlan([(0, TreeLayout(prefix, parents))])
-        return list(step.run(embeds, states, tuple(tables), [tuple(buffers)], plan, window, queries))
+        return list(step.run(embeds, states, tuple(tables), [KeyStore([tuple(buffers)])], plan, window))
 
-    def reference(embeds, states, prefix, window, queries, tables, parents, buffers):
+    def reference(embeds, states, prefix, window, tables, parents, buffers):
         layout, end = TreeLayout(prefix, parents), prefix + len(parents) + 1
         x = F.linear(torch.cat((embeds, states), -1), weights.project)
         query, *new = layer.project(x, *(table[layout.positions()[0]] for table in tables))
@@ -332,9 +333,39 @@ def draft(random: Random):
             query.transpose(0, 1)[None], *(row[None, :, first:] for row in rows), mask, PLAIN
         )
         layer.finish(x, attended[0].transpose(0, 1).flatten(1))
-        return [x, F.linear(F.rms_norm(x, (32,), weights.norm, 1e-5)[len(x) - queries :], weights.head)]
+        return [x, F.rms_norm(x, (32,), weights.norm, 1e-5)]
 
     return args, call, reference
+
+
+def draft_head(random: Random):
+    """A vocabulary no larger than the shortlist, whose top tokens are exact."""
+
+    def reference(weight, reads, width):
+        logits = reads @ weight.T
+        top, ids = logits.log_softmax(-1).topk(width)
+        return [ids, top, logits.logsumexp(-1)]
+
+    args = {"weight": draw(random, 50, 33), "reads": draw(random, 3, 33), "width": 7}
+    return args, lambda weight, reads, width: list(DraftHead(weight).top(reads, width)), reference
+
+
+def draft_trees(random: Random):
+    """Committed tokens are read in one call, and a tree grows in another."""
+    weights = DraftWeights(32, 32, 1e-5, norm=torch.ones(32), project=draw(random, 32, 64), fuse=draw(random, 32, 40))
+    step, head = DraftStep([make_layer(random)], weights), DraftHead(draw(random, 90, 32))
+    shape = TreeShape(3, 2, 4, (), -torch.inf)
+    args = {"table": draw(random, 200, 32), "kept_ids": torch.arange(10, 100), "features": draw(random, 4, 40)}
+    args |= {"tokens": torch.arange(4), "tables": [draw(random, 12, 1, 16), draw(random, 12, 1, 16)]}
+    args |= {"buffers": [guarded(random, 1, 11, 16), guarded(random, 1, 11, 16)]}
+
+    def call(table, kept_ids, features, tokens, tables, buffers):
+        stores, tables = [KeyStore([tuple(buffers)])], tuple(tables)
+        states, reads = step.read(tokens, features, [4], [2], table, tables, stores, 0)
+        made = step.trees(head, shape, table, kept_ids, tables, stores, [6], 0, states, reads)
+        return [states, reads, *((torch.from_numpy(ids), above, torch.from_numpy(p)) for ids, above, p in made)]
+
+    return args, call, None
 
 
 def cache(random: Random):
@@ -366,7 +397,7 @@ def cache(random: Random):
 
 WRAPPERS = [
     *(linear, panels, packed_linear, rms_norm, highest, top, rows_of_logits, moves, attention, project, finish),
-    *(new_layer, layers, draft, cache),
+    *(new_layer, layers, draft, draft_head, draft_trees, cache),
 ]
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.ops.cpu_layers import DraftStep
+from drafttrain.ops.cpu_draft import DraftStep
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
@@ -86,8 +86,8 @@ def test_threads_share_a_packed_drafter(monkeypatch):
     """Sessions of different length, so that the rotary tables that a drafter keeps grow while others read them."""
     target = make_target(hidden=64)
     calls: list[int] = []
-    run = DraftStep.run
-    monkeypatch.setattr(DraftStep, "run", lambda *args: calls.append(1) or run(*args))
+    grow = DraftStep.trees
+    monkeypatch.setattr(DraftStep, "trees", lambda *args: calls.append(1) or grow(*args))
     prompts = [torch.randint(300, (9 + 40 * i,), generator=torch.Generator().manual_seed(i)) for i in range(THREADS)]
     drafters = [make_drafter(target).eval()]
     features = [target.forward(ids[None], drafters[0].feature_layers).features[0] for ids in prompts]

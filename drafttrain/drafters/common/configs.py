@@ -17,7 +17,18 @@ from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.target import Target
 from drafttrain.target.attention import LAST
-from drafttrain.values import AnyText, Count, Depth, Fraction, PositiveAmount, PositiveFraction, Size, check, kinds_of
+from drafttrain.values import (
+    AnyText,
+    Count,
+    Depth,
+    Fraction,
+    PositiveAmount,
+    PositiveFraction,
+    ProperFraction,
+    Size,
+    check,
+    kinds_of,
+)
 
 Width = Annotated[int, Field(ge=1, le=2**20)]
 Offset = Annotated[int, Field(ge=0, le=2**20)]
@@ -178,10 +189,13 @@ class LayerConfig(DecoderConfig):
         ttt_steps: depths trained. depth_decay: weight of depth k is depth_decay ** k.
         depth_share: share of anchors, drawn at every step, that are trained at depths after the first. Those losses keep
             their weight in expectation; less than 1 trains more first-depth anchors in the same time.
+        later_depths_from: share of the training, in time or steps, after which depths behind the first are trained too. Until
+            then a step costs half as much or less, so that the first learns from more anchors.
     """
 
     recipe_keys: ClassVar[tuple[str, ...]] = (
-        "ttt_steps", "depth_decay", "depth_share", "position_offset", "extra_vocab_size", "context_bonus", "loss",
+        "ttt_steps", "depth_decay", "depth_share", "later_depths_from", "position_offset", "extra_vocab_size",
+        "context_bonus", "loss",
     )  # fmt: skip
     qk_norm: bool = False
     attention_bias: bool = False
@@ -190,6 +204,7 @@ class LayerConfig(DecoderConfig):
     ttt_steps: Depth = 4
     depth_decay: Decay = 0.8
     depth_share: PositiveFraction = 1.0
+    later_depths_from: ProperFraction = 0.0
 
     def check(self) -> None:
         super().check()

@@ -196,8 +196,10 @@ class LayerDrafter(DecoderDrafter):
         batch, embeds, features, rows, row_of, count, measure = inputs
         config = self.config
         share = config.depth_share if self.training else 1.0
+        early = self.training and self.progress < config.later_depths_from  # only the first depth has anchors
         part = batch.part  # of the tokens, in a process that shares its rows; else all
-        anchors = anchors_by_depth(batch.response_mask, config.ttt_steps, share, part)  # per depth: flat [t_k], nested
+        # per depth: flat [t_k], nested
+        anchors = anchors_by_depth(batch.response_mask, config.ttt_steps, 0.0 if early else share, part)
         valid, place = batch.anchors()  # [t] flat positions, and positions in their conversations
         own = [torch.searchsorted(valid, each) for each in anchors]  # per depth: indices into `valid` [t_k]
         held = part.of(valid)  # this process's entries of `valid`
@@ -206,7 +208,7 @@ class LayerDrafter(DecoderDrafter):
         embeds = embeds.flatten(0, 1)  # [part, target h]
         state = self._first(features.flatten(0, 1), valid[held] - part.begin, batch)  # [part, h]
         decay = config.depth_decay ** torch.arange(config.ttt_steps, dtype=torch.float32, device=embeds.device)
-        decay = decay / decay.sum()
+        decay = decay / (1.0 if early else decay.sum())
 
         begin = torch.arange(len(valid), device=valid.device) - place  # [t] index of each conversation's first token
         attentions = [PathAttention(begin, config.sliding_window) for _ in range(self.cache_shape.layers)]

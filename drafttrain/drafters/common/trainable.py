@@ -45,7 +45,6 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
         static: the kind implements `read_static` and `draft_static`. static_depth: its deepest node; None for any.
         embed: the target's embedding, ids [...] -> [..., h]; attached by `bind` as a plain function, so that it is neither
             trained, saved nor sharded with the drafter. embed_table: its rows [v, h], if that is all and a kernel reads them.
-        reads_features: name of the weight [h, f*h] that reads the target's states; empty in kinds without one.
     """
 
     base_model_prefix = ""
@@ -55,7 +54,6 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
     config_class: Any = None  # a TargetedConfig
     kept_ids: Tensor
     embed: Callable[[Tensor], Tensor]
-    reads_features = ""
     embed_table: Tensor | None = None
     static = False
     static_depth: int | None = None
@@ -101,10 +99,6 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
             name: check(f"drafter.{name}", value, kinds[name], words=True) if name in kinds else value
             for name, value in options.items()
         }
-
-    def norm_features(self, features: Tensor) -> Tensor:
-        """[t, f*h] target features as the weight `reads_features` reads them."""
-        return features
 
     @torch.no_grad()
     def initialize(self, target: Target, kept_ids: Tensor) -> list[str]:

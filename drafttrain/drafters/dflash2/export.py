@@ -43,8 +43,8 @@ class DFlash2Shipping(EngineBlocks[DFlash2]):
         "a DFlash 2 drafter, blocks of {block_size} with convolutions and a selector, {layers}, {parameters} parameters"
     )
     formats = {
-        "vllm": Format("DFlash 2 as DFlash2DraftModel", ("vLLM",)),
-        "sglang": Format("DFlash 2 as DFlash2DraftModel", ("SGLang",)),
+        "vllm": Format("DFlash 2 as vLLM's DFlash2DraftModel", ("vLLM",)),
+        "sglang": Format("DFlash 2 as SGLang's DFlash2DraftModel", ("SGLang",)),
         **BlockFiles.formats,
     }
     needs_gpu = ("vLLM",)
