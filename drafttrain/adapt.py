@@ -126,12 +126,12 @@ class Adapter:
         self.args, self.output = args, output
         self.first = Path(args.drafter).expanduser().resolve()
         self.state, self.answers = self._read_state()
-        self._tidy()
         name, servers = args.target or load_trained(str(self.first)).config.target["name"], None
         if args.target_url:
             self.target: Target = load_shell(name, args.dtype, args.device, args.trust_remote_code, weights=True)
         else:
             self.target = load_target(args, name)
+        self._tidy()
         self.drafter = drafter = self._load(output / (self.state.trial or CURRENT))
         if args.target_url:
             servers = StateClient(args.target_url, self.target, drafter.feature_layers, args.states_dir)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from drafttrain.flags import add_drafter_flag, add_target_flags, add_template_flag
-from drafttrain.values import Amount, Count, Fraction, Name, Place, PositiveFraction, Seed, adder
+from drafttrain.flags import add_target_flags, add_template_flag
+from drafttrain.values import Amount, AnyText, Count, Fraction, Name, Place, PositiveFraction, Seed, adder
 
 HELP = """Go on training a drafter from a server's log of prompts and answers, next to the server.
 
@@ -25,7 +25,7 @@ nothing is lost."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = adder(parser)
-    add_drafter_flag(parser, trained=True, more="; it stays as it is")
+    add("--drafter", Place, required=True, help="a trained drafter's folder; it stays as it is")
     add("--log", Place, required=True, help="JSONL file, read with its rotated siblings, or a folder of *.jsonl files")
     add("--every", Count, default=200, help="answers between rounds (default: %(default)s)")
     add("--output", Name, default="", help="folder of the versions (default: DRAFTER-adapted)")
@@ -43,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser, "short name, folder or Hub id (default: the target that the drafter names)", required=False
     )
     add_template_flag(parser, "; those of a line come first")
-    add("--target-url", action="append", default=[], help="server that serve-target started, which computes the states in "
-        "place of the target here; repeat it for several")  # fmt: skip
-    add("--states-dir", Name, default="", help="the servers' folder of states as this machine sees it")
+    more = (
+        "server that serve-target started, which computes the states in place of the target here; repeat it for several"
+    )
+    add("--target-url", AnyText, action="append", default=[], help=more)
+    more = "folder of the servers' states, as seen here (default: as the server says)"
+    add("--states-dir", Name, default="", help=more)

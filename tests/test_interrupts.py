@@ -106,6 +106,8 @@ def folder(tmp_path):
     shutil.copy(FIXTURES / "results/eagle3.json", tmp_path / "results.json")
     many = [{"id": f"c{i}", "messages": [{"role": "user", "content": f"Name {i} songs."}]} for i in range(MANY)]
     (tmp_path / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in many))
+    answers = [{"messages": [*row["messages"], {"role": "assistant", "content": "la " * 20}]} for row in many]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
     questions = [{"turns": [f"Name {i} keys."]} for i in range(7)]
     (tmp_path / "many_suite.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
     return tmp_path
@@ -263,6 +265,7 @@ WORDS: dict[str, list[str]] = {
     "recipes": [],
     "plan": ["run.yaml", "--target-config", "target/config.json"],
     "train": ["run.yaml", "max_steps=3000", "save_steps=100"],
+    "adapt": [*DRAFTER, *TARGET, "--log", "answers.jsonl", "--output", "adapted", "--every", "8", "--share", "1"],
     "ngram-store": ["--data", "data", "--output", "store.safetensors"],
     "eval": [*TARGET, *DRAFTER, "--suite", "many_suite.jsonl", "--output", "r.json", "--max-new-tokens", "100"],
     "tune": [*TARGET, *DRAFTER, "--repeats", "50", "--output", "tune.json"],

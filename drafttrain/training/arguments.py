@@ -71,11 +71,6 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         checkpointing = not on_cpu and wants_checkpointing(config)
         options |= {"use_cpu": on_cpu}
         options = {"bf16": wants_bfloat16(options), "gradient_checkpointing": checkpointing} | options
-    if (options.get("gradient_checkpointing_kwargs") or {}).get("use_reentrant") and _has_layers(config):
-        raise UserError(
-            f"gradient_checkpointing_kwargs.use_reentrant=true: kind={config.kind!r} reads keys of earlier depths, "
-            "which then get no gradients; leave it out"
-        )
     report = options["report_to"] or "none"
     options["report_to"] = [report] if isinstance(report, str) else report
     known = ("none", "all", *get_available_reporting_integrations())
@@ -102,6 +97,7 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
     except Exception as error:  # transformers, accelerate and DeepSpeed each raise their own
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"TrainingArguments: {reason[:400]}; change that key of the recipe") from error
+    _check_pairs(config, args)
     if (
         args.n_gpu > 1
     ):  # transformers would copy the drafter to all of them in DataParallel, which the target does not follow
@@ -110,6 +106,20 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
             print(f"{note.format(args.n_gpu)} RECIPE, or configs/accelerate/gpu-8.yaml", file=sys.stderr, flush=True)
         args._n_gpu = 1
     return args
+
+
+def _check_pairs(config: TrainConfig, args: TrainingArguments) -> None:
+    """Raises UserError: options that transformers passes on by name and that are no pairs, or that stop gradients."""
+    names = ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs", "lr_scheduler_kwargs")
+    for name in (name for name in names if name in config.trainer):
+        given = getattr(args, name) or {}  # transformers has read JSON text
+        if not isinstance(given, dict):
+            raise UserError(f"{name}={shown(given)} must be key: value pairs, such as {{a: 1}}")
+        if given.get("use_reentrant") and _has_layers(config):
+            raise UserError(
+                f"{name}.use_reentrant=true: kind={config.kind!r} reads keys of earlier depths, "
+                "which then get no gradients; leave it out"
+            )
 
 
 def wants_bfloat16(options: Json) -> bool:

@@ -8,8 +8,6 @@ what engines load.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -26,10 +24,10 @@ def set_column_rates(optimizer: Optimizer, weight: Tensor, rates: Tensor) -> Non
             optimizer.add_param_group({**group, "params": [weight], _KEY: rates.to(weight)})
     before: list[Tensor] = []
 
-    def keep(*_: Any) -> None:
+    def keep(*_: object) -> None:
         before[:] = [weight.detach().clone()]
 
-    def rescale(*_: Any) -> None:
+    def rescale(*_: object) -> None:
         held = next(
             group[_KEY] for group in optimizer.param_groups if _KEY in group
         )  # a resumed run loads the saved ones

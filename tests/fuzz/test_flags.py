@@ -23,6 +23,7 @@ from tests.fuzz import WRONG_WORDS, fuzz, outcome, wrong_words
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 PROMPTS, RESULTS = str(FIXTURES / "prompts.jsonl"), str(next((FIXTURES / "results").glob("*.json")))
 RECIPE = str(FIXTURES / "run.yaml")
+DRAFTER = str(FIXTURES / "drafters" / "eagle3")
 TARGET = ["--target", str(FIXTURES / "target")]
 BOTH = [*TARGET, "--drafter", "ngram"]
 # Words with which a command's values are all valid; OUT is a file in a new folder.
@@ -35,6 +36,7 @@ NEEDED = {
     "recipes": [],
     "plan": [RECIPE],
     "train": [RECIPE],
+    "adapt": ["--drafter", DRAFTER, "--log", PROMPTS, "--output", "OUT"],
     "ngram-store": ["--data", "DATA", "--output", "OUT"],
     "eval": [*BOTH, "--output", "OUT"],
     "tune": [*BOTH, "--output", "OUT"],
@@ -61,6 +63,8 @@ LOADERS = (
     "data.features.load_target",
     "data.features.load_shell",
     "serving.serve_target.load_shell",
+    "adapt.load_target",
+    "adapt.load_shell",
     "data.ngram_corpus.NgramTable.build",
     "train.prepare",
     "tuning.plan.plan",
@@ -109,6 +113,7 @@ def stubs(folder):
         patch.chdir(folder)
         for place in LOADERS:
             patch.setattr(f"drafttrain.{place}", stop)
+        patch.setattr("os.nice", lambda by: 0)  # of adapt, for the whole process
         yield
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import json
 import os
 import shutil
 import sys
@@ -29,6 +30,7 @@ COMMANDS = {
     "generate --overwrite": ("generate --target target --prompts prompts.jsonl --overwrite --output", "prompts.jsonl"),
     "train": ("train run.yaml", "target"),
     "train resume=false": ("train run.yaml resume=false", "target"),
+    "adapt": ("adapt --drafter drafters/eagle3 --log chats.jsonl --once --output", "drafters/eagle3"),
     "ngram-store": ("ngram-store --data data --output", "data"),
     "eval": (f"eval {MODELS} --suite suite.jsonl --output", "suite.jsonl"),
     "tune": (f"tune {MODELS} --output", "drafters/eagle3"),
@@ -74,7 +76,8 @@ OUTPUTS = {
     **{
         f"{name}'s": lambda given, path=path: Path(path)
         for name, path in {
-            "generate": "data_states", "train": "drafters/medusa", "import": "imported", "export": "exports/eagle1_vllm",
+            "generate": "data_states", "train": "drafters/medusa", "adapt": "adapted", "import": "imported",
+            "export": "exports/eagle1_vllm",
             "sweep": "results/sweep", "eval": "results/off.json", "tune": "results/tune.json", "prompts": "prompts.jsonl",
             "trace": "results/trace.html", "meta": "data/meta.json", "store": "store.safetensors",
         }.items()
@@ -104,6 +107,9 @@ def home(tmp_path_factory):
     """The files of an earlier version, and a user's own."""
     root = shutil.copytree(FIXTURES, tmp_path_factory.mktemp("outputs") / "home")
     shutil.copytree(root / "drafters" / "eagle3", root / "imported", ignore=shutil.ignore_patterns("training.json"))
+    shutil.copytree(root / "drafters" / "eagle3", root / "adapted" / "version-0001")
+    state = {"first": str(root / "drafters" / "eagle3"), "places": [], "allowance": 1.0}
+    (root / "adapted" / "state.jsonl").write_text(json.dumps(state) + "\n")
     for name in ("config.json", "model.safetensors", "meta.json", "README.md", "results.json", "thesis.txt"):
         (root / "foreign").mkdir(exist_ok=True)
         (root / "foreign" / name).write_text('{"mine": 1}\n')
@@ -157,6 +163,7 @@ def test_no_file_changes_that_a_command_did_not_write(home, command, kind, endin
         patch.setenv("HOME", str(home / "readonly" / ".." / "homes"))
         patch.setattr(sys, "argv", ["drafttrain"])
         patch.setattr(Target, "load", _stop)  # what follows takes long, and writes into what has been checked
+        patch.setattr(os, "nice", lambda by: 0)  # of adapt, for the whole process
         patch.setattr("drafttrain.serving.bench.measure", _stop)
         patch.setattr("drafttrain.tuning.plan.plan", _stop)
         patch.setattr("drafttrain.reports.charts._save", lambda rows, output, *_, **__: _picture(output))

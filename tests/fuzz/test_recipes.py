@@ -163,6 +163,12 @@ def test_override_keys(recipe, name, word):
         (["deepspeed=missing.json"], "deepspeed='missing.json' cannot be read"),
         (["report_to=foo"], "report_to='foo' is not one of none, all"),
         (["lr_scheduler_type=foo"], "TrainingArguments: .*change that key"),
+        (["gradient_checkpointing_kwargs=abc"], "gradient_checkpointing_kwargs='abc' must be key: value pairs"),
+        (["lr_scheduler_kwargs=abc"], "lr_scheduler_kwargs='abc' must be key: value pairs"),
+        (
+            ['activation_checkpointing_kwargs="{\\"use_reentrant\\": true}"'],
+            "use_reentrant=true: kind='eagle3' reads keys",
+        ),
         (["bf16=perhaps"], "bf16='perhaps' must be true or false"),
         (["max_length.x=1"], "max_length.x is set, but max_length=64 is not a group"),
         (["a=1", "a.b=2"], "a.b is set, but a=1 is not a group"),
