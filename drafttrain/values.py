@@ -60,7 +60,6 @@ Depth = Annotated[int, Limits(ge=1, le=256)]  # of a chain or tree
 Seed = Annotated[int, Limits(ge=0, le=2**32 - 1)]
 Fraction = Annotated[float, Limits(ge=0, le=1)]
 PositiveFraction = Annotated[float, Limits(gt=0, le=1)]
-ProperFraction = Annotated[float, Limits(ge=0, lt=1)]
 Amount = Annotated[float, Limits(ge=0, le=1e18)]
 PositiveAmount = Annotated[float, Limits(ge=1e-6, le=1e18)]
 Weight = Annotated[float, Limits(ge=0, le=1e6)]  # of a term of a loss

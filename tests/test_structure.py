@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # 40,500 before recipes, plans, chat and typed calls from Python; 30,000 before targets ran elsewhere (shell, states from vLLM,
 # streaming), processes shared rows, and more engines' and published forms were written, read and compared; 25,100 before every
 # border was checked.
-MOST_LINES = 47_000
+MOST_LINES = 47_500
 MOST_FILE_LINES, MOST_FUNCTION_LINES = 500, 80
 MOST_ANY = 250  # annotations that say Any: JSON and what libraries leave untyped
 # Module names that may occur once per drafter kind, and the marker of a package.

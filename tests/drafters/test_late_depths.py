@@ -38,5 +38,5 @@ def test_early_steps_train_the_first_depth_alone(target, kind):
 
 
 def test_a_share_that_leaves_no_later_steps_is_refused(target):
-    with pytest.raises(UserError, match=r"later_depths_from=1.0 must be a number from 0 and below 1"):
+    with pytest.raises(UserError, match=r"later_depths_from=1.0 must be a number from 0 to 0.99"):
         make_kind("eagle3", target, later_depths_from=1.0)

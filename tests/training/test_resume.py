@@ -26,9 +26,13 @@ from tests.training.test_train import ROOT, launch, write_recipe
 
 STEPS = 11
 # Everything that could remember something: random depths, an own pool of responses, conversations that share rows.
-EAGLE3 = {"drafter": {"draft_vocab_size": 255, "ttt_steps": 2, "depth_share": 0.5, "later_depths_from": 0.4}, "feature_rates": True}
+EAGLE3 = {
+    "drafter": {"draft_vocab_size": 255, "ttt_steps": 2, "depth_share": 0.5, "later_depths_from": 0.4},
+    "feature_rates": True,
+}
 DRAFT_MODEL = {
     "kind": "draft_model",
+    "feature_rates": False,
     "drafter": {"layers": [0, 2]},
     "on_policy": {"share": 0.5, "refresh_steps": 2, "responses": 6, "max_new_tokens": 8},
 }

@@ -24,7 +24,6 @@ from drafttrain.values import (
     Fraction,
     PositiveAmount,
     PositiveFraction,
-    ProperFraction,
     Size,
     check,
     kinds_of,
@@ -204,7 +203,7 @@ class LayerConfig(DecoderConfig):
     ttt_steps: Depth = 4
     depth_decay: Decay = 0.8
     depth_share: PositiveFraction = 1.0
-    later_depths_from: ProperFraction = 0.0
+    later_depths_from: Annotated[float, Field(ge=0, le=0.99)] = 0.0
 
     def check(self) -> None:
         super().check()
