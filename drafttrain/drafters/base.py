@@ -158,7 +158,7 @@ class Drafter(NamedDrafter):
         defaults_beside: options of a kind without weights when it drafts beside another drafter (FIRST+KIND).
         name_options: fields of the config that a drafter's name may set (FOLDER:OPTION=VALUE).
         progress: share of its training that is done, 0 to 1; the trainer sets it before each step.
-        uses_text: a sequence's tokens may change its distributions (`ContextTokens`); False drafts as engines do.
+        uses_text: a sequence's tokens may join its vocabulary (`ContextTokens`); False drafts as engines do.
     """
 
     trainable: bool = False

@@ -49,7 +49,7 @@ def ours(job: EngineJob, drafter: Drafter | None) -> Json:
     """Runs our decoder: accepted_length (tokens committed per target pass after the prefill, bonus included), tokens."""
     spec, target = TreeSpec.parse(f"chain:{job.depth}"), job.target.pack()
     if drafter is not None:
-        drafter.uses_text = False  # engines draft the kept tokens, at their trained logits
+        drafter.uses_text = False  # engines draft the kept tokens alone
     raw = LogitsRules()  # the engines take the argmax of the logits, whatever the target's generation_config says
     made = [generate(target, drafter, ids, max_new_tokens=job.tokens, spec=spec, rules=raw) for ids in job.prompts]
     passes = sum(generation.stats.target_passes for generation in made)

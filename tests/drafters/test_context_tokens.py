@@ -1,4 +1,4 @@
-"""Tokens of a sequence's text in its drafter's vocabulary: which join, their logits, the bonus, and each sequence its own."""
+"""Tokens of a sequence's text in its drafter's vocabulary: which join, their logits, and each sequence its own."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from tests.drafters.layer_kinds import make_kind
 
 KEPT = torch.arange(40, 240)
 KINDS = ("eagle3", "peagle", "eagle1", "mtp", "dflash", "dspark")
+OPTIONS = {"extra_vocab_size": 16}
 
 
-OPTIONS = {"extra_vocab_size": 16, "context_bonus": 0.3}
-
-
-def make_text(target, limit=4, bonus=0.0, kept=KEPT):
-    return ContextVocabulary(target, kept, limit, bonus).open(target.head_weight.detach()[kept])
+def make_text(target, limit=4, kept=KEPT):
+    return ContextVocabulary(target, kept, limit).open(target.head_weight.detach()[kept])
 
 
 def test_recent_tokens_join_with_the_targets_logits():
@@ -45,28 +43,19 @@ def test_recent_tokens_join_with_the_targets_logits():
 def test_rows_follow_what_training_moved_all_kept_rows_by():
     target, shift = make_target(), torch.randn(64)[: make_target().hidden_size] * 0.1
     rows = target.head_weight.detach()
-    text = ContextVocabulary(target, KEPT, 8, 0.0).open(1.5 * rows[KEPT] + shift)
+    text = ContextVocabulary(target, KEPT, 8).open(1.5 * rows[KEPT] + shift)
     text.read([7])
     reads = torch.randn(2, target.hidden_size)
     torch.testing.assert_close(text.shape(reads.new_zeros(2, 200), reads)[:, 200], reads @ (1.5 * rows[7] + shift))
-
-
-def test_bonus_of_tokens_that_occurred_grows_with_their_id_and_counts_once():
-    target = make_target()
-    text = make_text(target, limit=0, bonus=0.3)
-    logits = torch.zeros(1, len(KEPT))
-    text.read([50, 200, 50, 3])  # 3 is not kept, and there is no room for further tokens
-    for _ in range(2):  # several trees may be drafted at one place
-        more = text.shape(logits, torch.zeros(1, target.hidden_size))[0]
-        assert more.nonzero().squeeze(1).tolist() == [10, 160] and 0 < more[10] < more[160]
-    assert not logits.any()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_sequence_has_its_own_tokens_and_text_stays_the_targets(kind):
     target = make_target(hidden=64)
     drafter = make_kind(kind, target, KEPT, **OPTIONS).eval()
-    prompts = [torch.arange(begin, begin + 9) * 3 % target.vocab_size for begin in (0, 4, 80)]
+    drafter.pack()
+    # Nothing joins the last one's vocabulary, so that the kernels draft it where they can.
+    prompts = [torch.arange(begin, begin + 9) * 3 % target.vocab_size for begin in (0, 4, 80, 20)]
     plain = [generate(target, None, prompt, max_new_tokens=12).tokens for prompt in prompts]
     drafted: list[list[set[int]]] = [[], []]
     for text in ("chain:3", "dynamic:3,3,6"):
@@ -74,7 +63,7 @@ def test_each_sequence_has_its_own_tokens_and_text_stays_the_targets(kind):
         features = [target.forward(prompt[None], drafter.feature_layers).features[0] for prompt in prompts]
         for together in (True, False):
             sessions = [drafter.start(prompt[:-1], 32) for prompt in prompts]
-            groups = [range(3)] if together else [[0], [1], [2]]
+            groups = [range(4)] if together else [[0], [1], [2], [3]]
             trees = []
             for rows in groups:
                 own = [sessions[row] for row in rows]
@@ -110,14 +99,13 @@ def test_sampled_trees_record_the_distribution_that_they_were_drawn_from(kind):
 def test_a_head_of_its_own_gets_no_tokens_and_refuses_a_number():
     target = make_target()
     own = torch.randn(len(KEPT), target.hidden_size)
-    assert ContextVocabulary(target, KEPT, 0, 0.0).open(own) is None
-    assert ContextVocabulary(target, KEPT, 0, 0.3).open(own) is not None
+    assert ContextVocabulary(target, KEPT, 0).open(own) is None
     with pytest.raises(UserError, match="extra_vocab_size=8: the drafter's head did not begin as the target's"):
-        ContextVocabulary(target, KEPT, 8, 0.3).open(own)
+        ContextVocabulary(target, KEPT, 8).open(own)
     with pytest.raises(UserError, match="keeps the whole vocabulary; set 0"):
         make_text(target, 8, kept=torch.arange(target.vocab_size))
-    with pytest.raises(UserError, match=r"context_bonus=0\.3: tokens of the text change drafts on CPUs only"):
-        ContextVocabulary(target, KEPT, 0, 0.3).open(own.to("meta"))
+    with pytest.raises(UserError, match="extra_vocab_size=8: tokens of the text join on CPUs only"):
+        ContextVocabulary(target, KEPT, 8).open(own.to("meta"))
     kind = make_kind("eagle3", target, KEPT, **OPTIONS)
     assert kind.joins_tokens
     kind.uses_text = False

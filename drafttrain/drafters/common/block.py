@@ -351,8 +351,8 @@ class BlockDrafter(DecoderDrafter):
                 own = [partial(session.attend_all, layer) for session in sessions]
                 attends.append(attend_packed(own, [queries] * len(own), [self.config.block_size] * len(own)))
             reads = self.run(self.embed(roots), begins, attends)
-        shaped = any(session.text is not None for session in sessions)  # by all logits
-        block = self._predict(reads[:, :deepest], None if shaped else widest(specs))
+        joined = any(session.text for session in sessions)  # needs all logits
+        block = self._predict(reads[:, :deepest], None if joined else widest(specs))
         first, size = self._children(block, reads, roots, slice(None), 0), self.config.depth
         each = [session.shape_logits(first, reads[:, 0], row, row + 1) for row, session in enumerate(sessions)]
         trees = [
@@ -432,7 +432,7 @@ class BlockSession(LayerSession):
     def shape_logits(self, logits: Logits, reads: Tensor, begin: int, end: int) -> Logits:
         """Logits [m, d and further tokens] of nodes begin to end; logits [n, d] and reads [n, h] of all sessions' nodes."""
         own = rows_of(logits, slice(begin, end))
-        if self.text is None:
+        if not self.text:
             return own
         assert not isinstance(own, Likeliest)
         read = reads[begin:end]

@@ -37,7 +37,6 @@ Heads = Annotated[int, Field(ge=1, le=2**16)]
 Layers = Annotated[int, Field(ge=1, le=1024)]
 Decay = Annotated[float, Field(gt=0, le=10)]
 Block = Annotated[int, Field(ge=2, le=256)]
-Bonus = Annotated[float, Field(ge=0, le=10)]
 Smoothing = Annotated[float, Field(ge=0, le=0.999)]
 Nodes = Annotated[int, Field(ge=1, le=1024)]
 # Rotary scalings for positions beyond those of pretraining. Scalings that depend on the length of the current sequence are
@@ -120,7 +119,6 @@ class DecoderConfig(TargetedConfig):
         sliding_window: positions that a token sees, its own included; 0 for all.
         position_offset: in training all but a conversation's first 4 tokens stand up to so many positions further behind.
         extra_vocab_size: most tokens of a prompt and its answer that join the kept ones in decoding, on CPUs; 0 for none.
-        context_bonus: added in decoding on CPUs to logits of tokens that occurred, times log(1 + id / 20); 0 for none.
     """
 
     target_width: ClassVar[bool] = False
@@ -137,7 +135,6 @@ class DecoderConfig(TargetedConfig):
     sliding_window: Size | None = 0
     position_offset: Offset = 0
     extra_vocab_size: Size = 0
-    context_bonus: Bonus = 0.0
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.rope_parameters = dict(self.rope_parameters or {})
@@ -193,8 +190,7 @@ class LayerConfig(DecoderConfig):
     """
 
     recipe_keys: ClassVar[tuple[str, ...]] = (
-        "ttt_steps", "depth_decay", "depth_share", "later_depths_from", "position_offset", "extra_vocab_size",
-        "context_bonus", "loss",
+        "ttt_steps", "depth_decay", "depth_share", "later_depths_from", "position_offset", "extra_vocab_size", "loss",
     )  # fmt: skip
     qk_norm: bool = False
     attention_bias: bool = False
@@ -244,7 +240,7 @@ class BlockConfig(DecoderConfig):
     """
 
     recipe_keys: ClassVar[tuple[str, ...]] = (
-        "anchor_share", "weighting", "gamma", "dpace_alpha", "position_offset", "extra_vocab_size", "context_bonus", "loss",
+        "anchor_share", "weighting", "gamma", "dpace_alpha", "position_offset", "extra_vocab_size", "loss",
     )  # fmt: skip
     target_width = True
     # What `DraftLayer` reads and published checkpoints fix.

@@ -1,22 +1,18 @@
-"""What a sequence's prompt and answer change in its drafter's distribution: further tokens, and a bonus for all that occurred.
+"""Tokens of a sequence's prompt and answer that join its drafter's vocabulary.
 
     drafter id    0 ... d-1                          d ... d+m-1
     target id     kept_ids, chosen in training       tokens of the text that are not kept, the m most recent ones
     logit         head(read)                         (scale * W[token] + shift) . read        W: the target's head
-                  + bonus * log(1 + id / 20) for tokens that occurred
 
-Texts repeat their rare words. A small vocabulary lacks them, and a drafter that was trained for minutes underrates them. A head
-that began as the target's rows reads the same states as those, so the target's other rows score other tokens. Training moves all
-kept rows in much the same way; least squares over them gives scale and shift. A head that is no such image of the target's gets
-no further tokens. The bonus grows as tokens get rarer, as the cache of a language model does (Grave et al., arXiv 1612.04426);
-tokenizers number their tokens from frequent to rare, so a token's id stands for its rank.
+Texts repeat their rare words, which a small vocabulary lacks. A head that began as the target's rows reads the same states as
+those, so the target's other rows score other tokens. Training moves all kept rows in much the same way; least squares over them
+gives scale and shift. A head that is no such image of the target's gets no further tokens.
 
 Only the drafter's distribution changes: q of sampled trees is the one that their tokens were drawn from.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from functools import cached_property
 
@@ -29,24 +25,22 @@ from drafttrain.target import Target
 
 # Share of the kept rows' variance that the target's rows must explain: a trained head has 0.99, an unrelated one 0.
 _RELATED = 0.5
-_FREQUENT = 20  # ids up to about here get next to no bonus
 
 
 class ContextVocabulary:
     """A drafter's side of `ContextTokens`: which tokens it kept, and head rows of the others.
 
     Args:
-        target: of the drafter. kept_ids: [d]. bonus: see the module.
-        limit: most further tokens of a sequence; 0 for none.
+        target: of the drafter. kept_ids: [d]. limit: most further tokens of a sequence; 0 for none.
     """
 
-    def __init__(self, target: Target, kept_ids: Tensor, limit: int, bonus: float):
-        self.target, self.kept_ids, self.limit, self.bonus = target, kept_ids, limit, bonus
+    def __init__(self, target: Target, kept_ids: Tensor, limit: int):
+        self.target, self.kept_ids, self.limit = target, kept_ids, limit
         self._head: tuple[int, int] | None = None  # the weights that the fit is of
         self._fit: tuple[float, Tensor] | None = None
 
     def open(self, head: Tensor) -> ContextTokens | None:
-        """The tokens of a new sequence, none yet; None where they change nothing.
+        """The tokens of a new sequence, none yet; None where none may join.
 
         Args:
             head: [d, h] the drafter's head, as it is now.
@@ -54,12 +48,11 @@ class ContextVocabulary:
         Raises:
             UserError: no further tokens are possible, or the drafter is not on a CPU.
         """
-        if not self.limit and not self.bonus:
+        if not self.limit:
             return None
         if not head.is_cpu:  # captured drafts have fixed shapes, and reading the tokens would wait for the device
-            key = f"extra_vocab_size={self.limit}" if self.limit else f"context_bonus={self.bonus:g}"
-            raise UserError(f"{key}: tokens of the text change drafts on CPUs only; set 0")
-        if self.limit and (reason := self.reason(head)):
+            raise UserError(f"extra_vocab_size={self.limit}: tokens of the text join on CPUs only; set 0")
+        if reason := self.reason(head):
             raise UserError(f"extra_vocab_size={self.limit}: {reason}; set 0")
         return ContextTokens(self)
 
@@ -103,7 +96,7 @@ def _fit(theirs: Tensor, ours: Tensor) -> tuple[float, Tensor] | None:
 
 
 class ContextTokens:
-    """The tokens of a sequence.
+    """The tokens of a sequence that have joined; false as long as there are none.
 
     Attributes:
         ids: [d + m] int64, target id of each drafter id. A tree keeps the tensor it was drafted with; `read` makes a new one.
@@ -113,26 +106,22 @@ class ContextTokens:
         self.source, self.limit, self.ids = source, source.limit, source.kept_ids
         self._places: dict[int, int] = {}  # further token -> place among the m, the least recent token first
         self._rows = torch.empty(0)  # [limit, h], the first m are used
-        self._bonus = torch.zeros(len(source.kept_ids) + source.limit) if source.bonus else None  # by drafter id
+
+    def __len__(self) -> int:
+        return len(self._places)
 
     def read(self, tokens: Iterable[int]) -> None:
         """Notes tokens of the text; beyond the limit, further ones replace the least recent of them."""
         own, places, kept = self.source.own, self._places, len(self.source.kept_ids)
         new: dict[int, int] = {}  # place -> token
-        bonus: dict[int, float] = {}  # by drafter id
         for token in tokens:
-            place = own[token]
+            if own[token] >= 0:
+                continue
+            place = places.pop(token, -1)
             if place < 0:
-                if not self.limit:
-                    continue
-                found = places.pop(token, -1)
-                if found < 0:
-                    found = len(places) if len(places) < self.limit else places.pop(next(iter(places)))
-                    new[found] = token
-                places[token], place = found, kept + found
-            bonus[place] = self.source.bonus * math.log1p(token / _FREQUENT)
-        if self._bonus is not None:
-            self._bonus[list(bonus)] = torch.tensor(list(bonus.values()))
+                place = len(places) if len(places) < self.limit else places.pop(next(iter(places)))
+                new[place] = token
+            places[token] = place
         if not new:
             return
         at, rows = torch.tensor(list(new)), self.source.rows(list(new.values()))
@@ -145,8 +134,6 @@ class ContextTokens:
         self.ids = ids
 
     def shape(self, logits: Tensor, reads: Tensor) -> Tensor:
-        """Logits [n, d] of the kept tokens and inputs [n, h] of the head -> [n, d + m] with the bonus."""
-        if self._places:
-            more = F.linear(reads.to(self._rows.dtype), self._rows[: len(self._places)])  # [n, m]
-            logits = torch.cat((logits, more.to(logits.dtype)), dim=1)
-        return logits if self._bonus is None else logits + self._bonus[: logits.shape[1]]
+        """Logits [n, d] of the kept tokens and inputs [n, h] of the head -> [n, d + m]."""
+        more = F.linear(reads.to(self._rows.dtype), self._rows[: len(self)])  # [n, m]
+        return torch.cat((logits, more.to(logits.dtype)), dim=1)

@@ -134,7 +134,7 @@ class LayerDrafter(DecoderDrafter):
 
         Args:
             sizes: nodes of each session. reads: [n, h] outputs of `read_out` at all nodes.
-            width: top tokens that are enough, if a kernel finds them and no text changes the logits; None: all are needed.
+            width: top tokens that are enough, if a kernel finds them and no tokens joined; None: all are needed.
         """
         texts, ends = [session.text for session in sessions], [0, *accumulate(sizes)]
         head = DraftHead.of(self.head) if width is not None and self.packed and not any(texts) else None

@@ -30,7 +30,7 @@ class LayerSession(JointSession):
         length: committed positions in the cache. dropped: those before them.
         root: [1, h] output at the last committed token, from the first `extend` on.
         read: [1, h] input of the head there; None if not computed.
-        text: what its tokens change in the vocabulary and logits; static steps leave them as they are.
+        text: tokens that joined the vocabulary; None where none may, as with static steps.
     """
 
     def __init__(self, drafter: Drafter, shape: CacheShape, max_length: int, text: ContextTokens | None = None):
@@ -154,7 +154,7 @@ def grow_by_kernel(
     if shape is None or table is None or len(drafter.draft_steps) != 1 or shape.opens > OPENED:
         return None
     head = DraftHead.of(drafter.head)
-    if head is None or max(lengths) > LONGEST_PREFIX or any(session.text is not None for session in sessions):
+    if head is None or max(lengths) > LONGEST_PREFIX or any(session.text for session in sessions):
         return None
     tables = tables_of(drafter.rotary, sessions, max(lengths) - 1 + shape.opens)
     if tables is None:

@@ -255,7 +255,7 @@ class DecoderDrafter(TrainableDrafter):
     """A trained drafter of decoder layers, with a cache. A kind calls `finish` when it has made its modules."""
 
     packed = False
-    name_options = ("extra_vocab_size", "context_bonus")
+    name_options = ("extra_vocab_size",)
     context: ContextVocabulary | None = None  # set by `bind`
 
     def finish(self, layers: int) -> None:
@@ -270,8 +270,7 @@ class DecoderDrafter(TrainableDrafter):
 
     def bind(self, target: Target) -> None:
         super().bind(target)
-        config = self.config
-        self.context = ContextVocabulary(target, self.kept_ids, config.extra_vocab_size, config.context_bonus)
+        self.context = ContextVocabulary(target, self.kept_ids, self.config.extra_vocab_size)
 
     @property
     def joins_tokens(self) -> bool:
@@ -283,7 +282,7 @@ class DecoderDrafter(TrainableDrafter):
         raise NotImplementedError(f"{type(self).__name__}.head_weight")
 
     def open_text(self) -> ContextTokens | None:
-        """What a new sequence's tokens will change in its vocabulary and logits; None: nothing."""
+        """The tokens that will join a new sequence's vocabulary, none yet; None where none may join."""
         return self.context.open(self.head_weight) if self.uses_text and self.context else None
 
     @property
