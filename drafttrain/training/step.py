@@ -25,8 +25,8 @@ from drafttrain.sequence_parallel import SequenceGroup
 from drafttrain.target import Target
 from drafttrain.training.feature_sources import BatchSource
 
-# Acceptance is measured on every so many training steps: it costs a tenth of a step and changes slowly.
-MEASURE_EVERY = 4
+# Acceptance is measured on every so many training steps: it changes slowly, and with small drafters costs more than a step.
+MEASURE_EVERY = 10
 _IGNORED = -100  # of `shift_labels`, where no anchor is
 
 
