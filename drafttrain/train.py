@@ -241,8 +241,9 @@ def build_drafter(config: TrainConfig, target: Target, records: Dataset) -> tupl
     """Returns the drafter to train, bound to the target and on its device, and the report on its vocabulary."""
     kind = kind_class(config.kind)
     counts = count_tokens(records, target.vocab_size)
+    options = {**arguments.stored_layers(config, target), **config.drafter}
     drafter = kind.begin(
-        target, config.init, config.drafter, config.loss, lambda size: keep_frequent(counts, size, target.eos_ids)
+        target, config.init, options, config.loss, lambda size: keep_frequent(counts, size, target.eos_ids)
     )
     assert isinstance(drafter, TrainableDrafter), "begin raises for kinds without weights"
     drafter.bind(target)

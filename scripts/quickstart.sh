@@ -38,7 +38,7 @@ have "$output/prompts.jsonl" || drafttrain prompts --source magpie --target "$ta
 
 stage "3/6 distillation data: the target's own answers"
 have "$output/data/summary.json" || drafttrain generate --target "$target" --prompts "$output/prompts.jsonl" \
-  --output "$output/data" --features default --max-new-tokens 256 --temperature 0.5 --max-minutes "$(minutes 0.47)"
+  --output "$output/data" --features wide --max-new-tokens 256 --temperature 0.5 --max-minutes "$(minutes 0.47)"
 
 stage "4/6 training an EAGLE-3 head"
 drafttrain train configs/quickstart.yaml target="$target" data="$output/data" output_dir="$output/drafter" \

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", Place, required=True, help="folder of the data set; states go to DATA/features")
     add_target_flags(parser, "short name, folder or Hub id (default: the target named in the data)", required=False)
     add("--target-device-map", DeviceMap, default="", help="auto spreads the target over GPUs (default: one device)")
-    add("--layers", default="default", help="target states to store: default, or 2,15,27")
+    add("--layers", default="default", help="target states to store: default (three layers), wide (six) or 2,15,27")
     add("--top-k", Size, default=0, help="store this many most likely tokens in place of the last hidden states")
     more = "of stored states; int8 takes half of bfloat16's bytes"
     add("--store-dtype", default="bfloat16", choices=get_args(StoreDtype), help=more)

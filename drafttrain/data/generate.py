@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import logging
 import math
 import os
@@ -139,18 +140,22 @@ def read_prompts(path: Path, kwargs: Json | None = None) -> tuple[list[str], Row
 
 
 def parse_layers(text: str, target: Target) -> tuple[int, ...]:
-    """Reads --features. Raises UserError: not 'none', 'default' or distinct layer numbers of the target."""
+    """Reads --features; wide: the default three, those halfway between them, and the input of the last layer. Raises UserError: not 'none', 'default', 'wide' or distinct layer numbers of the target."""
     if text == "none":
         return ()
     if text == "default":
         return target.default_feature_layers
+    if text == "wide":
+        usual = target.default_feature_layers
+        halfway = ((low + high + 1) // 2 for low, high in itertools.pairwise(usual))
+        return tuple(sorted({*usual, *halfway, target.num_layers - 1}))
     try:
         layers = tuple(int(part) for part in text.split(","))
     except ValueError:
         layers = (-1,)  # fails the check below
     if len(set(layers)) < len(layers) or not all(0 <= layer <= target.num_layers for layer in layers):
         raise UserError(
-            f"features={shown(text)} must be none, default, or distinct layers from 0 to {target.num_layers}, as 2,15,27"
+            f"features={shown(text)} must be none, default, wide, or distinct layers from 0 to {target.num_layers}, as 2,15,27"
         )
     return layers
 

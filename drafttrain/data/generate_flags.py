@@ -49,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="stop after this time; running responses are cut and marked (servers and vllm finish them)",
     )
-    add("--features", default="none", help="target states to store: none, default, or 2,15,27")
+    add(
+        "--features", default="none", help="target states to store: none, default (three layers), wide (six) or 2,15,27"
+    )
     add("--backend", default="local", choices=["local", "openai", "vllm", "existing"], help="what answers: the target here, "
         "servers, vLLM started here, or nothing: the file's own answers stay")  # fmt: skip
     add("--url", action="append", default=[], help="server of --backend openai; repeat it for several")

@@ -24,7 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = adder(parser)
     add("--target", Name, default="", help=f"{TARGET_HELP} (default: the recipe's)")
     add("--recipe", Place, help="recipe (file or name) of the drafter to be trained; its target and layers are served")
-    add("--layers", default="default", help="states to hand out beside the last one: default, or 2,15,27")
+    add(
+        "--layers",
+        default="default",
+        help="states handed out beside the last: default (three layers), wide (six) or 2,15,27",
+    )
     add("--states-dir", Name, default="", help="folder that clients see too (default: in shared memory)")
     add(
         "--transport",

@@ -24,9 +24,10 @@ from drafttrain.files import Json, read_json
 from drafttrain.losses import parse_loss
 from drafttrain.ops.packing import cpu_has_bfloat16
 from drafttrain.sequence_parallel import SequenceGroup
+from drafttrain.target import Target
 from drafttrain.target.devices import has_bfloat16, usual_device
 from drafttrain.training.on_policy import OnPolicyOptions
-from drafttrain.values import check
+from drafttrain.values import check, kinds_of
 
 KEYS = [one.name for one in fields(TrainingArguments)]
 
@@ -44,6 +45,20 @@ def check_recipe(config: TrainConfig) -> None:
             raise UserError(f"packing=true, but kind={config.kind!r} does not train on packed rows; set packing=false")
     if config.feature_rates and not kind.reads_features:
         raise UserError(f"feature_rates=true, but kind={config.kind!r} has no weight for them; set it to false")
+
+
+def stored_layers(config: TrainConfig, target: Target) -> Json:
+    """`feature_layers` of a new drafter whose recipe names none: those that the data set stores, if it stores any."""
+    kind = kind_class(config.kind)
+    reads = issubclass(kind, TrainableDrafter) and "feature_layers" in kinds_of(kind.config_class)
+    if not reads or config.init not in ("target", "random") or config.loss == "next_token":
+        return {}
+    held = stored_features(Path(config.data).expanduser())
+    if not held or not held["layers"] or "feature_layers" in config.drafter:
+        return {}
+    if tuple(held["layers"]) != target.default_feature_layers:
+        print(f"feature layers {', '.join(map(str, held['layers']))}, which the data stores", flush=True)
+    return {"feature_layers": held["layers"]}
 
 
 def training_arguments(config: TrainConfig) -> TrainingArguments:

@@ -209,7 +209,7 @@ def test_bad_prompts(target_dir, tmp_path, capsys, lines, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--features", "2,99"], "features='2,99' must be none, default, or distinct layers from 0 to 4"),
+        (["--features", "2,99"], "features='2,99' must be none, default, wide, or distinct layers from 0 to 4"),
         (["--features", "x"], "features='x' must be none, default"),
         (["--features", "1", "--backend", "openai"], "features='1' needs --backend local"),
         (["--slots", "many"], "--slots='many' must be auto or a whole number from 1"),

@@ -181,7 +181,7 @@ def test_a_recipe_names_target_and_layers(tmp_path, target_dir, recipe, layers, 
         (["--target", "TARGET", "--engine-python", "ENGINE"], "has no vLLM; name the interpreter of an environment that has it"),
         (["--target", "TARGET", "--", "--speculative-config", "{}"], "--speculative-config is set by this command"),
         (["--target", "TARGET", "--", "--port", "x"], "--port='x' must be a whole number"),
-        (["--target", "TARGET", "--layers", "9"], "must be none, default, or distinct layers from 0 to 4"),
+        (["--target", "TARGET", "--layers", "9"], "must be none, default, wide, or distinct layers from 0 to 4"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_served_is_one_line(tmp_path, target_dir, words, message, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -117,6 +118,19 @@ def test_the_layers_are_loaded_for_a_reason(stored, tmp_path, capsys):
         folder.mkdir()
         main(["train", *write_recipe(folder, target, data, max_steps=1, save_steps=1, decode_prompts=0, **more)])
         assert reason in capsys.readouterr().out
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("drafter", "layers"), [({}, [1, 2, 3]), ({"feature_layers": [2]}, [2])])
+def test_a_new_drafter_reads_the_layers_that_are_stored(stored, tmp_path, capsys, drafter, layers):
+    target, data = stored[0], shutil.copytree(stored[1], tmp_path / "data")
+    words = ["features", "--data", str(data), "--target", str(target), "--layers", "wide", "--overwrite"]
+    assert main([*words, "--dtype", "float32", "--device", "cpu"]) == 0
+    drafter = {"draft_vocab_size": 255, "ttt_steps": 2, **drafter}
+    run(tmp_path, "wide", target, data, drafter=drafter, max_steps=1, save_steps=1, decode_prompts=0)
+    assert json.loads((tmp_path / "wide" / "drafter" / "config.json").read_text())["feature_layers"] == layers
+    out = capsys.readouterr().out
+    assert "without its layers" in out and ("feature layers 1, 2, 3, which the data stores" in out) == (len(layers) > 1)
 
 
 @pytest.mark.thorough

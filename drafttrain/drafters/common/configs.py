@@ -230,7 +230,8 @@ class BlockConfig(DecoderConfig):
         block_size: tokens of a block, the last committed one included.
         sample_from_anchor: the block's first token predicts too, so that each of them predicts the token behind itself; False
             predicts at the masks only, each of which stands at the position that it predicts.
-        feature_layers: target hidden states that are fused, any number; empty for the target's default three.
+        feature_layers: target hidden states that are fused, any number; empty for those that the data stores, else the
+            target's default three.
         mask_token_id: the token whose embedding stands at positions to predict; None learns an embedding.
         train_head: train and save a copy of the target's head rows; False uses the target's, frozen.
         anchor_share: share of the possible blocks that a step trains on; their losses keep their weight in expectation.

@@ -33,7 +33,8 @@ class Eagle3Config(LayerConfig):
     """Config of an EAGLE-3 drafter; hidden_size may differ from the target's.
 
     Attributes:
-        feature_layers: target hidden states that are fused, any number; empty means the target's default three.
+        feature_layers: target hidden states that are fused, any number; empty means those that the data stores, else the
+            target's default three.
         target_hidden_size: width of these states.
         fc_norm: a norm per feature before `fc`. norm_output: the next depth reads the state after the final norm (both
             EAGLE-3.1). norm_before_residual: the first layer's residual is the normed state.
