@@ -140,7 +140,10 @@ def read_prompts(path: Path, kwargs: Json | None = None) -> tuple[list[str], Row
 
 
 def parse_layers(text: str, target: Target) -> tuple[int, ...]:
-    """Reads --features; wide: the default three, those halfway between them, and the input of the last layer. Raises UserError: not 'none', 'default', 'wide' or distinct layer numbers of the target."""
+    """Reads --features; wide: the default three, those halfway between them, and the input of the last layer.
+
+    Raises UserError: not 'none', 'default', 'wide' or distinct layer numbers of the target.
+    """
     if text == "none":
         return ()
     if text == "default":
