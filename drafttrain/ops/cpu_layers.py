@@ -12,6 +12,7 @@ cache, outputs) is an argument or is allocated by the call, because ctypes relea
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from drafttrain.ops.native import built_kernels
+from drafttrain.ops.native import address_of, built_kernels
 from drafttrain.ops.packing import BFLOAT16_DOT, FORMATS, check, form_of, pack_gated, pack_panels
 from drafttrain.ops.tree_attention import AttentionForm, CpuPlan
 from drafttrain.ops.tree_cache import Addresses
@@ -232,6 +233,7 @@ class LayerStack:
             for form, sink, table in zip(forms, sinks, table_of, strict=True)
         ]
         self._forms = np.array(rows, dtype=_FORM)
+        self._addresses = self._layers.ctypes.data, self._forms.ctypes.data
         self._kernels = built_kernels()
 
     def forward(
@@ -262,11 +264,10 @@ class LayerStack:
             check("sine", tables[i][1], (n, width))
         caught = x.new_empty((n, len(wanted), hidden))
         slots = np.ascontiguousarray(buffers.table)  # [layers, 4], struct buffers of cpu_layers.c
-        rotary = np.array([part.data_ptr() for pair in tables for part in pair], dtype=np.uint64)
-        features = np.array(wanted, dtype=np.int64)
+        rotary = array("Q", [part.data_ptr() for pair in tables for part in pair])
+        features = array("q", wanted)
         self._kernels.body_forward(
-            *(self._layers.ctypes.data, self._forms.ctypes.data, slots.ctypes.data, count),
-            *(x.data_ptr(), n, rotary.ctypes.data, plan.address),
-            *(features.ctypes.data, len(wanted), caught.data_ptr(), torch.get_num_threads()),
+            *(*self._addresses, slots.ctypes.data, count, x.data_ptr(), n, address_of(rotary), plan.address),
+            *(address_of(features), len(wanted), caught.data_ptr(), torch.get_num_threads()),
         )
         return caught

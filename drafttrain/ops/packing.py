@@ -108,6 +108,13 @@ def check(name: str, tensor: Tensor, sizes: tuple[int, ...], dtype: torch.dtype 
         raise ValueError(f"{name} {state}, but the kernel reads contiguous CPU memory")
 
 
+def check_rows(name: str, tensor: Tensor, *row: int) -> int:
+    """As `check`, of a float32 tensor with any number of rows of this shape; returns their number."""
+    count = tensor.shape[0] if tensor.dim() else 0
+    check(name, tensor, (count, *row))
+    return count
+
+
 def check_panels(name: str, panels: Tensor, width: int, out: int) -> None:
     """Raises TypeError or ValueError unless these are the panels of an [out, width] weight; see `pack_panels`."""
     if panels.dtype not in FORMATS:
@@ -123,8 +130,8 @@ def skinny_linear(x: Tensor, panels: Tensor, out: int, rounded: bool = False) ->
 
     A row's result does not depend on the other rows, to the bit. rounded: see `form_of`.
     """
-    rows, width = len(x), x.shape[-1]
-    check("x", x, (rows, width))
+    width = x.shape[-1]
+    rows = check_rows("x", x, width)
     check_panels("panels", panels, width, out)
     y = x.new_empty((rows, out))  # not torch.empty, whose dtype users may change
     form, threads = form_of(panels, rounded), torch.get_num_threads()
@@ -187,7 +194,7 @@ class PackedRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., width] float32 -> the same shape."""
-        width = len(self.weight)
+        width = self.weight.shape[0]
         if x.dtype is not torch.float32:
             raise TypeError(f"x is {x.dtype}, but a packed norm reads torch.float32; convert it first")
         if not x.is_cpu or x.dim() == 0 or x.shape[-1] != width:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from drafttrain.batch import TargetOutput
 from drafttrain.ops.cpu_layers import DecoderLayer, LayerStack
+from drafttrain.ops.grad_mode import without_grad
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import PackedRMSNorm
 from drafttrain.ops.tree_attention import AttentionForm
@@ -82,7 +83,7 @@ class NativeBody:
                     return None
         return native
 
-    @torch.no_grad()
+    @without_grad
     def forward(
         self, input_ids: Tensor, feature_layers: Sequence[int], position_ids: Tensor, context: AttentionContext
     ) -> TargetOutput:

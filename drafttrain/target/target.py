@@ -35,6 +35,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from drafttrain.batch import TargetOutput
 from drafttrain.errors import UserError, shown
 from drafttrain.files import hub_snapshot, is_hub_id
+from drafttrain.ops.grad_mode import without_grad
 from drafttrain.ops.native import cpu_kernels, multiplies_bfloat16
 from drafttrain.ops.packing import PackedLinear, cpu_has_bfloat16, pack, weights_of
 from drafttrain.ops.tree_attention import AttentionForm
@@ -402,7 +403,7 @@ class Target:
             logits = logits * self.logit_scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
-    @torch.no_grad()
+    @without_grad
     def forward(
         self,
         input_ids: Tensor,
