@@ -166,10 +166,8 @@ class PackedLinear(nn.Module):
             found = f"{x.dtype} of shape {list(x.shape)}"
             raise ValueError(f"x is {found}, must be {self.weight.dtype} of shape [..., {self.in_features}]")
         if self.kernel:
-            if self.packed is None:
-                self.packed = pack_panels(self.weight)
             rows = x.reshape(-1, self.in_features).contiguous()
-            y = skinny_linear(rows, self.packed, self.out_features, self.rounded)
+            y = skinny_linear(rows, self.panels(), self.out_features, self.rounded)
             y = y if self.bias is None else y.add_(self.bias)
             return y.view(*x.shape[:-1], self.out_features)
         if self.weight.dtype == torch.float32:
@@ -177,6 +175,13 @@ class PackedLinear(nn.Module):
         if self.packed is None:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, None)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+    def panels(self) -> Tensor:
+        """The weight as `skinny_linear` reads it; only where `kernel` is set."""
+        packed = self.packed
+        if packed is None:
+            packed = self.packed = pack_panels(self.weight)
+        return packed
 
     def extra_repr(self) -> str:
         top = "" if self.draft_head is None else ", top_tokens=4-bit scores and exact products of a shortlist"

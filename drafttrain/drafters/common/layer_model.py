@@ -324,7 +324,7 @@ class LayerDrafter(DecoderDrafter):
         roots, reads = read_by_kernel(self, sessions, tokens, features) or self._read(sessions, tokens, features)
         for row, (session, own) in enumerate(zip(sessions, tokens, strict=True)):
             session.root, session.read = roots[row : row + 1], reads[row : row + 1]
-            session.length += len(own)
+            session.length += own.shape[0]
             session.trim()
             if session.text is not None:
                 session.text.read(own.tolist())

@@ -262,4 +262,6 @@ def match_tree(
             above = scores[node]
         if spec.shape == "chain":
             break
+    if not tokens:
+        return TokenTree.empty(device)
     return TokenTree.likeliest(spec.budget, tokens, parents, [math.log(p) for p in scores], device)
