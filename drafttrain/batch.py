@@ -242,6 +242,8 @@ class TokenTree:
         By depth alone all children of a node stay or go together, so drawn siblings stay draws from q. A cut verifies as many
         nodes as the drafter is sure of, round by round. Source: D-Cut, angelslim.readthedocs.io (dcut).
         """
+        if not cut and len(self.parents) <= depth:  # no path is longer than the tree is large
+            return self
         kept = [node for node, at in enumerate(self.depths) if at <= depth]
         if cut and self.log_probs is not None:
             least, scores = math.log(cut), self.log_probs.tolist()

@@ -3,9 +3,10 @@
     python eval/profile_round.py --target smollm2-135m --drafter runs/quickstart/drafter --tree dynamic:3,4,8 \\
         --output eval/results/profile_smollm2-135m_cpu.json
 
-Parts: target (body), head, draft steps (the drafter's forward while a tree grows), tree building (what else proposing
-takes: top-k, choosing nodes), extend (the drafter reads what was committed), verify (with sampling), commit (moving the
-accepted keys), snapshot (copies of a model's own cache, and the forwards that move them on), rest (Python around it).
+Parts: target (body, and the head where one kernel computes both), head, draft steps (the drafter's forward while a tree
+grows), tree building (what else proposing takes: top-k, choosing nodes), extend (the drafter reads what was committed),
+verify (with sampling), commit (moving the accepted keys), snapshot (copies of a model's own cache, and the forwards that
+move them on), rest (Python around it).
 Milliseconds are means over all rounds after the prefill. `python` is the part of them outside the CPU kernels, whose sum has a
 median over the rounds: a sequence's first round also reads its prompt.
 """
@@ -87,7 +88,7 @@ def profile(target: Target, drafter: Any, spec: str, sampling: SamplingParams, p
     replaced += [(CacheForm, name) for name in ("copy", "row", "stack")]
     saved = [(owner, name, getattr(owner, name)) for owner, name in replaced]
     verify = engine.verify_batch
-    owned = [(target, "forward", "target"), (target, "head", "head")]
+    owned = [(target, "score", "target"), (target, "head", "head")]
     stepping = drafter.main if isinstance(drafter, CombinedDrafter) else drafter
     if isinstance(stepping, LayerDrafter):
         owned += [(stepping, name, "draft steps") for name in ("packed_step", "kernel_step")]

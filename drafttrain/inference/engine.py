@@ -250,8 +250,9 @@ class Engine:
         out = None if self._steps is None else self._steps.run(ids)
         if out is not None:
             return out
-        made = self.target.forward(ids[None], self._layers, self.cache.positions(ids.device), self.cache)
-        return Pass(made.features[0], self.target.head(made.last_hidden[0]), None)
+        return Pass(
+            *self.target.score(ids[None], self._layers, self.cache.positions(ids.device), self.cache), choices=None
+        )
 
     def _verify(
         self, sequences: list[Sequence], trees: list[TokenTree], logits: Tensor, choices: Tensor | None = None

@@ -136,7 +136,7 @@ class Sequence:
     @property
     def behind(self) -> int:
         """Committed tokens that the session has not read yet."""
-        return sum(len(tokens) for tokens, _ in self.pending)
+        return sum(tokens.shape[0] for tokens, _ in self.pending)
 
     def record(self, verdict: Verdict, moment: float) -> list[int]:
         """Records a round whose tokens are known at `moment`; returns the tokens, cut after a stop string."""
@@ -180,6 +180,7 @@ class Clock:
 
     def __init__(self, device: torch.device, pool: GraphPool | None):
         self.device, self._pool = device, pool
+        self._queues = device.type == "cuda"
 
     @property
     def captured(self) -> float:
@@ -187,14 +188,14 @@ class Clock:
         return 0.0 if self._pool is None else self._pool.seconds
 
     def now(self) -> float:
-        return time.perf_counter() - self.captured
+        return time.perf_counter() if self._pool is None else time.perf_counter() - self._pool.seconds
 
     def mark(self) -> Mark:
         """A mark behind the work that is queued so far."""
-        event = None
-        if self.device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self.device))
+        if not self._queues:
+            return Mark(None, self.now(), 0.0)
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
         return Mark(event, self.now(), self.captured)
 
     def between(self, begin: Mark, end: Mark) -> float:

@@ -9,9 +9,10 @@ Objects hold packed weights and nothing else: threads share them. A call's state
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -19,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafttrain.ops.cpu_layers import DecoderLayer, fields, make_struct
-from drafttrain.ops.native import built_kernels
-from drafttrain.ops.packing import PackedLinear, check, pack_panels
+from drafttrain.ops.native import address_of, built_kernels
+from drafttrain.ops.packing import PackedLinear, check, check_rows, pack_panels
 from drafttrain.ops.tree_attention import CpuPlan, TreeLayout
 
 _STRIP = 64  # as in cpu_draft.c
@@ -116,13 +117,13 @@ class DraftHead:
             beyond the shortlist. A state's result does not depend on the others.
         """
         reads = reads.contiguous()
-        check("reads", reads, (len(reads), self.width))
+        count = check_rows("reads", reads, self.width)
         if not 0 < width <= self.vocabulary:
             raise ValueError(f"width={width} must be from 1 to the {self.vocabulary} tokens of the head")
-        ids, top = reads.new_empty(len(reads), width, dtype=torch.long), reads.new_empty(len(reads), width)
-        sums, threads = reads.new_empty(len(reads)), torch.get_num_threads()
+        ids, top = reads.new_empty(count, width, dtype=torch.long), reads.new_empty(count, width)
+        sums, threads = reads.new_empty(count), torch.get_num_threads()
         pointers = ids.data_ptr(), top.data_ptr(), sums.data_ptr()
-        self._kernels.head_top(self.address, reads.data_ptr(), len(reads), width, *pointers, threads)
+        self._kernels.head_top(self.address, reads.data_ptr(), count, width, *pointers, threads)
         return ids, top, sums
 
 
@@ -184,8 +185,9 @@ class KeyStore:
         self.count, self.row = len(layers), (begin, begin + row, first.stride(0))  # struct store of cpu_draft.c
 
 
-class TreeShape(NamedTuple):
-    """A greedy tree that `DraftStep.trees` grows; see `TreeSpec`."""
+@dataclass(frozen=True)
+class TreeShape:
+    """A greedy tree that `DraftStep.trees` grows; see `TreeSpec`. Its sizes and its struct are made once."""
 
     depth: int
     width: int  # most children of a node
@@ -193,19 +195,26 @@ class TreeShape(NamedTuple):
     fanout: tuple[int, ...]  # children at each depth; empty for a dynamic tree
     floor: float  # log-probability below which a path is not continued
 
-    @property
+    @cached_property
     def opens(self) -> int:
         """Most tokens whose children are drafted, the root included."""
         if not self.fanout:
             return 1 + self.width * (self.depth - 1)
         return int(np.cumprod((1, *self.fanout[:-1])).sum())
 
-    @property
+    @cached_property
     def room(self) -> int:
         """Most candidates."""
         if not self.fanout:
             return self.width + self.width**2 * (self.depth - 1)
         return int(np.cumprod(self.fanout).sum())
+
+    @cached_property
+    def form(self) -> tuple[_Shape, array[int]]:
+        """What the kernel reads, and the numbers that it points to."""
+        fanout = array("q", self.fanout)
+        form = _Shape(self.depth, self.width, self.budget, not self.fanout, self.floor, address_of(fanout))
+        return form, fanout
 
 
 class DraftStep:
@@ -279,7 +288,7 @@ class DraftStep:
         own, given = _rows(stores), None if embeds is None else embeds.data_ptr()
         self._kernels.draft_step(
             *(self._address, given, states.data_ptr(), n, tables[0].data_ptr(), tables[1].data_ptr()),
-            *(own.ctypes.data, plan.address, window, out.data_ptr(), read.data_ptr(), torch.get_num_threads()),
+            *(address_of(own), plan.address, window, out.data_ptr(), read.data_ptr(), torch.get_num_threads()),
         )
         return out, read
 
@@ -305,30 +314,22 @@ class DraftStep:
             What the next depth reads, and the head's input, of each sequence's last token, [sequences, h] each.
         """
         check("tokens", tokens, (sum(counts),), torch.long)
-        check("features", features, (len(tokens), self.features))
-        check("table", table, (len(table), self.embed_width))
+        check("features", features, (tokens.shape[0], self.features))
+        check_rows("table", table, self.embed_width)
         if not (1 <= min(counts) <= max(counts) <= OPENED and min(lengths) >= 0 <= window and self.reads_features):
             raise ValueError(
                 f"counts={list(counts)}, lengths={list(lengths)}, window={window}: 1 to {OPENED}, from 0 on"
             )
         self._check_places(tables, stores, [length + count for length, count in zip(lengths, counts, strict=True)])
-        places, own = np.array((counts, lengths), dtype=np.int64), _rows(stores)
-        roots = features.new_empty(2, len(counts), self.hidden)
-        begin, size = places.ctypes.data, 8 * len(counts)
+        count, own, new, held = len(counts), _rows(stores), array("q", counts), array("q", lengths)
+        states, reads = features.new_empty(2, count, self.hidden).unbind()
         self._kernels.draft_read(
-            *(
-                self._address,
-                len(counts),
-                begin,
-                begin + size,
-                tokens.data_ptr(),
-                features.data_ptr(),
-                table.data_ptr(),
-            ),
-            *(tables[0].data_ptr(), tables[1].data_ptr(), own.ctypes.data, window),
-            *(roots.data_ptr(), roots.data_ptr() + roots.stride(0) * 4, torch.get_num_threads()),
+            *(self._address, count, address_of(new), address_of(held)),
+            *(tokens.data_ptr(), features.data_ptr(), table.data_ptr()),
+            *(tables[0].data_ptr(), tables[1].data_ptr(), address_of(own), window),
+            *(states.data_ptr(), reads.data_ptr(), torch.get_num_threads()),
         )
-        return roots[0], roots[1]
+        return states, reads
 
     def store_context(
         self, states: Tensor, tables: tuple[Tensor, Tensor], stores: Sequence[KeyStore], plan: CpuPlan
@@ -341,7 +342,7 @@ class DraftStep:
             raise ValueError("query rows that are no multiple of 32 share a panel with keys")
         own, pointers = _rows(stores), (tables[0].data_ptr(), tables[1].data_ptr())
         self._kernels.draft_context(
-            *(self._address, states.data_ptr(), len(states), *pointers, own.ctypes.data, plan.address),
+            *(self._address, states.data_ptr(), plan.tokens, *pointers, address_of(own), plan.address),
             torch.get_num_threads(),
         )
 
@@ -370,26 +371,24 @@ class DraftStep:
             Per sequence the tree's tokens [n] int64 in target ids, parents and log-probabilities [n] float32.
         """
         count, ends = len(lengths), [length - 1 + shape.opens for length in lengths]
-        for name, tensor, size in (("states", states, self.hidden), ("reads", reads, self.hidden)):
-            check(name, tensor, (count, size))
-        check("table", table, (len(table), self.embed_width))
+        check("states", states, (count, self.hidden))
+        check("reads", reads, (count, self.hidden))
+        check_rows("table", table, self.embed_width)
         check("kept_ids", kept_ids, (head.vocabulary,), torch.long)
         if head.width != self.hidden or shape.opens > OPENED or min(lengths) < 1 or window < 0 or len(stores) != count:
             found = f"head of {head.width}, {shape.opens} opened, lengths={list(lengths)}, window={window}"
             raise ValueError(f"{found}: must be {self.hidden}, at most {OPENED}, from 1 on, and from 0 on")
         self._check_places(tables, stores, ends)
-        fanout = np.array(shape.fanout, dtype=np.int64)
-        form = _Shape(shape.depth, shape.width, shape.budget, not shape.fanout, shape.floor, fanout.ctypes.data)
-        budget, own, long = shape.budget, _rows(stores), np.array(lengths, dtype=np.int64)
+        budget, own, long, sizes = shape.budget, _rows(stores), array("q", lengths), array("q", bytes(8 * count))
         made, scores = np.empty((2, count, budget), dtype=np.int64), np.empty((count, budget), dtype=np.float32)
-        sizes = np.empty(count, dtype=np.int64)
+        tokens = made.ctypes.data
         self._kernels.draft_trees(
-            *(self._address, head.address, ctypes.addressof(form), count, shape.room, table.data_ptr()),
-            *(kept_ids.data_ptr(), tables[0].data_ptr(), tables[1].data_ptr(), own.ctypes.data, long.ctypes.data),
-            *(window, states.data_ptr(), reads.data_ptr(), made[0].ctypes.data, made[1].ctypes.data),
-            *(scores.ctypes.data, sizes.ctypes.data, torch.get_num_threads()),
+            *(self._address, head.address, ctypes.addressof(shape.form[0]), count, shape.room, table.data_ptr()),
+            *(kept_ids.data_ptr(), tables[0].data_ptr(), tables[1].data_ptr(), address_of(own), address_of(long)),
+            *(window, states.data_ptr(), reads.data_ptr(), tokens, tokens + 8 * count * budget),
+            *(scores.ctypes.data, address_of(sizes), torch.get_num_threads()),
         )
-        return [(made[0, i, :n], made[1, i, :n].tolist(), scores[i, :n]) for i, n in enumerate(sizes.tolist())]
+        return [(made[0, i, :n], made[1, i, :n].tolist(), scores[i, :n]) for i, n in enumerate(sizes)]
 
     def _check(self, tables: tuple[Tensor, Tensor], stores: Sequence[KeyStore], plan: CpuPlan, window: int) -> None:
         if plan.sequences != len(stores) or window < 0:
@@ -400,19 +399,19 @@ class DraftStep:
 
     def _check_places(self, tables: tuple[Tensor, Tensor], stores: Sequence[KeyStore], ends: Sequence[int]) -> None:
         """ends: slots that each sequence needs; no token stands at a position behind them."""
+        reach = max(ends)
         for name, table in zip(("cosine", "sine"), tables, strict=True):
-            check(name, table, (len(table), 1, self.rotary_dim))
-            if len(table) < max(ends):
-                raise ValueError(f"{name} has {len(table)} positions, but the tokens reach {max(ends)}")
+            if (count := check_rows(name, table, 1, self.rotary_dim)) < reach:
+                raise ValueError(f"{name} has {count} positions, but the tokens reach {reach}")
         for store, end in zip(stores, ends, strict=True):
             if (store.count, store.shape) != (self.count, self.kv_shape) or store.slots < end:
                 found = f"{store.count} layers of {store.shape} with {store.slots} slots"
                 raise ValueError(f"keys and values have {found}; {self.count} of {self.kv_shape} with {end} are needed")
 
 
-def _rows(stores: Sequence[KeyStore]) -> np.ndarray:
+def _rows(stores: Sequence[KeyStore]) -> array[int]:
     """[sequences] struct store."""
-    return np.array([store.row for store in stores], dtype=np.int64)
+    return array("q", [number for store in stores for number in store.row])
 
 
 def kernel_of(layers: Sequence[DecoderLayer | None], weights: DraftWeights | None) -> DraftStep | None:

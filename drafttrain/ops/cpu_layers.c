@@ -235,9 +235,11 @@ static void full_layer(const struct layer *layer, const struct form *form, const
 /* All layers over x [n, hidden], in place. Called layer by layer, a forward of few tokens spends as long in Python as here.
  *
  * tables: cosine and sine [n, rotary_dim] per rotary table. wanted [features]: ascending layers whose inputs are copied to
- * caught [n, features, hidden]; `count` means the last layer's output. */
+ * caught [n, features, hidden]; `count` means the last layer's output. norm [hidden]: also the last norm, to last [n, hidden],
+ * and with a head its products, logits [n, vocabulary]; NULL for neither. */
 void body_forward(const struct layer *const *layers, const struct form *forms, const struct buffers *buffers, long count, float *x,
                   long n, const float *const *tables, const struct plan *plan, const long *wanted, long features, float *caught,
+                  const float *norm, float eps, float *last, const void *head, int format, float *logits, long vocabulary,
                   int threads) {
     long widest = 0, hidden = layers[0]->hidden, next = 0;
     for (long i = 0; i < count; i++)
@@ -252,4 +254,6 @@ void body_forward(const struct layer *const *layers, const struct form *forms, c
         full_layer(layers[i], forms + i, buffers + i, x, x, n, pair[0], pair[1], plan, scratch, threads);
     }
     free(scratch);
+    if (norm) rms_norm(x, norm, eps, last, n, hidden);
+    if (head) skinny_linear(last, n, hidden, head, format, logits, vocabulary, threads);
 }

@@ -12,6 +12,7 @@ cache, outputs) is an argument or is allocated by the call, because ctypes relea
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -19,8 +20,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from drafttrain.ops.native import built_kernels
-from drafttrain.ops.packing import BFLOAT16_DOT, FORMATS, check, form_of, pack_gated, pack_panels
+from drafttrain.ops.native import address_of, built_kernels
+from drafttrain.ops.packing import (
+    BFLOAT16_DOT,
+    FORMATS,
+    PackedLinear,
+    PackedRMSNorm,
+    check,
+    check_panels,
+    form_of,
+    pack_gated,
+    pack_panels,
+)
 from drafttrain.ops.tree_attention import AttentionForm, CpuPlan
 from drafttrain.ops.tree_cache import Addresses
 
@@ -196,6 +207,9 @@ _FORM = np.dtype(
 )
 
 
+_NO_ENDING = (None, 0.0, None, None, 0, None, 0)  # arguments of body_forward: norm to vocabulary
+
+
 class LayerStack:
     """All layers of a target in one call.
 
@@ -232,6 +246,7 @@ class LayerStack:
             for form, sink, table in zip(forms, sinks, table_of, strict=True)
         ]
         self._forms = np.array(rows, dtype=_FORM)
+        self._addresses = self._layers.ctypes.data, self._forms.ctypes.data
         self._kernels = built_kernels()
 
     def forward(
@@ -248,6 +263,40 @@ class LayerStack:
         Returns:
             [n, len(wanted), h].
         """
+        return self._run(x, tables, plan, buffers, wanted, _NO_ENDING)
+
+    def score(
+        self,
+        x: Tensor,
+        tables: Sequence[tuple[Tensor, Tensor]],
+        plan: CpuPlan,
+        buffers: Addresses,
+        wanted: list[int],
+        norm: PackedRMSNorm,
+        head: PackedLinear,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `forward`, and the last norm and the head in the same call: after each large call Python starts with cold caches.
+
+        Returns:
+            What `forward` does, the normed state [n, h] and the head's products [n, v], without a bias.
+        """
+        panels, vocabulary = head.panels(), head.out_features
+        check("norm", norm.weight, (self.hidden,))
+        check_panels("head", panels, self.hidden, vocabulary)
+        last, logits = x.new_empty(plan.tokens, self.hidden), x.new_empty(plan.tokens, vocabulary)
+        ending = norm.weight.data_ptr(), norm.eps, last.data_ptr()
+        products = panels.data_ptr(), form_of(panels, head.rounded), logits.data_ptr(), vocabulary
+        return self._run(x, tables, plan, buffers, wanted, (*ending, *products)), last, logits
+
+    def _run(
+        self,
+        x: Tensor,
+        tables: Sequence[tuple[Tensor, Tensor]],
+        plan: CpuPlan,
+        buffers: Addresses,
+        wanted: list[int],
+        ending: tuple[float | None, ...],
+    ) -> Tensor:
         n, hidden, count = plan.tokens, self.hidden, len(self._layers)
         check("x", x, (n, hidden))
         if not self.served or buffers.shapes != self.shapes or buffers.slots < plan.slots:
@@ -261,12 +310,10 @@ class LayerStack:
             check("cosine", tables[i][0], (n, width))
             check("sine", tables[i][1], (n, width))
         caught = x.new_empty((n, len(wanted), hidden))
-        slots = np.ascontiguousarray(buffers.table)  # [layers, 4], struct buffers of cpu_layers.c
-        rotary = np.array([part.data_ptr() for pair in tables for part in pair], dtype=np.uint64)
-        features = np.array(wanted, dtype=np.int64)
+        rotary = array("Q", [part.data_ptr() for pair in tables for part in pair])
+        features = array("q", wanted)
         self._kernels.body_forward(
-            *(self._layers.ctypes.data, self._forms.ctypes.data, slots.ctypes.data, count),
-            *(x.data_ptr(), n, rotary.ctypes.data, plan.address),
-            *(features.ctypes.data, len(wanted), caught.data_ptr(), torch.get_num_threads()),
+            *(*self._addresses, buffers.address, count, x.data_ptr(), n, address_of(rotary), plan.address),
+            *(address_of(features), len(wanted), caught.data_ptr(), *ending, torch.get_num_threads()),
         )
         return caught

@@ -17,6 +17,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+from array import array
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -62,7 +63,7 @@ _ARGUMENTS = {
     "tree_attention": "PLL PLL PLL PLPLP LLLL P FLFPI",
     "layer_before_attention": "PPLPPPI",
     "layer_after_attention": "PPPLI",
-    "body_forward": "PPPL PLP P PLPI",
+    "body_forward": "PPPL PLP P PLP PFP PIPL I",
     "head_top": "PPLL PPP I",
     "draft_step": "PPPL PP P PL PP I",
     "draft_read": "PLPP PPP PP PL PP I",
@@ -114,6 +115,11 @@ def built_kernels() -> ctypes.CDLL:
     kernels = cpu_kernels()
     assert kernels is not None, "check cpu_kernels() first"
     return kernels
+
+
+def address_of(numbers: array[int]) -> int:
+    """Where a kernel finds numbers of a call, which must live until it returns; quicker to make than numpy's arrays."""
+    return numbers.buffer_info()[0]
 
 
 def _chosen_flags() -> tuple[str, ...] | None:

@@ -108,6 +108,13 @@ def check(name: str, tensor: Tensor, sizes: tuple[int, ...], dtype: torch.dtype 
         raise ValueError(f"{name} {state}, but the kernel reads contiguous CPU memory")
 
 
+def check_rows(name: str, tensor: Tensor, *row: int) -> int:
+    """As `check`, of a float32 tensor with any number of rows of this shape; returns their number."""
+    count = tensor.shape[0] if tensor.dim() else 0
+    check(name, tensor, (count, *row))
+    return count
+
+
 def check_panels(name: str, panels: Tensor, width: int, out: int) -> None:
     """Raises TypeError or ValueError unless these are the panels of an [out, width] weight; see `pack_panels`."""
     if panels.dtype not in FORMATS:
@@ -123,8 +130,8 @@ def skinny_linear(x: Tensor, panels: Tensor, out: int, rounded: bool = False) ->
 
     A row's result does not depend on the other rows, to the bit. rounded: see `form_of`.
     """
-    rows, width = len(x), x.shape[-1]
-    check("x", x, (rows, width))
+    width = x.shape[-1]
+    rows = check_rows("x", x, width)
     check_panels("panels", panels, width, out)
     y = x.new_empty((rows, out))  # not torch.empty, whose dtype users may change
     form, threads = form_of(panels, rounded), torch.get_num_threads()
@@ -159,10 +166,8 @@ class PackedLinear(nn.Module):
             found = f"{x.dtype} of shape {list(x.shape)}"
             raise ValueError(f"x is {found}, must be {self.weight.dtype} of shape [..., {self.in_features}]")
         if self.kernel:
-            if self.packed is None:
-                self.packed = pack_panels(self.weight)
             rows = x.reshape(-1, self.in_features).contiguous()
-            y = skinny_linear(rows, self.packed, self.out_features, self.rounded)
+            y = skinny_linear(rows, self.panels(), self.out_features, self.rounded)
             y = y if self.bias is None else y.add_(self.bias)
             return y.view(*x.shape[:-1], self.out_features)
         if self.weight.dtype == torch.float32:
@@ -170,6 +175,13 @@ class PackedLinear(nn.Module):
         if self.packed is None:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, None)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+    def panels(self) -> Tensor:
+        """The weight as `skinny_linear` reads it; only where `kernel` is set."""
+        packed = self.packed
+        if packed is None:
+            packed = self.packed = pack_panels(self.weight)
+        return packed
 
     def extra_repr(self) -> str:
         top = "" if self.draft_head is None else ", top_tokens=4-bit scores and exact products of a shortlist"
@@ -187,7 +199,7 @@ class PackedRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., width] float32 -> the same shape."""
-        width = len(self.weight)
+        width = self.weight.shape[0]
         if x.dtype is not torch.float32:
             raise TypeError(f"x is {x.dtype}, but a packed norm reads torch.float32; convert it first")
         if not x.is_cpu or x.dim() == 0 or x.shape[-1] != width:

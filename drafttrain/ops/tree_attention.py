@@ -14,6 +14,7 @@ fused attention, or two matrix products, with a group's query heads folded into 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TypedDict, Unpack
@@ -23,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafttrain.ops.native import built_kernels, cpu_kernels
+from drafttrain.ops.native import address_of, built_kernels, cpu_kernels
 
 # The CPU kernel keeps a token's ancestors in one 64-bit word, and its scores in the core's own cache: 0.3-0.9x of torch's
 # time up to 1000 keys, equal at 2000, slower beyond.
@@ -210,11 +211,11 @@ class CpuPlan:
             ancestors += layout.ancestors
             depths += own
         self.tokens, self.sequences, self.slots = begin, len(rows), max(self.ends, default=0)
-        self._parts = np.array(rows, dtype=np.int64)
-        self._ancestors, self._depths = np.array(ancestors, dtype=np.uint64), np.array(depths, dtype=np.int32)
-        pointers = self._parts.ctypes.data, len(rows), self._ancestors.ctypes.data, self._depths.ctypes.data
-        self._plan = np.array(pointers, dtype=np.uint64)
-        self.address: int = self._plan.ctypes.data
+        self._parts = array("q", [number for row in rows for number in row])
+        self._ancestors, self._depths = array("Q", ancestors), array("i", depths)
+        pointers = address_of(self._parts), len(rows), address_of(self._ancestors), address_of(self._depths)
+        self._plan = array("Q", pointers)
+        self.address = address_of(self._plan)
 
     @staticmethod
     def build(parts: Sequence[tuple[int, TreeLayout]]) -> CpuPlan | None:

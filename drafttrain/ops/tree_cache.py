@@ -36,11 +36,13 @@ class Addresses(NamedTuple):
 
     Attributes:
         table: [layers, 4] int64: addresses of keys and values, and their strides from head to head in numbers.
+        address: of the table, which is struct buffers of cpu_layers.c.
         slots: of each buffer. shapes: (kv_heads, head_dim) per layer.
         buffers: what the addresses point to, which must live as long.
     """
 
     table: np.ndarray
+    address: int
     slots: int
     shapes: list[tuple[int, int]]
     buffers: list[tuple[Tensor, Tensor]]
@@ -225,7 +227,8 @@ class TreeCache:
                 for buffer in pair:
                     check("keys and values", buffer, (heads, slots, width))
             rows = [(k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0)) for k, v in pairs]
-            self._addresses = Addresses(np.array(rows, dtype=np.int64), slots, list(shapes), pairs)
+            table = np.array(rows, dtype=np.int64)
+            self._addresses = Addresses(table, table.ctypes.data, slots, list(shapes), pairs)
         return self._addresses
 
     def store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:

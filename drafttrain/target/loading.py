@@ -23,6 +23,7 @@ from transformers.utils import logging as logs
 
 from drafttrain.errors import UserError, without_xet
 from drafttrain.files import hub_snapshot, open_tensors, read_json
+from drafttrain.target.fetch import resolve_target
 from drafttrain.values import ShardIndex
 
 # Buffers that earlier versions of transformers stored, and parts that are not the language model's.
@@ -225,3 +226,24 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase | None) -> str:
         return ""
     vocab = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
     return hashlib.sha256(json.dumps(vocab, ensure_ascii=True).encode()).hexdigest()[:16]
+
+
+def architectures_of(target: str) -> list[str]:
+    """The class names in a target's config; empty if there is no target or its config cannot be loaded."""
+    try:
+        return list(AutoConfig.from_pretrained(resolve_target(target)).architectures or []) if target else []
+    except (UserError, OSError, ValueError):
+        return []
+
+
+def longest_row(config: PreTrainedConfig) -> int | None:
+    """The longest sequence that a model reads; None if nothing limits it.
+
+    LongRoPE (Phi-3) changes the keys of all positions once a sequence is longer than the original length. Cached keys and rows
+    packed with longer ones would be wrong there, so the original length is the limit.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        return rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
+    limit = getattr(config, "max_position_embeddings", None)
+    return limit if limit is None or limit > 0 else None

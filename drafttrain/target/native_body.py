@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from drafttrain.batch import TargetOutput
 from drafttrain.ops.cpu_layers import DecoderLayer, LayerStack
+from drafttrain.ops.grad_mode import without_grad
 from drafttrain.ops.native import cpu_kernels
-from drafttrain.ops.packing import PackedRMSNorm
+from drafttrain.ops.packing import PackedLinear, PackedRMSNorm
 from drafttrain.ops.tree_attention import AttentionForm
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target.attention import LAST, AttentionContext, CausalRows
@@ -56,6 +57,7 @@ class NativeBody:
     def __init__(self, target: WrappedModel, layers: list[DecoderLayer], rotary: _Rotary):
         self.body, self.layers, self.forms, self.rotary = target.body, layers, target.forms, rotary
         self.embed = target.model.get_input_embeddings()
+        self._looks_up = type(self.embed) is nn.Embedding and self.embed.max_norm is None
         self.stack = LayerStack(layers, target.forms, rotary.of_layer)
 
     @staticmethod
@@ -82,24 +84,50 @@ class NativeBody:
                     return None
         return native
 
-    @torch.no_grad()
+    @without_grad
     def forward(
         self, input_ids: Tensor, feature_layers: Sequence[int], position_ids: Tensor, context: AttentionContext
     ) -> TargetOutput:
         """As `Target.forward` with a context, for one packed row: input_ids and position_ids [1, n]."""
-        embedded = self.embed(input_ids)  # [1, n, h]
-        x = embedded[0].contiguous().clone()  # [n, h], the residual stream
-        tables = self.rotary.tables(embedded, position_ids)
-        wanted = sorted({layer for layer in feature_layers if layer != LAST})
+        x, tables, wanted = self._enter(input_ids, feature_layers, position_ids)
         if isinstance(context, TreeCache) and self.stack.served and (plan := context.cpu_plan()) is not None:
             caught = self.stack.forward(x, tables, plan, context.addresses(self.stack.shapes), wanted)
         else:
             caught = self._layer_by_layer(x, tables, context, wanted)
-        last = self.body.norm(x)[None]  # [1, n, h]
-        if list(feature_layers) == wanted:
-            return TargetOutput(caught.flatten(1)[None], last)
-        parts = [last[0] if layer == LAST else caught[:, wanted.index(layer)] for layer in feature_layers]
-        return TargetOutput(torch.cat(parts, dim=-1)[None], last)
+        last = self.body.norm(x)  # [n, h]
+        return TargetOutput(_features(caught, last, feature_layers, wanted)[None], last[None])
+
+    def score(
+        self, input_ids: Tensor, feature_layers: Sequence[int], position_ids: Tensor, context: object, head: nn.Module
+    ) -> tuple[Tensor, Tensor] | None:
+        """Features [n, f*h] and outputs [n, v] of the head in one kernel call; None where the kernel does not apply."""
+        norm = self.body.norm
+        if not isinstance(context, TreeCache) or not self.stack.served or input_ids.shape[1] > NATIVE_ROWS:
+            return None
+        if not isinstance(norm, PackedRMSNorm) or not isinstance(head, PackedLinear) or not head.kernel:
+            return None
+        plan = context.cpu_plan()
+        if plan is None:
+            return None
+        x, tables, wanted = self._enter(input_ids, feature_layers, position_ids)
+        buffers = context.addresses(self.stack.shapes)
+        caught, last, logits = self.stack.score(x, tables, plan, buffers, wanted, norm, head)
+        logits = logits if head.bias is None else logits.add_(head.bias)
+        return _features(caught, last, feature_layers, wanted), logits
+
+    def _enter(
+        self, input_ids: Tensor, feature_layers: Sequence[int], position_ids: Tensor
+    ) -> tuple[Tensor, Tables, list[int]]:
+        """The residual stream [n, h], the rotary tables, and the layers whose inputs are features, ascending."""
+        if self._looks_up:
+            x = self.embed.weight.index_select(0, input_ids[0])
+        else:  # some families scale or norm what they look up
+            x = self.embed(input_ids)[0].contiguous().clone()
+        return (
+            x,
+            self.rotary.tables(x[None], position_ids),
+            sorted({layer for layer in feature_layers if layer != LAST}),
+        )
 
     def _layer_by_layer(self, x: Tensor, tables: Tables, context: AttentionContext, wanted: list[int]) -> Tensor:
         """As `LayerStack.forward`, with the context's own attention: long prefixes, many tokens, other caches."""
@@ -113,6 +141,14 @@ class NativeBody:
         if len(self.layers) in wanted:
             caught.append(x.clone())
         return torch.stack(caught, dim=1) if caught else x.new_empty(len(x), 0, x.shape[1])
+
+
+def _features(caught: Tensor, last: Tensor, feature_layers: Sequence[int], wanted: list[int]) -> Tensor:
+    """[n, f*h] from the inputs of the wanted layers [n, wanted, h] and the normed state [n, h]."""
+    if list(feature_layers) == wanted:
+        return caught.flatten(1)
+    parts = [last if layer == LAST else caught[:, wanted.index(layer)] for layer in feature_layers]
+    return torch.cat(parts, dim=-1)
 
 
 def plain_embedding(target: Any) -> Tensor | None:
@@ -140,17 +176,18 @@ class _Rotary:
         kinds = getattr(module, "rope_type", "dynamic")
         kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
         self._fixed = all(kind in ("default", "linear", "llama3", "yarn") for kind in kinds)
-        self._known: Tables = []
+        self._known: list[Tensor] = []  # cosine and sine [2, positions, rotary_dim] of each table
 
     def tables(self, hidden: Tensor, position_ids: Tensor) -> Tables:
-        end = int(position_ids.max()) + 1
+        end = max(position_ids[0].tolist()) + 1
         if not self._fixed or end > _KNOWN_POSITIONS:
             return self._compute(hidden, position_ids)
         known = self._known  # another thread may replace the tables by shorter ones
-        if not known or len(known[0][0]) < end:
+        if not known or known[0].shape[1] < end:
             places = torch.arange(max(256, 1 << end.bit_length()), device=position_ids.device)[None]
-            known = self._known = self._compute(hidden, places)
-        return [(cosine[position_ids[0]], sine[position_ids[0]]) for cosine, sine in known]
+            known = self._known = [torch.stack(pair) for pair in self._compute(hidden, places)]
+        chosen = [pair.index_select(1, position_ids[0]) for pair in known]
+        return [(pair[0], pair[1]) for pair in chosen]
 
     def _compute(self, hidden: Tensor, position_ids: Tensor) -> Tables:
         pairs = (self.module(hidden, position_ids, *extra) for extra in self.calls)

@@ -30,11 +30,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from drafttrain.batch import TargetOutput
 from drafttrain.errors import UserError, shown
 from drafttrain.files import hub_snapshot, is_hub_id
+from drafttrain.ops.grad_mode import without_grad
 from drafttrain.ops.native import cpu_kernels, multiplies_bfloat16
 from drafttrain.ops.packing import PackedLinear, cpu_has_bfloat16, pack, weights_of
 from drafttrain.ops.tree_attention import AttentionForm
@@ -42,7 +43,7 @@ from drafttrain.target.attention import LAST, AttentionContext, CausalRows, atte
 from drafttrain.target.devices import resolve_device, resolve_dtype, share_of_gpus
 from drafttrain.target.fetch import resolve_target
 from drafttrain.target.generation import TargetGeneration, end_tokens, read_generation_config
-from drafttrain.target.loading import load_language_model, loading, tokenizer_fingerprint
+from drafttrain.target.loading import load_language_model, loading, longest_row, tokenizer_fingerprint
 from drafttrain.target.native_body import NATIVE_ROWS, NativeBody, plain_embedding
 from drafttrain.target.own_cache import Continuation, pack_proven
 from drafttrain.target.proof import check_rows, prove, prove_own, unpackable, unsupported
@@ -89,7 +90,7 @@ class Target:
             self.body = next((child for child in model.children() if isinstance(child, PreTrainedModel)), model)
         self.hidden_size: int = self.config.hidden_size
         self.num_layers: int = self.config.num_hidden_layers
-        self.max_positions = self._find_max_positions()
+        self.max_positions = longest_row(self.config)
         self.embed_scale: float = getattr(self.config, "embedding_multiplier", None) or 1.0
         names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
         self.softcap: float | None = next(filter(None, (getattr(self.config, name, None) for name in names)), None)
@@ -309,15 +310,6 @@ class Target:
         self.num_layers = len(lists[0])  # the config counts an encoder's layers, or parts of layers
         return lists[0]
 
-    def _find_max_positions(self) -> int | None:
-        # LongRoPE (Phi-3) changes the keys of all positions once a sequence is longer than the original length. Cached keys
-        # and rows packed with longer ones would be wrong there, so the original length is the limit.
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        if rope.get("rope_type") == "longrope":
-            return rope.get("original_max_position_embeddings") or self.config.original_max_position_embeddings
-        limit = getattr(self.config, "max_position_embeddings", None)
-        return limit if limit is None or limit > 0 else None
-
     # -- facts --------------------------------------------------------------------------------------------------
 
     @property
@@ -402,7 +394,7 @@ class Target:
             logits = logits * self.logit_scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
-    @torch.no_grad()
+    @without_grad
     def forward(
         self,
         input_ids: Tensor,
@@ -440,6 +432,22 @@ class Target:
             return self.run_body(input_ids, feature_layers, None, use_cache=False)[0]
         context = context or CausalRows(input_ids.shape[1])
         return self.run_body(input_ids, feature_layers, context, position_ids=position_ids, use_cache=False)[0]
+
+    @without_grad
+    def score(
+        self,
+        input_ids: Tensor,
+        feature_layers: Sequence[int],
+        position_ids: Tensor,
+        context: AttentionContext | SnapshotCache,
+    ) -> tuple[Tensor, Tensor]:
+        """`forward` and `head` of one packed row [1, n], on a CPU in one kernel call: features [n, f*h], logits [n, v]."""
+        native = self._native
+        made = None if native is None else native.score(input_ids, feature_layers, position_ids, context, self.lm_head)
+        if made is not None:
+            return made[0], self.shape_logits(made[1])
+        out = self.forward(input_ids, feature_layers, position_ids, context)
+        return out.features[0], self.head(out.last_hidden[0])
 
     def run_body(
         self, input_ids: Tensor, feature_layers: Sequence[int], context: AttentionContext | None, /, **options: Any
@@ -490,11 +498,3 @@ class Target:
             else:  # OPT-350m projects the last norm's output; the projection counts as part of the head
                 hook_features(project_out if layer == LAST and project_out else self.layers[layer], layer)
             self._hooked.add(layer)
-
-
-def architectures_of(target: str) -> list[str]:
-    """The class names in a target's config; empty if there is no target or its config cannot be loaded."""
-    try:
-        return list(AutoConfig.from_pretrained(resolve_target(target)).architectures or []) if target else []
-    except (UserError, OSError, ValueError):
-        return []

@@ -38,6 +38,7 @@ from drafttrain.drafters.common.trainable import DecoderDrafter
 from drafttrain.drafters.common.tree_growth import GrowingTree, Likeliest, Logits, grow_trees, rows_of, widest
 from drafttrain.losses import TargetRows, linear_divergence
 from drafttrain.ops.cpu_draft import DraftHead, DraftStep, DraftWeights, kernel_of, plan_of
+from drafttrain.ops.grad_mode import without_grad
 from drafttrain.ops.packing import SKINNY_ROWS, PackedLinear
 from drafttrain.ops.path_attention import Spans, block_attention
 from drafttrain.ops.tree_attention import TreeLayout
@@ -311,7 +312,7 @@ class BlockDrafter(DecoderDrafter):
         first = self.conditional(block[:, 0], reads[:, 0], roots)
         return (first[0][:, None], first[1][:, None]) if isinstance(first, tuple) else first[:, None], ask
 
-    @torch.no_grad()
+    @without_grad
     def extend_all(self, sessions: Sequence[BlockSession], tokens: Tensors, features: Tensors) -> None:
         """Keys and values of the new context, of all sessions at once."""
         if (steps := sessions[0].steps) is not None and steps.read(sessions, tokens, features):
@@ -335,7 +336,7 @@ class BlockDrafter(DecoderDrafter):
             if session.text is not None:
                 session.text.read(new.tolist())
 
-    @torch.no_grad()
+    @without_grad
     def propose_all(self, sessions: Sequence[BlockSession], specs: Specs, samplers: Samplers) -> list[TokenTree]:
         """One pass drafts the blocks of all sessions; their trees then grow without the layers."""
         steps = sessions[0].steps

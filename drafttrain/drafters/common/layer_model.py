@@ -36,6 +36,7 @@ from drafttrain.drafters.common.tree_growth import (
 )
 from drafttrain.losses import SharedHead, TargetRows, linear_divergence
 from drafttrain.ops.cpu_draft import DraftHead, DraftStep, DraftWeights, kernel_of, plan_of
+from drafttrain.ops.grad_mode import without_grad
 from drafttrain.ops.packing import SKINNY_ROWS, PackedLinear
 from drafttrain.ops.path_attention import PathAttention
 from drafttrain.ops.tree_attention import TreeLayout
@@ -315,7 +316,7 @@ class LayerDrafter(DecoderDrafter):
 
         return self.logits(roots)[:, None], ask
 
-    @torch.no_grad()
+    @without_grad
     def extend_all(self, sessions: Sessions, tokens: Tensors, features: Tensors) -> None:
         """One step over the new tokens of all sessions; only each last token needs an output, the root of the next tree."""
         if (steps := sessions[0].steps) is not None and steps.read(sessions, tokens, features):
@@ -323,7 +324,7 @@ class LayerDrafter(DecoderDrafter):
         roots, reads = read_by_kernel(self, sessions, tokens, features) or self._read(sessions, tokens, features)
         for row, (session, own) in enumerate(zip(sessions, tokens, strict=True)):
             session.root, session.read = roots[row : row + 1], reads[row : row + 1]
-            session.length += len(own)
+            session.length += own.shape[0]
             session.trim()
             if session.text is not None:
                 session.text.read(own.tolist())
@@ -339,7 +340,7 @@ class LayerDrafter(DecoderDrafter):
         roots = self.packed_step(sessions, new, *inputs, ends=True)
         return roots, self.read_out(roots)
 
-    @torch.no_grad()
+    @without_grad
     def propose_all(self, sessions: Sessions, specs: Specs, samplers: Samplers) -> list[TokenTree]:
         """One step per depth over the nodes that any of the trees opens."""
         steps = sessions[0].steps

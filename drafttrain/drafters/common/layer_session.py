@@ -134,7 +134,7 @@ def read_by_kernel(
     table, lengths = drafter.embed_table, [session.length for session in sessions]
     if not drafter.draft_steps or table is None or max(lengths) > LONGEST_PREFIX:
         return None
-    step, counts = drafter.draft_steps[0], [len(own) for own in tokens]
+    step, counts = drafter.draft_steps[0], [own.shape[0] for own in tokens]
     if not step.reads_features or sum(counts) > SKINNY_ROWS:
         return None
     ends = [length + count for length, count in zip(lengths, counts, strict=True)]
@@ -174,7 +174,7 @@ def tables_of(rotary: Rotary, sessions: Sequence[LayerSession], end: int) -> tup
     if any(session.dropped != dropped for session in sessions):
         return None
     cos, sin = rotary.up_to(dropped + end)
-    return cos[dropped:], sin[dropped:]
+    return (cos[dropped:], sin[dropped:]) if dropped else (cos, sin)
 
 
 def cat(parts: Sequence[Tensor]) -> Tensor:

@@ -61,7 +61,7 @@ class Rotary:
     def up_to(self, end: int) -> tuple[Tensor, Tensor]:
         """cos, sin [at least `end`, 1, r] of positions 0, 1, 2, ... on the CPU in float32, cached."""
         rows = self._rows  # another thread may replace the tables by shorter ones
-        if end > len(rows[0]):
+        if end > rows[0].shape[0]:
             rows = self._rows = self.compute(torch.arange(1 << end.bit_length()), torch.float32)
         return rows
 

@@ -31,6 +31,7 @@ from drafttrain.drafters.common.tree_growth import GrowingTree, Likeliest, Logit
 from drafttrain.drafters.common.tree_spec import paths_text
 from drafttrain.losses import SharedHead, linear_divergence
 from drafttrain.ops.cpu_draft import DraftHead
+from drafttrain.ops.grad_mode import without_grad
 from drafttrain.target import Target
 from drafttrain.target.attention import LAST
 
@@ -189,7 +190,7 @@ class PathHeads(TrainableDrafter):
 
         return self.logits(roots, 0)[:, None], ask
 
-    @torch.no_grad()
+    @without_grad
     def extend_all(self, sessions: Sequence[PathSession], tokens: Tensors, features: Tensors) -> None:
         """Computes the state of each session's last committed token; the others leave nothing behind."""
         if (steps := sessions[0].steps) is not None and steps.read(sessions, tokens, features):
@@ -198,7 +199,7 @@ class PathHeads(TrainableDrafter):
         for session, state in zip(sessions, self.enter(*last).split(1), strict=True):
             session.root = state
 
-    @torch.no_grad()
+    @without_grad
     def propose_all(self, sessions: Sequence[PathSession], specs: Specs, samplers: Samplers) -> list[TokenTree]:
         """One step per depth over the nodes that any of the trees opens, down to the last head."""
         steps = sessions[0].steps

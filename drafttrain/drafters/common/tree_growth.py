@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -196,8 +197,12 @@ def widest(specs: Sequence[TreeSpec]) -> int | None:
 
 def tree_shape(specs: Sequence[TreeSpec]) -> TreeShape | None:
     """The greedy tree that a kernel grows for all of these specs; None if they differ, or draw tokens, or have ranks."""
-    spec = specs[0]
-    if spec.sampled or spec.shape not in ("chain", "fanout", "dynamic") or any(other != spec for other in specs):
+    return _shape_of(specs[0]) if all(other == specs[0] for other in specs[1:]) else None
+
+
+@cache
+def _shape_of(spec: TreeSpec) -> TreeShape | None:
+    if spec.sampled or spec.shape not in ("chain", "fanout", "dynamic"):
         return None
     fanout = () if spec.shape == "dynamic" else spec.fanout
     return TreeShape(spec.depth, spec.top_k, spec.budget, fanout, spec.floor)
@@ -257,4 +262,6 @@ def match_tree(
             above = scores[node]
         if spec.shape == "chain":
             break
+    if not tokens:
+        return TokenTree.empty(device)
     return TokenTree.likeliest(spec.budget, tokens, parents, [math.log(p) for p in scores], device)

@@ -34,7 +34,7 @@ from drafttrain.formats.engines import ENGINES, EngineRelease, engine_of
 from drafttrain.formats.public_names import public_name, write_clean_json
 from drafttrain.formats.weights import dtype_name, read_config, read_weights, write_checkpoint
 from drafttrain.formats.write_gguf import ROPES
-from drafttrain.target import architectures_of
+from drafttrain.target.loading import architectures_of
 
 # -- unsupported features -------------------------------------------------------------------------------------------
 
