@@ -53,7 +53,8 @@ def stored_layers(config: TrainConfig, target: Target) -> Json:
     reads = issubclass(kind, TrainableDrafter) and "feature_layers" in kinds_of(kind.config_class)
     if not reads or config.init not in ("target", "random") or config.loss == "next_token":
         return {}
-    held = stored_features(Path(config.data).expanduser())
+    root = Path(config.data).expanduser()
+    held = stored_features(root) if (root / "meta.json").exists() else None
     if not held or not held["layers"] or "feature_layers" in config.drafter:
         return {}
     if tuple(held["layers"]) != target.default_feature_layers:
