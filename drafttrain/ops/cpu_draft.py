@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafttrain.ops.cpu_layers import DecoderLayer, fields, make_struct
-from drafttrain.ops.native import address_of, built_kernels
-from drafttrain.ops.packing import PackedLinear, check, check_rows, pack_panels
+from drafttrain.ops.native import built_kernels
+from drafttrain.ops.packing import PackedLinear, address_of, check, check_rows, pack_panels
 from drafttrain.ops.tree_attention import CpuPlan, TreeLayout
 
 _STRIP = 64  # as in cpu_draft.c

@@ -20,12 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from drafttrain.ops.native import address_of, built_kernels
+from drafttrain.ops.native import built_kernels
 from drafttrain.ops.packing import (
     BFLOAT16_DOT,
     FORMATS,
     PackedLinear,
     PackedRMSNorm,
+    address_of,
     check,
     check_panels,
     form_of,

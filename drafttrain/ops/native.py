@@ -17,7 +17,6 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from array import array
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -115,11 +114,6 @@ def built_kernels() -> ctypes.CDLL:
     kernels = cpu_kernels()
     assert kernels is not None, "check cpu_kernels() first"
     return kernels
-
-
-def address_of(numbers: array[int]) -> int:
-    """Where a kernel finds numbers of a call, which must live until it returns; quicker to make than numpy's arrays."""
-    return numbers.buffer_info()[0]
 
 
 def _chosen_flags() -> tuple[str, ...] | None:

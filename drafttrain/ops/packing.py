@@ -16,8 +16,11 @@ Rows that are integers up to 127 times a factor are streamed as int8. Either way
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterator
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +28,8 @@ from torch import Tensor, nn
 
 from drafttrain.ops.native import built_kernels, cpu_kernels
 
+P = ParamSpec("P")
+R = TypeVar("R")
 SKINNY_ROWS = 64  # most tokens of a draft step in the kernels, whose trees have as many
 _LANES = 16  # as in cpu.c
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # dtype of panels -> enum format of cpu_linear.c
@@ -95,6 +100,24 @@ def pack_gated(weight: Tensor) -> Tensor:
     missing = -len(gate) % (2 * _LANES)
     halves = [F.pad(half, (0, 0, 0, missing)).unflatten(0, (-1, 2 * _LANES)) for half in (gate, up)]
     return pack_panels(torch.stack(halves, dim=1).flatten(0, 2))
+
+
+def without_grad(function: Callable[P, R]) -> Callable[P, R]:
+    """As `torch.no_grad()`, for plain functions; costs one test where a caller has switched gradients off already."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        with torch.no_grad():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def address_of(numbers: array[int]) -> int:
+    """Where a kernel finds numbers of a call, which must live until it returns; quicker to make than numpy's arrays."""
+    return numbers.buffer_info()[0]
 
 
 def check(name: str, tensor: Tensor, sizes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:

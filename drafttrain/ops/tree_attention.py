@@ -24,7 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafttrain.ops.native import address_of, built_kernels, cpu_kernels
+from drafttrain.ops.native import built_kernels, cpu_kernels
+from drafttrain.ops.packing import address_of
 
 # The CPU kernel keeps a token's ancestors in one 64-bit word, and its scores in the core's own cache: 0.3-0.9x of torch's
 # time up to 1000 keys, equal at 2000, slower beyond.

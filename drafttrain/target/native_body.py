@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from drafttrain.batch import TargetOutput
 from drafttrain.ops.cpu_layers import DecoderLayer, LayerStack
-from drafttrain.ops.grad_mode import without_grad
 from drafttrain.ops.native import cpu_kernels
-from drafttrain.ops.packing import PackedLinear, PackedRMSNorm
+from drafttrain.ops.packing import PackedLinear, PackedRMSNorm, without_grad
 from drafttrain.ops.tree_attention import AttentionForm
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target.attention import LAST, AttentionContext, CausalRows

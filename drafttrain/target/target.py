@@ -35,9 +35,8 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from drafttrain.batch import TargetOutput
 from drafttrain.errors import UserError, shown
 from drafttrain.files import hub_snapshot, is_hub_id
-from drafttrain.ops.grad_mode import without_grad
 from drafttrain.ops.native import cpu_kernels, multiplies_bfloat16
-from drafttrain.ops.packing import PackedLinear, cpu_has_bfloat16, pack, weights_of
+from drafttrain.ops.packing import PackedLinear, cpu_has_bfloat16, pack, weights_of, without_grad
 from drafttrain.ops.tree_attention import AttentionForm
 from drafttrain.target.attention import LAST, AttentionContext, CausalRows, attention_context, hook_features
 from drafttrain.target.devices import resolve_device, resolve_dtype, share_of_gpus

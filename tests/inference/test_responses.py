@@ -9,6 +9,7 @@ from drafttrain.inference.responses import ResponseEngine, ResponseRequest
 from drafttrain.ops.sampling import SamplingParams, sample
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
+from drafttrain.target.native_body import NativeBody
 from tests.conftest import make_target, make_tokenizer
 
 STOPS = [257, *range(0, 250, 12)]
@@ -92,13 +93,13 @@ def test_long_prompts_are_read_in_pieces(monkeypatch):
 def test_prefix_is_computed_once_and_drain_runs_fewer_rows(monkeypatch, target):
     shapes: list[tuple[int, ...]] = []
     target.pack()  # which runs forwards of its own
-    forward = Target.forward
+    enter = NativeBody._enter  # of prompts' forwards and of rounds, which apply the head in the same call
 
     def spy(self, ids, *args):
         shapes.append(tuple(ids.shape))
-        return forward(self, ids, *args)
+        return enter(self, ids, *args)
 
-    monkeypatch.setattr(Target, "forward", spy)
+    monkeypatch.setattr(NativeBody, "_enter", spy)
     prefix = [256, *range(30)]
     requests = [ResponseRequest(str(i), [*prefix, 40 + i, 41 + i], 60 if i == 7 else 4, {257}) for i in range(8)]
     got = run(target, requests, slots=8)

@@ -38,8 +38,7 @@ from drafttrain.drafters.common.trainable import DecoderDrafter
 from drafttrain.drafters.common.tree_growth import GrowingTree, Likeliest, Logits, grow_trees, rows_of, widest
 from drafttrain.losses import TargetRows, linear_divergence
 from drafttrain.ops.cpu_draft import DraftHead, DraftStep, DraftWeights, kernel_of, plan_of
-from drafttrain.ops.grad_mode import without_grad
-from drafttrain.ops.packing import SKINNY_ROWS, PackedLinear
+from drafttrain.ops.packing import SKINNY_ROWS, PackedLinear, without_grad
 from drafttrain.ops.path_attention import Spans, block_attention
 from drafttrain.ops.tree_attention import TreeLayout
 from drafttrain.sequence_parallel import SharedPart

@@ -36,8 +36,7 @@ from drafttrain.drafters.common.tree_growth import (
 )
 from drafttrain.losses import SharedHead, TargetRows, linear_divergence
 from drafttrain.ops.cpu_draft import DraftHead, DraftStep, DraftWeights, kernel_of, plan_of
-from drafttrain.ops.grad_mode import without_grad
-from drafttrain.ops.packing import SKINNY_ROWS, PackedLinear
+from drafttrain.ops.packing import SKINNY_ROWS, PackedLinear, without_grad
 from drafttrain.ops.path_attention import PathAttention
 from drafttrain.ops.tree_attention import TreeLayout
 

@@ -31,7 +31,7 @@ from drafttrain.drafters.common.tree_growth import GrowingTree, Likeliest, Logit
 from drafttrain.drafters.common.tree_spec import paths_text
 from drafttrain.losses import SharedHead, linear_divergence
 from drafttrain.ops.cpu_draft import DraftHead
-from drafttrain.ops.grad_mode import without_grad
+from drafttrain.ops.packing import without_grad
 from drafttrain.target import Target
 from drafttrain.target.attention import LAST
 
