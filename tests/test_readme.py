@@ -36,7 +36,9 @@ def test_the_sentence_below_it_states_the_measurement():
     low, high = overall["confidence"]["speedup"]["autoregressive"]
     of = overall["prompts"]
     same = round(of * overall["identical_outputs"])
-    words = [f"tree `{MEASURED['decoding']['tree']['spec']}` with n-grams, greedy, {MEASURED['max_new_tokens']} new tokens"]
+    words = [
+        f"tree `{MEASURED['decoding']['tree']['spec']}` with n-grams, greedy, {MEASURED['decoding']['max_new_tokens']} new tokens"
+    ]
     words += [f"identical output on {same} of {of} prompts", f"95 % interval of the speed-up {low:.2f} to {high:.2f}"]
     assert [each for each in words if each not in said] == []
 
@@ -45,7 +47,9 @@ def test_the_measurement_is_the_command_of_the_quickstart():
     """The script evaluates with what the JSON names, in a target's and a folder's place their variables."""
     script = (ROOT / "scripts" / "quickstart.sh").read_text().replace("\\\n", " ")
     line = next(line for line in script.splitlines() if line.startswith("drafttrain eval"))
-    shown = [word.replace("$target", "smollm2-135m").replace("$output", "runs/quickstart") for word in shlex.split(line)]
+    shown = [
+        word.replace("$target", "smollm2-135m").replace("$output", "runs/quickstart") for word in shlex.split(line)
+    ]
     assert shown == MEASURED["command"]
 
 
