@@ -49,6 +49,7 @@ CPU_TIME = (
     "import runpy, sys, time; from drafttrain.training.callbacks import TimeBudget; sys.argv = sys.argv[1:]; "
     "TimeBudget.clock = staticmethod(time.process_time); runpy.run_path(sys.argv[0], run_name='__main__')"
 )
+CACHE_GB = 4.0  # of target features in memory, shared by the trainings that run at a time; a training alone keeps as much
 
 
 @dataclass
@@ -152,7 +153,9 @@ def train(kind: str, args: argparse.Namespace, core: int | None = None) -> Json:
     if not recipe.is_file():
         raise RuntimeError(f"no recipe {recipe.name} in --recipes")
     keys = [f"target={resolved(args.target)}", f"data={resolved(args.data)}", f"max_minutes={args.minutes}"]
-    keys += [f"seed={args.seed}", "include_num_input_tokens_seen=true", *args.train]
+    keys += [f"seed={args.seed}", "include_num_input_tokens_seen=true"]
+    keys += [f"cache_gb={CACHE_GB / len(args.cores):g}"] if args.cores else []
+    keys += args.train
     timing = ["cpu time"] if args.cpu_time else []
     folder = (args.folder / f"{kind}-{digest([recipe.read_text(), *keys, *timing])}").resolve()
     if not (folder / "training.json").is_file():
