@@ -154,8 +154,9 @@ def train(kind: str, args: argparse.Namespace, core: int | None = None) -> Json:
         raise RuntimeError(f"no recipe {recipe.name} in --recipes")
     keys = [f"target={resolved(args.target)}", f"data={resolved(args.data)}", f"max_minutes={args.minutes}"]
     keys += [f"seed={args.seed}", "include_num_input_tokens_seen=true"]
-    keys += [f"cache_gb={CACHE_GB / len(args.cores):g}"] if args.cores else []
     keys += args.train
+    if args.cores and not any(key.startswith("cache_gb=") for key in args.train):
+        keys.append(f"cache_gb={CACHE_GB / len(args.cores):g}")
     timing = ["cpu time"] if args.cpu_time else []
     folder = (args.folder / f"{kind}-{digest([recipe.read_text(), *keys, *timing])}").resolve()
     if not (folder / "training.json").is_file():
