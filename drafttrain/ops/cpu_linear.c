@@ -258,9 +258,10 @@ static uint32_t bfloat16(float x) { /* to nearest, ties to even */
     return x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
-/* A copy of x [rows, in] in bfloat16, or as it is; rows and inputs are padded with zeros to whole tiles. The caller frees it. */
+/* A copy of x [rows, in] in bfloat16, or as it is; inputs are padded with zeros, and rows to whole tiles where there are tiles. The
+ * caller frees it. */
 static char *copy_inputs(const float *x, long rows, long in, int round, long *stride, int threads) {
-    long size = round ? 2 : 4, padded = (rows + 31) / 32 * 32;
+    long size = round ? 2 : 4, padded = has_tiles ? (rows + 31) / 32 * 32 : rows;
     *stride = ((in + 31) / 32 * 32 + 32) * size; /* no power of two, whose rows would share few lines of the cache */
     char *copy = aligned_alloc(64, padded * *stride);
 #pragma omp parallel for num_threads(threads) if (rows * in > 16384)
