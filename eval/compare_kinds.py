@@ -49,7 +49,9 @@ CPU_TIME = (
     "import runpy, sys, time; from drafttrain.training.callbacks import TimeBudget; sys.argv = sys.argv[1:]; "
     "TimeBudget.clock = staticmethod(time.process_time); runpy.run_path(sys.argv[0], run_name='__main__')"
 )
-CACHE_GB = 4.0  # of target features in memory, shared by the trainings that run at a time; a training alone keeps as much
+CACHE_GB = (
+    4.0  # of target features in memory, shared by the trainings that run at a time; a training alone keeps as much
+)
 
 
 @dataclass
