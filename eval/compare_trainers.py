@@ -43,7 +43,7 @@ def arguments() -> argparse.Namespace:
     add("--target", default="smollm2-135m", help="short name or folder")
     add("--data", required=True, help="folder written by drafttrain generate")
     add("--peer-python", required=True, help="an interpreter with speculators")
-    add("--recipe", default="configs/quickstart.yaml", help="of our side")
+    add("--recipe", default="quickstart", help="of our side: a name or a file")
     add("--minutes", type=float, nargs="+", default=[1.0, 2.0, 4.0], help="training times, a run each")
     add("--draft-vocab-size", type=int, default=4096, help="of both sides")
     add("--sequence", type=int, default=1024, help="tokens of a packed row of the speculators side")
