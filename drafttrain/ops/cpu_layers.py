@@ -208,7 +208,30 @@ _FORM = np.dtype(
 )
 
 
-_NO_ENDING = (None, 0.0, None, None, 0, None, 0)  # arguments of body_forward: norm to vocabulary
+class Ending:
+    """The last norm and the head, to run in the same call as the layers: after each large call Python starts with cold caches.
+
+    Args:
+        norm, head: packed; the head as a kernel. rows: n, of the forward that it ends.
+
+    Attributes:
+        last: [n, h], the normed state. logits: [n, v], the head's products without its bias. Both are filled by `LayerStack.forward`.
+
+    Raises:
+        ValueError: the head does not read what the norm gives.
+    """
+
+    def __init__(self, norm: PackedRMSNorm, head: PackedLinear, rows: int):
+        panels, hidden, vocabulary = head.panels(), len(norm.weight), head.out_features
+        check_panels("head", panels, hidden, vocabulary)
+        self.last, self.logits = norm.weight.new_empty(rows, hidden), norm.weight.new_empty(rows, vocabulary)
+        self._kept = panels, norm.weight
+        normed = norm.weight.data_ptr(), norm.eps, self.last.data_ptr()
+        products = panels.data_ptr(), form_of(panels, head.rounded), self.logits.data_ptr(), vocabulary
+        self.arguments = (*normed, *products)  # of body_forward
+
+
+_NO_ENDING = (None, 0.0, None, None, 0, None, 0)  # as Ending.arguments
 
 
 class LayerStack:
@@ -251,7 +274,13 @@ class LayerStack:
         self._kernels = built_kernels()
 
     def forward(
-        self, x: Tensor, tables: Sequence[tuple[Tensor, Tensor]], plan: CpuPlan, buffers: Addresses, wanted: list[int]
+        self,
+        x: Tensor,
+        tables: Sequence[tuple[Tensor, Tensor]],
+        plan: CpuPlan,
+        buffers: Addresses,
+        wanted: list[int],
+        ending: Ending | None = None,
     ) -> Tensor:
         """Runs the layers over x [n, h] in place and stores the new keys and values.
 
@@ -260,44 +289,11 @@ class LayerStack:
             plan: where each token stands.
             buffers: of a cache, see `TreeCache.addresses`.
             wanted: ascending layers whose inputs are returned; the number of layers means the last layer's output.
+            ending: runs after the layers; None for none.
 
         Returns:
             [n, len(wanted), h].
         """
-        return self._run(x, tables, plan, buffers, wanted, _NO_ENDING)
-
-    def score(
-        self,
-        x: Tensor,
-        tables: Sequence[tuple[Tensor, Tensor]],
-        plan: CpuPlan,
-        buffers: Addresses,
-        wanted: list[int],
-        norm: PackedRMSNorm,
-        head: PackedLinear,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `forward`, and the last norm and the head in the same call: after each large call Python starts with cold caches.
-
-        Returns:
-            What `forward` does, the normed state [n, h] and the head's products [n, v], without a bias.
-        """
-        panels, vocabulary = head.panels(), head.out_features
-        check("norm", norm.weight, (self.hidden,))
-        check_panels("head", panels, self.hidden, vocabulary)
-        last, logits = x.new_empty(plan.tokens, self.hidden), x.new_empty(plan.tokens, vocabulary)
-        ending = norm.weight.data_ptr(), norm.eps, last.data_ptr()
-        products = panels.data_ptr(), form_of(panels, head.rounded), logits.data_ptr(), vocabulary
-        return self._run(x, tables, plan, buffers, wanted, (*ending, *products)), last, logits
-
-    def _run(
-        self,
-        x: Tensor,
-        tables: Sequence[tuple[Tensor, Tensor]],
-        plan: CpuPlan,
-        buffers: Addresses,
-        wanted: list[int],
-        ending: tuple[float | None, ...],
-    ) -> Tensor:
         n, hidden, count = plan.tokens, self.hidden, len(self._layers)
         check("x", x, (n, hidden))
         if not self.served or buffers.shapes != self.shapes or buffers.slots < plan.slots:
@@ -310,11 +306,14 @@ class LayerStack:
         for i, width in self._widths:
             check("cosine", tables[i][0], (n, width))
             check("sine", tables[i][1], (n, width))
+        if ending is not None:
+            check("ending.last", ending.last, (n, hidden))
         caught = x.new_empty((n, len(wanted), hidden))
         rotary = array("Q", [part.data_ptr() for pair in tables for part in pair])
         features = array("q", wanted)
         self._kernels.body_forward(
             *(*self._addresses, buffers.address, count, x.data_ptr(), n, address_of(rotary), plan.address),
-            *(address_of(features), len(wanted), caught.data_ptr(), *ending, torch.get_num_threads()),
+            *(address_of(features), len(wanted), caught.data_ptr()),
+            *(*(_NO_ENDING if ending is None else ending.arguments), torch.get_num_threads()),
         )
         return caught

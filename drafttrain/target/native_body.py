@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafttrain.batch import TargetOutput
-from drafttrain.ops.cpu_layers import DecoderLayer, LayerStack
+from drafttrain.ops.cpu_layers import DecoderLayer, Ending, LayerStack
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import PackedLinear, PackedRMSNorm, without_grad
-from drafttrain.ops.tree_attention import AttentionForm
-from drafttrain.ops.tree_cache import TreeCache
+from drafttrain.ops.tree_attention import AttentionForm, CpuPlan
+from drafttrain.ops.tree_cache import Addresses, TreeCache
 from drafttrain.target.attention import LAST, AttentionContext, CausalRows
 
 _LAYER_PARTS = {
@@ -89,8 +89,8 @@ class NativeBody:
     ) -> TargetOutput:
         """As `Target.forward` with a context, for one packed row: input_ids and position_ids [1, n]."""
         x, tables, wanted = self._enter(input_ids, feature_layers, position_ids)
-        if isinstance(context, TreeCache) and self.stack.served and (plan := context.cpu_plan()) is not None:
-            caught = self.stack.forward(x, tables, plan, context.addresses(self.stack.shapes), wanted)
+        if (cache := self._cache(context)) is not None:
+            caught = self.stack.forward(x, tables, *cache, wanted)
         else:
             caught = self._layer_by_layer(x, tables, context, wanted)
         last = self.body.norm(x)  # [n, h]
@@ -100,19 +100,22 @@ class NativeBody:
         self, input_ids: Tensor, feature_layers: Sequence[int], position_ids: Tensor, context: object, head: nn.Module
     ) -> tuple[Tensor, Tensor] | None:
         """Features [n, f*h] and outputs [n, v] of the head in one kernel call; None where the kernel does not apply."""
-        norm = self.body.norm
-        if not isinstance(context, TreeCache) or not self.stack.served or input_ids.shape[1] > NATIVE_ROWS:
-            return None
+        norm, rows = self.body.norm, input_ids.shape[1]
         if not isinstance(norm, PackedRMSNorm) or not isinstance(head, PackedLinear) or not head.kernel:
             return None
-        plan = context.cpu_plan()
-        if plan is None:
+        if rows > NATIVE_ROWS or (cache := self._cache(context)) is None:
             return None
         x, tables, wanted = self._enter(input_ids, feature_layers, position_ids)
-        buffers = context.addresses(self.stack.shapes)
-        caught, last, logits = self.stack.score(x, tables, plan, buffers, wanted, norm, head)
-        logits = logits if head.bias is None else logits.add_(head.bias)
-        return _features(caught, last, feature_layers, wanted), logits
+        ending = Ending(norm, head, rows)
+        caught = self.stack.forward(x, tables, *cache, wanted, ending)
+        logits = ending.logits if head.bias is None else ending.logits.add_(head.bias)
+        return _features(caught, ending.last, feature_layers, wanted), logits
+
+    def _cache(self, context: object) -> tuple[CpuPlan, Addresses] | None:
+        """Where the tokens of a call stand and where the cache keeps keys and values; None where the kernel does not apply."""
+        if not isinstance(context, TreeCache) or not self.stack.served or (plan := context.cpu_plan()) is None:
+            return None
+        return plan, context.addresses(self.stack.shapes)
 
     def _enter(
         self, input_ids: Tensor, feature_layers: Sequence[int], position_ids: Tensor
