@@ -25,6 +25,7 @@ MostSteps = Annotated[int, Field(ge=-1, le=10**9)]
 Epochs = Annotated[float, Field(ge=1e-6, le=1e6)]
 Interval = Annotated[float, Field(ge=1e-6, le=1e9)]
 LearningRate = Annotated[float, Field(ge=0, le=100)]
+CPU_CACHE_GB = 4.0  # of a target's features, where a recipe leaves cache_gb out
 _MOST_VALUES, _MOST_LEVELS, _LONGEST = 10_000, 32, 200_000  # of a recipe, aliases counted each time; characters
 _DEEP = re.compile(r"(?:[\[{]\s*){33}")  # PyYAML takes seconds for these
 
@@ -74,7 +75,9 @@ class TrainConfig:
         0.0,
         "training time, by which the learning rate then decays too; max_steps may end it earlier; 0 ends by steps alone",
     )
-    cache_gb: CacheSize = key(-1.0, "memory for target features kept across epochs; -1 means 4 on a CPU and 0 on a GPU")
+    cache_gb: CacheSize = key(
+        -1.0, f"memory for target features kept across epochs; -1 means {CPU_CACHE_GB:g} on a CPU and 0 on a GPU"
+    )
     decode_prompts: Size = key(8, "held-out prompts that the decoder continues during training; 0 for none")
     decode_steps: Size = key(0, "steps between measurements; 0 measures with every checkpoint")
     decode_tokens: Count = key(64, "tokens per answer of these prompts")
@@ -85,6 +88,11 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, words=True)
+
+    def cache_size(self, gpu: bool) -> float:
+        """GB of `cache_gb`, or what is usual; parts of rows are not kept."""
+        usual = 0.0 if gpu or self.sequence_parallel > 1 else CPU_CACHE_GB
+        return self.cache_gb if self.cache_gb >= 0 else usual
 
 
 @dataclass

@@ -269,8 +269,6 @@ def build_source(
     """The source of target features and distributions: memory, stored features, the target; none for next_token."""
     if config.loss == "next_token":
         return NoTarget()
-    usual = 4.0 if target.device.type == "cpu" and config.sequence_parallel == 1 else 0.0  # parts of rows are not kept
-    cache_gb = config.cache_gb if config.cache_gb >= 0 else usual
     servers = None
     if config.sequence_parallel > 1 and stored is None and not config.target_url:
         check_shared(target)
@@ -278,7 +276,7 @@ def build_source(
         servers, stored = proven_servers(config, target, drafter, stored is not None), None
     ids = list(records["id"]) if stored else None
     at = parse_loss(config.loss).temperatures
-    memory = cache_gb * 1e9, at, config.prefetch_gb * 1e9
+    memory = config.cache_size(target.device.type != "cpu") * 1e9, at, config.prefetch_gb * 1e9
     return TargetSource(target, drafter.feature_layers, drafter.kept_ids, stored, ids, *memory, servers)
 
 

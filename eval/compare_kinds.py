@@ -32,6 +32,7 @@ from queue import SimpleQueue
 import numpy as np
 import torch
 
+from drafttrain.config import CPU_CACHE_GB
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import kind_class, kinds
 from drafttrain.environment import describe_environment
@@ -48,9 +49,6 @@ BEGIN, END = "<!-- begin: eval/compare_kinds.py -->", "<!-- end: eval/compare_ki
 CPU_TIME = (
     "import runpy, sys, time; from drafttrain.training.callbacks import TimeBudget; sys.argv = sys.argv[1:]; "
     "TimeBudget.clock = staticmethod(time.process_time); runpy.run_path(sys.argv[0], run_name='__main__')"
-)
-CACHE_GB = (
-    4.0  # of target features in memory, shared by the trainings that run at a time; a training alone keeps as much
 )
 
 
@@ -156,9 +154,9 @@ def train(kind: str, args: argparse.Namespace, core: int | None = None) -> Json:
         raise RuntimeError(f"no recipe {recipe.name} in --recipes")
     keys = [f"target={resolved(args.target)}", f"data={resolved(args.data)}", f"max_minutes={args.minutes}"]
     keys += [f"seed={args.seed}", "include_num_input_tokens_seen=true"]
-    keys += args.train
-    if args.cores and not any(key.startswith("cache_gb=") for key in args.train):
-        keys.append(f"cache_gb={CACHE_GB / len(args.cores):g}")
+    if args.cores:  # what a training alone keeps of the target's features, shared by those that run at a time
+        keys.append(f"cache_gb={CPU_CACHE_GB / len(args.cores):g}")
+    keys += args.train  # of keys that occur twice the last counts
     timing = ["cpu time"] if args.cpu_time else []
     folder = (args.folder / f"{kind}-{digest([recipe.read_text(), *keys, *timing])}").resolve()
     if not (folder / "training.json").is_file():

@@ -162,7 +162,7 @@ class _Planner:
         copies = states == "none" or kind_class(config.kind).loads_language_models
         whole = bool(config.on_policy) or (copies and not (config.target_url and config.init != "target"))
         recomputes = gpu and states == "online" and self.has_layers
-        cache = 1e9 * (config.cache_gb if config.cache_gb >= 0 else 0.0 if gpu else 4.0)
+        cache = 1e9 * config.cache_size(gpu)
         return Setting(
             rows=trainer["per_device_train_batch_size"],
             length=config.max_length,
