@@ -215,7 +215,7 @@ class Ending:
         norm, head: packed; the head as a kernel. rows: n, of the forward that it ends.
 
     Attributes:
-        last: [n, h], the normed state. logits: [n, v], the head's products without its bias. Both are filled by `LayerStack.forward`.
+        last: [n, h], the normed state. logits: [n, v], the head's products without its bias. `LayerStack.forward` fills both.
 
     Raises:
         ValueError: the head does not read what the norm gives.
