@@ -41,6 +41,7 @@ KeepTokens = Callable[[int], Tensor]
 Tensors = Sequence[Tensor]
 Specs = Sequence[TreeSpec]
 Samplers = Sequence[Sampler | None]
+Predictions = tuple[list[int], list[float]]  # the target's likeliest next tokens and their probabilities, descending
 # Values of a recipe's `init` that make a new drafter; any other value names a drafter to continue.
 NEW = ("target", "random", "native")
 
@@ -105,6 +106,16 @@ class Session:
         Called before the `extend` of the same round. Decoding stays lossless: the next round's tokens are not chosen yet.
         """
 
+    def read_predictions(self, tree: TokenTree, predictions: list[Predictions]) -> None:
+        """Reads the target's likeliest tokens after the root and after each node of a round's tree, accepted or not.
+
+        Called when `observe` is, for a tree below the last token that the session has read.
+
+        Args:
+            predictions: [n + 1], of `Drafter.predictions` tokens each; their probabilities are of the logits as they are, among
+                these tokens alone.
+        """
+
 
 class JointSession(Session):
     """A session of a kind whose drafter serves several sessions in one pass (`extend_all`, `propose_all`).
@@ -150,6 +161,8 @@ class Drafter(NamedDrafter):
         feature_layers: target hidden states that the drafter reads, concatenated to [., f*h]; see `Target.forward`.
         reads_features: name of the weight [h, f*h] that reads them; empty in kinds without one.
         probes: most probes per round of a session, see `Session.probe`.
+        predictions: the target's likeliest tokens per node that sessions read, see `Session.read_predictions`.
+        drafts_alone: beside another drafter (FIRST+KIND), likely matches are drafted without a pass of the other one.
         takes_packed_rows: `forward` accepts rows that hold several conversations.
         pretrains: `forward` accepts rows=None and row_of=None, the loss `next_token` on plain text.
         writes_responses: the drafter is a language model that can answer prompts, see `as_target`.
@@ -165,6 +178,8 @@ class Drafter(NamedDrafter):
     feature_layers: tuple[int, ...] = ()
     reads_features: str = ""
     probes: int = 0
+    predictions: int = 0
+    drafts_alone: bool = True
     takes_packed_rows: bool = False
     pretrains: bool = False
     writes_responses: bool = False

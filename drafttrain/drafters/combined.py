@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.batch import TokenTree
-from drafttrain.drafters.base import Drafter, JointSession, Session
+from drafttrain.drafters.base import Drafter, JointSession, Predictions, Session
 from drafttrain.drafters.common.static_draft import DraftSteps
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.ops.graphs import GraphPool
@@ -73,6 +73,7 @@ class CombinedDrafter(Drafter):
         self.kind = f"{main.kind}+{side.kind}"
         self.feature_layers = main.feature_layers
         self.probes = main.probes + side.probes
+        self.predictions = max(main.predictions, side.predictions)
 
     def __repr__(self) -> str:
         return f"{self.main!r} + {self.side!r}"
@@ -100,7 +101,7 @@ class CombinedDrafter(Drafter):
     ) -> list[TokenTree]:
         sides = [session.side for session in sessions]
         found = self.side.propose_all(sides, [match_spec(spec) for spec in specs], samplers)
-        sure = [drafts_alone(tree, spec) for tree, spec in zip(found, specs, strict=True)]
+        sure = [self.side.drafts_alone and is_likely(tree, spec) for tree, spec in zip(found, specs, strict=True)]
         trees = {row: alone(found[row], specs[row]) for row in range(len(sessions)) if sure[row]}
         rows = [row for row in range(len(sessions)) if not sure[row]]
         if rows:
@@ -132,7 +133,7 @@ def match_spec(spec: TreeSpec) -> TreeSpec:
     return TreeSpec.parse(f"chain:{max(spec.depth, spec.match)}")
 
 
-def drafts_alone(match: TokenTree, spec: TreeSpec) -> bool:
+def is_likely(match: TokenTree, spec: TreeSpec) -> bool:
     """True if the match is likely enough to skip the other drafter."""
     bar = spec.alone or (_SURE if spec.shape == "dynamic" else _LIKELY)
     return len(match) > 0 and math.exp(_scores(match)[0]) >= bar
@@ -177,3 +178,9 @@ class CombinedSession(JointSession):
         for part, count in zip((self.main, self.side), self.probe_counts, strict=True):
             part.observe([chosen[0], *chosen[begin : begin + count]])
             begin += count
+
+    def read_predictions(self, tree: TokenTree, predictions: list[Predictions]) -> None:
+        for part, drafter in ((self.main, self.drafter.main), (self.side, self.drafter.side)):
+            if drafter.predictions:
+                width = drafter.predictions
+                part.read_predictions(tree, [(ids[:width], shares[:width]) for ids, shares in predictions])

@@ -32,6 +32,7 @@ from drafttrain.drafters.common.static_draft import DraftSteps
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.inference.adaptive import Adaptive, Pace, RoundReport
+from drafttrain.inference.feedback import answer_probes, share_predictions
 from drafttrain.inference.sequence import (
     Clock,
     Generation,
@@ -224,7 +225,9 @@ class Engine:
             for sequence, *seen in zip(sequences, trees, verdicts, logits.split(sizes), strict=True):
                 self.observer(sequence.index, *seen)
         if any(sequence.probed for sequence in sequences):
-            self._answer_probes(sequences, argmax(logits) if choices is None else choices, sizes)
+            answer_probes(sequences, argmax(logits) if choices is None else choices, sizes)
+        if self.drafter is not None and self.drafter.predictions:
+            share_predictions(sequences, trees, logits, self.drafter.predictions)
         kept = [[0, *(node + 1 for node in verdict.path)] for verdict in verdicts]
         self.cache.commit(kept)
         moment = clock.now()
@@ -320,15 +323,6 @@ class Engine:
         done = self.clock.mark()
         self._charges.append((drafting, read, done))
         return [trees.get(sequence.row, self._no_tree) for sequence in sequences], begun, read, done
-
-    def _answer_probes(self, sequences: list[Sequence], chosen: Tensor, sizes: list[int]) -> None:
-        """Passes the target's choices after root and probes to the sessions; chosen: [N], at each sequence's root and nodes."""
-        tokens, starts = chosen.tolist(), [0, *accumulate(sizes)]
-        for sequence, begin, end in zip(sequences, starts, starts[1:], strict=False):
-            if sequence.probed and sequence.session is not None:
-                root, *nodes = tokens[begin:end]
-                sequence.session.observe([root, *(nodes[node] if node >= 0 else -1 for node in sequence.probed)])
-                sequence.probed = []
 
     def _extend(self, news: list[tuple[Sequence, Tensor, Tensor]]) -> None:
         """Keeps committed tokens [m] and features [m, f*h] for the sessions.

@@ -147,6 +147,14 @@ def top_log_probs(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return top.values, top.indices
 
 
+def highest(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Values [n, width] in descending order and ids [n, width] int64 of each row's highest logits; width at most v."""
+    if _few_rows(logits):
+        return _highest(logits, width, None)
+    top = logits.float().topk(width, dim=-1)
+    return top.values, top.indices
+
+
 def _few_rows(logits: Tensor) -> bool:
     """Whether the C kernel applies: torch splits even few rows among threads, whose start takes longer than the work."""
     if torch.compiler.is_compiling():

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from drafttrain.batch import TokenTree
 from drafttrain.drafters.base import Drafter, Session
-from drafttrain.drafters.combined import WORTH, drafts_alone, match_spec, merge, parts_of
+from drafttrain.drafters.combined import WORTH, is_likely, match_spec, merge, parts_of
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.files import Json
 from drafttrain.inference import Decoder, SamplingParams
@@ -228,7 +228,7 @@ def replay(track: Track, spec: TreeSpec) -> list[Replayed]:
 def _position(track: Track, position: int, spec: TreeSpec) -> _Position:
     tree, match = track.trees[position][spec.top_k], track.matches[position][spec.top_k]
     drafted, likely = 0, None
-    if spec.matches and drafts_alone(match.tree, spec):
+    if spec.matches and is_likely(match.tree, spec):
         tree = match  # for a chain it is a chain itself, as deep as was recorded
         likely = sum(score >= math.log(WORTH) for score in match.scores)
     else:

@@ -238,9 +238,9 @@ def search_tree(target: Target, drafter: Drafter, prompts: Sequence[list[int]], 
         prompts: token ids; not from the suite that will be measured.
 
     Raises:
-        UserError: a drafter with probes, which learns from passes that a replay does not make.
+        UserError: a drafter that learns from passes, which a replay does not make.
     """
-    if drafter.probes:
+    if drafter.probes or drafter.predictions:
         reason = "learns from its own rounds, so trees cannot be predicted"
         raise UserError(f"drafter={drafter.kind!r} {reason}; name one: --tree fanout:4x1x1")
     sampling, tokens = settings.sampling, settings.tokens

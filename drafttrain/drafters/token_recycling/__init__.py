@@ -1,0 +1,3 @@
+"""Token Recycling."""
+
+UNTRAINED = True

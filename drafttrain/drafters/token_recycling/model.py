@@ -1,0 +1,179 @@
+"""Token Recycling: what the target predicted in earlier passes is drafted again. No weights, no training.
+
+Source: Luo et al. 2024, arXiv 2408.08696. A pass of the target predicts the next token at the root and at every node, accepted or
+not, and decoding uses one path of it. The likeliest tokens of every prediction are kept, by the last tokens before it; a tree is
+grown from what is kept:
+
+    kept              a b -> c d e     b -> d c f     b c -> a ...
+    text ends with    a b
+    tree              c, d, e below the root; a below c, by "b c"
+
+The paper keeps predictions by the last token alone and fills a tree of fixed shape. Here the longest kept context of up to
+`context` tokens predicts, and the tree's nodes are the likeliest: a child's probability is how often children of its kind were
+right so far, by length of the context, rank, and how sure the prediction was. This finds what n-grams cannot: continuations that
+the target considered and did not choose. They find what was written long ago (`token_recycling+ngram`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import threading
+from collections.abc import Iterator
+from itertools import count as counting
+from itertools import islice
+
+from torch import Tensor
+
+from drafttrain.batch import TokenTree
+from drafttrain.drafters.base import Drafter, Predictions, Session
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.errors import UserError
+from drafttrain.ops.sampling import Sampler
+
+_OWN = 1 << 16  # contexts that a sequence without a memory keeps
+_BELIEF = 8  # weight, in observations, of what is believed of a kind of child before any
+_SHARE = 0.7  # believed: so much of the probability that was predicted in the context's last occurrence
+_RECENT = 400  # observations after which old ones fade
+_BINS = 8  # of the first token's predicted probability, which are counted together
+
+Context = tuple[int, ...]
+Kind = tuple[int, int]  # of a prediction: length of its context, bin of its first token's probability
+
+
+class _Kept:
+    """Predictions by context, in two generations: the older one is dropped when the newer one is full. For many threads.
+
+    Attributes:
+        seen: by kind of prediction, how many were tested, and how often the token of each rank was right.
+    """
+
+    def __init__(self, most: int):
+        self._half, self._lock = max(1, most // 2), threading.Lock()
+        self._generations: tuple[dict[Context, Predictions], dict[Context, Predictions]] = ({}, {})
+        self.seen: dict[Kind, list[float]] = {}
+
+    def add(self, predictions: dict[Context, Predictions]) -> None:
+        with self._lock:
+            newer, _ = self._generations
+            if len(newer) >= self._half:
+                newer, _ = self._generations = {}, newer
+            newer.update(predictions)
+
+    def find(self, context: Context) -> tuple[Kind, Predictions] | None:
+        """What was predicted behind the longest kept end of a context, and its kind; None if none is kept."""
+        newer, older = self._generations
+        for n in range(len(context), 0, -1):
+            end = context[-n:]
+            if (found := newer.get(end) or older.get(end)) is not None:
+                return (n, int(_BINS * found[1][0])), found
+        return None
+
+    def children(self, context: Context) -> Iterator[tuple[int, float]]:
+        """Tokens that may follow a context, the likeliest of its last occurrence first, and the probability of each."""
+        if (found := self.find(context)) is not None:
+            kind, (tokens, predicted) = found
+            tested, *right = self.seen.get(kind) or [0.0] * (1 + len(tokens))
+            for token, share, hits in zip(tokens, predicted, right, strict=True):
+                yield token, (hits + _BELIEF * _SHARE * share) / (tested + _BELIEF)
+
+    def test(self, context: Context, chosen: int) -> None:
+        """Counts whether what is kept for a context predicts the target's choice."""
+        if (found := self.find(context)) is not None:
+            kind, (tokens, _) = found
+            counts = self.seen.setdefault(kind, [0.0] * (1 + len(tokens)))
+            if counts[0] >= _RECENT:
+                counts[:] = (each * (1 - 1 / _RECENT) for each in counts)
+            counts[0] += 1
+            if chosen in tokens:
+                counts[1 + tokens.index(chosen)] += 1
+
+
+class TokenRecyclingDrafter(Drafter):
+    """Drafts the target's own earlier predictions.
+
+    Args:
+        context: most tokens by which a prediction is kept. width: tokens kept of each, the likeliest; more children than these no
+            node has.
+        memory: contexts kept from earlier prompts, about half a kilobyte each. With 0, the default, sequences know nothing of
+            each other, as measurements of single answers require.
+        min_p: paths less likely than this are not drafted.
+
+    Raises:
+        UserError: a number out of its range.
+    """
+
+    kind = "token_recycling"
+    # Next to another drafter, unlikely children are not worth their nodes.
+    defaults_beside = {"min_p": 0.1}
+    drafts_alone = False
+
+    def __init__(self, context: int = 3, width: int = 4, memory: int = 0, min_p: float = 0.02):
+        if not 1 <= context <= 8 or not 1 <= width <= 64 or memory < 0 or not 0 <= min_p < 1:
+            rule = "context must be from 1 to 8, width from 1 to 64, memory at least 0, min_p at least 0 and below 1"
+            raise UserError(f"context={context}, width={width}, memory={memory}, min_p={min_p}: {rule}")
+        self.context, self.predictions, self.min_p = context, width, min_p
+        self.memory = _Kept(memory) if memory else None
+
+    def start(self, prompt_ids: Tensor, max_length: int) -> TokenRecyclingSession:
+        return TokenRecyclingSession(self, prompt_ids)
+
+
+class TokenRecyclingSession(Session):
+    """One sequence.
+
+    Attributes:
+        before: its last committed tokens, as many as a context has.
+        kept: predictions; with a memory, of all sequences.
+    """
+
+    def __init__(self, drafter: TokenRecyclingDrafter, prompt_ids: Tensor):
+        self.drafter, self.device = drafter, prompt_ids.device
+        self.before: Context = tuple(prompt_ids[:1].tolist())
+        self.kept = drafter.memory or _Kept(_OWN)
+
+    def extend(self, tokens: Tensor, features: Tensor) -> None:
+        self.before = (*self.before, *tokens[-self.drafter.context :].tolist())[-self.drafter.context :]
+
+    def read_predictions(self, tree: TokenTree, predictions: list[Predictions]) -> None:
+        kept, longest = self.kept, self.drafter.context
+        contexts = [self.before]
+        for token, parent in zip(tree.tokens.tolist(), tree.parents, strict=True):
+            contexts.append((*contexts[parent + 1], token)[-longest:])
+        news: dict[Context, Predictions] = {}
+        for context, predicted in zip(contexts, predictions, strict=True):
+            kept.test(context, predicted[0][0])
+            for n in range(1, len(context) + 1):
+                news[context[-n:]] = predicted
+        kept.add(news)
+
+    def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
+        """Drafts the likeliest paths, within the spec's children per node, depth and nodes in all."""
+        if spec.shape == "none":
+            return TokenTree.empty(self.device)
+        widths = spec.fanout or (spec.top_k,) * spec.depth
+        floor, longest = max(self.drafter.min_p, spec.stop), self.drafter.context
+        tokens: list[int] = []
+        parents: list[int] = []
+        scores: list[float] = []
+        orders = counting()
+        # Candidates: minus the probability of the path, order found, parent, token, depth, context of its children.
+        found: list[tuple[float, int, int, int, int, Context]] = []
+        opened: tuple[float, int, int, Context] | None = (1.0, -1, 0, self.before)
+        while True:
+            if opened is not None:
+                path, node, depth, context = opened
+                for token, p in islice(self.kept.children(context), widths[depth]):
+                    if path * p > floor:
+                        below = (*context, token)[-longest:]
+                        heapq.heappush(found, (-path * p, next(orders), node, token, depth + 1, below))
+            if not found or len(tokens) == spec.budget:
+                return TokenTree.likeliest(spec.budget, tokens, parents, scores, self.device)
+            negative, _, parent, token, depth, below = heapq.heappop(found)
+            tokens.append(token)
+            parents.append(parent)
+            scores.append(math.log(-negative))
+            opened = (-negative, len(tokens) - 1, depth, below) if depth < len(widths) else None
+
+
+KIND = TokenRecyclingDrafter
