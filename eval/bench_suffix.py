@@ -3,11 +3,12 @@
     python eval/bench_suffix.py --target smollm2-135m --suites agentic drafttrain --store runs/store.safetensors \
         --dtype bfloat16 --output eval/results/suffix_smollm2-135m_cpu.json
 
-The target answers every turn once, plainly. Accepted lengths are then replayed exactly: what such kinds propose depends on
-committed tokens only. The prompts of a suite arrive in its order, as at a server, so drafters with a memory may know answers to
-earlier ones; nothing else is carried from suite to suite. Intervals resample conversations. `rate` is tokens per plain step:
-accepted tokens over the costs of the passes, by the cost of a pass of each size, which is measured first. With --timed N, the
-first turns of N conversations of each suite are decoded with each drafter's best tree, interleaved.
+The target answers every turn once, plainly. Accepted lengths are then replayed exactly: what most such kinds propose depends on
+committed tokens only. For those that learn from passes, turns are decoded. The prompts of a suite arrive in its order, as at a
+server, so drafters with a memory may know answers to earlier ones; nothing else is carried from suite to suite. Intervals
+resample conversations. `rate` is tokens per plain step: accepted tokens over the costs of the passes, by the cost of a pass of
+each size, which is measured first. With --timed N, the first turns of N conversations of each suite are decoded with each
+drafter's best tree, interleaved.
 
 The headline is the rate of --drafter over that of --against on the first suite, each with its best tree.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -49,7 +51,7 @@ class Turn:
 def record(target: Target, suite: str, limit: int | None, count: int) -> list[Turn]:
     """Plain greedy answers to all turns, conversation after conversation."""
     questions = take_evenly(load_suite(suite).questions, limit)
-    decoder = Decoder(target, None, max_rows=8)
+    decoder = Decoder(target, None)
     answers: list[list[str]] = [[] for _ in questions]
     turns = []
     for turn in range(max(len(question.turns) for question in questions)):
@@ -74,6 +76,20 @@ def replay(drafter: Any, turn: Turn, spec: TreeSpec, costs: dict[int, float]) ->
         sums += (done, 1, len(tree), np.interp(len(tree), list(costs), list(costs.values())))
         session.extend(torch.tensor(answer[at + 1 : at + 1 + done]), torch.empty(done, 0))
         at += done
+    return sums
+
+
+def decode(target: Target, drafter: Any, turn: Turn, spec: TreeSpec, costs: dict[int, float]) -> np.ndarray:
+    """As `replay`, by decoding the turn."""
+    decoder, sums = Decoder(target, drafter, spec=spec), np.zeros(4)
+
+    def count(_index: int, tree: TokenTree, verdict: Any, _logits: torch.Tensor) -> None:
+        sums[:] += (len(verdict.tokens), 1, len(tree), np.interp(len(tree), list(costs), list(costs.values())))
+
+    decoder.observer = count
+    made = decoder.generate([turn.prompt], max_new_tokens=len(turn.answer))[0]
+    if made.tokens != turn.answer:
+        raise SystemExit("a drafter changed an answer")
     return sums
 
 
@@ -102,7 +118,8 @@ def compare(target: Target, args: argparse.Namespace, turns: list[Turn], costs: 
         cells = {}
         for tree in args.trees:
             drafter, spec = load_drafter(name, target), TreeSpec.parse(tree)
-            rows = [(turn, replay(drafter, turn, spec, costs)) for turn in turns if len(turn.answer) > 1]
+            run = partial(decode, target) if drafter.predictions or drafter.probes else replay
+            rows = [(turn, run(drafter, turn, spec, costs)) for turn in turns if len(turn.answer) > 1]
             categories = sorted({turn.category for turn, _ in rows})
             parts = {c: figures([row for row in rows if row[0].category == c]) for c in categories}
             cells[tree] = {**figures(rows), "categories": parts}
@@ -136,7 +153,8 @@ def main() -> None:
     add("--target", default="smollm2-135m")
     add("--suites", nargs="+", default=["agentic", "drafttrain"], help="as for drafttrain eval")
     add("--store", default="", help="file of drafttrain ngram-store: adds the drafters that read it")
-    add("--drafters", nargs="+", default=["ngram", "suffix", "suffix:memory=100000"])
+    add("--drafters", nargs="+", default=["ngram", "suffix", "suffix:memory=100000", "token_recycling",
+                                           "token_recycling+ngram", "token_recycling:memory=200000+ngram"])  # fmt: skip
     add("--trees", nargs="+", default=["chain:3", "chain:8", "dynamic:8,4,8", "dynamic:16,4,16",
                                        "dynamic:31,4,31@stop=0.1", "dynamic:31,4,31@stop=0.2"])  # fmt: skip
     add("--limit", type=int)

@@ -181,7 +181,9 @@ def test_sessions_read_the_targets_predictions_at_every_node(monkeypatch):
 
     monkeypatch.setattr(TokenRecyclingSession, "read_predictions", spy)
     drafter = CombinedDrafter(make_drafter(target), untrained("token_recycling:context=4,width=3", beside=True))
-    decoder = Decoder(target, drafter, spec=TreeSpec.parse("dynamic:6,6,40"), eos_ids=())  # more rows than the kernel's top-k
+    decoder = Decoder(
+        target, drafter, spec=TreeSpec.parse("dynamic:6,6,40"), eos_ids=()
+    )  # more rows than the kernel's top-k
     decoder.observer = lambda index, tree, verdict, logits: logits_of.append(logits.clone())
     prompt = [3, 1, 4, 1, 5]
     made = decoder.generate([prompt], max_new_tokens=30)[0]
