@@ -107,13 +107,10 @@ class Session:
         """
 
     def read_predictions(self, tree: TokenTree, predictions: list[Predictions]) -> None:
-        """Reads the target's likeliest tokens after the root and after each node of a round's tree, accepted or not.
+        """Reads the target's likeliest tokens after the root and each node of a round's tree, accepted or not; as `observe` does.
 
-        Called when `observe` is, for a tree below the last token that the session has read.
-
-        Args:
-            predictions: [n + 1], of `Drafter.predictions` tokens each; their probabilities are of the logits as they are, among
-                these tokens alone.
+        The tree hangs below the last token that the session has read. predictions: [n + 1], of `Drafter.predictions` tokens each;
+        probabilities are of the logits as they are, among these tokens alone.
         """
 
 

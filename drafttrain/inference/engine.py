@@ -70,9 +70,8 @@ class Engine:
         capacity: positions per row; `reserve` grows it. rows: most sequences at a time.
         plain: whether the argmax of the raw logits chooses every token: greedy without logits processors.
         drafter, spec, pace: as in `Decoder`; nothing is drafted without a drafter.
-        graphs: see `TargetSteps.lease`.
+        graphs: see `TargetSteps.lease`. observer: see `Decoder`.
         capture: without a drafter, target states that `Sequence.states` collects; see `Target.forward`.
-        observer: see `Decoder`.
 
     Attributes:
         active: running sequences. free: unused rows.
@@ -98,7 +97,8 @@ class Engine:
         self.active: list[Sequence] = []
         self.free, self._capture = list(range(rows)), tuple(capture)
         self._layers = drafter.feature_layers if drafter is not None else self._capture
-        self._probes, self._no_tree = drafter.probes if drafter is not None else 0, TokenTree.empty(target.device)
+        self._probes, self._predictions = (drafter.probes, drafter.predictions) if drafter is not None else (0, 0)
+        self._no_tree = TokenTree.empty(target.device)
         snapshots = target.continuation is not None
         self._steps = None if snapshots else TargetSteps.lease(target, graphs)
         self._drafts: DraftSteps | None = None
@@ -226,8 +226,8 @@ class Engine:
                 self.observer(sequence.index, *seen)
         if any(sequence.probed for sequence in sequences):
             answer_probes(sequences, argmax(logits) if choices is None else choices, sizes)
-        if self.drafter is not None and self.drafter.predictions:
-            share_predictions(sequences, trees, logits, self.drafter.predictions)
+        if self._predictions:
+            share_predictions(sequences, trees, logits, self._predictions)
         kept = [[0, *(node + 1 for node in verdict.path)] for verdict in verdicts]
         self.cache.commit(kept)
         moment = clock.now()
@@ -242,9 +242,8 @@ class Engine:
             drafted = [(tree, verdict.path) for s, tree, verdict in judged if s.session is not None and len(tree)]
             seconds, read_seconds = clock.now() - started, clock.between(begun_reading, begun_drafting)
             draft_seconds, read = clock.between(begun_drafting, begun), behind if read_seconds else 0
-            self.pace.observe(
-                RoundReport(spec, len(sequences), sum(sizes), seconds, draft_seconds, read, read_seconds, drafted)
-            )
+            sizes_and_times = len(sequences), sum(sizes), seconds, draft_seconds, read, read_seconds
+            self.pace.observe(RoundReport(spec, *sizes_and_times, drafted))
         yield from news
         self._drop_finished()
 
@@ -253,9 +252,8 @@ class Engine:
         out = None if self._steps is None else self._steps.run(ids)
         if out is not None:
             return out
-        return Pass(
-            *self.target.score(ids[None], self._layers, self.cache.positions(ids.device), self.cache), choices=None
-        )
+        places = self.cache.positions(ids.device)
+        return Pass(*self.target.score(ids[None], self._layers, places, self.cache), choices=None)
 
     def _verify(
         self, sequences: list[Sequence], trees: list[TokenTree], logits: Tensor, choices: Tensor | None = None
@@ -289,9 +287,8 @@ class Engine:
             sequence, end = news[i][0], begin + len(news[i][1])
             sequence.root = tokens if count == 1 else tokens[end - 1 : end]
             if sequence.session is not None:
-                extended.append(
-                    (sequence, tokens, features) if alone else (sequence, tokens[begin:end], features[begin:end])
-                )
+                own = (tokens, features) if alone else (tokens[begin:end], features[begin:end])
+                extended.append((sequence, *own))
             begin = end
         self._extend(extended)
 
@@ -342,8 +339,7 @@ class Engine:
             return None
         begun = self.clock.mark()
         news = [[_join(parts) for parts in zip(*sequence.pending, strict=True)] for sequence in sequences]
-        tokens, features = zip(*news, strict=True)
-        self.drafter.extend_all([sequence.session for sequence in sequences], tokens, features)
+        self.drafter.extend_all([sequence.session for sequence in sequences], *zip(*news, strict=True))
         for sequence in sequences:
             sequence.pending = []
         done = self.clock.mark()
@@ -417,8 +413,7 @@ class Decoder:
         """The continuation of each prompt, in the prompts' order. See `stream`."""
         made = [Generation([], Stats()) for _ in prompts]
         stats, most = [each.stats for each in made], max_new_tokens
-        rounds = self.stream(prompts, max_new_tokens=most, seed=seed, stats=stats, speculate=speculate)
-        for index, tokens in rounds:
+        for index, tokens in self.stream(prompts, max_new_tokens=most, seed=seed, stats=stats, speculate=speculate):
             made[index].tokens += tokens
         return made
 
