@@ -30,7 +30,7 @@ enum format { FLOAT32, BFLOAT16, INT8, BFLOAT16_DOT }; /* as in ops/packing.py *
 #define PANEL 32
 #define CHUNK 1024 /* inputs: 64 KiB of bfloat16 weights */
 #define AHEAD 4096 /* bytes of prefetching for a single block of rows; 2 to 8 KiB measure alike */
-#define GROUP 64   /* rows of one walk over the panels */
+#define GROUP 64   /* rows that are multiplied together; a panel is multiplied by all groups before the next panel */
 
 /* WIDTH: float32 lanes of a register. The sums of a block of MAX_ROWS rows with PANEL / SPLIT outputs fill most registers; up to
  * WHOLE_ROWS rows the sums of all outputs fit. */
@@ -318,15 +318,16 @@ static void linear(const float *x, long rows, long in, const void *panels, int f
     char *copy = NULL;
     if (format == BFLOAT16_DOT || (format == BFLOAT16 && in % 2))
         o.x = copy = copy_inputs(x, rows, in, format == BFLOAT16_DOT, &o.stride, threads);
-    long count = (out + PANEL - 1) / PANEL, tasks = count * ((rows + GROUP - 1) / GROUP), each = (act ? 2 : 1) * o.size;
+    long count = (out + PANEL - 1) / PANEL, groups = (rows + GROUP - 1) / GROUP, tasks = count * groups, each = (act ? 2 : 1) * o.size;
 #pragma omp parallel num_threads(threads)
     {
         float tile[GROUP * PANEL] __attribute__((aligned(64))), up[GROUP * PANEL] __attribute__((aligned(64)));
         long thread = omp_get_thread_num(), team = omp_get_num_threads(), end = tasks * (thread + 1) / team;
         if (format == BFLOAT16_DOT) begin_tiles();
         for (long task = tasks * thread / team; task < end; task++) {
-            long p = task % count, row = task / count * GROUP, n = min(rows - row, GROUP), width = min(out - p * PANEL, PANEL);
-            const char *panel = (const char *)panels + p * each, *limit = panel + min(count - p, end - task) * each;
+            long p = task / groups, row = task % groups * GROUP, n = min(rows - row, GROUP), width = min(out - p * PANEL, PANEL);
+            const char *panel = (const char *)panels + p * each, *limit = panel + each;
+            if (row + n == rows) limit = (const char *)panels + ((end - 1) / groups + 1) * each; /* no rows are left for this panel */
             multiply_panel(&o, o.x + row * o.stride, n, panel, limit, tile);
             if (act) multiply_panel(&o, o.x + row * o.stride, n, panel + o.size, limit, up);
             for (long i = 0; act && i < n * PANEL; i += LANES) store(tile + i, activate(load(tile + i), act) * load(up + i));

@@ -38,7 +38,7 @@ def test_skinny_linear_equals_the_product(out, width, form):
     weight = weights(out, width, form)
     panels = pack_panels(weight)
     assert panels.dtype == form
-    for rows in (1, 2, 5, 12, 13, 24, SKINNY_ROWS):
+    for rows in (1, 2, 5, 12, 13, 24, SKINNY_ROWS, SKINNY_ROWS + 1, 200):
         x = torch.randn(rows, width)
         exact = (x.double() @ weight.double().t()).float()
         torch.testing.assert_close(skinny_linear(x, panels, out), exact, atol=1e-5, rtol=1e-5)
@@ -46,12 +46,19 @@ def test_skinny_linear_equals_the_product(out, width, form):
 
 @needs_compiler
 @pytest.mark.parametrize("form", ROUNDED)
-def test_a_row_does_not_depend_on_the_others(form):
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_row_does_not_depend_on_the_others(form, threads):
+    """Nor on how many threads there are, which may share a panel of weights."""
     panels = pack_panels(weights(70, 129, form))
-    x = torch.randn(SKINNY_ROWS, 129)
+    x = torch.randn(200, 129)
+    before = torch.get_num_threads()
     together = skinny_linear(x, panels, 70)
-    for rows in (1, 3, 8, 13):
-        assert torch.equal(skinny_linear(x[:rows], panels, 70), together[:rows])
+    try:
+        torch.set_num_threads(threads)
+        for rows in (1, 3, 8, 13, SKINNY_ROWS, SKINNY_ROWS + 1, 150, 200):
+            assert torch.equal(skinny_linear(x[:rows], panels, 70), together[:rows])
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("form", [torch.bfloat16, torch.int8])
