@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from itertools import accumulate
 
+import torch
 from torch import Tensor
 
 from drafttrain.batch import TokenTree
@@ -30,6 +31,8 @@ def share_predictions(sequences: Items[Sequence], trees: Items[TokenTree], logit
     """
     if all(sequence.session is None or sequence.behind for sequence in sequences):
         return
+    if not logits.is_cpu:
+        trees = TokenTree.moved(trees, torch.device("cpu"))  # one transfer for all
     values, ids = highest(logits, min(width, logits.shape[-1]))
     predictions, begin = list(zip(ids.tolist(), values.softmax(-1).tolist(), strict=True)), 0
     for sequence, tree in zip(sequences, trees, strict=True):
