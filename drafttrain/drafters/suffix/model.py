@@ -13,12 +13,9 @@ length of the match; prompt lookup decoding (Saxena 2023); REST (2311.08252) for
 
 from __future__ import annotations
 
-import heapq
-import math
 import threading
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import count as counting
 from itertools import islice
 from typing import NamedTuple
 
@@ -26,6 +23,7 @@ from torch import Tensor
 
 from drafttrain.batch import TokenTree
 from drafttrain.drafters.base import Drafter, Session
+from drafttrain.drafters.common.best_first import grow_best_first
 from drafttrain.drafters.common.ngram_table import NgramTable
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
@@ -59,8 +57,8 @@ class _Match(NamedTuple):
     near: bool
 
 
-# A node that may be drafted: minus the probability of its path, order found, parent, tokens of the path, its occurrences.
-_Found = tuple[float, int, int, list[int], list[_Match]]
+# Of a node: the tokens of its path, and the occurrences that its token continues.
+_State = tuple[list[int], list[_Match]]
 
 
 class _Index:
@@ -190,37 +188,23 @@ class SuffixSession(Session):
 
     def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
         """Drafts the likeliest paths, within the spec's children per node, depth and nodes in all."""
-        if spec.shape == "none":
-            return TokenTree.empty(self.device)
-        widths = spec.fanout or (spec.top_k,) * spec.depth
         floor = max(self.drafter.min_p, spec.stop)
         before = self.tokens[-_LONGEST:]
-        tokens: list[int] = []
-        parents: list[int] = []
-        scores: list[float] = []
-        orders = counting()
-        found: list[_Found] = []  # a heap
-        opened: tuple[float, int, list[int], list[_Match]] | None = (1.0, -1, [], self._matches(before))
-        while True:
-            if opened is not None:
-                left, node, path, matches = opened
-                for token, kind, group in islice(self._children(matches, before + path), widths[len(path)]):
-                    p = left * self._chance(kind)
-                    left -= p
-                    if p > floor:
-                        heapq.heappush(found, (-p, next(orders), node, [*path, token], group))
-                    if left <= floor:
-                        break
-            if not found or len(tokens) == spec.budget:
-                return TokenTree.likeliest(spec.budget, tokens, parents, scores, self.device)
-            p, _, parent, path, group = heapq.heappop(found)
-            tokens.append(path[-1])
-            parents.append(parent)
-            scores.append(math.log(-p))
-            opened = None
-            if len(path) < len(widths):
+
+        def children(state: _State, left: float) -> Iterator[tuple[int, float, _State]]:
+            path, group = state
+            if path:
                 longer = [_Match(n + 1, text, at + 1, near) for n, text, at, near in group if at + 1 < len(text)]
-                opened = (-p, len(tokens) - 1, path, longer or self._matches(before + path, here=False))
+                group = longer or self._matches(before + path, here=False)
+            for token, kind, below in self._children(group, before + path):
+                p = left * self._chance(kind)
+                left -= p
+                yield token, p, ([*path, token], below)
+                if left <= floor:
+                    break
+
+        root: _State = ([], self._matches(before))
+        return grow_best_first(spec, floor, root, children, self.device)
 
     def _matches(self, context: list[int], here: bool = True) -> list[_Match]:
         """Occurrences of the context's end, the best first. here: the context ends where the sequence does."""

@@ -16,17 +16,14 @@ the target considered and did not choose. They find what was written long ago (`
 
 from __future__ import annotations
 
-import heapq
-import math
 import threading
 from collections.abc import Iterator
-from itertools import count as counting
-from itertools import islice
 
 from torch import Tensor
 
 from drafttrain.batch import TokenTree
 from drafttrain.drafters.base import Drafter, Predictions, Session
+from drafttrain.drafters.common.best_first import grow_best_first
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.ops.sampling import Sampler
@@ -149,31 +146,12 @@ class TokenRecyclingSession(Session):
 
     def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
         """Drafts the likeliest paths, within the spec's children per node, depth and nodes in all."""
-        if spec.shape == "none":
-            return TokenTree.empty(self.device)
-        widths = spec.fanout or (spec.top_k,) * spec.depth
-        floor, longest = max(self.drafter.min_p, spec.stop), self.drafter.context
-        tokens: list[int] = []
-        parents: list[int] = []
-        scores: list[float] = []
-        orders = counting()
-        # Candidates: minus the probability of the path, order found, parent, token, depth, context of its children.
-        found: list[tuple[float, int, int, int, int, Context]] = []
-        opened: tuple[float, int, int, Context] | None = (1.0, -1, 0, self.before)
-        while True:
-            if opened is not None:
-                path, node, depth, context = opened
-                for token, p in islice(self.kept.children(context), widths[depth]):
-                    if path * p > floor:
-                        below = (*context, token)[-longest:]
-                        heapq.heappush(found, (-path * p, next(orders), node, token, depth + 1, below))
-            if not found or len(tokens) == spec.budget:
-                return TokenTree.likeliest(spec.budget, tokens, parents, scores, self.device)
-            negative, _, parent, token, depth, below = heapq.heappop(found)
-            tokens.append(token)
-            parents.append(parent)
-            scores.append(math.log(-negative))
-            opened = (-negative, len(tokens) - 1, depth, below) if depth < len(widths) else None
+        longest = self.drafter.context
+
+        def children(context: Context, path: float) -> Iterator[tuple[int, float, Context]]:
+            return ((token, path * p, (*context, token)[-longest:]) for token, p in self.kept.children(context))
+
+        return grow_best_first(spec, max(self.drafter.min_p, spec.stop), self.before, children, self.device)
 
 
 KIND = TokenRecyclingDrafter
