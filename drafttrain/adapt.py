@@ -1,4 +1,5 @@
-"""`drafttrain adapt`: goes on training a drafter from a server's log, and serves each version that decodes better.
+"""`drafttrain adapt`: goes on training a drafter from a server's log, and serves each version that
+decodes better.
 
     read     new lines of the log -> answers as tokens; by a hash of the prompt, a share of them only judges
     train    new answers and a sample of earlier ones, a few passes, within the allowance
@@ -9,8 +10,8 @@
     OUTPUT/version-0007/   a drafter, complete under this name; adapted.json says how it was judged
     OUTPUT/state.jsonl     positions in logs, allowance, rounds; then a line per kept answer. Replaced in one step
 
-A process that is killed loses the running round at most: versions get their name when they are complete, and the state, which
-names the version to continue, is written last.
+A process that is killed loses the running round at most: versions get their name when they are
+complete, and the state, which names the version to continue, is written last.
 """
 
 from __future__ import annotations
@@ -59,13 +60,20 @@ from drafttrain.train import check_data
 from drafttrain.training.feature_sources import TargetSource
 from drafttrain.training.step import count_anchors
 
-STATE, CURRENT, RECORD = "state.jsonl", "current", "adapted.json"
-_POLL_SECONDS, _NICE = 2.0, 10
+STATE = "state.jsonl"
+CURRENT = "current"
+RECORD = "adapted.json"
+_POLL_SECONDS = 2.0
+_NICE = 10
 _SAVED_HOURS = 6.0  # of unspent allowance
 _FALL = 0.95  # of the logged accepted length, which spends the whole allowance
 _JUDGES = 32  # newest held-out answers that judge a round
-_SPEC, _REPLAYED = TreeSpec.parse("chain:4"), 128  # tree and tokens per answer of a replay
-_STAGE_ROWS, _WARM_UP = 64, 4  # answers of a stage; steps
+# tree and tokens per answer of a replay
+_SPEC = TreeSpec.parse("chain:4")
+_REPLAYED = 128
+# answers of a stage; steps
+_STAGE_ROWS = 64
+_WARM_UP = 4
 _STEP_TOKENS = 512  # tokens of a training step
 _FORWARD_ROWS = 8  # conversations per forward of the target; on a CPU a few are faster than one
 _CACHE_BYTES = 1e9  # of the target's states, which later passes read again
@@ -74,7 +82,9 @@ _FIX = "delete the file to begin again"
 
 
 class _Answer(TypedDict):
-    """A kept answer. trained: rounds that trained on it; replayed: [committed, passes] by version; held: it only judges."""
+    """A kept answer. trained: rounds that trained on it; replayed: [committed, passes] by version;
+    held: it only judges.
+    """
 
     number: int
     tokens: list[int]
@@ -91,9 +101,12 @@ class _State:
     Attributes:
         first: the drafter that it began with. places: positions in the logs.
         read, unusable, passed_over: lines. failures: the last unusable ones.
-        fresh: answers since the last round. recent: their accepted lengths, where logged; usual: the length before.
-        allowance: seconds to spend, as of the time `at`. spent, began: seconds of work, and since when they count.
-        judging: seconds that judging takes. trial: version to train on from, not served; number: of the newest version.
+        fresh: answers since the last round. recent: their accepted lengths, where logged; usual:
+            the length before.
+        allowance: seconds to spend, as of the time `at`. spent, began: seconds of work, and since
+            when they count.
+        judging: seconds that judging takes. trial: version to train on from, not served; number: of
+            the newest version.
     """
 
     first: str
@@ -123,33 +136,60 @@ class Adapter:
     """
 
     def __init__(self, args: argparse.Namespace, output: Path):
-        self.args, self.output = args, output
+        self.args = args
+        self.output = output
         self.first = Path(args.drafter).expanduser().resolve()
         self.state, self.answers = self._read_state()
-        name, servers = args.target or load_trained(str(self.first)).config.target["name"], None
+        name = args.target or load_trained(str(self.first)).config.target["name"]
+        servers = None
         if args.target_url:
-            self.target: Target = load_shell(name, args.dtype, args.device, args.trust_remote_code, weights=True)
+            self.target: Target = load_shell(
+                name,
+                args.dtype,
+                args.device,
+                args.trust_remote_code,
+                weights=True,
+            )
         else:
             self.target = load_target(args, name)
         self._tidy()
         self.drafter = drafter = self._load(output / (self.state.trial or CURRENT))
         if args.target_url:
-            servers = StateClient(args.target_url, self.target, drafter.feature_layers, args.states_dir)
+            servers = StateClient(
+                args.target_url,
+                self.target,
+                drafter.feature_layers,
+                args.states_dir,
+            )
             servers.prove()
         memory = _CACHE_BYTES, parse_loss(drafter.config.loss).temperatures
         self.source = TargetSource(
-            self.target, drafter.feature_layers, drafter.kept_ids, None, None, *memory, servers=servers
+            self.target,
+            drafter.feature_layers,
+            drafter.kept_ids,
+            None,
+            None,
+            *memory,
+            servers=servers,
         )
         self.source.together = _FORWARD_ROWS
         self.random = random.Random(f"{args.seed} {self.state.number}")
         self.earlier = self._first_data()
         self.optimizer: torch.optim.AdamW | None = None
         self.on_cpu = self.target.device.type == "cpu"
-        self.bfloat16 = self.target.dtype == torch.bfloat16 if self.on_cpu else has_bfloat16()
-        self.cores = len(os.sched_getaffinity(0)) if self.on_cpu else 1
-        self.clock = 0.0 if self.on_cpu else time.perf_counter()  # 0: what this process did so far counts
+        if self.on_cpu:
+            self.bfloat16 = self.target.dtype == torch.bfloat16
+            self.cores = len(os.sched_getaffinity(0))
+        else:
+            self.bfloat16 = has_bfloat16()
+            self.cores = 1
+        # 0: what this process did so far counts
+        if self.on_cpu:
+            self.clock = 0.0
+        else:
+            self.clock = time.perf_counter()
 
-    # -- files ------------------------------------------------------------------------------------------------------------
+    # -- files -------------------------------------------------------------------------------------
 
     def _read_state(self) -> tuple[_State, list[_Answer]]:
         path = self.output / STATE
@@ -175,16 +215,25 @@ class Adapter:
         with writing(path), replacing(path) as part:
             part.chmod(0o600)
             part.write_text(
-                "".join(json.dumps(row) + "\n" for row in (asdict(self.state), *self.answers)), encoding="utf-8"
+                "".join(json.dumps(row) + "\n" for row in (asdict(self.state), *self.answers)),
+                encoding="utf-8",
             )
 
     def _tidy(self) -> None:
-        """Completes what a killed process left: the link to the drafter, and versions that no state names."""
+        """Completes what a killed process left: the link to the drafter, and versions that no state
+        names.
+        """
         link = self.output / CURRENT
         if not link.is_symlink():
             self._link(self.first)
-        versions = sorted(path for path in self.output.glob("version-*") if (path / RECORD).is_file())
-        kept = {link.resolve().name, self.state.trial, *(path.name for path in versions[-self.args.keep :])}
+        versions = sorted(
+            path for path in self.output.glob("version-*") if (path / RECORD).is_file()
+        )
+        kept = {
+            link.resolve().name,
+            self.state.trial,
+            *(path.name for path in versions[-self.args.keep :]),
+        }
         for path in versions:
             if path.name not in kept:
                 shutil.rmtree(path)
@@ -204,7 +253,11 @@ class Adapter:
 
     def _store(self, record: Json) -> str:
         """Saves the drafter as a new version; returns its name."""
-        taken = [int(path.name[8:]) for path in self.output.glob("version-*") if path.name[8:].isdecimal()]
+        taken = [
+            int(path.name[8:])
+            for path in self.output.glob("version-*")
+            if path.name[8:].isdecimal()
+        ]
         self.state.number = max([self.state.number, *taken]) + 1
         name = f"version-{self.state.number:04d}"
         part = self.output / PARTIAL
@@ -227,17 +280,28 @@ class Adapter:
         check_data(read_meta(self.args.data), None, self.target, self.args.data)
         records = load_records(self.args.data)
         chosen = self.random.sample(range(len(records)), min(len(records), 4 * self.args.every))
-        return [_row(records[i]["tokens"][: self.args.max_length], records[i]["spans"], -1) for i in chosen]
+        return [
+            _row(records[i]["tokens"][: self.args.max_length], records[i]["spans"], -1)
+            for i in chosen
+        ]
 
-    # -- allowance --------------------------------------------------------------------------------------------------------
+    # -- allowance ---------------------------------------------------------------------------------
 
     def account(self, work: bool = True) -> None:
-        """Adds the time that has passed to the allowance, and subtracts what was done since the last call.
+        """Adds the time that has passed to the allowance, and subtracts what was done since the
+        last call.
 
-        That is CPU time of all threads; on an accelerator, time. work: False leaves it out, after waiting.
+        That is CPU time of all threads; on an accelerator, time. work: False leaves it out, after
+        waiting.
         """
-        state, now, clock = self.state, time.time(), time.process_time() if self.on_cpu else time.perf_counter()
-        done, self.clock = (clock - self.clock) * work, clock
+        state = self.state
+        now = time.time()
+        if self.on_cpu:
+            clock = time.process_time()
+        else:
+            clock = time.perf_counter()
+        done = (clock - self.clock) * work
+        self.clock = clock
         gain = self.args.share * self.cores
         saved = state.allowance + gain * max(now - state.at, 0)
         state.allowance = min(saved, gain * 3600 * _SAVED_HOURS) - done
@@ -259,26 +323,45 @@ class Adapter:
         self.account()
         return self.state.allowance * (1.0 if self.fallen else 0.5)
 
-    # -- reading ----------------------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     def read(self) -> int:
         """Reads what the log has got; returns the number of new answers."""
-        state, every = self.state, self.args.every
+        state = self.state
+        every = self.args.every
         reader = LogReader(Path(self.args.log).expanduser(), state.places)
         lines, passed_over = reader.read(8 * every)
         before = state.fresh
         for where, path, line in lines:
             try:
-                found = read_answer(line, path, self.target, self.args.chat_template_kwargs, self.args.max_length)
+                found = read_answer(
+                    line,
+                    path,
+                    self.target,
+                    self.args.chat_template_kwargs,
+                    self.args.max_length,
+                )
             except UserError as error:
                 state.unusable += 1
-                state.failures = [*state.failures, {"line": where, "reason": str(error)[:300]}][-_RECORDED:]
+                state.failures = [*state.failures, {"line": where, "reason": str(error)[:300]}][
+                    -_RECORDED:
+                ]
                 continue
-            key = sha256(repr(found.tokens[: found.start]).encode()).digest()  # equal prompts stay on one side
+            key = sha256(
+                repr(found.tokens[: found.start]).encode()
+            ).digest()  # equal prompts stay on one side
             held = int.from_bytes(key[:4], "little") < self.args.hold_out * 2**32
             state.read, state.fresh = state.read + 1, state.fresh + 1
-            state.recent = [*state.recent, found.accepted][-every:] if found.accepted else state.recent
-            made = _Answer(number=state.read, tokens=found.tokens, start=found.start, held=held, trained=0, replayed={})
+            if found.accepted:
+                state.recent = [*state.recent, found.accepted][-every:]
+            made = _Answer(
+                number=state.read,
+                tokens=found.tokens,
+                start=found.start,
+                held=held,
+                trained=0,
+                replayed={},
+            )
             self.answers.append(made)
         if lines:
             state.places, state.passed_over = reader.places, state.passed_over + passed_over
@@ -292,40 +375,64 @@ class Adapter:
         every = self.args.every
         judges = [it for it in self.answers if it["held"]][-2 * _JUDGES :]
         others = [it for it in self.answers if not it["held"]]
-        older, newer = others[: -2 * every], others[-2 * every :]
-        older = sorted(self.random.sample(older, min(len(older), 4 * every)), key=lambda it: it["number"])
+        older = others[: -2 * every]
+        newer = others[-2 * every :]
+        older = sorted(
+            self.random.sample(older, min(len(older), 4 * every)),
+            key=lambda it: it["number"],
+        )
         self.answers = [*judges, *older, *newer]
         kept = {it["number"] for it in self.answers}
         for number in [number for number in self.source.kept if number not in kept]:
             self.source.drop(number)
 
-    # -- a round ----------------------------------------------------------------------------------------------------------
+    # -- a round -----------------------------------------------------------------------------------
 
     def due(self) -> bool:
-        """Whether there are enough new answers to train on and to judge by, and twice the time that judging takes."""
-        judges, others = sum(it["held"] for it in self.answers), sum(_is_new(it) for it in self.answers)
+        """Whether there are enough new answers to train on and to judge by, and twice the time that
+        judging takes.
+        """
+        judges = sum(it["held"] for it in self.answers)
+        others = sum(_is_new(it) for it in self.answers)
         enough = self.state.fresh >= self.args.every and judges >= FEWEST and others > 0
         return enough and self.budget() > 2 * self.state.judging
 
     def round(self) -> Json:
-        """Trains, judges and swaps; returns the round's record, empty if the allowance was spent before the first step."""
-        state, every = self.state, self.args.every
-        budget, began, served = self.budget(), state.spent, (self.output / CURRENT).resolve()
-        recent, fallen = state.recent, self.fallen
+        """Trains, judges and swaps; returns the round's record, empty if the allowance was spent
+        before the first step.
+        """
+        state = self.state
+        every = self.args.every
+        budget = self.budget()
+        began = state.spent
+        served = (self.output / CURRENT).resolve()
+        recent = state.recent
+        fallen = self.fallen
         judges = [it for it in self.answers if it["held"]][-_JUDGES:]
-        judges = [it for it in judges if it["number"] > state.read - state.fresh or it in judges[-_JUDGES // 2 :]]
+        judges = [
+            it
+            for it in judges
+            if it["number"] > state.read - state.fresh or it in judges[-_JUDGES // 2 :]
+        ]
         if any(served.name not in it["replayed"] for it in judges):
             self._replay(self._load(served), served.name, judges)
         new = [it for it in self.answers if _is_new(it)][-every:]
         earlier = self._earlier(len(new))
-        rows = [_row(it["tokens"], [[it["start"], len(it["tokens"])]], it["number"]) for it in new] + earlier
+        rows = [
+            _row(it["tokens"], [[it["start"], len(it["tokens"])]], it["number"]) for it in new
+        ] + earlier
         steps, tokens = self._train(rows, began + budget - state.judging)
         if not steps:
-            state.judging = max(state.judging, state.spent - began)  # waits for more of the allowance
+            state.judging = max(
+                state.judging, state.spent - began
+            )  # waits for more of the allowance
             return {}
         mark = state.spent
         self._replay(self.drafter, "", judges)
-        both = [[it["replayed"][served.name] for it in judges], [it["replayed"].pop("") for it in judges]]
+        both = [
+            [it["replayed"][served.name] for it in judges],
+            [it["replayed"].pop("") for it in judges],
+        ]
         ratio, before, after = compared(*both)
         state.judging = max(0.8 * state.judging, state.spent - mark)
         record: Json = {
@@ -340,7 +447,10 @@ class Adapter:
         else:
             better = ratio.low > 1
             name = self._store({"drafttrain": __version__, "first": str(self.first), **record})
-            record |= {"verdict": "better" if better else "undecided", "version": name if better else served.name}
+            record |= {
+                "verdict": "better" if better else "undecided",
+                "version": name if better else served.name,
+            }
             state.trial = "" if better else name
             for it in judges if better else ():
                 it["replayed"] = {name: both[1][judges.index(it)]}
@@ -349,7 +459,9 @@ class Adapter:
         for it in new:
             it["trained"] += 1
         if recent:
-            state.usual = 0.8 * (state.usual or sum(recent) / len(recent)) + 0.2 * sum(recent) / len(recent)
+            state.usual = 0.8 * (state.usual or sum(recent) / len(recent)) + 0.2 * sum(
+                recent
+            ) / len(recent)
         state.fresh = 0
         self.account()
         record |= {"seconds": round(state.spent - began, 2), "cost": round(self.cost, 5)}
@@ -362,23 +474,39 @@ class Adapter:
         """Rows of earlier answers, half of them from the first training's data, if given."""
         count = round(self.args.replay * new)
         old = [it for it in self.answers if not it["held"] and it["trained"]]
-        given = self.random.sample(self.earlier, min(len(self.earlier), count // 2 if old else count))
+        given = self.random.sample(
+            self.earlier, min(len(self.earlier), count // 2 if old else count)
+        )
         old = self.random.sample(old, min(len(old), count - len(given)))
-        return [*given, *(_row(it["tokens"], [[it["start"], len(it["tokens"])]], it["number"]) for it in old)]
+        return [
+            *given,
+            *(_row(it["tokens"], [[it["start"], len(it["tokens"])]], it["number"]) for it in old),
+        ]
 
     def _train(self, rows: list[Json], until: float) -> tuple[int, int]:
         """Trains on rows until `until` seconds are spent in all; returns steps and tokens.
 
-        A stage of a few steps has all its passes before the next begins: the target's forward costs more than a pass.
+        A stage of a few steps has all its passes before the next begins: the target's forward costs
+        more than a pass.
         """
-        args, device, state = self.args, self.target.device, self.state
+        args = self.args
+        device = self.target.device
+        state = self.state
         self.random.shuffle(rows)
         stages = [_batches(rows[i : i + _STAGE_ROWS]) for i in range(0, len(rows), _STAGE_ROWS)]
         order = [
-            batch for stage in stages for _ in range(args.passes) for batch in self.random.sample(stage, len(stage))
+            batch
+            for stage in stages
+            for _ in range(args.passes)
+            for batch in self.random.sample(stage, len(stage))
         ]
         if self.optimizer is None:
-            self.optimizer = torch.optim.AdamW(self.drafter.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)
+            self.optimizer = torch.optim.AdamW(
+                self.drafter.parameters(),
+                lr=0.0,
+                betas=(0.9, 0.95),
+                weight_decay=0.0,
+            )
             self.warm = 0
         steps = tokens = 0
         start = state.spent
@@ -395,16 +523,27 @@ class Adapter:
             features, targets, row_of = self.source(made)
             total = count_anchors(inputs)
             with torch.autocast(device.type, torch.bfloat16, enabled=self.bfloat16):
-                given = StepInputs(made, self.target.embed(made.input_ids), features, targets, row_of, total, False)  # type: ignore[arg-type]
+                given = StepInputs(
+                    made,
+                    self.target.embed(made.input_ids),
+                    features,
+                    targets,  # type: ignore[arg-type]
+                    row_of,
+                    total,
+                    False,
+                )
                 loss = self.drafter(inputs=given).loss
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), 0.5)
             if not torch.isfinite(norm):
-                raise UserError(f"grad_norm={float(norm)} is not finite; lower --learning-rate ({args.learning_rate})")
+                raise UserError(
+                    f"grad_norm={float(norm)} is not finite; lower --learning-rate ({args.learning_rate})"
+                )
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             self.account()
-            steps, tokens = steps + 1, tokens + sum(row["length"] for row in batch)
+            steps = steps + 1
+            tokens = tokens + sum(row["length"] for row in batch)
         return steps, tokens
 
     def _replay(self, drafter: TrainableDrafter, version: str, judges: Sequence[_Answer]) -> None:
@@ -423,7 +562,9 @@ def _is_new(it: _Answer) -> bool:
 
 def _row(tokens: list[int], spans: list[list[int]], number: int) -> Json:
     """A training row; see loader.py."""
-    spans = [[max(a, 1), min(b, len(tokens))] for a, b in spans if min(b, len(tokens)) - max(a, 1) >= 2]
+    spans = [
+        [max(a, 1), min(b, len(tokens))] for a, b in spans if min(b, len(tokens)) - max(a, 1) >= 2
+    ]
     return {"tokens": tokens, "spans": spans, "length": len(tokens), "index": number}
 
 
@@ -438,8 +579,12 @@ def _batches(rows: Sequence[Json]) -> list[list[Json]]:
 
 
 def compared(before: Sequence[list[int]], after: Sequence[list[int]]) -> tuple[Ratio, float, float]:
-    """Ratio of accepted lengths with its 95 % interval, paired by answer; and both lengths. Each: [committed, passes]."""
-    drawn = np.vstack([np.arange(len(before)), draws(len(before))])  # the first row is the figure itself
+    """Ratio of accepted lengths with its 95 % interval, paired by answer; and both lengths. Each:
+    [committed, passes].
+    """
+    drawn = np.vstack(
+        [np.arange(len(before)), draws(len(before))]
+    )  # the first row is the figure itself
     lengths = []
     for side in (before, after):
         committed, passes = np.array(side, float).T  # [answers] each
@@ -462,13 +607,19 @@ def show(record: Json, share: float) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Follows the log until it is stopped, or once. Raises UserError: bad flags, no log, or a target that does not fit."""
+    """Follows the log until it is stopped, or once. Raises UserError: bad flags, no log, or a
+    target that does not fit.
+    """
     first = Path(args.drafter).expanduser()
     log = Path(args.log).expanduser()
     if not first.is_dir():
-        raise UserError(f"drafter={args.drafter!r}: no such folder; adapt continues a drafter on this machine")
+        raise UserError(
+            f"drafter={args.drafter!r}: no such folder; adapt continues a drafter on this machine"
+        )
     if not log.is_dir() and not log.parent.is_dir():
-        raise UserError(f"log={args.log!r}: no such file or folder; see the forms of a log in docs/how-to/adapt.md")
+        raise UserError(
+            f"log={args.log!r}: no such file or folder; see the forms of a log in docs/how-to/adapt.md"
+        )
     place = args.output or f"{str(first).rstrip('/')}-adapted"
     check_folder(place, "adapt", inputs_of(args))
     with contextlib.suppress(OSError):
@@ -490,10 +641,16 @@ def run(args: argparse.Namespace) -> int:
             time.sleep(_POLL_SECONDS)
             adapter.account(work=adapter.on_cpu)
         lines = f"{counted(state.read, 'answers')} read, {state.fresh} since the last round"
-        failed = f"; {state.unusable} unusable lines, the last ones in {output.path / STATE}" if state.unusable else ""
+        failed = ""
+        if state.unusable:
+            failed = f"; {state.unusable} unusable lines, the last ones in {output.path / STATE}"
         print(f"{lines}{failed}; {max(state.allowance, 0):.1f} s of allowance left")
         keys = ("read", "unusable", "passed_over", "fresh", "failures", "allowance", "spent")
         result = {**{key: getattr(state, key) for key in keys}, "cost": adapter.cost, "rounds": ran}
         serving = str((output.path / CURRENT).resolve())
-        conclude({**result, "serving": serving}, [output.path], next_command("export", drafter=output.path / CURRENT))
+        conclude(
+            {**result, "serving": serving},
+            [output.path],
+            next_command("export", drafter=output.path / CURRENT),
+        )
     return 0

@@ -1,6 +1,8 @@
-"""The Python API: `from drafttrain import generate, stream, load_drafter`, and `pipeline.py`'s train, tune, evaluate, ...
+"""The Python API: `from drafttrain import generate, stream, load_drafter`, and `pipeline.py`'s
+train, tune, evaluate, ...
 
-A thin layer over `drafttrain.inference` that turns names into models and prompts of any form into token ids.
+A thin layer over `drafttrain.inference` that turns names into models and prompts of any form into
+token ids.
 """
 
 from __future__ import annotations
@@ -24,7 +26,13 @@ from drafttrain.drafters.registry import load_drafter as load_for_target
 from drafttrain.errors import UserError, first_line, shown
 from drafttrain.files import Json, check_json
 from drafttrain.inference import Decoder, Generation
-from drafttrain.inference.call_options import CallLimits, GenerateOptions, Rows, StreamOptions, read_options
+from drafttrain.inference.call_options import (
+    CallLimits,
+    GenerateOptions,
+    Rows,
+    StreamOptions,
+    read_options,
+)
 from drafttrain.inference.sequence import TextStream, token_ids
 from drafttrain.pipeline import evaluate as evaluate
 from drafttrain.pipeline import export as export
@@ -45,7 +53,8 @@ class Turn(TypedDict):
 # Text, token ids, or chat messages [{"role": ..., "content": ...}, ...].
 OnePrompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 Prompt = OnePrompt | Tensor
-# Several prompts: a list of them, or a tokenizer's output (input_ids, attention_mask), which may also hold one.
+# Several prompts: a list of them, or a tokenizer's output (input_ids, attention_mask), which may
+# also hold one.
 Prompts = Prompt | Sequence[Prompt] | Mapping[str, Any]
 TextPrompt = AnyText | list[Turn]
 Model = str | PreTrainedModel | Target
@@ -59,7 +68,10 @@ def generate(  # type: ignore[overload-overlap]  # a text is also a sequence of 
 ) -> Generation: ...
 @overload
 def generate(
-    model: Model, prompt: Sequence[Prompt], drafter: Drafting = None, **options: Unpack[GenerateOptions]
+    model: Model,
+    prompt: Sequence[Prompt],
+    drafter: Drafting = None,
+    **options: Unpack[GenerateOptions],
 ) -> list[Generation]: ...
 @overload
 def generate(
@@ -68,7 +80,10 @@ def generate(
 ) -> list[Generation]: ...  # fmt: skip
 @overload  # of a tensor, only its dimensions say whether it is a batch
 def generate(
-    model: Model, prompt: Prompts | None = None, drafter: Drafting = None, **options: Unpack[GenerateOptions]
+    model: Model,
+    prompt: Prompts | None = None,
+    drafter: Drafting = None,
+    **options: Unpack[GenerateOptions],
 ) -> Generation | list[Generation]: ...
 def generate(
     model: Model, prompt: Prompts | None = None, drafter: Drafting = None, *, tokenizer: Tokenizer = None,
@@ -80,54 +95,74 @@ def generate(
     input_ids: Rows | None = None, attention_mask: Rows | None = None, batch_size: int = 8, category: str | Sequence[str] = "",
     tools: Sequence[Json] = (), chat_template_kwargs: Json | None = None, **others: object,
 ) -> Generation | list[Generation]:  # fmt: skip
-    """Continues a prompt or a list of prompts; the output is the model's own, a drafter only makes it faster.
+    """Continues a prompt or a list of prompts; the output is the model's own, a drafter only makes
+    it faster.
 
     Args:
-        model: a name, folder or Hub id; a loaded transformers model; or a `Target`. A name is loaded on every call, so
-            create a Target for several calls: `Target.from_pretrained(name)`. A loaded model is frozen and gets our attention,
-            which is sdpa outside of our decoder: its own `generate` works as before.
-        prompt: text; token ids; chat messages, to which the chat template is applied; a tokenizer's output
-            (input_ids with attention_mask, padded on either side); or a list of texts, ids or chats.
-        drafter: a name as in `load_drafter`, a drafter of `load_drafter` or `Drafter.from_pretrained`, or None.
-        tokenizer: of a loaded transformers model; without one, prompts are token ids and there is no text.
-        tree: the tree of a round, such as chain:3, fanout:4x2x1 or dynamic:5,8,24. Defaults to the drafter's
-            decoding.json, else chain:3.
-        max_new_tokens: upper limit per prompt, 256 unless given. max_length: the same with the prompt's tokens counted.
-        do_sample: True samples as transformers does: by the arguments, else the target's generation_config, else temperature 1
-            and top_k 50. False decodes greedily. Left out, temperature decides.
-        temperature, top_k, top_p, min_p: as in transformers, all off unless given; temperature 0 decodes greedily.
-        repetition_penalty: as in transformers; 1 turns it off, None is what the model's generation_config says.
+        model: a name, folder or Hub id; a loaded transformers model; or a `Target`. A name is
+            loaded on every call, so create a Target for several calls:
+            `Target.from_pretrained(name)`. A loaded model is frozen and gets our attention, which
+            is sdpa outside of our decoder: its own `generate` works as before.
+        prompt: text; token ids; chat messages, to which the chat template is applied; a tokenizer's
+            output (input_ids with attention_mask, padded on either side); or a list of texts, ids
+            or chats.
+        drafter: a name as in `load_drafter`, a drafter of `load_drafter` or
+            `Drafter.from_pretrained`, or None.
+        tokenizer: of a loaded transformers model; without one, prompts are token ids and there is
+            no text.
+        tree: the tree of a round, such as chain:3, fanout:4x2x1 or dynamic:5,8,24. Defaults to the
+            drafter's decoding.json, else chain:3.
+        max_new_tokens: upper limit per prompt, 256 unless given. max_length: the same with the
+            prompt's tokens counted.
+        do_sample: True samples as transformers does: by the arguments, else the target's
+            generation_config, else temperature 1 and top_k 50. False decodes greedily. Left out,
+            temperature decides.
+        temperature, top_k, top_p, min_p: as in transformers, all off unless given; temperature 0
+            decodes greedily.
+        repetition_penalty: as in transformers; 1 turns it off, None is what the model's
+            generation_config says.
         seed: answer i of the result samples with seed + i.
-        num_return_sequences: samples per prompt, next to each other in the result, which is then a list.
+        num_return_sequences: samples per prompt, next to each other in the result, which is then a
+            list.
         stop, stop_strings: strings that end an answer; the text ends before them.
         eos_token_id: token ids that end an answer, in place of the target's own.
         generation_config: in place of the target's own; arguments of the call come before it.
         input_ids, attention_mask: a tokenizer's output as keywords, in place of `prompt`.
         batch_size: prompts at a time.
-        category: the category of the request, or a list with one per prompt. Categories that the drafter's decoding.json
-            lists as `off` are decoded plainly; needs the drafter's name.
-        tools, chat_template_kwargs: what the chat template reads besides the messages: JSON schemas of functions, and its
-            variables, such as {"enable_thinking": False}.
-        others: rules for the logits as transformers names them: no_repeat_ngram_size, bad_words_ids, min_new_tokens, ...
+        category: the category of the request, or a list with one per prompt. Categories that the
+            drafter's decoding.json lists as `off` are decoded plainly; needs the drafter's name.
+        tools, chat_template_kwargs: what the chat template reads besides the messages: JSON schemas
+            of functions, and its variables, such as {"enable_thinking": False}.
+        others: rules for the logits as transformers names them: no_repeat_ngram_size,
+            bad_words_ids, min_new_tokens, ...
 
     Returns:
-        A `Generation` (text, tokens, stats), or a list of them for a list of prompts, a padded batch or num_return_sequences.
+        A `Generation` (text, tokens, stats), or a list of them for a list of prompts, a padded
+        batch or num_return_sequences.
 
     Raises:
-        UserError: an unknown option, bad values, an empty or too long prompt, or text without a tokenizer.
+        UserError: an unknown option, bad values, an empty or too long prompt, or text without a
+            tokenizer.
     """
     options = {**locals(), **others}  # every argument by its name
     target, prompts, several = _opened(options)
     decoder, limits = _decoder(target, drafter, "generate", options)
     ids = _all_ids(target, prompts, options)
-    off = decoding_settings(drafter).get("off", []) if isinstance(drafter, str) else []
+    if isinstance(drafter, str):
+        off = decoding_settings(drafter).get("off", [])
+    else:
+        off = []
     category = check("category", category, AnyText | tuple[AnyText, ...])
     categories = [category] * len(ids) if isinstance(category, str) else category
     if len(categories) != len(ids):
-        raise UserError(f"category has {len(categories)} entries for {len(ids)} prompts; give one each, or one for all")
+        raise UserError(
+            f"category has {len(categories)} entries for {len(ids)} prompts; give one each, or one for all"
+        )
     copies = limits.answers or 1
     if copies > 1 and decoder.sampling.greedy:
-        raise UserError(f"num_return_sequences={copies} needs sampling: greedy answers are equal; set do_sample=True")
+        raise UserError(
+            f"num_return_sequences={copies} needs sampling: greedy answers are equal; set do_sample=True"
+        )
     made = decoder.generate(
         [each for each in ids for _ in range(copies)],
         max_new_tokens=[most for most in _most(target, limits, ids) for _ in range(copies)],
@@ -139,11 +174,16 @@ def generate(
             text = TextStream(target.tokenizer, decoder.stop)
             text.push(generation.tokens)
             generation.text = text.take(last=True)
-    return made if several or limits.answers is not None else made[0]
+    if several or limits.answers is not None:
+        return made
+    return made[0]
 
 
 def stream(
-    model: Model, prompt: Prompt | None = None, drafter: Drafting = None, **options: Unpack[StreamOptions]
+    model: Model,
+    prompt: Prompt | None = None,
+    drafter: Drafting = None,
+    **options: Unpack[StreamOptions],
 ) -> Iterator[str]:
     """Yields the text of `generate` for one prompt in pieces. See `generate` for the arguments."""
     given: dict[str, Any] = {"model": model, "prompt": prompt, "drafter": drafter, **options}
@@ -159,19 +199,26 @@ def stream(
     )
     decoder, limits = _decoder(target, drafter, "stream", given)
     ids = _all_ids(target, prompts, given)
-    rounds = decoder.stream(ids, max_new_tokens=_most(target, limits, ids), seed=given.get("seed", 0))
+    rounds = decoder.stream(
+        ids,
+        max_new_tokens=_most(target, limits, ids),
+        seed=given.get("seed", 0),
+    )
     return _pieces(TextStream(target.tokenizer, decoder.stop), rounds)
 
 
 def load_drafter(name: str, model: Model, tokenizer: Tokenizer = None) -> Drafter | None:
     """A drafter bound to its target.
 
-    name: a folder or Hub id, also with :OPTION=VALUE, `ngram`, `suffix:FILE`, FIRST+ngram, or `none`.
+    name: a folder or Hub id, also with :OPTION=VALUE, `ngram`, `suffix:FILE`, FIRST+ngram, or
+    `none`.
 
     Raises:
         UserError: nothing there, not one of our drafters, or trained for another target.
     """
-    return load_for_target(check("drafter", name, Place), Target.from_pretrained(model, tokenizer=tokenizer))
+    return load_for_target(
+        check("drafter", name, Place), Target.from_pretrained(model, tokenizer=tokenizer)
+    )
 
 
 def _pieces(text: TextStream, rounds: Iterator[tuple[int, list[int]]]) -> Iterator[str]:
@@ -184,12 +231,17 @@ def _pieces(text: TextStream, rounds: Iterator[tuple[int, list[int]]]) -> Iterat
 
 
 def _opened(options: dict[str, Any]) -> tuple[Target, list[Any], bool]:
-    """The target, the prompts, and whether there are several; takes the arguments for them out of `options`."""
+    """The target, the prompts, and whether there are several; takes the arguments for them out of
+    `options`.
+    """
     model, prompt, drafter = (options.pop(name) for name in ("model", "prompt", "drafter"))
     options.pop("others", None)
     if not (drafter is None or isinstance(drafter, str | Drafter)):
-        raise UserError(f"drafter={shown(drafter)} must be a name, a drafter from load_drafter, or None")
-    ids, mask = options.pop("input_ids", None), options.pop("attention_mask", None)
+        raise UserError(
+            f"drafter={shown(drafter)} must be a name, a drafter from load_drafter, or None"
+        )
+    ids = options.pop("input_ids", None)
+    mask = options.pop("attention_mask", None)
     if ids is not None and prompt is not None:
         raise UserError("prompt and input_ids= are both given; give one")
     if ids is not None or mask is not None:
@@ -199,15 +251,24 @@ def _opened(options: dict[str, Any]) -> tuple[Target, list[Any], bool]:
     return target, _split(prompt) if several else [prompt], several
 
 
-def _decoder(target: Target, drafter: Drafting, call: str, options: Mapping[str, Any]) -> tuple[Decoder, CallLimits]:
+def _decoder(
+    target: Target,
+    drafter: Drafting,
+    call: str,
+    options: Mapping[str, Any],
+) -> tuple[Decoder, CallLimits]:
     found, limits = read_options(target, call, options)
     tree = options.get("tree")
     if isinstance(drafter, str):
-        tree = default_tree(drafter) if tree is None else tree
+        if tree is None:
+            tree = default_tree(drafter)
         drafter = load_for_target(check("drafter", drafter, Place), target)
     elif drafter is not None:
         prepare(drafter, target)
-    found["spec"] = None if tree is None else TreeSpec.parse(tree)
+    if tree is None:
+        found["spec"] = None
+    else:
+        found["spec"] = TreeSpec.parse(tree)
     found["max_rows"] = options.get("batch_size", 1)
     return Decoder(target, drafter, **found), limits
 
@@ -218,57 +279,100 @@ def _most(target: Target, limits: CallLimits, ids: Sequence[Tensor | Sequence[in
 
 
 def _is_several(prompt: Any) -> bool:
-    """Whether this is a list of prompts or a padded batch. One prompt is text, ids in one dimension, or a list of messages."""
+    """Whether this is a list of prompts or a padded batch. One prompt is text, ids in one
+    dimension, or a list of messages.
+    """
     if isinstance(prompt, Mapping):
         return _is_several(prompt.get("input_ids"))
     if hasattr(prompt, "shape"):  # of torch or numpy
         return len(prompt.shape) > 1
     if not isinstance(prompt, Sequence):
-        raise UserError(f"prompt={shown(prompt)} must be text, token ids, messages, a tokenizer's output, or a list")
-    return not isinstance(prompt, str) and len(prompt) > 0 and not isinstance(prompt[0], (Number, Mapping))
+        raise UserError(
+            f"prompt={shown(prompt)} must be text, token ids, messages, a tokenizer's output, or a list"
+        )
+    return (
+        not isinstance(prompt, str)
+        and len(prompt) > 0
+        and not isinstance(prompt[0], (Number, Mapping))
+    )
 
 
 def _split(prompts: Any) -> list[Any]:
     """The prompts of a list or a padded batch."""
     if not isinstance(prompts, Mapping):
         return list(prompts)
-    ids, mask = list(prompts["input_ids"]), prompts.get("attention_mask")
-    masks = [None] * len(ids) if mask is None else list(mask)
+    ids = list(prompts["input_ids"])
+    mask = prompts.get("attention_mask")
+    if mask is None:
+        masks = [None] * len(ids)
+    else:
+        masks = list(mask)
     if len(masks) != len(ids):
-        raise UserError(f"attention_mask has {len(masks)} rows for {len(ids)} input_ids; pass both from one call")
-    return [{"input_ids": row, "attention_mask": each} for row, each in zip(ids, masks, strict=True)]
+        raise UserError(
+            f"attention_mask has {len(masks)} rows for {len(ids)} input_ids; pass both from one call"
+        )
+    return [
+        {"input_ids": row, "attention_mask": each} for row, each in zip(ids, masks, strict=True)
+    ]
 
 
-def _all_ids(target: Target, prompts: Sequence[Any], options: Mapping[str, Any]) -> list[Tensor | Sequence[int]]:
+def _all_ids(
+    target: Target,
+    prompts: Sequence[Any],
+    options: Mapping[str, Any],
+) -> list[Tensor | Sequence[int]]:
     """Token ids of every prompt. Raises UserError: tools or chat_template_kwargs of another form."""
-    found = {"tools": list(options.get("tools", ())), "chat_template_kwargs": options.get("chat_template_kwargs")}
-    check_json(found, "prompt", "give tools as JSON schemas, and chat_template_kwargs as a dict", PromptInputs)
+    found = {
+        "tools": list(options.get("tools", ())),
+        "chat_template_kwargs": options.get("chat_template_kwargs"),
+    }
+    check_json(
+        found,
+        "prompt",
+        "give tools as JSON schemas, and chat_template_kwargs as a dict",
+        PromptInputs,
+    )
     return [_ids(target, each, ChatInputs.of(found)) for each in prompts]
 
 
 def _ids(target: Target, prompt: Any, inputs: ChatInputs = NO_INPUTS) -> Tensor | Sequence[int]:
     """Token ids of one prompt."""
     if isinstance(prompt, Mapping):
-        ids, mask = prompt.get("input_ids"), prompt.get("attention_mask")
+        ids = prompt.get("input_ids")
+        mask = prompt.get("attention_mask")
         if mask is None or isinstance(ids, str):
             return _ids(target, ids, inputs)
-        ids, kept = token_ids(target, () if ids is None else ids), torch.as_tensor(mask).bool().flatten()  # [s] each
+        # [s] each
+        ids = token_ids(target, () if ids is None else ids)
+        kept = torch.as_tensor(mask).bool().flatten()
         if len(ids) != len(kept):
-            raise UserError(f"attention_mask has {len(kept)} entries for {len(ids)} input_ids; pass both from one call")
+            raise UserError(
+                f"attention_mask has {len(kept)} entries for {len(ids)} input_ids; pass both from one call"
+            )
         return ids[kept.to(ids.device)]
     chat = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
     if not chat and inputs != NO_INPUTS:
-        raise UserError("tools and chat_template_kwargs need a chat as prompt: they are read by the chat template")
+        raise UserError(
+            "tools and chat_template_kwargs need a chat as prompt: they are read by the chat template"
+        )
     if not isinstance(prompt, str) and not chat:
         return prompt
     check(
-        "prompt", [dict(turn) if isinstance(turn, Mapping) else turn for turn in prompt] if chat else prompt, TextPrompt
+        "prompt",
+        [dict(turn) if isinstance(turn, Mapping) else turn for turn in prompt] if chat else prompt,
+        TextPrompt,
     )
     if target.tokenizer is None:
-        raise UserError(f"prompt={prompt!r} is text, but the model has no tokenizer; pass tokenizer= or token ids")
+        raise UserError(
+            f"prompt={prompt!r} is text, but the model has no tokenizer; pass tokenizer= or token ids"
+        )
     if chat and not has_template(target.tokenizer):
-        raise UserError(f"prompt is a chat, but the tokenizer of {target.name!r} has no chat template; give text")
+        raise UserError(
+            f"prompt is a chat, but the tokenizer of {target.name!r} has no chat template; give text"
+        )
     try:
         return prompt_ids(target.tokenizer, prompt, inputs)
     except TemplateError as error:
-        raise UserError(f"prompt: the chat template of {target.name!r} refuses it ({first_line(error)})") from error
+        raise UserError(
+            f"prompt: the chat template of {target.name!r} refuses it ({first_line(error)})"
+        ) from error

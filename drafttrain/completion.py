@@ -17,10 +17,16 @@ def run(args: argparse.Namespace) -> int:
     try:
         import shtab
     except ImportError as error:
-        raise UserError("completion needs the package shtab; run: python -m pip install shtab") from error
+        raise UserError(
+            "completion needs the package shtab; run: python -m pip install shtab"
+        ) from error
     parser = command_parser(tuple(COMMANDS))
-    commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    for action in itertools.chain.from_iterable(command._actions for command in commands.choices.values()):
+    commands = next(
+        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+    )
+    for action in itertools.chain.from_iterable(
+        command._actions for command in commands.choices.values()
+    ):
         if getattr(action.type, "rule", "") in _PATHS:
             action.complete = shtab.FILE  # where shtab looks for it
     print(shtab.complete(parser, args.shell))

@@ -1,4 +1,6 @@
-"""A training run's configuration: a YAML file, dotted overrides, and errors that suggest the key that was meant."""
+"""A training run's configuration: a YAML file, dotted overrides, and errors that suggest the key
+that was meant.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +16,43 @@ from pydantic import Field
 from drafttrain.errors import UserError, did_you_mean, shown
 from drafttrain.files import read_text
 from drafttrain.recipes import recipe_path
-from drafttrain.values import Amount, AnyText, Count, DeviceMap, Dtype, Fraction, Name, Seed, Size, check_fields, key
+from drafttrain.values import (
+    Amount,
+    AnyText,
+    Count,
+    DeviceMap,
+    Dtype,
+    Fraction,
+    Name,
+    Seed,
+    Size,
+    check_fields,
+    key,
+)
 
 Options = dict[str, Any]  # keys of a recipe
 Validation = Annotated[float, Field(ge=0, le=0.9)]
 CacheSize = Annotated[float, Field(ge=-1, le=1e6)]
 Gigabytes = Annotated[float, Field(ge=0, le=1e6)]
-Urls = Annotated[AnyText | tuple[AnyText, ...], Field(description="an address or a list of addresses")]
+Urls = Annotated[
+    AnyText | tuple[AnyText, ...], Field(description="an address or a list of addresses")
+]
 MostSteps = Annotated[int, Field(ge=-1, le=10**9)]
 Epochs = Annotated[float, Field(ge=1e-6, le=1e6)]
 Interval = Annotated[float, Field(ge=1e-6, le=1e9)]
 LearningRate = Annotated[float, Field(ge=0, le=100)]
 CPU_CACHE_GB = 4.0  # of a target's features, where a recipe leaves cache_gb out
-_MOST_VALUES, _MOST_LEVELS, _LONGEST = 10_000, 32, 200_000  # of a recipe, aliases counted each time; characters
+# of a recipe, aliases counted each time; characters
+_MOST_VALUES = 10_000
+_MOST_LEVELS = 32
+_LONGEST = 200_000
 _DEEP = re.compile(r"(?:[\[{]\s*){33}")  # PyYAML takes seconds for these
 
 
 @dataclass
 class TrainConfig:
-    """The recipe's keys of ours. All other keys of a recipe are fields of transformers TrainingArguments.
+    """The recipe's keys of ours. All other keys of a recipe are fields of transformers
+    TrainingArguments.
 
     Raises:
         UserError: a value of another type, or out of range.
@@ -47,8 +67,12 @@ class TrainConfig:
         "`target` copies the target's weights, `random` does not, `native` takes the drafter that the target's checkpoint "
         "holds; any other value names a drafter to continue",
     )
-    drafter: Options = key({}, "options of the kind: draft_vocab_size, ttt_steps, feature_layers, ...")
-    loss: AnyText = key("kl", "kl, js:0.5, lk_lambda, 0.9*kl+0.1*ce, ...; next_token pretrains a draft model")
+    drafter: Options = key(
+        {}, "options of the kind: draft_vocab_size, ttt_steps, feature_layers, ..."
+    )
+    loss: AnyText = key(
+        "kl", "kl, js:0.5, lk_lambda, 0.9*kl+0.1*ce, ...; next_token pretrains a draft model"
+    )
     loss_on: Literal["all", "answer"] = key(
         "all", "tokens of the responses that are learned; answer leaves out the reasoning"
     )
@@ -57,18 +81,31 @@ class TrainConfig:
         "the weight that reads the target's states learns at rates divided by their sizes; for kinds that fuse "
         "them by one weight, without DeepSpeed",
     )
-    on_policy: Options = key({}, "the drafter writes a share of the responses: share, refresh_steps, ...")
-    dtype: Dtype = key("auto", "of the frozen target")
-    target_device_map: DeviceMap = key("", "auto spreads a target too large for one GPU over several")
-    target_url: Urls = key(
-        "", "servers that `drafttrain serve-target` started, one or a list: states stream from them during training"
+    on_policy: Options = key(
+        {}, "the drafter writes a share of the responses: share, refresh_steps, ..."
     )
-    states_dir: Name = key("", "the servers' folder of states as this machine sees it; empty for the same path")
-    prefetch_gb: Gigabytes = key(1.0, "per process, for states that are read or asked for ahead of their steps")
+    dtype: Dtype = key("auto", "of the frozen target")
+    target_device_map: DeviceMap = key(
+        "", "auto spreads a target too large for one GPU over several"
+    )
+    target_url: Urls = key(
+        "",
+        "servers that `drafttrain serve-target` started, one or a list: states stream from them during training",
+    )
+    states_dir: Name = key(
+        "", "the servers' folder of states as this machine sees it; empty for the same path"
+    )
+    prefetch_gb: Gigabytes = key(
+        1.0, "per process, for states that are read or asked for ahead of their steps"
+    )
     max_length: Count = key(2048, "tokens used of a conversation")
-    packing: bool = key(False, "fill rows of max_length tokens with conversations, which do not attend to each other")
+    packing: bool = key(
+        False,
+        "fill rows of max_length tokens with conversations, which do not attend to each other",
+    )
     sequence_parallel: Count = key(
-        1, "processes that share each row, for rows too long for one; needs DeepSpeed and divides the processes"
+        1,
+        "processes that share each row, for rows too long for one; needs DeepSpeed and divides the processes",
     )
     validation: Validation = key(0.02, "share of conversations held out")
     max_minutes: Amount = key(
@@ -76,13 +113,19 @@ class TrainConfig:
         "training time, by which the learning rate then decays too; max_steps may end it earlier; 0 ends by steps alone",
     )
     cache_gb: CacheSize = key(
-        -1.0, f"memory for target features kept across epochs; -1 means {CPU_CACHE_GB:g} on a CPU and 0 on a GPU"
+        -1.0,
+        f"memory for target features kept across epochs; -1 means {CPU_CACHE_GB:g} on a CPU and 0 on a GPU",
     )
-    decode_prompts: Size = key(8, "held-out prompts that the decoder continues during training; 0 for none")
+    decode_prompts: Size = key(
+        8, "held-out prompts that the decoder continues during training; 0 for none"
+    )
     decode_steps: Size = key(0, "steps between measurements; 0 measures with every checkpoint")
     decode_tokens: Count = key(64, "tokens per answer of these prompts")
     decode_tree: AnyText = key("chain:4", "tree of these answers, as in `drafttrain eval`")
-    resume: bool = key(True, "continue from the newest checkpoint in output_dir; false deletes them and starts over")
+    resume: bool = key(
+        True,
+        "continue from the newest checkpoint in output_dir; false deletes them and starts over",
+    )
     trust_remote_code: bool = key(False, "run code of the target's repository")
     trainer: Options = field(default_factory=dict)  # the remaining keys, for TrainingArguments
 
@@ -91,13 +134,17 @@ class TrainConfig:
 
     def cache_size(self, gpu: bool) -> float:
         """GB of `cache_gb`, or what is usual; parts of rows are not kept."""
-        usual = 0.0 if gpu or self.sequence_parallel > 1 else CPU_CACHE_GB
+        usual = 0.0
+        if not (gpu or self.sequence_parallel > 1):
+            usual = CPU_CACHE_GB
         return self.cache_gb if self.cache_gb >= 0 else usual
 
 
 @dataclass
 class TrainerKeys:
-    """Keys of transformers TrainingArguments with a range or a default of ours; all others keep their type and default."""
+    """Keys of transformers TrainingArguments with a range or a default of ours; all others keep
+    their type and default.
+    """
 
     learning_rate: LearningRate = key(5e-5, "highest learning rate")
     max_steps: MostSteps = key(-1, "optimizer steps; -1 trains num_train_epochs")
@@ -105,14 +152,18 @@ class TrainerKeys:
     per_device_train_batch_size: Count = key(8, "rows per device and micro-batch")
     per_device_eval_batch_size: Count = key(8, "rows per device in evaluations")
     gradient_accumulation_steps: Count = key(1, "micro-batches per optimizer step")
-    warmup_steps: Amount = key(0.0, "steps until the highest learning rate; below 1 a share of all steps")
+    warmup_steps: Amount = key(
+        0.0, "steps until the highest learning rate; below 1 a share of all steps"
+    )
     weight_decay: Fraction = key(0.0, "of AdamW")
     adam_beta1: Fraction = key(0.9, "of AdamW")
     adam_beta2: Fraction = key(0.95, "of AdamW")
     adam_epsilon: Fraction = key(1e-8, "of AdamW")
     max_grad_norm: Amount = key(0.5, "longer gradients are clipped; 0 clips none")
     logging_steps: Interval = key(10, "optimizer steps between logs; below 1 a share of all steps")
-    save_steps: Interval = key(200, "optimizer steps between checkpoints; below 1 a share of all steps")
+    save_steps: Interval = key(
+        200, "optimizer steps between checkpoints; below 1 a share of all steps"
+    )
     save_total_limit: Count | None = key(2, "checkpoints to keep; null keeps all")
     dataloader_num_workers: Size = key(0, "processes that load rows")
     ddp_timeout: Count = key(1800, "seconds")
@@ -136,17 +187,23 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             if key_node.value in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key_node.value!r} occurs twice", key_node.start_mark
+                    None,
+                    None,
+                    f"key {key_node.value!r} occurs twice",
+                    key_node.start_mark,
                 )
-            seen |= {key_node.value} if isinstance(key_node.value, str) else set()
+            if isinstance(key_node.value, str):
+                seen.add(key_node.value)
         return super().construct_mapping(node, deep)
 
 
 def read_yaml(text: str, where: str) -> Any:
-    """A YAML text's content: text, finite numbers, true, false, null, lists and mappings with text as keys.
+    """A YAML text's content: text, finite numbers, true, false, null, lists and mappings with text
+    as keys.
 
     Raises:
-        UserError: broken YAML, a key that occurs twice, another kind of value, or too many or too deep ones.
+        UserError: broken YAML, a key that occurs twice, another kind of value, or too many or too
+            deep ones.
     """
     large = f"{where} holds more than {_MOST_VALUES} values or {_MOST_LEVELS} levels; write a plain recipe"
     if len(text) > _LONGEST or _DEEP.search(text):
@@ -156,7 +213,8 @@ def read_yaml(text: str, where: str) -> Any:
     except Exception as error:  # besides YAMLError: numbers of 5000 digits, impossible dates, empty tags, deep nesting
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"{where} is not valid YAML: {reason[:300]}") from error
-    count, waiting = 0, [("", found, 0)]
+    count = 0
+    waiting = [("", found, 0)]
     while waiting:
         place, value, level = waiting.pop()
         count += 1
@@ -165,10 +223,16 @@ def read_yaml(text: str, where: str) -> Any:
         if isinstance(value, dict):
             if odd := [name for name in value if not isinstance(name, str)]:
                 raise UserError(f"{where}: key {shown(odd[0])} is not text; put it in quotes")
-            waiting += [(f"{place}.{name}"[-80:], inner, level + 1) for name, inner in value.items()]
+            waiting += [
+                (f"{place}.{name}"[-80:], inner, level + 1) for name, inner in value.items()
+            ]
         elif isinstance(value, list):
             waiting += [(place, inner, level + 1) for inner in value]
-        elif not (value is None or isinstance(value, str) or (isinstance(value, int | float) and abs(value) < 1e300)):
+        elif not (
+            value is None
+            or isinstance(value, str)
+            or (isinstance(value, int | float) and abs(value) < 1e300)
+        ):
             rule = "must be text, true, false, null or a finite number; put other values in quotes"
             raise UserError(f"{where}: {place.lstrip('.') or 'value'}={shown(value)} {rule}")
     return found
@@ -178,15 +242,21 @@ def parse_overrides(words: list[str]) -> Options:
     """['a.b=1', 'c=x'] -> {'a': {'b': 1}, 'c': 'x'}; values are YAML.
 
     Raises:
-        UserError: a word without '=', an empty or too long key, a group that another word sets to a value, broken YAML.
+        UserError: a word without '=', an empty or too long key, a group that another word sets to a
+            value, broken YAML.
     """
     result: Options = {}
     for word in words:
         name, equals, text = word.partition("=")
         parts = name.lstrip("-").split(".")
         if not equals or not all(parts) or len(parts) > _MOST_LEVELS:
-            raise UserError(f"override {shown(word)} is not of the form key=value (for example max_steps=100)")
-        content: object = read_yaml(text, f"override {shown(word)}") if text else ""
+            raise UserError(
+                f"override {shown(word)} is not of the form key=value (for example max_steps=100)"
+            )
+        content: object
+        content = ""
+        if text:
+            content = read_yaml(text, f"override {shown(word)}")
         for part in reversed(parts):
             content = {part: content}
         assert isinstance(content, dict)
@@ -195,7 +265,9 @@ def parse_overrides(words: list[str]) -> Options:
 
 
 def _merge(into: Options, more: Options, place: str) -> None:
-    """Sets the entries of `more`, group by group; an empty {} replaces a group. Raises UserError for a key in no group."""
+    """Sets the entries of `more`, group by group; an empty {} replaces a group. Raises UserError
+    for a key in no group.
+    """
     for name, value in more.items():
         before = into.get(name)
         if isinstance(value, dict) and value and before not in (None, ""):
@@ -208,16 +280,24 @@ def _merge(into: Options, more: Options, place: str) -> None:
             into[name] = value
 
 
-def load_config(recipe: str | Mapping[str, object], overrides: list[str], trainer_keys: list[str]) -> TrainConfig:
-    """Reads a recipe, whose keys are ours or among trainer_keys (TrainingArguments), and applies the overrides.
+def load_config(
+    recipe: str | Mapping[str, object],
+    overrides: list[str],
+    trainer_keys: list[str],
+) -> TrainConfig:
+    """Reads a recipe, whose keys are ours or among trainer_keys (TrainingArguments), and applies
+    the overrides.
 
     Args:
         recipe: a YAML file, the name of a recipe that comes with drafttrain, or a recipe's content.
 
     Raises:
-        UserError: missing file, broken YAML, an unknown key (with close matches), a wrong value, a missing required key.
+        UserError: missing file, broken YAML, an unknown key (with close matches), a wrong value, a
+            missing required key.
     """
-    path = recipe if isinstance(recipe, str) else "the recipe"
+    path = "the recipe"
+    if isinstance(recipe, str):
+        path = recipe
     if isinstance(recipe, str):
         text = read_text(recipe_path(path, "config"), "config", "give a YAML recipe")
         raw: Options = read_yaml(text, f"config={path!r}") or {}
@@ -229,10 +309,16 @@ def load_config(recipe: str | Mapping[str, object], overrides: list[str], traine
     own = [one.name for one in fields(TrainConfig) if one.name != "trainer"]
     for name in raw:
         if name not in own and name not in trainer_keys:
-            raise UserError(f"unknown config key {shown(name)} in {path}{neighbours(name, [*own, *trainer_keys])}")
+            raise UserError(
+                f"unknown config key {shown(name)} in {path}{neighbours(name, [*own, *trainer_keys])}"
+            )
     config = TrainConfig(**{name: value for name, value in raw.items() if name in own})
     config.trainer = {name: value for name, value in raw.items() if name not in own}
-    ranged = {name: value for name, value in config.trainer.items() if name in TrainerKeys.__dataclass_fields__}
+    ranged = {
+        name: value
+        for name, value in config.trainer.items()
+        if name in TrainerKeys.__dataclass_fields__
+    }
     checked = vars(TrainerKeys(**ranged))
     config.trainer |= {name: checked[name] for name in ranged}
     for name in ("target", "data", "output_dir"):

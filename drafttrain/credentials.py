@@ -1,4 +1,6 @@
-"""Keys, tokens and passwords: `redact` takes them out of what is recorded or shown, `find_secret` finds them before a push."""
+"""Keys, tokens and passwords: `redact` takes them out of what is recorded or shown, `find_secret`
+finds them before a push.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,15 @@ from typing import TypeVar
 T = TypeVar("T")
 
 HIDDEN = "***"
-# Names of settings, flags, query fields and environment variables whose values are secret. Not "eos_token", "max_tokens", "key".
+# Names of settings, flags, query fields and environment variables whose values are secret. Not
+# "eos_token", "max_tokens", "key".
 _WORDS = r"(?:api|access|auth|bearer|github|hf|hub|private|refresh|secret|session|wandb)"
 _NAME = rf"(?:[\w-]*[_-])?(?:{_WORDS}[_-]?(?:key|token)(?:_?id)?|pass(?:word|wd|phrase)|secret|credentials?)|token|pwd"
 _SECRET_NAME = re.compile(rf"-{{0,2}}(?:{_NAME})", re.IGNORECASE)
 _VARIABLE = re.compile(r"(?:^|_)(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
 
-# Kind of secret -> how it looks. A token may follow an escape such as \n in JSON, so few of them can ask for a word's begin.
+# Kind of secret -> how it looks. A token may follow an escape such as \n in JSON, so few of them
+# can ask for a word's begin.
 _SHAPES = {
     "a Hugging Face token": r"hf_[A-Za-z0-9]{20,}",
     "an API key (sk-)": r"(?<![A-Za-z0-9-])(?:sk-(?=[\w-]*\d)[\w-]*[A-Za-z0-9]{16}[\w-]*|[sr]k_(?:live|test)_\w{16,})",
@@ -36,14 +40,20 @@ _PLACEHOLDER = re.compile(
 
 # In a text: the user of a URL, and values of secret names.
 _USER = re.compile(r"(?<=://)[^\s/?#\"'<>]+@(?=[\w\[])")
-_VALUE = re.compile(rf"(?<![\w-])((?:{_NAME})[\"']?\s*[=:]\s*[\"']?)(?!\*\*\*)[^\s\"',;&)\]}}]{{4,}}", re.IGNORECASE)
-_QUERY = re.compile(r"([?&][\w.-]*(?:token|key|secret|password|sig|signature|auth)=)[^&\s\"']+", re.IGNORECASE)
+_VALUE = re.compile(
+    rf"(?<![\w-])((?:{_NAME})[\"']?\s*[=:]\s*[\"']?)(?!\*\*\*)[^\s\"',;&)\]}}]{{4,}}", re.IGNORECASE
+)
+_QUERY = re.compile(
+    r"([?&][\w.-]*(?:token|key|secret|password|sig|signature|auth)=)[^&\s\"']+", re.IGNORECASE
+)
 _BEARER = re.compile(r"(\b(?:bearer|basic)\s+)[\w.~+/=-]{8,}", re.IGNORECASE)
 
 
 def redact(value: T) -> T:
-    """A text, or nested lists and objects of texts, with *** for every secret: tokens of known shape, users and passwords of
-    URLs, values of secret names (`api_key=...`, `--hub-token ...`), and values of environment variables such as HF_TOKEN."""
+    """A text, or nested lists and objects of texts, with *** for every secret: tokens of known
+    shape, users and passwords of URLs, values of secret names (`api_key=...`, `--hub-token ...`),
+    and values of environment variables such as HF_TOKEN.
+    """
     if isinstance(value, str):
         return _redact_text(value)  # type: ignore[return-value]
     if isinstance(value, dict):
@@ -62,8 +72,12 @@ def redact(value: T) -> T:
 
 
 def find_secret(text: str) -> str | None:
-    """The kind of the first secret in a text, such as "a GitHub token"; None without one. Placeholders of examples are none."""
-    plain = re.sub(r"\\(?:[bfnrt]|u[0-9a-fA-F]{4})", " ", text).replace("\\/", "/")  # escapes of JSON
+    """The kind of the first secret in a text, such as "a GitHub token"; None without one.
+    Placeholders of examples are none.
+    """
+    plain = re.sub(r"\\(?:[bfnrt]|u[0-9a-fA-F]{4})", " ", text).replace(
+        "\\/", "/"
+    )  # escapes of JSON
     for kind, shape in _FIND.items():
         for found in shape.finditer(plain):
             word = found.group(0)

@@ -1,6 +1,8 @@
-"""drafttrain's version and data files, and what a measurement depends on: device, threads, versions, peak memory.
+"""drafttrain's version and data files, and what a measurement depends on: device, threads,
+versions, peak memory.
 
-torch and transformers load inside the functions, because `drafttrain --version` imports this module.
+torch and transformers load inside the functions, because `drafttrain --version` imports this
+module.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ __version__ = "0.1.0"
 
 
 def shipped_folder(name: str) -> Path:
-    """A folder of files that come with drafttrain, such as `eval/suites`: in the repository, or where a wheel installs it."""
+    """A folder of files that come with drafttrain, such as `eval/suites`: in the repository, or
+    where a wheel installs it.
+    """
     repository = Path(__file__).resolve().parents[1]
     if (repository / "pyproject.toml").is_file():
         return repository / name
@@ -66,15 +70,32 @@ def describe_environment(device: torch.device) -> dict[str, object]:
 
 
 def describe_run() -> dict[str, object]:
-    """When, where and by which code a measurement was made; unlike `describe_environment`, no part of what it depends on.
+    """When, where and by which code a measurement was made; unlike `describe_environment`, no part
+    of what it depends on.
 
     commit: of a checkout of drafttrain, `-dirty` after changes; None for an installed package.
     """
-    root, commit = Path(__file__).parents[1], None
+    root = Path(__file__).parents[1]
+    commit = None
     if (root / ".git").exists() and (root / "pyproject.toml").is_file():
-        words = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+        words = [
+            "git",
+            "-C",
+            str(root),
+            "describe",
+            "--always",
+            "--dirty",
+            "--abbrev=12",
+            "--exclude=*",
+        ]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            commit = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+            commit = subprocess.run(
+                words,
+                capture_output=True,
+                text=True,
+                timeout=10,
+                check=True,
+            ).stdout.strip()
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return {
         "date": date,
@@ -103,11 +124,16 @@ def peak_memory(device: torch.device) -> int:
     kibibytes = _proc_field("self/status", "VmHWM")  # "1234 kB"
     if kibibytes:
         return int(kibibytes.split()[0]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def _proc_field(file: str, name: str) -> str:
     """The value of the first line `name: value` of a file in /proc; '' where there is none."""
     path = Path("/proc") / file
-    lines = path.read_text().splitlines() if path.is_file() else []
+    if path.is_file():
+        lines = path.read_text().splitlines()
+    else:
+        lines = []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")

@@ -1,4 +1,6 @@
-"""UserError, the one error that users can cause, and helpers for messages of other libraries' errors."""
+"""UserError, the one error that users can cause, and helpers for messages of other libraries'
+errors.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,22 @@ _LONGEST = 900  # characters of a message
 
 
 class UserError(Exception):
-    """Bad input. The message is one line that names the key, the value, the rule and the fix; commands exit with 2.
+    """Bad input. The message is one line that names the key, the value, the rule and the fix;
+    commands exit with 2.
 
-    Line breaks, control characters and lone surrogates, which values from files may hold, are shown escaped; a message that
-    quotes too much is cut in the middle. Credentials are replaced: values that users name may hold them, and so may other
+    Line breaks, control characters and lone surrogates, which values from files may hold, are shown
+        escaped; a message that
+    quotes too much is cut in the middle. Credentials are replaced: values that users name may hold
+        them, and so may other
     libraries' errors.
     """
 
     def __init__(self, message: str = ""):
         line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in redact(message))
         super().__init__(
-            line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} [...] {line[-_LONGEST // 2 + 8 :]}"
+            line
+            if len(line) <= _LONGEST
+            else f"{line[: _LONGEST // 2]} [...] {line[-_LONGEST // 2 + 8 :]}"
         )
 
 
@@ -34,7 +41,9 @@ def did_you_mean(word: str, known: Iterable[str], most: int = 3, cutoff: float =
         most: words named. cutoff: similarity, 0 to 1, that a word needs.
     """
     close = difflib.get_close_matches(word, list(known), n=most, cutoff=cutoff)
-    return f"did you mean {' or '.join(close)}?" if close else ""
+    if close:
+        return f"did you mean {' or '.join(close)}?"
+    return ""
 
 
 def first_line(error: BaseException) -> str:
@@ -46,22 +55,31 @@ def shown(value: object) -> str:
     """A value in an error: its repr in one line of at most 80 characters."""
     try:
         text = " ".join(repr(value).split())
-    except (ValueError, RecursionError):  # more digits than Python prints, more levels than it follows
+    except (
+        ValueError,
+        RecursionError,
+    ):  # more digits than Python prints, more levels than it follows
         text = f"a {type(value).__name__} too large to show"
-    return text if len(text) <= 80 else text[:77] + "..."
+    if len(text) <= 80:
+        return text
+    return text[:77] + "..."
 
 
 def without_xet(error: BaseException) -> str:
-    """How to go on without Xet, through which the Hub's client moves large files, if an error may come from there; '' if not.
+    """How to go on without Xet, through which the Hub's client moves large files, if an error may
+    come from there; '' if not.
 
-    Xet's library raises Python's own errors, mostly in threads; the Hub's other requests raise HTTPError.
+    Xet's library raises Python's own errors, mostly in threads; the Hub's other requests raise
+    HTTPError.
     """
     from huggingface_hub import constants
     from huggingface_hub.errors import HTTPError
 
     frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     inside = any("xet" in f"{Path(code.co_filename).name} {code.co_name}" for code in frames)
-    native = isinstance(error, ConnectionError | PermissionError | RuntimeError) and not isinstance(error, HTTPError)
+    native = isinstance(error, ConnectionError | PermissionError | RuntimeError) and not isinstance(
+        error, HTTPError
+    )
     if constants.HF_HUB_DISABLE_XET or not (inside or native):
         return ""
     return "; large files go through Xet: set HF_HUB_DISABLE_XET=1 to go without it"

@@ -33,26 +33,42 @@ T = TypeVar("T", default=Json)
 
 
 def cache_folder() -> Path:
-    """The folder of fetched models and built kernels: $DRAFTTRAIN_CACHE, else drafttrain/ in the user's cache folder."""
+    """The folder of fetched models and built kernels: $DRAFTTRAIN_CACHE, else drafttrain/ in the
+    user's cache folder.
+    """
     if own := os.environ.get("DRAFTTRAIN_CACHE"):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "drafttrain"
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_FULL_SIGNS = ("No space left", "Disk quota exceeded", "File too large", "PytorchStreamWriter", "inline_container")
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)  # of file systems without locks
+_FULL_SIGNS = (
+    "No space left",
+    "Disk quota exceeded",
+    "File too large",
+    "PytorchStreamWriter",
+    "inline_container",
+)
+_NO_LOCKS = (
+    errno.ENOLCK,
+    errno.ENOTSUP,
+    errno.EINVAL,
+    errno.ENOSYS,
+)  # of file systems without locks
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether the cause is a full disk; safetensors and torch wrap it in their own errors, so their text counts too."""
+    """Whether the cause is a full disk; safetensors and torch wrap it in their own errors, so their
+    text counts too.
+    """
     if getattr(error, "errno", None) in _FULL or any(sign in str(error) for sign in _FULL_SIGNS):
         return True
     return error.__cause__ is not None and is_disk_full(error.__cause__)
 
 
 def lock(path: Path, shared: bool = False) -> int | None:
-    """Opens a file, which is created when missing, and locks it until the descriptor is closed or the process ends.
+    """Opens a file, which is created when missing, and locks it until the descriptor is closed or
+    the process ends.
 
     On file systems without locks it only opens the file.
 
@@ -100,12 +116,15 @@ def _is_abandoned(path: Path) -> bool:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Gives a temporary file in the folder of `path`. It replaces `path` if the block succeeds, and is deleted if not.
+    """Gives a temporary file in the folder of `path`. It replaces `path` if the block succeeds, and
+    is deleted if not.
 
     Temporary files of `path` that killed processes have left are deleted first.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    left = re.compile(re.escape(f".{path.name}.") + r"([0-9a-f]{8}|\d+)")  # a process id in earlier versions
+    left = re.compile(
+        re.escape(f".{path.name}.") + r"([0-9a-f]{8}|\d+)"
+    )  # a process id in earlier versions
     for name in filter(left.fullmatch, os.listdir(path.parent)):
         if _is_abandoned(path.with_name(name)):
             path.with_name(name).unlink(missing_ok=True)
@@ -122,7 +141,9 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A temporary folder, deleted at the end. Those that killed processes have left are deleted first."""
+    """A temporary folder, deleted at the end. Those that killed processes have left are deleted
+    first.
+    """
     name = ".drafttrain-scratch"  # locked
     for old in Path(tempfile.gettempdir()).glob(f"drafttrain-*/{name}"):
         if _is_abandoned(old):
@@ -138,11 +159,12 @@ def scratch_folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def writing(path: Path, key: str = "output", reads: bool = False) -> Iterator[None]:
-    """Reports a failure to write `path` as a UserError, also a full disk in safetensors' or torch's own errors.
+    """Reports a failure to write `path` as a UserError, also a full disk in safetensors' or torch's
+    own errors.
 
     Args:
-        key: the setting that names the path. reads: the block reads files too, so only a full disk is known to be a failure
-            to write.
+        key: the setting that names the path. reads: the block reads files too, so only a full disk
+            is known to be a failure to write.
     """
     try:
         yield
@@ -152,12 +174,17 @@ def writing(path: Path, key: str = "output", reads: bool = False) -> Iterator[No
         if not is_disk_full(error) and (reads or not isinstance(error, OSError)):
             raise
         reason = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
-        fix = "free some space, or choose another place" if is_disk_full(error) else "choose another place"
+        if is_disk_full(error):
+            fix = "free some space, or choose another place"
+        else:
+            fix = "choose another place"
         raise UserError(f"{key}={str(path)!r} cannot be written ({reason}); {fix}") from error
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces a file in one step, so that readers see the old or the new content. Raises UserError as `writing` does."""
+    """Replaces a file in one step, so that readers see the old or the new content. Raises UserError
+    as `writing` does.
+    """
     with writing(path), replacing(path) as part:
         part.write_text(text, encoding="utf-8")
 
@@ -185,20 +212,30 @@ def read_text(path: Path, key: str, fix: str) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig")  # a byte order mark is no content
     except UnicodeDecodeError as error:
-        raise UserError(f"{key}={str(path)!r} is not UTF-8 text (byte {error.start}); convert it, or {fix}") from error
+        raise UserError(
+            f"{key}={str(path)!r} is not UTF-8 text (byte {error.start}); convert it, or {fix}"
+        ) from error
     except OSError as error:
-        raise UserError(f"{key}={str(path)!r} cannot be read ({error.strerror or first_line(error)}); {fix}") from error
+        raise UserError(
+            f"{key}={str(path)!r} cannot be read ({error.strerror or first_line(error)}); {fix}"
+        ) from error
 
 
 @contextlib.contextmanager
 def reading(path: Path | str, key: str, fix: str) -> Iterator[None]:
-    """Reports whatever a library raises about the content of `path` as a UserError; see `read_text`."""
+    """Reports whatever a library raises about the content of `path` as a UserError; see
+    `read_text`.
+    """
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # safetensors, torch, pyarrow, gzip and datasets raise a dozen unrelated classes
-        raise UserError(f"{key}={str(path)!r} cannot be read ({first_line(error)}); {fix}") from error
+    except (
+        Exception
+    ) as error:  # safetensors, torch, pyarrow, gzip and datasets raise a dozen unrelated classes
+        raise UserError(
+            f"{key}={str(path)!r} cannot be read ({first_line(error)}); {fix}"
+        ) from error
 
 
 def open_tensors(path: Path, key: str, fix: str) -> safe_open:
@@ -214,16 +251,22 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def _object(pairs: list[tuple[str, object]]) -> Json:
-    """A JSON object. Raises ValueError for a repeated key, of which json keeps the last without a word."""
+    """A JSON object. Raises ValueError for a repeated key, of which json keeps the last without a
+    word.
+    """
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice")
+        raise ValueError(
+            f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice"
+        )
     return found
 
 
 def parse_json(text: str) -> Any:
-    """A JSON value. Raises ValueError: not JSON, nested too deeply, a repeated key, or half a character (\\ud800)."""
+    """A JSON value. Raises ValueError: not JSON, nested too deeply, a repeated key, or half a
+    character (\\ud800).
+    """
     try:
         content = json.loads(text, object_pairs_hook=_object)
     except RecursionError as error:
@@ -245,10 +288,12 @@ def read_json(path: Path, key: str, fix: str, schema: type[T] = dict) -> T:  # t
 
     Args:
         key: the setting that names the file. fix: what the user can do, ends the error.
-        schema: a TypedDict (of typing_extensions) whose fields may carry pydantic's Field(ge=...); other keys are kept.
+        schema: a TypedDict (of typing_extensions) whose fields may carry pydantic's Field(ge=...);
+            other keys are kept.
 
     Raises:
-        UserError: not readable, not JSON, or not of the schema; names the place in the file, its value and the rule.
+        UserError: not readable, not JSON, or not of the schema; names the place in the file, its
+            value and the rule.
     """
     text = read_text(path, key, fix)
     try:
@@ -260,7 +305,9 @@ def read_json(path: Path, key: str, fix: str, schema: type[T] = dict) -> T:  # t
 
 
 def check_json(content: object, where: str, fix: str, schema: type) -> None:
-    """Raises UserError, which begins with `where`, for content that is not of the schema; see `read_json`."""
+    """Raises UserError, which begins with `where`, for content that is not of the schema; see
+    `read_json`.
+    """
     from pydantic import ValidationError
 
     try:
@@ -287,13 +334,15 @@ def read_jsonl(
     fix: str = "the file must hold one JSON object per line",
     schema: type[T] = dict,  # type: ignore[assignment]
 ) -> Iterator[tuple[int, T]]:
-    """Yields (line number, row) of every line that is not blank. Lines end with a line feed and nothing else.
+    """Yields (line number, row) of every line that is not blank. Lines end with a line feed and
+    nothing else.
 
     Args:
-        growing: leave out a last line without a line break: it is being written, or its writer was killed.
+        growing: leave out a last line without a line break: it is being written, or its writer was
+            killed.
         fix: ends the error about a line that is not JSON or not of the schema.
-        schema: a TypedDict, see `read_json`; rows are then reduced to its keys. pydantic parses and checks a line faster than
-            `json.loads` parses it.
+        schema: a TypedDict, see `read_json`; rows are then reduced to its keys. pydantic parses and
+            checks a line faster than `json.loads` parses it.
 
     Raises:
         UserError: no such file, not UTF-8, or a line that is no JSON object or not of the schema.
@@ -321,10 +370,14 @@ def parse_line(
     from pydantic import ValidationError
 
     where = f"{path} line {number}"
-    line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+    if number == 1:
+        line = line.removeprefix(b"\xef\xbb\xbf")
     try:
         adapter = None if schema is dict else _adapter(schema)  # type: ignore[arg-type]  # TypedDicts are hashable
-        row = parse_json(line.decode()) if adapter is None else adapter.validate_json(line, strict=True)
+        if adapter is None:
+            row = parse_json(line.decode())
+        else:
+            row = adapter.validate_json(line, strict=True)
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: not UTF-8 text ({error}); convert it first") from error
     except ValidationError as error:
@@ -337,7 +390,9 @@ def parse_line(
 
 
 def append_line(file: int, row: Json) -> None:
-    """Appends a row to a JSON-lines file, by its descriptor: completely, or not at all with an OSError."""
+    """Appends a row to a JSON-lines file, by its descriptor: completely, or not at all with an
+    OSError.
+    """
     line = (json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n").encode()
     begin = os.lseek(file, 0, os.SEEK_END)
     try:
@@ -349,19 +404,22 @@ def append_line(file: int, row: Json) -> None:
 
 
 class JsonlLog:
-    """A JSON-lines file that an interrupted run continues: its settings in the first line, then one result a line.
+    """A JSON-lines file that an interrupted run continues: its settings in the first line, then one
+    result a line.
 
-    An incomplete last line, whose writer was killed, is cut off. The file is locked until it is closed.
+    An incomplete last line, whose writer was killed, is cut off. The file is locked until it is
+    closed.
 
     Args:
-        schema: of a result; see `read_json`. overwrite: begin a file of other settings again, in place of an error.
+        schema: of a result; see `read_json`. overwrite: begin a file of other settings again, in
+            place of an error.
 
     Attributes:
         rows: the results, those of earlier runs included.
 
     Raises:
-        UserError: the file was begun with other settings, a line is damaged, it cannot be written, or another process
-            writes it.
+        UserError: the file was begun with other settings, a line is damaged, it cannot be written,
+            or another process writes it.
     """
 
     def __init__(self, path: Path, settings: Json, schema: type = dict, overwrite: bool = False):
@@ -371,7 +429,9 @@ class JsonlLog:
             path.parent.mkdir(parents=True, exist_ok=True)
             held = lock(path)
         if held is None:
-            raise UserError(f"{str(path)!r} is being written by another process; wait for it, or choose another output")
+            raise UserError(
+                f"{str(path)!r} is being written by another process; wait for it, or choose another output"
+            )
         self._file = held
         try:
             lines = [row for _, row in read_jsonl(path, growing=True, fix=fix)]
@@ -393,7 +453,9 @@ class JsonlLog:
             raise
 
     def add(self, row: Json) -> None:
-        """Adds a result. Raises UserError: it cannot be written; the file then holds all earlier ones."""
+        """Adds a result. Raises UserError: it cannot be written; the file then holds all earlier
+        ones.
+        """
         self.rows.append(row)
         self._write(row)
 
@@ -414,7 +476,9 @@ class JsonlLog:
 
 
 def complete_bytes(path: Path) -> int:
-    """Size of a file up to its last line break; an interrupted write may have left part of a line after it."""
+    """Size of a file up to its last line break; an interrupted write may have left part of a line
+    after it.
+    """
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         while end > 0:
@@ -428,16 +492,21 @@ def complete_bytes(path: Path) -> int:
 def first_change(before: Json, now: Json) -> str:
     """`key=old, this run has key=new` of the first setting that differs; '' if none does."""
     keys = (key for key in [*now, *before] if before.get(key) != now.get(key))
-    return next((f"{key}={before.get(key)!r}, this run has {key}={now.get(key)!r}" for key in keys), "")
+    return next(
+        (f"{key}={before.get(key)!r}, this run has {key}={now.get(key)!r}" for key in keys), ""
+    )
 
 
 def differences(before: Json, now: Json) -> str:
     """`key=value, ...` of the earlier settings that differ now."""
-    return ", ".join(f"{key}={before.get(key)!r}" for key in {**before, **now} if before.get(key) != now.get(key))
+    return ", ".join(
+        f"{key}={before.get(key)!r}" for key in {**before, **now} if before.get(key) != now.get(key)
+    )
 
 
 def unreachable(url: str, seconds: float) -> str:
-    """Why a server sends no answer within this time; '' if it sends any. Proxies of the environment are used.
+    """Why a server sends no answer within this time; '' if it sends any. Proxies of the environment
+    are used.
 
     A thread asks, because looking up a name knows no time limit.
     """
@@ -464,12 +533,19 @@ def is_hub_id(name: str) -> bool:
     return not name.startswith((".", "/", "~")) and name.count("/") == 1
 
 
-def hub_snapshot(repo: str, patterns: Sequence[str], key: str, ignore: Sequence[str] = (), revision: str = "") -> Path:
+def hub_snapshot(
+    repo: str,
+    patterns: Sequence[str],
+    key: str,
+    ignore: Sequence[str] = (),
+    revision: str = "",
+) -> Path:
     """Downloads a Hub repository's files into the Hub's cache, or finds them there.
 
     Args:
         repo: user/name. patterns, ignore: file names to download and to skip, as globs.
-        key: the setting that holds the name, for the error. revision: branch, tag or commit; main unless given.
+        key: the setting that holds the name, for the error. revision: branch, tag or commit; main
+            unless given.
 
     Raises:
         UserError: no Hub id, or the Hub does not provide it.
@@ -481,7 +557,12 @@ def hub_snapshot(repo: str, patterns: Sequence[str], key: str, ignore: Sequence[
 
     try:
         left_out = list(ignore) or None
-        found = snapshot_download(repo, revision=revision or None, allow_patterns=[*patterns], ignore_patterns=left_out)
+        found = snapshot_download(
+            repo,
+            revision=revision or None,
+            allow_patterns=[*patterns],
+            ignore_patterns=left_out,
+        )
         return Path(found)
     except (OSError, ValueError, RuntimeError, HTTPError) as error:
         fix = without_xet(error) or "; check the name, and log in for a private one: hf auth login"

@@ -1,8 +1,9 @@
-"""Outputs of commands: no command removes or replaces a file that it, or one like it, did not write.
+"""Outputs of commands: no command removes or replaces a file that it, or one like it, did not
+write.
 
-`output_file` and `OutputFolder` check an output before any model loads: it is no input and can be written, and what is there
-has the signs of this command's output. A folder's marker file names what wrote it, and is its lock; it is gone
-when the finished files tell the same.
+`output_file` and `OutputFolder` check an output before any model loads: it is no input and can be
+written, and what is there has the signs of this command's output. A folder's marker file names what
+wrote it, and is its lock; it is gone when the finished files tell the same.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ from drafttrain.errors import UserError, first_line
 from drafttrain.files import lock, upgrade, writing
 
 MARKER = ".drafttrain"  # in every folder that a command writes; hidden files are never published
-# In such a folder: what is not complete yet; what a run replaces; the same before all of it is there.
-PARTIAL, _BEFORE, _MOVING = ".partial", ".before", ".before.partial"
+# In such a folder: what is not complete yet; what a run replaces; the same before all of it is
+# there.
+PARTIAL = ".partial"
+_BEFORE = ".before"
+_MOVING = ".before.partial"
 # Keys of the JSON files that commands write; other JSON files have other keys.
 _JSON_KEYS = {
     "eval": {"overall", "categories", "decoding"},
@@ -58,8 +62,21 @@ _TOKENIZER = (
     "added_tokens.json",
 )
 _MODEL = (
-    *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json", "draft.gguf"),
-    *(*_TOKENIZER, "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json"),
+    *(
+        "config.json",
+        "generation_config.json",
+        "model*.safetensors",
+        "model.safetensors.index.json",
+        "draft.gguf",
+    ),
+    *(
+        *_TOKENIZER,
+        "vocab.json",
+        "vocab.txt",
+        "merges.txt",
+        "chat_template.jinja",
+        "chat_template.json",
+    ),
     *("drafttrain.json", "decoding.json", "training.json", "mask_embedding.*", "adapter"),
 )
 
@@ -70,9 +87,11 @@ class FolderKind:
 
     Attributes:
         files: patterns of its files and folders.
-        signs: text in a file, by a pattern of its name; any of them tells folders of earlier versions, which have no marker.
+        signs: text in a file, by a pattern of its name; any of them tells folders of earlier
+            versions, which have no marker.
         absent: patterns of files that other commands write.
-        alone: a folder without marker or sign must be empty. published: every folder must hold nothing else.
+        alone: a folder without marker or sign must be empty. published: every folder must hold
+            nothing else.
     """
 
     files: tuple[str, ...]
@@ -82,16 +101,28 @@ class FolderKind:
     published: bool = False
 
 
-_OURS, _RUN = '"drafter_kind"', ("training.json", "checkpoint-*")
+_OURS = '"drafter_kind"'
+_RUN = ("training.json", "checkpoint-*")
 KINDS = {
     "generate": FolderKind(
-        ("meta.json", "summary.json", "part-*.jsonl", "features/part-*.safetensors", "features/features.json", "arrow"),
+        (
+            "meta.json",
+            "summary.json",
+            "part-*.jsonl",
+            "features/part-*.safetensors",
+            "features/features.json",
+            "arrow",
+        ),
         {"meta.json": '"format"', "part-*.jsonl": '"spans"'},
         alone=True,
     ),
     "train": FolderKind(
         (*_MODEL, "checkpoint-*"),
-        {"training.json": '"config"', "checkpoint-*/config.json": _OURS, "checkpoint-*/drafttrain.json": _OURS},
+        {
+            "training.json": '"config"',
+            "checkpoint-*/config.json": _OURS,
+            "checkpoint-*/drafttrain.json": _OURS,
+        },
         absent=("README.md",),
     ),
     "adapt": FolderKind(
@@ -99,7 +130,11 @@ KINDS = {
         {"state.jsonl": '"allowance"', "version-*/config.json": _OURS},
         alone=True,
     ),
-    "import": FolderKind(_MODEL, {"config.json": _OURS, "drafttrain.json": _OURS}, absent=("README.md", *_RUN)),
+    "import": FolderKind(
+        _MODEL,
+        {"config.json": _OURS, "drafttrain.json": _OURS},
+        absent=("README.md", *_RUN),
+    ),
     "export": FolderKind(
         _MODEL,
         {
@@ -114,14 +149,18 @@ KINDS = {
         published=True,
     ),
     "push-data": FolderKind(
-        ("README.md", "meta.json", "part-*.jsonl"), {"README.md": r"\n- distillation\n- drafttrain\n"}, published=True
+        ("README.md", "meta.json", "part-*.jsonl"),
+        {"README.md": r"\n- distillation\n- drafttrain\n"},
+        published=True,
     ),
-    "sweep": FolderKind(("summary.json", f"{'[0-9a-f]' * 16}.json"), {"summary.json": '"crossover"'}),
+    "sweep": FolderKind(
+        ("summary.json", f"{'[0-9a-f]' * 16}.json"), {"summary.json": '"crossover"'}
+    ),
     "compare": FolderKind(("cells",), {"cells/*.json": '"overall"', "cells/*.log": ""}),
 }
 
 
-# -- what is there ----------------------------------------------------------------------------------------------------
+# -- what is there ---------------------------------------------------------------------------------
 
 
 def _holds_keys(path: Path, keys: set[str]) -> bool:
@@ -145,7 +184,8 @@ def _holds_text(path: Path, pattern: str) -> bool:
 def wrote_file(path: Path, kind: str) -> bool:
     """Whether a file has the signs of what the command `kind` writes."""
     if kind == "prompts":  # JSON lines that anyone may write; the counts are next to them
-        path, kind = path.with_name(path.name + ".summary.json"), "prompts summary"
+        path = path.with_name(path.name + ".summary.json")
+        kind = "prompts summary"
     if kind in _JSON_KEYS:
         return _holds_keys(path, _JSON_KEYS[kind])
     return any(_holds_text(path, re.escape(text)) for text in _TEXTS[kind])
@@ -155,7 +195,9 @@ def _files(folder: Path) -> Iterator[str]:
     """Relative names of a folder's files, without hidden files and folders."""
     for place, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (str(Path(place, name).relative_to(folder)) for name in names if not name.startswith("."))
+        yield from (
+            str(Path(place, name).relative_to(folder)) for name in names if not name.startswith(".")
+        )
 
 
 def _matching(folder: Path, patterns: Iterable[str]) -> Iterator[Path]:
@@ -169,17 +211,30 @@ def _has_signs(folder: Path, kind: FolderKind) -> bool:
     """Whether a folder without a marker is of this kind."""
     if any(True for _ in _matching(folder, kind.absent)):
         return False
-    return any(_holds_text(file, text) for sign, text in kind.signs.items() for file in _matching(folder, [sign]))
+    return any(
+        _holds_text(file, text)
+        for sign, text in kind.signs.items()
+        for file in _matching(folder, [sign])
+    )
 
 
-# -- checks -----------------------------------------------------------------------------------------------------------
+# -- checks ----------------------------------------------------------------------------------------
 
 
 def inputs_of(args: argparse.Namespace, *outputs: str) -> Iterator[tuple[str, str]]:
-    """(flag, value) of what a command's flags name, `output` and `outputs` left out; in FOLDER+KIND:FILE each part."""
+    """(flag, value) of what a command's flags name, `output` and `outputs` left out; in
+    FOLDER+KIND:FILE each part.
+    """
     for key, value in vars(args).items():
-        words = value if isinstance(value, list | tuple) else [value]
-        for word in (str(word) for word in words if isinstance(word, str | Path) and key not in ("output", *outputs)):
+        if isinstance(value, list | tuple):
+            words = value
+        else:
+            words = [value]
+        for word in (
+            str(word)
+            for word in words
+            if isinstance(word, str | Path) and key not in ("output", *outputs)
+        ):
             yield from ((key, part) for part in {word, *re.split("[+:=,]", word)} if part)
 
 
@@ -189,19 +244,32 @@ def _expanded(name: str | Path, key: str) -> Path:
         raise UserError(f"{key}='' names nothing; write a path")
     try:
         path = Path(name).expanduser()
-        if "\0" in str(path).encode().decode():  # raises for what is no text, which not every library can write to
+        if (
+            "\0" in str(path).encode().decode()
+        ):  # raises for what is no text, which not every library can write to
             raise ValueError("embedded null byte")
-        return path.resolve() if path.is_symlink() else path
+        if path.is_symlink():
+            return path.resolve()
+        return path
     except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"{key}={str(name)!r} is no path ({first_line(error)}); choose another") from error
+        raise UserError(
+            f"{key}={str(name)!r} is no path ({first_line(error)}); choose another"
+        ) from error
 
 
 def _check_place(path: Path, key: str, is_folder: bool) -> None:
-    """Raises UserError: a folder where a file is meant or the reverse, or a place that cannot be written."""
-    where, fix = f"{key}={str(path)!r}", "choose another place"
+    """Raises UserError: a folder where a file is meant or the reverse, or a place that cannot be
+    written.
+    """
+    where = f"{key}={str(path)!r}"
+    fix = "choose another place"
     try:
         if path.exists() and not (path.is_dir() if is_folder else path.is_file()):
-            held, meant = ("a folder" if path.is_dir() else "no plain file"), "folder" if is_folder else "file"
+            if path.is_dir():
+                held = "a folder"
+            else:
+                held = "no plain file"
+            meant = "folder" if is_folder else "file"
             raise UserError(f"{where} cannot be written (it is {held}); name a {meant}")
         at = path if is_folder else path.parent
         while not at.exists() and at != at.parent:
@@ -216,10 +284,14 @@ def _check_place(path: Path, key: str, is_folder: bool) -> None:
 
 
 def _same(output: Path, given: Path, below: bool) -> bool:
-    """Whether an output is an input or, with `below`, a folder that the input is in; also by another name."""
+    """Whether an output is an input or, with `below`, a folder that the input is in; also by
+    another name.
+    """
     try:
         given = given.expanduser().resolve(strict=True)
-        return any(os.path.samefile(output, place) for place in (given, *(given.parents if below else ())))
+        return any(
+            os.path.samefile(output, place) for place in (given, *(given.parents if below else ()))
+        )
     except (OSError, ValueError, RuntimeError):  # one of them does not exist
         return False
 
@@ -227,14 +299,22 @@ def _same(output: Path, given: Path, below: bool) -> bool:
 def _check_inputs(path: Path, inputs: Iterable[tuple[str, str]], key: str, below: bool) -> None:
     for name, value in inputs:
         if _same(path, Path(value), below):
-            raise UserError(f"{key}={str(path)!r} is or holds the input {name}={value!r}; choose another output")
+            raise UserError(
+                f"{key}={str(path)!r} is or holds the input {name}={value!r}; choose another output"
+            )
 
 
-def output_file(name: str | Path, kind: str, inputs: Iterable[tuple[str, str]] = (), key: str = "output") -> Path:
+def output_file(
+    name: str | Path,
+    kind: str,
+    inputs: Iterable[tuple[str, str]] = (),
+    key: str = "output",
+) -> Path:
     """The path of a file to write.
 
     Args:
-        kind: the command, as in `drafttrain COMMAND`. inputs: (key, name) of what it reads. key: the setting for errors.
+        kind: the command, as in `drafttrain COMMAND`. inputs: (key, name) of what it reads. key:
+            the setting for errors.
 
     Raises:
         UserError: no place to write to, an input, or a file that the command did not write.
@@ -249,24 +329,40 @@ def output_file(name: str | Path, kind: str, inputs: Iterable[tuple[str, str]] =
     return path
 
 
-def check_folder(name: str | Path, kind: str, inputs: Iterable[tuple[str, str]] = (), key: str = "output") -> Path:
+def check_folder(
+    name: str | Path,
+    kind: str,
+    inputs: Iterable[tuple[str, str]] = (),
+    key: str = "output",
+) -> Path:
     """The path of a folder to write; see `output_file`."""
-    path, of = _expanded(name, key), KINDS[kind]
+    path = _expanded(name, key)
+    of = KINDS[kind]
     _check_place(path, key, is_folder=True)
     _check_inputs(path, inputs, key, below=True)
     if not path.is_dir():
         return path
-    where, wrote = f"{key}={str(path)!r}", _read_marker(path / MARKER)
+    where = f"{key}={str(path)!r}"
+    wrote = _read_marker(path / MARKER)
     wrote = wrote or next((other for other in (kind, *KINDS) if _has_signs(path, KINDS[other])), "")
     if wrote and wrote != kind:
-        raise UserError(f"{where} was written by drafttrain {wrote}, not by {kind}; choose another folder")
+        raise UserError(
+            f"{where} was written by drafttrain {wrote}, not by {kind}; choose another folder"
+        )
     known = bool(wrote)
     foreign: Iterable[str] = ()
     if of.published and known:
         ours = [file.relative_to(path) for file in _matching(path, of.files)]
-        foreign = (name for name in _files(path) if not any(Path(name).is_relative_to(file) for file in ours))
+        foreign = (
+            name
+            for name in _files(path)
+            if not any(Path(name).is_relative_to(file) for file in ours)
+        )
     elif not known:
-        foreign = _files(path) if of.published or of.alone else (file.name for file in _matching(path, of.files))
+        if of.published or of.alone:
+            foreign = _files(path)
+        else:
+            foreign = (file.name for file in _matching(path, of.files))
     for name in foreign:
         raise UserError(
             f"{where} holds other files ({name}); choose an empty folder, or one that drafttrain {kind} wrote"
@@ -278,18 +374,22 @@ def _read_marker(marker: Path) -> str:
     """The command that wrote a folder; empty if that is not known."""
     try:
         content = json.loads(marker.read_bytes() or b"{}")
-        return str(content.get("folder", "")) if isinstance(content, dict) else ""
+        if isinstance(content, dict):
+            return str(content.get("folder", ""))
+        return ""
     except (OSError, ValueError, RecursionError):
         return ""
 
 
 def beside(name: str, file: str) -> Path:
-    """The default output: `file` next to an input; in the current folder if the input is no path, such as a Hub id."""
+    """The default output: `file` next to an input; in the current folder if the input is no path,
+    such as a Hub id.
+    """
     path = Path(name).expanduser()
     return (path.parent if path.exists() else Path()) / file
 
 
-# -- folders ----------------------------------------------------------------------------------------------------------
+# -- folders ---------------------------------------------------------------------------------------
 
 
 class OutputFolder:
@@ -299,7 +399,8 @@ class OutputFolder:
 
     Args:
         name, kind, inputs, key: see `check_folder`.
-        rank: of one of several processes that share the work: each locks its rank, and together they keep others out.
+        rank: of one of several processes that share the work: each locks its rank, and together
+            they keep others out.
 
     Raises:
         UserError: as `check_folder`, or another process writes there.
@@ -313,7 +414,8 @@ class OutputFolder:
         key: str = "output",
         rank: int | None = None,
     ):
-        self.path, self.kind = check_folder(name, kind, inputs, key), KINDS[kind]
+        self.path = check_folder(name, kind, inputs, key)
+        self.kind = KINDS[kind]
         self._made = [place for place in (self.path, *self.path.parents) if not place.exists()]
         self._locks: list[int] = []
         self._own = self.path / f"{MARKER}-{rank:04d}" if rank is not None else None
@@ -324,7 +426,10 @@ class OutputFolder:
                 if self._own is not None:
                     self._take(self._own, shared=False)
                 if not os.fstat(self._locks[0]).st_size:
-                    os.write(self._locks[0], json.dumps({"folder": kind, "drafttrain": __version__}).encode())
+                    os.write(
+                        self._locks[0],
+                        json.dumps({"folder": kind, "drafttrain": __version__}).encode(),
+                    )
             check_folder(name, kind, inputs, key)  # as it is under the lock
         except BaseException:
             self.close()
@@ -339,12 +444,21 @@ class OutputFolder:
         self._locks.append(held)
 
     def close(self) -> None:
-        """Unlocks the folder; removes a marker that its files make needless, and a folder in which nothing was written."""
+        """Unlocks the folder; removes a marker that its files make needless, and a folder in which
+        nothing was written.
+        """
         with contextlib.suppress(OSError):
             if len(self._locks) == 2 and self._own is not None:
                 self._own.unlink(missing_ok=True)
-            wrote = any(True for _ in _matching(self.path, self.kind.files)) or (self.path / _BEFORE).exists()
-            if self._locks and (not wrote or _has_signs(self.path, self.kind)) and upgrade(self._locks[0]):
+            wrote = (
+                any(True for _ in _matching(self.path, self.kind.files))
+                or (self.path / _BEFORE).exists()
+            )
+            if (
+                self._locks
+                and (not wrote or _has_signs(self.path, self.kind))
+                and upgrade(self._locks[0])
+            ):
                 (self.path / MARKER).unlink()
                 for place in self._made:
                     place.rmdir()  # unless it holds something
@@ -384,11 +498,16 @@ class OutputFolder:
             shutil.rmtree(part, ignore_errors=True)
 
     def set_aside(self, *patterns: str) -> None:
-        """Moves this command's files, or those of `patterns`, out of the way until `forget` or `restore`."""
-        before, moving = self.path / _BEFORE, self.path / _MOVING
+        """Moves this command's files, or those of `patterns`, out of the way until `forget` or
+        `restore`.
+        """
+        before = self.path / _BEFORE
+        moving = self.path / _MOVING
         with writing(self.path):
             for path in [*_matching(self.path, patterns or self.kind.files)]:
-                if before.is_dir():  # from an interrupted run, whose own files, never complete, are the present ones
+                if (
+                    before.is_dir()
+                ):  # from an interrupted run, whose own files, never complete, are the present ones
                     _remove(path)
                 else:
                     _move(self.path, moving, path.relative_to(self.path))

@@ -1,8 +1,10 @@
-"""Ctrl-C and SIGTERM end a command within two seconds: finished work stays, one line, exit status 130 or 143.
+"""Ctrl-C and SIGTERM end a command within two seconds: finished work stays, one line, exit status
+130 or 143.
 
-The signal's handler raises `Interrupted` in the main thread. Python runs handlers between its own instructions only, so a long
-call into C, a library that catches everything, or a thread that waits for a server could delay the end. A watching thread, woken
-by the signal itself, therefore ends the process after GRACE seconds.
+The signal's handler raises `Interrupted` in the main thread. Python runs handlers between its own
+instructions only, so a long call into C, a library that catches everything, or a thread that waits
+for a server could delay the end. A watching thread, woken by the signal itself, therefore ends the
+process after GRACE seconds.
 """
 
 from __future__ import annotations
@@ -42,10 +44,11 @@ def interrupt(number: int, frame: FrameType | None = None) -> None:
 
 
 def install() -> None:
-    """Makes this process end on SIGINT and SIGTERM as described above; `main` of the command line calls it first.
+    """Makes this process end on SIGINT and SIGTERM as described above; `main` of the command line
+    calls it first.
 
-    Signals that are ignored (nohup, a shell's background job) stay ignored. Forked children get a quiet default: their parent
-    ends them.
+    Signals that are ignored (nohup, a shell's background job) stay ignored. Forked children get a
+    quiet default: their parent ends them.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -71,19 +74,31 @@ def _watch(signals: int) -> None:
 
 
 def _exit(number: int) -> NoReturn:
-    """Ends the process from anywhere: writes the line, unless it is written, and leaves no child behind."""
+    """Ends the process from anywhere: writes the line, unless it is written, and leaves no child
+    behind.
+    """
     if _saying.acquire(blocking=False):
-        show_cursor = "\x1b[?25h" if os.isatty(2) else ""  # progress bars hide it
+        # progress bars hide it
+        if os.isatty(2):
+            show_cursor = "\x1b[?25h"
+        else:
+            show_cursor = ""
         with contextlib.suppress(OSError):
             os.write(2, f"{show_cursor}{_line(number)}\n".encode())
     for library in {"multiprocessing", "multiprocess"} & sys.modules.keys():
-        for child in getattr(sys.modules[library], "active_children", list)():  # missing while the module is imported
+        for child in getattr(
+            sys.modules[library],
+            "active_children",
+            list,
+        )():  # missing while the module is imported
             child.kill()
     os._exit(128 + number)
 
 
 def _leave() -> None:
-    """Leaves out that Python takes its modules apart, which takes seconds with torch and which nothing could cut short."""
+    """Leaves out that Python takes its modules apart, which takes seconds with torch and which
+    nothing could cut short.
+    """
     if _received:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
@@ -103,12 +118,16 @@ def _line(number: int) -> str:
 
 
 def cause(error: BaseException) -> int:
-    """The signal behind an exception, which libraries may have turned into another one; 0 if there is none."""
+    """The signal behind an exception, which libraries may have turned into another one; 0 if there
+    is none.
+    """
     return _received or (signal.SIGINT if isinstance(error, KeyboardInterrupt) else 0)
 
 
 def end(number: int) -> int:
-    """Writes the line and returns the exit status. What libraries write while the process ends is silenced."""
+    """Writes the line and returns the exit status. What libraries write while the process ends is
+    silenced.
+    """
     if not _received or _saying.acquire(blocking=False):
         print(_line(number), file=sys.stderr, flush=True)
     if _received:

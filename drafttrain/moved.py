@@ -13,7 +13,8 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-# Former name below drafttrain -> today's name; a name that is not listed belongs to the entry for its parent.
+# Former name below drafttrain -> today's name; a name that is not listed belongs to the entry for
+# its parent.
 MOVED = {
     "decode": "inference",
     "decode.ngram_corpus": "data.ngram_corpus",
@@ -45,24 +46,35 @@ MOVED = {
 
 
 def todays_name(former: str) -> str | None:
-    """The full name of the module that took a former one's place; None for names that are not former ones."""
+    """The full name of the module that took a former one's place; None for names that are not
+    former ones.
+    """
     name = former.removeprefix("drafttrain.")
     if name in MOVED:
         return f"drafttrain.{MOVED[name]}"
     parent, _, last = name.rpartition(".")
-    return f"drafttrain.{MOVED[parent]}.{last}" if parent in MOVED else None
+    if parent in MOVED:
+        return f"drafttrain.{MOVED[parent]}.{last}"
+    return None
 
 
 class FormerNames(MetaPathFinder, Loader):
     """Finds modules by their former names.
 
-    It comes first on `sys.meta_path`: a package imported by its former name has today's `__path__`, where the path finder would
-    load every submodule a second time.
+    It comes first on `sys.meta_path`: a package imported by its former name has today's `__path__`,
+    where the path finder would load every submodule a second time.
     """
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self,
+        name: str,
+        path: Sequence[str] | None,
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
         known = name.startswith("drafttrain.") and todays_name(name) is not None
-        return ModuleSpec(name, self, is_package=True) if known else None
+        if known:
+            return ModuleSpec(name, self, is_package=True)
+        return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         today = todays_name(spec.name)
@@ -74,7 +86,10 @@ class FormerNames(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         # The import system has just replaced the module's own spec by the former name's.
-        module.__spec__ = module.__spec__.loader_state if module.__spec__ is not None else None
+        if module.__spec__ is not None:
+            module.__spec__ = module.__spec__.loader_state
+        else:
+            module.__spec__ = None
 
 
 def install() -> None:
@@ -84,10 +99,14 @@ def install() -> None:
 
 
 class CallableModule(ModuleType):
-    """A module that the Python API calls by its name: `drafttrain.train` and `drafttrain.export` are modules and functions."""
+    """A module that the Python API calls by its name: `drafttrain.train` and `drafttrain.export`
+    are modules and functions.
+    """
 
     @property
-    def __wrapped__(self) -> Callable[..., object]:  # what inspect.signature, help in notebooks and tab completion read
+    def __wrapped__(
+        self,
+    ) -> Callable[..., object]:  # what inspect.signature, help in notebooks and tab completion read
         pipeline = importlib.import_module("drafttrain.pipeline")
         return getattr(pipeline, self.__name__.rpartition(".")[2])
 

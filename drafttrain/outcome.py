@@ -1,4 +1,6 @@
-"""How a command ends: what it wrote, the command that follows, and its result as JSON; --quiet and --json."""
+"""How a command ends: what it wrote, the command that follows, and its result as JSON; --quiet and
+--json.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ from drafttrain.errors import UserError
 from drafttrain.progress import hushed
 
 # Flags that a following command needs as well; left out where they have their default.
-CARRIED = {"dtype": "auto", "device": "auto", "trust_remote_code": False, "chat_template_kwargs": {}}
+CARRIED = {
+    "dtype": "auto",
+    "device": "auto",
+    "trust_remote_code": False,
+    "chat_template_kwargs": {},
+}
 logger = logging.getLogger("drafttrain")
 
 
@@ -38,19 +45,29 @@ _hushing = threading.Lock()
 _errors: list[TextIO] = []  # where errors go while --quiet silences stderr
 
 
-def next_command(command: str, *words: str, carry: argparse.Namespace | None = None, **flags: object) -> str:
+def next_command(
+    command: str, *words: str, carry: argparse.Namespace | None = None, **flags: object
+) -> str:
     """A command line to copy.
 
     Args:
-        words: positional arguments. carry: the flags of this command, of which the next takes those of CARRIED.
+        words: positional arguments. carry: the flags of this command, of which the next takes those
+            of CARRIED.
         flags: --name value; True stands for the flag alone, an empty value leaves it out.
     """
-    kept = {name: value for name, value in vars(carry or argparse.Namespace()).items() if name in CARRIED}
+    kept = {
+        name: value
+        for name, value in vars(carry or argparse.Namespace()).items()
+        if name in CARRIED
+    }
     flags |= {name: value for name, value in kept.items() if value != CARRIED[name]}
     line = ["drafttrain", command, *words]
     for name, value in flags.items():
         if value not in (None, False, "", {}, []):
-            texts = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else str(value)]
+            if isinstance(value, list):
+                texts = value
+            else:
+                texts = [json.dumps(value) if isinstance(value, dict) else str(value)]
             line += [f"--{name.replace('_', '-')}", *([] if value is True else texts)]
     return shlex.join(line)
 
@@ -70,8 +87,13 @@ def command_line() -> list[str]:
     return list(_words.get()) or [Path(sys.argv[0]).name, *sys.argv[1:]]
 
 
-def conclude(result: Mapping[str, object], wrote: Sequence[str | Path] = (), then: str = "") -> None:
-    """Ends a command's output with a line for each file or folder that it wrote, and one for the next command.
+def conclude(
+    result: Mapping[str, object],
+    wrote: Sequence[str | Path] = (),
+    then: str = "",
+) -> None:
+    """Ends a command's output with a line for each file or folder that it wrote, and one for the
+    next command.
 
     Args:
         result: what --json prints. then: of `next_command`.
@@ -91,7 +113,9 @@ def fault(line: str) -> None:
 
 @contextlib.contextmanager
 def voice(command: str, quiet: bool, as_json: bool) -> Iterator[None]:
-    """Runs a command as --quiet and --json ask: quiet shows errors only, as_json one JSON object alone on stdout."""
+    """Runs a command as --quiet and --json ask: quiet shows errors only, as_json one JSON object
+    alone on stdout.
+    """
     _ended.set(None)
     if not (quiet or as_json):
         with noticed():
@@ -120,13 +144,21 @@ def voice(command: str, quiet: bool, as_json: bool) -> Iterator[None]:
         finally:
             stack.close()
             if as_json and answer:
-                print(json.dumps(redact({"command": command, **answer}), ensure_ascii=False, default=str), flush=True)
+                print(
+                    json.dumps(
+                        redact({"command": command, **answer}),
+                        ensure_ascii=False,
+                        default=str,
+                    ),
+                    flush=True,
+                )
 
 
 @contextlib.contextmanager
 def noticed() -> Iterator[None]:
     """Shows what the package logs on stderr, as text alone."""
-    handler, before = logging.StreamHandler(sys.stderr), (logger.level, logger.propagate)
+    handler = logging.StreamHandler(sys.stderr)
+    before = (logger.level, logger.propagate)
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
@@ -141,7 +173,8 @@ def concluded(run: Callable[[], object], progress: bool) -> Outcome:
     """Runs a command's function for a call from Python and returns what it concluded.
 
     Args:
-        progress: print what the command prints; False sends the text of this thread to the log, level INFO.
+        progress: print what the command prints; False sends the text of this thread to the log,
+            level INFO.
     """
     _ended.set(None)
     with noticed() if progress else _hush():
@@ -152,7 +185,9 @@ def concluded(run: Callable[[], object], progress: bool) -> Outcome:
 
 
 class _HushedStream:
-    """sys.stdout or sys.stderr while calls of some threads are quiet: their lines go to the log, those of others pass."""
+    """sys.stdout or sys.stderr while calls of some threads are quiet: their lines go to the log,
+    those of others pass.
+    """
 
     def __init__(self, stream: TextIO):
         self.stream = stream
@@ -185,5 +220,6 @@ def _hush() -> Iterator[None]:
             hushed.discard(thread)
             if not hushed:
                 sys.stdout, sys.stderr = (
-                    each.stream if isinstance(each, _HushedStream) else each for each in (sys.stdout, sys.stderr)
+                    each.stream if isinstance(each, _HushedStream) else each
+                    for each in (sys.stdout, sys.stderr)
                 )

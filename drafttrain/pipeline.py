@@ -1,7 +1,9 @@
-"""The pipeline from Python: train, tune, evaluate, export and push run what the commands run, and return typed results.
+"""The pipeline from Python: train, tune, evaluate, export and push run what the commands run, and
+return typed results.
 
-A function's keyword arguments are its command's flags with underscores; `tests/test_pipeline.py` keeps the two in step. Nothing
-is printed unless `progress=True`: what the command would print goes to the logger `drafttrain`, level INFO.
+A function's keyword arguments are its command's flags with underscores; `tests/test_pipeline.py`
+keeps the two in step. Nothing is printed unless `progress=True`: what the command would print goes
+to the logger `drafttrain`, level INFO.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class TrainResult:
 
     Attributes:
         output_dir: the drafter's folder. steps, seconds: of the whole run.
-        accepted_length: decoded on held-out prompts, at the best checkpoint; None if nothing was decoded.
+        accepted_length: decoded on held-out prompts, at the best checkpoint; None if nothing was
+            decoded.
         metrics: held-out figures by name. record: the content of training.json.
     """
 
@@ -60,8 +63,9 @@ class TuneResult:
     """A tuned tree.
 
     Attributes:
-        tree: the setting to keep, which is now the drafter's default unless dry_run. chain: the fastest chain of the trained
-            drafter alone. predicted_speedup, measured_speedup: over plain decoding. interval: 95 %, of the measured one.
+        tree: the setting to keep, which is now the drafter's default unless dry_run. chain: the
+            fastest chain of the trained drafter alone. predicted_speedup, measured_speedup: over
+            plain decoding. interval: 95 %, of the measured one.
         record: everything that was measured and predicted, as in tune.json.
     """
 
@@ -84,7 +88,9 @@ class ExportResult:
 
 @dataclass(frozen=True)
 class PushResult:
-    """A published drafter. url: of the tagged revision, empty in a dry run. files: names in the repository."""
+    """A published drafter. url: of the tagged revision, empty in a dry run. files: names in the
+    repository.
+    """
 
     repo: str
     url: str
@@ -102,29 +108,46 @@ def train(
     """`drafttrain train` in this process: trains a drafter, or continues an interrupted run.
 
     Args:
-        recipe: a YAML file, the name of one that comes with drafttrain, or its content as a mapping.
+        recipe: a YAML file, the name of one that comes with drafttrain, or its content as a
+            mapping.
         The other arguments replace its keys; None leaves them.
-        target: a name; a Target stands for its name, because training loads a target of its own, with or without layers.
+        target: a name; a Target stands for its name, because training loads a target of its own,
+            with or without layers.
         others: every other key of a recipe, and field of transformers' TrainingArguments.
 
     Raises:
-        UserError: as the command. KeyboardInterrupt: Ctrl-C or SIGTERM, after a checkpoint; the same call continues from it.
+        UserError: as the command. KeyboardInterrupt: Ctrl-C or SIGTERM, after a checkpoint; the
+            same call continues from it.
     """
-    overrides = {name: value for name, value in {**locals(), **others}.items() if name not in (*OWN, "recipe")}
+    overrides = {
+        name: value
+        for name, value in {**locals(), **others}.items()
+        if name not in (*OWN, "recipe")
+    }
     if target is not None and not isinstance(target, str | Path):
-        overrides["target"] = target.path if isinstance(target, Target) else target.name_or_path
+        if isinstance(target, Target):
+            overrides["target"] = target.path
+        else:
+            overrides["target"] = target.name_or_path
         if not overrides["target"]:
-            raise UserError(f"target={shown(target)} has no files for training to load; save it, and name the folder")
-    words = [f"{name}={_as_json(name, value)}" for name, value in overrides.items() if value is not None]
+            raise UserError(
+                f"target={shown(target)} has no files for training to load; save it, and name the folder"
+            )
+    words = [
+        f"{name}={_as_json(name, value)}" for name, value in overrides.items() if value is not None
+    ]
     # An empty mapping is a recipe too.
     content = {"resume": True, **recipe} if isinstance(recipe, Mapping) else str(recipe)
     given = {"recipe": None, "config": content, "overrides": words}
     try:
         found = _run("train", "train", given, progress)
     except SystemExit as ended:  # by a signal: the checkpoint is saved
-        raise KeyboardInterrupt("training stopped; the same call continues from its newest checkpoint") from ended
+        raise KeyboardInterrupt(
+            "training stopped; the same call continues from its newest checkpoint"
+        ) from ended
     record = {**found["result"]}
-    best, metrics = record.get("best") or {}, record.get("held_out") or {}
+    best = record.get("best") or {}
+    metrics = record.get("held_out") or {}
     place = Path(record["config"]["output_dir"]).expanduser()
     length = best.get("accepted_length")
     return TrainResult(place, record["steps"], record["seconds"], length, dict(metrics), record)
@@ -137,15 +160,22 @@ def tune(
     dtype: str | None = None, device: str | None = None, trust_remote_code: bool = False, progress: bool = False,
     **others: Never,
 ) -> TuneResult:  # fmt: skip
-    """`drafttrain tune`: the fastest tree on this machine, which becomes the drafter's default unless dry_run.
+    """`drafttrain tune`: the fastest tree on this machine, which becomes the drafter's default
+    unless dry_run.
 
     Args:
-        target: a name, a loaded model with `tokenizer`, or a Target. drafter: a name. output: also write tune.json there.
+        target: a name, a loaded model with `tokenizer`, or a Target. drafter: a name. output: also
+            write tune.json there.
         The others are the command's flags; None takes its default.
     """
     record = _run("tune", "tuning.tune", locals(), progress)["result"]
-    chain, span = record["chain"], (record.get("intervals") or {}).get("measured_speedup")
-    speedups = record["predicted_speedup"], record["measured_speedup"], (span[0], span[1]) if span else None
+    chain = record["chain"]
+    span = (record.get("intervals") or {}).get("measured_speedup")
+    speedups = (
+        record["predicted_speedup"],
+        record["measured_speedup"],
+        (span[0], span[1]) if span else None,
+    )
     return TuneResult(record["tree"], chain and chain["tree"], *speedups, {**record})
 
 
@@ -160,12 +190,14 @@ def evaluate(
     """`drafttrain eval`: measures a drafter against plain decoding.
 
     Args:
-        target: a name, a loaded model with `tokenizer`, or a Target. drafter: a name; None measures plain decoding.
+        target: a name, a loaded model with `tokenizer`, or a Target. drafter: a name; None measures
+            plain decoding.
         output: also write the results there; an interrupted run continues from it.
         The others are the command's flags; None takes its default.
 
     Returns:
-        The content of results.json: overall figures, figures by category, and a record for each prompt.
+        The content of results.json: overall figures, figures by category, and a record for each
+            prompt.
 
     Raises:
         UserError: an unknown option, a value out of range, or anything that cannot be loaded.
@@ -181,12 +213,17 @@ def export(
     target: Name = None, target_gguf: str | None = None, speculative_tokens: int | None = None, schedule: Name = None,
     progress: bool = False, **others: Never,
 ) -> ExportResult:  # fmt: skip
-    """`drafttrain export`: writes a trained drafter in the form that an engine loads: vllm, sglang, transformers, gguf, ...
+    """`drafttrain export`: writes a trained drafter in the form that an engine loads: vllm, sglang,
+    transformers, gguf, ...
 
     The others are the command's flags; None takes its default.
     """
     found = _run("export", "export.export_drafter", locals(), progress)
-    return ExportResult(Path(output).expanduser(), tuple(map(Path, found["wrote"])), found["result"]["serve"])
+    return ExportResult(
+        Path(output).expanduser(),
+        tuple(map(Path, found["wrote"])),
+        found["result"]["serve"],
+    )
 
 
 def push(
@@ -195,7 +232,8 @@ def push(
     dataset: str | None = None, schedule: Name = None, dtype: str | None = None, private: bool = False, dry_run: bool = False,
     output: Name = None, tag: str | None = None, progress: bool = False, **others: Never,
 ) -> PushResult:  # fmt: skip
-    """`drafttrain push`: publishes a trained drafter on the Hub with measured results and a model card.
+    """`drafttrain push`: publishes a trained drafter on the Hub with measured results and a model
+    card.
 
     The others are the command's flags; None takes its default. results: files that evaluate wrote.
     """
@@ -218,21 +256,34 @@ def _run(call: str, command: str, given: Mapping[str, Any], progress: bool) -> O
         call: the function's name, for errors. command: the module below drafttrain.
         given: the function's arguments; None for those that take the flag's default.
     """
-    flags = {name: value for name, value in given.items() if name not in OWN and value is not None and value != ()}
+    flags = {
+        name: value
+        for name, value in given.items()
+        if name not in OWN and value is not None and value != ()
+    }
     refuse_options(call, given.get("others", {}), given)
-    target, loaded = flags.get("target"), None
+    target = flags.get("target")
+    loaded = None
     if target is not None and not isinstance(target, str | Path):
         loaded = Target.from_pretrained(target, tokenizer=given.get("tokenizer"))
         if loaded.tokenizer is None:
-            raise UserError(f"{call} renders prompts, but model {loaded.name!r} has no tokenizer; pass tokenizer=")
+            raise UserError(
+                f"{call} renders prompts, but model {loaded.name!r} has no tokenizer; pass tokenizer="
+            )
         for name in ("dtype", "device", "trust_remote_code"):
             if flags.get(name):
-                raise UserError(f"{call}: {name}={flags[name]!r} is for a name, but this target is loaded; drop it")
+                raise UserError(
+                    f"{call}: {name}={flags[name]!r} is for a name, but this target is loaded; drop it"
+                )
         flags["target"] = loaded.name
     elif given.get("tokenizer") is not None:
-        raise UserError(f"{call}: tokenizer= goes with a loaded model; target={target!r} is a name, which has its own")
+        raise UserError(
+            f"{call}: tokenizer= goes with a loaded model; target={target!r} is a name, which has its own"
+        )
     if isinstance(flags.get("drafter"), Drafter):
-        raise UserError(f"{call}: drafter= must be a name or folder; save this one: drafter.save_pretrained(FOLDER)")
+        raise UserError(
+            f"{call}: drafter= must be a name or folder; save this one: drafter.save_pretrained(FOLDER)"
+        )
     module = importlib.import_module(f"drafttrain.{command}")
     if command == "train":
         return concluded(lambda: module.run(argparse.Namespace(**given)), progress)
@@ -247,8 +298,13 @@ def _run(call: str, command: str, given: Mapping[str, Any], progress: bool) -> O
         except UserError as error:
             raise UserError(f"{call}: {error}") from error
         with commanded(line):
-            found = concluded(lambda: module.run(args, loaded) if loaded else module.run(args), progress)
-    return {**found, "result": json.loads(json.dumps(found["result"]))}  # as the files hold it: lists, no tuples
+            found = concluded(
+                lambda: module.run(args, loaded) if loaded else module.run(args), progress
+            )
+    return {
+        **found,
+        "result": json.loads(json.dumps(found["result"])),
+    }  # as the files hold it: lists, no tuples
 
 
 def _words(flags: Mapping[str, Any], parser: argparse.ArgumentParser) -> list[str]:

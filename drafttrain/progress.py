@@ -1,4 +1,6 @@
-"""One progress display: a bar on a terminal or in a notebook, else a line every 15 seconds, with rate and time left."""
+"""One progress display: a bar on a terminal or in a notebook, else a line every 15 seconds, with
+rate and time left.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ hushed: set[int] = set()  # threads whose text goes to the log, see outcome.py
 
 
 def plain_console(**options: Any) -> Console:
-    """A console that shows text as it is: names of users' categories and files may look like markup, [bold] or :smile:."""
+    """A console that shows text as it is: names of users' categories and files may look like
+    markup, [bold] or :smile:.
+    """
     return Console(markup=False, emoji=False, highlight=False, **options)
 
 
@@ -27,7 +31,9 @@ def counted(count: int, units: str) -> str:
 
 
 class _NotebookBar:
-    """A bar of tqdm.auto, which notebooks show as a widget; has the methods of rich's that `Progress` calls."""
+    """A bar of tqdm.auto, which notebooks show as a widget; has the methods of rich's that
+    `Progress` calls.
+    """
 
     def __init__(self, label: str, total: int | None, unit: str):
         with warnings.catch_warnings():
@@ -47,20 +53,33 @@ class _NotebookBar:
 
 
 class Progress:
-    """Counts `unit`s (plural) of the work `label` towards a total, None if that is not known; a context manager."""
+    """Counts `unit`s (plural) of the work `label` towards a total, None if that is not known; a
+    context manager.
+    """
 
     def __init__(self, label: str, total: int | None, unit: str):
-        self.label, self.total, self.unit = label, total, unit
+        self.label = label
+        self.total = total
+        self.unit = unit
         self.done = self.earlier = self.said = 0  # said: in the last plain line
-        self.note, self.share = "", 0.0
+        self.note = ""
+        self.share = 0.0
         self.began = self.printed = time.monotonic()
         self.bar: Bar | _NotebookBar | None = None
         self.task: Any = None
         if "ipykernel" in sys.modules and threading.get_ident() not in hushed:
             self.bar = _NotebookBar(label, total, unit)
         elif sys.stderr.isatty():
-            fields = TextColumn("{task.fields[rate]} {task.fields[left]} {task.fields[note]}", markup=False)
-            columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), fields)
+            fields = TextColumn(
+                "{task.fields[rate]} {task.fields[left]} {task.fields[note]}",
+                markup=False,
+            )
+            columns = (
+                TextColumn("{task.description}", markup=False),
+                BarColumn(),
+                MofNCompleteColumn(),
+                fields,
+            )
             self.bar = Bar(*columns, console=plain_console(stderr=True))
             self.task = self.bar.add_task(label, total=total, rate="", left="", note="")
 
@@ -81,12 +100,14 @@ class Progress:
         self._show()
 
     def advance(self, count: int = 1, note: str = "", share: float = 0.0) -> None:
-        """Counts `count` more. note: shown behind the counts. share: spent part, 0 to 1, of another budget (time, tokens).
+        """Counts `count` more. note: shown behind the counts. share: spent part, 0 to 1, of another
+        budget (time, tokens).
 
         The time left is the least of both.
         """
         self.done += count
-        self.note, self.share = note, share
+        self.note = note
+        self.share = share
         self._show()
 
     @property
@@ -95,24 +116,39 @@ class Progress:
         return (self.done - self.earlier) / max(time.monotonic() - self.began, 1e-9)
 
     def _left(self) -> str:
-        """`3:20 left`, by the count or the other budget, whichever ends first; '' while nothing is known."""
+        """`3:20 left`, by the count or the other budget, whichever ends first; '' while nothing is
+        known.
+        """
         estimates = []
         if self.total and self.rate > 0:
             estimates.append(max(self.total - self.done, 0) / self.rate)
         if self.share > 0:
             estimates.append((time.monotonic() - self.began) * max(1 / self.share - 1, 0))
         minutes, seconds = divmod(round(min(estimates, default=0)), 60)
-        return f"{minutes}:{seconds:02d} left" if estimates else ""
+        if estimates:
+            return f"{minutes}:{seconds:02d} left"
+        return ""
 
     def _show(self) -> None:
         if self.bar is not None:
             rate = f"{self.rate:.3g} {self.unit}/s"
-            self.bar.update(self.task, completed=self.done, rate=rate, left=self._left(), note=self.note)
+            self.bar.update(
+                self.task,
+                completed=self.done,
+                rate=rate,
+                left=self._left(),
+                note=self.note,
+            )
         elif time.monotonic() - self.printed >= _LINE_SECONDS:
             self._print()
 
     def _print(self) -> None:
-        self.printed, self.said = time.monotonic(), self.done
-        counts = f"{self.label}: {self.done}" + (f" of {self.total}" if self.total else "") + f" {self.unit}"
+        self.printed = time.monotonic()
+        self.said = self.done
+        counts = (
+            f"{self.label}: {self.done}"
+            + (f" of {self.total}" if self.total else "")
+            + f" {self.unit}"
+        )
         parts = (counts, f"{self.rate:.3g}/s", self._left(), self.note)
         print(", ".join(part for part in parts if part), file=sys.stderr, flush=True)

@@ -19,4 +19,9 @@ The plans are sums over shapes and a roofline (drafttrain plan), not measurement
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = adder(parser)
     add("name", Place, nargs="?", help="a recipe as the list names it, TARGET/KIND, or a YAML file")
-    add("--copy", Place, metavar="DIR", help="write it below DIR/configs, from where the commands of its head work")
+    add(
+        "--copy",
+        Place,
+        metavar="DIR",
+        help="write it below DIR/configs, from where the commands of its head work",
+    )

@@ -1,15 +1,18 @@
-"""Sequence parallelism: the processes of a group share the tokens of each batch (DeepSpeed-Ulysses, arXiv 2309.14509).
+"""Sequence parallelism: the processes of a group share the tokens of each batch (DeepSpeed-Ulysses,
+arXiv 2309.14509).
 
-Everything but attention is per token, so each process computes it for its own part of the tokens. Around every attention two
-all-to-alls, DeepSpeed's, exchange tokens for heads:
+Everything but attention is per token, so each process computes it for its own part of the tokens.
+Around every attention two all-to-alls, DeepSpeed's, exchange tokens for heads:
 
     process 0   tokens 0 .. 9, all heads     to_heads      tokens 0 .. 19, heads 0, 1      to_tokens    tokens 0 .. 9, all
     process 1   tokens 10 .. 19, all heads   --------->    tokens 0 .. 19, heads 2, 3      --------->   tokens 10 .. 19, all
 
-All processes of a group hold the same token ids and masks, a few bytes per token. So every shift of inputs, targets and masks is
-computed on whole rows, and what a process needs of them is then cut out (`SharedPart.of`). Accelerate's own path for models of
-transformers (`UlyssesSPAttentionHF`) cuts rows before the model sees them and shifts labels by one; an anchor reads tokens and
-target distributions further behind, and its keys of later depths are no sequence, so only the exchange is DeepSpeed's.
+All processes of a group hold the same token ids and masks, a few bytes per token. So every shift of
+inputs, targets and masks is computed on whole rows, and what a process needs of them is then cut
+out (`SharedPart.of`). Accelerate's own path for models of transformers (`UlyssesSPAttentionHF`)
+cuts rows before the model sees them and shifts labels by one; an anchor reads tokens and target
+distributions further behind, and its keys of later depths are no sequence, so only the exchange is
+DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ from drafttrain.errors import UserError
 
 @dataclass(frozen=True)
 class SequenceGroup:
-    """The processes that share rows. group: of torch.distributed; rank: of this process in it, from 0."""
+    """The processes that share rows. group: of torch.distributed; rank: of this process in it, from
+    0.
+    """
 
     group: Any
     rank: int
@@ -39,13 +44,17 @@ class SequenceGroup:
 
     @classmethod
     def join(cls, size: int) -> SequenceGroup:
-        """Makes the groups of `size` successive processes and returns this one's; every process calls it once."""
+        """Makes the groups of `size` successive processes and returns this one's; every process
+        calls it once.
+        """
         # Only runs that share rows need DeepSpeed, whose import takes seconds.
         from deepspeed import comm
         from deepspeed.runtime.sequence_parallel import parallel_state_sp
         from deepspeed.sequence.layer import register_all_to_all_group
 
-        if not comm.is_initialized():  # Accelerate has begun torch's processes; DeepSpeed takes them over
+        if (
+            not comm.is_initialized()
+        ):  # Accelerate has begun torch's processes; DeepSpeed takes them over
             comm.init_distributed(dist.get_backend(), auto_mpi_discovery=False)
         if parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None:
             parallel_state_sp.initialize_sequence_parallel(size)
@@ -56,9 +65,14 @@ class SequenceGroup:
     def share(self, batch: Batch, reach: int) -> Batch:
         """The batch of this process, with an equal part of its work. reach: see `SharedPart`.
 
-        An anchor costs as much at each of about `reach` depths as a token does once, and padding nothing.
+        An anchor costs as much at each of about `reach` depths as a token does once, and padding
+        nothing.
         """
-        weights = torch.zeros(batch.input_ids.numel(), dtype=torch.double, device=batch.input_ids.device)
+        weights = torch.zeros(
+            batch.input_ids.numel(),
+            dtype=torch.double,
+            device=batch.input_ids.device,
+        )
         weights[batch.anchors()[0]] = 1.0
         weights[anchors_by_depth(batch.response_mask, 1)[0]] += reach
         total = weights.cumsum(0)  # [b*s]
@@ -78,7 +92,9 @@ class SequenceGroup:
         return x
 
     def behind(self, x: Tensor) -> Tensor:
-        """[n, ...] of different n -> the x of all later processes, one after the other; not differentiable."""
+        """[n, ...] of different n -> the x of all later processes, one after the other; not
+        differentiable.
+        """
         count = torch.tensor([len(x)], device=x.device)
         counts = [torch.empty_like(count) for _ in range(self.size)]
         dist.all_gather(counts, count, group=self.group)
@@ -95,12 +111,16 @@ class SharedPart(Part):
 
     Args:
         ends: process r holds positions from ends[r] up to ends[r + 1].
-        reach: positions behind the part whose tokens and target distributions its last anchors read.
+        reach: positions behind the part whose tokens and target distributions its last anchors
+            read.
     """
 
     def __init__(self, ends: tuple[int, ...], reach: int, group: SequenceGroup):
-        self.ends, self.reach, self.group = ends, reach, group
-        self.begin, self.end = ends[group.rank], ends[group.rank + 1]
+        self.ends = ends
+        self.reach = reach
+        self.group = group
+        self.begin = ends[group.rank]
+        self.end = ends[group.rank + 1]
         self.seen = slice(self.begin, min(self.end + reach, ends[-1]))
 
     def counts(self, flat: Tensor) -> list[int]:
@@ -108,7 +128,8 @@ class SharedPart(Part):
         return [after - before for before, after in pairwise(cuts)]
 
     def of(self, flat: Tensor) -> slice:
-        counts, rank = self.counts(flat), self.group.rank
+        counts = self.counts(flat)
+        rank = self.group.rank
         begin = sum(counts[:rank])
         return slice(begin, begin + counts[rank])
 
@@ -118,15 +139,22 @@ class SharedPart(Part):
     def attend(self, attend: Attend, queries: list[int], keys: list[int]) -> Attend:
         def shared(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             heads, e = query.shape[1:]
-            whole = self.to_heads(query, queries), *(self.to_heads(x, keys, keys=True) for x in (key, value))
-            return self.to_tokens(attend(*whole).view(sum(queries), -1, e), queries).reshape(-1, heads * e)
+            whole = (
+                self.to_heads(query, queries),
+                *(self.to_heads(x, keys, keys=True) for x in (key, value)),
+            )
+            return self.to_tokens(attend(*whole).view(sum(queries), -1, e), queries).reshape(
+                -1, heads * e
+            )
 
         return shared
 
     def to_heads(self, x: Tensor, counts: list[int], keys: bool = False) -> Tensor:
-        """This process's tokens [n, heads, e] -> all tokens [sum(counts), heads / size, e] of this process's heads.
+        """This process's tokens [n, heads, e] -> all tokens [sum(counts), heads / size, e] of this
+        process's heads.
 
-        Fewer key heads than processes (keys=True) are repeated, so that each process has the one that its query heads read.
+        Fewer key heads than processes (keys=True) are repeated, so that each process has the one
+        that its query heads read.
 
         Raises:
             UserError: heads that cannot be divided.
@@ -134,24 +162,41 @@ class SharedPart(Part):
         size, (heads, e) = self.group.size, x.shape[1:]
         check_heads(heads, size, "a layer", keys)
         if heads < size:
-            x, heads = x.repeat_interleave(size // heads, dim=1), size
+            x = x.repeat_interleave(size // heads, dim=1)
+            heads = size
         most = max(*counts, 1)  # DeepSpeed exchanges pieces of one size
-        pieces = F.pad(x, (0, 0, 0, 0, 0, most - len(x))).view(most, size, heads // size, e).transpose(0, 1)
+        pieces = (
+            F.pad(x, (0, 0, 0, 0, 0, most - len(x)))
+            .view(most, size, heads // size, e)
+            .transpose(0, 1)
+        )
         found = self.group.exchange(pieces)  # [size, most, heads / size, e]
         return torch.cat([piece[:count] for piece, count in zip(found, counts, strict=True)])
 
     def to_tokens(self, x: Tensor, counts: list[int]) -> Tensor:
-        """The reverse: all tokens [sum(counts), heads / size, e] of this process's heads -> its tokens [n, heads, e]."""
-        most, own = max(*counts, 1), counts[self.group.rank]
-        pieces = torch.stack([F.pad(piece, (0, 0, 0, 0, 0, most - len(piece))) for piece in x.split(counts)])
+        """The reverse: all tokens [sum(counts), heads / size, e] of this process's heads -> its
+        tokens [n, heads, e].
+        """
+        most = max(*counts, 1)
+        own = counts[self.group.rank]
+        pieces = torch.stack(
+            [F.pad(piece, (0, 0, 0, 0, 0, most - len(piece))) for piece in x.split(counts)]
+        )
         found = self.group.exchange(pieces)  # [size, most, heads / size, e]
         return found[:, :own].transpose(0, 1).flatten(1, 2)
 
 
 def check_heads(heads: int, size: int, what: str, keys: bool = False) -> None:
-    """Raises UserError for heads that `size` processes cannot divide among them; fewer key heads are repeated."""
+    """Raises UserError for heads that `size` processes cannot divide among them; fewer key heads
+    are repeated.
+    """
     if heads % size and not (keys and size % heads == 0):
-        name, rule = ("key", f"divides or is a multiple of {heads}") if keys else ("attention", f"divides {heads}")
+        if keys:
+            name = "key"
+            rule = f"divides or is a multiple of {heads}"
+        else:
+            name = "attention"
+            rule = f"divides {heads}"
         raise UserError(
             f"sequence_parallel={size}: {what} has {heads} {name} heads, which {size} processes cannot divide among them; "
             f"choose a number that {rule}"
@@ -159,17 +204,21 @@ def check_heads(heads: int, size: int, what: str, keys: bool = False) -> None:
 
 
 class SharedBatches(Sampler[int]):
-    """Repeats each batch of another order, so that all processes of a group that shares rows read the same.
+    """Repeats each batch of another order, so that all processes of a group that shares rows read
+    the same.
 
-    Processes take successive batches in turn. The last batches are filled from the beginning of the order, as Accelerate fills
-    them.
+    Processes take successive batches in turn. The last batches are filled from the beginning of the
+    order, as Accelerate fills them.
 
     Args:
         batch: rows of a batch. processes: of the run. sharing: processes of a group.
     """
 
     def __init__(self, order: Sampler[int], batch: int, processes: int, sharing: int):
-        self.order, self.batch, self.processes, self.sharing = order, batch, processes, sharing
+        self.order = order
+        self.batch = batch
+        self.processes = processes
+        self.sharing = sharing
 
     def __len__(self) -> int:
         per_round = self.batch * self.processes // self.sharing  # rows that all groups read at once

@@ -1,4 +1,5 @@
-"""Entry of `accelerate launch drafttrain/train.py CONFIG [key=value ...]` and of `drafttrain train`.
+"""Entry of `accelerate launch drafttrain/train.py CONFIG [key=value ...]` and of `drafttrain
+train`.
 
 setup -> prepare -> fit -> finish       reads top to bottom; the step itself is training/step.py
 """
@@ -11,7 +12,8 @@ from pathlib import Path
 
 if __name__ == "__main__":  # before torch loads, which takes seconds in which a signal may arrive
     if __package__ in (None, ""):
-        # Launched as a script, Python puts this folder first on the path; our modules must be found by their full names only.
+        # Launched as a script, Python puts this folder first on the path; our modules must be found
+        # by their full names only.
         sys.path[0] = str(Path(__file__).resolve().parent.parent)
     sys.argv.insert(1, "train")
     sys.exit(importlib.import_module("drafttrain.cli").main())
@@ -64,16 +66,27 @@ from drafttrain.sequence_parallel import SequenceGroup
 from drafttrain.target import Target, TargetShell, load_shell
 from drafttrain.target.shared_rows import check_shared
 from drafttrain.training import arguments
-from drafttrain.training.callbacks import DecodeHeldOut, ProgressLines, SaveOnTerm, TimeBudget, gather_drafter
+from drafttrain.training.callbacks import (
+    DecodeHeldOut,
+    ProgressLines,
+    SaveOnTerm,
+    TimeBudget,
+    gather_drafter,
+)
 from drafttrain.training.feature_sources import BatchSource, NoTarget, TargetSource
 from drafttrain.training.first_batches import first_batches
 from drafttrain.training.on_policy import OnPolicy, OnPolicyOptions
-from drafttrain.training.trainer import DrafterTrainer, explained, find_checkpoint, newest_checkpoint
+from drafttrain.training.trainer import (
+    DrafterTrainer,
+    explained,
+    find_checkpoint,
+    newest_checkpoint,
+)
 
 MIN_COVERAGE = 0.95  # a continued drafter whose vocabulary covers less of the new data gets a note
 
 
-# -- setup: the recipe ------------------------------------------------------------------------------------------------
+# -- setup: the recipe -----------------------------------------------------------------------------
 
 
 def setup(config_path: str, overrides: list[str]) -> tuple[TrainConfig, TrainingArguments]:
@@ -84,28 +97,38 @@ def setup(config_path: str, overrides: list[str]) -> tuple[TrainConfig, Training
 
 
 def check_pretraining(config: TrainConfig) -> None:
-    """Raises UserError for data or options that contradict the loss: next_token reads text, every other loss reads the target."""
+    """Raises UserError for data or options that contradict the loss: next_token reads text, every
+    other loss reads the target.
+    """
     if config.loss_on != "all" and (is_text(config.data) or config.loss == "next_token"):
         raise UserError(
             f"loss_on={config.loss_on!r} needs data of drafttrain generate and another loss than next_token"
         )
     if config.loss == "next_token":
         if not kind_class(config.kind).pretrains:
-            raise UserError(f"loss='next_token' pretrains language models; kind={config.kind!r} needs another loss")
+            raise UserError(
+                f"loss='next_token' pretrains language models; kind={config.kind!r} needs another loss"
+            )
         if config.on_policy:
-            raise UserError("on_policy is scored by the target, but loss='next_token' does not run it; choose loss=kl")
+            raise UserError(
+                "on_policy is scored by the target, but loss='next_token' does not run it; choose loss=kl"
+            )
         if config.target_url:
-            raise UserError("target_url gives states, which loss='next_token' does not read; leave it out")
+            raise UserError(
+                "target_url gives states, which loss='next_token' does not read; leave it out"
+            )
     elif is_text(config.data):
         raise UserError(
             f"data={config.data!r} is raw text, which only loss=next_token learns from; for loss={config.loss} make a "
             "data set of the target's answers: drafttrain generate"
         )
     if config.target_url and config.on_policy:
-        raise UserError("on_policy runs the target, but with target_url its layers are not here; drop one")
+        raise UserError(
+            "on_policy runs the target, but with target_url its layers are not here; drop one"
+        )
 
 
-# -- prepare: target, data, drafter -----------------------------------------------------------------------------------
+# -- prepare: target, data, drafter ----------------------------------------------------------------
 
 
 @dataclass
@@ -129,12 +152,18 @@ def prepare(config: TrainConfig, args: TrainingArguments, output: OutputFolder |
     check_pretraining(config)
     sequence = arguments.sequence_group(config, args)
     if args.process_index == 0:
-        print(f"training on {device_name(args.device)} ({args.device}) in {arguments.precision(args)}", flush=True)
+        print(
+            f"training on {device_name(args.device)} ({args.device}) in {arguments.precision(args)}",
+            flush=True,
+        )
     target, records = load_target_and_records(config, args)
     set_seed(args.seed)  # behind the target: some models draw random numbers while they load
     train_rows, held_out = training_rows(records, config.max_length, config.validation, args.seed)
     drafter, vocab = build_drafter(config, target, records)
-    stored = None if config.loss == "next_token" else FeatureStore.open(config.data, drafter.feature_layers)
+    if config.loss == "next_token":
+        stored = None
+    else:
+        stored = FeatureStore.open(config.data, drafter.feature_layers)
     if isinstance(target, TargetShell) and stored is None and not config.target_url:
         wanted = ",".join(map(str, drafter.feature_layers))
         target = load_target(config, args, f"the stored states lack some of the layers {wanted}")
@@ -151,36 +180,71 @@ def prepare(config: TrainConfig, args: TrainingArguments, output: OutputFolder |
     on_policy = None
     if config.on_policy:
         options = OnPolicyOptions.parse(config.on_policy)
-        on_policy = OnPolicy(options, drafter, train_rows, target, config.max_length, args, config.packing)
+        on_policy = OnPolicy(
+            options,
+            drafter,
+            train_rows,
+            target,
+            config.max_length,
+            args,
+            config.packing,
+        )
     if config.packing:
         train_rows = pack_rows(train_rows, config.max_length, args.seed)
     checkpoint = find_checkpoint(args, config.resume, output)
     if config.init == "target" and checkpoint is None and source.has_states:
-        begin_from_least_squares(drafter, train_rows, source, args.per_device_train_batch_size * config.max_length)
+        begin_from_least_squares(
+            drafter,
+            train_rows,
+            source,
+            args.per_device_train_batch_size * config.max_length,
+        )
     facts = {"parameters": parameters, "vocabulary": vocab, "data_set": data_facts(config.data)}
-    return Prepared(target, drafter, train_rows, held_out, source, on_policy, checkpoint, facts, sequence, output)
+    return Prepared(
+        target,
+        drafter,
+        train_rows,
+        held_out,
+        source,
+        on_policy,
+        checkpoint,
+        facts,
+        sequence,
+        output,
+    )
 
 
 def data_facts(data: str) -> Json:
-    """Counts and sampling of a data set, for a model card that is written where the data is not; empty for a text."""
-    return (
-        {}
-        if is_text(data)
-        else {key: read_meta(data).get(key) or {} for key in ("counts", "sampling", "chat_template_kwargs")}
-    )
+    """Counts and sampling of a data set, for a model card that is written where the data is not;
+    empty for a text.
+    """
+    if is_text(data):
+        return {}
+    return {
+        key: read_meta(data).get(key) or {}
+        for key in ("counts", "sampling", "chat_template_kwargs")
+    }
 
 
 def load_target_and_records(config: TrainConfig, args: TrainingArguments) -> tuple[Target, Dataset]:
     """The frozen target, and the conversations or texts to train on."""
     # ZeRO-3 would shard every model loaded from now on; it is to shard the drafter only.
     unset_hf_deepspeed_config()
-    records = None if is_text(config.data) else load_records(config.data)
+    if is_text(config.data):
+        records = None
+    else:
+        records = load_records(config.data)
     if records is not None and config.loss_on == "answer":
         records = without_reasoning(records, config.data)
     target = load_target(config, args, layers_needed(config, records))
     if records is None:
         return target, load_text(config.data, target, config.max_length)
-    check_data(read_meta(config.data), stored_features(Path(config.data).expanduser()), target, config.data)
+    check_data(
+        read_meta(config.data),
+        stored_features(Path(config.data).expanduser()),
+        target,
+        config.data,
+    )
     if config.loss == "next_token":
         records = records.map(lambda row: {"spans": [[0, len(row["tokens"])]]})
     return target, records
@@ -190,18 +254,34 @@ def load_target(config: TrainConfig, args: TrainingArguments, reason: str) -> Ta
     """The target without its layers, or with them for a reason; says which."""
     where = str(args.device)
     if config.target_url and reason:
-        raise UserError(f"target_url gives states, not layers, but {reason}; set init=random or the path of a drafter")
-    given = "its states stream from target_url" if config.target_url else "every conversation has stored states"
-    said = f"because {reason}" if reason else f"without its layers: {given}"
+        raise UserError(
+            f"target_url gives states, not layers, but {reason}; set init=random or the path of a drafter"
+        )
+    if config.target_url:
+        given = "its states stream from target_url"
+    else:
+        given = "every conversation has stored states"
+    if reason:
+        said = f"because {reason}"
+    else:
+        said = f"without its layers: {given}"
     if args.process_index == 0:
         print(f"loading target {config.target!r} {said}", flush=True)
     if reason:
-        return Target.load(config.target, config.dtype, where, config.trust_remote_code, config.target_device_map)
+        return Target.load(
+            config.target,
+            config.dtype,
+            where,
+            config.trust_remote_code,
+            config.target_device_map,
+        )
     return load_shell(config.target, config.dtype, where, config.trust_remote_code, weights=True)
 
 
 def layers_needed(config: TrainConfig, records: Dataset | None) -> str:
-    """Why a run needs the target's layers; '' if all that it reads of them is stored, or streams from servers."""
+    """Why a run needs the target's layers; '' if all that it reads of them is stored, or streams
+    from servers.
+    """
     if config.target_url and config.init != "target":
         return ""
     if config.loss == "next_token" or kind_class(config.kind).loads_language_models:
@@ -210,19 +290,25 @@ def layers_needed(config: TrainConfig, records: Dataset | None) -> str:
         return "on_policy runs it"
     if config.target_url:
         return ""
-    held = None if records is None else stored_features(Path(config.data).expanduser())
+    if records is None:
+        held = None
+    else:
+        held = stored_features(Path(config.data).expanduser())
     if records is None or held is None or not held["layers"]:
         return "the data has no stored states (drafttrain features stores them)"
     if 0 < held.get("max_length", 0) < config.max_length:
         return f"states are stored up to {held['max_length']} tokens and max_length={config.max_length}"
     store = FeatureStore(Path(config.data).expanduser())
     lacking = sum(key not in store for key in records["id"])
-    return f"{lacking} of {len(records)} conversations have no stored states" if lacking else ""
+    if lacking:
+        return f"{lacking} of {len(records)} conversations have no stored states"
+    return ""
 
 
 def check_data(meta: Json, features: Json | None, target: Target, data: str) -> None:
     """Raises UserError if the data was written by a target with other token ids or states."""
-    recorded, actual = meta.get("target") or {}, target.identity()
+    recorded = meta.get("target") or {}
+    actual = target.identity()
     if recorded.get("tokenizer") not in (None, actual["tokenizer"]):
         raise UserError(
             f"data={data!r} was tokenized for target {recorded.get('name')!r} (tokenizer {recorded['tokenizer']}), not for "
@@ -237,13 +323,23 @@ def check_data(meta: Json, features: Json | None, target: Target, data: str) -> 
             )
 
 
-def build_drafter(config: TrainConfig, target: Target, records: Dataset) -> tuple[TrainableDrafter, Json]:
-    """Returns the drafter to train, bound to the target and on its device, and the report on its vocabulary."""
+def build_drafter(
+    config: TrainConfig,
+    target: Target,
+    records: Dataset,
+) -> tuple[TrainableDrafter, Json]:
+    """Returns the drafter to train, bound to the target and on its device, and the report on its
+    vocabulary.
+    """
     kind = kind_class(config.kind)
     counts = count_tokens(records, target.vocab_size)
     options = {**arguments.stored_layers(config, target), **config.drafter}
     drafter = kind.begin(
-        target, config.init, options, config.loss, lambda size: keep_frequent(counts, size, target.eos_ids)
+        target,
+        config.init,
+        options,
+        config.loss,
+        lambda size: keep_frequent(counts, size, target.eos_ids),
     )
     assert isinstance(drafter, TrainableDrafter), "begin raises for kinds without weights"
     drafter.bind(target)
@@ -252,7 +348,9 @@ def build_drafter(config: TrainConfig, target: Target, records: Dataset) -> tupl
     covered = float(counts[drafter.kept_ids.to(counts.device)].sum() / counts.sum().clamp(min=1))
     if config.init not in NEW and covered < MIN_COVERAGE and drafter.vocabulary is not None:
         other = "drafter.vocabulary_match=text drafts them"
-        fix = other if drafter.fit() else "init=target chooses a new vocabulary from this data"
+        fix = "init=target chooses a new vocabulary from this data"
+        if drafter.fit():
+            fix = other
         print(
             f"note: the vocabulary of init={config.init!r} covers {100 * covered:.1f} % of this data's response tokens, and "
             f"other tokens are never drafted; {fix}",
@@ -264,36 +362,74 @@ def build_drafter(config: TrainConfig, target: Target, records: Dataset) -> tupl
 
 
 def build_source(
-    config: TrainConfig, target: Target, drafter: TrainableDrafter, records: Dataset, stored: FeatureStore | None
+    config: TrainConfig,
+    target: Target,
+    drafter: TrainableDrafter,
+    records: Dataset,
+    stored: FeatureStore | None,
 ) -> BatchSource:
-    """The source of target features and distributions: memory, stored features, the target; none for next_token."""
+    """The source of target features and distributions: memory, stored features, the target; none
+    for next_token.
+    """
     if config.loss == "next_token":
         return NoTarget()
     servers = None
     if config.sequence_parallel > 1 and stored is None and not config.target_url:
         check_shared(target)
     if config.target_url:
-        servers, stored = proven_servers(config, target, drafter, stored is not None), None
-    ids = list(records["id"]) if stored else None
+        servers = proven_servers(config, target, drafter, stored is not None)
+        stored = None
+    if stored:
+        ids = list(records["id"])
+    else:
+        ids = None
     at = parse_loss(config.loss).temperatures
     memory = config.cache_size(target.device.type != "cpu") * 1e9, at, config.prefetch_gb * 1e9
-    return TargetSource(target, drafter.feature_layers, drafter.kept_ids, stored, ids, *memory, servers)
+    return TargetSource(
+        target,
+        drafter.feature_layers,
+        drafter.kept_ids,
+        stored,
+        ids,
+        *memory,
+        servers,
+    )
 
 
-def proven_servers(config: TrainConfig, target: Target, drafter: TrainableDrafter, stored: bool) -> StateClient:
-    """The servers of `target_url`, each proven to serve this target. Raises UserError: one is not, or does not answer."""
-    urls = [config.target_url] if isinstance(config.target_url, str) else list(config.target_url)
+def proven_servers(
+    config: TrainConfig,
+    target: Target,
+    drafter: TrainableDrafter,
+    stored: bool,
+) -> StateClient:
+    """The servers of `target_url`, each proven to serve this target. Raises UserError: one is not,
+    or does not answer.
+    """
+    if isinstance(config.target_url, str):
+        urls = [config.target_url]
+    else:
+        urls = list(config.target_url)
     servers = StateClient(urls, target, drafter.feature_layers, config.states_dir)
     servers.prove()
     if Share.of_process().rank == 0:
         print("\n".join(servers.proofs), flush=True)
         if stored:
-            print("note: the data's stored states are not read; leave target_url out to read them", flush=True)
+            print(
+                "note: the data's stored states are not read; leave target_url out to read them",
+                flush=True,
+            )
     return servers
 
 
-def begin_from_least_squares(drafter: TrainableDrafter, rows: Dataset, source: BatchSource, most: int) -> None:
-    """Solves the drafter's closed-form start on some of the data, before the first step; some kinds have none."""
+def begin_from_least_squares(
+    drafter: TrainableDrafter,
+    rows: Dataset,
+    source: BatchSource,
+    most: int,
+) -> None:
+    """Solves the drafter's closed-form start on some of the data, before the first step; some kinds
+    have none.
+    """
     with source.measuring():
         batches, tokens = first_batches(rows, drafter.device, source, most)
         share = drafter.solve_start(batches, source)  # type: ignore[arg-type]  # has_states: rows are TargetRows
@@ -302,12 +438,21 @@ def begin_from_least_squares(drafter: TrainableDrafter, rows: Dataset, source: B
         print(text, flush=True)
 
 
-# -- fit: the loop ----------------------------------------------------------------------------------------------------
+# -- fit: the loop ---------------------------------------------------------------------------------
 
 
-def fit(config: TrainConfig, args: TrainingArguments, run: Prepared) -> tuple[DrafterTrainer, float]:
-    """Trains from the checkpoint or from the start; returns the trainer and the seconds it took. SIGTERM and Ctrl-C exit here."""
-    budget = [TimeBudget.after(config.max_minutes, run.checkpoint)] if config.max_minutes > 0 else []
+def fit(
+    config: TrainConfig,
+    args: TrainingArguments,
+    run: Prepared,
+) -> tuple[DrafterTrainer, float]:
+    """Trains from the checkpoint or from the start; returns the trainer and the seconds it took.
+    SIGTERM and Ctrl-C exit here.
+    """
+    if config.max_minutes > 0:
+        budget = [TimeBudget.after(config.max_minutes, run.checkpoint)]
+    else:
+        budget = []
     trainer = DrafterTrainer(
         model=run.drafter,
         args=args,
@@ -335,14 +480,20 @@ def fit(config: TrainConfig, args: TrainingArguments, run: Prepared) -> tuple[Dr
             if args.process_index == 0:
                 where = newest_checkpoint(args)
                 name = signal.Signals(term.received).name
-                print(f"{name}: saved {where}; the same command continues from there", file=sys.stderr, flush=True)
+                print(
+                    f"{name}: saved {where}; the same command continues from there",
+                    file=sys.stderr,
+                    flush=True,
+                )
             sys.exit(128 + term.received)
     return trainer, time.perf_counter() - start
 
 
 @torch.no_grad()
 def feature_rates(config: TrainConfig, args: TrainingArguments, run: Prepared) -> Tensor:
-    """[f*h] learning rates of the columns of the weight that reads features: 1 / their RMS at the responses of a first batch."""
+    """[f*h] learning rates of the columns of the weight that reads features: 1 / their RMS at the
+    responses of a first batch.
+    """
     count = min(args.per_device_train_batch_size, len(run.train_rows))
     batch = Batch.of(collate([run.train_rows[i] for i in range(count)])).to(run.drafter.device)
     with run.source.measuring():
@@ -354,16 +505,26 @@ def feature_rates(config: TrainConfig, args: TrainingArguments, run: Prepared) -
 
 def watch_acceptance(config: TrainConfig, trainer: DrafterTrainer, held_out: Dataset) -> None:
     """Adds the callback that decodes held-out prompts during training."""
-    target, spec = trainer.target, TreeSpec.parse(config.decode_tree)
+    target = trainer.target
+    spec = TreeSpec.parse(config.decode_tree)
     trainer.drafter.uses_text = False  # held-out acceptance is that of the weights, on any device
     if isinstance(target, TargetShell):
 
         def replay(drafter: TrainableDrafter) -> dict[str, float]:
             with trainer.source.measuring():
-                return replayed(drafter, held_out, trainer.source, spec, config.decode_prompts, config.decode_tokens)  # type: ignore[arg-type]  # rows may be None in pretraining only
+                return replayed(
+                    drafter,
+                    held_out,
+                    trainer.source,  # type: ignore[arg-type]  # rows may be None in pretraining only
+                    spec,
+                    config.decode_prompts,
+                    config.decode_tokens,
+                )
 
         answers = (row for row in held_out if row["spans"][0][0] > 0)
-        trainer.source.read_once(row["index"] for row in itertools.islice(answers, config.decode_prompts))
+        trainer.source.read_once(
+            row["index"] for row in itertools.islice(answers, config.decode_prompts)
+        )
         trainer.add_callback(DecodeHeldOut(trainer, config.decode_steps, replay))
         return
     prompts = first_prompts(held_out, config.decode_prompts, target.max_positions)
@@ -375,18 +536,26 @@ def watch_acceptance(config: TrainConfig, trainer: DrafterTrainer, held_out: Dat
         trainer.add_callback(DecodeHeldOut(trainer, config.decode_steps, decode))
 
 
-# -- finish: the best weights, held-out figures, training.json --------------------------------------------------------
+# -- finish: the best weights, held-out figures, training.json -------------------------------------
 
 
 def finish(config: TrainConfig, run: Prepared, trainer: DrafterTrainer, seconds: float) -> Json:
     """Saves the best weights and training.json; returns what training.json holds."""
     with SaveOnTerm():  # a signal must not end the process while it saves
         trainer.take_best()
-        metrics = trainer.evaluate() if run.held_out is not None else {}
+        if run.held_out is not None:
+            metrics = trainer.evaluate()
+        else:
+            metrics = {}
         save_drafter(trainer, run)
         if run.held_out is not None:
-            choose_tree(trainer, run.held_out, trainer.args.per_device_train_batch_size * config.max_length)
-    state, args = trainer.state, trainer.args
+            choose_tree(
+                trainer,
+                run.held_out,
+                trainer.args.per_device_train_batch_size * config.max_length,
+            )
+    state = trainer.state
+    args = trainer.args
     waits = trainer.wait_share()
     losses = [entry["train_loss"] for entry in state.log_history if "train_loss" in entry]
     summary = {
@@ -412,7 +581,9 @@ def finish(config: TrainConfig, run: Prepared, trainer: DrafterTrainer, seconds:
 
 
 def save_drafter(trainer: DrafterTrainer, run: Prepared) -> None:
-    """Saves the drafter in place of an earlier one, of which nothing stays unless this run continues it."""
+    """Saves the drafter in place of an earlier one, of which nothing stays unless this run
+    continues it.
+    """
     keep = ("checkpoint-*", *(("decoding.json", "adapter") if run.checkpoint else ()))
     wait = trainer.accelerator.wait_for_everyone
     with run.output.staged(keep) if run.output else contextlib.nullcontext():
@@ -424,7 +595,9 @@ def save_drafter(trainer: DrafterTrainer, run: Prepared) -> None:
 
 
 def choose_tree(trainer: DrafterTrainer, held_out: Dataset, most: int) -> None:
-    """Writes the tree that the drafter suggests from held-out data to decoding.json; `drafttrain tune` finds better ones."""
+    """Writes the tree that the drafter suggests from held-out data to decoding.json; `drafttrain
+    tune` finds better ones.
+    """
     first = trainer.is_world_process_zero()
     drafter = gather_drafter(trainer.drafter, trainer.target, first)
     if first and drafter is not None:
@@ -451,26 +624,39 @@ def claimed(config: TrainConfig, args: TrainingArguments) -> Iterator[OutputFold
         try:
             yield output
         except BaseException:
-            if newest_checkpoint(args) is None:  # those of an earlier run, which this one was to replace
+            if (
+                newest_checkpoint(args) is None
+            ):  # those of an earlier run, which this one was to replace
                 output.restore()
             raise
 
 
 def run(args: argparse.Namespace) -> int:
     """The command: setup, prepare, fit, finish, and a line about the result."""
-    words = [word for word in (args.recipe, args.config) if word]  # with --recipe the first word is an override
+    words = [
+        word for word in (args.recipe, args.config) if word
+    ]  # with --recipe the first word is an override
     if not words:
-        raise UserError("config must be given: a YAML recipe, or --recipe NAME (drafttrain recipes lists them)")
+        raise UserError(
+            "config must be given: a YAML recipe, or --recipe NAME (drafttrain recipes lists them)"
+        )
     config, training_args = setup(words[0], [*words[1:], *args.overrides])
     check_folder(config.output_dir, "train", inputs_of_recipe(config), "output_dir")
     as_saved = redact(json.loads(json.dumps(asdict(config))))
     trained = read_training(Path(str(training_args.output_dir))).get("config")
     code = config.trust_remote_code
-    then = next_command("tune", target=config.target, drafter=config.output_dir, trust_remote_code=code)
+    then = next_command(
+        "tune",
+        target=config.target,
+        drafter=config.output_dir,
+        trust_remote_code=code,
+    )
     # A key that an earlier version did not have had no effect, as its default has none.
     if config.resume and trained and {**asdict(TrainConfig()), **trained} == as_saved:
         if training_args.process_index == 0:
-            print(f"{config.output_dir} is already trained with this configuration (resume=false trains it again)")
+            print(
+                f"{config.output_dir} is already trained with this configuration (resume=false trains it again)"
+            )
             conclude(read_training(Path(str(training_args.output_dir))), then=then)
         return 0
     with explained(training_args), claimed(config, training_args) as output:
@@ -479,16 +665,29 @@ def run(args: argparse.Namespace) -> int:
             trainer, seconds = fit(config, training_args, prepared)
             summary = finish(config, prepared, trainer, seconds)
     if training_args.process_index == 0:
-        held, best = summary["held_out"], summary["best"]
-        lengths = [f"{best['accepted_length']:.2f} decoded at step {best['step']}"] if best["step"] else []
+        held = summary["held_out"]
+        best = summary["best"]
+        if best["step"]:
+            lengths = [f"{best['accepted_length']:.2f} decoded at step {best['step']}"]
+        else:
+            lengths = []
         if "eval_accepted_length" in held:
             lengths.append(f"{held['eval_accepted_length']:.2f} estimated")
-        share, quality = summary["states_wait"], f"accepted length {', '.join(lengths)}" if lengths else "nothing"
-        waits = "" if share is None else f" (waiting for states took {100 * share:.1f} % of the steps' time)"
-        trained_for = f"trained {summary['steps']} steps in {summary['seconds']:.0f} s on {summary['engine']}"
+        share = summary["states_wait"]
+        quality = "nothing"
+        if lengths:
+            quality = f"accepted length {', '.join(lengths)}"
+        waits = ""
+        if share is not None:
+            waits = f" (waiting for states took {100 * share:.1f} % of the steps' time)"
+        trained_for = (
+            f"trained {summary['steps']} steps in {summary['seconds']:.0f} s on {summary['engine']}"
+        )
         print(f"{trained_for}{waits}; held out: {quality}")
         conclude(summary, [config.output_dir], then)
     return 0
 
 
-sys.modules[__name__].__class__ = CallableModule  # drafttrain.train(recipe) is drafttrain/pipeline.py's
+sys.modules[
+    __name__
+].__class__ = CallableModule  # drafttrain.train(recipe) is drafttrain/pipeline.py's

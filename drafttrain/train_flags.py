@@ -28,6 +28,16 @@ Keys of the trainer, as is every other field of transformers TrainingArguments:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = adder(parser)
-    add("config", Place, nargs="?", help="a YAML recipe, or the name of one that comes with drafttrain")
-    add("--recipe", Place, metavar="NAME", help="the same as a flag; drafttrain recipes lists the names")
+    add(
+        "config",
+        Place,
+        nargs="?",
+        help="a YAML recipe, or the name of one that comes with drafttrain",
+    )
+    add(
+        "--recipe",
+        Place,
+        metavar="NAME",
+        help="the same as a flag; drafttrain recipes lists the names",
+    )
     add_overrides(parser)

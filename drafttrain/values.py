@@ -1,7 +1,8 @@
 """Kinds of values: types with their ranges, which flags, recipe keys and Python arguments share.
 
-A kind is an annotation such as `Count`. `check` compares a value with one, `rule` describes it for errors, --help and
-docs/reference/, and `check_fields` checks every field of a dataclass. `key` declares such a field with its meaning.
+A kind is an annotation such as `Count`. `check` compares a value with one, `rule` describes it for
+errors, --help and docs/reference/, and `check_fields` checks every field of a dataclass. `key`
+declares such a field with its meaning.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ from drafttrain.errors import UserError, did_you_mean, shown
 T = TypeVar("T")
 MOST = 2**31 - 1
 _NUMBER = re.compile(r"[+-]?(?=\.?[0-9])[0-9]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?")
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    type(None): "null",
+}
 
 
 def _text(text: str) -> str:
@@ -36,7 +43,9 @@ def _text(text: str) -> str:
 
 
 def _place(text: str) -> str:
-    """Raises ValueError for text that no file system takes, or that would spread an error over several lines."""
+    """Raises ValueError for text that no file system takes, or that would spread an error over
+    several lines.
+    """
     if _text(text) and (len(text.splitlines()) > 1 or not text.isprintable() or len(text) > 4000):
         raise ValueError
     if any(len(part.encode()) > 255 for part in text.split("/")):
@@ -71,17 +80,24 @@ FileDtype = Literal["float32", "bfloat16", "float16"]
 DeviceMap = Literal["", "auto", "balanced", "balanced_low_0", "sequential"]
 AnyText = Annotated[str, AfterValidator(_text), Limits(description="text without NUL")]
 # A path, a Hub id or another name that may become part of a path.
-Name = Annotated[str, AfterValidator(_place), Limits(description="a name or path of printable characters")]
-Place = Annotated[Name, Limits(min_length=1, description="a name or path of printable characters, not empty")]
+Name = Annotated[
+    str, AfterValidator(_place), Limits(description="a name or path of printable characters")
+]
+Place = Annotated[
+    Name, Limits(min_length=1, description="a name or path of printable characters, not empty")
+]
 File = Annotated[Name, AfterValidator(_file), Limits(description="an existing file")]
 
 
 def rule(kind: object) -> str:
     """What values of a kind are, in words: `a whole number from 1 to 100`."""
-    origin, args = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    args = get_args(kind)
     if origin is Annotated:
         described = [info.description for info in args[1:] if getattr(info, "description", None)]
-        return described[-1] if described else rule(args[0]) + _range(args[1:])
+        if described:
+            return described[-1]
+        return rule(args[0]) + _range(args[1:])
     if origin is Literal:
         return "one of " * (len(args) > 1) + ", ".join(str(value) or "empty" for value in args)
     if origin in (Union, UnionType):
@@ -91,32 +107,47 @@ def rule(kind: object) -> str:
         return f"a list, each item {rule(args[0])}"
     if (origin or kind) is dict:
         return "key: value pairs"
-    return _WORDS.get(kind, "") if isinstance(kind, type) else str(kind)  # '' for enums, which their names stand for
+    # '' for enums, which their names stand for
+    if isinstance(kind, type):
+        return _WORDS.get(kind, "")
+    return str(kind)
 
 
 def _range(infos: tuple[Any, ...]) -> str:
     limits = {name: getattr(part, name) for info in infos for part in getattr(info, "metadata", ())
               for name in ("ge", "gt", "le") if hasattr(part, name)}  # fmt: skip
-    low, above, high = (None if limits.get(key) is None else f"{limits[key]:.10g}" for key in ("ge", "gt", "le"))
+    low, above, high = (
+        None if limits.get(key) is None else f"{limits[key]:.10g}" for key in ("ge", "gt", "le")
+    )
     if low is not None:
         return f" from {low} to {high}"
-    return f" above {above} and at most {high}" if above is not None else ""
+    if above is not None:
+        return f" above {above} and at most {high}"
+    return ""
 
 
 @functools.cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True))
+    return TypeAdapter(
+        kind,
+        config=ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True),
+    )
 
 
 def number(word: str) -> int | float | None:
-    """The number that a word is, written with ASCII digits as 12, 0.5 or 1e-3; None for any other word."""
+    """The number that a word is, written with ASCII digits as 12, 0.5 or 1e-3; None for any other
+    word.
+    """
     if len(word) > 64 or not _NUMBER.fullmatch(word):
         return None
-    return int(word) if word.lstrip("+-").isdigit() else float(word)
+    if word.lstrip("+-").isdigit():
+        return int(word)
+    return float(word)
 
 
 def check(name: str, value: object, kind: Any, fix: str = "", words: bool = False) -> Any:
-    """A value as its kind has it: 2 for 2.0 where a whole number is wanted, a Python number for numpy's.
+    """A value as its kind has it: 2 for 2.0 where a whole number is wanted, a Python number for
+    numpy's.
 
     Args:
         name: of the flag, key or argument. fix: ends the error.
@@ -140,7 +171,8 @@ def check(name: str, value: object, kind: Any, fix: str = "", words: bool = Fals
 
 
 def refuse_options(call: str, others: Mapping[str, object], known: Iterable[str]) -> None:
-    """Raises UserError for the first keyword argument that a call does not have; names the closest of those that it has.
+    """Raises UserError for the first keyword argument that a call does not have; names the closest
+    of those that it has.
 
     None and False ask for nothing: transformers' callers pass them for options that are off.
     """
@@ -152,31 +184,46 @@ def refuse_options(call: str, others: Mapping[str, object], known: Iterable[str]
 
 
 def key(default: T, meaning: str) -> T:
-    """A dataclass field of `check_fields` with its default, and its meaning for --help and docs/reference/config.md."""
+    """A dataclass field of `check_fields` with its default, and its meaning for --help and
+    docs/reference/config.md.
+    """
     if isinstance(default, dict):
         return field(default_factory=lambda: type(default)(default), metadata={"meaning": meaning})  # type: ignore
     return field(default=default, metadata={"meaning": meaning})
 
 
 def default_of(one: Field[Any]) -> object:
-    return one.default if one.default_factory is MISSING else one.default_factory()
+    if one.default_factory is MISSING:
+        return one.default
+    return one.default_factory()
 
 
 @functools.cache
 def kinds_of(settings: type) -> dict[str, Any]:
     """The kind of each annotated field of a class and of its bases in this package."""
     own = [base for base in reversed(settings.__mro__) if base.__module__.startswith("drafttrain.")]
-    found = {name: kind for base in own for name, kind in inspect.get_annotations(base, eval_str=True).items()}
+    found = {
+        name: kind
+        for base in own
+        for name, kind in inspect.get_annotations(base, eval_str=True).items()
+    }
     return {name: kind for name, kind in found.items() if get_origin(kind) is not ClassVar}
 
 
 def check_fields(settings: Any, prefix: str = "", words: bool = False) -> None:
-    """Checks every field of a dataclass instance against its annotation, in place. Raises UserError as `check` does."""
+    """Checks every field of a dataclass instance against its annotation, in place. Raises UserError
+    as `check` does.
+    """
     kinds = kinds_of(settings.__class__)
     for one in fields(settings):
         default = default_of(one)
-        fix = f" ({one.metadata['meaning']})" if "meaning" in one.metadata else ""
-        fix += f"; the default is {shown(default)}" if default not in (MISSING, None, "", {}, ()) else ""
+        fix = ""
+        if "meaning" in one.metadata:
+            fix = f" ({one.metadata['meaning']})"
+        if default not in (MISSING, None, "", {}, ()):
+            fix += f"; the default is {shown(default)}"
+        else:
+            fix += ""
         value = check(prefix + one.name, getattr(settings, one.name), kinds[one.name], fix, words)
         object.__setattr__(settings, one.name, value)
 
@@ -185,7 +232,9 @@ def table(settings: type) -> list[tuple[str, str, object, str]]:
     """(key, rule, default, meaning) of every field that `key` declared."""
     kinds = kinds_of(settings)
     found = [one for one in fields(settings) if "meaning" in one.metadata]
-    return [(one.name, rule(kinds[one.name]), default_of(one), one.metadata["meaning"]) for one in found]
+    return [
+        (one.name, rule(kinds[one.name]), default_of(one), one.metadata["meaning"]) for one in found
+    ]
 
 
 def key_table(settings: type) -> str:
@@ -196,7 +245,7 @@ def key_table(settings: type) -> str:
     )
 
 
-# -- flags ---------------------------------------------------------------------------------------------------------------
+# -- flags -----------------------------------------------------------------------------------------
 
 # A flag's `type`: reads a word; the attribute `rule` says which words it takes.
 Reader = Callable[[str], Any]
@@ -217,7 +266,8 @@ def value(kind: Any, form: Callable[[Any], Any] = lambda found: found, or_word: 
     """The `type` of a flag whose value is of a kind of drafttrain/values.py.
 
     Args:
-        form: applied to the value, such as Path. or_word: a word that is taken as it is, such as auto.
+        form: applied to the value, such as Path. or_word: a word that is taken as it is, such as
+            auto.
     """
     wanted = Literal[or_word] | kind if or_word else kind  # type: ignore[valid-type]
     return reader(lambda word: form(check("", word, wanted, words=True)), rule(wanted))
@@ -229,19 +279,27 @@ def values(kind: Any, most: int = 64) -> Reader:
     def read(word: str) -> list[Any]:
         parts = [part.strip() for part in word.split(",") if part.strip()]
         if not 0 < len(parts) <= most:
-            raise UserError(f"={shown(word)} must have 1 to {most} values separated by commas, such as 1,2,4")
+            raise UserError(
+                f"={shown(word)} must have 1 to {most} values separated by commas, such as 1,2,4"
+            )
         return [check("", part, kind, words=True) for part in parts]
 
     return reader(read, f"1 to {most} values separated by commas, each {rule(kind)}")
 
 
 def adder(parser: Any) -> Callable[..., None]:
-    """A short form of parser.add_argument: add(name, KIND, ...) where the value is of a kind, or a reader of `value`."""
+    """A short form of parser.add_argument: add(name, KIND, ...) where the value is of a kind, or a
+    reader of `value`.
+    """
 
     def add(name: str, *more: Any, **options: Any) -> None:
         if more and not isinstance(more[-1], str):
             kind = more[-1]
-            more, options["type"] = more[:-1], kind if hasattr(kind, "rule") else value(kind)
+            more = more[:-1]
+            if hasattr(kind, "rule"):
+                options["type"] = kind
+            else:
+                options["type"] = value(kind)
         parser.add_argument(name, *more, **options)
 
     return add

@@ -37,12 +37,18 @@ from drafttrain.target import Target
 from drafttrain.training.feature_sources import TargetSource
 
 SPEC = "chain:4"
-DOMAINS = json.loads(Path(__file__).with_name("adapt_prompts.json").read_text())  # name -> forms, subjects
+DOMAINS = json.loads(
+    Path(__file__).with_name("adapt_prompts.json").read_text()
+)  # name -> forms, subjects
 
 
 def prompts(domain: str, count: int, seed: int) -> list[str]:
     """The first `count` of all forms with all subjects, shuffled."""
-    made = [form.format(subject) for form in DOMAINS[domain]["forms"] for subject in DOMAINS[domain]["subjects"]]
+    made = [
+        form.format(subject)
+        for form in DOMAINS[domain]["forms"]
+        for subject in DOMAINS[domain]["subjects"]
+    ]
     random.Random(seed).shuffle(made)
     return made[:count]
 
@@ -51,7 +57,8 @@ def serve(args: argparse.Namespace, target: Target) -> None:
     """Answers both parts of the stream into the log, and notes the CPU seconds of each answer."""
     target.pack()
     decoder = Decoder(target, load_drafter(args.drafter, target), spec=TreeSpec.parse(SPEC))
-    log, seconds = AnswerLog(args.stream), []
+    log = AnswerLog(args.stream)
+    seconds = []
     asked = prompts("general", args.before, 1) + prompts(args.domain, args.after, 2)
     for number, text in enumerate(asked):
         ids = prompt_ids(target.tokenizer, [{"role": "user", "content": text}])
@@ -59,8 +66,13 @@ def serve(args: argparse.Namespace, target: Target) -> None:
         log.add(ids, decoder.generate([ids], max_new_tokens=args.max_new_tokens)[0])
         seconds.append(time.process_time() - began)
         if number % 50 == 49:
-            print(f"{number + 1} of {len(asked)} answers, {statistics.mean(seconds[-50:]):.2f} CPU s each", flush=True)
-    write_json(args.stream.with_suffix(".seconds.json"), {"seconds": seconds, "before": args.before})
+            print(
+                f"{number + 1} of {len(asked)} answers, {statistics.mean(seconds[-50:]):.2f} CPU s each",
+                flush=True,
+            )
+    write_json(
+        args.stream.with_suffix(".seconds.json"), {"seconds": seconds, "before": args.before}
+    )
 
 
 class Simulated(adapt.Adapter):
@@ -73,8 +85,10 @@ class Simulated(adapt.Adapter):
     began = 0.0  # process time at which the running call began
 
     def account(self, work: bool = True) -> None:
-        state, now = self.state, time.process_time()
-        done, self.began = (now - self.began) * work, now
+        state = self.state
+        now = time.process_time()
+        done = (now - self.began) * work
+        self.began = now
         state.allowance += self.args.share * (self.served - state.at) - done
         state.at, state.spent = self.served, state.spent + done
 
@@ -97,23 +111,37 @@ def run_setting(
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log.jsonl")
         log.touch()
-        flags = parser.parse_args(["--drafter", args.drafter, "--log", str(log), "--output", f"{folder}/out", *words])
+        flags = parser.parse_args(
+            ["--drafter", args.drafter, "--log", str(log), "--output", f"{folder}/out", *words]
+        )
         output = Path(folder, "out")
         output.mkdir()
         adapter = Simulated(flags, output)
         adapter.state.at, adapter.state.allowance = 0.0, args.saved
         target = source.target
         serving = load_drafter(args.drafter, target)
-        lengths, part = [], 10
+        lengths = []
+        part = 10
         for at in range(0, len(lines), part):
-            rows = [read_answer(line.encode(), log, target, {}, 1024) for line in lines[at : at + part]]
-            rows = [adapt._row(it.tokens, [[it.start, len(it.tokens)]], at + i) for i, it in enumerate(rows)]
+            rows = [
+                read_answer(line.encode(), log, target, {}, 1024) for line in lines[at : at + part]
+            ]
+            rows = [
+                adapt._row(it.tokens, [[it.start, len(it.tokens)]], at + i)
+                for i, it in enumerate(rows)
+            ]
             made = replayed_rows(serving, rows, source, TreeSpec.parse(SPEC), args.max_new_tokens)
             lengths += [(row.committed, row.passes) for row in made]
             with log.open("a") as file:
                 for line, row in zip(lines[at : at + part], made, strict=True):
                     file.write(
-                        json.dumps({**json.loads(line), "accepted_length": row.committed / max(row.passes, 1)}) + "\n"
+                        json.dumps(
+                            {
+                                **json.loads(line),
+                                "accepted_length": row.committed / max(row.passes, 1),
+                            }
+                        )
+                        + "\n"
                     )
             adapter.served += sum(seconds[at : at + part])
             adapter.began = time.process_time()
@@ -123,7 +151,8 @@ def run_setting(
                 if record["verdict"] == "better":
                     serving = load_drafter(str(output / adapt.CURRENT), target)
             adapter.account()
-        rounds, spent = adapter.state.rounds, adapter.state.spent
+        rounds = adapter.state.rounds
+        spent = adapter.state.spent
 
     def level(start: int, end: int) -> float:
         chosen = list(lengths[max(start, 0) : end])
@@ -131,7 +160,9 @@ def run_setting(
 
     level_before = level(0, before) if args.share_before else level(before - args.window, before)
     ends = range(before + args.window, len(lines) + 1)
-    recovered = next((end - before for end in ends if level(end - args.window, end) >= 0.95 * level_before), None)
+    recovered = next(
+        (end - before for end in ends if level(end - args.window, end) >= 0.95 * level_before), None
+    )
     last = len(lines)
     return {
         "flags": words, "before": level_before, "after_switch": level(before, before + args.window),
@@ -143,11 +174,20 @@ def run_setting(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--drafter", required=True)
-    parser.add_argument("--stream", type=Path, default=Path(tempfile.gettempdir(), "adapt-stream.jsonl"))
-    parser.add_argument("--domain", choices=sorted({*DOMAINS} - {"general"}), default="code", help="of the second part")
+    parser.add_argument(
+        "--stream", type=Path, default=Path(tempfile.gettempdir(), "adapt-stream.jsonl")
+    )
+    parser.add_argument(
+        "--domain",
+        choices=sorted({*DOMAINS} - {"general"}),
+        default="code",
+        help="of the second part",
+    )
     parser.add_argument("--before", type=int, default=150)
     parser.add_argument("--after", type=int, default=390)
     parser.add_argument("--window", type=int, default=50)
@@ -159,10 +199,15 @@ def main() -> None:
         help="CPU seconds of allowance saved by serving before the stream begins, which counts as served",
     )
     parser.add_argument(
-        "--share-before", action="store_true", help="the level before is that of all answers before the switch"
+        "--share-before",
+        action="store_true",
+        help="the level before is that of all answers before the switch",
     )
     parser.add_argument(
-        "--setting", action="append", default=[], help="flags of drafttrain adapt, as one word; repeat it"
+        "--setting",
+        action="append",
+        default=[],
+        help="flags of drafttrain adapt, as one word; repeat it",
     )
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
@@ -172,11 +217,15 @@ def main() -> None:
     noted = json.loads(args.stream.with_suffix(".seconds.json").read_text())
     lines = args.stream.read_text().splitlines()
     drafter = load_drafter(args.drafter, target)
-    source = TargetSource(target, drafter.feature_layers, drafter.kept_ids, limit_bytes=4e9)  # of the coming answers
+    source = TargetSource(
+        target, drafter.feature_layers, drafter.kept_ids, limit_bytes=4e9
+    )  # of the coming answers
     done = []
     for setting in args.setting or ["--every 50 --share 0.02", "--every 50 --share 1"]:
         print(f"== {setting}", flush=True)
-        done.append(run_setting(setting.split(), args, lines, noted["seconds"], noted["before"], source))
+        done.append(
+            run_setting(setting.split(), args, lines, noted["seconds"], noted["before"], source)
+        )
         print({key: value for key, value in done[-1].items() if key != "rounds"}, flush=True)
         write_json(args.output, {
             **describe_environment(target.device), "command": sys.argv, "saved_seconds": args.saved,

@@ -47,7 +47,8 @@ def randomised(name: str, target: Target) -> Any:
 
 
 def answer(decoder: Decoder, batches: list[list[list[int]]], count: int) -> dict[str, Any]:
-    made, each = [], []
+    made = []
+    each = []
     for batch in batches:
         begun = time.perf_counter()
         made += [one.stats for one in decoder.generate(batch, max_new_tokens=count)]
@@ -59,18 +60,24 @@ def answer(decoder: Decoder, batches: list[list[list[int]]], count: int) -> dict
         "seconds": each,
         "tokens_per_second": round(tokens / seconds, 3),
         "accepted_length": round((tokens - len(made)) / passes, 3),
-        "drafting_rounds": round(sum(offered > 0 for stats in made for offered in stats.offered) / passes, 3),
+        "drafting_rounds": round(
+            sum(offered > 0 for stats in made for offered in stats.offered) / passes, 3
+        ),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", default="smollm2-135m", help="short name, folder or Hub id")
     parser.add_argument("--drafter", required=True, help="a trained drafter's folder")
     parser.add_argument("--tree", default="dynamic:3,4,8", help="the tree that @adapt starts from")
     parser.add_argument("--others", nargs="*", default=[], help="further fixed trees")
     parser.add_argument(
-        "--random", action="store_true", help="also a drafter of random weights; needs one that is a folder"
+        "--random",
+        action="store_true",
+        help="also a drafter of random weights; needs one that is a folder",
     )
     parser.add_argument("--suite", default="drafttrain")
     parser.add_argument("--prompts", type=int, default=6)
@@ -102,10 +109,15 @@ def main() -> None:
         }
     runs = alternate(sides, args.repeats)
     names = list(runs)
-    seconds = np.median([[run["seconds"] for run in runs[name]] for name in names], axis=1)  # [sides, batches]
+    seconds = np.median(
+        [[run["seconds"] for run in runs[name]] for name in names], axis=1
+    )  # [sides, batches]
     timings = Timings(np.full(seconds.shape, args.tokens * args.batch_size, float), seconds)
     rates = {name: round(timings.rate(i), 3) for i, name in enumerate(names)}
-    best = max((tree for tree in names if "adapt" not in tree and "random" not in tree), key=lambda tree: rates[tree])
+    best = max(
+        (tree for tree in names if "adapt" not in tree and "random" not in tree),
+        key=lambda tree: rates[tree],
+    )
 
     def over(name: str, other: str) -> dict[str, Any]:
         return {"over": other, **timings.ratio(names.index(name), names.index(other))._asdict()}

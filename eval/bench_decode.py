@@ -47,7 +47,10 @@ def ours(target: Target, prompts: list[list[int]], count: int, graphs: bool) -> 
         decoder.generate([prompt], max_new_tokens=count)
     synchronize(target.device)
     seconds = time.perf_counter() - began
-    return {"seconds": round(seconds, 3), "tokens_per_second": round(len(prompts) * count / seconds, 2)}
+    return {
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(len(prompts) * count / seconds, 2),
+    }
 
 
 def theirs(model: Any, prompts: list[list[int]], count: int) -> dict[str, Any]:
@@ -65,11 +68,16 @@ def theirs(model: Any, prompts: list[list[int]], count: int) -> dict[str, Any]:
         assert out.shape[1] == len(prompt) + count
     synchronize(model.device)
     seconds = time.perf_counter() - began
-    return {"seconds": round(seconds, 3), "tokens_per_second": round(len(prompts) * count / seconds, 2)}
+    return {
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(len(prompts) * count / seconds, 2),
+    }
 
 
 @torch.no_grad()
-def tree_rounds(target: Target, prompts: list[list[int]], repeats: int, graphs: bool) -> dict[str, float]:
+def tree_rounds(
+    target: Target, prompts: list[list[int]], repeats: int, graphs: bool
+) -> dict[str, float]:
     """Milliseconds of a pass over a root and a random tree of n nodes, by n, interleaved; 0 is a plain step."""
     generator = torch.Generator().manual_seed(0)
     times: dict[int, list[float]] = {n: [] for n in (0, *NODES)}
@@ -79,8 +87,12 @@ def tree_rounds(target: Target, prompts: list[list[int]], repeats: int, graphs: 
             engine.read(0, torch.tensor(prompt, device=target.device))
             for repeat in range(repeats + 1):
                 for n, seconds in times.items():
-                    parents = [int(torch.randint(-1, node, (1,), generator=generator)) for node in range(n)]
-                    tokens = torch.randint(target.vocab_size, (n + 1,), generator=generator).to(target.device)
+                    parents = [
+                        int(torch.randint(-1, node, (1,), generator=generator)) for node in range(n)
+                    ]
+                    tokens = torch.randint(target.vocab_size, (n + 1,), generator=generator).to(
+                        target.device
+                    )
                     synchronize(target.device)
                     began = time.perf_counter()
                     engine.cache.open([(0, parents)])
@@ -118,7 +130,10 @@ def load(args: argparse.Namespace) -> tuple[Target, Any, list[list[int]]]:
         model = random_llama(args.random, resolve_dtype(args.dtype, device), device).eval()
         target = Target.wrap(copy.deepcopy(model), None, f"random-{args.random}").pack()
         draw = torch.Generator().manual_seed(0)
-        prompts = [torch.randint(0, 49152, (100 * (i + 1),), generator=draw).tolist() for i in range(args.prompts)]
+        prompts = [
+            torch.randint(0, 49152, (100 * (i + 1),), generator=draw).tolist()
+            for i in range(args.prompts)
+        ]
         return target, model, prompts
     target = Target.load(args.target, args.dtype, args.device).pack()
     model = AutoModelForCausalLM.from_pretrained(
@@ -130,9 +145,13 @@ def load(args: argparse.Namespace) -> tuple[Target, Any, list[list[int]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", default="smollm2-135m", help="short name, folder or Hub id")
-    parser.add_argument("--random", metavar="LAYERSxHIDDEN", help="a Llama of random weights instead, e.g. 16x2048")
+    parser.add_argument(
+        "--random", metavar="LAYERSxHIDDEN", help="a Llama of random weights instead, e.g. 16x2048"
+    )
     parser.add_argument("--suite", default="drafttrain")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=128, help="new tokens per prompt")
@@ -143,7 +162,13 @@ def main() -> None:
     parser.add_argument("--output", type=result_path)
     args = parser.parse_args()
     if args.against:
-        return against(args.against, "tokens_per_second", ["autoregressive", "hf_generate"], args.repeats, args.output)
+        return against(
+            args.against,
+            "tokens_per_second",
+            ["autoregressive", "hf_generate"],
+            args.repeats,
+            args.output,
+        )
     target, model, prompts = load(args)
     gpu = target.device.type == "cuda"
     sides = {
@@ -151,7 +176,9 @@ def main() -> None:
         "hf_generate": lambda: theirs(model, prompts, args.tokens),
     }
     if gpu:
-        sides["autoregressive_without_graphs"] = lambda: ours(target, prompts, args.tokens, graphs=False)
+        sides["autoregressive_without_graphs"] = lambda: ours(
+            target, prompts, args.tokens, graphs=False
+        )
     runs = alternate(sides, args.repeats)
     speeds = {name: median(side, "tokens_per_second") for name, side in runs.items()}
     rounds = tree_rounds(target, prompts, args.repeats, graphs=gpu)

@@ -27,8 +27,20 @@ from drafttrain.ops.packing import pack_panels, round_to_int8, skinny_linear
 from drafttrain.ops.sampling import top_log_probs
 from drafttrain.target import Target
 
-KINDS = ("eagle3", "eagle1", "mtp", "peagle", "dflash", "dspark", "medusa", "hydra", "mlp_speculator")
-TOKENS, NEW = 60, 2  # of the prompt, and committed in a round
+KINDS = (
+    "eagle3",
+    "eagle1",
+    "mtp",
+    "peagle",
+    "dflash",
+    "dspark",
+    "medusa",
+    "hydra",
+    "mlp_speculator",
+)
+# of the prompt, and committed in a round
+TOKENS = 60
+NEW = 2
 
 
 class Side:
@@ -36,7 +48,9 @@ class Side:
 
     def __init__(self, form: str, kind: str, target: Target, size: int, batch: int, tree: str):
         torch.manual_seed(0)
-        self.drafter: Any = kind_class(kind).begin(target, "random", {"draft_vocab_size": size}, "kl", torch.arange)
+        self.drafter: Any = kind_class(kind).begin(
+            target, "random", {"draft_vocab_size": size}, "kl", torch.arange
+        )
         self.drafter.eval()
         if form != "torch":
             self.drafter.fresh = True  # as loaded
@@ -47,8 +61,12 @@ class Side:
         elif form == "modules":
             self.drafter.draft_steps = ()
         self.form, self.spec, self.seconds = form, TreeSpec.parse(tree), list[float]()
-        ids = torch.randint(target.vocab_size, (batch, TOKENS), generator=torch.Generator().manual_seed(1))
-        features = [target.forward(row[None], self.drafter.feature_layers).features[0] for row in ids]
+        ids = torch.randint(
+            target.vocab_size, (batch, TOKENS), generator=torch.Generator().manual_seed(1)
+        )
+        features = [
+            target.forward(row[None], self.drafter.feature_layers).features[0] for row in ids
+        ]
         self.sessions = [self.drafter.start(row[:1], 4 * TOKENS) for row in ids]
         before = slice(0, -1 - NEW)
         self.extend([row[1:][before] for row in ids], [part[:-1][before] for part in features])
@@ -59,7 +77,9 @@ class Side:
 
     def round(self) -> None:
         held = [getattr(session, "length", 0) for session in self.sessions]
-        with mock.patch.object(DraftHead, "of", (lambda _: None) if self.form != "kernels" else DraftHead.of):
+        with mock.patch.object(
+            DraftHead, "of", (lambda _: None) if self.form != "kernels" else DraftHead.of
+        ):
             began = time.perf_counter()
             self.extend(*self.new)
             count = len(self.sessions)
@@ -87,15 +107,22 @@ def timed(run: Callable[[], object], flush: torch.Tensor, repeats: int) -> float
 def heads(target: Target, flush: torch.Tensor, repeats: int) -> dict[str, Any]:
     """Milliseconds of the top 4 tokens of 1 and 4 states, by full int8 logits and by draft heads, from memory."""
     rows = target.head_weight.float()
-    states, found = torch.randn(4, rows.shape[1]), dict[str, Any]()
+    states = torch.randn(4, rows.shape[1])
+    found = dict[str, Any]()
     for size in (8192, 32768, len(rows)):
         weight = rows[:size].contiguous()
-        head, panels = DraftHead(weight), pack_panels(round_to_int8(weight))
+        head = DraftHead(weight)
+        panels = pack_panels(round_to_int8(weight))
         for count in (1, 4):
             times = {
                 name: timed(partial(run, states[:count].contiguous()), flush, repeats)
                 for name, run in (
-                    ("full", lambda own, panels=panels, size=size: top_log_probs(skinny_linear(own, panels, size), 4)),
+                    (
+                        "full",
+                        lambda own, panels=panels, size=size: top_log_probs(
+                            skinny_linear(own, panels, size), 4
+                        ),
+                    ),
                     ("draft_head", lambda own, head=head: head.top(own, 4)),
                 )
             }
@@ -105,7 +132,9 @@ def heads(target: Target, flush: torch.Tensor, repeats: int) -> dict[str, Any]:
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", default="smollm2-135m", help="short name, folder or Hub id")
     parser.add_argument("--kinds", nargs="+", default=KINDS)
     parser.add_argument("--tree", action="append", help="default: chain:3 and dynamic:4,4,8")
@@ -117,7 +146,9 @@ def main() -> None:
     parser.add_argument("--output", type=result_path)
     args = parser.parse_args()
     target = Target.load(args.target, "bfloat16", "cpu").pack()
-    flush, sides, ratios = torch.zeros(args.flush * 2**18), dict[str, Any](), list[float]()
+    flush = torch.zeros(args.flush * 2**18)
+    sides = dict[str, Any]()
+    ratios = list[float]()
     forms = ("kernels", "modules") if args.no_torch else ("kernels", "modules", "torch")
     for kind in args.kinds:
         for batch in args.batch:
@@ -133,7 +164,9 @@ def main() -> None:
                 print(f"{kind} {tree} x{batch}", ms, f"{ratios[-1]:.2f}x", flush=True)
     sides["heads"] = heads(target, flush, args.repeats)
     print(sides["heads"])
-    write_result(args.output, statistics.geometric_mean(ratios), 1.0, sides, target.device, dtype="bfloat16")
+    write_result(
+        args.output, statistics.geometric_mean(ratios), 1.0, sides, target.device, dtype="bfloat16"
+    )
 
 
 if __name__ == "__main__":

@@ -62,10 +62,16 @@ def make_prompts(count: int, seed: int) -> list[str]:
     return [pairs[i % len(pairs)] for i in range(count)]
 
 
-def run_slots(target: Target, prompts: list[list[int]], stop_ids: set[int], args: argparse.Namespace) -> dict[str, Any]:
+def run_slots(
+    target: Target, prompts: list[list[int]], stop_ids: set[int], args: argparse.Namespace
+) -> dict[str, Any]:
     """One timed pass of our engine."""
-    engine = ResponseEngine(target, slots=args.slots, max_length=max(map(len, prompts)) + args.max_new_tokens)
-    requests = [ResponseRequest(str(i), ids, args.max_new_tokens, stop_ids) for i, ids in enumerate(prompts)]
+    engine = ResponseEngine(
+        target, slots=args.slots, max_length=max(map(len, prompts)) + args.max_new_tokens
+    )
+    requests = [
+        ResponseRequest(str(i), ids, args.max_new_tokens, stop_ids) for i, ids in enumerate(prompts)
+    ]
     sampling = SamplingParams(args.temperature, args.top_k, args.top_p)
     start = time.perf_counter()
     lengths = [len(finished.tokens) for finished in engine.run(requests, sampling, seed=args.seed)]
@@ -77,16 +83,26 @@ def run_transformers(
 ) -> dict[str, Any]:
     """One timed pass of transformers' generate over batches in order."""
     torch.manual_seed(args.seed)
-    stops, lengths = sorted(stop_ids), []
+    stops = sorted(stop_ids)
+    lengths = []
     choice: dict[str, Any] = {"do_sample": False}
     if args.temperature > 0:
-        choice = {"do_sample": True, "temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+        choice = {
+            "do_sample": True,
+            "temperature": args.temperature,
+            "top_k": args.top_k,
+            "top_p": args.top_p,
+        }
     start = time.perf_counter()
     for first in range(0, len(prompts), args.batch_size):
         rows = prompts[first : first + args.batch_size]
         longest = max(map(len, rows))
-        ids = torch.tensor([[stops[0]] * (longest - len(row)) + row for row in rows], device=model.device)
-        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device)
+        ids = torch.tensor(
+            [[stops[0]] * (longest - len(row)) + row for row in rows], device=model.device
+        )
+        mask = torch.tensor(
+            [[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device
+        )
         out = model.generate(
             input_ids=ids,
             attention_mask=mask,
@@ -96,16 +112,27 @@ def run_transformers(
             **choice,
         )
         for row in out[:, longest:].tolist():
-            lengths.append(next((i + 1 for i, token in enumerate(row) if token in stop_ids), len(row)))
+            lengths.append(
+                next((i + 1 for i, token in enumerate(row) if token in stop_ids), len(row))
+            )
     return figures(lengths, time.perf_counter() - start)
 
 
 class Vllm:
     """vLLM in a process of its own, on this process's cores."""
 
-    def __init__(self, target: Target, prompts: list[list[int]], stop_ids: set[int], args: argparse.Namespace):
-        job = {key: vars(args)[key] for key in ("max_new_tokens", "temperature", "top_k", "top_p", "seed")}
-        job |= {"target": target.path, "dtype": str(target.dtype).removeprefix("torch."), "prompts": prompts}
+    def __init__(
+        self, target: Target, prompts: list[list[int]], stop_ids: set[int], args: argparse.Namespace
+    ):
+        job = {
+            key: vars(args)[key]
+            for key in ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
+        }
+        job |= {
+            "target": target.path,
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "prompts": prompts,
+        }
         job |= {"stop_ids": sorted(stop_ids), "sequences": args.slots}
         job["max_model_len"] = max(map(len, prompts)) + args.max_new_tokens
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
@@ -120,7 +147,9 @@ class Vllm:
         place.write_text(json.dumps(job))
         command = [args.vllm, str(Path(__file__).with_name("vllm_generate_side.py")), str(place)]
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+        self.process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, text=True, env=environment
+        )
         self._answer()
 
     def _answer(self) -> dict[str, Any]:
@@ -155,13 +184,17 @@ def figures(lengths: list[int], seconds: float) -> dict[str, Any]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", default="smollm2-135m", help="short name, folder or Hub id")
     parser.add_argument("--count", type=int, default=256, help="prompts")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--slots", type=int, default=128)
     parser.add_argument("--batch-size", type=int, default=64, help="of transformers' generate")
-    parser.add_argument("--vllm", metavar="PYTHON", help="also compare with vLLM, installed for this interpreter")
+    parser.add_argument(
+        "--vllm", metavar="PYTHON", help="also compare with vLLM, installed for this interpreter"
+    )
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=1.0)
@@ -185,23 +218,34 @@ def main() -> None:
     )
     model = model.to(target.device).eval()
     renderer = ChatRenderer(target)
-    prompts = [renderer.open([{"role": "user", "content": text}]) for text in make_prompts(args.count, args.seed)]
+    prompts = [
+        renderer.open([{"role": "user", "content": text}])
+        for text in make_prompts(args.count, args.seed)
+    ]
     stop_ids = renderer.stop_ids
     sides: dict[str, Callable[..., dict[str, Any]]] = {
         "slots": lambda rows, options: run_slots(target, rows, stop_ids, options),
-        f"hf_generate_batch_{args.batch_size}": lambda rows, options: run_transformers(model, rows, stop_ids, options),
+        f"hf_generate_batch_{args.batch_size}": lambda rows, options: run_transformers(
+            model, rows, stop_ids, options
+        ),
     }
     vllm = Vllm(target, prompts, stop_ids, args) if args.vllm else None
     if vllm:
         sides["vllm"] = lambda rows, options: vllm.run(rows)
     for side in sides.values():
         side(prompts[:8], argparse.Namespace(**{**vars(args), "max_new_tokens": 4}))
-    runs = alternate({name: partial(side, prompts, args) for name, side in sides.items()}, args.repeats, warm_up=False)
+    runs = alternate(
+        {name: partial(side, prompts, args) for name, side in sides.items()},
+        args.repeats,
+        warm_up=False,
+    )
     if vllm:
         vllm.close()
     speeds = {name: median(side, "tokens_per_second") for name, side in runs.items()}
     ours, theirs, *_ = speeds.values()
-    print("response tokens/s: " + ", ".join(f"{name} {speed:.0f}" for name, speed in speeds.items()))
+    print(
+        "response tokens/s: " + ", ".join(f"{name} {speed:.0f}" for name, speed in speeds.items())
+    )
     write_result(
         args.output,
         ours / theirs,

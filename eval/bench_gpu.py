@@ -66,7 +66,9 @@ def make_config(shape: str) -> LlamaConfig:
 def make_target(shape: str, dtype: torch.dtype, device: torch.device) -> Target:
     torch.manual_seed(0)
     default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # float32 weights of 8B parameters take 32 GB before they are rounded
+    torch.set_default_dtype(
+        dtype
+    )  # float32 weights of 8B parameters take 32 GB before they are rounded
     try:
         with device:
             model = LlamaForCausalLM(make_config(shape)).eval().requires_grad_(False)
@@ -104,7 +106,9 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=device.type == "cuda")
     ids = torch.randint(0, target.vocab_size, (args.rows, args.length))
     mask = (torch.arange(args.length) >= args.prompt).repeat(args.rows, 1)
-    batch = Batch(ids, torch.full((args.rows,), args.length), mask, torch.full((args.rows,), -1)).to(device)
+    batch = Batch(
+        ids, torch.full((args.rows,), args.length), mask, torch.full((args.rows,), -1)
+    ).to(device)
     half = torch.bfloat16 if args.autocast else None
 
     def step() -> float:
@@ -128,11 +132,26 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     off = abs(predicted["total"] / peak - 1) if peak else None
     speed = args.rows * args.length / statistics.median(seconds)
     shown = "none" if off is None else f"{off:.0%}"
-    print(f"{speed:,.0f} tokens/s, peak {peak:.1f} GB, predicted {predicted['total']:.1f} GB, off by {shown}")
+    print(
+        f"{speed:,.0f} tokens/s, peak {peak:.1f} GB, predicted {predicted['total']:.1f} GB, off by {shown}"
+    )
     sides = {"ours": {"tokens_per_second": round(speed, 1), "seconds": seconds, "peak_gb": peak}}
-    more = {"predicted_gb": predicted, "memory_off": off, "memory_goal": MEMORY_GOAL, "autocast": args.autocast}
+    more = {
+        "predicted_gb": predicted,
+        "memory_off": off,
+        "memory_goal": MEMORY_GOAL,
+        "autocast": args.autocast,
+    }
     shapes = {name: getattr(args, name) for name in ("rows", "length", "prompt")}
-    write_result(args.output, predicted["total"] / peak if peak else 0.0, 1.0, sides, device, **more, **shapes)
+    write_result(
+        args.output,
+        predicted["total"] / peak if peak else 0.0,
+        1.0,
+        sides,
+        device,
+        **more,
+        **shapes,
+    )
 
 
 def predict(args: argparse.Namespace) -> dict[str, Any]:
@@ -158,15 +177,22 @@ class Simulated(Drafter):
 
     def __init__(self, inner: Any, truths: dict[tuple[int, ...], list[int]], accept: float):
         self.inner, self.truths, self.accept, self.random = inner, truths, accept, random.Random(0)
-        self.kind, self.feature_layers, self.probes = inner.kind, inner.feature_layers, inner.probes
-        self.read: dict[int, tuple[int, list[int]]] = {}  # by session: tokens read, and the whole text
+        self.kind = inner.kind
+        self.feature_layers = inner.feature_layers
+        self.probes = inner.probes
+        self.read: dict[
+            int, tuple[int, list[int]]
+        ] = {}  # by session: tokens read, and the whole text
 
     def start(self, prompt_ids: Tensor, max_length: int) -> Any:
-        session, prompt = self.inner.start(prompt_ids, max_length), prompt_ids.tolist()
+        session = self.inner.start(prompt_ids, max_length)
+        prompt = prompt_ids.tolist()
         self.read[id(session)] = (1, prompt + self.truths[tuple(prompt)])
         return session
 
-    def extend_all(self, sessions: Sequence[Any], tokens: Sequence[Tensor], features: Sequence[Tensor]) -> None:
+    def extend_all(
+        self, sessions: Sequence[Any], tokens: Sequence[Tensor], features: Sequence[Tensor]
+    ) -> None:
         for session, new in zip(sessions, tokens, strict=True):
             count, text = self.read[id(session)]
             self.read[id(session)] = (count + len(new), text)
@@ -174,16 +200,22 @@ class Simulated(Drafter):
 
     def propose_all(self, sessions: Sequence[Any], specs: Any, samplers: Any) -> list[TokenTree]:
         trees = self.inner.propose_all(sessions, specs, samplers)
-        return [self._corrected(session, tree) for session, tree in zip(sessions, trees, strict=True)]
+        return [
+            self._corrected(session, tree) for session, tree in zip(sessions, trees, strict=True)
+        ]
 
     def _corrected(self, session: Any, tree: TokenTree) -> TokenTree:
         place, text = self.read[id(session)]
-        node, chosen, found = -1, [], []
+        node = -1
+        chosen = []
+        found = []
         for true in text[place:]:
             child = next((i for i, parent in enumerate(tree.parents) if parent == node), None)
             if child is None or self.random.random() >= self.accept:
                 break
-            chosen, found, node = [*chosen, child], [*found, true], child
+            chosen = [*chosen, child]
+            found = [*found, true]
+            node = child
         if not chosen:
             return tree
         both = torch.tensor([chosen, found], device=tree.tokens.device)  # one upload
@@ -192,9 +224,13 @@ class Simulated(Drafter):
 
 def read_seconds(target: Target, device: torch.device) -> float:
     """Seconds to read the target's weights once (its embedding is not read), at the speed of a large copy."""
-    size = sum(x.nbytes for x in target.model.parameters()) - target.model.get_input_embeddings().weight.nbytes
+    size = (
+        sum(x.nbytes for x in target.model.parameters())
+        - target.model.get_input_embeddings().weight.nbytes
+    )
     source = torch.empty(min(size, 2**30), dtype=torch.uint8, device=device)
-    into, times = torch.empty_like(source), []
+    into = torch.empty_like(source)
+    times = []
     for _ in range(8):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -214,11 +250,16 @@ def decode(args: argparse.Namespace, device: torch.device) -> None:
     options: dict[str, Any] = {"eos_ids": (), "max_rows": args.batch}
     plain = Decoder(target, None, spec=TreeSpec.parse("none"), **options)
     truths = [made.tokens for made in plain.generate(prompts, max_new_tokens=args.tokens)]
-    simulated = Simulated(drafter, {tuple(p): t for p, t in zip(prompts, truths, strict=True)}, args.accept)
+    simulated = Simulated(
+        drafter, {tuple(p): t for p, t in zip(prompts, truths, strict=True)}, args.accept
+    )
     sides: dict[str, Any] = {}
     for tree in TREES:
-        decoder = Decoder(target, None if tree == "none" else simulated, spec=TreeSpec.parse(tree), **options)
-        seconds, made = [], []
+        decoder = Decoder(
+            target, None if tree == "none" else simulated, spec=TreeSpec.parse(tree), **options
+        )
+        seconds = []
+        made = []
         for _ in range(args.repeats + 1):  # the first one captures
             began = time.perf_counter()
             made = decoder.generate(prompts, max_new_tokens=args.tokens)
@@ -231,13 +272,27 @@ def decode(args: argparse.Namespace, device: torch.device) -> None:
             "round_in_readings": best / rounds / reading,
             "tokens_per_second": committed / best,
             "accepted_length": committed / sum(one.stats.target_passes for one in made),
-            "same_as_plain": sum(one.tokens == truth for one, truth in zip(made, truths, strict=True)) / len(made),
+            "same_as_plain": sum(
+                one.tokens == truth for one, truth in zip(made, truths, strict=True)
+            )
+            / len(made),
         }
         print(tree, {name: round(value, 3) for name, value in sides[tree].items()}, flush=True)
     ratio = sides["chain:5"]["tokens_per_second"] / sides["none"]["tokens_per_second"]
-    more = {"weights_ms": 1000 * reading, "round_goal": ROUND_GOAL, "accept": args.accept, "batch": args.batch}
+    more = {
+        "weights_ms": 1000 * reading,
+        "round_goal": ROUND_GOAL,
+        "accept": args.accept,
+        "batch": args.batch,
+    }
     write_result(
-        args.output, ratio, 1.0, sides, device, round_in_readings=sides["chain:5"]["round_in_readings"], **more
+        args.output,
+        ratio,
+        1.0,
+        sides,
+        device,
+        round_in_readings=sides["chain:5"]["round_in_readings"],
+        **more,
     )
 
 
@@ -257,16 +312,30 @@ def generate(args: argparse.Namespace, device: torch.device) -> None:
     speed = statistics.median(speeds[1:])
     print(f"{speed:,.0f} response tokens/s at batch {args.batch}")
     sides = {"ours": {"tokens_per_second": round(speed, 1), "runs": speeds}}
-    write_result(args.output, 1.0, 1.0, sides, device, batch=args.batch, tokens=args.tokens, prompt=args.prompt)
+    write_result(
+        args.output,
+        1.0,
+        1.0,
+        sides,
+        device,
+        batch=args.batch,
+        tokens=args.tokens,
+        prompt=args.prompt,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("job", choices=["train", "decode", "generate", "predict"])
     parser.add_argument("--shape", choices=list(SHAPES), default="8b")
     parser.add_argument("--words", type=int, default=32_000, help="of the drafter's vocabulary")
     parser.add_argument(
-        "--dtype", default="bfloat16", choices=list(DTYPES), help="of the target, and of a drafter that decodes"
+        "--dtype",
+        default="bfloat16",
+        choices=list(DTYPES),
+        help="of the target, and of a drafter that decodes",
     )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--repeats", type=int, default=5)
@@ -274,21 +343,39 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1, help="train: rows of a step")
     parser.add_argument("--length", type=int, default=4096, help="train: tokens of a row")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
-    parser.add_argument("--no-autocast", dest="autocast", action="store_false", help="train: multiply in float32")
     parser.add_argument(
-        "--gradient-checkpointing", action="store_true", help="train: compute a depth's activations twice"
+        "--no-autocast", dest="autocast", action="store_false", help="train: multiply in float32"
     )
-    parser.add_argument("--batch", type=int, default=1, help="decode and generate: sequences at a time")
-    parser.add_argument("--tokens", type=int, default=128, help="decode and generate: new tokens per prompt")
     parser.add_argument(
-        "--accept", type=float, default=0.75, help="decode: chance that a drafted token is the target's"
+        "--gradient-checkpointing",
+        action="store_true",
+        help="train: compute a depth's activations twice",
+    )
+    parser.add_argument(
+        "--batch", type=int, default=1, help="decode and generate: sequences at a time"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=128, help="decode and generate: new tokens per prompt"
+    )
+    parser.add_argument(
+        "--accept",
+        type=float,
+        default=0.75,
+        help="decode: chance that a drafted token is the target's",
     )
     parser.add_argument("--output", type=result_path)
     args = parser.parse_args()
     if args.job == "predict":
-        print({name: round(size, 2) if isinstance(size, float) else size for name, size in predict(args).items()})
+        print(
+            {
+                name: round(size, 2) if isinstance(size, float) else size
+                for name, size in predict(args).items()
+            }
+        )
         return
-    {"train": train, "decode": decode, "generate": generate}[args.job](args, resolve_device(args.device))
+    {"train": train, "decode": decode, "generate": generate}[args.job](
+        args, resolve_device(args.device)
+    )
 
 
 if __name__ == "__main__":

@@ -27,7 +27,16 @@ from torch import Tensor
 from drafttrain.ops.native import kernel_path
 from drafttrain.ops.packing import pack_panels, round_to_int8, skinny_linear
 
-SHAPES = ("960x576", "576x576", "3072x576", "576x1536", "49152x576", "2048x2048", "16384x2048", "2048x8192")
+SHAPES = (
+    "960x576",
+    "576x576",
+    "3072x576",
+    "576x1536",
+    "49152x576",
+    "2048x2048",
+    "16384x2048",
+    "2048x8192",
+)
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128, 512)
 COLD = 64 * 2**20  # bytes of weights that no cache holds
 GOAL = 1.0
@@ -36,20 +45,32 @@ Call = Callable[[Tensor, int], Any]  # x [rows, in] and the number of the copy
 
 def sides(dtype: str, weight: Tensor, copies: int) -> dict[str, Call]:
     """Products with each of `copies` weights [out, in], by side."""
-    form = {"exact": lambda w: w.bfloat16().float(), "bfloat16": lambda w: w.bfloat16().float(), "int8": round_to_int8}
+    form = {
+        "exact": lambda w: w.bfloat16().float(),
+        "bfloat16": lambda w: w.bfloat16().float(),
+        "int8": round_to_int8,
+    }
     weight = form.get(dtype, lambda w: w)(weight)
-    panels, out, rounded = [pack_panels(weight).clone() for _ in range(copies)], len(weight), dtype == "bfloat16"
-    theirs = [weight.to(torch.bfloat16 if rounded else torch.float32).clone() for _ in range(copies)]
+    panels = [pack_panels(weight).clone() for _ in range(copies)]
+    out = len(weight)
+    rounded = dtype == "bfloat16"
+    theirs = [
+        weight.to(torch.bfloat16 if rounded else torch.float32).clone() for _ in range(copies)
+    ]
     found: dict[str, Call] = {
         "ours": lambda x, i: skinny_linear(x, panels[i], out, rounded),
         "torch": lambda x, i: F.linear(x, theirs[i]),
     }
     if rounded:
         packed = [torch.ops.mkldnn._reorder_linear_weight(w, None) for w in theirs]
-        found["packed"] = lambda x, i: torch.ops.mkldnn._linear_pointwise(x, packed[i], None, "none", [], "")
+        found["packed"] = lambda x, i: torch.ops.mkldnn._linear_pointwise(
+            x, packed[i], None, "none", [], ""
+        )
     elif torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_linear"):
         packed = [torch.ops.mkl._mkl_reorder_linear_weight(w, 128) for w in theirs]
-        found["packed"] = lambda x, i: torch.ops.mkl._mkl_linear(x, packed[i], theirs[i], None, len(x))
+        found["packed"] = lambda x, i: torch.ops.mkl._mkl_linear(
+            x, packed[i], theirs[i], None, len(x)
+        )
     return found
 
 
@@ -58,11 +79,17 @@ def measure(shape: str, dtype: str, rows: list[int], repeats: int) -> list[dict[
     """A line per row count: microseconds of each side (median of `repeats` walks over the copies), ours against torch's."""
     out, width = (int(number) for number in shape.split("x"))
     copies = max(1, min(48, COLD // (out * width * 2)))
-    calls = sides(dtype, torch.randn(out, width, generator=torch.Generator().manual_seed(0)) / width**0.5, copies)
+    calls = sides(
+        dtype,
+        torch.randn(out, width, generator=torch.Generator().manual_seed(0)) / width**0.5,
+        copies,
+    )
     lines = []
     for n in rows:
         x = torch.randn(n, width)
-        inputs = {name: x.bfloat16() if dtype == "bfloat16" and name != "ours" else x for name in calls}
+        inputs = {
+            name: x.bfloat16() if dtype == "bfloat16" and name != "ours" else x for name in calls
+        }
         times: dict[str, list[float]] = {name: [] for name in calls}
         walk = max(
             1, min(copies, 2**32 // (n * out * width))
@@ -75,18 +102,29 @@ def measure(shape: str, dtype: str, rows: list[int], repeats: int) -> list[dict[
                 if repeat:  # the first round warms up
                     times[name].append((time.perf_counter() - began) / walk)
         medians = {name: statistics.median(seconds) for name, seconds in times.items()}
-        ratio = min(seconds for name, seconds in medians.items() if name != "ours") / medians["ours"]
+        ratio = (
+            min(seconds for name, seconds in medians.items() if name != "ours") / medians["ours"]
+        )
         gflops = 2 * n * out * width / medians["ours"] / 1e9
         micro = {name: round(1e6 * seconds, 1) for name, seconds in medians.items()}
         lines.append(
-            {"shape": shape, "dtype": dtype, "rows": n, "us": micro, "ratio": round(ratio, 3), "gflops": round(gflops)}
+            {
+                "shape": shape,
+                "dtype": dtype,
+                "rows": n,
+                "us": micro,
+                "ratio": round(ratio, 3),
+                "gflops": round(gflops),
+            }
         )
         print(lines[-1], flush=True)
     return lines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), metavar="OUTxIN")
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
     parser.add_argument("--dtypes", nargs="+", default=["float32", "exact", "bfloat16", "int8"])
@@ -102,7 +140,8 @@ def main() -> None:
     worst = min(table, key=lambda line: line["ratio"])
     print(f"{kernel_path()}, {torch.get_num_threads()} threads; worst ratio to torch: {worst}")
     medians = {
-        dtype: statistics.median(line["ratio"] for line in table if line["dtype"] == dtype) for dtype in args.dtypes
+        dtype: statistics.median(line["ratio"] for line in table if line["dtype"] == dtype)
+        for dtype in args.dtypes
     }
     write_result(
         args.output,

@@ -41,13 +41,16 @@ LIGER_BETA = {"kl": 0.0, "reverse_kl": 1.0}  # and js:BETA
 def make_inputs(args: argparse.Namespace, device: torch.device) -> dict[str, Tensor]:
     """Both sides' states and heads, scaled so that logits spread as a model's do, and the tokens that follow."""
     generator = torch.Generator().manual_seed(args.seed)
-    dtype, made = DTYPES[args.dtype], {}
+    dtype = DTYPES[args.dtype]
+    made = {}
     for name, rows in (("hidden", args.tokens), ("weight", args.vocabulary)):
         for side in ("drafter", "target"):
             scale = 1.0 if name == "hidden" else 2 * args.hidden**-0.5
             numbers = torch.randn(rows, args.hidden, generator=generator) * scale
             made[f"{side}_{name}"] = numbers.to(device, dtype).requires_grad_(side == "drafter")
-    made["sampled"] = torch.randint(0, args.vocabulary, (args.tokens,), generator=generator).to(device)
+    made["sampled"] = torch.randint(0, args.vocabulary, (args.tokens,), generator=generator).to(
+        device
+    )
     return made
 
 
@@ -55,22 +58,30 @@ def make_sides(
     args: argparse.Namespace, x: dict[str, Tensor]
 ) -> tuple[dict[str, Callable[[], Tensor]], dict[str, str]]:
     """By name: () -> the loss as a scalar with gradients; and why sides are left out."""
-    hidden, weight = x["drafter_hidden"], x["drafter_weight"]
+    hidden = x["drafter_hidden"]
+    weight = x["drafter_weight"]
     row_weight = torch.full((len(hidden),), 1 / len(hidden), device=hidden.device)
     index = torch.arange(len(hidden), device=hidden.device)
     nothing = torch.zeros(len(hidden), device=hidden.device)
 
     def ours() -> Tensor:
         # log_z and argmax are the training loop's part; only metrics and losses of acceptance read them.
-        rows = TargetRows(x["target_hidden"], x["target_weight"], nothing, index, None, x["sampled"])
-        return linear_divergence(hidden, weight, rows, index, row_weight, args.loss, measure=False).loss
+        rows = TargetRows(
+            x["target_hidden"], x["target_weight"], nothing, index, None, x["sampled"]
+        )
+        return linear_divergence(
+            hidden, weight, rows, index, row_weight, args.loss, measure=False
+        ).loss
 
     def plain() -> Tensor:
         with torch.no_grad():
             logits = F.linear(x["target_hidden"], x["target_weight"]).float()
-        return plain_divergence(hidden, weight, logits, nothing, row_weight, args.loss, x["sampled"]).loss
+        return plain_divergence(
+            hidden, weight, logits, nothing, row_weight, args.loss, x["sampled"]
+        ).loss
 
-    sides, skipped = {"plain": plain, "ours": ours}, {}
+    sides = {"plain": plain, "ours": ours}
+    skipped = {}
     term = parse_loss(args.loss).terms[0]
     beta = LIGER_BETA.get(term.name, term.parameter if term.name == "js" else None)
     if not hidden.is_cuda:
@@ -83,7 +94,9 @@ def make_sides(
         from liger_kernel.transformers import LigerFusedLinearJSD
 
         module = LigerFusedLinearJSD(jsd_beta=beta, temperature=term.temperature)
-        sides["liger"] = lambda: module(hidden, weight, x["target_hidden"], x["target_weight"], None)
+        sides["liger"] = lambda: module(
+            hidden, weight, x["target_hidden"], x["target_weight"], None
+        )
     return sides, skipped
 
 
@@ -96,7 +109,9 @@ def step(side: Callable[[], Tensor], x: dict[str, Tensor]) -> float:
     return float(loss.detach())  # waits for the device
 
 
-def timed(side: Callable[[], Tensor], x: dict[str, Tensor], device: torch.device) -> dict[str, float]:
+def timed(
+    side: Callable[[], Tensor], x: dict[str, Tensor], device: torch.device
+) -> dict[str, float]:
     start = time.perf_counter()
     loss = step(side, x)
     if device.type == "cuda":
@@ -135,19 +150,27 @@ def extra_memory_apart(name: str) -> int | None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--vocabulary", type=int)
     parser.add_argument("--hidden", type=int)
     parser.add_argument("--dtype", choices=list(DTYPES))
-    parser.add_argument("--loss", default="kl", help="as in a recipe, at temperature 1 if it reads acceptance")
+    parser.add_argument(
+        "--loss", default="kl", help="as in a recipe, at temperature 1 if it reads acceptance"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=result_path)
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    sizes = zip(("tokens", "vocabulary", "hidden", "dtype"), SIZES[resolve_device(args.device).type], strict=True)
+    sizes = zip(
+        ("tokens", "vocabulary", "hidden", "dtype"),
+        SIZES[resolve_device(args.device).type],
+        strict=True,
+    )
     for name, value in sizes:
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -162,7 +185,10 @@ def main() -> None:
     if args.memory_of:
         print(json.dumps({"bytes": extra_memory(sides[args.memory_of], x, device)}))
         return
-    runs = alternate({name: lambda side=side: timed(side, x, device) for name, side in sides.items()}, args.repeats)
+    runs = alternate(
+        {name: lambda side=side: timed(side, x, device) for name, side in sides.items()},
+        args.repeats,
+    )
     results: dict[str, dict[str, Any]] = {}
     for name, side in sides.items():
         held = extra_memory(side, x, device) if device.type == "cuda" else extra_memory_apart(name)
@@ -187,7 +213,10 @@ def main() -> None:
         skipped=skipped,
         memory_share=share,
         memory_goal=MEMORY_GOAL,
-        **{name: getattr(args, name) for name in ("tokens", "vocabulary", "hidden", "dtype", "loss", "repeats")},
+        **{
+            name: getattr(args, name)
+            for name in ("tokens", "vocabulary", "hidden", "dtype", "loss", "repeats")
+        },
     )
 
 

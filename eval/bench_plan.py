@@ -33,14 +33,22 @@ from drafttrain.target import load_shell
 from drafttrain.tuning.plan import Job, plan
 
 GOAL = 0.1  # relative error of the total
-STEPS, PROMPT = 2, 128
-BASE = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 8}
+STEPS = 2
+PROMPT = 128
+BASE = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+}
 SMALL = {**BASE, "num_key_value_heads": 4, "vocab_size": 16000}
 WIDE = {**SMALL, "hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 32000}
 WORDY = {**SMALL, "hidden_size": 256, "vocab_size": 50000, "tie_word_embeddings": True}
 ZERO2 = Path(__file__).resolve().parents[1] / "configs" / "deepspeed" / "zero2.json"
 EAGLE = {"kind": "eagle3", "drafter": {"draft_vocab_size": 8000}}
-CASES: dict[str, Json] = {  # name -> target's shapes, and keys of the recipe; `zero`: DeepSpeed's, of two processes
+CASES: dict[
+    str, Json
+] = {  # name -> target's shapes, and keys of the recipe; `zero`: DeepSpeed's, of two processes
     "eagle3 online": {"target": SMALL, **EAGLE, "rows": 4, "max_length": 512},
     "eagle3 online, checkpointing": {
         **{"target": SMALL, **EAGLE, "rows": 4, "max_length": 512},
@@ -50,7 +58,13 @@ CASES: dict[str, Json] = {  # name -> target's shapes, and keys of the recipe; `
         **{"target": WIDE, **EAGLE, "rows": 1, "max_length": 1024},
         "gradient_accumulation_steps": 2,
     },
-    "eagle3 shell, stored states": {"target": WIDE, **EAGLE, "rows": 4, "max_length": 512, "states": True},
+    "eagle3 shell, stored states": {
+        "target": WIDE,
+        **EAGLE,
+        "rows": 4,
+        "max_length": 512,
+        "states": True,
+    },
     "eagle3 many words": {"target": WORDY, **EAGLE, "rows": 8, "max_length": 256},
     "eagle3 kept states": {"target": SMALL, **EAGLE, "rows": 4, "max_length": 512, "cache_gb": 4.0},
     "draft_model online": {
@@ -58,20 +72,41 @@ CASES: dict[str, Json] = {  # name -> target's shapes, and keys of the recipe; `
         **{"rows": 4, "max_length": 512},
     },
     "dflash online": {
-        **{"target": SMALL, "kind": "dflash", "drafter": {"draft_vocab_size": 8000, "block_size": 4}},
+        **{
+            "target": SMALL,
+            "kind": "dflash",
+            "drafter": {"draft_vocab_size": 8000, "block_size": 4},
+        },
         **{"rows": 2, "max_length": 512},
     },
     "mtp shell, stored states": {
-        **{"target": WIDE, "kind": "mtp", "drafter": {"draft_vocab_size": 8000}, "rows": 2, "max_length": 1024},
+        **{
+            "target": WIDE,
+            "kind": "mtp",
+            "drafter": {"draft_vocab_size": 8000},
+            "rows": 2,
+            "max_length": 1024,
+        },
         "states": True,
     },
     "medusa online": {
-        **{"target": WORDY, "kind": "medusa", "drafter": {"draft_vocab_size": 8000}, "rows": 4, "max_length": 1024},
+        **{
+            "target": WORDY,
+            "kind": "medusa",
+            "drafter": {"draft_vocab_size": 8000},
+            "rows": 4,
+            "max_length": 1024,
+        },
         "loss": "lk_lambda",
     },
     "eagle3 online, zero2": {
         **{"target": SMALL, **EAGLE, "rows": 2, "max_length": 512},
-        "zero": {"stage": 2, "overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": 2_000_000},
+        "zero": {
+            "stage": 2,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "reduce_bucket_size": 2_000_000,
+        },
     },
     "eagle3 online, zero2, shipped buckets": {
         **{"target": SMALL, **EAGLE, "rows": 2, "max_length": 512},
@@ -85,23 +120,54 @@ def make_run(folder: Path, case: Json) -> Path:
     case, shapes = dict(case), case["target"]
     torch.manual_seed(0)
     words = {f"w{i}": i for i in range(shapes["vocab_size"])}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, "w0")), eos_token="w1")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, "w0")), eos_token="w1"
+    )
     LlamaForCausalLM(LlamaConfig(**shapes)).save_pretrained(folder / "target")
     tokenizer.save_pretrained(folder / "target")
     target = load_shell(str(folder / "target"))
-    length, rows = case["max_length"], case.pop("rows")
+    length = case["max_length"]
+    rows = case.pop("rows")
     processes = 2 if case.pop("zero", None) else 1
     count = STEPS * rows * case.get("gradient_accumulation_steps", 1) * processes
-    with Store(folder / "data", {"target": target.identity(), "sampling": {"temperature": 1.0}}) as store:
+    with Store(
+        folder / "data", {"target": target.identity(), "sampling": {"temperature": 1.0}}
+    ) as store:
         for i in range(count):
-            row = {"tokens": torch.randint(2, shapes["vocab_size"], (length,)).tolist(), "spans": [[PROMPT, length]]}
+            row = {
+                "tokens": torch.randint(2, shapes["vocab_size"], (length,)).tolist(),
+                "spans": [[PROMPT, length]],
+            }
             store.append({"id": f"row{i}", "finish": ["stop"], "source": "random", **row})
     if case.pop("states", False):
-        words = ["features", "--data", str(folder / "data"), "--target", str(folder / "target"), "--layers", "default"]
-        subprocess.run([sys.executable, "-m", "drafttrain", *words, "--dtype", "float32"], check=True)
-    case |= {"target": str(folder / "target"), "data": str(folder / "data"), "output_dir": str(folder / "drafter")}
-    case |= {"per_device_train_batch_size": rows, "max_steps": STEPS, "validation": 0.0, "dtype": "float32"}
-    case |= {"use_cpu": True, "init": case.get("init", "target"), "cache_gb": case.get("cache_gb", 0.0)}
+        words = [
+            "features",
+            "--data",
+            str(folder / "data"),
+            "--target",
+            str(folder / "target"),
+            "--layers",
+            "default",
+        ]
+        subprocess.run(
+            [sys.executable, "-m", "drafttrain", *words, "--dtype", "float32"], check=True
+        )
+    case |= {
+        "target": str(folder / "target"),
+        "data": str(folder / "data"),
+        "output_dir": str(folder / "drafter"),
+    }
+    case |= {
+        "per_device_train_batch_size": rows,
+        "max_steps": STEPS,
+        "validation": 0.0,
+        "dtype": "float32",
+    }
+    case |= {
+        "use_cpu": True,
+        "init": case.get("init", "target"),
+        "cache_gb": case.get("cache_gb", 0.0),
+    }
     recipe = folder / "recipe.yaml"
     recipe.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in case.items()))
     return recipe
@@ -111,7 +177,11 @@ def living() -> int:
     """Bytes of all tensors' storages."""
     found = (x for x in gc.get_objects() if isinstance(x, torch.Tensor))
     return sum(
-        {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in found if x.device.type == "cpu"}.values()
+        {
+            x.untyped_storage()._cdata: x.untyped_storage().nbytes()
+            for x in found
+            if x.device.type == "cpu"
+        }.values()
     )
 
 
@@ -138,29 +208,73 @@ def measure(recipe: str, output: Path) -> None:
 def compare(name: str, case: Json) -> Json:
     """Plans a case, trains it, and returns both figures in GB."""
     with tempfile.TemporaryDirectory() as folder:
-        recipe, result = make_run(Path(folder), case), Path(folder) / "result.json"
-        size = STEPS * case["rows"] * case.get("gradient_accumulation_steps", 1) * (2 if "zero" in case else 1)
-        launch, job = [], Job(device="cpu-desktop", conversations=size, tokens=case["max_length"])
+        recipe = make_run(Path(folder), case)
+        result = Path(folder) / "result.json"
+        size = (
+            STEPS
+            * case["rows"]
+            * case.get("gradient_accumulation_steps", 1)
+            * (2 if "zero" in case else 1)
+        )
+        launch = []
+        job = Job(device="cpu-desktop", conversations=size, tokens=case["max_length"])
         if zero := case.get("zero"):
             file = Path(folder) / "deepspeed.json"
-            sizes = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps")
+            sizes = (
+                "train_micro_batch_size_per_gpu",
+                "train_batch_size",
+                "gradient_accumulation_steps",
+            )
             write_json(file, {"zero_optimization": zero, **dict.fromkeys(sizes, "auto")})
-            launch = ["--num_processes", "2", "--use_deepspeed", "--deepspeed_config_file", str(file)]
+            launch = [
+                "--num_processes",
+                "2",
+                "--use_deepspeed",
+                "--deepspeed_config_file",
+                str(file),
+            ]
             job = replace(job, gpus=2, deepspeed=str(file))
         planned = plan(str(recipe), (), job).memory_gb
-        launcher = ["-m", "accelerate.commands.launch", "--num_machines", "1", "--dynamo_backend", "no", *launch]
-        command = [sys.executable, *(launcher if launch else []), __file__, "--measure", str(recipe)]
-        env = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
-        subprocess.run([*command, "--output", str(result)], check=True, env=env, stdout=subprocess.DEVNULL)
+        launcher = [
+            "-m",
+            "accelerate.commands.launch",
+            "--num_machines",
+            "1",
+            "--dynamo_backend",
+            "no",
+            *launch,
+        ]
+        command = [
+            sys.executable,
+            *(launcher if launch else []),
+            __file__,
+            "--measure",
+            str(recipe),
+        ]
+        env = {
+            **os.environ,
+            "DS_ACCELERATOR": "cpu",
+            "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
+        }
+        subprocess.run(
+            [*command, "--output", str(result)], check=True, env=env, stdout=subprocess.DEVNULL
+        )
         measured = read_json(result, "result", "run it again")["peak"] / 1e9
     off = planned["total"] / measured - 1
-    print(f"{name}: planned {planned['total']:.4f} GB, measured {measured:.4f} GB, off by {off:+.1%}", flush=True)
+    print(
+        f"{name}: planned {planned['total']:.4f} GB, measured {measured:.4f} GB, off by {off:+.1%}",
+        flush=True,
+    )
     return {"planned_gb": planned, "measured_gb": measured, "off": off, "case": case}
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[""], help="words in the names of the cases to run")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="words in the names of the cases to run"
+    )
     parser.add_argument("--measure", metavar="RECIPE", help="train one recipe and write its peak")
     parser.add_argument("--output", type=Path if "--measure" in sys.argv else result_path)
     args = parser.parse_args(argv)

@@ -48,15 +48,25 @@ def write_target(folder: Path, args: argparse.Namespace) -> Target:
 @torch.no_grad()
 def write_data(folder: Path, target: Target, args: argparse.Namespace) -> None:
     """Random tokens of the drafter's vocabulary, and the target's states of them."""
-    layers, n = list(target.default_feature_layers), args.length
+    layers = list(target.default_feature_layers)
+    n = args.length
     with Store(folder, {"target": target.identity(), "sampling": {"temperature": 0.0}}) as store:
         writer = ShardWriter(folder / "features", 0)
         for row in range(args.rows):
             tokens = torch.randint(0, args.draft_vocab, (n,))
-            line = {"tokens": tokens.tolist(), "spans": [[8, n]], "finish": ["length"], "source": "random"}
+            line = {
+                "tokens": tokens.tolist(),
+                "spans": [[8, n]],
+                "finish": ["length"],
+                "source": "random",
+            }
             store.append({"id": f"r{row}", **line})
             out = target.forward(tokens[None, :-1], layers)
-            writer.add(f"r{row}", features=out.features[0].bfloat16(), last_hidden=out.last_hidden[0].bfloat16())
+            writer.add(
+                f"r{row}",
+                features=out.features[0].bfloat16(),
+                last_hidden=out.last_hidden[0].bfloat16(),
+            )
         writer.flush()
     write_json(folder / "features" / "features.json", {"layers": layers, "dtype": "bfloat16"})
 
@@ -74,7 +84,9 @@ def serving(folder: Path, target: Target, delay: float) -> Iterator[str]:
         layers,
     ]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([*command, "0", str(delay)], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env) as process:
+    with subprocess.Popen(
+        [*command, "0", str(delay)], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env
+    ) as process:
         assert process.stdout is not None
         try:
             yield process.stdout.readline().strip()
@@ -91,24 +103,40 @@ def train(folder: Path, args: argparse.Namespace, url: str, ahead: bool) -> dict
         "save_strategy": "no", "use_cpu": True, "report_to": "none", **({"target_url": url} if url else {}),
         **({} if ahead else {"prefetch_gb": 0}),
     }  # fmt: skip
-    (folder / "recipe.yaml").write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in recipe.items()))
-    with contextlib.redirect_stdout(None), open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+    (folder / "recipe.yaml").write_text(
+        "".join(f"{key}: {json.dumps(value)}\n" for key, value in recipe.items())
+    )
+    with (
+        contextlib.redirect_stdout(None),
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stderr(nowhere),
+    ):
         assert drafttrain(["train", str(folder / "recipe.yaml")]) == 0
     found = json.loads((folder / "run" / "training.json").read_text())
     assert found["target_features"]["streamed" if url else "stored"] == args.steps * args.batch
-    return {"step_seconds": round(found["seconds"] / args.steps, 4), "states_wait": found["states_wait"]}
+    return {
+        "step_seconds": round(found["seconds"] / args.steps, 4),
+        "states_wait": found["states_wait"],
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default in {
         "hidden": 256, "draft-vocab": 8192, "length": 128, "rows": 120, "depths": 3, "batch": 2, "steps": 60, "threads": 1,
         "repeats": 3,
     }.items():  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--tokenizer", default="smollm2-135m", help="any tokenizer; its text is not read")
     parser.add_argument(
-        "--delay", type=float, default=0.0, help="seconds of each answer; 0 measures those of a step first"
+        "--tokenizer", default="smollm2-135m", help="any tokenizer; its text is not read"
+    )
+    parser.add_argument(
+        "--delay",
+        type=float,
+        default=0.0,
+        help="seconds of each answer; 0 measures those of a step first",
     )
     parser.add_argument("--output", type=result_path)
     args = parser.parse_args()
@@ -129,7 +157,10 @@ def main() -> None:
             }
             runs = alternate(sides, args.repeats, warm_up=False)
     figures = {
-        side: {**{key: median(found, key) for key in ("states_wait", "step_seconds")}, "runs": found}
+        side: {
+            **{key: median(found, key) for key in ("states_wait", "step_seconds")},
+            "runs": found,
+        }
         for side, found in runs.items()
     }
     wait = figures["streamed, ahead"]["states_wait"]

@@ -57,7 +57,9 @@ def record(target: Target, suite: str, limit: int | None, count: int) -> list[Tu
     for turn in range(max(len(question.turns) for question in questions)):
         here = [i for i, question in enumerate(questions) if turn < len(question.turns)]
         prompts = [questions[i].prompt(target.tokenizer, answers[i]) for i in here]
-        for i, prompt, made in zip(here, prompts, decoder.generate(prompts, max_new_tokens=count), strict=True):
+        for i, prompt, made in zip(
+            here, prompts, decoder.generate(prompts, max_new_tokens=count), strict=True
+        ):
             answers[i].append(target.tokenizer.decode(made.tokens, skip_special_tokens=True))
             turns.append((i, turn, Turn(i, questions[i].category, prompt, made.tokens)))
     return [each for _, _, each in sorted(turns, key=lambda entry: entry[:2])]
@@ -65,10 +67,12 @@ def record(target: Target, suite: str, limit: int | None, count: int) -> list[Tu
 
 def replay(drafter: Any, turn: Turn, spec: TreeSpec, costs: dict[int, float]) -> np.ndarray:
     """Committed tokens, passes, nodes and cost in plain steps of one turn, [4]."""
-    prompt, answer = torch.tensor(turn.prompt), turn.answer
+    prompt = torch.tensor(turn.prompt)
+    answer = turn.answer
     session = drafter.start(prompt, len(prompt) + len(answer))
     session.extend(torch.cat((prompt[1:], torch.tensor(answer[:1]))), torch.empty(len(prompt), 0))
-    sums, at = np.zeros(4), 0
+    sums = np.zeros(4)
+    at = 0
     while at + 1 < len(answer):
         left = len(answer) - at - 1
         tree = session.propose(spec).prune(left - 1) if left > 1 else TokenTree.empty()
@@ -79,12 +83,20 @@ def replay(drafter: Any, turn: Turn, spec: TreeSpec, costs: dict[int, float]) ->
     return sums
 
 
-def decode(target: Target, drafter: Any, turn: Turn, spec: TreeSpec, costs: dict[int, float]) -> np.ndarray:
+def decode(
+    target: Target, drafter: Any, turn: Turn, spec: TreeSpec, costs: dict[int, float]
+) -> np.ndarray:
     """As `replay`, by decoding the turn."""
-    decoder, sums = Decoder(target, drafter, spec=spec), np.zeros(4)
+    decoder = Decoder(target, drafter, spec=spec)
+    sums = np.zeros(4)
 
     def count(_index: int, tree: TokenTree, verdict: Any, _logits: torch.Tensor) -> None:
-        sums[:] += (len(verdict.tokens), 1, len(tree), np.interp(len(tree), list(costs), list(costs.values())))
+        sums[:] += (
+            len(verdict.tokens),
+            1,
+            len(tree),
+            np.interp(len(tree), list(costs), list(costs.values())),
+        )
 
     decoder.observer = count
     made = decoder.generate([turn.prompt], max_new_tokens=len(turn.answer))[0]
@@ -111,48 +123,69 @@ def figures(rows: list[tuple[Turn, np.ndarray]]) -> dict[str, Any]:
             "nodes": round(float(total[2] / total[1]), 2), "conversations": len(sums), "tokens": int(total[0])}  # fmt: skip
 
 
-def compare(target: Target, args: argparse.Namespace, turns: list[Turn], costs: dict[int, float]) -> dict[str, Any]:
+def compare(
+    target: Target, args: argparse.Namespace, turns: list[Turn], costs: dict[int, float]
+) -> dict[str, Any]:
     """Figures per drafter and tree, overall and per category."""
     sides: dict[str, Any] = {}
     for name in args.drafters:
         cells = {}
         for tree in args.trees:
-            drafter, spec = load_drafter(name, target), TreeSpec.parse(tree)
+            drafter = load_drafter(name, target)
+            spec = TreeSpec.parse(tree)
             run = partial(decode, target) if drafter.predictions or drafter.probes else replay
-            rows = [(turn, run(drafter, turn, spec, costs)) for turn in turns if len(turn.answer) > 1]
+            rows = [
+                (turn, run(drafter, turn, spec, costs)) for turn in turns if len(turn.answer) > 1
+            ]
             categories = sorted({turn.category for turn, _ in rows})
             parts = {c: figures([row for row in rows if row[0].category == c]) for c in categories}
             cells[tree] = {**figures(rows), "categories": parts}
         best = max(cells, key=lambda tree: cells[tree]["rate"])
         sides[name] = {"best": best, "trees": cells}
-        print(f"{name}: {best}, accepted {cells[best]['accepted_length']}, rate {cells[best]['rate']}", flush=True)
+        print(
+            f"{name}: {best}, accepted {cells[best]['accepted_length']}, rate {cells[best]['rate']}",
+            flush=True,
+        )
     return sides
 
 
-def timed(target: Target, args: argparse.Namespace, turns: list[Turn], sides: dict[str, Any]) -> dict[str, Any]:
+def timed(
+    target: Target, args: argparse.Namespace, turns: list[Turn], sides: dict[str, Any]
+) -> dict[str, Any]:
     """Seconds of the first turns of --timed conversations, plainly and by each drafter, in turn; medians of the ratios."""
     firsts = {turn.conversation: turn for turn in reversed(turns)}
-    some = [firsts[key] for key in sorted(firsts)][:: max(1, len(firsts) // args.timed)][: args.timed]
+    some = [firsts[key] for key in sorted(firsts)][:: max(1, len(firsts) // args.timed)][
+        : args.timed
+    ]
     trees = {"none": "none"} | {name: side["best"] for name, side in sides.items()}
 
     def seconds(name: str) -> float:
         # Loaded again for every run: a memory would know the answers from the run before.
         decoder = Decoder(target, load_drafter(name, target), spec=TreeSpec.parse(trees[name]))
-        made = [decoder.generate([turn.prompt], max_new_tokens=args.max_new_tokens)[0] for turn in some]
+        made = [
+            decoder.generate([turn.prompt], max_new_tokens=args.max_new_tokens)[0] for turn in some
+        ]
         if any(each.tokens != turn.answer for each, turn in zip(made, some, strict=True)):
             raise SystemExit("a drafter changed an answer")
         return sum(each.stats.total_seconds - each.stats.prefill_seconds for each in made)
 
     runs = alternate({name: lambda name=name: seconds(name) for name in trees}, args.repeats)
-    return {name: round(median(a / b for a, b in zip(runs["none"], runs[name], strict=True)), 3) for name in sides}
+    return {
+        name: round(median(a / b for a, b in zip(runs["none"], runs[name], strict=True)), 3)
+        for name in sides
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--target", default="smollm2-135m")
     add("--suites", nargs="+", default=["agentic", "drafttrain"], help="as for drafttrain eval")
-    add("--store", default="", help="file of drafttrain ngram-store: adds the drafters that read it")
+    add(
+        "--store", default="", help="file of drafttrain ngram-store: adds the drafters that read it"
+    )
     add("--drafters", nargs="+", default=["ngram", "suffix", "suffix:memory=100000", "token_recycling",
                                            "token_recycling+ngram", "token_recycling:memory=200000+ngram"])  # fmt: skip
     add("--trees", nargs="+", default=["chain:3", "chain:8", "dynamic:8,4,8", "dynamic:16,4,16",
@@ -167,8 +200,12 @@ def main() -> None:
     if args.store:
         args.drafters += [f"suffix:{args.store}", f"suffix:{args.store},memory=100000"]
     target = Target.from_pretrained(args.target, dtype=args.dtype).pack()
-    prompts = [question.prompt(target.tokenizer) for question in load_suite("drafttrain").questions[:3]]
-    model = measure_costs(target, load_drafter(args.drafters[0], target), prompts, Decoder(target, None).sampling, 64)
+    prompts = [
+        question.prompt(target.tokenizer) for question in load_suite("drafttrain").questions[:3]
+    ]
+    model = measure_costs(
+        target, load_drafter(args.drafters[0], target), prompts, Decoder(target, None).sampling, 64
+    )
     costs = {nodes: seconds / model.verify[0] for nodes, seconds in model.verify.items()}
     suites: dict[str, Any] = {}
     for suite in args.suites:
@@ -179,8 +216,14 @@ def main() -> None:
             sides[name]["measured_speedup"] = ratio
         suites[suite] = sides
     first = suites[args.suites[0]]
-    rates = [first[name]["trees"][first[name]["best"]]["rate"] for name in (args.drafters[-1], args.drafters[0])]
-    more = {"suites": suites, "costs": {str(nodes): round(cost, 3) for nodes, cost in costs.items()}}
+    rates = [
+        first[name]["trees"][first[name]["best"]]["rate"]
+        for name in (args.drafters[-1], args.drafters[0])
+    ]
+    more = {
+        "suites": suites,
+        "costs": {str(nodes): round(cost, 3) for nodes, cost in costs.items()},
+    }
     write_result(args.output, rates[0] / rates[1], GOAL, first, target.device, **more)
 
 

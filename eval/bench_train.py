@@ -50,15 +50,20 @@ def make_job(args: argparse.Namespace, device: torch.device, path: Path) -> dict
     records = load_records(args.data)
     rows = pack_rows(training_rows(records, args.sequence, 0.0, 0)[0], args.sequence, seed=0)
     wanted = [rows[i] for i in range(args.rows * args.batches)]
-    kept = keep_frequent(count_tokens(records, target.vocab_size), args.draft_vocab_size, target.eos_ids)
-    layers, h = target.default_feature_layers, target.hidden_size
+    kept = keep_frequent(
+        count_tokens(records, target.vocab_size), args.draft_vocab_size, target.eos_ids
+    )
+    layers = target.default_feature_layers
+    h = target.hidden_size
     batches: list[Any] = []
     for number, row in enumerate(wanted):
         if number % args.rows == 0:
             batches.append([])
         packed = Batch.of(collate([row]))
         documents = []
-        for index, (_, start, length) in zip(row["index"], packed.conversations().tolist(), strict=True):
+        for index, (_, start, length) in zip(
+            row["index"], packed.conversations().tolist(), strict=True
+        ):
             part = slice(start, start + length)
             out = target.forward(packed.input_ids[:, part].to(device), (*layers, target.num_layers))
             documents.append(
@@ -116,7 +121,9 @@ def our_step(job: dict[str, Any], target: Target, drafter: Eagle3) -> Step:
         inputs = collate(rows)
         batch = Batch.of(inputs).to(target.device)
         count = float((inputs["shift_labels"] != -100).sum())
-        read = StepInputs(batch, target.embed(batch.input_ids), *source(batch), total=count, measure=False)
+        read = StepInputs(
+            batch, target.embed(batch.input_ids), *source(batch), total=count, measure=False
+        )
         return drafter(read).loss
 
     return step
@@ -124,8 +131,12 @@ def our_step(job: dict[str, Any], target: Target, drafter: Eagle3) -> Step:
 
 def plain_step(job: dict[str, Any], target: Target, drafter: Eagle3) -> Step:
     """The textbook form, written out; one layer without the options that the benchmark does not use."""
-    layer, attention, kept = drafter.midlayer, drafter.midlayer.self_attn, drafter.kept_ids
-    heads, kv, e = attention.heads, attention.kv_heads, attention.head_dim
+    layer = drafter.midlayer
+    attention = drafter.midlayer.self_attn
+    kept = drafter.kept_ids
+    heads = attention.heads
+    kv = attention.kv_heads
+    e = attention.head_dim
     dtype = drafter.fc.weight.dtype
 
     def step(number: int) -> Tensor:
@@ -148,7 +159,10 @@ def plain_step(job: dict[str, Any], target: Target, drafter: Eagle3) -> Step:
         losses = []
         for k in range(job["ttt_steps"]):
             ids = F.pad(batch.input_ids[:, 1 + k :], (0, min(1 + k, s)))[:, :s]
-            x = torch.cat((layer.input_layernorm(target.embed(ids).to(dtype)), layer.hidden_norm(state)), dim=-1)
+            x = torch.cat(
+                (layer.input_layernorm(target.embed(ids).to(dtype)), layer.hidden_norm(state)),
+                dim=-1,
+            )
             cos, sin = drafter.rotary.tables((place + k).flatten(), dtype)
             query, key = (
                 rotate(linear(x).view(b * s, n, e), cos, sin).view(b, s, n, e).transpose(1, 2)
@@ -160,7 +174,9 @@ def plain_step(job: dict[str, Any], target: Target, drafter: Eagle3) -> Step:
             if k:
                 mask = torch.cat((mask, own), dim=-1)
             scores = query @ torch.cat(keys, dim=2).transpose(-1, -2) * e**-0.5
-            weights = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=torch.float32).to(dtype)
+            weights = (
+                scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=torch.float32).to(dtype)
+            )
             attended = (weights @ torch.cat(values, dim=2)).transpose(1, 2).reshape(b, s, heads * e)
             state = state + attention.o_proj(attended)
             state = state + layer.mlp(layer.post_attention_layernorm(state))
@@ -175,11 +191,16 @@ def plain_step(job: dict[str, Any], target: Target, drafter: Eagle3) -> Step:
     return step
 
 
-def _lay_out(rows: list[Any], b: int, s: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _lay_out(
+    rows: list[Any], b: int, s: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """features [b, s, f*h], last states [b, s, h], document number and position [b, s]."""
     first = rows[0][0]
-    features, last = (torch.zeros(b, s, first[name].shape[-1]) for name in ("features", "last_hidden"))
-    document, place = torch.full((b, s), -1), torch.zeros(b, s, dtype=torch.long)
+    features, last = (
+        torch.zeros(b, s, first[name].shape[-1]) for name in ("features", "last_hidden")
+    )
+    document = torch.full((b, s), -1)
+    place = torch.zeros(b, s, dtype=torch.long)
     for i, row in enumerate(rows):
         start = 0
         for number, part in enumerate(row):
@@ -197,7 +218,11 @@ def work(path: str, side: str) -> None:
     torch.set_num_threads(job["threads"])
     target = Target.load(job["target"], job["dtype"], job["device"])
     torch.manual_seed(0)
-    shape = {"draft_vocab_size": len(job["kept_ids"]), "ttt_steps": job["ttt_steps"], "depth_decay": DECAY}
+    shape = {
+        "draft_vocab_size": len(job["kept_ids"]),
+        "ttt_steps": job["ttt_steps"],
+        "depth_decay": DECAY,
+    }
     drafter = Eagle3(Eagle3Config.for_target(target, **shape))
     drafter.initialize(target, job["kept_ids"])
     drafter.bind(target)
@@ -210,10 +235,14 @@ def work(path: str, side: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--data", help="folder written by drafttrain generate")
-    parser.add_argument("--sequence", type=int, default=1024, help="tokens of a packed row (default 1024)")
+    parser.add_argument(
+        "--sequence", type=int, default=1024, help="tokens of a packed row (default 1024)"
+    )
     parser.add_argument("--rows", type=int, default=1, help="rows of a step (default 1)")
     parser.add_argument("--batches", type=int, default=2, help="different batches (default 2)")
     parser.add_argument("--repeats", type=int, default=5)
@@ -234,13 +263,24 @@ def main() -> None:
         path = Path(folder) / "job.pt"
         job = make_job(args, device, path)
         here = Path(__file__).resolve()
-        commands = {name: [sys.executable, str(here), "--work", str(path), name] for name in ("ours", "plain")}
+        commands = {
+            name: [sys.executable, str(here), "--work", str(path), name]
+            for name in ("ours", "plain")
+        }
         if args.peer_python:
-            commands["speculators"] = [args.peer_python, str(here.with_name("speculators_side.py")), str(path)]
+            commands["speculators"] = [
+                args.peer_python,
+                str(here.with_name("speculators_side.py")),
+                str(path),
+            ]
         sides = {name: Side(command) for name, command in commands.items()}
-        first = {name: side.step(0) for name, side in sides.items()}  # also shows that ours and plain are one loss
+        first = {
+            name: side.step(0) for name, side in sides.items()
+        }  # also shows that ours and plain are one loss
         print({name: answer["loss"] for name, answer in first.items()}, flush=True)
-        torch.testing.assert_close(first["ours"]["loss"], first["plain"]["loss"], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(
+            first["ours"]["loss"], first["plain"]["loss"], rtol=1e-3, atol=1e-4
+        )
         steps = {name: _pass(side, args.batches) for name, side in sides.items()}
         runs = alternate(steps, args.repeats)
         for side in sides.values():
@@ -264,8 +304,12 @@ def main() -> None:
         GOAL,
         results,
         device,
-        against={name: round(rates["ours"] / rate, 3) for name, rate in rates.items() if name != "ours"},
-        memory_against={name: round(memory["ours"] / mb, 3) for name, mb in memory.items() if name != "ours"},
+        against={
+            name: round(rates["ours"] / rate, 3) for name, rate in rates.items() if name != "ours"
+        },
+        memory_against={
+            name: round(memory["ours"] / mb, 3) for name, mb in memory.items() if name != "ours"
+        },
         tokens=tokens,
     )
 

@@ -38,19 +38,28 @@ Side = Callable[[Tensor, Tensor], Tensor]
 def make_sides(args: argparse.Namespace, device: torch.device, query: Tensor) -> dict[str, Side]:
     """By name: (keys, values) of a layer [batch, kv_heads, capacity, head_dim] -> [batch, heads, nodes, head_dim]."""
     generator = random.Random(args.seed)
-    parents = [[generator.randint(-1, node - 1) for node in range(args.nodes - 1)] for _ in range(args.batch)]
+    parents = [
+        [generator.randint(-1, node - 1) for node in range(args.nodes - 1)]
+        for _ in range(args.batch)
+    ]
     layouts = [TreeLayout(args.prefix, row) for row in parents]
     plan = PackedPlan.build(layouts, device=device)
     scaling = args.head_dim**-0.5
     packed = query.transpose(0, 1).reshape(1, args.heads, args.batch * args.nodes, args.head_dim)
-    visible = torch.stack([layout.mask(None, 1, torch.empty(0))[1] == 0 for layout in layouts])[:, None].to(device)
+    visible = torch.stack([layout.mask(None, 1, torch.empty(0))[1] == 0 for layout in layouts])[
+        :, None
+    ].to(device)
 
     def ours(keys: Tensor, values: Tensor) -> Tensor:
-        out = packed_tree_attention(packed, keys, values, plan, scaling=scaling, window=None, softcap=None, sinks=None)
+        out = packed_tree_attention(
+            packed, keys, values, plan, scaling=scaling, window=None, softcap=None, sinks=None
+        )
         return out.view(args.heads, args.batch, args.nodes, args.head_dim).transpose(0, 1)
 
     def sdpa(keys: Tensor, values: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(query, keys, values, visible, scale=scaling, enable_gqa=True)
+        return F.scaled_dot_product_attention(
+            query, keys, values, visible, scale=scaling, enable_gqa=True
+        )
 
     sides: dict[str, Side] = {"ours": ours, "sdpa_dense_mask": sdpa}
     if device.type == "cuda":
@@ -70,14 +79,17 @@ def make_sides(args: argparse.Namespace, device: torch.device, query: Tensor) ->
     return sides
 
 
-def seconds_per_layer(side: Side, layers: list[tuple[Tensor, Tensor]], device: torch.device) -> float:
+def seconds_per_layer(
+    side: Side, layers: list[tuple[Tensor, Tensor]], device: torch.device
+) -> float:
     """The mean over one pass through all layers."""
     if device.type != "cuda":
         start = time.perf_counter()
         for keys, values in layers:
             side(keys, values)
         return (time.perf_counter() - start) / len(layers)
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     begin.record()
     for keys, values in layers:
         side(keys, values)
@@ -112,11 +124,19 @@ def copy_speed(device: torch.device) -> float:
 
 
 def report(
-    args: argparse.Namespace, device: torch.device, runs: dict[str, list[float]], floor: float, errors: dict[str, float]
+    args: argparse.Namespace,
+    device: torch.device,
+    runs: dict[str, list[float]],
+    floor: float,
+    errors: dict[str, float],
 ) -> None:
     medians = {name: statistics.median(seconds) for name, seconds in runs.items()}
     sides: dict[str, dict[str, Any]] = {
-        name: {"microseconds": round(medians[name] * 1e6, 2), "runs": runs[name], "error": errors[name]}
+        name: {
+            "microseconds": round(medians[name] * 1e6, 2),
+            "runs": runs[name],
+            "error": errors[name],
+        }
         for name in runs
     }
     sides["memory_floor"] = {"microseconds": round(floor * 1e6, 2)}
@@ -138,9 +158,13 @@ def report(
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--prefix", type=int, default=8192, help="committed tokens of each row")
-    parser.add_argument("--nodes", type=int, default=64, help="new tokens of each row, root included")
+    parser.add_argument(
+        "--nodes", type=int, default=64, help="new tokens of each row, root included"
+    )
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
@@ -148,7 +172,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=list(DTYPES))
     parser.add_argument("--device", default="auto")
     parser.add_argument(
-        "--layers", type=int, help="caches that calls take in turn; as many as fill 0.5 GB unless given"
+        "--layers",
+        type=int,
+        help="caches that calls take in turn; as many as fill 0.5 GB unless given",
     )
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
@@ -159,17 +185,22 @@ def parse_arguments() -> argparse.Namespace:
 @torch.inference_mode()
 def main() -> None:
     args = parse_arguments()
-    device, dtype = resolve_device(args.device), DTYPES[args.dtype]
+    device = resolve_device(args.device)
+    dtype = DTYPES[args.dtype]
     torch.manual_seed(args.seed)
     shape = (args.batch, args.kv_heads, args.prefix + args.nodes, args.head_dim)
-    query = torch.randn(args.batch, args.heads, args.nodes, args.head_dim, dtype=dtype, device=device)
+    query = torch.randn(
+        args.batch, args.heads, args.nodes, args.head_dim, dtype=dtype, device=device
+    )
     first = [torch.randn(shape, dtype=dtype, device=device) for _ in range(2)]
     read = sum(x.numel() * x.element_size() for x in first)
     count = args.layers or max(2, -(-CACHE_BYTES[device.type] // read))
     layers = [(first[0].clone(), first[1].clone()) for _ in range(count)]
     sides = make_sides(args, device, query)
     want = sides["sdpa_dense_mask"](layers[0][0], layers[0][1]).float()
-    errors = {name: (side(*layers[0]).float() - want).abs().max().item() for name, side in sides.items()}
+    errors = {
+        name: (side(*layers[0]).float() - want).abs().max().item() for name, side in sides.items()
+    }
     print(f"largest distance from scaled_dot_product_attention: {errors}")
     if device.type == "cuda":
         sides = {name: captured(side, layers) for name, side in sides.items()}

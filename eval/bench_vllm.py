@@ -31,10 +31,13 @@ from drafttrain.inference import generate
 from drafttrain.target import Target
 
 
-def vllm_run(args: argparse.Namespace, target: Target, prompts: list[list[int]], speculative: Json | None) -> Json:
+def vllm_run(
+    args: argparse.Namespace, target: Target, prompts: list[list[int]], speculative: Json | None
+) -> Json:
     """Runs one vLLM process; returns the figures of its runs and its tokens."""
     with tempfile.TemporaryDirectory() as folder:
-        job, answer = Path(folder) / "job.json", Path(folder) / "answer.json"
+        job = Path(folder) / "job.json"
+        answer = Path(folder) / "answer.json"
         job.write_text(
             json.dumps(
                 {
@@ -77,7 +80,11 @@ def vllm_run(args: argparse.Namespace, target: Target, prompts: list[list[int]],
 
 
 def our_run(
-    args: argparse.Namespace, target: Target, prompts: list[list[int]], drafter: Drafter | None, tree: str
+    args: argparse.Namespace,
+    target: Target,
+    prompts: list[list[int]],
+    drafter: Drafter | None,
+    tree: str,
 ) -> Json:
     """Runs our decoder; returns the figures of its runs, its tokens and its accepted length."""
     spec = TreeSpec.parse(tree)
@@ -86,18 +93,29 @@ def our_run(
     runs: list[dict[str, float]] = []
     for _ in range(args.repeats):
         began = time.perf_counter()
-        made = [generate(target, drafter, ids, max_new_tokens=args.tokens, spec=spec, eos_ids=()) for ids in prompts]
+        made = [
+            generate(target, drafter, ids, max_new_tokens=args.tokens, spec=spec, eos_ids=())
+            for ids in prompts
+        ]
         seconds = time.perf_counter() - began
         tokens = sum(len(generation.tokens) for generation in made)
         runs.append({"seconds": round(seconds, 3), "tokens_per_second": round(tokens / seconds, 2)})
     passes = sum(generation.stats.target_passes for generation in made)
     new = sum(generation.stats.new_tokens - 1 for generation in made)
-    return {"runs": runs, "tokens": [g.tokens for g in made], "accepted_length": round(new / passes, 3)}
+    return {
+        "runs": runs,
+        "tokens": [g.tokens for g in made],
+        "accepted_length": round(new / passes, 3),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm-python", required=True, help="the interpreter of vLLM's environment")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--vllm-python", required=True, help="the interpreter of vLLM's environment"
+    )
     parser.add_argument("--target", default="smollm2-135m", help="short name or folder")
     parser.add_argument("--drafter", required=True, help="folder of an EAGLE-3 head")
     parser.add_argument("--suite", default="drafttrain")
@@ -114,19 +132,29 @@ def main() -> None:
     head = load_drafter(args.drafter, target)
     exported = tempfile.mkdtemp()
     export(find_drafter(args.drafter), "sglang", Path(exported))
-    lookup = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 1}
+    lookup = {
+        "method": "ngram",
+        "num_speculative_tokens": 5,
+        "prompt_lookup_max": 4,
+        "prompt_lookup_min": 1,
+    }
     eagle = {"method": "eagle3", "model": exported, "num_speculative_tokens": 3}
     sides: Json = {}
     plan = [
         ("vllm plain", lambda: vllm_run(args, target, prompts, None)),
         ("ours plain", lambda: our_run(args, target, prompts, None, "none")),
         ("vllm ngram:5", lambda: vllm_run(args, target, prompts, lookup)),
-        ("ours ngram, chain:5", lambda: our_run(args, target, prompts, load_drafter("ngram", target), "chain:5")),
+        (
+            "ours ngram, chain:5",
+            lambda: our_run(args, target, prompts, load_drafter("ngram", target), "chain:5"),
+        ),
         ("vllm eagle3, chain:3", lambda: vllm_run(args, target, prompts, eagle)),
         ("ours eagle3, chain:3", lambda: our_run(args, target, prompts, head, "chain:3")),
         (
             f"ours eagle3+ngram, {args.tree}",
-            lambda: our_run(args, target, prompts, load_drafter(f"{args.drafter}+ngram", target), args.tree),
+            lambda: our_run(
+                args, target, prompts, load_drafter(f"{args.drafter}+ngram", target), args.tree
+            ),
         ),
     ]
     plain: Json = {}
@@ -137,11 +165,15 @@ def main() -> None:
         plain.setdefault(owner, tokens)
         counters = found.get("counters") or {}
         drafts = sum(value for key, value in counters.items() if key.endswith("num_drafts"))
-        accepted = sum(value for key, value in counters.items() if key.endswith("num_accepted_tokens"))
+        accepted = sum(
+            value for key, value in counters.items() if key.endswith("num_accepted_tokens")
+        )
         if drafts:
             found["accepted_length"] = round(1 + accepted / drafts, 3)
         found["tokens_per_second"] = median(found["runs"], "tokens_per_second")
-        found["identical_to_own_plain"] = sum(a == b for a, b in zip(tokens, plain[owner], strict=True))
+        found["identical_to_own_plain"] = sum(
+            a == b for a, b in zip(tokens, plain[owner], strict=True)
+        )
         sides[name] = found
         print(name, {key: value for key, value in found.items() if key != "counters"}, flush=True)
     for owner in ("vllm", "ours"):
@@ -150,7 +182,9 @@ def main() -> None:
             if name.startswith(owner):
                 side["speedup"] = round(side["tokens_per_second"] / base, 3)
     best = {
-        owner: max(side["tokens_per_second"] for name, side in sides.items() if name.startswith(owner))
+        owner: max(
+            side["tokens_per_second"] for name, side in sides.items() if name.startswith(owner)
+        )
         for owner in ("vllm", "ours")
     }
     print({name: (side["tokens_per_second"], side["speedup"]) for name, side in sides.items()})

@@ -48,14 +48,17 @@ SAMPLES = 2000  # of the bootstrap over prompts
 def interval(over: np.ndarray, under: np.ndarray) -> list[float]:
     """The 95 % interval of a ratio of sums over prompts [n]."""
     at = np.random.default_rng(0).integers(0, len(over), (SAMPLES, len(over)))
-    return [round(float(x), 3) for x in np.percentile(over[at].sum(1) / under[at].sum(1), (2.5, 97.5))]
+    return [
+        round(float(x), 3) for x in np.percentile(over[at].sum(1) / under[at].sum(1), (2.5, 97.5))
+    ]
 
 
 def decode(args: argparse.Namespace, target: Target) -> dict[str, dict[str, Any]]:
     """A row per drafter and variant."""
     questions = take_evenly(load_suite(args.suite).questions, args.limit)
     prompts = [question.prompt(target.tokenizer) for question in questions]
-    sides, kept = {}, {}
+    sides = {}
+    kept = {}
     for name in args.drafter:
         folder, plus, second = name.partition("+")
         for variant, options in VARIANTS.items():
@@ -66,20 +69,32 @@ def decode(args: argparse.Namespace, target: Target) -> dict[str, dict[str, Any]
             side = f"{Path(folder).name}, {len(ids)} {variant}{plus}{second}"
             sides[side] = Decoder(target, drafter, spec=TreeSpec.parse(args.tree))
             kept[side] = list(ids), main.joins_tokens
-    figures: dict[str, list[list[float]]] = {side: [] for side in sides}  # per prompt: tokens, passes, seconds, ...
+    figures: dict[str, list[list[float]]] = {
+        side: [] for side in sides
+    }  # per prompt: tokens, passes, seconds, ...
     names = list(sides)
     for number, prompt in enumerate(prompts):
         texts = {}
         for side in names[number % len(names) :] + names[: number % len(names)]:
             made = sides[side].generate([prompt], max_new_tokens=args.max_new_tokens)[0]
-            tokens, stats = made.tokens, made.stats
+            tokens = made.tokens
+            stats = made.stats
             texts[side] = tokens
             hits = len(tokens) * covered(tokens, kept[side][0], prompt if kept[side][1] else [])
             seconds = stats.total_seconds - stats.prefill_seconds
             figures[side].append(
-                [len(tokens) - 1, stats.target_passes, seconds, stats.draft_seconds, hits, len(tokens)]
+                [
+                    len(tokens) - 1,
+                    stats.target_passes,
+                    seconds,
+                    stats.draft_seconds,
+                    hits,
+                    len(tokens),
+                ]
             )
-        assert all(text == texts[names[0]] for text in texts.values()) or target.dtype != torch.float32
+        assert (
+            all(text == texts[names[0]] for text in texts.values()) or target.dtype != torch.float32
+        )
         print(f"prompt {number + 1}/{len(prompts)}", flush=True)
     first = np.array(figures[names[0]])
     rows = {}
@@ -105,17 +120,29 @@ def decode(args: argparse.Namespace, target: Target) -> dict[str, dict[str, Any]
 
 def train(args: argparse.Namespace, target: Target) -> dict[str, dict[str, Any]]:
     """Steps per minute by size of the vocabulary; no optimizer, whose work is a few percent."""
-    records, trainer_keys = load_records(args.data), [field.name for field in fields(TrainingArguments)]
+    records = load_records(args.data)
+    trainer_keys = [field.name for field in fields(TrainingArguments)]
     sides = {}
     lines = records.select(range(len(records) // 2, len(records) // 2 + args.rows)).to_list()
-    batch = Batch.of(collate([{**line, "index": -1, "length": len(line["tokens"])} for line in lines]))
+    batch = Batch.of(
+        collate([{**line, "index": -1, "length": len(line["tokens"])} for line in lines])
+    )
     for size in args.train:
-        words = [f"target={args.target}", f"data={args.data}", "output_dir=unused", f"drafter.draft_vocab_size={size}"]
+        words = [
+            f"target={args.target}",
+            f"data={args.data}",
+            "output_dir=unused",
+            f"drafter.draft_vocab_size={size}",
+        ]
         drafter, _ = build_drafter(load_config(args.recipe, words, trainer_keys), target, records)
-        features, rows, row_of = TargetSource(target, drafter.feature_layers, drafter.kept_ids)(batch)
+        features, rows, row_of = TargetSource(target, drafter.feature_layers, drafter.kept_ids)(
+            batch
+        )
         assert isinstance(rows, TargetRows), "the data has no features"
         count = torch.as_tensor(float(batch.response_mask.sum()))
-        inputs = StepInputs(batch, target.embed(batch.input_ids), features, rows, row_of, count, False)
+        inputs = StepInputs(
+            batch, target.embed(batch.input_ids), features, rows, row_of, count, False
+        )
 
         def step(drafter=drafter, inputs=inputs) -> dict[str, float]:
             began = time.perf_counter()
@@ -126,21 +153,34 @@ def train(args: argparse.Namespace, target: Target) -> dict[str, dict[str, Any]]
         sides[str(size or target.vocab_size)] = step
     runs = alternate(sides, args.repeats)
     return {
-        side: {"seconds": median(found, "seconds"), "steps_per_minute": round(60 / median(found, "seconds"), 1)}
+        side: {
+            "seconds": median(found, "seconds"),
+            "steps_per_minute": round(60 / median(found, "seconds"), 1),
+        }
         for side, found in runs.items()
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", required=True)
-    parser.add_argument("--drafter", nargs="+", default=[], help="folders, each perhaps with +ngram")
+    parser.add_argument(
+        "--drafter", nargs="+", default=[], help="folders, each perhaps with +ngram"
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tree", default="dynamic:4,4,8")
     parser.add_argument("--suite", default="drafttrain")
     parser.add_argument("--limit", type=int, default=24, help="prompts")
     parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--train", type=int, nargs="+", metavar="SIZE", help="measure training at these sizes instead")
+    parser.add_argument(
+        "--train",
+        type=int,
+        nargs="+",
+        metavar="SIZE",
+        help="measure training at these sizes instead",
+    )
     parser.add_argument("--data", default="", help="for --train")
     parser.add_argument("--recipe", default="configs/quickstart.yaml", help="for --train")
     parser.add_argument("--rows", type=int, default=4, help="for --train: conversations of a batch")

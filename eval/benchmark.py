@@ -31,7 +31,9 @@ def result_path(text: str) -> Path:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def alternate(sides: Mapping[str, Callable[[], T]], repeats: int, warm_up: bool = True) -> dict[str, list[T]]:
+def alternate(
+    sides: Mapping[str, Callable[[], T]], repeats: int, warm_up: bool = True
+) -> dict[str, list[T]]:
     """Runs every side once to warm up, then all sides `repeats` times in rotating order."""
     names = list(sides)
     for name in names if warm_up else ():
@@ -69,19 +71,25 @@ def against(other: Path, key: str, sides: list[str], repeats: int, output: Path 
                     str(result),
                 ]
                 environment = {**os.environ, "PYTHONPATH": str(roots[name])}
-                subprocess.run(command, check=True, cwd=roots[name], env=environment, stdout=subprocess.DEVNULL)
+                subprocess.run(
+                    command, check=True, cwd=roots[name], env=environment, stdout=subprocess.DEVNULL
+                )
                 found = json.loads(result.read_text())["sides"]
                 runs[name].append({side: found[side][key] for side in sides})
                 print(f"repeat {repeat + 1}/{repeats} {name}: {runs[name][-1]}", flush=True)
     ratios = {side: median(runs["here"], side) / median(runs["there"], side) for side in sides}
-    pairs = {side: [a[side] / b[side] for a, b in zip(runs["here"], runs["there"], strict=True)] for side in sides}
+    pairs = {
+        side: [a[side] / b[side] for a, b in zip(runs["here"], runs["there"], strict=True)]
+        for side in sides
+    }
     entries: dict[str, object] = {"ratios": ratios, "ratio_per_pair": pairs, **runs}
     write_result(output, ratios[sides[0]], 1.0, entries, torch.device("cpu"), against=str(other))
 
 
 def _single_run() -> list[str]:
     """The present arguments for one repeat, without those that `against` sets."""
-    kept, words = [], iter(sys.argv[1:])
+    kept = []
+    words = iter(sys.argv[1:])
     for word in words:
         name, equals, _ = word.partition("=")
         if name not in ("--against", "--repeats", "--output"):
@@ -96,7 +104,12 @@ def median(runs: list[Json], key: str) -> float:
 
 
 def write_result(
-    output: Path | None, ratio: float, goal: float, sides: Json, device: torch.device, **more: object
+    output: Path | None,
+    ratio: float,
+    goal: float,
+    sides: Json,
+    device: torch.device,
+    **more: object,
 ) -> None:
     """Prints the headline and writes the result's JSON. ratio: ours over the other, above 1 is better."""
     result = {

@@ -44,7 +44,8 @@ from drafttrain.progress import Progress
 from drafttrain.reports.charts import Chart, Series, picture
 
 ROOT = Path(__file__).resolve().parents[1]
-BEGIN, END = "<!-- begin: eval/compare_kinds.py -->", "<!-- end: eval/compare_kinds.py -->"
+BEGIN = "<!-- begin: eval/compare_kinds.py -->"
+END = "<!-- end: eval/compare_kinds.py -->"
 # Runs train.py with a budget of CPU time, which a busy machine does not shorten.
 CPU_TIME = (
     "import runpy, sys, time; from drafttrain.training.callbacks import TimeBudget; sys.argv = sys.argv[1:]; "
@@ -68,18 +69,32 @@ class Entry:
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--target", default="smollm2-135m", help="short name, folder or Hub id")
     add("--data", required=True, help="data set that all are trained on")
     add("--minutes", type=float, required=True, help="training time of each")
-    add("--cpu-time", action="store_true", help="count the time that a training computes, not the time that passes")
-    add("--cores", type=int, nargs="+", help="train as many kinds at a time, each by one thread on one of these cores")
+    add(
+        "--cpu-time",
+        action="store_true",
+        help="count the time that a training computes, not the time that passes",
+    )
+    add(
+        "--cores",
+        type=int,
+        nargs="+",
+        help="train as many kinds at a time, each by one thread on one of these cores",
+    )
     add("--against", default="eagle3", help="the kind from which the others' differences are shown")
     add("--kinds", nargs="+", help="kinds to compare, trained or not (default: all)")
     add("--recipes", default=str(ROOT / "configs" / "smollm2-135m"), help="folder of KIND.yaml")
     add(
-        "--beside", nargs="*", default=["ngram"], help="kinds without weights that trained kinds are also measured with"
+        "--beside",
+        nargs="*",
+        default=["ngram"],
+        help="kinds without weights that trained kinds are also measured with",
     )
     add("--train", nargs="*", default=[], metavar="KEY=VALUE", help="more keys for every training")
     add("--trees", nargs="+", default=["chain:3", "dynamic:3,4,8"])
@@ -101,7 +116,9 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         TreeSpec.parse(text)
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     if args.cores and not set(args.cores) <= allowed:
-        raise UserError(f"cores={args.cores}: this process may use {sorted(allowed)}; choose among them, each once")
+        raise UserError(
+            f"cores={args.cores}: this process may use {sorted(allowed)}; choose among them, each once"
+        )
     return args
 
 
@@ -120,14 +137,19 @@ def execute(command: list[str], log: Path, minutes: float, core: int | None = No
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 timeout=60 * minutes,
-                env={**os.environ, "PYTHONPATH": path} | ({} if core is None else {"OMP_NUM_THREADS": "1"}),
+                env={**os.environ, "PYTHONPATH": path}
+                | ({} if core is None else {"OMP_NUM_THREADS": "1"}),
                 preexec_fn=None if core is None else lambda: os.sched_setaffinity(0, {core}),
             )
         except subprocess.TimeoutExpired as late:
             raise RuntimeError(f"took more than {minutes:g} minutes, see {log.name}") from late
     if done.returncode:
-        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        raise RuntimeError(f"exit status {done.returncode}: {lines[-1] if lines else 'no output'}, see {log.name}")
+        lines = [
+            line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()
+        ]
+        raise RuntimeError(
+            f"exit status {done.returncode}: {lines[-1] if lines else 'no output'}, see {log.name}"
+        )
 
 
 def digest(words: Sequence[str]) -> str:
@@ -152,19 +174,33 @@ def train(kind: str, args: argparse.Namespace, core: int | None = None) -> Json:
     recipe = Path(args.recipes) / f"{kind}.yaml"
     if not recipe.is_file():
         raise RuntimeError(f"no recipe {recipe.name} in --recipes")
-    keys = [f"target={resolved(args.target)}", f"data={resolved(args.data)}", f"max_minutes={args.minutes}"]
+    keys = [
+        f"target={resolved(args.target)}",
+        f"data={resolved(args.data)}",
+        f"max_minutes={args.minutes}",
+    ]
     keys += [f"seed={args.seed}", "include_num_input_tokens_seen=true"]
-    if args.cores:  # what a training alone keeps of the target's features, shared by those that run at a time
+    if (
+        args.cores
+    ):  # what a training alone keeps of the target's features, shared by those that run at a time
         keys.append(f"cache_gb={CPU_CACHE_GB / len(args.cores):g}")
     keys += args.train  # of keys that occur twice the last counts
     timing = ["cpu time"] if args.cpu_time else []
     folder = (args.folder / f"{kind}-{digest([recipe.read_text(), *keys, *timing])}").resolve()
     if not (folder / "training.json").is_file():
         python = [sys.executable, "-c", CPU_TIME] if args.cpu_time else [sys.executable]
-        command = [*python, str(ROOT / "drafttrain" / "train.py"), str(recipe), *keys, f"output_dir={folder}"]
+        command = [
+            *python,
+            str(ROOT / "drafttrain" / "train.py"),
+            str(recipe),
+            *keys,
+            f"output_dir={folder}",
+        ]
         # Loading, evaluation and saving do not count as training time, and CPU time passes slowly on a busy machine.
         limit = (8 if args.cpu_time else 2) * args.minutes + 15
-        execute(command, folder.with_suffix(".log"), limit, **({} if core is None else {"core": core}))
+        execute(
+            command, folder.with_suffix(".log"), limit, **({} if core is None else {"core": core})
+        )
     return {"folder": folder.name, **training_figures(folder)}
 
 
@@ -172,12 +208,14 @@ def training_figures(folder: Path) -> Json:
     """The figures in training.json and the newest checkpoint's state."""
     done = json.loads((folder / "training.json").read_text())
     states = sorted(
-        folder.glob("checkpoint-*/trainer_state.json"), key=lambda path: int(path.parent.name.split("-")[1])
+        folder.glob("checkpoint-*/trainer_state.json"),
+        key=lambda path: int(path.parent.name.split("-")[1]),
     )
     state = json.loads(states[-1].read_text()) if states else {}
     # Counted training time over all runs of an interrupted training.
     budget = state.get("stateful_callbacks", {}).get("TimeBudget", {}).get("attributes", {})
-    tokens, seconds = state.get("num_input_tokens_seen"), round(budget.get("used", done["seconds"]), 1)
+    tokens = state.get("num_input_tokens_seen")
+    seconds = round(budget.get("used", done["seconds"]), 1)
     return {
         "parameters": done["parameters"],
         "steps": done["steps"],
@@ -202,7 +240,11 @@ def setting(tree: str, temperature: float) -> str:
 def tree_for(text: str, temperature: float) -> str:
     """The tree to draft: with sampling, a tree of fixed shape is drawn."""
     spec = TreeSpec.parse(text)
-    return f"{text}@sample" if temperature > 0 and spec.shape not in ("dynamic", "none") and not spec.sampled else text
+    return (
+        f"{text}@sample"
+        if temperature > 0 and spec.shape not in ("dynamic", "none") and not spec.sampled
+        else text
+    )
 
 
 def measure(entry: Entry, tree: str, temperature: float, args: argparse.Namespace) -> Json:
@@ -234,7 +276,8 @@ def measure(entry: Entry, tree: str, temperature: float, args: argparse.Namespac
 
 
 def cell_figures(results: Json, file: str) -> Json:
-    overall, sides = results["overall"], [record["sides"]["drafter"] for record in results["prompts"]]
+    overall = results["overall"]
+    sides = [record["sides"]["drafter"] for record in results["prompts"]]
     passes = sum(side["passes"] for side in sides)
     return {
         "tree": results["decoding"]["tree"]["spec"],
@@ -244,7 +287,9 @@ def cell_figures(results: Json, file: str) -> Json:
         "speedup_interval": overall["confidence"]["speedup"]["autoregressive"],
         "tokens_per_second": overall["tokens_per_second"],
         "plain_tokens_per_second": overall["baselines"]["autoregressive"]["tokens_per_second"],
-        "drafting_ms_per_round": round(1000 * sum(side["draft_seconds"] for side in sides) / passes, 3)
+        "drafting_ms_per_round": round(
+            1000 * sum(side["draft_seconds"] for side in sides) / passes, 3
+        )
         if passes
         else None,
         "drafting_share": overall["draft_fraction"],
@@ -259,8 +304,16 @@ def cell_figures(results: Json, file: str) -> Json:
 
 def _of_prompt(sides: Json) -> list[float]:
     """Tokens after the first, passes, tokens, seconds; tokens and seconds of plain decoding."""
-    ours, plain = sides["drafter"], sides["autoregressive"]
-    return [ours["tokens"] - 1, ours["passes"], ours["tokens"], ours["seconds"], plain["tokens"], plain["seconds"]]
+    ours = sides["drafter"]
+    plain = sides["autoregressive"]
+    return [
+        ours["tokens"] - 1,
+        ours["passes"],
+        ours["tokens"],
+        ours["seconds"],
+        plain["tokens"],
+        plain["seconds"],
+    ]
 
 
 def differences(cell: Json, base: Json) -> dict[str, list[float]]:
@@ -277,7 +330,9 @@ def differences(cell: Json, base: Json) -> dict[str, list[float]]:
     found = {}
     for name, of in figures.items():
         apart = [of(mine[rows].sum(1)) - of(theirs[rows].sum(1)) for rows in (every, drawn)]
-        found[name] = [round(float(number), 4) for number in (apart[0][0], *ends(apart[1], len(mine)))]
+        found[name] = [
+            round(float(number), 4) for number in (apart[0][0], *ends(apart[1], len(mine)))
+        ]
     return found
 
 
@@ -297,7 +352,8 @@ def markdown(summary: Json) -> str:
         if "error" in done:
             lines.append(f"| {kind} | failed: {_cell(done['error'])} | | | |")
             continue
-        tokens, rate = done["tokens_seen"], done["tokens_per_second"]
+        tokens = done["tokens_seen"]
+        rate = done["tokens_per_second"]
         cells = [
             f"{done['parameters'] / 1e6:.1f}",
             str(done["steps"]),
@@ -306,7 +362,12 @@ def markdown(summary: Json) -> str:
         ]
         lines.append(f"| {kind} | {' | '.join(cells)} |")
     for name in summary["settings"]:
-        lines += ["", f"**{name}**", "", "| drafter | accepted length | speed-up | drafting, ms a round | share |"]
+        lines += [
+            "",
+            f"**{name}**",
+            "",
+            "| drafter | accepted length | speed-up | drafting, ms a round | share |",
+        ]
         lines.append("| --- | --- | --- | --- | --- |")
         for label, cell in ranked(summary, name):
             if "error" in cell:
@@ -314,22 +375,40 @@ def markdown(summary: Json) -> str:
                 continue
             length = f"{cell['accepted_length']:.2f}{_interval(cell['accepted_length_interval'])}"
             speed = f"{cell['speedup']:.2f}x{_interval(cell['speedup_interval'])}"
-            cost = f"{cell['drafting_ms_per_round']:.1f}" if cell["drafting_ms_per_round"] is not None else ""
-            lines.append(f"| {label} | {length} | {speed} | {cost} | {100 * cell['drafting_share']:.0f} % |")
+            cost = (
+                f"{cell['drafting_ms_per_round']:.1f}"
+                if cell["drafting_ms_per_round"] is not None
+                else ""
+            )
+            lines.append(
+                f"| {label} | {length} | {speed} | {cost} | {100 * cell['drafting_share']:.0f} % |"
+            )
     return "\n".join(lines) + "\n"
 
 
 def ranked(summary: Json, name: str) -> list[tuple[str, Json]]:
     """A setting's cells by drafter, the fastest first, failures last."""
-    cells = {label: entry["cells"][name] for label, entry in summary["drafters"].items() if name in entry["cells"]}
+    cells = {
+        label: entry["cells"][name]
+        for label, entry in summary["drafters"].items()
+        if name in entry["cells"]
+    }
     return sorted(cells.items(), key=lambda item: -item[1].get("speedup", -1.0))
 
 
 def page(summary: Json) -> str:
     """One table of all drafters at the first temperature: both trees, and what each accepts beyond `--against`, paired."""
-    names = [name for name in summary["settings"] if name.startswith(summary["settings"][0].split()[0])]
-    trees, base = [name.split()[1] for name in names], summary["against"]
-    measured = [cell for entry in summary["drafters"].values() for cell in entry["cells"].values() if "prompts" in cell]
+    names = [
+        name for name in summary["settings"] if name.startswith(summary["settings"][0].split()[0])
+    ]
+    trees = [name.split()[1] for name in names]
+    base = summary["against"]
+    measured = [
+        cell
+        for entry in summary["drafters"].values()
+        for cell in entry["cells"].values()
+        if "prompts" in cell
+    ]
     prompts = max((cell["prompts"] for cell in measured), default=0)
     budget = f"{summary['minutes']:g} minutes{' of CPU time' if summary['cpu_time'] else ''}"
     lines = [
@@ -347,7 +426,10 @@ def page(summary: Json) -> str:
     for label in _order(summary, names[-1]):
         entry = summary["drafters"][label]
         size = summary["trainings"].get(entry["kind"], {}).get("parameters")
-        cells = [_page_cells(entry["cells"].get(name, {"error": "not measured"}), label == base) for name in names]
+        cells = [
+            _page_cells(entry["cells"].get(name, {"error": "not measured"}), label == base)
+            for name in names
+        ]
         lines.append(f"| `{label}` | {f'{size / 1e6:.1f}' if size else ''} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -355,7 +437,8 @@ def page(summary: Json) -> str:
 def _order(summary: Json, name: str) -> list[str]:
     """Drafters, those that accept most in a setting first."""
     reached = {
-        label: entry["cells"].get(name, {}).get("accepted_length", 0.0) for label, entry in summary["drafters"].items()
+        label: entry["cells"].get(name, {}).get("accepted_length", 0.0)
+        for label, entry in summary["drafters"].items()
     }
     return sorted(reached, key=lambda label: -reached[label])
 
@@ -373,7 +456,9 @@ def write_page(path: Path, text: str) -> None:
     """Replaces what stands between the marks. Raises UserError: a page without them."""
     old = path.read_text()
     if BEGIN not in old or END not in old:
-        raise UserError(f"page={str(path)!r} has no lines {BEGIN} and {END}; add them where the table belongs")
+        raise UserError(
+            f"page={str(path)!r} has no lines {BEGIN} and {END}; add them where the table belongs"
+        )
     head, rest = old.split(BEGIN, 1)
     write_text(path, f"{head}{BEGIN}\n\n{text}\n{END}{rest.split(END, 1)[1]}")
 
@@ -392,9 +477,13 @@ def draw(summary: Json, output: Path) -> None:
     for name in summary["settings"]:
         rows = [item for item in ranked(summary, name) if "error" not in item[1]]
         labels = [f"{label}  {cell['accepted_length']:.2f}" for label, cell in rows]
-        spans = [(ends[0], ends[1]) if (ends := cell["speedup_interval"]) else None for _, cell in rows]
+        spans = [
+            (ends[0], ends[1]) if (ends := cell["speedup_interval"]) else None for _, cell in rows
+        ]
         series = Series("speed-up", [cell["speedup"] for _, cell in rows], spans=spans)
-        charts += [Chart("kinds", name, "", "bars", labels, [series], reference=1.0)] if rows else []
+        charts += (
+            [Chart("kinds", name, "", "bars", labels, [series], reference=1.0)] if rows else []
+        )
     if charts:
         picture([charts], output, ["Accepted length (number after the name) and speed-up (bar)"])
 
@@ -407,10 +496,16 @@ def summarize(args: argparse.Namespace, trainings: Json, entries: Sequence[Entry
     base = next((entry.cells for entry in entries if entry.label == args.against), {})
     for entry in entries:
         for name, cell in entry.cells.items():
-            if "by_prompt" in cell and "by_prompt" in base.get(name, {}) and entry.label != args.against:
+            if (
+                "by_prompt" in cell
+                and "by_prompt" in base.get(name, {})
+                and entry.label != args.against
+            ):
                 cell["beyond"] = differences(cell, base[name])
     summary = {
-        **describe_environment(torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")),
+        **describe_environment(
+            torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
+        ),
         "target": args.target,
         "data": args.data,
         "minutes": args.minutes,
@@ -423,7 +518,9 @@ def summarize(args: argparse.Namespace, trainings: Json, entries: Sequence[Entry
         "dtype": args.dtype,
         "seed": args.seed,
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "settings": [setting(tree, temperature) for temperature in args.temperatures for tree in args.trees],
+        "settings": [
+            setting(tree, temperature) for temperature in args.temperatures for tree in args.trees
+        ],
         "trainings": trainings,
         "drafters": {entry.label: {"kind": entry.kind, "cells": entry.cells} for entry in entries},
     }
@@ -450,7 +547,10 @@ def train_all(trained: Sequence[str], args: argparse.Namespace) -> Json:
             free.put(core)
 
     found: Json = {}
-    with Progress("training", len(trained), "kinds") as meter, ThreadPoolExecutor(len(args.cores or [None])) as pool:
+    with (
+        Progress("training", len(trained), "kinds") as meter,
+        ThreadPoolExecutor(len(args.cores or [None])) as pool,
+    ):
         jobs = {pool.submit(one, kind): kind for kind in trained}
         for job in as_completed(jobs):
             found[jobs[job]] = job.result()
@@ -496,8 +596,14 @@ def main() -> int:
         args = arguments()
         inputs = [*inputs_of(args, "folder", "table", "plot")]
         args.output = output_file(args.output, "compare", inputs)
-        args.table = output_file(args.table, "compare table", inputs, "table") if args.table is not None else None
-        args.plot = output_file(args.plot, "report", inputs, "plot") if args.plot is not None else None
+        args.table = (
+            output_file(args.table, "compare table", inputs, "table")
+            if args.table is not None
+            else None
+        )
+        args.plot = (
+            output_file(args.plot, "report", inputs, "plot") if args.plot is not None else None
+        )
         with OutputFolder(args.folder, "compare", inputs, "folder"):
             summary = run(args)
     except UserError as error:

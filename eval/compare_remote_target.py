@@ -24,10 +24,33 @@ def side(folder: Path, name: str) -> Json:
     """Figures of a head: folder/NAME/training.json and its checkpoint, folder/NAME.json of the evaluation."""
     trained = json.loads((folder / name / "training.json").read_text())
     overall = json.loads((folder / f"{name}.json").read_text())["overall"]
-    states = [json.loads(path.read_text()) for path in (folder / name).glob("checkpoint-*/trainer_state.json")]
-    memory = [entry["memory_gb"] for state in states for entry in state["log_history"] if "memory_gb" in entry]
-    of_training = ("steps", "seconds", "train_loss", "states_wait", "target_features", "engine", "processes")
-    of_decoding = ("accepted_length", "acceptance_by_depth", "prompts", "tokens", "target_passes", "identical_outputs")
+    states = [
+        json.loads(path.read_text())
+        for path in (folder / name).glob("checkpoint-*/trainer_state.json")
+    ]
+    memory = [
+        entry["memory_gb"]
+        for state in states
+        for entry in state["log_history"]
+        if "memory_gb" in entry
+    ]
+    of_training = (
+        "steps",
+        "seconds",
+        "train_loss",
+        "states_wait",
+        "target_features",
+        "engine",
+        "processes",
+    )
+    of_decoding = (
+        "accepted_length",
+        "acceptance_by_depth",
+        "prompts",
+        "tokens",
+        "target_passes",
+        "identical_outputs",
+    )
     return {
         **{key: overall[key] for key in of_decoding},
         **{key: trained[key] for key in of_training},
@@ -36,11 +59,15 @@ def side(folder: Path, name: str) -> Json:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--output", type=result_path)
     parser.add_argument(
-        "--command", nargs=argparse.REMAINDER, help="what produced the folder, for the record; comes last"
+        "--command",
+        nargs=argparse.REMAINDER,
+        help="what produced the folder, for the record; comes last",
     )
     args = parser.parse_args()
     sides = {name: side(args.folder, name) for name in ("remote", "local")}
@@ -50,7 +77,9 @@ def main() -> int:
             if of["states_wait"] is None
             else f", {100 * of['states_wait']:.1f} % of the steps' time waiting for states"
         )
-        print(f"{name}: accepted length {of['accepted_length']:.3f}{waits}, peak memory {of['peak_memory_gb']} GB")
+        print(
+            f"{name}: accepted length {of['accepted_length']:.3f}{waits}, peak memory {of['peak_memory_gb']} GB"
+        )
     ratio = sides["remote"]["accepted_length"] / sides["local"]["accepted_length"]
     write_result(args.output, ratio, 1 - MOST_APART, sides, torch.device("cpu"))
     if args.output and args.command:

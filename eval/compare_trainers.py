@@ -34,21 +34,35 @@ from drafttrain.folders import inputs_of, output_file
 from drafttrain.target import load_shell
 
 GOAL = 1.5
-OURS, PEER = "drafttrain", "speculators"
+OURS = "drafttrain"
+PEER = "speculators"
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--target", default="smollm2-135m", help="short name or folder")
     add("--data", required=True, help="folder written by drafttrain generate")
     add("--peer-python", required=True, help="an interpreter with speculators")
     add("--recipe", default="quickstart", help="of our side: a name or a file")
-    add("--minutes", type=float, nargs="+", default=[1.0, 2.0, 4.0], help="training times, a run each")
+    add(
+        "--minutes",
+        type=float,
+        nargs="+",
+        default=[1.0, 2.0, 4.0],
+        help="training times, a run each",
+    )
     add("--draft-vocab-size", type=int, default=4096, help="of both sides")
     add("--sequence", type=int, default=1024, help="tokens of a packed row of the speculators side")
     add("--chain", type=int, default=3, help="tokens drafted ahead when measured")
-    add("--suite", nargs="+", default=["drafttrain"], help="suites of drafttrain eval that are measured")
+    add(
+        "--suite",
+        nargs="+",
+        default=["drafttrain"],
+        help="suites of drafttrain eval that are measured",
+    )
     add("--limit", type=int, default=24, help="prompts of each suite")
     add("--folder", required=True, help="where heads and measurements go")
     add("--output", required=True, help="the results as JSON")
@@ -61,21 +75,27 @@ def prepare(args: argparse.Namespace, path: Path) -> None:
     Raises UserError: the data set holds no states of the target's default layers.
     """
     target = load_shell(args.target)
-    layers, records = target.default_feature_layers, load_records(args.data)
+    layers = target.default_feature_layers
+    records = load_records(args.data)
     store = FeatureStore.open(args.data, layers)
     if store is None or store.top_k:
         raise UserError(
             f"data={args.data!r} holds no states of layers {list(layers)}: generate it with --features default"
         )
     rows = pack_rows(training_rows(records, args.sequence, 0.02, 0)[0], args.sequence, seed=0)
-    batches = [[[_document(records[index], store, args.sequence) for index in row["index"]]] for row in rows]
+    batches = [
+        [[_document(records[index], store, args.sequence) for index in row["index"]]]
+        for row in rows
+    ]
     torch.save(
         {
             "target": target.path,
             "device": "cpu",
             "threads": torch.get_num_threads(),
             "feature_layers": layers,
-            "kept_ids": keep_frequent(count_tokens(records, target.vocab_size), args.draft_vocab_size, target.eos_ids),
+            "kept_ids": keep_frequent(
+                count_tokens(records, target.vocab_size), args.draft_vocab_size, target.eos_ids
+            ),
             "ttt_steps": 3,
             "depth_decay": 1.0,  # the defaults of `speculators train`
             "batches": batches,
@@ -86,7 +106,8 @@ def prepare(args: argparse.Namespace, path: Path) -> None:
 
 def _document(record: Json, store: FeatureStore, length: int) -> dict[str, torch.Tensor]:
     """A conversation as the speculators side reads it; its last token has no states."""
-    found, n = store.get(record["id"]), min(len(record["tokens"]), length) - 1
+    found = store.get(record["id"])
+    n = min(len(record["tokens"]), length) - 1
     response = torch.zeros(n, dtype=torch.bool)
     for first, end in record["spans"]:
         response[first:end] = True
@@ -100,8 +121,18 @@ def _document(record: Json, store: FeatureStore, length: int) -> dict[str, torch
 
 def train_ours(args: argparse.Namespace, minutes: float, folder: Path) -> None:
     drafttrain(
-        *("train", args.recipe, f"target={args.target}", f"data={args.data}", f"output_dir={folder}"),
-        *(f"max_minutes={minutes}", f"drafter.draft_vocab_size={args.draft_vocab_size}", "report_to=none"),
+        *(
+            "train",
+            args.recipe,
+            f"target={args.target}",
+            f"data={args.data}",
+            f"output_dir={folder}",
+        ),
+        *(
+            f"max_minutes={minutes}",
+            f"drafter.draft_vocab_size={args.draft_vocab_size}",
+            "report_to=none",
+        ),
     )
 
 
@@ -114,8 +145,18 @@ def train_peer(args: argparse.Namespace, minutes: float, folder: Path, job: Path
     published = _published(folder)
     if not (published / "training.json").is_file():
         script = Path(__file__).resolve().with_name("speculators_side.py")
-        run(args.peer_python, str(script), str(job), "--minutes", str(minutes), "--output", str(published))
-    drafttrain("import", "--checkpoint", str(published), "--target", args.target, "--output", str(folder))
+        run(
+            args.peer_python,
+            str(script),
+            str(job),
+            "--minutes",
+            str(minutes),
+            "--output",
+            str(published),
+        )
+    drafttrain(
+        "import", "--checkpoint", str(published), "--target", args.target, "--output", str(folder)
+    )
 
 
 def drafttrain(*words: str) -> None:
@@ -132,12 +173,33 @@ def measured(args: argparse.Namespace, drafter: Path, suite: str) -> Json:
     place = drafter.with_name(f"{drafter.name}-{Path(suite).stem}.json")
     if not place.is_file():
         drafttrain(
-            *("eval", "--target", args.target, "--drafter", str(drafter), "--suite", suite, "--limit", str(args.limit)),
-            *("--tree", f"chain:{args.chain}", "--dtype", "float32", "--max-new-tokens", "64", "--baselines", "none"),
+            *(
+                "eval",
+                "--target",
+                args.target,
+                "--drafter",
+                str(drafter),
+                "--suite",
+                suite,
+                "--limit",
+                str(args.limit),
+            ),
+            *(
+                "--tree",
+                f"chain:{args.chain}",
+                "--dtype",
+                "float32",
+                "--max-new-tokens",
+                "64",
+                "--baselines",
+                "none",
+            ),
             *("--output", str(place)),
         )
     overall = json.loads(place.read_text())["overall"]
-    return {key: overall[key] for key in ("accepted_length", "acceptance_by_depth", "prompts", "tokens")}
+    return {
+        key: overall[key] for key in ("accepted_length", "acceptance_by_depth", "prompts", "tokens")
+    }
 
 
 def minutes_to(curve: list[tuple[float, float]], length: float) -> float | None:
@@ -163,16 +225,24 @@ def main() -> None:
         for name in sides:
             drafter = folder / f"{name}-{each:g}"
             if not (drafter / "config.json").is_file():
-                train_ours(args, each, drafter) if name == OURS else train_peer(args, each, drafter, job)
+                train_ours(args, each, drafter) if name == OURS else train_peer(
+                    args, each, drafter, job
+                )
             found = {suite: measured(args, drafter, suite) for suite in args.suite}
             trained = (drafter if name == OURS else _published(drafter)) / "training.json"
             steps = json.loads(trained.read_text())["steps"]
             sides[name].append({"minutes": each, "steps": steps, **found})
-            print(name, each, {suite: one["accepted_length"] for suite, one in found.items()}, flush=True)
+            print(
+                name,
+                each,
+                {suite: one["accepted_length"] for suite, one in found.items()},
+                flush=True,
+            )
     summary: Json = {}
     for suite in args.suite:
         curves = {
-            name: [(one["minutes"], one[suite]["accepted_length"]) for one in runs] for name, runs in sides.items()
+            name: [(one["minutes"], one[suite]["accepted_length"]) for one in runs]
+            for name, runs in sides.items()
         }
         last = {name: curve[-1][1] for name, curve in curves.items()}
         summary[suite] = {

@@ -23,7 +23,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-MODEL = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "drafttrain" / "models" / "smollm2-135m"
+MODEL = (
+    Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    / "drafttrain"
+    / "models"
+    / "smollm2-135m"
+)
 
 
 @dataclass(frozen=True)
@@ -100,14 +105,24 @@ STEPS = (
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     names = [step.name for step in STEPS]
     parser.add_argument("folder", nargs="?", type=Path, help="eval/results/gpu unless given")
-    parser.add_argument("--step", action="append", choices=names, help="all unless given; repeat it for several")
-    parser.add_argument("--again", action="store_true", help="measure again what an earlier run has measured")
-    parser.add_argument("--pretend", action="store_true", help="tiny sizes on a pretend GPU: figures mean nothing")
+    parser.add_argument(
+        "--step", action="append", choices=names, help="all unless given; repeat it for several"
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="measure again what an earlier run has measured"
+    )
+    parser.add_argument(
+        "--pretend", action="store_true", help="tiny sizes on a pretend GPU: figures mean nothing"
+    )
     args = parser.parse_args()
-    args.folder = args.folder or ROOT / "eval" / "results" / ("gpu_pretend" if args.pretend else "gpu")
+    args.folder = args.folder or ROOT / "eval" / "results" / (
+        "gpu_pretend" if args.pretend else "gpu"
+    )
     return args
 
 
@@ -128,7 +143,9 @@ def free_gigabytes(pretend: bool) -> float:
     import torch
 
     if not torch.cuda.is_available():
-        raise SystemExit("error: torch sees no GPU here; bash eval/gpu_suite.sh --pretend checks that the suite runs")
+        raise SystemExit(
+            "error: torch sees no GPU here; bash eval/gpu_suite.sh --pretend checks that the suite runs"
+        )
     return torch.cuda.mem_get_info()[0] / 1e9
 
 
@@ -142,7 +159,10 @@ def run_step(step: Step, args: argparse.Namespace) -> dict[str, Any]:
         return {"status": "skipped", "why": f"{step.needs} is not there"}
     free = free_gigabytes(args.pretend)
     if free < step.gigabytes:
-        return {"status": "skipped", "why": f"needs {step.gigabytes:g} GB of memory, {free:.1f} GB are free"}
+        return {
+            "status": "skipped",
+            "why": f"needs {step.gigabytes:g} GB of memory, {free:.1f} GB are free",
+        }
     out.unlink(missing_ok=True)
     words = words_of(step, args, out)
     print(f"== {step.name}: {' '.join(words)}", flush=True)
@@ -153,11 +173,16 @@ def run_step(step: Step, args: argparse.Namespace) -> dict[str, Any]:
         code = subprocess.run(words, cwd=ROOT, env=environment, timeout=limit).returncode
         why = f"exit status {code}"
     except subprocess.TimeoutExpired:
-        code, why = 1, f"took more than {limit / 60:.0f} minutes"
+        code = 1
+        why = f"took more than {limit / 60:.0f} minutes"
     seconds = round(time.monotonic() - began, 1)
     if code == 0 and not step.json:
         found = ROOT / QUICK / "results.json"
-        headline = json.loads(found.read_text())["overall"] if step.name == "quickstart" and found.exists() else {}
+        headline = (
+            json.loads(found.read_text())["overall"]
+            if step.name == "quickstart" and found.exists()
+            else {}
+        )
         out.write_text(json.dumps({"passed": True, **headline, "command": words}) + "\n")
     if code or not out.exists():
         return {"status": "failed", "why": why if code else "wrote no result", "seconds": seconds}
@@ -187,7 +212,9 @@ def main() -> int:
     args = arguments()
     args.folder.mkdir(parents=True, exist_ok=True)
     chosen = [step for step in STEPS if not args.step or step.name in args.step]
-    outcomes, rows, began = {}, [], time.monotonic()
+    outcomes = {}
+    rows = []
+    began = time.monotonic()
     for number, step in enumerate(chosen, 1):
         outcome = outcomes[step.name] = run_step(step, args)
         rows += judged(step, outcome)
@@ -212,12 +239,16 @@ def main() -> int:
     return 2 if failed else 1 if missed and not args.pretend else 0
 
 
-def write(args: argparse.Namespace, outcomes: dict[str, Any], rows: list[tuple[str, str, str, str]]) -> None:
+def write(
+    args: argparse.Namespace, outcomes: dict[str, Any], rows: list[tuple[str, str, str, str]]
+) -> None:
     """The page and its JSON, so far."""
     title = "# GPU suite on a pretend GPU: figures mean nothing" if args.pretend else "# GPU suite"
     lines = [title, "", "| step | figure | goal | verdict |", "| --- | --- | --- | --- |"]
     if args.pretend:
-        rows = [(*row[:3], "not measured" if row[3] in ("met", "MISSED") else row[3]) for row in rows]
+        rows = [
+            (*row[:3], "not measured" if row[3] in ("met", "MISSED") else row[3]) for row in rows
+        ]
     lines += [f"| {' | '.join(row)} |" for row in rows]
     (args.folder / "suite.md").write_text("\n".join(lines) + "\n")
     summary = {"pretend": args.pretend, "command": sys.argv, "steps": outcomes, "rows": rows}

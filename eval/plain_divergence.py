@@ -10,7 +10,9 @@ from drafttrain.losses.divergence import DivergenceOutput, wide
 from drafttrain.losses.spec import Term, parse_loss
 
 
-def plain_term(term: Term, z: Tensor, y: Tensor, full_log_z: Tensor, sampled: Tensor | None = None) -> Tensor:
+def plain_term(
+    term: Term, z: Tensor, y: Tensor, full_log_z: Tensor, sampled: Tensor | None = None
+) -> Tensor:
     """[t] values of one term, unweighted.
 
     Args:
@@ -25,13 +27,15 @@ def plain_term(term: Term, z: Tensor, y: Tensor, full_log_z: Tensor, sampled: Te
     log_p = y.log_softmax(-1)
     if term.name == "js":
         log_m = (term.parameter * log_p.exp() + (1 - term.parameter) * log_q.exp()).log()
-        from_p, from_q = (log_p.exp() * (log_p - log_m)).sum(-1), (log_q.exp() * (log_q - log_m)).sum(-1)
+        from_p = (log_p.exp() * (log_p - log_m)).sum(-1)
+        from_q = (log_q.exp() * (log_q - log_m)).sum(-1)
         return term.parameter * from_p + (1 - term.parameter) * from_q
     if term.name == "reverse_kl":
         return F.kl_div(log_p, log_q, reduction="none", log_target=True).sum(-1)
     if term.name == "kl":
         return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
-    q, full = log_q.exp(), (y - full_log_z.unsqueeze(1)).exp()
+    q = log_q.exp()
+    full = (y - full_log_z.unsqueeze(1)).exp()
     alpha = torch.minimum(full, q).sum(-1)
     if term.name == "tv":
         return 1 - alpha
@@ -65,7 +69,8 @@ def plain_divergence(
         hidden: [t, h]; weight: [d, h]; logits: [t, d] the target's, over the kept tokens; row_weight: [t].
         full_log_z: [t] at temperature 1. Acceptance losses at other temperatures need the full vocabulary as kept tokens.
     """
-    z, values = wide(F.linear(hidden, weight)), hidden.new_zeros(())
+    z = wide(F.linear(hidden, weight))
+    values = hidden.new_zeros(())
     for term in parse_loss(loss).terms:
         if term.temperature == 1:
             value = plain_term(term, z, logits, full_log_z, sampled)

@@ -47,7 +47,8 @@ class Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
+        out = torch.empty_like(query)
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, lse)
         return out, lse
 
@@ -73,10 +74,16 @@ class Shapes:
     def target_body(self) -> int:
         """Parameters of the target without embedding and head."""
         e = self.hidden // self.heads
-        return self.layers * self.hidden * (2 * self.hidden + 2 * self.kv_heads * e + 3 * self.intermediate)
+        return (
+            self.layers
+            * self.hidden
+            * (2 * self.hidden + 2 * self.kv_heads * e + 3 * self.intermediate)
+        )
 
 
-def kept_for_backward(shapes: Shapes, tokens: int, share: float, group: ShapeGroup, checkpointing: bool) -> int:
+def kept_for_backward(
+    shapes: Shapes, tokens: int, share: float, group: ShapeGroup, checkpointing: bool
+) -> int:
     """Bytes that the drafter's forward keeps. share: of the row's tokens, at its end, that are a response."""
     config = Eagle3Config(
         hidden_size=shapes.hidden, target_hidden_size=shapes.hidden, intermediate_size=shapes.intermediate,
@@ -89,18 +96,26 @@ def kept_for_backward(shapes: Shapes, tokens: int, share: float, group: ShapeGro
         drafter.gradient_checkpointing_enable()
     mask = torch.zeros(1, tokens, dtype=torch.bool)
     mask[:, round(tokens * (1 - share)) :] = True
-    batch = Batch(torch.zeros(1, tokens, dtype=torch.long), torch.tensor([tokens]), mask, torch.tensor([0]))
+    batch = Batch(
+        torch.zeros(1, tokens, dtype=torch.long), torch.tensor([tokens]), mask, torch.tensor([0])
+    )
     batch = group.share(batch, shapes.depths)
-    part, h = batch.part, shapes.hidden
+    part = batch.part
+    h = shapes.hidden
 
     def state(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(*shape, device="meta", dtype=dtype)
 
-    held, read = part.end - part.begin, part.seen.stop - part.begin
+    held = part.end - part.begin
+    read = part.seen.stop - part.begin
     weight = state(shapes.draft_vocab, h)
-    rows = TargetRows(state(read, h), weight, state(read, dtype=torch.float32), state(read, dtype=torch.long))
+    rows = TargetRows(
+        state(read, h), weight, state(read, dtype=torch.float32), state(read, dtype=torch.long)
+    )
     row_of = (torch.arange(tokens) - part.begin).clamp(0, read - 1)[None]
-    inputs = StepInputs(batch, state(1, read, h), state(1, held, 3 * h), rows, row_of, 1.0, measure=False)
+    inputs = StepInputs(
+        batch, state(1, read, h), state(1, held, 3 * h), rows, row_of, 1.0, measure=False
+    )
     given = [inputs.embeds, inputs.features, rows.hidden, rows.log_z, rows.argmax]
     kept = {x.untyped_storage()._cdata: x.untyped_storage() for x in given}
     own = {p.untyped_storage()._cdata for p in (*drafter.parameters(), weight)}
@@ -127,12 +142,19 @@ def kept_for_backward(shapes: Shapes, tokens: int, share: float, group: ShapeGro
 
 
 def plan(
-    shapes: Shapes, tokens: int, share: float, size: int, processes: int, checkpointing: bool, stored: bool
+    shapes: Shapes,
+    tokens: int,
+    share: float,
+    size: int,
+    processes: int,
+    checkpointing: bool,
+    stored: bool,
 ) -> Json:
     """Gigabytes of the fullest of `processes` processes, groups of `size` of which share a row."""
     drafter = _drafter_parameters(shapes)
     forward = max(
-        kept_for_backward(shapes, tokens, share, ShapeGroup(None, rank, size), checkpointing) for rank in {0, size - 1}
+        kept_for_backward(shapes, tokens, share, ShapeGroup(None, rank, size), checkpointing)
+        for rank in {0, size - 1}
     )
     part = -(-tokens // size)
     parts = {
@@ -151,20 +173,24 @@ def plan(
 
 
 def _drafter_parameters(shapes: Shapes) -> int:
-    h, e = shapes.hidden, shapes.hidden // shapes.heads
+    h = shapes.hidden
+    e = shapes.hidden // shapes.heads
     attention = 2 * h * (shapes.heads + 2 * shapes.kv_heads) * e + shapes.heads * e * h
     return 3 * h * h + attention + 3 * h * shapes.intermediate + shapes.draft_vocab * h
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=65536, help="of the row")
     parser.add_argument("--share", type=float, default=0.5, help="of the row that is a response")
     parser.add_argument("--processes", type=int, default=8, help="GPUs")
     parser.add_argument("--sequence-parallel", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--gpu-memory", type=float, default=80.0, help="GB")
     parser.add_argument("--output", type=result_path, required=True)
-    args, shapes = parser.parse_args(argv), Shapes()
+    args = parser.parse_args(argv)
+    shapes = Shapes()
     rows = []
     print(
         "| target | checkpointing | sequence_parallel | kept for backward, GB | total, GB | fits |\n"
@@ -174,11 +200,24 @@ def main(argv: list[str] | None = None) -> int:
     for stored in (True, False):
         for checkpointing in (False, True):
             for size in args.sequence_parallel:
-                memory = plan(shapes, args.tokens, args.share, size, args.processes, checkpointing, stored)
+                memory = plan(
+                    shapes, args.tokens, args.share, size, args.processes, checkpointing, stored
+                )
                 fits = memory["total"] + 3 < args.gpu_memory
-                setting = {"states": "stored" if stored else "online", "gradient_checkpointing": checkpointing}
-                rows.append({**setting, "sequence_parallel": size, "memory_gb": memory, "fits": fits})
-                cells = [*setting.values(), size, memory["kept_for_backward"], memory["total"], "yes" if fits else "no"]
+                setting = {
+                    "states": "stored" if stored else "online",
+                    "gradient_checkpointing": checkpointing,
+                }
+                rows.append(
+                    {**setting, "sequence_parallel": size, "memory_gb": memory, "fits": fits}
+                )
+                cells = [
+                    *setting.values(),
+                    size,
+                    memory["kept_for_backward"],
+                    memory["total"],
+                    "yes" if fits else "no",
+                ]
                 print("| " + " | ".join(map(str, cells)) + " |", flush=True)
     described = {
         "tokens": args.tokens,
@@ -187,7 +226,10 @@ def main(argv: list[str] | None = None) -> int:
         "gpu_memory_gb": args.gpu_memory,
     }
     environment = describe_environment(torch.device("cpu"))
-    write_json(args.output, {**described, "shapes": vars(shapes), "rows": rows, "command": sys.argv, **environment})
+    write_json(
+        args.output,
+        {**described, "shapes": vars(shapes), "rows": rows, "command": sys.argv, **environment},
+    )
     return 0
 
 

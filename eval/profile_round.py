@@ -41,8 +41,11 @@ class Parts:
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._inside: list[float] = []
-        self._part, self.on = "rest", False
-        self.kernels: defaultdict[str, float] = defaultdict(float)  # of the parts' seconds those in C kernels
+        self._part = "rest"
+        self.on = False
+        self.kernels: defaultdict[str, float] = defaultdict(
+            float
+        )  # of the parts' seconds those in C kernels
 
     def wrap(self, owner: Any, attribute: str, part: str) -> None:
         function = getattr(owner, attribute)
@@ -52,11 +55,13 @@ class Parts:
                 return function(*args, **kwargs)
             began = time.perf_counter()
             self._inside.append(0.0)
-            before, self._part = self._part, part
+            before = self._part
+            self._part = part
             try:
                 return function(*args, **kwargs)
             finally:
-                spent, self._part = time.perf_counter() - began, before
+                spent = time.perf_counter() - began
+                self._part = before
                 self.seconds[part] += spent - self._inside.pop()
                 if self._inside:
                     self._inside[-1] += spent
@@ -80,8 +85,16 @@ class Parts:
         return timed
 
 
-def profile(target: Target, drafter: Any, spec: str, sampling: SamplingParams, prompts: list[list[int]], count: int):
-    parts, kernels = Parts(), {name: getattr(cpu_kernels(), name, None) for name in _ARGUMENTS}
+def profile(
+    target: Target,
+    drafter: Any,
+    spec: str,
+    sampling: SamplingParams,
+    prompts: list[list[int]],
+    count: int,
+):
+    parts = Parts()
+    kernels = {name: getattr(cpu_kernels(), name, None) for name in _ARGUMENTS}
     parts.wrap_kernels()
     replaced = [(engine.Engine, name) for name in ("round", "_draft", "_read_pending")]
     replaced += [(TreeCache, "commit"), (SnapshotCache, "commit"), (SnapshotCache, "_move_on")]
@@ -121,9 +134,16 @@ def profile(target: Target, drafter: Any, spec: str, sampling: SamplingParams, p
     try:
         for prompt in prompts:
             stats = generate(
-                target, drafter, prompt, max_new_tokens=count, spec=TreeSpec.parse(spec), sampling=sampling, eos_ids=()
+                target,
+                drafter,
+                prompt,
+                max_new_tokens=count,
+                spec=TreeSpec.parse(spec),
+                sampling=sampling,
+                eos_ids=(),
             ).stats
-            tokens, rounds = tokens + stats.new_tokens - 1, rounds + stats.target_passes
+            tokens = tokens + stats.new_tokens - 1
+            rounds = rounds + stats.target_passes
     finally:
         for owner, name, method in saved:
             setattr(owner, name, method)
@@ -140,9 +160,13 @@ def profile(target: Target, drafter: Any, spec: str, sampling: SamplingParams, p
     means["rest"] = whole - sum(means.values())
     parts.kernels["all"] = sum(parts.kernels.values())
     return {
-        "ms_per_round": {**{part: round(ms, 3) for part, ms in means.items()}, "all": round(whole, 3)},
+        "ms_per_round": {
+            **{part: round(ms, 3) for part, ms in means.items()},
+            "all": round(whole, 3),
+        },
         "python": {
-            part: round(ms - 1000 * parts.kernels[part] / rounds, 3) for part, ms in (*means.items(), ("all", whole))
+            part: round(ms - 1000 * parts.kernels[part] / rounds, 3)
+            for part, ms in (*means.items(), ("all", whole))
         },
         "python_median": round(1000 * median(python), 3),
         "accepted_length": round(tokens / rounds, 3),
@@ -151,7 +175,9 @@ def profile(target: Target, drafter: Any, spec: str, sampling: SamplingParams, p
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", default="smollm2-135m", help="short name, folder or Hub id")
     parser.add_argument("--drafter", required=True)
     parser.add_argument("--tree", action="append", required=True, help="repeat it for several")
@@ -168,14 +194,28 @@ def main() -> None:
     questions = take_evenly(load_suite(args.suite).questions, args.prompts)
     prompts = [question.prompt(target.tokenizer) for question in questions]
     sampling = SamplingParams(args.temperature)
-    generate(target, drafter, prompts[0], max_new_tokens=8, spec=TreeSpec.parse(args.tree[0]), sampling=sampling)
+    generate(
+        target,
+        drafter,
+        prompts[0],
+        max_new_tokens=8,
+        spec=TreeSpec.parse(args.tree[0]),
+        sampling=sampling,
+    )
     sides = {"plain": profile(target, None, "none", sampling, prompts, args.tokens)}
     for tree in args.tree:
         sides[tree] = profile(target, drafter, tree, sampling, prompts, args.tokens)
     for name, side in sides.items():
         print(name, side)
     best = min(side["ms_per_token"] for name, side in sides.items() if name != "plain")
-    write_result(args.output, sides["plain"]["ms_per_token"] / best, 1.6, sides, target.device, dtype=args.dtype)
+    write_result(
+        args.output,
+        sides["plain"]["ms_per_token"] / best,
+        1.6,
+        sides,
+        target.device,
+        dtype=args.dtype,
+    )
 
 
 if __name__ == "__main__":

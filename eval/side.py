@@ -16,7 +16,9 @@ import torch
 
 
 def serve(
-    loss_of: Callable[[int], torch.Tensor], parameters: Iterable[torch.nn.Parameter], device: torch.device
+    loss_of: Callable[[int], torch.Tensor],
+    parameters: Iterable[torch.nn.Parameter],
+    device: torch.device,
 ) -> None:
     """One optimizer step per line {"batch": i}; AdamW and clipping are the same for every side."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -56,7 +58,9 @@ class Side:
     """The other end: a side's process, seen from the one that measures."""
 
     def __init__(self, command: list[str]):
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def step(self, number: int) -> dict[str, Any]:
         """Runs a step on a batch; returns seconds, loss, at_rest_mb (before the first step) and peak_mb (so far)."""

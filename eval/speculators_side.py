@@ -55,7 +55,9 @@ def lay_out(rows: list, device: torch.device) -> dict:
             {
                 "input_ids": document["tokens"],
                 "hidden_states": document["features"],
-                "verifier_last_hidden_states": document.get("before_norm", document.get("last_hidden")),
+                "verifier_last_hidden_states": document.get(
+                    "before_norm", document.get("last_hidden")
+                ),
                 "loss_mask": document["response"],
                 "lengths": torch.tensor([len(document["tokens"])]),
                 "position_ids": torch.arange(len(document["tokens"])),
@@ -67,11 +69,16 @@ def lay_out(rows: list, device: torch.device) -> dict:
     return {name: torch.cat([part[name] for part in parts])[None].to(device) for name in names}
 
 
-def train(model: Eagle3DraftModel, batches: list, options: dict, minutes: float, output: Path) -> None:
+def train(
+    model: Eagle3DraftModel, batches: list, options: dict, minutes: float, output: Path
+) -> None:
     """Trains for a time as `speculators train` does by default: Muon, a linear rate to zero, bfloat16, clipping at 1."""
     rate = 1e-3
     optimizers = build_optimizers(model, TrainerConfig(rate, 0, "", optimizer="muon", muon_lr=rate))
-    order, steps, total, began = [], 0, 0.0, time.perf_counter()
+    order = []
+    steps = 0
+    total = 0.0
+    began = time.perf_counter()
     while (done := (time.perf_counter() - began) / (60 * minutes)) < 1:
         if not order:
             order = random.Random(steps).sample(range(len(batches)), len(batches))
@@ -87,18 +94,23 @@ def train(model: Eagle3DraftModel, batches: list, options: dict, minutes: float,
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
-        steps, total = steps + 1, total + batch["input_ids"].numel()
+        steps = steps + 1
+        total = total + batch["input_ids"].numel()
         if steps % 20 == 0:
             print(f"step {steps}, loss {loss.item():.4f}, {100 * done:.0f} %", flush=True)
     seconds = time.perf_counter() - began
     model.save_pretrained(output)
-    (output / "training.json").write_text(json.dumps({"steps": steps, "seconds": seconds, "tokens": total}))
+    (output / "training.json").write_text(
+        json.dumps({"steps": steps, "seconds": seconds, "tokens": total})
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("job", help="written by make_job of bench_train.py")
-    parser.add_argument("--minutes", type=float, help="train for this time instead of serving steps")
+    parser.add_argument(
+        "--minutes", type=float, help="train for this time instead of serving steps"
+    )
     parser.add_argument("--output", type=Path, help="where the trained head goes")
     args = parser.parse_args()
     job = torch.load(args.job, weights_only=False)

@@ -41,8 +41,19 @@ class Picture:
     def text(self, x: float, y: float, words: str, kind: str = "") -> None:
         self.parts.append(f'<text x="{x:g}" y="{y:g}" class="{kind}">{escape(words)}</text>')
 
-    def box(self, x: float, y: float, width: float, height: float, kind: str, words: str = "", font: str = "") -> None:
-        self.parts.append(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" class="{kind}"/>')
+    def box(
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        kind: str,
+        words: str = "",
+        font: str = "",
+    ) -> None:
+        self.parts.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" class="{kind}"/>'
+        )
         if words:
             self.text(x + width / 2, y + height / 2 + 5, words, font)
 
@@ -117,7 +128,9 @@ def tree() -> Picture:
         art.line(*start, x, y + 14, "path" if number in _ACCEPTED else "line")
         art.box(x, y, 62, 28, "kept" if number in _ACCEPTED else "draft", word)
         art.text(x + 31, y + 41, f"{likely:.2f}", "small muted")
-    art.caption(256, "Root: the last committed token. Numbers: the drafter’s probability of the path.")
+    art.caption(
+        256, "Root: the last committed token. Numbers: the drafter’s probability of the path."
+    )
     art.caption(
         274,
         "Green: the path that the target would have written. The round commits these three",
@@ -128,12 +141,15 @@ def tree() -> Picture:
     words = ["is", *(word for word, *_ in _NODES)]
     for row in range(9):
         art.text(526, 66 + 20 * row, words[row], "small")
-        seen, node = {0, row}, row - 1
+        seen = {0, row}
+        node = row - 1
         while node >= 0:
             seen.add(node + 1)
             node = _NODES[node][1]
         for column in range(9):
-            art.box(552 + 16 * column, 53 + 20 * row, 14, 16, "target" if column in seen else "lost")
+            art.box(
+                552 + 16 * column, 53 + 20 * row, 14, 16, "target" if column in seen else "lost"
+            )
     art.text(612, 250, "rows attend to blue columns", "small muted")
     return art
 
@@ -141,7 +157,9 @@ def tree() -> Picture:
 def anchor() -> Picture:
     """What a drafter reads and predicts at an anchor, by depth."""
     art = Picture(
-        720, 290, "At anchor t depth k reads the feature of t and the tokens up to t+1+k and predicts token t+2+k."
+        720,
+        290,
+        "At anchor t depth k reads the feature of t and the tokens up to t+1+k and predicts token t+2+k.",
     )
     art.text(20, 26, "Anchor t, depths 0, 1 and 2", "head")
     for column in range(6):
@@ -155,13 +173,22 @@ def anchor() -> Picture:
     for depth in range(3):
         y = 150 + 36 * depth
         art.text(20, y + 18, f"depth {depth}", "left")
-        art.box(130, y, 70, 26, "target" if not depth else "draft", "f(t)" if not depth else "own state", "small")
+        art.box(
+            130,
+            y,
+            70,
+            26,
+            "target" if not depth else "draft",
+            "f(t)" if not depth else "own state",
+            "small",
+        )
         for column in range(1, depth + 2):
             art.box(130 + 92 * column, y, 70, 26, "plain", f"x(t+{column})")
         art.box(130 + 92 * (depth + 2), y, 70, 26, "kept", f"x(t+{depth + 2})")
         art.text(130 + 92 * (depth + 2) + 82, y + 18, "predicted", "left small muted")
     art.caption(
-        270, "Blue: from the target’s last pass. Grey: tokens read; those after x(t+1) are drafts. Green: predicted."
+        270,
+        "Blue: from the target’s last pass. Grey: tokens read; those after x(t+1) are drafts. Green: predicted.",
     )
     return art
 
@@ -173,10 +200,21 @@ def sampled() -> Picture:
         270,
         "Bars of the target's and the drafter's probabilities; their overlap is accepted, the rest is drawn from the residual.",
     )
-    art.text(20, 26, "Sampling: keep x with probability min(1, p(x) / q(x)), else draw from what is missing", "head")
-    target, drafter = [0.40, 0.30, 0.15, 0.10, 0.05], [0.55, 0.15, 0.20, 0.05, 0.05]
+    art.text(
+        20,
+        26,
+        "Sampling: keep x with probability min(1, p(x) / q(x)), else draw from what is missing",
+        "head",
+    )
+    target = [0.40, 0.30, 0.15, 0.10, 0.05]
+    drafter = [0.55, 0.15, 0.20, 0.05, 0.05]
     for group, (name, values) in enumerate(
-        [("drafter q", drafter), ("accepted min(p, q)", []), ("drawn again p − q", []), ("target p", target)]
+        [
+            ("drafter q", drafter),
+            ("accepted min(p, q)", []),
+            ("drawn again p − q", []),
+            ("target p", target),
+        ]
     ):
         x = 30 + 175 * group
         for index, (p, q) in enumerate(zip(target, drafter, strict=True)):
@@ -197,21 +235,36 @@ def sampled() -> Picture:
 def round_time() -> Picture:
     """Where a round's time goes: eval/results/profile_smollm2-135m_cpu.json, the third row of docs/benchmarks.md."""
     art = Picture(
-        720, 230, "A plain step takes 14.4 ms, a round 21.2 ms: drafting 3.3, the target pass 17.2, the rest 0.7."
+        720,
+        230,
+        "A plain step takes 14.4 ms, a round 21.2 ms: drafting 3.3, the target pass 17.2, the rest 0.7.",
     )
-    art.text(20, 26, "A plain step and a round: SmolLM2-135M on two CPU threads, tree dynamic:2,6,8", "head")
-    bars = [("plain step", [("target pass", 14.0, "target"), ("", 0.4, "plain")], "14.4 ms, 1 token")]
-    parts = [("draft", 3.3, "draft"), ("target pass over 9 tokens", 17.2, "target"), ("", 0.7, "plain")]
+    art.text(
+        20,
+        26,
+        "A plain step and a round: SmolLM2-135M on two CPU threads, tree dynamic:2,6,8",
+        "head",
+    )
+    bars = [
+        ("plain step", [("target pass", 14.0, "target"), ("", 0.4, "plain")], "14.4 ms, 1 token")
+    ]
+    parts = [
+        ("draft", 3.3, "draft"),
+        ("target pass over 9 tokens", 17.2, "target"),
+        ("", 0.7, "plain"),
+    ]
     bars.append(("round", parts, "21.2 ms, 1 to 3 tokens"))
     for row, (name, pieces, note) in enumerate(bars):
-        x, y = 110.0, 52 + 62 * row
+        x = 110.0
+        y = 52 + 62 * row
         art.text(20, y + 24, name, "left")
         for label, value, kind in pieces:
             art.box(x, y, 20 * value, 38, kind, label, "small")
             x += 20 * value
         art.text(x + 8, y + 24, note, "left small muted")
     art.caption(
-        196, "The round pays if it commits more than 21.2 / 14.4 = 1.47 tokens on average. A wider tree accepts more"
+        196,
+        "The round pays if it commits more than 21.2 / 14.4 = 1.47 tokens on average. A wider tree accepts more",
     )
     art.caption(214, "and costs more; drafttrain tune finds the best of the two on your machine.")
     return art

@@ -23,7 +23,11 @@ def _lines(section: re.Match[str], names: set[str]) -> str:
         pairs = list(zip(parts[1::2], parts[2::2], strict=True))
         known = all(set(several.split(", ")) <= names for several, _ in pairs)
         for several, text in pairs if pairs and known and not parts[0] else [("", entry)]:
-            found += [f"    {name}: {text}" for name in several.split(", ")] if several else [f"    {text}"]
+            found += (
+                [f"    {name}: {text}" for name in several.split(", ")]
+                if several
+                else [f"    {text}"]
+            )
     return f"{section[1]}:\n" + "\n".join(found) + "\n\n"
 
 

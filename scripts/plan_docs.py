@@ -18,7 +18,9 @@ from pathlib import Path
 from drafttrain.cli import main
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PLACE = re.compile(r"(```bash\n(drafttrain plan [^\n]+)\n```\n\n```text\n)(.*?)(?=```\n)", re.DOTALL)
+PLACE = re.compile(
+    r"(```bash\n(drafttrain plan [^\n]+)\n```\n\n```text\n)(.*?)(?=```\n)", re.DOTALL
+)
 VERDICT = re.compile(r"^(fits|does not fit): ", re.MULTILINE)
 
 

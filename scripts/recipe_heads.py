@@ -25,7 +25,9 @@ def described(found: Plan) -> str:
     gpu = "training GPU (vLLM has its own)" if found.setting["states"] == "vllm" else "GPU"
     parts = {"generate": "answers", "features": "states", "train": "training"}
     hours = ", ".join(
-        f"{text} {found.hours[part]:.1f} h" if found.hours[part] < 10 else f"{text} {found.hours[part]:.0f} h"
+        f"{text} {found.hours[part]:.1f} h"
+        if found.hours[part] < 10
+        else f"{text} {found.hours[part]:.0f} h"
         for part, text in parts.items()
         if part in found.hours
     )
@@ -49,7 +51,9 @@ def planned(name: str, only: int | None = None) -> str:
         number += 1
         if only not in (None, number):
             continue
-        start = max(row for row in range(at) if lines[row].startswith("#   ") and "launch" in lines[row])
+        start = max(
+            row for row in range(at) if lines[row].startswith("#   ") and "launch" in lines[row]
+        )
         command = " ".join(each.removeprefix("#").strip(" \\") for each in lines[start:at])
         words = re.findall(r"(?<=\s)[a-z_.]+=\S+", command.partition("drafttrain.train")[2])
         zero = re.search(r"--deepspeed_config_file (\S+)", command)
@@ -67,7 +71,9 @@ def planned(name: str, only: int | None = None) -> str:
 
 if __name__ == "__main__":
     too_large = []
-    for each in sys.argv[1:] or [name for name in recipe_names() if target_config(recipe_path(name))]:
+    for each in sys.argv[1:] or [
+        name for name in recipe_names() if target_config(recipe_path(name))
+    ]:
         filled = planned(each)
         recipe_path(each).write_text(filled)
         shown = [line for line in filled.splitlines() if LINE.fullmatch(line)]

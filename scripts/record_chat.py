@@ -22,10 +22,20 @@ from pathlib import Path
 
 import pyte
 
-COLUMNS, ROWS = 92, 26
-FRAME, KEY, LONGEST_WAIT, LAST = 0.12, 0.03, 1.0, 4.0  # seconds
-WIDTH, HEIGHT, MARGIN = 8.4, 18, 10  # pixels of a character, and around the screen
-INK, DIM, PAPER = "#e6e6e6", "#9aa0a6", "#1b1f24"
+COLUMNS = 92
+ROWS = 26
+# seconds
+FRAME = 0.12
+KEY = 0.03
+LONGEST_WAIT = 1.0
+LAST = 4.0
+# pixels of a character, and around the screen
+WIDTH = 8.4
+HEIGHT = 18
+MARGIN = 10
+INK = "#e6e6e6"
+DIM = "#9aa0a6"
+PAPER = "#1b1f24"
 Row = tuple[tuple[str, str, str], ...]  # (text, color, background) of each run of characters
 
 
@@ -39,10 +49,13 @@ def record(words: list[str], lines: list[str]) -> list[tuple[float, bytes]]:
             "COLORTERM": "truecolor",
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         }
-        os.execvpe(sys.executable, [sys.executable, "-m", "drafttrain", "chat", *words], environment)
+        os.execvpe(
+            sys.executable, [sys.executable, "-m", "drafttrain", "chat", *words], environment
+        )
     termios.tcsetwinsize(terminal, (ROWS, COLUMNS))
     parts: list[tuple[float, bytes]] = []
-    seen, typed = b"", [*lines, "\x04"]
+    seen = b""
+    typed = [*lines, "\x04"]
     while True:
         if select.select([terminal], [], [], 0.3)[0]:
             try:
@@ -61,7 +74,10 @@ def record(words: list[str], lines: list[str]) -> list[tuple[float, bytes]]:
 def screens(parts: list[tuple[float, bytes]]) -> list[tuple[float, list[Row]]]:
     """The terminal's rows at the end of each frame that changes it, with the frame's seconds."""
     screen = pyte.HistoryScreen(COLUMNS, ROWS)
-    stream, clock, before, frames = pyte.ByteStream(screen), 0.0, parts[0][0], []
+    stream = pyte.ByteStream(screen)
+    clock = 0.0
+    before = parts[0][0]
+    frames = []
     for moment, data in parts:
         clock += min(moment - before, LONGEST_WAIT)
         before = moment
@@ -92,14 +108,21 @@ def look(color: str, default: str) -> str:
 
 def drawn(row: Row) -> str:
     """A row's SVG: a rectangle behind shaded runs, then the text."""
-    boxes, texts, column = [], [], 0
+    boxes = []
+    texts = []
+    column = 0
     for text, color, back in row:
-        x, width = MARGIN + column * WIDTH, len(text) * WIDTH
+        x = MARGIN + column * WIDTH
+        width = len(text) * WIDTH
         if back:
-            boxes.append(f'<rect x="{x:.1f}" y="-13.5" width="{width:.1f}" height="{HEIGHT}" fill="{back}"/>')
+            boxes.append(
+                f'<rect x="{x:.1f}" y="-13.5" width="{width:.1f}" height="{HEIGHT}" fill="{back}"/>'
+            )
         if text.strip():
             fill = "" if color == INK else f' fill="{color}"'
-            texts.append(f'<text x="{x:.1f}" textLength="{width:.1f}"{fill}>{html.escape(text)}</text>')
+            texts.append(
+                f'<text x="{x:.1f}" textLength="{width:.1f}"{fill}>{html.escape(text)}</text>'
+            )
         column += len(text)
     return "".join(boxes + texts)
 
@@ -107,8 +130,10 @@ def drawn(row: Row) -> str:
 def animation(frames: list[tuple[float, list[Row]]], title: str) -> str:
     """An SVG whose frames stand side by side and are moved into view one after the other; each row is defined once."""
     names: dict[Row, str] = {}
-    groups, total = [], frames[-1][0] + LAST
-    width, height = COLUMNS * WIDTH + 2 * MARGIN, ROWS * HEIGHT + 2 * MARGIN
+    groups = []
+    total = frames[-1][0] + LAST
+    width = COLUMNS * WIDTH + 2 * MARGIN
+    height = ROWS * HEIGHT + 2 * MARGIN
     for number, (_, rows) in enumerate(frames):
         uses = [
             f'<use href="#{names.setdefault(row, f"r{len(names)}")}" y="{MARGIN + 14 + place * HEIGHT}"/>'
@@ -135,7 +160,9 @@ def animation(frames: list[tuple[float, list[Row]]], title: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--line", action="append", required=True, help="what is typed, a line each")
     parser.add_argument("words", nargs="+", help="flags of drafttrain chat, after --")

@@ -65,7 +65,13 @@ def rows(heading: tuple[str, ...], lines: Iterator[tuple[object, ...]]) -> str:
 
 def keys(settings: type, prefix: str = "") -> Iterator[tuple[object, ...]]:
     for name, wanted, default, meaning in table(settings):
-        shown = str(default).lower() if isinstance(default, bool) else "" if default in ("", {}) else default
+        shown = (
+            str(default).lower()
+            if isinstance(default, bool)
+            else ""
+            if default in ("", {})
+            else default
+        )
         yield f"`{prefix}{name}`", wanted, shown, meaning
 
 
@@ -76,7 +82,9 @@ def meanings(config: type) -> dict[str, str]:
         if not base.__module__.startswith("drafttrain."):
             continue
         text = " ".join(inspect.cleandoc(base.__doc__ or "").partition("Attributes:")[2].split())
-        parts = re.split(r"(?:^|(?<=[.;)])) ?((?:\w+, )*\w+): ", text)  # "names: meaning. names: meaning."
+        parts = re.split(
+            r"(?:^|(?<=[.;)])) ?((?:\w+, )*\w+): ", text
+        )  # "names: meaning. names: meaning."
         for names, meaning in zip(parts[1::2], parts[2::2], strict=True):
             found |= dict.fromkeys(names.split(", "), meaning.strip().rstrip(";."))
     return found
@@ -84,19 +92,31 @@ def meanings(config: type) -> dict[str, str]:
 
 def following(config: type) -> set[str]:
     """The fields whose default is the target's."""
-    shapes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 1e4}
+    shapes = {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rope_theta": 1e4,
+    }
     target = MagicMock(hidden_size=64, config=SimpleNamespace(**shapes), layers=[SimpleNamespace()])
     return {*config.shapes(target, {}), config.width_field}  # type: ignore[attr-defined]
 
 
 def options(kind: str) -> Iterator[tuple[object, ...]]:
     config = kind_class(kind).config_class  # type: ignore[attr-defined]
-    said, from_target = meanings(config), following(config)
+    said = meanings(config)
+    from_target = following(config)
     for name, wanted in kinds_of(config).items():
         if name not in ("vocab_size", "loss", "target", "target_layer"):
             inherited = name in from_target or name == "rope_theta"  # which rope_parameters hold
             default = "the target's" if inherited else getattr(config, name, "")
-            default = str(default).lower() if isinstance(default, bool) else "" if default in ((), {}) else default
+            default = (
+                str(default).lower()
+                if isinstance(default, bool)
+                else ""
+                if default in ((), {})
+                else default
+            )
             yield f"`drafter.{name}`", rule(wanted), default, said.get(name, "")
 
 
@@ -111,7 +131,11 @@ def flags(command: str) -> Iterator[tuple[object, ...]]:
         if action.choices is not None:
             wanted = f"one of {', '.join(map(str, action.choices))}"
         default = (
-            "required" if action.required else "" if action.nargs == 0 or action.default in ([], ()) else action.default
+            "required"
+            if action.required
+            else ""
+            if action.nargs == 0 or action.default in ([], ())
+            else action.default
         )
         if default == sys.executable:
             default = "this interpreter"
@@ -135,9 +159,19 @@ def config_page() -> str:
 def cli_page() -> str:
     parts = [CLI]
     for command, (_, summary) in COMMANDS.items():
-        parts += [f"## drafttrain {command}\n\n{summary[0].upper()}{summary[1:]}.\n", rows(FOUR, flags(command))]
-    formats = [(f"`{kind}`", *line.split(maxsplit=0)) for kind in shipped_kinds() for line in format_lines(kind)]
-    parts += ["## Formats of export\n", rows(("kind", "formats: what is written (engines)"), iter(formats))]
+        parts += [
+            f"## drafttrain {command}\n\n{summary[0].upper()}{summary[1:]}.\n",
+            rows(FOUR, flags(command)),
+        ]
+    formats = [
+        (f"`{kind}`", *line.split(maxsplit=0))
+        for kind in shipped_kinds()
+        for line in format_lines(kind)
+    ]
+    parts += [
+        "## Formats of export\n",
+        rows(("kind", "formats: what is written (engines)"), iter(formats)),
+    ]
     read = [(f"`{kind}`", shipping(kind).reads) for kind in shipped_kinds() if shipping(kind).reads]
     parts += ["## Forms that import reads\n", rows(("kind", "form"), iter(read))]
     return "\n".join(parts)

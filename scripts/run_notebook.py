@@ -13,7 +13,9 @@ import io
 import json
 from pathlib import Path
 
-MOST_LINES, MOST_WIDTH = 14, 160  # of a cell's stored output
+# of a cell's stored output
+MOST_LINES = 14
+MOST_WIDTH = 160
 
 
 def run_cell(source: str, names: dict[str, object]) -> str:
@@ -32,7 +34,10 @@ def run_cell(source: str, names: dict[str, object]) -> str:
 
 def shorten(text: str) -> str:
     """The first and last lines of an output, each cut to MOST_WIDTH."""
-    lines = [line if len(line) <= MOST_WIDTH else f"{line[: MOST_WIDTH - 3]}..." for line in text.splitlines()]
+    lines = [
+        line if len(line) <= MOST_WIDTH else f"{line[: MOST_WIDTH - 3]}..."
+        for line in text.splitlines()
+    ]
     if len(lines) > MOST_LINES:
         lines = [*lines[: MOST_LINES // 2], "...", *lines[-MOST_LINES // 2 :]]
     return "\n".join(lines)
@@ -47,7 +52,9 @@ def run(path: Path, replaced: dict[str, object], write: bool = False) -> dict[st
         text = shorten(run_cell("".join(cell["source"]), names))
         if number == 1:
             if unknown := replaced.keys() - names.keys():
-                raise SystemExit(f"{path}: the first code cell assigns no {', '.join(sorted(unknown))}")
+                raise SystemExit(
+                    f"{path}: the first code cell assigns no {', '.join(sorted(unknown))}"
+                )
             names |= replaced
         output = {"name": "stdout", "output_type": "stream", "text": text.splitlines(keepends=True)}
         cell |= {"execution_count": number, "outputs": [output] if text else []}

@@ -22,9 +22,11 @@ from tests.inference import fakes  # noqa: E402
 from tests.inference import test_every_family as every  # noqa: E402
 
 PAGE = ROOT / "docs" / "targets.md"
-BEGIN, END = "<!-- families: written by scripts/target_table.py -->\n", "<!-- end of families -->\n"
+BEGIN = "<!-- families: written by scripts/target_table.py -->\n"
+END = "<!-- end of families -->\n"
 _KNOWN = {model_type: name for name, (model_type, _) in {**fakes.FAMILIES, **fakes.OWN}.items()}
-_PACKED, _UNBUILT = "packed trees", "not tried: no tiny model of these sizes"
+_PACKED = "packed trees"
+_UNBUILT = "not tried: no tiny model of these sizes"
 
 
 def outcome(model_type: str) -> str:
@@ -53,10 +55,19 @@ def table() -> str:
     """The table, families of one outcome in a row; bold ones are compared with transformers token by token."""
     found = defaultdict(list)
     for model_type in sorted({*every.FAMILIES, *_KNOWN}):
-        found[outcome(model_type)].append(f"**{model_type}**" if model_type in _KNOWN else model_type)
-    order = sorted(found, key=lambda key: (key != _PACKED, key == _UNBUILT, "refused" in key, -len(found[key])))
+        found[outcome(model_type)].append(
+            f"**{model_type}**" if model_type in _KNOWN else model_type
+        )
+    order = sorted(
+        found, key=lambda key: (key != _PACKED, key == _UNBUILT, "refused" in key, -len(found[key]))
+    )
     lines = [f"| {key} | {len(found[key])} | {', '.join(found[key])} |" for key in order]
-    return "\n".join(("| decoding | count | model types of transformers |", "| --- | --- | --- |", *lines)) + "\n"
+    return (
+        "\n".join(
+            ("| decoding | count | model types of transformers |", "| --- | --- | --- |", *lines)
+        )
+        + "\n"
+    )
 
 
 def main() -> None:

@@ -10,8 +10,10 @@ import json
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-MATRIX, PAGE = ROOT / "eval" / "results" / "verify_matrix.json", ROOT / "docs" / "serving.md"
-BEGIN, END = "<!-- verify_table.py: begin -->\n", "<!-- verify_table.py: end -->\n"
+MATRIX = ROOT / "eval" / "results" / "verify_matrix.json"
+PAGE = ROOT / "docs" / "serving.md"
+BEGIN = "<!-- verify_table.py: begin -->\n"
+END = "<!-- verify_table.py: end -->\n"
 DROPPED = ("tokens", "files", "common_prefix")  # of an engine or our decoder
 
 
@@ -20,7 +22,13 @@ def gathered(files: list[str]) -> dict:
     runs = []
     for file in files:
         found = json.loads(Path(file).read_text())
-        runs.append({key: value for key, value in found.items() if key not in ("ours", "vllm", "llama_cpp", *DROPPED)})
+        runs.append(
+            {
+                key: value
+                for key, value in found.items()
+                if key not in ("ours", "vllm", "llama_cpp", *DROPPED)
+            }
+        )
         runs[-1].pop("transformers", None)
     return {"runs": runs}
 
@@ -51,7 +59,9 @@ def table(matrix: dict) -> str:
         rows = [row for kind, row in parts if kind == size]
         for kind in sorted({row["kind"] for row in rows}):
             cells = {row["engine"]: cell(row) for row in rows if row["kind"] == kind}
-            lines.append(f"| `{kind}`, {size} | {' | '.join(cells.get(engine, '-') for engine in releases)} |")
+            lines.append(
+                f"| `{kind}`, {size} | {' | '.join(cells.get(engine, '-') for engine in releases)} |"
+            )
     return "\n".join(lines) + "\n"
 
 
@@ -62,7 +72,9 @@ def page(matrix: dict) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("files", nargs="*", help="written by drafttrain verify --engine all")
     if files := parser.parse_args().files:
         MATRIX.write_text(json.dumps(gathered(files), indent=1) + "\n")

@@ -53,14 +53,19 @@ def make_tokenizer(vocab_size: int = 300) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|im_end|>"
+        tokenizer_object=tokenizer,
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        pad_token="<|im_end|>",
     )
     fast.add_tokens([f"<unused{i}>" for i in range(vocab_size - len(fast))])
     fast.chat_template = CHAT_TEMPLATE
     return fast
 
 
-def make_target(layers: int = 4, hidden: int = 32, vocab_size: int = 300, seed: int = 0, **overrides) -> Target:
+def make_target(
+    layers: int = 4, hidden: int = 32, vocab_size: int = 300, seed: int = 0, **overrides
+) -> Target:
     """A tiny random Llama in float32 with peaked logits, so that greedy choices have no near ties."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -25,7 +25,8 @@ from tests.drafters.test_eagle3 import make_drafter
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     """A folder with a target, an untrained drafter, and a log of 24 answers."""
-    place, target = tmp_path_factory.mktemp("served"), make_target()
+    place = tmp_path_factory.mktemp("served")
+    target = make_target()
     target.model.save_pretrained(place / "target")
     target.tokenizer.save_pretrained(place / "target")
     drafter = make_drafter(target, ttt_steps=2)
@@ -66,13 +67,16 @@ def verdicts(monkeypatch, *ratios: tuple[float, float]) -> None:
 @pytest.mark.thorough
 def test_a_better_version_serves_and_text_stays(served, tmp_path, capsys, plenty, monkeypatch):
     verdicts(monkeypatch, (1.1, 1.2))
-    output, target = tmp_path / "out", make_target()
+    output = tmp_path / "out"
+    target = make_target()
     before = {path.name: path.read_bytes() for path in (served / "drafter").iterdir()}
     found = once(served, output, capsys)
     (record,) = found["rounds"]
     assert record["verdict"] == "better" and record["steps"] > 0
     assert found["read"] == 24 and record["new"] + record["judges"] == 24 and record["judges"] >= 4
-    assert os.readlink(output / "current") == "version-0001" and found["serving"].endswith("version-0001")
+    assert os.readlink(output / "current") == "version-0001" and found["serving"].endswith(
+        "version-0001"
+    )
     assert json.loads((output / "version-0001" / "adapted.json").read_text())["answers"] == 24
     assert json.loads((output / "current" / "decoding.json").read_text()) == {"tree": "chain:2"}
     assert stat.S_IMODE((output / "state.jsonl").stat().st_mode) == 0o600
@@ -80,11 +84,19 @@ def test_a_better_version_serves_and_text_stays(served, tmp_path, capsys, plenty
     passes = []
     for name in (served / "drafter", output / "current"):
         made = [
-            generate(target, LatestDrafter(str(name), target).get(), row["prompt_token_ids"], max_new_tokens=20)
+            generate(
+                target,
+                LatestDrafter(str(name), target).get(),
+                row["prompt_token_ids"],
+                max_new_tokens=20,
+            )
             for row in map(json.loads, (served / "log.jsonl").read_text().splitlines()[:8])
         ]
         passes.append(sum(it.stats.target_passes for it in made))
-        logged = [json.loads(line)["token_ids"] for line in (served / "log.jsonl").read_text().splitlines()[:8]]
+        logged = [
+            json.loads(line)["token_ids"]
+            for line in (served / "log.jsonl").read_text().splitlines()[:8]
+        ]
         assert [it.tokens for it in made] == logged
     assert passes[1] < passes[0]  # answers that it has trained on
     again = once(served, output, capsys)
@@ -92,8 +104,11 @@ def test_a_better_version_serves_and_text_stays(served, tmp_path, capsys, plenty
 
 
 @pytest.mark.thorough
-def test_swaps_follow_the_verdict_and_the_disk_is_bounded(served, tmp_path, capsys, plenty, monkeypatch):
-    output, log = tmp_path / "out", tmp_path / "log.jsonl"
+def test_swaps_follow_the_verdict_and_the_disk_is_bounded(
+    served, tmp_path, capsys, plenty, monkeypatch
+):
+    output = tmp_path / "out"
+    log = tmp_path / "log.jsonl"
     verdicts(monkeypatch, (0.9, 1.1), (0.9, 1.1), (0.8, 0.9), (1.1, 1.2))
     lines = (served / "log.jsonl").read_text().splitlines(keepends=True)
     given = (f"--log={log}", "--keep=1", "--passes=1")
@@ -104,7 +119,9 @@ def test_swaps_follow_the_verdict_and_the_disk_is_bounded(served, tmp_path, caps
         rounds = once(served, output, capsys, *given)["rounds"]
         state = json.loads((output / "state.jsonl").read_text().splitlines()[0])
         versions = sorted(path.name for path in output.glob("version-*"))
-        seen.append((rounds[0]["verdict"], (output / "current").resolve().name, state["trial"], versions))
+        seen.append(
+            (rounds[0]["verdict"], (output / "current").resolve().name, state["trial"], versions)
+        )
         (output / "version-9000").mkdir(exist_ok=True)  # somebody else's
     assert seen == [
         ("undecided", "drafter", "version-0001", ["version-0001"]),
@@ -131,8 +148,12 @@ def test_what_a_killed_process_leaves_is_completed(served, tmp_path, capsys, ple
     (output / ".partial").mkdir()
     capsys.readouterr()
     found = once(served, output, capsys)
-    assert found["read"] == 24 and [it["version"] for it in found["rounds"]] == ["version-0002"]  # the round runs again
-    assert not (output / ".partial").exists() and (output / "current").resolve().name == "version-0002"
+    assert found["read"] == 24 and [it["version"] for it in found["rounds"]] == [
+        "version-0002"
+    ]  # the round runs again
+    assert (
+        not (output / ".partial").exists() and (output / "current").resolve().name == "version-0002"
+    )
 
 
 @pytest.mark.thorough
@@ -210,7 +231,8 @@ def test_allowance_grows_with_time_is_saved_for_hours_and_half_is_kept_for_a_fal
 
 
 def test_a_server_follows_the_link_and_keeps_what_does_not_load(served, tmp_path, caplog):
-    target, link = make_target(), tmp_path / "current"
+    target = make_target()
+    link = tmp_path / "current"
     shutil.copytree(served / "drafter", tmp_path / "one")
     shutil.copytree(served / "drafter", tmp_path / "two")
     link.symlink_to("one")
@@ -234,11 +256,14 @@ def test_a_server_follows_the_link_and_keeps_what_does_not_load(served, tmp_path
 @pytest.mark.slow
 def test_killed_at_any_moment_nothing_is_lost(served, tmp_path, capsys):
     """kill -9 after growing times; then the folder loads, and a last run reads every line exactly once."""
-    output, command = tmp_path / "out", [sys.executable, "-m", "drafttrain"]
+    output = tmp_path / "out"
+    command = [sys.executable, "-m", "drafttrain"]
     more = [*words(served, output, "--every=4", "--passes=2")]
     more.remove("--once")
     for i in range(6):
-        process = subprocess.Popen([*command, *more], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [*command, *more], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         until = time.monotonic() + 60
         while not (output / "state.jsonl").exists() and time.monotonic() < until:
             time.sleep(0.05)

@@ -35,8 +35,11 @@ def ids_of(target, text):
 
 
 def test_a_loaded_model_works_and_stays_usable(tiny):
-    model, tokenizer = tiny.model, tiny.tokenizer
-    out = generate(model, TEXT, drafter="ngram", tokenizer=tokenizer, tree="dynamic:3,4,8", max_new_tokens=20)
+    model = tiny.model
+    tokenizer = tiny.tokenizer
+    out = generate(
+        model, TEXT, drafter="ngram", tokenizer=tokenizer, tree="dynamic:3,4,8", max_new_tokens=20
+    )
     assert out.tokens == hf_greedy(model, ids_of(tiny, TEXT), 20)
     assert out.text == tokenizer.decode(out.tokens, skip_special_tokens=True)
     assert (out.stats.new_tokens, out.stats.finish) == (20, "length")
@@ -48,7 +51,9 @@ def test_forms_of_prompts(tiny):
     for prompt in (ids, torch.tensor(ids), tiny.tokenizer(TEXT)):
         assert generate(tiny, prompt, max_new_tokens=6).tokens == want.tokens
     chat = generate(tiny, CHAT, max_new_tokens=6).tokens
-    rendered = tiny.tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    rendered = tiny.tokenizer.apply_chat_template(
+        CHAT, add_generation_prompt=True, return_dict=False
+    )
     assert chat == generate(tiny, rendered, max_new_tokens=6).tokens
     several = [TEXT, CHAT, ids[:3]]
     alone = [generate(tiny, prompt, max_new_tokens=6).tokens for prompt in several]
@@ -77,12 +82,19 @@ def test_names_of_models_and_drafters(target_dir, target, tmp_path):
     assert out.tokens == want.tokens
     assert max(out.stats.offered) == 2
     loaded = load_drafter(f"{name}+ngram", target)
-    assert generate(target, TEXT, loaded, tree="dynamic:3,3,8", max_new_tokens=8).tokens == want.tokens
+    assert (
+        generate(target, TEXT, loaded, tree="dynamic:3,3,8", max_new_tokens=8).tokens == want.tokens
+    )
 
 
 def test_sampling_takes_a_seed(tiny):
     def texts(seed):
-        return [out.text for out in generate(tiny, [TEXT] * 4, "ngram", temperature=1.0, max_new_tokens=8, seed=seed)]
+        return [
+            out.text
+            for out in generate(
+                tiny, [TEXT] * 4, "ngram", temperature=1.0, max_new_tokens=8, seed=seed
+            )
+        ]
 
     first = texts(3)
     assert first == texts(3)
@@ -97,7 +109,9 @@ def test_stop_strings_end_the_text_wherever_they_begin(tiny, tree):
     for begin in range(0, len(whole.text) - 3, 9):
         stop = whole.text[begin : begin + 3]
         place = whole.text.index(stop)
-        out = generate(tiny, TEXT, "ngram", tree=tree, max_new_tokens=30, stop=["never there", stop])
+        out = generate(
+            tiny, TEXT, "ngram", tree=tree, max_new_tokens=30, stop=["never there", stop]
+        )
         assert out.text == whole.text[:place]
         assert out.stats.finish == "stop" and out.stats.ended
         assert out.tokens == whole.tokens[: len(out.tokens)]
@@ -112,10 +126,15 @@ def test_kinds_of_request_that_are_switched_off(target, tmp_path):
     make_drafter(target).save_pretrained(tmp_path / "drafter")
     (tmp_path / "drafter" / "decoding.json").write_text('{"tree": "chain:2", "off": ["poetry"]}')
     drafter = str(tmp_path / "drafter")
-    off, on = generate(target, [TEXT, TEXT], drafter, max_new_tokens=12, category=["poetry", "code"])
+    off, on = generate(
+        target, [TEXT, TEXT], drafter, max_new_tokens=12, category=["poetry", "code"]
+    )
     assert off.tokens == on.tokens
     assert off.stats.draft_seconds == 0.0 < on.stats.draft_seconds
-    assert generate(target, TEXT, drafter, max_new_tokens=12, category="poetry").stats.draft_seconds == 0.0
+    assert (
+        generate(target, TEXT, drafter, max_new_tokens=12, category="poetry").stats.draft_seconds
+        == 0.0
+    )
     with pytest.raises(UserError, match="category has 1 entries for 2 prompts"):
         generate(target, [TEXT, TEXT], drafter, category=["poetry"])
     (tmp_path / "drafter" / "decoding.json").write_text('{"tree": "chain:2", "off": "poetry"}')
@@ -136,7 +155,8 @@ def test_characters_that_span_tokens_appear_whole():
     written = "a€ü\n\nb"
     ids = tokenizer(written).input_ids
     assert len(ids) > len(written)
-    text, pieces = TextStream(tokenizer), []
+    text = TextStream(tokenizer)
+    pieces = []
     for token in ids:
         assert text.push([token]) == 1
         pieces.append(text.take())
@@ -148,7 +168,8 @@ def test_characters_that_span_tokens_appear_whole():
 
 def test_what_may_become_a_stop_string_waits():
     tokenizer = make_tokenizer()
-    text, pieces = TextStream(tokenizer, ["\n\n", "END"]), []
+    text = TextStream(tokenizer, ["\n\n", "END"])
+    pieces = []
     for token in tokenizer("x\ny\nEN z\n\nw").input_ids:
         assert text.push([token]) == 1
         pieces.append(text.take())
@@ -192,19 +213,30 @@ def make_tokenizer_without_template():
 
 
 def test_importing_the_package_loads_no_library():
-    subprocess.run([sys.executable, "-c", "import sys, drafttrain; assert 'torch' not in sys.modules"], check=True)
+    subprocess.run(
+        [sys.executable, "-c", "import sys, drafttrain; assert 'torch' not in sys.modules"],
+        check=True,
+    )
 
 
 def test_evaluate_gives_the_results_of_the_command(target_dir, tmp_path):
-    (tmp_path / "suite.jsonl").write_text('{"question_id": "a", "category": "chat", "turns": ["Hello there"]}\n')
-    options = {"suite": str(tmp_path / "suite.jsonl"), "dtype": "float32", "max_new_tokens": 8, "tree": "chain:2"}
+    (tmp_path / "suite.jsonl").write_text(
+        '{"question_id": "a", "category": "chat", "turns": ["Hello there"]}\n'
+    )
+    options = {
+        "suite": str(tmp_path / "suite.jsonl"),
+        "dtype": "float32",
+        "max_new_tokens": 8,
+        "tree": "chain:2",
+    }
     results = evaluate(str(target_dir), "ngram", tmp_path / "r.json", baselines="none", **options)
     assert results["command"][:3] == ["drafttrain", "eval", f"--target={target_dir}"]
     assert "--drafter=ngram" in results["command"]
     assert results["kind"] == "ngram" and results["overall"]["prompts"] == 1
     assert results == json.loads((tmp_path / "r.json").read_text())
     with pytest.raises(
-        UserError, match="evaluate: colour= is no option of it; there are target, drafter, output, tokenizer"
+        UserError,
+        match="evaluate: colour= is no option of it; there are target, drafter, output, tokenizer",
     ):
         evaluate(str(target_dir), "ngram", tmp_path / "r.json", colour="red")
     with pytest.raises(UserError, match="evaluate: --limit='few' must be a whole number from 1"):

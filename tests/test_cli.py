@@ -42,7 +42,9 @@ def test_alone_it_shows_the_pipeline(capsys):
 
 
 def test_it_runs_as_a_module():
-    done = subprocess.run([sys.executable, "-m", "drafttrain", "--version"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "drafttrain", "--version"], capture_output=True, text=True
+    )
     assert done.returncode == 0 and done.stdout.startswith("drafttrain ")
 
 
@@ -56,7 +58,9 @@ def test_types_of_gguf_files_are_those_that_are_written():
 
 
 def flags_of(command: str) -> argparse.ArgumentParser:
-    every = next(a for a in command_parser([command])._actions if isinstance(a, argparse._SubParsersAction))
+    every = next(
+        a for a in command_parser([command])._actions if isinstance(a, argparse._SubParsersAction)
+    )
     return every.choices[command]
 
 
@@ -67,7 +71,9 @@ def test_help_shows_defaults_and_follows_columns(command, monkeypatch):
     shown = " ".join(parser.format_help().split())
     for action in parser._actions:
         if action.option_strings and isinstance(action.default, int | float) and action.nargs != 0:
-            assert f"(default: {action.default}" in shown or "default" in (action.help or ""), action.option_strings
+            assert f"(default: {action.default}" in shown or "default" in (action.help or ""), (
+                action.option_strings
+            )
         assert not action.option_strings or action.help, f"{action.option_strings} has no help"
     monkeypatch.setenv("COLUMNS", "60")
     options = parser.format_help().partition("\noptions:")[2]
@@ -90,7 +96,10 @@ def test_help_of_train_lists_the_keys(monkeypatch):
         ("--max-steps=4 kind=medusa", ["max_steps=4", "kind=medusa"]),
         ("a=1 --bf16 --packing loss=kl", ["a=1", "bf16=true", "packing=true", "loss=kl"]),
         ("--max_steps -1 --drafter.ttt_steps 3", ["max_steps=-1", "drafter.ttt_steps=3"]),
-        ("--quiet max_steps=4 --json --learning-rate 1e-4 seed=0", ["max_steps=4", "learning_rate=1e-4", "seed=0"]),
+        (
+            "--quiet max_steps=4 --json --learning-rate 1e-4 seed=0",
+            ["max_steps=4", "learning_rate=1e-4", "seed=0"],
+        ),
     ],
 )
 def test_keys_of_train_may_be_written_as_flags(words, overrides):
@@ -100,7 +109,10 @@ def test_keys_of_train_may_be_written_as_flags(words, overrides):
 
 
 def test_a_near_miss_of_a_command_is_named(capsys):
-    assert main(["trian"]) == 2 and "unknown command 'trian'; did you mean train" in capsys.readouterr().err
+    assert (
+        main(["trian"]) == 2
+        and "unknown command 'trian'; did you mean train" in capsys.readouterr().err
+    )
     assert main(["xyzzy"]) == 2 and "known: fetch, prompts" in capsys.readouterr().err
 
 
@@ -112,7 +124,8 @@ _shtab_drafttrain; echo "${COMPREPLY[@]}"
 
 
 @pytest.mark.parametrize(
-    ("words", "found"), [("ev", "eval"), ("eval --temp", "--temperature"), ("generate --backend ex", "existing")]
+    ("words", "found"),
+    [("ev", "eval"), ("eval --temp", "--temperature"), ("generate --backend ex", "existing")],
 )
 def test_bash_completes(words, found, capsys):
     pytest.importorskip("shtab")

@@ -18,8 +18,12 @@ def write(tmp_path, text):
 
 
 def test_overrides_reach_inside_and_read_numbers_as_people_write_them(tmp_path):
-    path = write(tmp_path, GOOD + "drafter:\n  ttt_steps: 4\n  draft_vocab_size: 8\nlearning_rate: 1e-3\n")
-    config = load_config(path, ["drafter.ttt_steps=3", "learning_rate=3e-3", "max_steps=7", "max_minutes=2"], KEYS)
+    path = write(
+        tmp_path, GOOD + "drafter:\n  ttt_steps: 4\n  draft_vocab_size: 8\nlearning_rate: 1e-3\n"
+    )
+    config = load_config(
+        path, ["drafter.ttt_steps=3", "learning_rate=3e-3", "max_steps=7", "max_minutes=2"], KEYS
+    )
     assert config.drafter == {"ttt_steps": 3, "draft_vocab_size": 8}
     assert config.trainer == {"learning_rate": 3e-3, "max_steps": 7}
     assert config.max_minutes == 2.0
@@ -28,7 +32,11 @@ def test_overrides_reach_inside_and_read_numbers_as_people_write_them(tmp_path):
 @pytest.mark.parametrize(
     ("text", "overrides", "message"),
     [
-        (GOOD + "learning_rat: 1\n", [], "unknown config key 'learning_rat'.*did you mean learning_rate"),
+        (
+            GOOD + "learning_rat: 1\n",
+            [],
+            "unknown config key 'learning_rat'.*did you mean learning_rate",
+        ),
         (GOOD, ["knid=eagle3"], "unknown config key 'knid'.*did you mean kind"),
         ("target: t\ndata: d\n", [], "config key 'output_dir' is missing.*output_dir=..."),
         (GOOD, ["max_steps"], "override 'max_steps' is not of the form key=value"),
@@ -53,4 +61,8 @@ def test_a_missing_recipe_is_named(tmp_path):
 
 
 def test_override_words():
-    assert parse_overrides(["a.b=1", "a.c=x", "d=true", "e="]) == {"a": {"b": 1, "c": "x"}, "d": True, "e": ""}
+    assert parse_overrides(["a.b=1", "a.c=x", "d=true", "e="]) == {
+        "a": {"b": 1, "c": "x"},
+        "d": True,
+        "e": "",
+    }

@@ -23,7 +23,11 @@ PASSWORD = "pa55word-of-mine"
 def check_nothing_leaks(folder: Path, capsys: pytest.CaptureFixture) -> str:
     printed = capsys.readouterr()
     texts = {"output": printed.out + printed.err}
-    texts |= {str(path): path.read_bytes().decode(errors="replace") for path in folder.rglob("*") if path.is_file()}
+    texts |= {
+        str(path): path.read_bytes().decode(errors="replace")
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
     for name, text in texts.items():
         for secret in (*SECRETS.values(), PASSWORD):
             assert secret not in text, f"{name}: {text[:500]}"
@@ -39,10 +43,22 @@ def secrets(monkeypatch, tmp_path):
 
 @pytest.mark.thorough
 def test_a_load_test_records_the_server_without_its_password(tmp_path, capsys, monkeypatch):
-    (tmp_path / "suite.jsonl").write_text('{"question_id": "a", "category": "chat", "turns": ["Hello"]}\n')
+    (tmp_path / "suite.jsonl").write_text(
+        '{"question_id": "a", "category": "chat", "turns": ["Hello"]}\n'
+    )
     with FakeServer() as server:
         url = server.url.replace("://", f"://me:{PASSWORD}@")
-        command = ["bench-server", "--url", url, "--suite", "suite.jsonl", "--concurrency", "1", "--requests", "2"]
+        command = [
+            "bench-server",
+            "--url",
+            url,
+            "--suite",
+            "suite.jsonl",
+            "--concurrency",
+            "1",
+            "--requests",
+            "2",
+        ]
         more = ["--warm-up", "0", "--api-key-env", "OPENAI_API_KEY", "--output", "server.json"]
         monkeypatch.setattr("sys.argv", ["drafttrain", *command, *more])
         assert main([*command, *more]) == 0
@@ -53,15 +69,25 @@ def test_a_load_test_records_the_server_without_its_password(tmp_path, capsys, m
 
 @pytest.mark.parametrize("command", ["bench-server", "bench-server --model tiny"])
 def test_a_server_that_is_not_there(command, tmp_path, capsys, monkeypatch):
-    (tmp_path / "suite.jsonl").write_text('{"question_id": "a", "category": "chat", "turns": ["Hello"]}\n')
-    words = [*command.split(), "--url", f"http://me:{PASSWORD}@127.0.0.1:9", "--suite", "suite.jsonl"]
+    (tmp_path / "suite.jsonl").write_text(
+        '{"question_id": "a", "category": "chat", "turns": ["Hello"]}\n'
+    )
+    words = [
+        *command.split(),
+        "--url",
+        f"http://me:{PASSWORD}@127.0.0.1:9",
+        "--suite",
+        "suite.jsonl",
+    ]
     assert main(words) == 2
     assert "***@127.0.0.1:9" in check_nothing_leaks(tmp_path, capsys)
 
 
 @pytest.mark.thorough
 def test_generate_from_a_server_that_is_not_there(tmp_path, capsys, target_dir):
-    (tmp_path / "prompts.jsonl").write_text('{"id": "a", "messages": [{"role": "user", "content": "Hello"}]}\n')
+    (tmp_path / "prompts.jsonl").write_text(
+        '{"id": "a", "messages": [{"role": "user", "content": "Hello"}]}\n'
+    )
     words = [
         "generate",
         "--target",

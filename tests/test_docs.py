@@ -74,15 +74,22 @@ class Block(NamedTuple):
 
 
 def blocks(page: Path) -> list[Block]:
-    found = re.finditer(r"(?:<!-- (not \w+: [^>]+?) -->\n)?^( *)```(.*)\n((?s:.*?))^\2```", page.read_text(), re.M)
-    return [Block(m[3].strip(), textwrap.dedent(m[4]), m[1] or "", f"{page.name}: {m[4][:60]!r}") for m in found]
+    found = re.finditer(
+        r"(?:<!-- (not \w+: [^>]+?) -->\n)?^( *)```(.*)\n((?s:.*?))^\2```", page.read_text(), re.M
+    )
+    return [
+        Block(m[3].strip(), textwrap.dedent(m[4]), m[1] or "", f"{page.name}: {m[4][:60]!r}")
+        for m in found
+    ]
 
 
 def commands(text: str) -> Iterator[list[str]]:
     """The words of each command of a block, also behind `|` and `&&`, without `A=b` before it and comments."""
     for line in text.replace("\\\n", " ").splitlines():
         line = re.sub(r" [<>] \S+", "", line)
-        for _, part in itertools.groupby(shlex.split(line, comments=True), key=lambda word: word in ("|", "&&", ";")):
+        for _, part in itertools.groupby(
+            shlex.split(line, comments=True), key=lambda word: word in ("|", "&&", ";")
+        ):
             words = list(itertools.dropwhile(re.compile(r"[A-Z_]+=.*").fullmatch, part))
             if words and words[0] not in ("|", "&&", ";"):
                 yield words
@@ -104,16 +111,26 @@ def check_command(words: list[str]) -> None:
         if rest[0] == "-m":
             name, *rest = rest[1:]
             if name.startswith("drafttrain"):
-                return check_command([*{"drafttrain.train": ["drafttrain", "train"]}.get(name, ["drafttrain"]), *rest])
+                return check_command(
+                    [
+                        *{"drafttrain.train": ["drafttrain", "train"]}.get(name, ["drafttrain"]),
+                        *rest,
+                    ]
+                )
             assert (
-                name in ("pip", "venv", "pytest", "http") or (ROOT / name.replace(".", "/")).with_suffix(".py").exists()
+                name in ("pip", "venv", "pytest", "http")
+                or (ROOT / name.replace(".", "/")).with_suffix(".py").exists()
             )
             return None
         if rest[0] == "drafttrain/train.py":
             return check_command(["drafttrain", "train", *rest[1:]])
         assert (ROOT / rest[0]).is_file(), f"{rest[0]} does not exist"
         source = (ROOT / rest[0]).read_text() + (ROOT / "eval/benchmark.py").read_text()
-        missing = [word for word in rest[1:] if word.startswith("--") and word.partition("=")[0] not in source]
+        missing = [
+            word
+            for word in rest[1:]
+            if word.startswith("--") and word.partition("=")[0] not in source
+        ]
         assert not missing, f"{rest[0]} has no {missing}"
         return None
     if program.startswith("drafttrain/"):
@@ -133,16 +150,27 @@ def check_flags(words: list[str]) -> None:
         return None
     parser = command_parser([name])
     if any(map(is_left_out, rest)):
-        known = next(each for each in parser._actions if each.dest == "command").choices[name]._option_string_actions
+        known = (
+            next(each for each in parser._actions if each.dest == "command")
+            .choices[name]
+            ._option_string_actions
+        )
         ours = rest[: rest.index("--")] if "--" in rest else rest
-        missing = [word for word in ours if word.startswith("--") and word.partition("=")[0] not in known]
+        missing = [
+            word for word in ours if word.startswith("--") and word.partition("=")[0] not in known
+        ]
         assert not missing, f"drafttrain {name} has no {missing}"
         return None
     for word in rest:  # flags that name a file want one
-        if re.fullmatch(r"[\w./-]+\.(json|jsonl|txt|yaml)|RECIPE", word) and not (ROOT / word).is_file():
+        if (
+            re.fullmatch(r"[\w./-]+\.(json|jsonl|txt|yaml)|RECIPE", word)
+            and not (ROOT / word).is_file()
+        ):
             Path(word).parent.mkdir(parents=True, exist_ok=True)
             Path(word).touch()
-    args = parser.parse_args([name, *(word.replace("~/vllm/bin/python", sys.executable) for word in rest)])
+    args = parser.parse_args(
+        [name, *(word.replace("~/vllm/bin/python", sys.executable) for word in rest)]
+    )
     if getattr(args, "tree", None) not in (None, "", "auto"):
         for tree in args.tree if isinstance(args.tree, list) else [args.tree]:
             TreeSpec.parse(str(tree))
@@ -152,7 +180,11 @@ def check_flags(words: list[str]) -> None:
             given = [f"{key}=x" for key in ("target", "data", "output_dir")]
             named = {word.partition("=")[0] for word in args.overrides}
             had = set(yaml.safe_load((ROOT / args.config).read_text())) | named
-            load_config(str(ROOT / args.config), [*args.overrides, *(g for g in given if g[:-2] not in had)], keys)
+            load_config(
+                str(ROOT / args.config),
+                [*args.overrides, *(g for g in given if g[:-2] not in had)],
+                keys,
+            )
         else:
             check_keys(parse_overrides(args.overrides))
     return None
@@ -178,7 +210,10 @@ def check_code(text: str) -> None:
 
 def check(block: Block) -> None:
     if block.language not in LANGUAGES:
-        pytest.fail(f"{block.where}: name its language, one of {', '.join(sorted(LANGUAGES))}", pytrace=False)
+        pytest.fail(
+            f"{block.where}: name its language, one of {', '.join(sorted(LANGUAGES))}",
+            pytrace=False,
+        )
     if block.mark.startswith("not checked"):
         return
     try:
@@ -188,7 +223,11 @@ def check(block: Block) -> None:
         elif block.language == "python":
             check_code(block.text)
         elif block.language == "json" and "..." not in block.text:
-            for text in [block.text] if not block.text.lstrip().startswith("{") else [*documents(block.text)]:
+            for text in (
+                [block.text]
+                if not block.text.lstrip().startswith("{")
+                else [*documents(block.text)]
+            ):
                 json.loads(text)
         elif block.language == "yaml":
             recipe = yaml.safe_load(block.text)
@@ -219,13 +258,25 @@ def test_every_block_parses_or_is_marked(page, tmp_path, monkeypatch):
     [
         ("", "x", "name its language"),
         ("bash", "drafttrain evaluate --target x", "no such command"),
-        ("bash", "drafttrain eval --target x --drafter y --output z --tree chain:0", "is not a tree"),
+        (
+            "bash",
+            "drafttrain eval --target x --drafter y --output z --tree chain:0",
+            "is not a tree",
+        ),
         ("bash", "drafttrain generate ... --warm", "has no"),
         ("bash", "python eval/nothing.py", "does not exist"),
         ("bash", "python eval/bench_decode.py --colour", "has no"),
         ("bash", "frobnicate x", "unknown"),
-        ("bash", "drafttrain train configs/smollm2-135m/eagle3.yaml learning_rat=1", "did you mean learning_rate"),
-        ("bash", "accelerate launch --num_processes 2 drafttrain/train.py RECIPE learning_rat=1", "unknown keys"),
+        (
+            "bash",
+            "drafttrain train configs/smollm2-135m/eagle3.yaml learning_rat=1",
+            "did you mean learning_rate",
+        ),
+        (
+            "bash",
+            "accelerate launch --num_processes 2 drafttrain/train.py RECIPE learning_rat=1",
+            "unknown keys",
+        ),
         ("python", "from drafttrain import nothing", "has no nothing"),
         ("python", "print(", "was never closed"),
         ("json", "{'a': 1}", "Expecting property name"),
@@ -241,7 +292,9 @@ def test_a_wrong_block_is_found(language, text, message, tmp_path, monkeypatch):
 
 def test_marks_are_read(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("<!-- not run: needs a GPU -->\n```bash\nls\n```\n\n- item\n\n  ```text\n  x\n  ```\n")
+    page.write_text(
+        "<!-- not run: needs a GPU -->\n```bash\nls\n```\n\n- item\n\n  ```text\n  x\n  ```\n"
+    )
     assert [(one.language, one.text, one.mark) for one in blocks(page)] == [
         ("bash", "ls\n", "not run: needs a GPU"), ("text", "x\n", ""),
     ]  # fmt: skip
@@ -269,7 +322,8 @@ def made(tmp_path_factory):
 def enter(folder: Path, patch: pytest.MonkeyPatch) -> None:
     patch.chdir(folder)
     patch.setattr(
-        "drafttrain.target.fetch.cached_model", lambda name: folder / "target" if name == "smollm2-135m" else None
+        "drafttrain.target.fetch.cached_model",
+        lambda name: folder / "target" if name == "smollm2-135m" else None,
     )
 
 
@@ -282,11 +336,17 @@ def run_block(block: Block, names: dict[str, object]) -> None:
         if words[0] == "drafttrain" and not any(map(is_left_out, words)):
             small = SMALL.get(words[1], [])
             if words[1] == "train":
-                fixed = any(word.startswith("init=") for word in words)  # by the drafter that goes on
+                fixed = any(
+                    word.startswith("init=") for word in words
+                )  # by the drafter that goes on
                 small = (
-                    TRAIN if fixed and "draft_model" in words[2] else [*TRAIN, *OPTIONS.get(Path(words[2]).stem, [])]
+                    TRAIN
+                    if fixed and "draft_model" in words[2]
+                    else [*TRAIN, *OPTIONS.get(Path(words[2]).stem, [])]
                 )
-            first = ["--tree", "chain:2"] if words[1] == "eval" else []  # the page's own comes behind
+            first = (
+                ["--tree", "chain:2"] if words[1] == "eval" else []
+            )  # the page's own comes behind
             assert main([words[1], *first, *words[2:], *small]) == 0, shlex.join(words)
 
 
@@ -348,8 +408,17 @@ def holds(text: str, parts: list[str]) -> bool:
 
 def test_named_pages_exist():
     named = re.compile(r"\b(docs/[\w/-]+\.(?:md|png))(#[\w-]+)?")
-    sources = [path for part in ("drafttrain", "configs", "scripts", "eval") for path in (ROOT / part).rglob("*.*")]
-    for path in [*sources, *(ROOT / "tests").rglob("*.py"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+    sources = [
+        path
+        for part in ("drafttrain", "configs", "scripts", "eval")
+        for path in (ROOT / part).rglob("*.*")
+    ]
+    for path in [
+        *sources,
+        *(ROOT / "tests").rglob("*.py"),
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+    ]:
         if path.suffix in (".py", ".yaml", ".sh", ".md", ".jinja") and path != Path(__file__):
             for page, _ in named.findall(path.read_text()):
                 if page not in OUTPUTS:
@@ -379,4 +448,6 @@ def test_the_site_builds_without_a_warning(tmp_path):
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "true"}
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert (tmp_path / "index.html").is_file() and "doc-heading" in (tmp_path / "reference/api/index.html").read_text()
+    assert (tmp_path / "index.html").is_file() and "doc-heading" in (
+        tmp_path / "reference/api/index.html"
+    ).read_text()

@@ -102,7 +102,13 @@ def home(tmp_path, monkeypatch):
     shutil.copytree(FIXTURES, tmp_path / "home")
     monkeypatch.chdir(tmp_path / "home")
     Path("zero2.json").write_text("{}")
-    recipe = {"kind": "draft_model", "target": "target", "data": "data", "output_dir": "out", "dtype": "float32"}
+    recipe = {
+        "kind": "draft_model",
+        "target": "target",
+        "data": "data",
+        "output_dir": "out",
+        "dtype": "float32",
+    }
     Path("lora.yaml").write_text(
         json.dumps({**recipe, "use_cpu": True, "drafter": {"layers": [0, 4], "lora": {"r": 2}}})
     )
@@ -116,7 +122,10 @@ def test_a_missing_package_is_one_line_that_names_the_extra(home, monkeypatch, c
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
     assert main(words.split()) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert f"needs {package}, which is not installed: pip install 'drafttrain[{EXTRAS[package]}]'" in line
+    assert (
+        f"needs {package}, which is not installed: pip install 'drafttrain[{EXTRAS[package]}]'"
+        in line
+    )
 
 
 def test_a_broken_package_says_why(monkeypatch, tmp_path):
@@ -124,7 +133,10 @@ def test_a_broken_package_says_why(monkeypatch, tmp_path):
     (tmp_path / "wandb" / "__init__.py").write_text("import a_module_that_is_not_there")
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UserError, match=r"report_to needs wandb, which cannot be imported \(No module named 'a_module"):
+    with pytest.raises(
+        UserError,
+        match=r"report_to needs wandb, which cannot be imported \(No module named 'a_module",
+    ):
         require("wandb", "report_to")
 
 
@@ -138,6 +150,13 @@ def test_a_lazy_package_is_the_package():
 def test_a_core_installation_runs_what_needs_no_extra(home):
     blocked = {*EXTRAS, "mooncake", "hs_connectors"}
     script = BLOCKED.format(blocked=blocked, commands=CORE)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "DS_ACCELERATOR": "cpu",
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -33,7 +33,9 @@ def test_json_lines_round_trip_and_incomplete_lines(tmp_path):
     with pytest.raises(UserError, match="not UTF-8 text"):
         list(read_jsonl(path))
     path.write_text('{"a": 1}\n[2]\n')
-    with pytest.raises(UserError, match=r"rows.jsonl line 2: list instead of a JSON object per line"):
+    with pytest.raises(
+        UserError, match=r"rows.jsonl line 2: list instead of a JSON object per line"
+    ):
         list(read_jsonl(path))
     path.write_text('\n{"a"\n')
     with pytest.raises(UserError, match=r"rows.jsonl line 2: not JSON .*; delete it"):
@@ -69,7 +71,9 @@ def test_a_log_continues_after_a_kill(tmp_path):
     log.close()
     assert log.rows == [{"n": 0}, {"n": 2}]
     assert [row for _, row in read_jsonl(path)] == [{"seed": 1}, {"n": 0}, {"n": 2}]
-    with pytest.raises(UserError, match="log was begun with seed=1; use those, or give --overwrite"):
+    with pytest.raises(
+        UserError, match="log was begun with seed=1; use those, or give --overwrite"
+    ):
         JsonlLog(path, {"seed": 2})
 
 
@@ -119,4 +123,7 @@ def test_a_json_file_is_checked_against_its_schema(tmp_path, content, said):
 
 def test_a_json_file_may_begin_with_a_byte_order_mark(tmp_path):
     (tmp_path / "r.json").write_bytes(b'\xef\xbb\xbf{"steps": 2, "more": 1}')
-    assert read_json(tmp_path / "r.json", "recipe", "write it again", Recipe) == {"steps": 2, "more": 1}
+    assert read_json(tmp_path / "r.json", "recipe", "write it again", Recipe) == {
+        "steps": 2,
+        "more": 1,
+    }

@@ -55,15 +55,27 @@ def target():
 
 def name_of(entry):
     return " ".join(
-        str(entry[key]) for key in ("checkpoint", "drafter", "init", "data", "tree", "category") if key in entry
+        str(entry[key])
+        for key in ("checkpoint", "drafter", "init", "data", "tree", "category")
+        if key in entry
     )
 
 
 def check_decoded(target, entry, drafter=None):
     """Tokens and accepted counts of a greedy or a seeded generation."""
-    options = {key: value for key, value in entry.items() if key not in ("drafter", "checkpoint", "tokens", "accepted")}
+    options = {
+        key: value
+        for key, value in entry.items()
+        if key not in ("drafter", "checkpoint", "tokens", "accepted")
+    }
     drafter = drafter or entry["drafter"]
-    made = generate(target, EXPECTED["prompt"], drafter=drafter, max_new_tokens=EXPECTED["max_new_tokens"], **options)
+    made = generate(
+        target,
+        EXPECTED["prompt"],
+        drafter=drafter,
+        max_new_tokens=EXPECTED["max_new_tokens"],
+        **options,
+    )
     assert (made.tokens, made.stats.accepted) == (entry["tokens"], entry["accepted"])
 
 
@@ -97,7 +109,9 @@ def test_a_drafter_keeps_its_kind(target, folder):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("entry", EXPECTED["losses"], ids=name_of)
-def test_a_drafter_is_continued_with_the_weights_and_the_loss_it_had(entry, shared, tmp_path, monkeypatch):
+def test_a_drafter_is_continued_with_the_weights_and_the_loss_it_had(
+    entry, shared, tmp_path, monkeypatch
+):
     """A learning rate of 0 leaves the weights, whose loss on the held-out conversations is that of then."""
     monkeypatch.chdir(shared)
     options = {key: value for key, value in entry.items() if key != "held_out"}
@@ -105,8 +119,12 @@ def test_a_drafter_is_continued_with_the_weights_and_the_loss_it_had(entry, shar
     train(**{**EXPECTED["recipe"], **options, **quiet})
     held_out = read(tmp_path / "training.json")["held_out"]
     # States that are kept are bfloat16; since then their denominators are those of the rounded states.
-    assert {key: held_out[key] for key in entry["held_out"]} == pytest.approx(entry["held_out"], abs=1e-3)
-    saved, before = (load_file(Path(folder, "model.safetensors")) for folder in (tmp_path, entry["init"]))
+    assert {key: held_out[key] for key in entry["held_out"]} == pytest.approx(
+        entry["held_out"], abs=1e-3
+    )
+    saved, before = (
+        load_file(Path(folder, "model.safetensors")) for folder in (tmp_path, entry["init"])
+    )
     torch.testing.assert_close(saved, before, rtol=0, atol=0)
 
 
@@ -116,7 +134,10 @@ def test_a_drafter_is_continued_with_the_weights_and_the_loss_it_had(entry, shar
 def test_a_finished_run_is_not_repeated(home, capsys):
     before = Path("run/model.safetensors").read_bytes()
     train("run.yaml")
-    assert "already trained" in capsys.readouterr().out and Path("run/model.safetensors").read_bytes() == before
+    assert (
+        "already trained" in capsys.readouterr().out
+        and Path("run/model.safetensors").read_bytes() == before
+    )
 
 
 @pytest.mark.thorough
@@ -126,20 +147,33 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(home, capsys):
         Path("run", name).unlink()
     train("run.yaml")
     assert "going on from run/checkpoint-2" in capsys.readouterr().out
-    torch.testing.assert_close(load_file("run/model.safetensors"), load_file(FIXTURES / "run" / "model.safetensors"))
+    torch.testing.assert_close(
+        load_file("run/model.safetensors"), load_file(FIXTURES / "run" / "model.safetensors")
+    )
     logs, before = (
-        [log["loss"] for log in read(root / "run/checkpoint-4/trainer_state.json")["log_history"] if "loss" in log]
+        [
+            log["loss"]
+            for log in read(root / "run/checkpoint-4/trainer_state.json")["log_history"]
+            if "loss" in log
+        ]
         for root in (Path(), FIXTURES)
     )
     assert logs == pytest.approx(before, abs=1e-4) and len(logs) == 4
-    summary, before = read("run/training.json"), read(FIXTURES / "run/training.json")
-    assert summary["best"]["step"] == before["best"]["step"] and summary["config"].items() >= before["config"].items()
+    summary = read("run/training.json")
+    before = read(FIXTURES / "run/training.json")
+    assert (
+        summary["best"]["step"] == before["best"]["step"]
+        and summary["config"].items() >= before["config"].items()
+    )
 
 
 @pytest.mark.thorough
 def test_a_finished_run_is_lengthened(home, capsys):
     train("run.yaml", "max_steps=5")
-    assert "going on from run/checkpoint-4" in capsys.readouterr().out and read("run/training.json")["steps"] == 5
+    assert (
+        "going on from run/checkpoint-4" in capsys.readouterr().out
+        and read("run/training.json")["steps"] == 5
+    )
 
 
 # -- data -------------------------------------------------------------------------------------------------------------
@@ -149,7 +183,10 @@ GENERATE += "--max-length 256 --slots 4 --device cpu --output data"
 
 
 def test_collected_prompts_are_left_alone(home, capsys):
-    assert main(["prompts", "--source", "file", "--input", "chats.jsonl", "--output", "prompts.jsonl"]) == 0
+    assert (
+        main(["prompts", "--source", "file", "--input", "chats.jsonl", "--output", "prompts.jsonl"])
+        == 0
+    )
     assert "made with the same settings" in capsys.readouterr().out
 
 
@@ -178,11 +215,23 @@ def test_stored_states_are_found(home, data, words, capsys):
 
 def test_the_store_of_a_data_set_is_counted_as_before(home):
     assert main(["ngram-store", "--data", "data", "--output", "again.safetensors"]) == 0
-    torch.testing.assert_close(load_file("again.safetensors"), load_file("store.safetensors"), rtol=0, atol=0)
+    torch.testing.assert_close(
+        load_file("again.safetensors"), load_file("store.safetensors"), rtol=0, atol=0
+    )
 
 
 def test_a_data_set_is_prepared_for_the_hub(home, capsys):
-    words = ["--data", "data", "--repo", "some/one", "--prompt-licence", "none", "--dry-run", "--output", "published"]
+    words = [
+        "--data",
+        "data",
+        "--repo",
+        "some/one",
+        "--prompt-licence",
+        "none",
+        "--dry-run",
+        "--output",
+        "published",
+    ]
     assert main(["push-data", *words]) == 0
     assert "dry run" in capsys.readouterr().out and Path("published/README.md").is_file()
 
@@ -203,10 +252,13 @@ def counts(results):
 @pytest.mark.parametrize("name", ["eagle3", "off"])
 def test_an_evaluation_measures_what_it_measured(home, name):
     options = {"tree": "chain:3"} if name == "eagle3" else {}
-    results = evaluate("target", "drafters/eagle3", "again.json", **EVAL, **options, baselines="none")
+    results = evaluate(
+        "target", "drafters/eagle3", "again.json", **EVAL, **options, baselines="none"
+    )
     before = read(f"results/{name}.json")
     assert counts(results) == counts(before)
-    now, then = results["decoding"], before["decoding"]
+    now = results["decoding"]
+    then = before["decoding"]
     assert now.pop("tree").items() >= then.pop("tree").items() and now.items() >= then.items()
 
 
@@ -214,8 +266,12 @@ def test_an_evaluation_measures_what_it_measured(home, name):
 def test_an_interrupted_evaluation_goes_on(home, capsys, monkeypatch):
     """The first line names a hash of the machine and of the files' times, so a new file's takes its place."""
     words = ["eval", "--target", "target", "--drafter", "drafters/eagle3", "--tree", "chain:3"]
-    words += [f"--{key.replace('_', '-')}={value}" for key, value in EVAL.items()] + ["--output", "results/killed.json"]
-    partial, place = Path("results/killed.json.partial.jsonl"), Path("results/killed.json")
+    words += [f"--{key.replace('_', '-')}={value}" for key, value in EVAL.items()] + [
+        "--output",
+        "results/killed.json",
+    ]
+    partial = Path("results/killed.json.partial.jsonl")
+    place = Path("results/killed.json")
     before = partial.read_text().splitlines(keepends=True)
     with monkeypatch.context() as patch:  # killed when all is measured
         patch.setattr("drafttrain.evaluation.runner.write_json", lambda *_: sys.exit(9))
@@ -227,23 +283,30 @@ def test_an_interrupted_evaluation_goes_on(home, capsys, monkeypatch):
     assert main(words) == 0 and not partial.exists()
     results = read(place)
     kept = [record for line in before[1:3] for record in json.loads(line)["records"]]
-    assert results["prompts"][: len(kept)] == kept and len(results["prompts"]) == 5  # times included
+    assert (
+        results["prompts"][: len(kept)] == kept and len(results["prompts"]) == 5
+    )  # times included
     assert counts(results) == counts(read("results/eagle3.json"))
 
 
 def test_a_finished_sweep_is_kept(home, capsys):
     before = {path.name: path.read_bytes() for path in Path("results/sweep").iterdir()}
     words = "sweep --target target --drafter ngram --suite suite.jsonl --dtypes float32 --lengths 1,2 --batch-sizes 1,2"
-    assert main([*words.split(), "--max-new-tokens", "8", "--limit", "2", "--output", "results/sweep"]) == 0
+    assert (
+        main([*words.split(), "--max-new-tokens", "8", "--limit", "2", "--output", "results/sweep"])
+        == 0
+    )
     after = {path.name: path.read_bytes() for path in Path("results/sweep").iterdir()}
     assert before.keys() == after.keys()
     cells = {name for name in before if name != "summary.json"}
     assert len(cells) == 3 and all(before[name] == after[name] for name in cells)
-    summary, earlier = json.loads(after["summary.json"]), json.loads(before["summary.json"])
+    summary = json.loads(after["summary.json"])
+    earlier = json.loads(before["summary.json"])
     assert summary["axes"] == earlier["axes"]
     for key in ("cells", "crossover"):  # what was written is the same; more is written now
         assert [
-            {name: new[name] for name in old} for old, new in zip(earlier[key], summary[key], strict=True)
+            {name: new[name] for name in old}
+            for old, new in zip(earlier[key], summary[key], strict=True)
         ] == earlier[key]
 
 
@@ -251,7 +314,8 @@ def test_a_finished_sweep_is_kept(home, capsys):
 def test_results_are_shown_on_a_page(home, capsys):
     names = [f"results/{name}.json" for name in ("eagle3", "sampled", "sweep/summary")]
     assert main(["report", *names, "--output", "report.html"]) == 0
-    page, printed = Path("report.html").read_text(), capsys.readouterr().out
+    page = Path("report.html").read_text()
+    printed = capsys.readouterr().out
     length = f"{read('results/eagle3.json')['overall']['accepted_length']:.2f}"
     assert "drafters/eagle3+ngram" in page and length in page and length in printed
 
@@ -261,14 +325,21 @@ def test_results_are_diagnosed_and_applied(home, capsys):
     assert main(["diagnose", "results/eagle3.json", "results/sampled.json", "--apply"]) == 0
     after = read("drafters/eagle3/decoding.json")
     assert "eagle3.json" in capsys.readouterr().out
-    assert {**after, "off": 0} == {**before, "off": 0} and before["off"] == ["translation"] and "tuned" in after
+    assert (
+        {**after, "off": 0} == {**before, "off": 0}
+        and before["off"] == ["translation"]
+        and "tuned" in after
+    )
 
 
 def test_results_give_the_same_estimate(home):
     assert main(["estimate", "--results", "results/eagle3.json", "--output", "again.json"]) == 0
-    after, before = read("again.json"), read("results/estimate.json")
+    after = read("again.json")
+    before = read("results/estimate.json")
     words = {"command": 0, "advice": 0}  # its advice has other words in earlier versions
-    assert {**after, **words} == {**before, **words} and "estimated, not measured" in after["advice"]
+    assert {**after, **words} == {**before, **words} and "estimated, not measured" in after[
+        "advice"
+    ]
 
 
 @pytest.mark.slow  # draws charts
@@ -293,7 +364,9 @@ def test_a_drafter_with_results_is_prepared_for_the_hub(home, target):
 
 @pytest.mark.parametrize("name", ["tune", "server"])
 def test_the_files_that_nothing_reads_back_are_still_json(name):
-    assert {"drafttrain", "versions", "device", "command"} <= read(FIXTURES / "results" / f"{name}.json").keys()
+    assert {"drafttrain", "versions", "device", "command"} <= read(
+        FIXTURES / "results" / f"{name}.json"
+    ).keys()
 
 
 # -- exports ----------------------------------------------------------------------------------------------------------
@@ -302,14 +375,23 @@ def test_the_files_that_nothing_reads_back_are_still_json(name):
 @pytest.mark.thorough
 @pytest.mark.parametrize("entry", EXPECTED["imported"], ids=name_of)
 def test_an_export_is_imported(home, target, entry):
-    words = ["--checkpoint", entry["checkpoint"], "--target", "target", "--output", entry["drafter"]]
+    words = [
+        "--checkpoint",
+        entry["checkpoint"],
+        "--target",
+        "target",
+        "--output",
+        entry["drafter"],
+    ]
     assert main(["import", *words]) == 0
     check_decoded(target, entry)
 
 
 def tensors_of(folder):
     if (folder / "draft.gguf").is_file():
-        return {each.name: torch.tensor(each.data) for each in GGUFReader(folder / "draft.gguf").tensors}
+        return {
+            each.name: torch.tensor(each.data) for each in GGUFReader(folder / "draft.gguf").tensors
+        }
     return load_file(folder / "model.safetensors")
 
 
@@ -317,8 +399,13 @@ def tensors_of(folder):
 @pytest.mark.parametrize("name", EXPORTS)
 def test_an_export_has_the_tensors_it_had(home, name):
     drafter, _, form = EXPORTS[name]
-    assert main(["export", "--drafter", f"drafters/{drafter}", "--format", form, "--output", "again"]) == 0
-    torch.testing.assert_close(tensors_of(Path("again")), tensors_of(Path("exports", name)), rtol=0, atol=0)
+    assert (
+        main(["export", "--drafter", f"drafters/{drafter}", "--format", form, "--output", "again"])
+        == 0
+    )
+    torch.testing.assert_close(
+        tensors_of(Path("again")), tensors_of(Path("exports", name)), rtol=0, atol=0
+    )
 
 
 @pytest.mark.parametrize("name", [name for name, (_, _, form) in EXPORTS.items() if form != "gguf"])
@@ -334,5 +421,14 @@ def test_an_export_is_verified(home, name):
         "--engine",
         "none",
     ]
-    words += ["--suite", "suite.jsonl", "--prompts", "1", "--max-new-tokens", "4", "--output", "verified.json"]
+    words += [
+        "--suite",
+        "suite.jsonl",
+        "--prompts",
+        "1",
+        "--max-new-tokens",
+        "4",
+        "--output",
+        "verified.json",
+    ]
     assert main(["verify", *words]) == 0

@@ -78,7 +78,10 @@ def test_results_of_earlier_versions_are_replaced_by_their_command_only(kind, na
     """tests/fixtures holds what an earlier version wrote."""
     assert output_file(FIXTURES / name, kind) == FIXTURES / name
     others = {*folders._JSON_KEYS, *folders._TEXTS, "prompts"} - {kind}
-    assert [other for other in others if folders.wrote_file(FIXTURES / name, other)] in ([], ["decoding"])
+    assert [other for other in others if folders.wrote_file(FIXTURES / name, other)] in (
+        [],
+        ["decoding"],
+    )
 
 
 def test_an_input_is_no_output(tmp_path, monkeypatch):
@@ -88,12 +91,20 @@ def test_an_input_is_no_output(tmp_path, monkeypatch):
     Path("data", "a.json").write_bytes(results)
     Path("b.json").symlink_to("data/a.json")
     Path("c").symlink_to("data")
-    for given in ("data/a.json", "b.json", "c/a.json", "data/../data/a.json", "drafter+ngram_store:data/a.json"):
+    for given in (
+        "data/a.json",
+        "b.json",
+        "c/a.json",
+        "data/../data/a.json",
+        "drafter+ngram_store:data/a.json",
+    ):
         for output in ("data/a.json", "b.json", "c/a.json", "./c/../data/a.json"):
             args = Namespace(drafter=given, output=output, limit=3)
             with pytest.raises(UserError, match="is or holds the input drafter="):
                 output_file(output, "eval", inputs_of(args))
-    assert output_file("data/a.json", "eval", inputs_of(Namespace(drafter="data", output="data/a.json")))
+    assert output_file(
+        "data/a.json", "eval", inputs_of(Namespace(drafter="data", output="data/a.json"))
+    )
     for output in ("data", "c", ".", "data/..", tmp_path.parent):
         with pytest.raises(UserError, match="is or holds the input x="):
             check_folder(output, "sweep", [("x", "b.json")])
@@ -108,7 +119,8 @@ def test_a_folder_of_another_command_or_with_other_files(tmp_path):
     (foreign / "config.json").write_text('{"model_type": "llama"}')
     for kind in ("train", "import", "export", "generate", "push", "push-data"):
         with pytest.raises(
-            UserError, match=rf"holds other files \(config.json\); choose an empty folder.*{kind} wrote"
+            UserError,
+            match=rf"holds other files \(config.json\); choose an empty folder.*{kind} wrote",
         ):
             OutputFolder(foreign, kind)
     (foreign / "config.json").rename(foreign / "notes.txt")
@@ -120,7 +132,9 @@ def test_a_folder_of_another_command_or_with_other_files(tmp_path):
             OutputFolder(foreign, kind).close()
     assert names(foreign) == {"notes.txt"}
     with OutputFolder(tmp_path / "run", "export") as output:
-        (output.path / "config.json").write_text('{"model_type": "llama"}')  # of a draft model, as any other
+        (output.path / "config.json").write_text(
+            '{"model_type": "llama"}'
+        )  # of a draft model, as any other
     assert names(tmp_path / "run") == {MARKER, "config.json"}
     with pytest.raises(UserError, match="was written by drafttrain export, not by train"):
         OutputFolder(tmp_path / "run", "train")
@@ -137,7 +151,9 @@ def test_folders_of_earlier_versions_are_known_by_their_files(tmp_path):
     for name, kind in found.items():
         check_folder(FIXTURES / name, kind)
         for other in {"generate", "train", "import", "export", "push", "push-data"} - {kind}:
-            with pytest.raises(UserError, match=f"was written by drafttrain {kind}, not by {other}"):
+            with pytest.raises(
+                UserError, match=f"was written by drafttrain {kind}, not by {other}"
+            ):
                 check_folder(FIXTURES / name, other)
     for kind in ("train", "import", "export", "generate", "push", "push-data"):
         with pytest.raises(UserError, match="holds other files"):
@@ -163,7 +179,9 @@ def test_a_folder_is_locked_and_leaves_nothing_when_nothing_was_written(tmp_path
     OutputFolder(tmp_path / "data", "generate").close()
 
 
-def test_a_lock_ends_with_its_process_and_file_systems_without_locks_are_written(tmp_path, monkeypatch):
+def test_a_lock_ends_with_its_process_and_file_systems_without_locks_are_written(
+    tmp_path, monkeypatch
+):
     child = os.fork()
     if child == 0:
         OutputFolder(tmp_path / "run", "push")
@@ -206,7 +224,13 @@ def test_new_files_take_the_place_of_old_ones_when_all_are_there(tmp_path):
 
 
 def test_what_is_replaced_is_kept_until_the_new_is_complete(tmp_path):
-    files = ("meta.json", "part-0000.jsonl", "features/part-0000-00000.safetensors", "features/mine.txt", "notes.txt")
+    files = (
+        "meta.json",
+        "part-0000.jsonl",
+        "features/part-0000-00000.safetensors",
+        "features/mine.txt",
+        "notes.txt",
+    )
     root = tmp_path / "data"
     for file in files:
         (root / file).parent.mkdir(parents=True, exist_ok=True)

@@ -127,10 +127,16 @@ def test_a_log_holds_whole_lines_whatever_was_written(tmp_path, size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["generate", "eval", "export transformers", "import", "push", "picture"])
+@pytest.mark.parametrize(
+    "command", ["generate", "eval", "export transformers", "import", "push", "picture"]
+)
 def test_a_killed_run_is_run_again_and_nothing_of_it_stays(home, tmp_path, command):
     words, place = WRITERS[command]
-    environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(FIXTURES.parents[1])}
+    environment = {
+        **os.environ,
+        "TMPDIR": str(tmp_path / "tmp"),
+        "PYTHONPATH": str(FIXTURES.parents[1]),
+    }
     run = [sys.executable, "-m", "drafttrain.cli", *words.split()]
     began = time.perf_counter()
     subprocess.run(run, check=True, env=environment, capture_output=True)
@@ -138,7 +144,9 @@ def test_a_killed_run_is_run_again_and_nothing_of_it_stays(home, tmp_path, comma
     before = names(place)
     for share in (0.6, 0.8, 0.9, 0.95, 1.0):
         shutil.rmtree(place)
-        child = subprocess.Popen(run, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        child = subprocess.Popen(
+            run, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         time.sleep(share * whole)
         child.kill()
         child.wait()

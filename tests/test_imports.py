@@ -64,15 +64,24 @@ def imported(path: Path, name: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             found = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            here = package[: len(package) - node.level + (path.name == "__init__.py")] if node.level else []
+            here = (
+                package[: len(package) - node.level + (path.name == "__init__.py")]
+                if node.level
+                else []
+            )
             module = ".".join([*here, *([node.module] if node.module else [])])
             # `from drafttrain.data import store` imports the module store, `from drafttrain.errors import X` does not.
             found = [
-                f"{module}.{alias.name}" if is_module(f"{module}.{alias.name}") else module for alias in node.names
+                f"{module}.{alias.name}" if is_module(f"{module}.{alias.name}") else module
+                for alias in node.names
             ]
         else:
             continue
-        yield from (target.removeprefix("drafttrain.") for target in found if target.startswith("drafttrain."))
+        yield from (
+            target.removeprefix("drafttrain.")
+            for target in found
+            if target.startswith("drafttrain.")
+        )
 
 
 def is_module(dotted: str) -> bool:
@@ -103,9 +112,12 @@ def test_every_subpackage_has_a_row():
 
 def subpackage_cycles() -> Iterator[str]:
     """Modules that import each other, directly or through others, inside one subpackage or across them."""
-    graph = {name: {found for found in imported(path, name) if found} for name, path in modules() if name}
+    graph = {
+        name: {found for found in imported(path, name) if found} for name, path in modules() if name
+    }
     for start in graph:
-        seen, todo = set(), list(graph[start])
+        seen = set()
+        todo = list(graph[start])
         while todo:
             name = todo.pop()
             if name == start:
@@ -140,9 +152,17 @@ def test_the_reader_of_imports(tmp_path, source, expected):
 
 def test_no_module_hides_a_package():
     """`accelerate launch drafttrain/train.py` puts drafttrain/ first on sys.path."""
-    ours = {path.stem for path in PACKAGE.glob("*.py")} | {path.name for path in PACKAGE.iterdir() if path.is_dir()}
+    ours = {path.stem for path in PACKAGE.glob("*.py")} | {
+        path.name for path in PACKAGE.iterdir() if path.is_dir()
+    }
     # Build and test leavings that some wheels install at top level are imported by nobody.
-    installed = set(importlib.metadata.packages_distributions()) - {"tests", "test", "examples", "benchmarks", "docs"}
+    installed = set(importlib.metadata.packages_distributions()) - {
+        "tests",
+        "test",
+        "examples",
+        "benchmarks",
+        "docs",
+    }
     taken = (set(sys.stdlib_module_names) | installed) - {"drafttrain"}
     assert ours & taken == set()
 
@@ -167,12 +187,22 @@ def named_kinds() -> Iterator[str]:
         tree = ast.parse(path.read_text())
         prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
-            if isinstance(node, ast.Assign) and any(getattr(goal, "id", "") == "HELP" for goal in node.targets):
+            if isinstance(node, ast.Assign) and any(
+                getattr(goal, "id", "") == "HELP" for goal in node.targets
+            ):
                 prose |= {id(part) for part in ast.walk(node.value)}
         for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            if (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and id(node) not in prose
+            ):
                 found = set(re.findall(r"[a-z0-9_]+", node.value)) & set(names)
-                yield from (f"{module}:{node.lineno} names {kind}" for kind in found if (here, kind) not in OTHER_WORDS)
+                yield from (
+                    f"{module}:{node.lineno} names {kind}"
+                    for kind in found
+                    if (here, kind) not in OTHER_WORDS
+                )
 
 
 @pytest.mark.thorough

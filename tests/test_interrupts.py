@@ -35,8 +35,10 @@ class Command:
     """A command in a process of its own, in `folder`; its output goes to files there."""
 
     def __init__(self, folder: Path, words: list[str], script: str = "", **environment: str):
-        self.folder, self.words = folder, words
-        self.out, self.err = folder / "stdout", folder / "stderr"
+        self.folder = folder
+        self.words = words
+        self.out = folder / "stdout"
+        self.err = folder / "stderr"
         variables = {**os.environ, "PYTHONPATH": str(FIXTURES.parents[1]), **environment}
         with self.out.open("w") as out, self.err.open("w") as err:
             self.process = subprocess.Popen(
@@ -62,7 +64,9 @@ class Command:
 
     def listening(self) -> bool:
         """The handlers are installed: SIGTERM, which Python leaves alone, is caught."""
-        caught = next(line for line in self._proc("status").splitlines() if line.startswith("SigCgt"))
+        caught = next(
+            line for line in self._proc("status").splitlines() if line.startswith("SigCgt")
+        )
         return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
     def loads_torch(self) -> bool:
@@ -83,14 +87,17 @@ class Command:
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
-        seconds, said = time.monotonic() - began, self.err.read_text()
+        seconds = time.monotonic() - began
+        said = self.err.read_text()
         if file := os.environ.get("INTERRUPT_TIMES"):
             with open(file, "a") as times:
                 times.write(
                     f"{(self.words or ['script'])[0]}\t{moment}\t{signal.Signals(number).name}\t{seconds:.2f}\n"
                 )
         assert self.process.returncode == 128 + number, said[-2000:]
-        assert not any(word in said for word in ("Traceback", "Exception ignored", "error:", "Error")), said[-2000:]
+        assert not any(
+            word in said for word in ("Traceback", "Exception ignored", "error:", "Error")
+        ), said[-2000:]
         lines = said.strip().splitlines()
         assert lines[-1].startswith(line or LINES[number]), said[-2000:]
         assert sum("; what was finished is kept" in each for each in lines) <= 1
@@ -99,14 +106,28 @@ class Command:
 @pytest.fixture
 def folder(tmp_path):
     """The fixtures' target, drafter, data, suite and prompts."""
-    for name in ("target", "drafters/eagle3", "data", "suite.jsonl", "prompts.jsonl", "chats.jsonl", "run.yaml"):
+    for name in (
+        "target",
+        "drafters/eagle3",
+        "data",
+        "suite.jsonl",
+        "prompts.jsonl",
+        "chats.jsonl",
+        "run.yaml",
+    ):
         copy = shutil.copytree if (FIXTURES / name).is_dir() else shutil.copy
         (tmp_path / name).parent.mkdir(exist_ok=True)
         copy(FIXTURES / name, tmp_path / name)
     shutil.copy(FIXTURES / "results/eagle3.json", tmp_path / "results.json")
-    many = [{"id": f"c{i}", "messages": [{"role": "user", "content": f"Name {i} songs."}]} for i in range(MANY)]
+    many = [
+        {"id": f"c{i}", "messages": [{"role": "user", "content": f"Name {i} songs."}]}
+        for i in range(MANY)
+    ]
     (tmp_path / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in many))
-    answers = [{"messages": [*row["messages"], {"role": "assistant", "content": "la " * 20}]} for row in many]
+    answers = [
+        {"messages": [*row["messages"], {"role": "assistant", "content": "la " * 20}]}
+        for row in many
+    ]
     (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
     questions = [{"turns": [f"Name {i} keys."]} for i in range(7)]
     (tmp_path / "many_suite.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
@@ -117,7 +138,17 @@ def lines_of(path: Path) -> list[str]:
     return path.read_bytes().decode().split("\n")[:-1] if path.is_file() else []
 
 
-GENERATE = ["generate", "--target", "target", "--prompts", "many.jsonl", "--output", "out", "--max-length", "256"]
+GENERATE = [
+    "generate",
+    "--target",
+    "target",
+    "--prompts",
+    "many.jsonl",
+    "--output",
+    "out",
+    "--max-length",
+    "256",
+]
 
 
 @pytest.mark.thorough
@@ -125,7 +156,9 @@ def test_while_modules_are_imported(folder):
     command = Command(folder, ["eval", "--target", "target", "--drafter", "ngram"])
     assert command.wait_for(command.loads_torch)
     command.ends(signal.SIGINT, moment="import")
-    assert lines_of(command.err) == [LINES[signal.SIGINT] + ": run the same command again to continue"]
+    assert lines_of(command.err) == [
+        LINES[signal.SIGINT] + ": run the same command again to continue"
+    ]
 
 
 @pytest.mark.thorough
@@ -148,20 +181,40 @@ def test_while_a_server_hangs(folder, monkeypatch):
     with FaultyServer(script={f"Name {i} songs.": "hang" for i in range(2, 12)}) as server:
         command = Command(folder, [*GENERATE, "--backend", "openai", "--url", server.url])
         part = folder / "out" / "part-0000.jsonl"
-        assert command.wait_for(lambda: server.struck["hang"] == 10 and len(lines_of(part)) == MANY - 10)
+        assert command.wait_for(
+            lambda: server.struck["hang"] == 10 and len(lines_of(part)) == MANY - 10
+        )
         command.ends(signal.SIGTERM, moment="a server hangs")
     monkeypatch.chdir(folder)
     with FaultyServer() as server:
-        assert cli.main([*GENERATE, "--backend", "openai", "--url", server.url]) == 0 and len(server.requests) == 10
+        assert (
+            cli.main([*GENERATE, "--backend", "openai", "--url", server.url]) == 0
+            and len(server.requests) == 10
+        )
     assert len({json.loads(line)["id"] for line in lines_of(part)}) == len(lines_of(part)) == MANY
 
 
 @pytest.mark.thorough
 def test_a_load_test_keeps_its_finished_steps(folder):
-    words = ["bench-server", "--suite", "suite.jsonl", "--requests", "2", "--warm-up", "0", "--concurrency", "1,2"]
-    with FaultyServer() as server:  # its replies are no streams, so requests fail, and later ones hang
+    words = [
+        "bench-server",
+        "--suite",
+        "suite.jsonl",
+        "--requests",
+        "2",
+        "--warm-up",
+        "0",
+        "--concurrency",
+        "1,2",
+    ]
+    with (
+        FaultyServer() as server
+    ):  # its replies are no streams, so requests fail, and later ones hang
         asked = server.asked
-        server.asked = lambda body: ("hang" if len(server.requests) >= 2 else None, *asked(body)[1:])
+        server.asked = lambda body: (
+            "hang" if len(server.requests) >= 2 else None,
+            *asked(body)[1:],
+        )
         command = Command(folder, [*words, "--url", server.url, "--output", "server.json"])
         assert command.wait_for(lambda: len(server.requests) > 2)
         command.ends(signal.SIGINT, moment="a server hangs")
@@ -172,7 +225,17 @@ def test_a_load_test_keeps_its_finished_steps(folder):
 
 @pytest.mark.slow
 def test_an_evaluation_keeps_finished_prompts(folder, monkeypatch):
-    words = ["eval", "--target", "target", "--drafter", "ngram", "--suite", "many_suite.jsonl", "--output", "r.json"]
+    words = [
+        "eval",
+        "--target",
+        "target",
+        "--drafter",
+        "ngram",
+        "--suite",
+        "many_suite.jsonl",
+        "--output",
+        "r.json",
+    ]
     words += ["--max-new-tokens", "24", "--baselines", "autoregressive"]
     command = Command(folder, words)
     log = folder / "r.json.partial.jsonl"
@@ -187,10 +250,15 @@ def test_an_evaluation_keeps_finished_prompts(folder, monkeypatch):
 
 @pytest.mark.slow
 def test_training_saves_first(folder):
-    command = Command(folder, ["train", "run.yaml", "drafter.depth_share=0.5", "max_steps=5000", "save_steps=5000"])
+    command = Command(
+        folder,
+        ["train", "run.yaml", "drafter.depth_share=0.5", "max_steps=5000", "save_steps=5000"],
+    )
     assert command.wait_for(lambda: "step 3/" in command.out.read_text())
     command.ends(signal.SIGINT, "SIGINT: saved run/checkpoint-", moment="work")
-    assert "saving a checkpoint after this step; Ctrl-C again ends at once" in command.err.read_text()
+    assert (
+        "saving a checkpoint after this step; Ctrl-C again ends at once" in command.err.read_text()
+    )
     assert list(folder.glob("run/checkpoint-*/trainer_state.json"))
 
 
@@ -248,39 +316,117 @@ sys.exit(cli.main())
     assert command.wait_for(lambda: "running" in command.out.read_text())
     time.sleep(0.3)
     command.ends(signal.SIGINT, moment=stuck)
-    assert lines_of(command.err) == [LINES[signal.SIGINT] + ": run the same command again to continue"]
+    assert lines_of(command.err) == [
+        LINES[signal.SIGINT] + ": run the same command again to continue"
+    ]
 
 
 # -- every command ----------------------------------------------------------------------------------------------------
 
-TARGET, DRAFTER = ["--target", "target"], ["--drafter", "drafters/eagle3"]
+TARGET = ["--target", "target"]
+DRAFTER = ["--drafter", "drafters/eagle3"]
 HUB = {"HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_x"}
 # Words of each command. URL stands for a server that hangs.
 WORDS: dict[str, list[str]] = {
     "fetch": ["smollm2-135m", "--source", "hub", "--cache-dir", "cache"],
-    "prompts": ["--source", "magpie", *TARGET, "--count", "5000", "--output", "p.jsonl", "--slots", "4"],
+    "prompts": [
+        "--source",
+        "magpie",
+        *TARGET,
+        "--count",
+        "5000",
+        "--output",
+        "p.jsonl",
+        "--slots",
+        "4",
+    ],
     "generate": [*GENERATE[1:], "--slots", "2", "--max-new-tokens", "200"],
     "features": ["--data", "data", *TARGET],
     "serve-target": [*TARGET, "--layers", "1", "--dry-run"],
     "recipes": [],
     "plan": ["run.yaml", "--target-config", "target/config.json"],
     "train": ["run.yaml", "max_steps=3000", "save_steps=100"],
-    "adapt": [*DRAFTER, *TARGET, "--log", "answers.jsonl", "--output", "adapted", "--every", "8", "--share", "1"],
+    "adapt": [
+        *DRAFTER,
+        *TARGET,
+        "--log",
+        "answers.jsonl",
+        "--output",
+        "adapted",
+        "--every",
+        "8",
+        "--share",
+        "1",
+    ],
     "ngram-store": ["--data", "data", "--output", "store.safetensors"],
-    "eval": [*TARGET, *DRAFTER, "--suite", "many_suite.jsonl", "--output", "r.json", "--max-new-tokens", "100"],
+    "eval": [
+        *TARGET,
+        *DRAFTER,
+        "--suite",
+        "many_suite.jsonl",
+        "--output",
+        "r.json",
+        "--max-new-tokens",
+        "100",
+    ],
     "tune": [*TARGET, *DRAFTER, "--repeats", "50", "--output", "tune.json"],
-    "sweep": [*TARGET, *DRAFTER, "--suite", "many_suite.jsonl", "--output", "sweep", "--batch-sizes", "1,2,4"],
+    "sweep": [
+        *TARGET,
+        *DRAFTER,
+        "--suite",
+        "many_suite.jsonl",
+        "--output",
+        "sweep",
+        "--batch-sizes",
+        "1,2,4",
+    ],
     "diagnose": ["results.json"],
     "estimate": ["--results", "results.json", *TARGET, "--device", "h100"],
     "report": ["results.json", "--output", "page.html"],
     "chat": [*TARGET, *DRAFTER],  # ends by itself without input
-    "trace": [*TARGET, *DRAFTER, "--prompt", "hello", "--max-new-tokens", "2000", "--output", "t.html"],
-    "bench-server": ["--url", "URL", "--model", "m", "--suite", "suite.jsonl", "--output", "s.json"],
+    "trace": [
+        *TARGET,
+        *DRAFTER,
+        "--prompt",
+        "hello",
+        "--max-new-tokens",
+        "2000",
+        "--output",
+        "t.html",
+    ],
+    "bench-server": [
+        "--url",
+        "URL",
+        "--model",
+        "m",
+        "--suite",
+        "suite.jsonl",
+        "--output",
+        "s.json",
+    ],
     "export": [*DRAFTER, "--format", "vllm", "--output", "export"],
     "import": ["--checkpoint", "drafters/eagle3", *TARGET, "--output", "imported"],
     "verify": [*DRAFTER, *TARGET, "--format", "vllm", "--engine", "none"],
-    "push": [*DRAFTER, "--repo", "user/name", "--without-evaluation", "--license", "mit", "--output", "published"],
-    "push-data": ["--data", "data", "--repo", "user/name", "--prompt-license", "MIT", "--output", "published"],
+    "push": [
+        *DRAFTER,
+        "--repo",
+        "user/name",
+        "--without-evaluation",
+        "--license",
+        "mit",
+        "--output",
+        "published",
+    ],
+    "push-data": [
+        "--data",
+        "data",
+        "--repo",
+        "user/name",
+        "--prompt-license",
+        "MIT",
+        "--output",
+        "published",
+    ],
     "completion": ["bash"],
 }
 

@@ -21,7 +21,9 @@ def test_next_commands_can_be_pasted(tmp_path):
     results = [str(tmp_path / name) for name in ("r 1.json", "r2.json")]
     for name in results:
         tmp_path.joinpath(name).write_text("{}")
-    line = next_command("push", drafter="my run/drafter", repo="a/b", results=results, dry_run=True, data="")
+    line = next_command(
+        "push", drafter="my run/drafter", repo="a/b", results=results, dry_run=True, data=""
+    )
     assert line.startswith("drafttrain push --drafter 'my run/drafter' --repo a/b --results '")
     assert line.endswith(f"r 1.json' {results[1]} --dry-run")
     args = command_parser(["push"]).parse_args(shlex.split(line)[1:])
@@ -51,9 +53,20 @@ def test_json_is_all_of_stdout(capfd):
     with voice("eval", quiet=False, as_json=True):
         speak()
     out, err = capfd.readouterr()
-    expected = {"command": "eval", "wrote": ["results.json"], "next": "drafttrain report results.json"}
+    expected = {
+        "command": "eval",
+        "wrote": ["results.json"],
+        "next": "drafttrain report results.json",
+    }
     assert json.loads(out) == {**expected, "result": {"speedup": 1.5}} and out.count("\n") == 1
-    for line in ("a table", "a note", "from a library", "from a child", "a row failed", "wrote results.json"):
+    for line in (
+        "a table",
+        "a note",
+        "from a library",
+        "from a child",
+        "a row failed",
+        "wrote results.json",
+    ):
         assert line in err
 
 
@@ -66,13 +79,19 @@ def test_quiet_shows_errors_only(capfd):
     out, err = capfd.readouterr()
     assert json.loads(out)["result"] == {"speedup": 1.5} and err == "a row failed\n"
     speak()
-    assert capfd.readouterr().out.splitlines()[-2:] == ["wrote results.json", "next: drafttrain report results.json"]
+    assert capfd.readouterr().out.splitlines()[-2:] == [
+        "wrote results.json",
+        "next: drafttrain report results.json",
+    ]
 
 
 def test_a_mistake_is_an_object_too(capfd):
     with pytest.raises(UserError), voice("eval", quiet=False, as_json=True):
         raise UserError("limit=0 must be more")
-    assert json.loads(capfd.readouterr().out) == {"command": "eval", "error": "limit=0 must be more"}
+    assert json.loads(capfd.readouterr().out) == {
+        "command": "eval",
+        "error": "limit=0 must be more",
+    }
     with voice("eval", quiet=False, as_json=True):
         pass  # a process that is not the first of a launch
     assert capfd.readouterr().out == ""
@@ -82,7 +101,9 @@ def test_a_mistake_is_an_object_too(capfd):
 def test_every_command_concludes(command):
     source = Path("drafttrain", *COMMANDS[command][0].split(".")).with_suffix(".py")
     text = (Path(__file__).parents[1] / source).read_text()
-    assert "conclude(" in text or "return publish(" in text, f"{source} ends without drafttrain.outcome.conclude"
+    assert "conclude(" in text or "return publish(" in text, (
+        f"{source} ends without drafttrain.outcome.conclude"
+    )
 
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -133,23 +154,35 @@ def test_every_command_leads_on(tmp_path, capfd, monkeypatch):
         answer = json.loads(out)
         assert answer["command"] == words[0] and answer["result"], line
         assert not any(noise in err for noise in ("Traceback", "Warning", "WARNING")), err
-        assert wrote is None or f"runs/{wrote}" in [os.path.relpath(path) for path in answer["wrote"]], line
+        assert wrote is None or f"runs/{wrote}" in [
+            os.path.relpath(path) for path in answer["wrote"]
+        ], line
         assert all(Path(path).exists() for path in answer["wrote"])
         known = {"RECIPE": "recipe.yaml", "TARGET": TARGET, "USER/NAME": "a/b"}
         program, *then = (known.get(word, word) for word in shlex.split(answer["next"]))
-        assert program == "drafttrain" and command_parser([following]).parse_args(then).command == following, line
+        assert (
+            program == "drafttrain"
+            and command_parser([following]).parse_args(then).command == following
+        ), line
         assert main([*words, "--quiet"]) == 0 and capfd.readouterr() == ("", ""), line
-    assert set(tmp_path.iterdir()) - before == {tmp_path / "runs"}  # nothing lands in the current folder
+    assert set(tmp_path.iterdir()) - before == {
+        tmp_path / "runs"
+    }  # nothing lands in the current folder
     command = [
         sys.executable,
         "-m",
         "drafttrain",
         *shlex.split("trace {T} {D} --prompt Hi --max-new-tokens 8".format(**WORDS)),
     ]
-    alone = {**os.environ, "PYTHONPATH": str(FIXTURES.parents[1])} | {"DS_ACCELERATOR": "", "TQDM_DELAY": ""}
+    alone = {**os.environ, "PYTHONPATH": str(FIXTURES.parents[1])} | {
+        "DS_ACCELERATOR": "",
+        "TQDM_DELAY": "",
+    }
     alone = {name: value for name, value in alone.items() if value}
     done = subprocess.run(command, capture_output=True, text=True, env=alone)
     assert "next: drafttrain eval" in done.stdout
-    assert [line for line in done.stderr.splitlines() if not line.startswith("device ")] == []  # no bars, no notices
+    assert [
+        line for line in done.stderr.splitlines() if not line.startswith("device ")
+    ] == []  # no bars, no notices
     tested = {line.split()[0] for line, _, _ in PIPELINE}
     assert set(COMMANDS) - tested == {"fetch", "serve-target", "bench-server", "completion", "chat"}

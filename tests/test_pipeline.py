@@ -17,7 +17,18 @@ from pathlib import Path
 import pytest
 from transformers import TrainingArguments
 
-from drafttrain import Drafter, Target, evaluate, export, generate, load_drafter, pipeline, push, train, tune
+from drafttrain import (
+    Drafter,
+    Target,
+    evaluate,
+    export,
+    generate,
+    load_drafter,
+    pipeline,
+    push,
+    train,
+    tune,
+)
 from drafttrain.config import TrainConfig
 from drafttrain.errors import UserError
 from drafttrain.flags import CommandParser
@@ -54,7 +65,9 @@ url: str = push(folder, "user/name", dry_run=True, output="x").url
 """
 
 
-@pytest.mark.parametrize(("function", "module"), COMMANDS.items(), ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(
+    ("function", "module"), COMMANDS.items(), ids=lambda value: getattr(value, "__name__", value)
+)
 def test_options_are_the_flags_of_the_command(function, module):
     parser = CommandParser(add_help=False)
     importlib.import_module(f"drafttrain.{module}_flags").add_arguments(parser)
@@ -73,7 +86,9 @@ def test_train_and_export_are_modules_and_functions():
     import drafttrain.export.serving_recipes
     import drafttrain.train as module
 
-    assert module is drafttrain.train is train is sys.modules["drafttrain.train"] and callable(module.setup)
+    assert module is drafttrain.train is train is sys.modules["drafttrain.train"] and callable(
+        module.setup
+    )
     for called, function in ((train, pipeline.train), (export, pipeline.export)):
         assert inspect.signature(called) == inspect.signature(function)
     with pytest.raises(UserError, match=r"config='/no/recipe\.yaml': no such file"):
@@ -84,7 +99,9 @@ def test_train_and_export_are_modules_and_functions():
 def test_a_loaded_target_takes_the_place_of_its_name(tmp_path, capfd):
     target = make_target()
     make_drafter(target).save_pretrained(tmp_path / "drafter")
-    (tmp_path / "suite.jsonl").write_text('{"question_id": "a", "category": "chat", "turns": ["Hello there"]}\n')
+    (tmp_path / "suite.jsonl").write_text(
+        '{"question_id": "a", "category": "chat", "turns": ["Hello there"]}\n'
+    )
     options = {
         "suite": tmp_path / "suite.jsonl",
         "max_new_tokens": 8,
@@ -94,8 +111,13 @@ def test_a_loaded_target_takes_the_place_of_its_name(tmp_path, capfd):
     capfd.readouterr()
     results = evaluate(target, tmp_path / "drafter", **options)
     assert (results["target"], results["overall"]["prompts"]) == ("tiny", 1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["drafter", "suite.jsonl"], "nothing was written"
-    assert evaluate(target, None, tmp_path / "r.json", **options)["kind"] == "none" and (tmp_path / "r.json").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["drafter", "suite.jsonl"], (
+        "nothing was written"
+    )
+    assert (
+        evaluate(target, None, tmp_path / "r.json", **options)["kind"] == "none"
+        and (tmp_path / "r.json").is_file()
+    )
     assert capfd.readouterr() == ("", ""), "a library call is quiet"
     evaluate(target, "ngram", progress=True, **options)
     assert "accepted" in capfd.readouterr().out
@@ -105,25 +127,41 @@ def test_what_does_not_go_with_a_loaded_target_is_named(tmp_path):
     target = make_target()
     for call in (evaluate, tune):
         name = call.__name__
-        with pytest.raises(UserError, match=f"{name}: dtype='float32' is for a name, but this target is loaded"):
+        with pytest.raises(
+            UserError, match=f"{name}: dtype='float32' is for a name, but this target is loaded"
+        ):
             call(target, "ngram", dtype="float32")
         with pytest.raises(
-            UserError, match=f"{name} renders prompts, but model 'LlamaForCausalLM' has no tokenizer; pass tok"
+            UserError,
+            match=f"{name} renders prompts, but model 'LlamaForCausalLM' has no tokenizer; pass tok",
         ):
             call(make_target().model, "ngram")
-        with pytest.raises(UserError, match=f"{name}: tokenizer= goes with a loaded model; target='x' is a name"):
+        with pytest.raises(
+            UserError, match=f"{name}: tokenizer= goes with a loaded model; target='x' is a name"
+        ):
             call("x", "ngram", tokenizer=target.tokenizer)
-        with pytest.raises(UserError, match=f"{name}: drafter= must be a name or folder; save this one"):
+        with pytest.raises(
+            UserError, match=f"{name}: drafter= must be a name or folder; save this one"
+        ):
             call(target, load_drafter("ngram", target))
-        with pytest.raises(UserError, match=rf"{name}: max_new_token= is no option of it; did you mean max_new_tokens"):
+        with pytest.raises(
+            UserError,
+            match=rf"{name}: max_new_token= is no option of it; did you mean max_new_tokens",
+        ):
             call(target, "ngram", max_new_token=4)
-    with pytest.raises(UserError, match="baselines=hf_generate load target 'tiny' again, but it has no files"):
-        evaluate(target, "ngram", baselines="hf_generate", limit=1, max_new_tokens=2, tree="chain:1")
+    with pytest.raises(
+        UserError, match="baselines=hf_generate load target 'tiny' again, but it has no files"
+    ):
+        evaluate(
+            target, "ngram", baselines="hf_generate", limit=1, max_new_tokens=2, tree="chain:1"
+        )
     with pytest.raises(UserError, match="has no files for training to load"):
         train({}, target=target)
     with pytest.raises(UserError, match=r"output_dir=<object .* is no value of a recipe"):
         train({}, output_dir=object())
-    with pytest.raises(UserError, match="unknown config key 'max_stps' in the recipe; did you mean max_steps"):
+    with pytest.raises(
+        UserError, match="unknown config key 'max_stps' in the recipe; did you mean max_steps"
+    ):
         train({"max_stps": 3})
 
 
@@ -142,14 +180,17 @@ def test_export_and_push_say_what_they_wrote(target, tmp_path, capfd):
         "output": tmp_path / "published",
     }
     published = push(tmp_path / "drafter", "user/name", **options)
-    assert published.url == "" and {"README.md", "config.json", "model.safetensors"} <= {*published.files}
+    assert published.url == "" and {"README.md", "config.json", "model.safetensors"} <= {
+        *published.files
+    }
     assert capfd.readouterr().out == ""
     with pytest.raises(UserError, match="repo='no/such/name' must be user/name"):
         push(tmp_path / "drafter", "no/such/name", **options)
 
 
 def test_quiet_calls_log_and_leave_other_threads_text(capfd, caplog):
-    inside, go_on = threading.Event(), threading.Event()
+    inside = threading.Event()
+    go_on = threading.Event()
 
     def command() -> None:
         print("a line of the command")
@@ -171,7 +212,8 @@ def test_quiet_calls_log_and_leave_other_threads_text(capfd, caplog):
     assert capfd.readouterr().out == "a line of the caller\n"
     assert [line for line in caplog.messages if "1 of" not in line][:1] == ["a line of the command"]
     assert (
-        any(line.startswith("working: 3 of 3 things") for line in caplog.messages) and "wrote there" in caplog.messages
+        any(line.startswith("working: 3 of 3 things") for line in caplog.messages)
+        and "wrote there" in caplog.messages
     )
     assert isinstance(sys.stdout, io.TextIOBase), "restored"
 
@@ -193,14 +235,31 @@ def run_tour(tmp_path, monkeypatch, **replaced):
 @pytest.mark.thorough
 def test_train_returns_what_it_wrote(target, target_dir, tmp_path, capfd):
     data = write_data(tmp_path / "data", target)
-    recipe = {"kind": "medusa", "drafter": {"num_heads": 2}, "decode_prompts": 1, "decode_tokens": 4, "validation": 0.1}
-    options = {"target": Target.load(str(target_dir), "float32"), "data": data, "output_dir": tmp_path / "out"}
+    recipe = {
+        "kind": "medusa",
+        "drafter": {"num_heads": 2},
+        "decode_prompts": 1,
+        "decode_tokens": 4,
+        "validation": 0.1,
+    }
+    options = {
+        "target": Target.load(str(target_dir), "float32"),
+        "data": data,
+        "output_dir": tmp_path / "out",
+    }
     capfd.readouterr()
-    options |= {"max_steps": 2, "per_device_train_batch_size": 2, "logging_steps": 1, "dtype": "float32"}
+    options |= {
+        "max_steps": 2,
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "dtype": "float32",
+    }
     with ThreadPoolExecutor(1) as threads:  # which may not handle signals
         trained = threads.submit(train, recipe, **options).result()
     assert capfd.readouterr() == ("", "")
-    assert (trained.output_dir, trained.steps) == (tmp_path / "out", 2) and trained.metrics["eval_loss"] > 0
+    assert (trained.output_dir, trained.steps) == (tmp_path / "out", 2) and trained.metrics[
+        "eval_loss"
+    ] > 0
     assert trained.record["config"]["target"] == str(target_dir) and len(repr(trained)) < 200
     assert trained.load_drafter(target).kind == "medusa"
     assert train(recipe, **options) == trained, "a finished run is left as it is"
@@ -237,13 +296,24 @@ def test_a_users_script_passes_strict_types(tmp_path):
     (tmp_path / "mypy.ini").write_text("[mypy]\n")
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file", "mypy.ini", "script.py"]
     done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        command,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stdout
     (tmp_path / "script.py").write_text(
         "from drafttrain import evaluate, generate\nevaluate('a', 'b', colour=3)\ngenerate('a', 'b', temprature=1)\n"
     )
     done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        command,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    assert 'Argument "colour"' in done.stdout and 'Unexpected keyword argument "temprature"' in done.stdout
+    assert (
+        'Argument "colour"' in done.stdout
+        and 'Unexpected keyword argument "temprature"' in done.stdout
+    )

@@ -21,25 +21,35 @@ MEASURED = json.loads((ROOT / "eval" / "results" / "quickstart_smollm2-135m_cpu.
 def test_the_headline_table_is_the_measured_one():
     rows = {}
     for name, figures in {**MEASURED["categories"], "**all**": MEASURED["overall"]}.items():
-        cells = [str(figures["prompts"]), f"{figures['accepted_length']:.2f}", f"{figures['tokens_per_second']:.1f}"]
+        cells = [
+            str(figures["prompts"]),
+            f"{figures['accepted_length']:.2f}",
+            f"{figures['tokens_per_second']:.1f}",
+        ]
         for side in ("autoregressive", "hf_generate"):
             speed = f"{figures['speedup'][side]:.2f}x"
             cells += [f"{figures['baselines'][side]['tokens_per_second']:.1f}", speed]
         rows[name] = cells
     shown = [line.strip("| ").split(" | ") for line in README.splitlines() if line.startswith("| ")]
-    shown = {cells[0]: [cell.strip("*") for cell in cells[1:]] for cells in shown if cells[0] in rows}
+    shown = {
+        cells[0]: [cell.strip("*") for cell in cells[1:]] for cells in shown if cells[0] in rows
+    }
     assert shown == rows
 
 
 def test_the_sentence_below_it_states_the_measurement():
-    overall, said = MEASURED["overall"], " ".join(README.split())
+    overall = MEASURED["overall"]
+    said = " ".join(README.split())
     low, high = overall["confidence"]["speedup"]["autoregressive"]
     of = overall["prompts"]
     same = round(of * overall["identical_outputs"])
     words = [
         f"tree `{MEASURED['decoding']['tree']['spec']}` with n-grams, greedy, {MEASURED['decoding']['max_new_tokens']} new tokens"
     ]
-    words += [f"identical output on {same} of {of} prompts", f"95 % interval of the speed-up {low:.2f} to {high:.2f}"]
+    words += [
+        f"identical output on {same} of {of} prompts",
+        f"95 % interval of the speed-up {low:.2f} to {high:.2f}",
+    ]
     assert [each for each in words if each not in said] == []
 
 
@@ -48,7 +58,8 @@ def test_the_measurement_is_the_command_of_the_quickstart():
     script = (ROOT / "scripts" / "quickstart.sh").read_text().replace("\\\n", " ")
     line = next(line for line in script.splitlines() if line.startswith("drafttrain eval"))
     shown = [
-        word.replace("$target", "smollm2-135m").replace("$output", "runs/quickstart") for word in shlex.split(line)
+        word.replace("$target", "smollm2-135m").replace("$output", "runs/quickstart")
+        for word in shlex.split(line)
     ]
     assert shown == MEASURED["command"]
 
@@ -60,10 +71,15 @@ def test_the_readme_stays_short_and_names_the_command_of_ci():
 
 
 def test_pictures_of_the_concepts_are_those_of_the_script():
-    spec = importlib.util.spec_from_file_location("concept_pictures", ROOT / "scripts" / "concept_pictures.py")
+    spec = importlib.util.spec_from_file_location(
+        "concept_pictures", ROOT / "scripts" / "concept_pictures.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    kept = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "pictures").glob("*.svg")}
+    kept = {
+        path.stem: path.read_text(encoding="utf-8")
+        for path in (ROOT / "docs" / "pictures").glob("*.svg")
+    }
     assert {name: kept.get(name) for name in module.PICTURES} == {
         name: draw().svg() for name, draw in module.PICTURES.items()
     }
@@ -74,13 +90,19 @@ def test_the_engines_of_each_kind_are_those_of_its_exports():
     text = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
     table = text.partition("\n## By engine\n")[2].partition("\n## ")[0]
     rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in table.splitlines()
+        if line.startswith("|")
     ]
     shown = {
         kind.strip("` "): {rows[0][at].split()[0] for at in range(1, 6) if row[at]}
         for row in rows[2:]
         for kind in row[0].split(",")
     }
-    for kind in (kind for kind in shipped_kinds() if shipping(kind).formats):  # ngram has recipes only
-        engines = {name.split(",")[0] for form in shipping(kind).formats.values() for name in form.engines}
+    for kind in (
+        kind for kind in shipped_kinds() if shipping(kind).formats
+    ):  # ngram has recipes only
+        engines = {
+            name.split(",")[0] for form in shipping(kind).formats.values() for name in form.engines
+        }
         assert shown[kind] == engines - UNDRAFTED.get(kind, set()), kind

@@ -22,7 +22,9 @@ def plans(text: str) -> list[str]:
 
 
 def test_every_plan_is_filled_and_fits():
-    large = [name for name in recipe_names() if recipe_path(name).with_name("target.json").is_file()]
+    large = [
+        name for name in recipe_names() if recipe_path(name).with_name("target.json").is_file()
+    ]
     assert len(large) >= 30
     for name in large:
         found = plans(recipe_path(name).read_text())
@@ -44,6 +46,11 @@ def test_a_head_agrees_with_the_plan(name):
     assert spec is not None and spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    written, now = (plans(text)[0] for text in (recipe_path(name).read_text(), script.planned(name, only=0)))
-    said, computed = ([float(number) for number in re.findall(r"[\d.]+(?= [GTh])", line)] for line in (written, now))
+    written, now = (
+        plans(text)[0] for text in (recipe_path(name).read_text(), script.planned(name, only=0))
+    )
+    said, computed = (
+        [float(number) for number in re.findall(r"[\d.]+(?= [GTh])", line)]
+        for line in (written, now)
+    )
     assert said == pytest.approx(computed, rel=0.1), f"run python scripts/recipe_heads.py {name}"

@@ -22,8 +22,12 @@ def installed(tmp_path, monkeypatch):
     """The package where no repository is around it, with its data files where pip puts them; nothing in the current folder."""
     share = tmp_path / "prefix" / "share" / "drafttrain"
     shutil.copytree(ROOT / "configs", share / "configs")
-    monkeypatch.setattr(environment, "__file__", str(tmp_path / "site-packages" / "drafttrain" / "environment.py"))
-    monkeypatch.setattr(environment.sysconfig, "get_path", lambda name, scheme="": str(tmp_path / "prefix"))
+    monkeypatch.setattr(
+        environment, "__file__", str(tmp_path / "site-packages" / "drafttrain" / "environment.py")
+    )
+    monkeypatch.setattr(
+        environment.sysconfig, "get_path", lambda name, scheme="": str(tmp_path / "prefix")
+    )
     monkeypatch.chdir(tmp_path)
     return share / "configs"
 
@@ -32,7 +36,9 @@ def test_the_list_has_a_line_per_recipe(capsys):
     assert main(["recipes"]) == 0
     rows = capsys.readouterr().out.splitlines()
     names = recipe_names()
-    assert [row.split()[0] for row in rows[1 : len(names) + 1]] == names and rows[-1] == "next: drafttrain recipes NAME"
+    assert [row.split()[0] for row in rows[1 : len(names) + 1]] == names and rows[
+        -1
+    ] == "next: drafttrain recipes NAME"
     assert max(map(len, rows)) <= 80
     (one,) = (row for row in rows if row.startswith("llama-3.1-8b/eagle3 "))
     assert re.search(r" 1 x 80 GB +\d+ +\d+ GB +300,000 +\d+$", one)
@@ -78,7 +84,9 @@ def test_a_near_miss_is_named(name, said):
 
 def test_a_copy_works_from_its_folder(installed, tmp_path, monkeypatch, capsys):
     assert main(["recipes", "deepseek-v3/mtp", "--copy", "mine"]) == 0
-    assert "next: cd mine && drafttrain train configs/deepseek-v3/mtp.yaml" in capsys.readouterr().out
+    assert (
+        "next: cd mine && drafttrain train configs/deepseek-v3/mtp.yaml" in capsys.readouterr().out
+    )
     monkeypatch.chdir(tmp_path / "mine")
     text = Path("configs/deepseek-v3/mtp.yaml").read_text()
     assert (
@@ -93,12 +101,18 @@ def test_a_copy_works_from_its_folder(installed, tmp_path, monkeypatch, capsys):
 def test_a_copy_replaces_nothing_that_was_edited(tmp_path):
     written = recipes.copy_recipe("qwen3-8b/eagle3", tmp_path)
     assert recipes.copy_recipe("qwen3-8b/eagle3", tmp_path) == []
-    assert recipes.copy_recipe("qwen3-8b/dflash", tmp_path) == [tmp_path / "configs" / "qwen3-8b" / "dflash.yaml"]
+    assert recipes.copy_recipe("qwen3-8b/dflash", tmp_path) == [
+        tmp_path / "configs" / "qwen3-8b" / "dflash.yaml"
+    ]
     written[0].write_text("kind: eagle3\n")
-    with pytest.raises(UserError, match=r"eagle3\.yaml is there with another content; choose another folder"):
+    with pytest.raises(
+        UserError, match=r"eagle3\.yaml is there with another content; choose another folder"
+    ):
         recipes.copy_recipe("qwen3-8b/eagle3", tmp_path)
     assert written[0].read_text() == "kind: eagle3\n"
-    with pytest.raises(UserError, match="is a file of your own; --copy is for those that come with drafttrain"):
+    with pytest.raises(
+        UserError, match="is a file of your own; --copy is for those that come with drafttrain"
+    ):
         recipes.copy_recipe(str(written[0]), tmp_path / "other")
 
 
@@ -110,7 +124,11 @@ def test_copy_needs_a_name():
 @pytest.mark.parametrize(
     ("words", "config", "overrides"),
     [
-        (["--recipe", "qwen3-8b/eagle3", "max_steps=3", "data=d"], "qwen3-8b/eagle3", ["max_steps=3", "data=d"]),
+        (
+            ["--recipe", "qwen3-8b/eagle3", "max_steps=3", "data=d"],
+            "qwen3-8b/eagle3",
+            ["max_steps=3", "data=d"],
+        ),
         (["--recipe", "qwen3-8b/eagle3"], "qwen3-8b/eagle3", []),
         (["qwen3-8b/eagle3", "max_steps=3"], "qwen3-8b/eagle3", ["max_steps=3"]),
     ],
@@ -137,9 +155,18 @@ def main_raising(words: list[str]) -> None:
 
 
 def test_every_folder_of_recipes_is_in_the_wheel():
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["data-files"]
-    held = {path for patterns in settings.values() for pattern in patterns for path in ROOT.glob(pattern)}
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "data-files"
+    ]
+    held = {
+        path
+        for patterns in settings.values()
+        for pattern in patterns
+        for path in ROOT.glob(pattern)
+    }
     assert {path for path in (ROOT / "configs").rglob("*.*") if path.is_file()} <= held
     for place, patterns in settings.items():
         if "configs" in place:
-            assert {str(Path(pattern).parent) for pattern in patterns} == {place.removeprefix("share/drafttrain/")}
+            assert {str(Path(pattern).parent) for pattern in patterns} == {
+                place.removeprefix("share/drafttrain/")
+            }

@@ -14,7 +14,13 @@ from drafttrain.train_flags import HELP
 from drafttrain.values import default_of
 
 ROOT = Path(__file__).resolve().parents[1]
-OURS = {"logging_steps", "save_steps", "save_total_limit", "max_grad_norm", "adam_beta2"}  # defaults of ours
+OURS = {
+    "logging_steps",
+    "save_steps",
+    "save_total_limit",
+    "max_grad_norm",
+    "adam_beta2",
+}  # defaults of ours
 
 
 def reference():
@@ -27,7 +33,9 @@ def reference():
 @pytest.mark.thorough
 def test_the_reference_is_up_to_date():
     for name, text in reference().pages().items():
-        assert (ROOT / "docs" / "reference" / name).read_text() == text, "run python scripts/reference.py"
+        assert (ROOT / "docs" / "reference" / name).read_text() == text, (
+            "run python scripts/reference.py"
+        )
 
 
 def test_help_lists_every_key_with_its_default():
@@ -38,7 +46,10 @@ def test_help_lists_every_key_with_its_default():
 
 def test_every_key_says_what_it_means():
     for settings in (TrainConfig, TrainerKeys):
-        assert [one.name for one in fields(settings) if "meaning" not in one.metadata] in ([], ["trainer"])
+        assert [one.name for one in fields(settings) if "meaning" not in one.metadata] in (
+            [],
+            ["trainer"],
+        )
 
 
 def test_defaults_of_the_trainers_keys_are_transformers_own_or_ours():
@@ -49,6 +60,11 @@ def test_defaults_of_the_trainers_keys_are_transformers_own_or_ours():
 
 @pytest.mark.thorough
 def test_every_option_of_a_kind_says_what_it_means():
-    lines = [line for line in reference().config_page().splitlines() if line.startswith("| `drafter.")]
+    lines = [
+        line for line in reference().config_page().splitlines() if line.startswith("| `drafter.")
+    ]
     assert len(lines) > 100 and not [line for line in lines if line.endswith("|  |")]
-    assert any(line.startswith("| `drafter.num_attention_heads` |") and "| the target's |" in line for line in lines)
+    assert any(
+        line.startswith("| `drafter.num_attention_heads` |") and "| the target's |" in line
+        for line in lines
+    )

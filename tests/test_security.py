@@ -80,9 +80,14 @@ def test_a_chat_template_cannot_leave_its_sandbox(attack, target_dir, tmp_path):
 
 @pytest.mark.thorough
 def test_code_of_a_model_does_not_run(tmp_path):
-    config = {"model_type": "custom", "auto_map": {"AutoConfig": "code.Custom", "AutoModelForCausalLM": "code.Custom"}}
+    config = {
+        "model_type": "custom",
+        "auto_map": {"AutoConfig": "code.Custom", "AutoModelForCausalLM": "code.Custom"},
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\nclass Custom: pass\n")
+    (tmp_path / "code.py").write_text(
+        f"open({str(tmp_path / 'mark')!r}, 'w')\nclass Custom: pass\n"
+    )
     with pytest.raises(UserError):
         Target.load(str(tmp_path), "float32")
     assert not (tmp_path / "mark").exists()

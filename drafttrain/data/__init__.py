@@ -1,1 +1,3 @@
-"""From prompts to batches: prompts -> responses (or existing conversations) -> token store -> loader."""
+"""From prompts to batches: prompts -> responses (or existing conversations) -> token store ->
+loader.
+"""

@@ -1,6 +1,8 @@
-"""Logs of a server's answers: how they are written, and how they are read while they grow and rotate.
+"""Logs of a server's answers: how they are written, and how they are read while they grow and
+rotate.
 
-One JSON object a line for each answer, in any of these forms, with "accepted_length" where the server knows it:
+One JSON object a line for each answer, in any of these forms, with "accepted_length" where the
+server knows it:
 
     {"prompt_token_ids": [...], "token_ids": [...]}                                the exact tokens, as `AnswerLog` writes
     {"messages": [..., {"role": "assistant", ...}], "tools": [...], ...}           and the other formats of row_formats.py
@@ -56,7 +58,9 @@ class _Reply(_LoggedChoice):
 
 
 class Place(TypedDict):
-    """How far a log was read: `head` is the hash of its first `length` bytes, `offset` the end of the last line read."""
+    """How far a log was read: `head` is the hash of its first `length` bytes, `offset` the end of
+    the last line read.
+    """
 
     head: str
     length: int
@@ -65,7 +69,9 @@ class Place(TypedDict):
 
 @dataclass(frozen=True)
 class LoggedAnswer:
-    """An answer as tokens. start: length of the prompt. accepted: the logged accepted length, 0 if unknown."""
+    """An answer as tokens. start: length of the prompt. accepted: the logged accepted length, 0 if
+    unknown.
+    """
 
     tokens: list[int]
     start: int
@@ -73,7 +79,8 @@ class LoggedAnswer:
 
 
 class AnswerLog:
-    """Appends answers to a log that only this user can read; threads and processes may share the file.
+    """Appends answers to a log that only this user can read; threads and processes may share the
+    file.
 
     Args:
         most_bytes: the log is then renamed to FILE.1, in place of an earlier one.
@@ -83,7 +90,8 @@ class AnswerLog:
     """
 
     def __init__(self, path: str | Path, most_bytes: int = 100_000_000):
-        self.path, self.most_bytes = Path(path).expanduser(), most_bytes
+        self.path = Path(path).expanduser()
+        self.most_bytes = most_bytes
         self._file = self._open()
 
     def _open(self) -> int:
@@ -92,7 +100,11 @@ class AnswerLog:
     def add(self, prompt_ids: Sequence[int], answer: Generation) -> None:
         """Appends one answer; follows a file that another program has renamed."""
         held = os.fstat(self._file)
-        if held.st_size >= self.most_bytes and self.path.exists() and os.path.samestat(held, self.path.stat()):
+        if (
+            held.st_size >= self.most_bytes
+            and self.path.exists()
+            and os.path.samestat(held, self.path.stat())
+        ):
             os.replace(self.path, self.path.with_name(self.path.name + ".1"))
         if not self.path.exists() or not os.path.samestat(held, self.path.stat()):
             os.close(self._file)
@@ -111,27 +123,41 @@ def read_answer(line: bytes, path: Path, target: Target, kwargs: Json, most: int
     """The answer of a line.
 
     Args:
-        path: for errors. kwargs: chat_template_kwargs of lines without any. most: tokens that are kept of prompt and answer.
+        path: for errors. kwargs: chat_template_kwargs of lines without any. most: tokens that are
+            kept of prompt and answer.
 
     Raises:
-        UserError: no JSON object, none of the forms, another target's tokens, or no two tokens of the answer within `most`.
+        UserError: no JSON object, none of the forms, another target's tokens, or no two tokens of
+            the answer within `most`.
     """
     row = parse_line(line, path, 0)
-    request, reply = (row[name] if isinstance(row.get(name), dict) else row for name in ("request", "response"))
+    request, reply = (
+        row[name] if isinstance(row.get(name), dict) else row for name in ("request", "response")
+    )
     for part in (row, request, reply):
         check_json(part, "the line", _FIX, _Reply)
     choice = (reply.get("choices") or [reply])[0]
-    prompt, answer = reply.get("prompt_token_ids"), choice.get("token_ids")
+    prompt = reply.get("prompt_token_ids")
+    answer = choice.get("token_ids")
     if prompt and answer:
-        tokens, start = [*prompt, *answer], len(prompt)
+        tokens = [*prompt, *answer]
+        start = len(prompt)
         if max(tokens) >= target.vocab_size:
             raise UserError(
                 f"token {max(tokens)} is outside the target's vocabulary of {target.vocab_size}; give its log"
             )
     else:
-        said = [choice["message"]] if choice.get("message") else []
+        if choice.get("message"):
+            said = [choice["message"]]
+        else:
+            said = []
         parsed = (
-            parse_row({**request, "messages": [*(request.get("messages") or ()), *said]} if said else request) or {}
+            parse_row(
+                {**request, "messages": [*(request.get("messages") or ()), *said]}
+                if said
+                else request
+            )
+            or {}
         )
         if "messages" not in parsed:
             raise UserError(f"no conversation with an answer; {_FIX}")
@@ -148,10 +174,12 @@ def read_answer(line: bytes, path: Path, target: Target, kwargs: Json, most: int
 
 
 class LogReader:
-    """Reads what was added to a log since the last time, also after it was renamed, copied and truncated, or begun again.
+    """Reads what was added to a log since the last time, also after it was renamed, copied and
+    truncated, or begun again.
 
     Args:
-        path: a file, which is read together with its rotated siblings (FILE.1, FILE-20260101), or a folder of *.jsonl files.
+        path: a file, which is read together with its rotated siblings (FILE.1, FILE-20260101), or a
+            folder of *.jsonl files.
         places: of earlier runs.
     """
 
@@ -159,20 +187,29 @@ class LogReader:
         self.path, self.places = path, list(places)
 
     def _files(self) -> list[Path]:
-        pattern = "*.jsonl*" if self.path.is_dir() else f"{self.path.name}*"
-        place = self.path if self.path.is_dir() else self.path.parent
-        found = [path for path in place.glob(pattern) if path.suffix not in _PACKED and path.is_file()]
+        pattern = "*.jsonl*"
+        if not self.path.is_dir():
+            pattern = f"{self.path.name}*"
+        if self.path.is_dir():
+            place = self.path
+        else:
+            place = self.path.parent
+        found = [
+            path for path in place.glob(pattern) if path.suffix not in _PACKED and path.is_file()
+        ]
         return sorted(found, key=lambda path: (path.stat().st_mtime, path.name))
 
     def read(self, most: int) -> tuple[list[tuple[str, Path, bytes]], int]:
-        """The newest `most` new lines, oldest first, each with `FILE byte N`; and how many older ones were passed over.
+        """The newest `most` new lines, oldest first, each with `FILE byte N`; and how many older
+        ones were passed over.
 
         A last line without a line break is being written, and read later.
 
         Raises:
             UserError: nothing there, or a log that cannot be read.
         """
-        lines, count = deque[tuple[str, Path, bytes]](maxlen=most), 0
+        lines = deque[tuple[str, Path, bytes]](maxlen=most)
+        count = 0
         try:
             for path in self._files():
                 for where, line in self._new_lines(path):
@@ -188,8 +225,16 @@ class LogReader:
     def _new_lines(self, path: Path) -> Iterator[tuple[str, bytes]]:
         with path.open("rb") as file:
             head = file.read(HEAD)
-            known = [p for p in self.places if p["length"] <= len(head) and p["head"] == _hash(head[: p["length"]])]
-            place = max(known, key=lambda place: place["length"], default=Place(head="", length=0, offset=0))
+            known = [
+                p
+                for p in self.places
+                if p["length"] <= len(head) and p["head"] == _hash(head[: p["length"]])
+            ]
+            place = max(
+                known,
+                key=lambda place: place["length"],
+                default=Place(head="", length=0, offset=0),
+            )
             at = file.seek(place["offset"])
             for line in file:
                 if not line.endswith(b"\n"):
@@ -199,7 +244,8 @@ class LogReader:
                 at += len(line)
         if at > place["offset"]:
             size = min(at, HEAD)
-            head = path.open("rb").read(size) if len(head) < size else head
+            if len(head) < size:
+                head = path.open("rb").read(size)
             self.places = [p for p in self.places if p is not place]
             self.places.append(Place(head=_hash(head[:size]), length=size, offset=at))
 

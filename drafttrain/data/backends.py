@@ -1,7 +1,9 @@
-"""Backends that generate responses: the target in this process, and servers with an OpenAI API; vllm_backend.py has vLLM.
+"""Backends that generate responses: the target in this process, and servers with an OpenAI API;
+vllm_backend.py has vLLM.
 
-Each backend takes conversations and yields them when they end. The stored records do not depend on the backend: token ids
-of the target's tokenizer, with response spans known from how the conversation was put together.
+Each backend takes conversations and yields them when they end. The stored records do not depend on
+the backend: token ids of the target's tokenizer, with response spans known from how the
+conversation was put together.
 """
 
 from __future__ import annotations
@@ -49,18 +51,24 @@ _TRIES = 6  # of a request
 _FIRST_PAUSE = 0.5  # seconds before the first retry; doubles with each
 _LONGEST_PAUSE = 60.0  # seconds that a server may ask to wait before a retry
 _IN_A_ROW = 32  # conversations that fail in a row end the run
-# What tokenizers split differently: digits, runs of spaces, words of other scripts, symbols of several bytes.
+# What tokenizers split differently: digits, runs of spaces, words of other scripts, symbols of
+# several bytes.
 _PROBE = "It's 1234567 o'clock:\n\n\t x  +=  y;  na\u00efve \u732b\u306f \u043c\u0438\u0440 \U0001f642 <end>"
 _SENT = {"Content-Type": "application/json"}
-UNREACHABLE, TIME_OUT = "no connection", "time-out"  # reasons of bad replies
+# reasons of bad replies
+UNREACHABLE = "no connection"
+TIME_OUT = "time-out"
 T = TypeVar("T")
-# A conversation, and the engine's result if that captures hidden states, or why it has no complete answer.
+# A conversation, and the engine's result if that captures hidden states, or why it has no complete
+# answer.
 Ended = tuple[Conversation, Finished | BadReply | None]
 
 
 @dataclass(frozen=True)
 class ResponseSettings:
-    """How responses are generated: at most max_new_tokens each, in conversations of at most max_length tokens."""
+    """How responses are generated: at most max_new_tokens each, in conversations of at most
+    max_length tokens.
+    """
 
     renderer: ChatRenderer
     sampling: SamplingParams
@@ -73,17 +81,24 @@ class ResponseSettings:
         return min(self.max_new_tokens, self.max_length - len(it.tokens))
 
     def accept(self, it: Conversation, tokens: list[int], finish: str) -> None:
-        """Appends a response that another program generated. Raises BadReply: no tokens, or none of the target's."""
-        size, room = self.renderer.target.vocab_size, self.max_length - len(it.tokens)
+        """Appends a response that another program generated. Raises BadReply: no tokens, or none of
+        the target's.
+        """
+        size = self.renderer.target.vocab_size
+        room = self.max_length - len(it.tokens)
         if not tokens:
             raise BadReply("no text", "the answer is empty")
         for token in tokens:
             if type(token) is not int or not 0 <= token < size:
-                raise BadReply("token ids", f"{token!r} is not in the target's vocabulary of {size}")
+                raise BadReply(
+                    "token ids", f"{token!r} is not in the target's vocabulary of {size}"
+                )
         it.accept(tokens[:room], finish if len(tokens) <= room else "length")
 
     def closed(self, tokens: list[int], finish: str, stop_reason: object) -> list[int]:
-        """An engine's response with its stop token, which engines may leave out. stop_reason: that token's id, if it is known."""
+        """An engine's response with its stop token, which engines may leave out. stop_reason: that
+        token's id, if it is known.
+        """
         if finish != "stop" or (tokens and tokens[-1] in self.renderer.stop_ids):
             return tokens
         return [*tokens, stop_reason if type(stop_reason) is int else self.renderer.closing_id]
@@ -108,8 +123,13 @@ class Backend(ABC):
         return self._new_tokens
 
     @abstractmethod
-    def run(self, conversations: Iterable[Conversation], stop: Callable[[], bool]) -> Iterator[Ended]:
-        """Yields the rows of conversations as they end. They are open already: their tokens hold the first prompt.
+    def run(
+        self,
+        conversations: Iterable[Conversation],
+        stop: Callable[[], bool],
+    ) -> Iterator[Ended]:
+        """Yields the rows of conversations as they end. They are open already: their tokens hold
+        the first prompt.
 
         Once `stop` returns True, no new conversation starts.
         """
@@ -118,7 +138,13 @@ class Backend(ABC):
 class LocalBackend(Backend):
     """The target in this process, with continuous batching."""
 
-    def __init__(self, target: Target, settings: ResponseSettings, slots: int, feature_layers: Sequence[int]):
+    def __init__(
+        self,
+        target: Target,
+        settings: ResponseSettings,
+        slots: int,
+        feature_layers: Sequence[int],
+    ):
         self.settings = settings
         self.engine = ResponseEngine(target, slots, settings.max_length, feature_layers)
 
@@ -126,8 +152,13 @@ class LocalBackend(Backend):
     def new_tokens(self) -> int:
         return self.engine.new_tokens
 
-    def run(self, conversations: Iterable[Conversation], stop: Callable[[], bool]) -> Iterator[Ended]:
-        settings, running = self.settings, dict[str, Conversation]()
+    def run(
+        self,
+        conversations: Iterable[Conversation],
+        stop: Callable[[], bool],
+    ) -> Iterator[Ended]:
+        settings = self.settings
+        running = dict[str, Conversation]()
         waiting = deque[Conversation]()  # later rows of conversations
 
         def follow_up(finished: Finished) -> list[int] | None:
@@ -136,9 +167,17 @@ class LocalBackend(Backend):
             return settings.next_turn(it)
 
         requests = _Requests(waiting, iter(conversations), running, settings)
-        for finished in self.engine.run(requests, settings.sampling, settings.seed, follow_up, stop):
+        for finished in self.engine.run(
+            requests,
+            settings.sampling,
+            settings.seed,
+            follow_up,
+            stop,
+        ):
             it = running.pop(finished.key)
-            if len(it.tokens) < len(finished.sequence):  # stopped inside a response, so follow_up was not called
+            if len(it.tokens) < len(
+                finished.sequence
+            ):  # stopped inside a response, so follow_up was not called
                 it.accept(finished.tokens, finished.finish_reason)
             waiting.extend(filter(None, [settings.rest(it)]))
             yield it, finished
@@ -146,7 +185,9 @@ class LocalBackend(Backend):
 
 @dataclass
 class _Requests(Iterator[ResponseRequest]):
-    """Requests for the engine. Unlike a generator it goes on when a later row of a conversation comes after the last one."""
+    """Requests for the engine. Unlike a generator it goes on when a later row of a conversation
+    comes after the last one.
+    """
 
     waiting: deque[Conversation]
     conversations: Iterator[Conversation]
@@ -154,29 +195,48 @@ class _Requests(Iterator[ResponseRequest]):
     settings: ResponseSettings
 
     def __next__(self) -> ResponseRequest:
-        it = self.waiting.popleft() if self.waiting else next(self.conversations)
-        key = f"{it.id}\0{it.part}" if it.part else it.id  # random numbers depend on it
+        if self.waiting:
+            it = self.waiting.popleft()
+        else:
+            it = next(self.conversations)
+        # random numbers depend on it
+        if it.part:
+            key = f"{it.id}\0{it.part}"
+        else:
+            key = it.id
         self.running[key] = it
-        return ResponseRequest(key, list(it.tokens), self.settings.max_new_tokens, self.settings.renderer.stop_ids)
+        return ResponseRequest(
+            key,
+            list(it.tokens),
+            self.settings.max_new_tokens,
+            self.settings.renderer.stop_ids,
+        )
 
 
 def key_headers(variable: str) -> dict[str, str]:
-    """The header with the API key that an environment variable holds; none without a key. Raises UserError: no key at all."""
+    """The header with the API key that an environment variable holds; none without a key. Raises
+    UserError: no key at all.
+    """
     key = os.environ.get(variable, "").strip()
     if not (key.isascii() and key.isprintable()):
-        raise UserError(f"the environment variable {variable} holds characters that no key has; set it again")
-    return {"Authorization": f"Bearer {key}"} if key else {}
+        raise UserError(
+            f"the environment variable {variable} holds characters that no key has; set it again"
+        )
+    if key:
+        return {"Authorization": f"Bearer {key}"}
+    return {}
 
 
 class OpenAIBackend(Backend):
     """Servers with OpenAI's completion API (vLLM, SGLang, llama.cpp), queried concurrently.
 
-    Servers that exchange token ids (`return_token_ids`: vLLM, SGLang) get prompts as ids and answer with ids, which are stored.
-    From others the reply's text is tokenized here. Those tokens may be split differently from those that the server sampled;
-    training is unaffected, because inputs and loss mask use the same tokens.
+    Servers that exchange token ids (`return_token_ids`: vLLM, SGLang) get prompts as ids and answer
+    with ids, which are stored. From others the reply's text is tokenized here. Those tokens may be
+    split differently from those that the server sampled; training is unaffected, because inputs and
+    loss mask use the same tokens.
 
-    A bad reply costs one conversation. The run ends where no reply can be good: a server that cannot be reached at the start,
-    a refused key, `_IN_A_ROW` failed conversations in a row.
+    A bad reply costs one conversation. The run ends where no reply can be good: a server that
+    cannot be reached at the start, a refused key, `_IN_A_ROW` failed conversations in a row.
 
     Args:
         urls: base addresses with or without '/v1'; conversations are spread over them.
@@ -187,14 +247,26 @@ class OpenAIBackend(Backend):
         by_ids: whether all servers exchange token ids.
 
     Raises:
-        UserError: a server that cannot be reached, or that reads text as other ids than the target's tokenizer.
+        UserError: a server that cannot be reached, or that reads text as other ids than the
+            target's tokenizer.
     """
 
-    def __init__(self, urls: Sequence[str], model: str, settings: ResponseSettings, slots: int | None = None):
+    def __init__(
+        self,
+        urls: Sequence[str],
+        model: str,
+        settings: ResponseSettings,
+        slots: int | None = None,
+    ):
         self.settings = settings
-        self.urls = [url.rstrip("/") if url.rstrip("/").endswith("/v1") else url.rstrip("/") + "/v1" for url in urls]
+        self.urls = [
+            url.rstrip("/") if url.rstrip("/").endswith("/v1") else url.rstrip("/") + "/v1"
+            for url in urls
+        ]
         if not self.urls:
-            raise UserError("backend=openai needs --url, for example --url http://localhost:8000/v1")
+            raise UserError(
+                "backend=openai needs --url, for example --url http://localhost:8000/v1"
+            )
         self.concurrency = (slots or _IN_FLIGHT) * len(self.urls)
         pool = httpx.Limits(max_connections=self.concurrency)
         self.client = httpx.Client(headers=key_headers("OPENAI_API_KEY"), limits=pool)
@@ -205,7 +277,10 @@ class OpenAIBackend(Backend):
         without = {url: reason for url in self.urls if (reason := self._without_ids(url))}
         self.by_ids = not without
         for url, reason in without.items():
-            print(f"{url}: no exchange of token ids ({reason}); the text of answers is tokenized here", flush=True)
+            print(
+                f"{url}: no exchange of token ids ({reason}); the text of answers is tokenized here",
+                flush=True,
+            )
         if self.by_ids:
             print(
                 f"{', '.join(self.urls)}: prompts and answers are exchanged as token ids, and stored as served",
@@ -218,31 +293,46 @@ class OpenAIBackend(Backend):
         Raises UserError: the server cannot be reached, or lists no models.
         """
         try:
-            listed = self._retried(lambda _: self._send("GET", f"{url}/models", None, ModelList))["data"][0]["id"]
+            listed = self._retried(lambda _: self._send("GET", f"{url}/models", None, ModelList))[
+                "data"
+            ][0]["id"]
         except BadReply as bad:
             if bad.reason == UNREACHABLE:
                 raise UserError(
                     f"url={url!r} cannot be reached ({bad.detail}); start it, or check the address"
                 ) from bad
             if not given:
-                raise UserError(f"url={url!r} lists no models ({bad}); name one with --model") from bad
+                raise UserError(
+                    f"url={url!r} lists no models ({bad}); name one with --model"
+                ) from bad
             return given  # servers need not list models
         return given or listed
 
     def _without_ids(self, url: str) -> str:
-        """Why a server cannot exchange token ids; '' if it can. Two short requests: one as text, which proves that the server's
-        tokenizer is the target's, and one as ids.
+        """Why a server cannot exchange token ids; '' if it can. Two short requests: one as text,
+        which proves that the server's tokenizer is the target's, and one as ids.
 
         Raises UserError: another tokenizer, or sampled answers from a server that hands out states.
         """
         tokenizer = self.settings.renderer.tokenizer
         chat = [{"role": "user", "content": _PROBE}]
-        text = render_text(tokenizer, chat, generation=True) if has_template(tokenizer) else _PROBE
-        ids, bos = text_ids(tokenizer, text), tokenizer.bos_token_id
-        body = {"model": self.models[url], "max_tokens": 1, "temperature": 0.0, "return_token_ids": True}
+        if has_template(tokenizer):
+            text = render_text(tokenizer, chat, generation=True)
+        else:
+            text = _PROBE
+        ids = text_ids(tokenizer, text)
+        bos = tokenizer.bos_token_id
+        body = {
+            "model": self.models[url],
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "return_token_ids": True,
+        }
 
         def ask(prompt: Json) -> Json:
-            return self._retried(lambda _: self._send("POST", f"{url}/completions", {**body, **prompt}, IdsReply))
+            return self._retried(
+                lambda _: self._send("POST", f"{url}/completions", {**body, **prompt}, IdsReply)
+            )
 
         try:
             for prompt in ({"prompt": text, "add_special_tokens": False}, {"prompt": ids}):
@@ -254,7 +344,14 @@ class OpenAIBackend(Backend):
                     )
                 read = reply["choices"][0]["prompt_token_ids"]
                 if read not in (ids, [bos, *ids]):
-                    at = next((i for i, pair in enumerate(zip(read, ids, strict=False)) if pair[0] != pair[1]), 0)
+                    at = next(
+                        (
+                            i
+                            for i, pair in enumerate(zip(read, ids, strict=False))
+                            if pair[0] != pair[1]
+                        ),
+                        0,
+                    )
                     raise UserError(
                         f"url={url!r} serves another tokenizer than target={self.settings.renderer.target.name!r}: it reads "
                         f"{text[-60:]!r} as {read[at : at + 3]}... from token {at} on, the target as {ids[at : at + 3]}...; "
@@ -264,7 +361,11 @@ class OpenAIBackend(Backend):
             return str(bad)
         return ""
 
-    def run(self, conversations: Iterable[Conversation], stop: Callable[[], bool]) -> Iterator[Ended]:
+    def run(
+        self,
+        conversations: Iterable[Conversation],
+        stop: Callable[[], bool],
+    ) -> Iterator[Ended]:
         source = enumerate(iter(conversations))
         ended: SimpleQueue[tuple[list[Conversation], Exception | None]] = SimpleQueue()
         running = row = 0  # conversations in flight; failed ones in a row
@@ -291,7 +392,10 @@ class OpenAIBackend(Backend):
                 running -= 1
                 if problem is None or isinstance(problem, BadReply):
                     yield from ((it, problem) for it in rows)
-                    row = row + 1 if problem else 0
+                    if problem:
+                        row = row + 1
+                    else:
+                        row = 0
                     if row == _IN_A_ROW:
                         fatal = UserError(
                             f"url={', '.join(self.urls)}: {row} conversations in a row failed, the last with {problem}; finished "
@@ -305,10 +409,15 @@ class OpenAIBackend(Backend):
                 self.client.close()
 
     def _converse(self, it: Conversation, number: int) -> list[Conversation]:
-        """All turns of one conversation with one server, which may keep its prefix cached; returns its rows. Raises BadReply."""
+        """All turns of one conversation with one server, which may keep its prefix cached; returns
+        its rows. Raises BadReply.
+        """
         rows = [it]
         while True:
-            tokens, finish = self._ids(rows[-1], number) if self.by_ids else self._text(rows[-1], number)
+            if self.by_ids:
+                tokens, finish = self._ids(rows[-1], number)
+            else:
+                tokens, finish = self._text(rows[-1], number)
             self.settings.accept(rows[-1], tokens, finish)
             with self._count:
                 self._new_tokens += len(tokens)
@@ -320,8 +429,13 @@ class OpenAIBackend(Backend):
     def _ids(self, it: Conversation, number: int) -> tuple[list[int], str]:
         """The next response's ids, stop token included, and finish reason."""
         sampling = self.settings.sampling
-        # Values that mean "off" are sent too: otherwise the server takes those of the target's generation_config.
-        body: Json = {"top_k": sampling.top_k or -1, "min_p": sampling.min_p, "return_token_ids": True}
+        # Values that mean "off" are sent too: otherwise the server takes those of the target's
+        # generation_config.
+        body: Json = {
+            "top_k": sampling.top_k or -1,
+            "min_p": sampling.min_p,
+            "return_token_ids": True,
+        }
         body |= {"prompt": it.tokens, "stop_token_ids": sorted(self.settings.renderer.stop_ids)}
         choice = self._query(it, number, "completions", body, IdsReply)
         if choice["prompt_token_ids"] != it.tokens:
@@ -330,8 +444,11 @@ class OpenAIBackend(Backend):
         return self.settings.closed(choice["token_ids"], finish, choice.get("stop_reason")), finish
 
     def _text(self, it: Conversation, number: int) -> tuple[list[int], str]:
-        """The same from a server's text, which is tokenized here. What its parsers took out of the text is put back."""
-        renderer, sampling = self.settings.renderer, self.settings.sampling
+        """The same from a server's text, which is tokenized here. What its parsers took out of the
+        text is put back.
+        """
+        renderer = self.settings.renderer
+        sampling = self.settings.sampling
         body: Json = {key: value for key in ("top_k", "min_p") if (value := getattr(sampling, key))}
         if not it.turns:
             choice = self._query(it, number, "completions", body | {"prompt": it.text}, TextReply)
@@ -339,20 +456,35 @@ class OpenAIBackend(Backend):
             return self._closed_text(choice["text"], choice)
         messages = it.messages
         body |= {"messages": [sent_message(message) for message in messages]}
-        body |= {"tools": list(it.inputs.tools)} if it.inputs.tools else {}
-        body |= {"chat_template_kwargs": it.inputs.kwargs} if it.inputs.kwargs else {}
+        if it.inputs.tools:
+            body |= {"tools": list(it.inputs.tools)}
+        else:
+            body |= {}
+        if it.inputs.kwargs:
+            body |= {"chat_template_kwargs": it.inputs.kwargs}
+        else:
+            body |= {}
         choice = self._query(it, number, "chat/completions", body, ChatReply)
         text, end = reassembled(renderer, it, choice, messages)
-        return (text_ids(renderer.tokenizer, text), "stop") if end else self._closed_text(text, choice)
+        if end:
+            return (text_ids(renderer.tokenizer, text), "stop")
+        return self._closed_text(text, choice)
 
     def _closed_text(self, text: str, choice: Json) -> tuple[list[int], str]:
-        """The ids of a server's text, with the stop token that it has stripped, and the finish reason."""
-        finish = "length" if choice["finish_reason"] == "length" else "stop"
+        """The ids of a server's text, with the stop token that it has stripped, and the finish
+        reason.
+        """
+        if choice["finish_reason"] == "length":
+            finish = "length"
+        else:
+            finish = "stop"
         ids = text_ids(self.settings.renderer.tokenizer, text)
         return self.settings.closed(ids, finish, choice.get("stop_reason")) if ids else ids, finish
 
     def _query(self, it: Conversation, number: int, path: str, more: Json, schema: type) -> Json:
-        """The server's choice for the conversation's next response. A retry goes to the next server."""
+        """The server's choice for the conversation's next response. A retry goes to the next
+        server.
+        """
         sampling = self.settings.sampling
         body: Json = {
             "max_tokens": self.settings.allowance(it),
@@ -379,12 +511,19 @@ class OpenAIBackend(Backend):
             except BadReply as bad:
                 if not bad.retry or self._closing.is_set():
                     raise
-                self._closing.wait(max(bad.pause, _FIRST_PAUSE * 2**attempt * random.uniform(0.75, 1.25)))
+                self._closing.wait(
+                    max(bad.pause, _FIRST_PAUSE * 2**attempt * random.uniform(0.75, 1.25))
+                )
         return send(_TRIES - 1)
 
     def _send(self, method: str, url: str, body: Json | None, schema: type) -> Json:
-        """`send_json` with this class's time limits; a server that has replied before may come back."""
-        seconds = _TIMEOUT if body is not None else min(30.0, _TIMEOUT)
+        """`send_json` with this class's time limits; a server that has replied before may come
+        back.
+        """
+        if body is not None:
+            seconds = _TIMEOUT
+        else:
+            seconds = min(30.0, _TIMEOUT)
         host = url.partition("/v1")[0]
         try:
             reply: Json = send_json(self.client, method, url, body, schema, seconds)
@@ -398,21 +537,38 @@ class OpenAIBackend(Backend):
         return reply
 
 
-def send_json(client: httpx.Client, method: str, url: str, body: Json | None, schema: type[T], seconds: float) -> T:
-    """Sends a request to a server once; returns its JSON reply, checked against the schema, whose keys alone are kept.
+def send_json(
+    client: httpx.Client,
+    method: str,
+    url: str,
+    body: Json | None,
+    schema: type[T],
+    seconds: float,
+) -> T:
+    """Sends a request to a server once; returns its JSON reply, checked against the schema, whose
+    keys alone are kept.
 
     Raises BadReply; UserError for a refused key.
     """
-    until, content = time.monotonic() + seconds, bytearray()
+    until = time.monotonic() + seconds
+    content = bytearray()
     try:
-        text = None if body is None else json.dumps(body)
+        if body is None:
+            text = None
+        else:
+            text = json.dumps(body)
         timeout = httpx.Timeout(seconds, connect=min(10.0, seconds))
         with client.stream(method, url, content=text, headers=_SENT, timeout=timeout) as reply:
             for chunk in reply.iter_bytes():
                 content += chunk
                 if len(content) > _MOST_BYTES or time.monotonic() > until:
                     raise BadReply("endless", f"{len(content)} bytes and no end")
-    except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
+    except (
+        httpx.ConnectError,
+        httpx.ConnectTimeout,
+        httpx.UnsupportedProtocol,
+        httpx.InvalidURL,
+    ) as error:
         raise BadReply(UNREACHABLE, _named(error)) from error
     except httpx.TimeoutException as error:
         raise BadReply(TIME_OUT, f"no reply in {seconds:g} s ({_named(error)})") from error
@@ -420,12 +576,18 @@ def send_json(client: httpx.Client, method: str, url: str, body: Json | None, sc
         raise BadReply("bad encoding", _named(error), retry=True) from error
     except httpx.TransportError as error:
         raise BadReply("connection lost", _named(error), retry=True) from error
-    status, shown = reply.status_code, content[:500].decode(errors="replace")
+    status = reply.status_code
+    shown = content[:500].decode(errors="replace")
     if status == 401:  # the server's text may repeat the key
-        raise UserError(f"url={url!r} refuses the key (HTTP 401); set the environment variable OPENAI_API_KEY")
+        raise UserError(
+            f"url={url!r} refuses the key (HTTP 401); set the environment variable OPENAI_API_KEY"
+        )
     if status != 200:
         retry = status in (408, 425, 429) or status >= 500
-        moved = f"redirects to {reply.headers.get('location', '')}" if 300 <= status < 400 else shown
+        if 300 <= status < 400:
+            moved = f"redirects to {reply.headers.get('location', '')}"
+        else:
+            moved = shown
         raise BadReply(f"HTTP {status}", moved, retry, _retry_after(reply))
     try:
         return TypeAdapter(schema).validate_python(json.loads(content), strict=True)
@@ -440,7 +602,9 @@ def _named(error: Exception) -> str:
 
 
 def _retry_after(reply: httpx.Response) -> float:
-    """Seconds that a reply's Retry-After (seconds or a date) asks to wait, at most _LONGEST_PAUSE; 0 without one."""
+    """Seconds that a reply's Retry-After (seconds or a date) asks to wait, at most _LONGEST_PAUSE;
+    0 without one.
+    """
     text = reply.headers.get("retry-after", "")
     try:
         seconds = float(text)
@@ -449,4 +613,6 @@ def _retry_after(reply: httpx.Response) -> float:
             seconds = parsedate_to_datetime(text).timestamp() - time.time()
         except (ValueError, TypeError, OverflowError):
             return 0.0
-    return min(seconds, _LONGEST_PAUSE) if seconds > 0 else 0.0
+    if seconds > 0:
+        return min(seconds, _LONGEST_PAUSE)
+    return 0.0

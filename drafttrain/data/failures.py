@@ -12,7 +12,9 @@ from drafttrain.files import complete_bytes, read_jsonl, replacing
 
 def one_line(text: str, most: int = 200) -> str:
     """A text from outside as part of a message: printable characters on one line."""
-    return "".join(letter if letter.isprintable() else " " for letter in " ".join(text.split()))[:most]
+    return "".join(letter if letter.isprintable() else " " for letter in " ".join(text.split()))[
+        :most
+    ]
 
 
 class BadReply(Exception):
@@ -21,19 +23,24 @@ class BadReply(Exception):
     Attributes:
         reason: its kind, by which failures are counted, such as `HTTP 500` or `not JSON`.
         detail: one line about this reply.
-        retry: whether another try in the same run may help; pause: seconds that the server asks to wait before.
+        retry: whether another try in the same run may help; pause: seconds that the server asks to
+            wait before.
     """
 
     def __init__(self, reason: str, detail: str = "", retry: bool = False, pause: float = 0.0):
         line = one_line(detail)
         super().__init__(f"{reason}: {line}" if line else reason)
-        self.reason, self.detail, self.retry, self.pause = reason, line, retry, pause
+        self.reason = reason
+        self.detail = line
+        self.retry = retry
+        self.pause = pause
 
 
 class Failures:
     """A process's failed conversations: counted by reason, and listed in DIR/failed-0003.jsonl.
 
-    A line is {"id", "reason", "detail"}. The list keeps entries of earlier runs until their conversations are stored.
+    A line is {"id", "reason", "detail"}. The list keeps entries of earlier runs until their
+    conversations are stored.
     """
 
     def __init__(self, directory: Path, rank: int):
@@ -45,8 +52,14 @@ class Failures:
         self.counts[bad.reason] += 1
         self.last = bad
         with self.path.open("ab") as file:
-            file.truncate(complete_bytes(self.path))  # a killed process may have left part of a line
-            file.write((json.dumps({"id": key, "reason": bad.reason, "detail": bad.detail}) + "\n").encode())
+            file.truncate(
+                complete_bytes(self.path)
+            )  # a killed process may have left part of a line
+            file.write(
+                (
+                    json.dumps({"id": key, "reason": bad.reason, "detail": bad.detail}) + "\n"
+                ).encode()
+            )
 
     def settle(self, done: Collection[str]) -> None:
         """Drops what has been stored meanwhile from the lists of all processes."""

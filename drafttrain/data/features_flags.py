@@ -28,14 +28,37 @@ first: its log-probabilities must be those of the target's head over its states.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = adder(parser)
     add("--data", Place, required=True, help="folder of the data set; states go to DATA/features")
-    add_target_flags(parser, "short name, folder or Hub id (default: the target named in the data)", required=False)
-    add("--target-device-map", DeviceMap, default="", help="auto spreads the target over GPUs (default: one device)")
-    add("--layers", default="default", help="target states to store: default (three layers), wide (six) or 2,15,27")
-    add("--top-k", Size, default=0, help="store this many most likely tokens in place of the last hidden states")
+    add_target_flags(
+        parser,
+        "short name, folder or Hub id (default: the target named in the data)",
+        required=False,
+    )
+    add(
+        "--target-device-map",
+        DeviceMap,
+        default="",
+        help="auto spreads the target over GPUs (default: one device)",
+    )
+    add(
+        "--layers",
+        default="default",
+        help="target states to store: default (three layers), wide (six) or 2,15,27",
+    )
+    add(
+        "--top-k",
+        Size,
+        default=0,
+        help="store this many most likely tokens in place of the last hidden states",
+    )
     more = "of stored states; int8 takes half of bfloat16's bytes"
     add("--store-dtype", default="bfloat16", choices=get_args(StoreDtype), help=more)
     add("--max-length", Size, default=0, help="tokens of a conversation to store; 0 stores all")
-    add("--backend", default="local", choices=["local", "vllm"], help="what computes the states (default: %(default)s)")
+    add(
+        "--backend",
+        default="local",
+        choices=["local", "vllm"],
+        help="what computes the states (default: %(default)s)",
+    )
     add("--url", action="append", default=[], help="server of --backend vllm that serve-target started; repeat it for several "
         "(default: start one)")  # fmt: skip
     add(
@@ -44,7 +67,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         help="folder of the server's states, as seen here (default: as the server says)",
     )
-    add("--engine-python", File, default=sys.executable, help="interpreter of the environment that has vLLM")
+    add(
+        "--engine-python",
+        File,
+        default=sys.executable,
+        help="interpreter of the environment that has vLLM",
+    )
     add(
         "flags",
         AnyText,

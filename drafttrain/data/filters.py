@@ -31,33 +31,43 @@ def words(text: str) -> list[str]:
 def ngrams(text: str, size: int) -> set[tuple[str, ...]]:
     """All runs of `size` words; a shorter text is a single run."""
     found = words(text)
-    return {tuple(found[i : i + size]) for i in range(max(1, len(found) - size + 1))} if found else set()
+    if found:
+        return {tuple(found[i : i + size]) for i in range(max(1, len(found) - size + 1))}
+    return set()
 
 
 def stable_id(prompt: Prompt) -> str:
     """A hash of the content: equal prompts have equal ids in every run."""
-    return hashlib.sha256(json.dumps(prompt, sort_keys=True, ensure_ascii=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        json.dumps(prompt, sort_keys=True, ensure_ascii=True).encode()
+    ).hexdigest()[:16]
 
 
 def is_readable(text: str) -> bool:
     """False if text holds control characters, unassigned code points, or the replacement character."""
     bad = {"Cc", "Cn", "Co", "Cs"}  # Unicode categories
-    return not any(c == "\ufffd" or (unicodedata.category(c) in bad and c not in "\n\t\r") for c in set(text))
+    return not any(
+        c == "\ufffd" or (unicodedata.category(c) in bad and c not in "\n\t\r") for c in set(text)
+    )
 
 
 def is_repetitive(text: str) -> bool:
-    """True if fewer than half of a text's three-word runs are distinct; texts of fewer than 20 runs never are."""
+    """True if fewer than half of a text's three-word runs are distinct; texts of fewer than 20 runs
+    never are.
+    """
     found = words(text)
     runs = [tuple(found[i : i + 3]) for i in range(len(found) - 2)]
     return len(runs) >= 20 and len(set(runs)) < len(runs) / 2
 
 
 class NearDuplicates:
-    """MinHash with banding: finds texts that share most of their three-word runs with an earlier one.
+    """MinHash with banding: finds texts that share most of their three-word runs with an earlier
+    one.
 
-    64 permutations, of which one byte each is kept, in 16 bands of 4. Texts whose sets of runs overlap by more than about a half
-    share a band; their full signatures are then compared. A hash table per band chains the texts of a bucket, newest first; at
-    most `_LONGEST` of a bucket are compared, so that many alike texts do not make the work quadratic. A text takes 200 bytes.
+    64 permutations, of which one byte each is kept, in 16 bands of 4. Texts whose sets of runs
+    overlap by more than about a half share a band; their full signatures are then compared. A hash
+    table per band chains the texts of a bucket, newest first; at most `_LONGEST` of a bucket are
+    compared, so that many alike texts do not make the work quadratic. A text takes 200 bytes.
 
     Source: Broder, On the resemblance and containment of documents (1997).
     """
@@ -66,24 +76,34 @@ class NearDuplicates:
         random = np.random.default_rng(0)
         self.factors = random.integers(1, 2**61, size=(64, 1), dtype=np.uint64) | np.uint64(1)
         self.offsets = random.integers(0, 2**61, size=(64, 1), dtype=np.uint64)
-        self.threshold, self.count = threshold, 0
-        self.signatures = np.zeros((1024, 64), np.uint8)  # [texts, permutations]; a power of two of rows
+        self.threshold = threshold
+        self.count = 0
+        self.signatures = np.zeros(
+            (1024, 64), np.uint8
+        )  # [texts, permutations]; a power of two of rows
         self._chain()
 
     def _buckets(self, signatures: np.ndarray) -> np.ndarray:
         """Bucket of each band: [..., 64] uint8 -> [..., 16]. As many buckets as rows."""
-        keys = np.ascontiguousarray(signatures).view(np.uint32).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        keys = np.ascontiguousarray(signatures).view(np.uint32).astype(np.uint64) * np.uint64(
+            0x9E3779B97F4A7C15
+        )
         return (keys >> np.uint64(65 - len(self.signatures).bit_length())).astype(np.int64)
 
     def _chain(self) -> None:
-        """Builds the tables of all texts: the newest text of each bucket, and the next older one of each text; -1 for none."""
+        """Builds the tables of all texts: the newest text of each bucket, and the next older one of
+        each text; -1 for none.
+        """
         self._heads = np.full((16, len(self.signatures)), -1, np.int32)
         self._older = np.full((len(self.signatures), 16), -1, np.int32)
         for band, column in enumerate(self._buckets(self.signatures[: self.count]).T):
             order = np.argsort(column, kind="stable").astype(np.int32)
             alike = column[order[1:]] == column[order[:-1]]
             self._older[order[1:], band] = np.where(alike, order[:-1], -1)
-            self._heads[band, column] = np.arange(self.count, dtype=np.int32)  # the last of equal ones stays
+            self._heads[band, column] = np.arange(
+                self.count,
+                dtype=np.int32,
+            )  # the last of equal ones stays
 
     def seen(self, text: str) -> bool:
         """True if a similar text was seen before; otherwise stores this one."""
@@ -91,7 +111,9 @@ class NearDuplicates:
         if not runs:
             return False
         # Multiplication wraps at 2^64; the high half of an odd-multiplier hash is well mixed.
-        hashes = (self.factors * np.array(runs, dtype=np.uint64) + self.offsets) >> np.uint64(32)  # [64, runs]
+        hashes = (self.factors * np.array(runs, dtype=np.uint64) + self.offsets) >> np.uint64(
+            32
+        )  # [64, runs]
         signature = hashes.min(axis=1).astype(np.uint8)  # [64]
         places = self._buckets(signature).tolist()  # [16]
         candidates: set[int] = set()
@@ -133,7 +155,8 @@ class Filter:
     Args:
         limits: length limits, on the text of all user turns together.
         evaluation: texts that no kept prompt may share a run of `ngram` words with.
-        ngram: words per run. An evaluation text shorter than that only excludes prompts with exactly its words.
+        ngram: words per run. An evaluation text shorter than that only excludes prompts with
+            exactly its words.
         tokenizer: counts tokens, and names the special tokens that no prompt may contain.
 
     Attributes:
@@ -147,9 +170,14 @@ class Filter:
         ngram: int = 8,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ):
-        self.limits, self.ngram, self.tokenizer = limits, ngram, tokenizer
+        self.limits = limits
+        self.ngram = ngram
+        self.tokenizer = tokenizer
         self.forbidden = {run for text in evaluation for run in ngrams(text, ngram)}
-        special = tokenizer.all_special_tokens if tokenizer is not None else []
+        if tokenizer is not None:
+            special = tokenizer.all_special_tokens
+        else:
+            special = []
         self.special = [token for token in special if token.strip()]
         self.exact: set[bytes] = set()
         self.near = NearDuplicates()
@@ -163,7 +191,9 @@ class Filter:
 
     def _reason(self, prompt: Prompt) -> str | None:
         asked = "\n".join(prompt_texts(prompt))
-        everything = list(dict.fromkeys((asked, *(message["content"] for message in prompt.get("messages", ())))))
+        everything = list(
+            dict.fromkeys((asked, *(message["content"] for message in prompt.get("messages", ()))))
+        )
         limits = self.limits
         if reason := _wrong_length(len(asked), limits.min_chars, limits.max_chars, "characters"):
             return reason
@@ -181,10 +211,14 @@ class Filter:
         if key in self.exact:
             return "duplicate"
         self.exact.add(key)
-        return "near duplicate" if self.near.seen(asked) else None
+        if self.near.seen(asked):
+            return "near duplicate"
+        return None
 
 
 def _wrong_length(count: int, least: int, most: int, unit: str) -> str | None:
     if count < least:
         return f"shorter than {least} {unit}"
-    return f"longer than {most} {unit}" if 0 < most < count else None
+    if 0 < most < count:
+        return f"longer than {most} {unit}"
+    return None

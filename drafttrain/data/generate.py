@@ -47,43 +47,60 @@ _LEAST_RESPONSE = 16  # response tokens that a prompt must leave below --max-len
 def run(args: argparse.Namespace) -> int:
     """Generates the missing conversations and prints a summary.
 
-    Raises UserError: bad prompts, settings that contradict the data set, no disk space, an unreachable server.
+    Raises UserError: bad prompts, settings that contradict the data set, no disk space, an
+    unreachable server.
     """
-    share, sampling = Share.of_process(), sampling_of(args)
+    share = Share.of_process()
+    sampling = sampling_of(args)
     limits = {key: getattr(args, key) for key in ("max_new_tokens", "max_length", "seed")}
     if args.overwrite and share.world > 1:
-        raise UserError("overwrite=True with several processes deletes the others' work; delete the folder yourself")
+        raise UserError(
+            "overwrite=True with several processes deletes the others' work; delete the folder yourself"
+        )
     if args.features != "none" and args.backend != "local":
-        raise UserError(f"features={args.features!r} needs --backend local: the other backends return no hidden states")
+        raise UserError(
+            f"features={args.features!r} needs --backend local: the other backends return no hidden states"
+        )
     if args.backend != "openai" and (args.url or args.model):
-        raise UserError(f"url and model need --backend openai; --backend {args.backend} asks no server")
+        raise UserError(
+            f"url and model need --backend openai; --backend {args.backend} asks no server"
+        )
     if args.backend != "vllm" and (given := [*named_options(args), *args.vllm_flags]):
-        raise UserError(f"{given[0]!r} is for --backend vllm; servers get such flags when they start")
+        raise UserError(
+            f"{given[0]!r} is for --backend vllm; servers get such flags when they start"
+        )
     check_folder(args.output, "generate", inputs_of(args))
     existing = args.backend == "existing"
     kwargs = args.chat_template_kwargs
-    ids, conversations = ([], None) if existing else read_prompts(Path(args.prompts).expanduser(), kwargs)
-    target = (
-        load_target(args)
-        if args.backend == "local"
-        else load_shell(args.target, trust_remote_code=args.trust_remote_code)
-    )
+    ids: list[str] = []
+    conversations = None
+    if not existing:
+        ids, conversations = read_prompts(Path(args.prompts).expanduser(), kwargs)
+    if args.backend == "local":
+        target = load_target(args)
+    else:
+        target = load_shell(args.target, trust_remote_code=args.trust_remote_code)
     if kwargs:
         if not has_template(target.tokenizer):
-            raise UserError(f"chat_template_kwargs: target={target.name!r} has no chat template; drop them")
+            raise UserError(
+                f"chat_template_kwargs: target={target.name!r} has no chat template; drop them"
+            )
         check_inputs(target.tokenizer.get_chat_template(), ChatInputs((), kwargs))
     layers = parse_layers(args.features, target)
     rules = backend_rules(args.backend, target)
     settings = ResponseSettings(ChatRenderer(target), sampling, **limits)
     meta = {
         "target": target.identity(),
-        "sampling": {"max_length": args.max_length} if existing else {**rules.recorded(sampling), **limits},
+        "sampling": {"max_length": args.max_length}
+        if existing
+        else {**rules.recorded(sampling), **limits},
         "backend": args.backend,
         "features": {"layers": list(layers), "dtype": "bfloat16"} if layers else None,
         **({"chat_template_kwargs": kwargs} if kwargs else {}),
     }
     with Store(args.output, meta, share.rank, args.overwrite) as store:
-        done, this_run = store.done_ids(), run_counts(0, 0, 0.0, {})
+        done = store.done_ids()
+        this_run = run_counts(0, 0, 0.0, {})
         missing = [i for i, key in enumerate(ids) if key not in done and share.owns(key)]
         mine = conversations.chosen(missing) if conversations is not None else []
         if layers:
@@ -99,7 +116,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def backend_rules(backend: str, target: Target) -> LogitsRules:
-    """What a backend applies of the target's generation_config: all rules, those that vLLM takes, or what a server does."""
+    """What a backend applies of the target's generation_config: all rules, those that vLLM takes,
+    or what a server does.
+    """
     if backend in ("openai", "existing"):
         return LogitsRules()
     rules = target.generation.rules
@@ -107,7 +126,10 @@ def backend_rules(backend: str, target: Target) -> LogitsRules:
         return rules
     applied = applied_rules(rules)
     if left := ", ".join(key for key in rules.settings if key not in applied.settings):
-        logger.warning("backend=vllm does not apply %s of the target's generation_config; --backend local does", left)
+        logger.warning(
+            "backend=vllm does not apply %s of the target's generation_config; --backend local does",
+            left,
+        )
     return applied
 
 
@@ -126,7 +148,9 @@ def read_prompts(path: Path, kwargs: Json | None = None) -> tuple[list[str], Row
         for (number, start), (_, row) in zip(line_starts(path), read_jsonl(path), strict=True):
             where = f"{path} line {number}"
             if "id" not in row:
-                raise UserError(f'{where}: needs an "id"; drafttrain prompts --source file writes them')
+                raise UserError(
+                    f'{where}: needs an "id"; drafttrain prompts --source file writes them'
+                )
             key = Conversation.from_row(row, where).id
             if key in seen:
                 raise UserError(f"{where}: id={key!r} occurs twice; ids must be unique")
@@ -140,7 +164,8 @@ def read_prompts(path: Path, kwargs: Json | None = None) -> tuple[list[str], Row
 
 
 def parse_layers(text: str, target: Target) -> tuple[int, ...]:
-    """Reads --features; wide: the default three, those halfway between them, and the input of the last layer.
+    """Reads --features; wide: the default three, those halfway between them, and the input of the
+    last layer.
 
     Raises UserError: not 'none', 'default', 'wide' or distinct layer numbers of the target.
     """
@@ -156,7 +181,9 @@ def parse_layers(text: str, target: Target) -> tuple[int, ...]:
         layers = tuple(int(part) for part in text.split(","))
     except ValueError:
         layers = (-1,)  # fails the check below
-    if len(set(layers)) < len(layers) or not all(0 <= layer <= target.num_layers for layer in layers):
+    if len(set(layers)) < len(layers) or not all(
+        0 <= layer <= target.num_layers for layer in layers
+    ):
         raise UserError(
             f"features={shown(text)} must be none, default, wide, or distinct layers from 0 to {target.num_layers}, as 2,15,27"
         )
@@ -164,9 +191,14 @@ def parse_layers(text: str, target: Target) -> tuple[int, ...]:
 
 
 def feature_bytes(
-    conversations: Sequence[Conversation], args: argparse.Namespace, settings: ResponseSettings, row_bytes: int
+    conversations: Sequence[Conversation],
+    args: argparse.Namespace,
+    settings: ResponseSettings,
+    row_bytes: int,
 ) -> float:
-    """Estimated size of the stored states: prompt lengths from a sample, responses at their limit or the token budget."""
+    """Estimated size of the stored states: prompt lengths from a sample, responses at their limit
+    or the token budget.
+    """
     sample = conversations[:: max(1, len(conversations) // 32)]  # 32 to 63 of them
     lengths = []
     for it in sample:
@@ -184,45 +216,72 @@ def feature_bytes(
 
 
 def make_backend(
-    args: argparse.Namespace, target: Target, settings: ResponseSettings, layers: tuple[int, ...], count: int
+    args: argparse.Namespace,
+    target: Target,
+    settings: ResponseSettings,
+    layers: tuple[int, ...],
+    count: int,
 ) -> Backend:
     """The backend of --backend. count: conversations to answer, which bounds the slots."""
     given = None if args.slots == "auto" else args.slots
     if args.backend == "openai":
         return OpenAIBackend(args.url, args.model, settings, given)
     if args.backend == "vllm":
-        return VllmBackend(target, args.dtype, settings, args.trust_remote_code, engine_options(args), given)
+        return VllmBackend(
+            target,
+            args.dtype,
+            settings,
+            args.trust_remote_code,
+            engine_options(args),
+            given,
+        )
     slots = min(choose_slots(args.slots, target, settings.max_length, len(layers)), count)
     return LocalBackend(target, settings, slots, layers)
 
 
 def choose_slots(slots: int | str, target: Target, max_length: int, features: int = 0) -> int:
-    """The value of --slots. 'auto' is 128 (256 on a GPU), or fewer if they would fill more than half of the free memory."""
+    """The value of --slots. 'auto' is 128 (256 on a GPU), or fewer if they would fill more than
+    half of the free memory.
+    """
     if isinstance(slots, int):
         return slots
     config = target.config
-    every = getattr(config, "num_attention_heads", None) or 1  # Mamba has none, and a state of about this size
+    every = (
+        getattr(config, "num_attention_heads", None) or 1
+    )  # Mamba has none, and a state of about this size
     heads = getattr(config, "num_key_value_heads", None) or every
     width = getattr(config, "head_dim", None) or config.hidden_size // every
-    itemsize = 4 if target.device.type == "cpu" else target.compute_dtype.itemsize  # a CPU's cache is float32
+    # a CPU's cache is float32
+    itemsize = 4
+    if target.device.type != "cpu":
+        itemsize = target.compute_dtype.itemsize
     token = 2 * target.num_layers * heads * width * itemsize  # bytes per token: keys and values
-    token += (features + 1) * target.hidden_size * 2 if features else 0  # captured states in bfloat16
-    if target.device.type == "cuda":
-        most, free = 256, torch.cuda.mem_get_info(target.device)[0]
+    # captured states in bfloat16
+    if features:
+        token += (features + 1) * target.hidden_size * 2
     else:
-        most, free = 128, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        token += 0
+    if target.device.type == "cuda":
+        most = 256
+        free = torch.cuda.mem_get_info(target.device)[0]
+    else:
+        most = 128
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(1, min(most, int(free / 2 / (token * max_length))))
 
 
 class RowKeeper:
-    """Stores the rows of conversations, those of one together, so that it is stored with all of its turns or not at all.
+    """Stores the rows of conversations, those of one together, so that it is stored with all of its
+    turns or not at all.
 
     Attributes:
         held: rows of conversations that go on. conversations: stored ones.
     """
 
     def __init__(self, store: Store, writer: FeatureWriter | None):
-        self.store, self.writer, self.conversations = store, writer, 0
+        self.store = store
+        self.writer = writer
+        self.conversations = 0
         self.held: dict[str, list[tuple[Json, Finished | None]]] = {}
 
     def add(self, it: Conversation, record: Json, finished: Finished | None) -> None:
@@ -243,28 +302,51 @@ class RowKeeper:
             if self.writer is None:
                 self.store.append(record)
             else:
-                assert finished is not None and finished.features is not None and finished.last_hidden is not None
+                assert (
+                    finished is not None
+                    and finished.features is not None
+                    and finished.last_hidden is not None
+                )
                 fed = len(record["tokens"]) - 1  # the last token was never an input
                 self.writer.append(record, finished.features[:fed], finished.last_hidden[:fed])
         self.conversations += 1
 
 
 def generate_missing(
-    args: argparse.Namespace, settings: ResponseSettings, store: Store, backend: Backend, todo: Sequence[Conversation]
+    args: argparse.Namespace,
+    settings: ResponseSettings,
+    store: Store,
+    backend: Backend,
+    todo: Sequence[Conversation],
 ) -> Json:
-    """Answers the conversations and stores each when it ends, until the budget is spent; returns the run's counts."""
-    writer = FeatureWriter(store) if args.features != "none" else None
-    dropped = dict.fromkeys(("prompt_too_long", "turns_not_reached", "other_tool_calls", "template_refuses_answer"), 0)
+    """Answers the conversations and stores each when it ends, until the budget is spent; returns
+    the run's counts.
+    """
+    if args.features != "none":
+        writer = FeatureWriter(store)
+    else:
+        writer = None
+    dropped = dict.fromkeys(
+        ("prompt_too_long", "turns_not_reached", "other_tool_calls", "template_refuses_answer"), 0
+    )
     rows = RowKeeper(store, writer)
     least = min(_LEAST_RESPONSE, settings.max_new_tokens)
     failures = Failures(store.directory, store.rank)
-    tokens, began = 0, time.perf_counter()
+    tokens = 0
+    began = time.perf_counter()
 
     def show(count: int) -> float:
-        """Counts finished conversations; returns the spent share of the token or time budget, whichever is larger."""
-        seconds, made = time.perf_counter() - began, backend.new_tokens
-        by_tokens = made / args.max_tokens if args.max_tokens > 0 else 0.0
-        by_time = seconds / (60 * args.max_minutes) if args.max_minutes > 0 else 0.0
+        """Counts finished conversations; returns the spent share of the token or time budget,
+        whichever is larger.
+        """
+        seconds = time.perf_counter() - began
+        made = backend.new_tokens
+        by_tokens = 0.0
+        if args.max_tokens > 0:
+            by_tokens = made / args.max_tokens
+        by_time = 0.0
+        if args.max_minutes > 0:
+            by_time = seconds / (60 * args.max_minutes)
         note = f"{made} response tokens, {made / max(seconds, 1e-9):.0f} tokens/s" + (
             f", failed: {failures}" if failures.counts else ""
         )
@@ -323,15 +405,18 @@ def generate_missing(
 def store_existing(args: argparse.Namespace, target: Target, store: Store, share: Share) -> Json:
     """Stores this process's conversations with the answers in the file; returns the run's counts.
 
-    Another model's answers teach the drafter that model's habits, so the target's own answers work better. Rows longer than
-    --max-length are cut; a cut answer ends in "length", as a truncated one does.
+    Another model's answers teach the drafter that model's habits, so the target's own answers work
+    better. Rows longer than --max-length are cut; a cut answer ends in "length", as a truncated one
+    does.
 
     A row that is no conversation, or has no answer, is left out and listed; see `Failures`.
 
     Raises:
         UserError: an id that occurs twice, or no row that can be used.
     """
-    done, seen, failures = store.done_ids(), set(), Failures(store.directory, share.rank)
+    done = store.done_ids()
+    seen = set()
+    failures = Failures(store.directory, share.rank)
     conversations = tokens = beyond = 0
     began = time.perf_counter()
 
@@ -341,7 +426,13 @@ def store_existing(args: argparse.Namespace, target: Target, store: Store, share
 
     with Progress("conversations", None, "conversations") as progress:
         path = Path(args.prompts).expanduser()
-        for record in conversation_records(target.tokenizer, path, args.chat_template_kwargs, target.eos_ids, unusable):
+        for record in conversation_records(
+            target.tokenizer,
+            path,
+            args.chat_template_kwargs,
+            target.eos_ids,
+            unusable,
+        ):
             key = record["id"]
             if key in seen:
                 raise UserError(f"{args.prompts}: id={key!r} occurs twice; ids must be unique")
@@ -359,11 +450,18 @@ def store_existing(args: argparse.Namespace, target: Target, store: Store, share
             if 0 < args.max_tokens <= tokens:
                 break
     if not seen and failures.last:
-        raise UserError(f"no row can be used ({failures}; the last: {failures.last.detail}); {_ROW_FIX}")
+        raise UserError(
+            f"no row can be used ({failures}; the last: {failures.last.detail}); {_ROW_FIX}"
+        )
     if not seen:
         raise UserError(f"prompts={args.prompts!r} is empty: it must hold one conversation a line")
     failures.settle(store.done_ids())
-    counts = run_counts(conversations, tokens, time.perf_counter() - began, {"answer_beyond_max_length": beyond})
+    counts = run_counts(
+        conversations,
+        tokens,
+        time.perf_counter() - began,
+        {"answer_beyond_max_length": beyond},
+    )
     return {**counts, "failed": dict(failures.counts)}
 
 
@@ -379,7 +477,9 @@ def cut(record: Json, limit: int) -> Json | None:
         finish[-1] = "length"
     kept = {**record, "tokens": record["tokens"][: spans[-1][1]], "spans": spans, "finish": finish}
     if "reasoning" in record:
-        kept["reasoning"] = [min(n, end - start) for n, (start, end) in zip(record["reasoning"], spans, strict=False)]
+        kept["reasoning"] = [
+            min(n, end - start) for n, (start, end) in zip(record["reasoning"], spans, strict=False)
+        ]
     return kept
 
 
@@ -396,7 +496,13 @@ def train_command(target: str, data: str) -> str:
     return next_command("train", "RECIPE", *(f"{key}={value}" for key, value in settings.items()))
 
 
-def report(args: argparse.Namespace, store: Store, this_run: Json, prompts: int | None, share: Share) -> None:
+def report(
+    args: argparse.Namespace,
+    store: Store,
+    this_run: Json,
+    prompts: int | None,
+    share: Share,
+) -> None:
     """Prints the summary and writes DIR/summary.json: the whole data set, and this process's run."""
     counts = store.finish()
     if prompts is None:  # existing answers: what the file held is not known in advance
@@ -415,8 +521,12 @@ def report(args: argparse.Namespace, store: Store, this_run: Json, prompts: int 
     }
     write_json(store.directory / "summary.json", summary)
     if "rows" in counts:
-        print(f"{args.output}: {counts['rows']} rows, because the chat template rewrites earlier turns")
-    dropped = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in this_run["dropped"].items() if count)
+        print(
+            f"{args.output}: {counts['rows']} rows, because the chat template rewrites earlier turns"
+        )
+    dropped = ", ".join(
+        f"{name.replace('_', ' ')} {count}" for name, count in this_run["dropped"].items() if count
+    )
     print(
         f"{args.output}: {counts['conversations']} of {counted(prompts, 'conversations')}, {counts['response_tokens']} response "
         f"tokens, mean {summary['mean_response_tokens']} a response, {100 * truncated:.1f} % truncated"
@@ -429,7 +539,10 @@ def report(args: argparse.Namespace, store: Store, this_run: Json, prompts: int 
     if failed := this_run.get("failed"):
         reasons = ", ".join(f"{reason} {count}" for reason, count in failed.items())
         known = {_TEMPLATE: _TEMPLATE_FIX, _ROW: _ROW_FIX}
-        fixes = ["run the same command again to ask for them again"] if failed.keys() - known.keys() else []
+        if failed.keys() - known.keys():
+            fixes = ["run the same command again to ask for them again"]
+        else:
+            fixes = []
         fixes += [f"{reason}: {known[reason]}" for reason in failed if reason in known]
         print(
             f"failed: {counted(sum(failed.values()), 'conversations')} ({reasons}), listed in "

@@ -42,7 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="sequences that run together; --backend openai: requests per server (default: by memory; 32 requests)",
     )
-    add("--max-tokens", Size, default=0, help="stop after this many response tokens of this process")
+    add(
+        "--max-tokens",
+        Size,
+        default=0,
+        help="stop after this many response tokens of this process",
+    )
     add(
         "--max-minutes",
         Amount,
@@ -50,12 +55,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="stop after this time; running responses are cut and marked (servers and vllm finish them)",
     )
     add(
-        "--features", default="none", help="target states to store: none, default (three layers), wide (six) or 2,15,27"
+        "--features",
+        default="none",
+        help="target states to store: none, default (three layers), wide (six) or 2,15,27",
     )
     add("--backend", default="local", choices=["local", "openai", "vllm", "existing"], help="what answers: the target here, "
         "servers, vLLM started here, or nothing: the file's own answers stay")  # fmt: skip
-    add("--url", action="append", default=[], help="server of --backend openai; repeat it for several")
-    add("--model", default="", help="model name in requests to the server (default: the first it lists)")
+    add(
+        "--url",
+        action="append",
+        default=[],
+        help="server of --backend openai; repeat it for several",
+    )
+    add(
+        "--model",
+        default="",
+        help="model name in requests to the server (default: the first it lists)",
+    )
     add_vllm_flags(parser)
     add("--overwrite", action="store_true", help="replace the data set in --output, which is deleted when the new one is "
         "complete; other files in the folder stay")  # fmt: skip
@@ -63,9 +79,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that `engine_options` reads."""
-    add, prefix = adder(parser), "for --backend vllm: "
+    add = adder(parser)
+    prefix = "for --backend vllm: "
     add("--tensor-parallel-size", Count, help=prefix + "GPUs that share each layer")
     add("--pipeline-parallel-size", Count, help=prefix + "groups of GPUs that share the layers")
-    add("--quantization", AnyText, help=prefix + "method, such as fp8 or awq (default: as the target's config says)")
+    add(
+        "--quantization",
+        AnyText,
+        help=prefix + "method, such as fp8 or awq (default: as the target's config says)",
+    )
     more = "any other flags of `vllm serve`, such as -- --distributed-executor-backend ray"
     add("vllm_flags", AnyText, nargs="*", default=[], metavar="-- FLAGS", help=prefix + more)

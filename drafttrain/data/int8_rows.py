@@ -1,7 +1,7 @@
 """States as int8 with a scale per row and 64 columns: about half of bfloat16's bytes.
 
-Hidden states have a few columns that are 30 to 150 times as large as their median. A scale per 64 columns keeps those, and
-layers of other magnitudes, from flattening the rest of a row.
+Hidden states have a few columns that are 30 to 150 times as large as their median. A scale per 64
+columns keeps those, and layers of other magnitudes, from flattening the rest of a row.
 """
 
 from __future__ import annotations
@@ -23,22 +23,32 @@ def block_size(width: int) -> int:
 
 def value_bytes(dtype: StoreDtype, width: int) -> float:
     """Bytes of a stored value, its part of a scale included; width: of the target's hidden state."""
-    return 1 + DTYPES["bfloat16"].itemsize / block_size(width) if dtype == "int8" else DTYPES[dtype].itemsize
+    if dtype == "int8":
+        return 1 + DTYPES["bfloat16"].itemsize / block_size(width)
+    return DTYPES[dtype].itemsize
 
 
 def stored_as(name: str, states: Tensor, dtype: StoreDtype, width: int) -> dict[str, Tensor]:
-    """Tensors to store for states [n, c*width] of c layers; values that are not finite give scales that are not finite."""
+    """Tensors to store for states [n, c*width] of c layers; values that are not finite give scales
+    that are not finite.
+    """
     if dtype != "int8":
         return {name: states.to(DTYPES[dtype])}
     blocks = states.float().unflatten(-1, (-1, block_size(width)))  # [n, c*width/64, 64]
     scale = (blocks.abs().amax(-1, keepdim=True) / 127).bfloat16()  # [n, c*width/64, 1]
-    values = (blocks / scale.float().clamp(min=torch.finfo(torch.float32).tiny)).round().clamp(-127, 127)
+    values = (
+        (blocks / scale.float().clamp(min=torch.finfo(torch.float32).tiny)).round().clamp(-127, 127)
+    )
     return {name: values.nan_to_num().to(torch.int8).flatten(1), name + _SCALE: scale.squeeze(-1)}
 
 
 def scale_names(name: str, values: Tensor) -> tuple[str, ...]:
-    """The name of the tensor that `restored` needs beside these values; none for values that are not int8."""
-    return (name + _SCALE,) if values.dtype == torch.int8 else ()
+    """The name of the tensor that `restored` needs beside these values; none for values that are
+    not int8.
+    """
+    if values.dtype == torch.int8:
+        return (name + _SCALE,)
+    return ()
 
 
 def restored(values: Tensor, scale: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
-"""Conversations and raw text as training rows, the vocabulary of their responses, packed rows and collated batches.
+"""Conversations and raw text as training rows, the vocabulary of their responses, packed rows and
+collated batches.
 
-A row is {tokens, spans, length, index}; a packed row has a list of indices and `documents`, the length of each conversation.
+A row is {tokens, spans, length, index}; a packed row has a list of indices and `documents`, the
+length of each conversation.
 """
 
 from __future__ import annotations
@@ -19,8 +21,14 @@ from drafttrain.target import Target
 _OPEN_ROWS = 64  # number of open bins: more pack tighter but search slower
 
 
-def training_rows(records: Dataset, max_length: int, validation: float, seed: int) -> tuple[Dataset, Dataset | None]:
-    """Cuts conversations to max_length tokens, drops those without two response tokens left, and splits some off.
+def training_rows(
+    records: Dataset,
+    max_length: int,
+    validation: float,
+    seed: int,
+) -> tuple[Dataset, Dataset | None]:
+    """Cuts conversations to max_length tokens, drops those without two response tokens left, and
+    splits some off.
 
     Args:
         records: rows with `tokens` and `spans` (response ranges, end exclusive).
@@ -35,13 +43,19 @@ def training_rows(records: Dataset, max_length: int, validation: float, seed: in
 
     def cut(row: Json, index: int) -> Json:
         # No token precedes token 0, so a response that begins there has one anchor less.
-        spans = [[a, min(b, max_length)] for a, b in row["spans"] if min(b, max_length) - max(a, 1) >= 2]
+        spans = [
+            [a, min(b, max_length)] for a, b in row["spans"] if min(b, max_length) - max(a, 1) >= 2
+        ]
         tokens = row["tokens"][:max_length]
         return {"tokens": tokens, "spans": spans, "length": len(tokens), "index": index}
 
     drop = [name for name in records.column_names if name not in ("tokens", "spans")]
     rows = records.map(cut, with_indices=True, remove_columns=drop, desc="cutting to max_length")
-    rows = rows.filter(lambda spans: len(spans) > 0, input_columns="spans", desc="dropping empty masks")
+    rows = rows.filter(
+        lambda spans: len(spans) > 0,
+        input_columns="spans",
+        desc="dropping empty masks",
+    )
     if len(rows) == 0:
         raise UserError(
             f"no row of the data has two response tokens within max_length={max_length}; "
@@ -55,7 +69,9 @@ def training_rows(records: Dataset, max_length: int, validation: float, seed: in
 
 
 def without_reasoning(records: Dataset, data: str) -> Dataset:
-    """The rows with spans that leave out the reasoning. Raises UserError: rows that do not say which tokens that is."""
+    """The rows with spans that leave out the reasoning. Raises UserError: rows that do not say
+    which tokens that is.
+    """
     unknown = sum(row is None for row in records["reasoning"])
     if unknown:
         raise UserError(
@@ -64,12 +80,14 @@ def without_reasoning(records: Dataset, data: str) -> Dataset:
         )
 
     def shortened(row: Json) -> Json:
-        return {"spans": [[a + n, b] for n, (a, b) in zip(row["reasoning"], row["spans"], strict=True)]}
+        return {
+            "spans": [[a + n, b] for n, (a, b) in zip(row["reasoning"], row["spans"], strict=True)]
+        }
 
     return records.map(shortened, desc="leaving out reasoning")
 
 
-# -- raw text, for pretraining a draft model from scratch ----------------------------------------------------------------
+# -- raw text, for pretraining a draft model from scratch ------------------------------------------
 
 
 def is_text(data: str) -> bool:
@@ -80,7 +98,11 @@ def is_text(data: str) -> bool:
 def _documents(path: Path) -> Iterator[str]:
     """A .txt file is one document; a .jsonl file one per line, under "text"."""
     if path.suffix == ".txt":
-        yield read_text(path, "data", "give a .txt, a .jsonl of {'text': ...}, or a data set folder")
+        yield read_text(
+            path,
+            "data",
+            "give a .txt, a .jsonl of {'text': ...}, or a data set folder",
+        )
         return
     wanted = 'write {"text": "..."} or delete the line'
     for number, row in read_jsonl(path, fix=wanted):
@@ -90,7 +112,8 @@ def _documents(path: Path) -> Iterator[str]:
 
 
 def load_text(data: str, target: Target, max_length: int) -> Dataset:
-    """Reads documents, puts an end-of-sequence token after each, and cuts the sequence into rows of max_length tokens.
+    """Reads documents, puts an end-of-sequence token after each, and cuts the sequence into rows of
+    max_length tokens.
 
     Returns:
         Rows {id, tokens, spans}; the span covers the row.
@@ -98,12 +121,18 @@ def load_text(data: str, target: Target, max_length: int) -> Dataset:
     Raises:
         UserError: no such file, a line without text, or an empty file.
     """
-    path, tokenizer = Path(data).expanduser(), target.tokenizer
+    path = Path(data).expanduser()
+    tokenizer = target.tokenizer
     if not path.is_file():
-        raise UserError(f"data={data!r}: no such text file; give .txt, .jsonl of {{'text': ...}}, or a data set")
+        raise UserError(
+            f"data={data!r}: no such text file; give .txt, .jsonl of {{'text': ...}}, or a data set"
+        )
 
     def rows() -> Iterator[list[int]]:
-        end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+        if tokenizer.eos_token_id is not None:
+            end = [tokenizer.eos_token_id]
+        else:
+            end = []
         held: list[int] = []
         for document in _documents(path):
             held += tokenizer(document, add_special_tokens=False)["input_ids"] + end
@@ -113,17 +142,21 @@ def load_text(data: str, target: Target, max_length: int) -> Dataset:
         if len(held) > len(end):
             yield held
 
-    made = [{"id": f"text{i}", "tokens": row, "spans": [[0, len(row)]]} for i, row in enumerate(rows())]
+    made = [
+        {"id": f"text{i}", "tokens": row, "spans": [[0, len(row)]]} for i, row in enumerate(rows())
+    ]
     if not made:
         raise UserError(f"data={data!r} holds no text")
     return Dataset.from_list(made)
 
 
-# -- the drafter's vocabulary ------------------------------------------------------------------------------------------
+# -- the drafter's vocabulary ----------------------------------------------------------------------
 
 
 def count_tokens(records: Iterable[Json], vocab_size: int) -> Tensor:
-    """Occurrences [v] int64 of each id in the responses of records {tokens, spans}. Raises UserError: an id beyond v."""
+    """Occurrences [v] int64 of each id in the responses of records {tokens, spans}. Raises
+    UserError: an id beyond v.
+    """
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for record in records:
         tokens = torch.as_tensor(record["tokens"])
@@ -152,11 +185,12 @@ def keep_frequent(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tens
     return ranked.sort(descending=True, stable=True).indices[:size].sort().values
 
 
-# -- packing and batches -----------------------------------------------------------------------------------------------
+# -- packing and batches ---------------------------------------------------------------------------
 
 
 def fill_rows(lengths: list[int], max_length: int, seed: int) -> list[list[int]]:
-    """Assigns conversations to rows of at most max_length tokens: first fit, in an order that depends on the seed only.
+    """Assigns conversations to rows of at most max_length tokens: first fit, in an order that
+    depends on the seed only.
 
     Returns the conversation numbers of each row. No length may exceed max_length.
     """
@@ -165,7 +199,9 @@ def fill_rows(lengths: list[int], max_length: int, seed: int) -> list[list[int]]
     free: list[int] = []  # tokens by row
     first_open = 0
     for number in order:
-        place = next((i for i in range(first_open, len(packed)) if free[i] >= lengths[number]), len(packed))
+        place = next(
+            (i for i in range(first_open, len(packed)) if free[i] >= lengths[number]), len(packed)
+        )
         if place == len(packed):
             packed.append([])
             free.append(max_length)
@@ -201,10 +237,13 @@ def collate(rows: list[Json]) -> dict[str, Tensor]:
     """Right-pads rows, packed or not.
 
     Returns:
-        input_ids [b, s], lengths [b], response_mask [b, s], index [c], for packed rows documents [c, 3], all as in `Batch`;
-        and shift_labels [b, s], 0 at every depth-0 anchor and -100 elsewhere, which the trainer counts per optimizer step.
+        input_ids [b, s], lengths [b], response_mask [b, s], index [c], for packed rows documents
+        [c, 3], all as in `Batch`;
+        and shift_labels [b, s], 0 at every depth-0 anchor and -100 elsewhere, which the trainer
+        counts per optimizer step.
     """
-    b, s = len(rows), max(row["length"] for row in rows)
+    b = len(rows)
+    s = max(row["length"] for row in rows)
     input_ids = torch.zeros(b, s, dtype=torch.long)  # [b, s]
     response_mask = torch.zeros(b, s, dtype=torch.bool)
     documents: list[list[int]] = []
@@ -214,10 +253,15 @@ def collate(rows: list[Json]) -> dict[str, Tensor]:
         for start, end in row["spans"]:
             response_mask[i, start:end] = True
         start = 0
-        index += row["index"] if "documents" in row else [row["index"]]
+        if "documents" in row:
+            index += row["index"]
+        else:
+            index += [row["index"]]
         for length in row.get("documents", ()):
             documents.append([i, start, length])
-            response_mask[i, start] = False  # no anchor precedes it; an earlier conversation's response has ended
+            response_mask[i, start] = (
+                False  # no anchor precedes it; an earlier conversation's response has ended
+            )
             start += length
     labels = torch.full((b, s), -100)
     labels[:, :-2][response_mask[:, 1:-1] & response_mask[:, 2:]] = 0

@@ -1,13 +1,16 @@
-"""Prompts that the target writes itself: an instruction-tuned model continues its template's opening of a user turn.
+"""Prompts that the target writes itself: an instruction-tuned model continues its template's
+opening of a user turn.
 
     template    <|im_start|>user\\n | a user's message | <|im_end|>\\n ...
                 prefix               sampled            its first token ends the turn
 
-The frame around the message comes from rendering a marker as a user's message. Models without a chat template run freely
-from BOS instead, and each text becomes the beginning of a document to continue.
+The frame around the message comes from rendering a marker as a user's message. Models without a
+chat template run freely from BOS instead, and each text becomes the beginning of a document to
+continue.
 
-Source: Xu et al., Magpie: Alignment Data Synthesis from Scratch by Prompting Aligned LLMs with Nothing (arXiv
-2406.08464). The openings are our addition: without them, small models write about few topics.
+Source: Xu et al., Magpie: Alignment Data Synthesis from Scratch by Prompting Aligned LLMs with
+Nothing (arXiv 2406.08464). The openings are our addition: without them, small models write about
+few topics.
 """
 
 from __future__ import annotations
@@ -26,14 +29,41 @@ from drafttrain.target import Target
 # First words of user turns, ten per group, so that each group gets its share.
 BUILTIN_OPENINGS = (
     # chat and writing
-    *("Write a", "How can I", "Explain", "What is the difference between", "Give me", "Can you help me", "Why do"),
+    *(
+        "Write a",
+        "How can I",
+        "Explain",
+        "What is the difference between",
+        "Give me",
+        "Can you help me",
+        "Why do",
+    ),
     *("Describe", "Tell me about", "Suggest"),
     # code
-    *("Write a Python function", "Write a JavaScript function", "Write a SQL query", "Fix the bug in this code:\n\n"),
-    *("What does this code do?\n\n```python\n", "Write a program", "How do I implement", "Explain this code:\n\n"),
+    *(
+        "Write a Python function",
+        "Write a JavaScript function",
+        "Write a SQL query",
+        "Fix the bug in this code:\n\n",
+    ),
+    *(
+        "What does this code do?\n\n```python\n",
+        "Write a program",
+        "How do I implement",
+        "Explain this code:\n\n",
+    ),
     *("Write a C++ function", "Complete this function:\n\ndef"),
     # mathematics
-    *("Solve", "Calculate", "If a", "A train", "How many", "Find the", "Prove that", "What is the value of"),
+    *(
+        "Solve",
+        "Calculate",
+        "If a",
+        "A train",
+        "How many",
+        "Find the",
+        "Prove that",
+        "What is the value of",
+    ),
     *("A store sells", "Sarah has"),
     # summaries and rewriting
     *("Summarize the following text:\n\n", "Summarize this article in one paragraph:\n\n"),
@@ -42,17 +72,33 @@ BUILTIN_OPENINGS = (
     *("Summarize this story:\n\n", "Write a headline for this article:\n\n"),
     *("Make the following text more concise:\n\n", "What is the main idea of this text?\n\n"),
     # questions about a given text, and about facts
-    *("Read the passage and answer the question.\n\nPassage:", "Based on the following text, answer the question.\n\n"),
-    *("Answer the question using the text below.\n\nText:", "Use the information in this paragraph to answer:\n\n"),
+    *(
+        "Read the passage and answer the question.\n\nPassage:",
+        "Based on the following text, answer the question.\n\n",
+    ),
+    *(
+        "Answer the question using the text below.\n\nText:",
+        "Use the information in this paragraph to answer:\n\n",
+    ),
     *("Context:", "Passage:", "Who was", "When did", "Where is", "Which"),
     # translation and language
-    *("Translate the following sentence into French:", "Translate into German:", "Translate this into Spanish:"),
-    *("Translate the following text into English:", "How do you say", "What does the word", "Correct the grammar:"),
+    *(
+        "Translate the following sentence into French:",
+        "Translate into German:",
+        "Translate this into Spanish:",
+    ),
+    *(
+        "Translate the following text into English:",
+        "How do you say",
+        "What does the word",
+        "Correct the grammar:",
+    ),
     *("Translate the following paragraph into Italian:\n\n", "What is the French word for"),
     "Paraphrase this sentence:",
 )
 
-# Tokens of a document's beginning: enough to show its topic, few enough to leave most of it to the target.
+# Tokens of a document's beginning: enough to show its topic, few enough to leave most of it to the
+# target.
 _TEXT_TOKENS = (16, 64)
 
 
@@ -61,7 +107,8 @@ class PromptWriter:
 
     Args:
         target: writes the prompts.
-        openings: beginnings of turns; [] for none. share: part of the prompts, 0 to 1, that get one.
+        openings: beginnings of turns; [] for none. share: part of the prompts, 0 to 1, that get
+            one.
         max_tokens: longest prompt; longer ones are dropped as unfinished.
         seed: chooses the openings; the same number always gives the same request.
 
@@ -69,11 +116,24 @@ class PromptWriter:
         UserError: the template shows no opening of a user's turn.
     """
 
-    def __init__(self, target: Target, openings: Sequence[str], share: float, max_tokens: int, seed: int):
+    def __init__(
+        self,
+        target: Target,
+        openings: Sequence[str],
+        share: float,
+        max_tokens: int,
+        seed: int,
+    ):
         tokenizer = self.tokenizer = target.tokenizer
-        self.openings, self.share, self.max_tokens, self.seed = list(openings), share, max_tokens, seed
+        self.openings = list(openings)
+        self.share = share
+        self.max_tokens = max_tokens
+        self.seed = seed
         self.is_chat = has_template(tokenizer)
-        frame = user_frame(tokenizer) if self.is_chat else None
+        if self.is_chat:
+            frame = user_frame(tokenizer)
+        else:
+            frame = None
         if self.is_chat and frame is None:
             raise UserError(
                 f"target={target.name!r}: its chat template has no opening for a user's turn; use --source file or a "
@@ -87,7 +147,9 @@ class PromptWriter:
     @property
     def max_length(self) -> int:
         """Most tokens of a sequence."""
-        longest = max((len(text_ids(self.tokenizer, opening)) for opening in self.openings), default=0)
+        longest = max(
+            (len(text_ids(self.tokenizer, opening)) for opening in self.openings), default=0
+        )
         return len(self.prefix_ids) + longest + self.max_tokens + 1  # 1: the stop token
 
     def requests(self, start: int) -> Iterator[ResponseRequest]:
@@ -112,35 +174,56 @@ class PromptWriter:
                 ended = ended or bool(found)
             if not ended:
                 return "unfinished"
-            text = "" if text.strip() == opening.strip() else text.strip()
+            if text.strip() == opening.strip():
+                text = ""
+            else:
+                text = text.strip()
             prompt = {"messages": [{"role": "user", "content": text}]}
         else:  # the beginning of a document, without its last word, which may be cut
             text = text.rstrip("\ufffd").lstrip()
-            text = text.rsplit(None, 1)[0] if len(text.split()) > 4 else text.strip()
+            if len(text.split()) > 4:
+                text = text.rsplit(None, 1)[0]
+            else:
+                text = text.strip()
             prompt = {"text": text}
-        return "empty" if not text else "repetitive" if is_repetitive(text) else prompt
+        if not text:
+            return "empty"
+        if is_repetitive(text):
+            return "repetitive"
+        return prompt
 
     def _plan(self, number: int) -> tuple[str, int]:
-        """Opening and token limit of a request. They depend on its number only, so a resumed run needs no other state."""
+        """Opening and token limit of a request. They depend on its number only, so a resumed run
+        needs no other state.
+        """
         chance = random.Random(f"{self.seed}/{number}")
-        opening = chance.choice(self.openings) if self.openings and chance.random() < self.share else ""
+        opening = ""
+        if self.openings and chance.random() < self.share:
+            opening = chance.choice(self.openings)
         if self.is_chat:
             return opening, self.max_tokens
         return opening, chance.randint(*(min(length, self.max_tokens) for length in _TEXT_TOKENS))
 
 
 def load_openings(name: str) -> list[str]:
-    """`builtin`, `none`, or a file with one opening per line (\\n in a line stands for a line break).
+    """`builtin`, `none`, or a file with one opening per line (\\n in a line stands for a line
+    break).
 
     Raises UserError: no such file, or an empty one.
     """
     if name in ("builtin", "none"):
-        return list(BUILTIN_OPENINGS) if name == "builtin" else []
+        if name == "builtin":
+            return list(BUILTIN_OPENINGS)
+        return []
     try:
         with open(name, encoding="utf-8-sig") as file:
             lines = [line.rstrip("\n").replace("\\n", "\n") for line in file if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"openings={name!r} cannot be read ({error}); give builtin, none, or a text file") from error
+        raise UserError(
+            f"openings={name!r} cannot be read ({error}); give builtin, none, or a text file"
+        ) from error
     if not lines:
-        raise UserError(f"openings={name!r} is empty; write one beginning of a user's turn per line, or give none")
+        raise UserError(
+            f"openings={name!r} is empty; write one beginning of a user's turn per line, or give none"
+        )
     return lines

@@ -22,24 +22,34 @@ from drafttrain.target import tokenizer_fingerprint
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command. Raises UserError: not exactly one corpus, text without a target, or an unreadable or empty corpus."""
+    """Runs the command. Raises UserError: not exactly one corpus, text without a target, or an
+    unreadable or empty corpus.
+    """
     if (args.data is None) == (args.text is None):
         raise UserError("give either --data DIR or --text FILE")
     output = output_file(args.output, STORE, inputs_of(args))
     if args.data is not None:
-        tokenizer, documents = read_meta(args.data)["target"]["tokenizer"], responses(args.data, args.max_n)
+        tokenizer = read_meta(args.data)["target"]["tokenizer"]
+        documents = responses(args.data, args.max_n)
     elif args.target is None:
         raise UserError(f"text={args.text!r} needs --target, whose tokenizer splits it")
     else:
         reader = load_tokenizer(args.target)
-        tokenizer, documents = tokenizer_fingerprint(reader), texts(Path(args.text).expanduser(), reader)
+        tokenizer = tokenizer_fingerprint(reader)
+        documents = texts(Path(args.text).expanduser(), reader)
     table = NgramTable.build(documents, args.max_n, args.max_entries)
     if not len(table.tokens):
-        raise UserError(f"the corpus {args.data or args.text!r} has no two tokens in a row; give one with text")
+        raise UserError(
+            f"the corpus {args.data or args.text!r} has no two tokens in a row; give one with text"
+        )
     with writing(output), replacing(output) as part:
         table.save(part, tokenizer)
     size = output.stat().st_size / 1e6
-    counts = {"contexts": len(table.hashes), "continuations": len(table.tokens), "megabytes": round(size, 1)}
+    counts = {
+        "contexts": len(table.hashes),
+        "continuations": len(table.tokens),
+        "megabytes": round(size, 1),
+    }
     print(", ".join(f"{value:,} {name}" for name, value in counts.items()))
     target = args.target or read_meta(args.data)["target"]["name"]
     conclude(
@@ -58,20 +68,28 @@ def responses(directory: str, max_n: int) -> Iterator[list[int]]:
 
 
 def texts(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    """Token ids of the documents in a file. Raises UserError: it cannot be read, or a row without text or messages."""
+    """Token ids of the documents in a file. Raises UserError: it cannot be read, or a row without
+    text or messages.
+    """
     if path.suffix == ".jsonl":
         for number, row in read_jsonl(path):
             if row.get("messages") and are_messages(row["messages"]):
                 messages = checked_messages(row, f"{path} line {number}")
-                yield text_ids(tokenizer, render_text(tokenizer, messages, inputs=ChatInputs.of(row)))
+                yield text_ids(
+                    tokenizer, render_text(tokenizer, messages, inputs=ChatInputs.of(row))
+                )
             elif isinstance(row.get("text"), str) and not row.get("messages"):
                 yield tokenizer(row["text"]).input_ids
             else:
-                raise UserError(f"{path} line {number}: no text and no messages; each line needs one of them")
+                raise UserError(
+                    f"{path} line {number}: no text and no messages; each line needs one of them"
+                )
     else:
         try:
             with path.open(encoding="utf-8-sig") as file:
                 for line in file:
                     yield tokenizer(line).input_ids
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"text={str(path)!r} cannot be read ({error}); give a text file or JSON lines") from error
+            raise UserError(
+                f"text={str(path)!r} cannot be read ({error}); give a text file or JSON lines"
+            ) from error

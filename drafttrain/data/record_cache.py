@@ -1,6 +1,8 @@
-"""Conversations as a memory-mapped table: the schema of a stored line, and the Arrow file that is built from the lines once.
+"""Conversations as a memory-mapped table: the schema of a stored line, and the Arrow file that is
+built from the lines once.
 
-The file holds checked rows only, appears complete or not at all, and is built again if it is damaged or a part has changed.
+The file holds checked rows only, appears complete or not at all, and is built again if it is
+damaged or a part has changed.
 """
 
 from __future__ import annotations
@@ -68,14 +70,16 @@ def stored_lines(part: Path) -> Iterator[tuple[int, StoredLine]]:
 
 
 class StoredIds:
-    """Which conversations a data set holds, from a scan that reads only a line's ends: its id, spans and finish reasons.
+    """Which conversations a data set holds, from a scan that reads only a line's ends: its id,
+    spans and finish reasons.
 
-    Each update continues where the last one ended. Tokens are not parsed; `cached_records` checks them.
+    Each update continues where the last one ended. Tokens are not parsed; `cached_records` checks
+    them.
 
     Attributes:
         ids: of all lines so far.
-        counts: conversations, rows (more, where the template rewrites earlier turns), responses, response_tokens,
-            reasoning_tokens, truncated.
+        counts: conversations, rows (more, where the template rewrites earlier turns), responses,
+            response_tokens, reasoning_tokens, truncated.
     """
 
     def __init__(self) -> None:
@@ -92,21 +96,26 @@ class StoredIds:
                 for line in file:
                     if not line.endswith(b"\n"):
                         break
-                    number, end = number + 1, end + len(line)
+                    number = number + 1
+                    end = end + len(line)
                     if line.strip():
                         self._add(line, part, number)
             self._ends[part] = (number, end)
 
     def _add(self, line: bytes, part: Path, number: int) -> None:
-        # {"id":"...","tokens":[...],"spans":[...],...}, as `append_line` writes it; inside a string the quotes were escaped.
-        begin, at = _ID.match(line), line.rfind(b'"spans":')
+        # {"id":"...","tokens":[...],"spans":[...],...}, as `append_line` writes it; inside a string
+        # the quotes were escaped.
+        begin = _ID.match(line)
+        at = line.rfind(b'"spans":')
         try:
             if begin is None or at < 0:
                 raise ValueError
-            key, found = json.loads(begin[1]), _LINE_END.validate_json(b"{" + line[at:], strict=True)
+            key = json.loads(begin[1])
+            found = _LINE_END.validate_json(b"{" + line[at:], strict=True)
         except ValueError:  # another writer's order of keys, or damage
             row = parse_line(line, part, number, LINE_FIX, StoredLine)
-            key, found = row["id"], row
+            key = row["id"]
+            found = row
         self.ids.add(key)
         self.counts["conversations"] += "part" not in found
         self.counts["rows"] += 1
@@ -118,10 +127,13 @@ class StoredIds:
 
 def _broken_rule(line: StoredLine, vocab_size: int) -> str:
     """The rule that a line breaks beyond its schema; '' for a sound one."""
-    end, length = 0, len(line["tokens"])
+    end = 0
+    length = len(line["tokens"])
     for start, stop in line["spans"]:
         if not end <= start <= stop <= length:
-            return f"spans={line['spans']}: spans must be ascending ranges within the {length} tokens"
+            return (
+                f"spans={line['spans']}: spans must be ascending ranges within the {length} tokens"
+            )
         end = stop
     if len(line["finish"]) != len(line["spans"]):
         return f"finish={line['finish']}: there must be one entry for each of the {len(line['spans'])} spans"
@@ -148,9 +160,11 @@ def _rows(parts: Sequence[Path], vocab_size: int) -> Iterator[StoredLine]:
 
 
 def cached_records(root: Path, parts: Sequence[Path], vocab_size: int) -> Dataset:
-    """The conversations of the parts. Raises UserError: a damaged line, or no place for the Arrow file.
+    """The conversations of the parts. Raises UserError: a damaged line, or no place for the Arrow
+    file.
 
-    The file lies in root/arrow with what datasets derives from it; if nothing can be written there, in drafttrain's cache.
+    The file lies in root/arrow with what datasets derives from it; if nothing can be written there,
+    in drafttrain's cache.
     """
     stamps = [(part.name, part.stat().st_size, part.stat().st_mtime_ns) for part in parts]
     name = hashlib.sha256(json.dumps([_LAYOUT, vocab_size, stamps]).encode()).hexdigest()[:16]
@@ -167,7 +181,10 @@ def cached_records(root: Path, parts: Sequence[Path], vocab_size: int) -> Datase
 
 def _writable_folder(root: Path) -> Path:
     """root/arrow, or a folder of drafttrain's cache if the data set is read-only."""
-    places = root / "arrow", cache_folder() / "arrow" / hashlib.sha256(str(root.resolve()).encode()).hexdigest()[:16]
+    places = (
+        root / "arrow",
+        cache_folder() / "arrow" / hashlib.sha256(str(root.resolve()).encode()).hexdigest()[:16],
+    )
     for place in places:
         try:
             place.mkdir(parents=True, exist_ok=True)
@@ -175,11 +192,15 @@ def _writable_folder(root: Path) -> Path:
                 return place
         except OSError:
             continue
-    raise UserError(f"data={str(root)!r}: neither {places[0]} nor {places[1]} can be written; set DRAFTTRAIN_CACHE")
+    raise UserError(
+        f"data={str(root)!r}: neither {places[0]} nor {places[1]} can be written; set DRAFTTRAIN_CACHE"
+    )
 
 
 def _is_sound(path: Path) -> bool:
-    """Whether an Arrow file is complete and its offsets are in order: damaged ones would crash the reader of a row."""
+    """Whether an Arrow file is complete and its offsets are in order: damaged ones would crash the
+    reader of a row.
+    """
     try:
         with pa.memory_map(str(path)) as source:
             pa.ipc.open_stream(source).read_all().validate(full=True)
@@ -190,6 +211,10 @@ def _is_sound(path: Path) -> bool:
 
 def _write(path: Path, rows: Iterator[StoredLine]) -> None:
     schema = _COLUMNS.arrow_schema
-    with replacing(path) as file, pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, schema) as stream:
+    with (
+        replacing(path) as file,
+        pa.OSFile(str(file), "wb") as sink,
+        pa.ipc.new_stream(sink, schema) as stream,
+    ):
         while batch := list(itertools.islice(rows, _BATCH_ROWS)):
             stream.write_batch(pa.RecordBatch.from_pylist(batch, schema=schema))

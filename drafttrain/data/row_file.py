@@ -1,4 +1,6 @@
-"""A JSON-lines file as a sequence of rows, of which only the offsets are held in memory: 16 bytes per row."""
+"""A JSON-lines file as a sequence of rows, of which only the offsets are held in memory: 16 bytes
+per row.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ Row = TypeVar("Row")
 
 
 def line_starts(path: Path) -> Iterator[tuple[int, int]]:
-    """(line number, offset) of every line that is not blank, as `read_jsonl` counts them. Raises UserError: no such file."""
+    """(line number, offset) of every line that is not blank, as `read_jsonl` counts them. Raises
+    UserError: no such file.
+    """
     try:
         with path.open("rb") as file:
             start = 0
@@ -38,8 +42,14 @@ class RowFile(Sequence[Row], Generic[Row]):
         UserError: on access, a line that is no JSON object, or what `read` raises.
     """
 
-    def __init__(self, path: Path, read: Callable[[Json, str], Row], places: Iterable[tuple[int, int]]):
-        self.path, self.read = path, read
+    def __init__(
+        self,
+        path: Path,
+        read: Callable[[Json, str], Row],
+        places: Iterable[tuple[int, int]],
+    ):
+        self.path = path
+        self.read = read
         self._numbers, self._starts = array("q"), array("q")
         for number, start in places:
             self._numbers.append(number)

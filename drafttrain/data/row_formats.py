@@ -6,8 +6,8 @@ OpenAI              {"messages": [{"role": "user", "content": "..."}, ...]}
 instruction         {"instruction": "...", "input": "...", "output": "..."}, {"prompt": "...", "response": "..."}
 plain text          {"text": "..."}                                        a beginning to continue
 
-Tools come as {"tools": [...]} with OpenAI's tool_calls or ShareGPT's function_call and observation turns; data/tool_formats.py
-reads them and xLAM's, ToolACE's and Hermes' forms.
+Tools come as {"tools": [...]} with OpenAI's tool_calls or ShareGPT's function_call and observation
+turns; data/tool_formats.py reads them and xLAM's, ToolACE's and Hermes' forms.
 """
 
 from __future__ import annotations
@@ -18,20 +18,33 @@ from typing import Annotated
 from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
-from drafttrain.data.tool_formats import calls_in, plain_result, read_calls, read_tools, tools_in_system
+from drafttrain.data.tool_formats import (
+    calls_in,
+    plain_result,
+    read_calls,
+    read_tools,
+    tools_in_system,
+)
 from drafttrain.errors import UserError
 from drafttrain.files import Json, check_json, parse_json
 
-# {"messages": [...]} with "tools" and "chat_template_kwargs" where the row has them, or {"text": str}
+# {"messages": [...]} with "tools" and "chat_template_kwargs" where the row has them, or {"text":
+# str}
 Prompt = Json
-REASONING = ("reasoning_content", "reasoning", "thinking")  # names under which data and servers keep reasoning
+REASONING = (
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+)  # names under which data and servers keep reasoning
 
 _ROLES = {
     **dict.fromkeys(("user", "human", "prompter"), "user"),
     **dict.fromkeys(("assistant", "gpt", "model", "chatgpt", "bot"), "assistant"),
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("tool", "function", "observation", "ipython", "tool_response"), "tool"),
-    **dict.fromkeys(("function_call", "tool_call"), "call"),  # an assistant's turn that is nothing but calls
+    **dict.fromkeys(
+        ("function_call", "tool_call"), "call"
+    ),  # an assistant's turn that is nothing but calls
 }
 _CONVERSATIONS = ("messages", "conversations", "conversation", "prompt")
 _QUESTIONS = ("instruction", "prompt", "question", "query")
@@ -93,16 +106,24 @@ def parse_row(row: Json) -> Prompt | None:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     prompt = _parse_messages(row, inputs)
-    return prompt if prompt is None or "text" in prompt else {**prompt, **inputs}
+    if prompt is None or "text" in prompt:
+        return prompt
+    return {**prompt, **inputs}
 
 
 def _inputs(row: Json) -> Json:
-    """tools and chat_template_kwargs of a row, those that it has. Raises ValueError, TypeError, KeyError."""
+    """tools and chat_template_kwargs of a row, those that it has. Raises ValueError, TypeError,
+    KeyError.
+    """
     kwargs = row.get("chat_template_kwargs")
-    kwargs = parse_json(kwargs) if isinstance(kwargs, str) and kwargs.strip() else kwargs
+    if isinstance(kwargs, str) and kwargs.strip():
+        kwargs = parse_json(kwargs)
     if kwargs and not isinstance(kwargs, dict):
         raise TypeError
-    found = {"tools": read_tools(row.get("tools") or row.get("functions")), "chat_template_kwargs": kwargs}
+    found = {
+        "tools": read_tools(row.get("tools") or row.get("functions")),
+        "chat_template_kwargs": kwargs,
+    }
     return {name: value for name, value in found.items() if value}
 
 
@@ -112,10 +133,20 @@ def _parse_messages(row: Json, inputs: Json) -> Prompt | None:
         return _prompt([_message("user", turn) for turn in row["turns"]])
     for key in _CONVERSATIONS:
         if isinstance(row.get(key), list):
-            system = [_message("system", row["system"])] if _filled(row.get("system")) else []
+            if _filled(row.get("system")):
+                system = [_message("system", row["system"])]
+            else:
+                system = []
             turns = [*system, *(_turn(turn) for turn in row[key])]
-            first = turns[0] if turns else None
-            if first and first["role"] == "system" and (listed := tools_in_system(first["content"])):
+            if turns:
+                first = turns[0]
+            else:
+                first = None
+            if (
+                first
+                and first["role"] == "system"
+                and (listed := tools_in_system(first["content"]))
+            ):
                 inputs.setdefault("tools", listed)  # the template lists them instead
                 turns = turns[1:]
             names = [tool["function"]["name"] for tool in inputs.get("tools", ())]
@@ -123,15 +154,21 @@ def _parse_messages(row: Json, inputs: Json) -> Prompt | None:
     for key in _QUESTIONS:
         if _filled(row.get(key)):
             question = row[key] + (f"\n\n{row['input']}" if _filled(row.get("input")) else "")
-            answers = [_message("assistant", row[name]) for name in _ANSWERS if _filled(row.get(name))][:1]
+            answers = [
+                _message("assistant", row[name]) for name in _ANSWERS if _filled(row.get(name))
+            ][:1]
             if not answers and "tools" in inputs and row.get("answers"):
                 answers = [_calls_message(row["answers"])]
             return _prompt([_message("user", question), *answers])
-    return {"text": row["text"]} if _filled(row.get("text")) else None
+    if _filled(row.get("text")):
+        return {"text": row["text"]}
+    return None
 
 
 def row_id(value: object, where: str) -> str:
-    """A row's id as text. Raises UserError, which begins with `where`: neither text nor a whole number."""
+    """A row's id as text. Raises UserError, which begins with `where`: neither text nor a whole
+    number.
+    """
     if not isinstance(value, str | int) or isinstance(value, bool) or value == "":
         raise UserError(
             f"{where}: id={value!r} must be text or a whole number; drafttrain prompts --source file writes ids"
@@ -156,17 +193,27 @@ def checked_messages(row: Json, where: str) -> list[Json]:
         UserError: messages, tools or chat_template_kwargs of another form.
     """
     if not are_messages(row.get("messages")):
-        raise UserError(f'{where}: needs "text", or "messages" as a list of {{"role": ..., "content": ...}}')
+        raise UserError(
+            f'{where}: needs "text", or "messages" as a list of {{"role": ..., "content": ...}}'
+        )
     check_json(row["messages"], f"{where}: messages", _FIX, list[PlainMessage])
-    check_json({key: row.get(key) for key in PromptInputs.__annotations__}, where, _FIX, PromptInputs)
+    check_json(
+        {key: row.get(key) for key in PromptInputs.__annotations__},
+        where,
+        _FIX,
+        PromptInputs,
+    )
     try:
         return [plain_message(message) for message in row["messages"]]
     except (ValueError, TypeError) as error:
-        raise UserError(f"{where}: the arguments of a tool call are no JSON object ({error}); {_FIX}") from error
+        raise UserError(
+            f"{where}: the arguments of a tool call are no JSON object ({error}); {_FIX}"
+        ) from error
 
 
 def plain_message(message: Mapping[str, object]) -> Json:
-    """A message with the arguments of its calls as objects and its reasoning under `reasoning_content`, without other keys.
+    """A message with the arguments of its calls as objects and its reasoning under
+    `reasoning_content`, without other keys.
 
     Raises ValueError or TypeError: arguments that are no JSON object.
     """
@@ -175,7 +222,9 @@ def plain_message(message: Mapping[str, object]) -> Json:
         made["reasoning_content"] = reasoning
     if calls := message.get("tool_calls"):
         made["tool_calls"] = read_calls(calls)
-    return made | {key: message[key] for key in ("tool_call_id", "name") if isinstance(message.get(key), str)}
+    return made | {
+        key: message[key] for key in ("tool_call_id", "name") if isinstance(message.get(key), str)
+    }
 
 
 def prompt_texts(prompt: Prompt) -> list[str]:
@@ -198,8 +247,13 @@ def _message(role: str, content: object) -> Json | None:
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, dict) else part for part in content]
         text = [part for part in parts if isinstance(part, str)]
-        content = "\n".join(text) if len(text) == len(parts) else None
-    return {"role": role, "content": content} if isinstance(content, str) and content.strip() else None
+        if len(text) == len(parts):
+            content = "\n".join(text)
+        else:
+            content = None
+    if isinstance(content, str) and content.strip():
+        return {"role": role, "content": content}
+    return None
 
 
 def _calls_message(calls: object) -> Json | None:
@@ -219,12 +273,18 @@ def _turn(turn: object) -> Json | None:
     if role == "call":
         return _calls_message(content)
     if role == "tool":
-        named = {key: turn[key] for key in ("tool_call_id", "name") if isinstance(turn.get(key), str)}
-        return {"role": role, "content": plain_result(content), **named} if content is not None else None
+        named = {
+            key: turn[key] for key in ("tool_call_id", "name") if isinstance(turn.get(key), str)
+        }
+        if content is not None:
+            return {"role": role, "content": plain_result(content), **named}
+        return None
     calls = turn.get("tool_calls") or ([turn["function_call"]] if turn.get("function_call") else [])
     reasoning = next((turn[key] for key in REASONING if _filled(turn.get(key))), "")
     if role != "assistant" or not (calls or reasoning):
-        return _message(role, content) if role else None
+        if role:
+            return _message(role, content)
+        return None
     made = _message(role, content) or {"role": role, "content": ""}
     if calls:
         called = _calls_message(calls)
@@ -238,11 +298,17 @@ def _turn(turn: object) -> Json | None:
 
 
 def _with_calls(message: Json, names: Sequence[str]) -> Json:
-    """An assistant's message whose text holds calls, in Hermes' or ToolACE's form, with them as tool_calls."""
-    if message["role"] != "assistant" or "tool_calls" in message or not names:  # without tools the text is all there is
+    """An assistant's message whose text holds calls, in Hermes' or ToolACE's form, with them as
+    tool_calls.
+    """
+    if (
+        message["role"] != "assistant" or "tool_calls" in message or not names
+    ):  # without tools the text is all there is
         return message
     content, calls = calls_in(message["content"], names)
-    return {**message, "content": content, "tool_calls": calls} if calls else message
+    if calls:
+        return {**message, "content": content, "tool_calls": calls}
+    return message
 
 
 def _prompt(messages: Sequence[Json | None]) -> Prompt | None:
@@ -251,4 +317,6 @@ def _prompt(messages: Sequence[Json | None]) -> Prompt | None:
     first = next((i for i, message in enumerate(readable) if message["role"] == "user"), None)
     if len(readable) < len(messages) or first is None:
         return None
-    return {"messages": [m for m in readable[:first] if m["role"] == "system"][:1] + readable[first:]}
+    return {
+        "messages": [m for m in readable[:first] if m["role"] == "system"][:1] + readable[first:]
+    }

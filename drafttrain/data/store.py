@@ -1,4 +1,5 @@
-"""The distillation data set on disk: conversations as token ids, and optionally the target's hidden states for them.
+"""The distillation data set on disk: conversations as token ids, and optionally the target's hidden
+states for them.
 
     DIR/meta.json                           target, settings, version, counts
     DIR/part-0003.jsonl                     one line per conversation, written by process 3
@@ -6,12 +7,13 @@
     DIR/features/features.json              their settings, if `drafttrain features` wrote them
     DIR/arrow/                              the cache of `load_records`, see record_cache.py
 
-A line {"id", "tokens", "spans": [[start, end], ...], "finish": ["stop" | "length", ...], "source", "reasoning", "part"}: spans
-are the responses' token ranges, end exclusive, stop token included; finish names per span how it ended; reasoning counts per
-span the first tokens that are reasoning (absent if unknown); part numbers the rows of a conversation that another row
-continues, because the chat template rewrites earlier turns. Lines are only appended,
-each by one write; an incomplete last line of a killed process is cut off when its part is opened again. All parts together
-determine which conversations are done, so any number of processes can continue the work of any other.
+A line {"id", "tokens", "spans": [[start, end], ...], "finish": ["stop" | "length", ...], "source",
+"reasoning", "part"}: spans are the responses' token ranges, end exclusive, stop token included;
+finish names per span how it ended; reasoning counts per span the first tokens that are reasoning
+(absent if unknown); part numbers the rows of a conversation that another row continues, because the
+chat template rewrites earlier turns. Lines are only appended, each by one write; an incomplete last
+line of a killed process is cut off when its part is opened again. All parts together determine
+which conversations are done, so any number of processes can continue the work of any other.
 """
 
 from __future__ import annotations
@@ -110,27 +112,37 @@ class Share:
 
     def owns(self, key: str) -> bool:
         """Whether the conversation with this id belongs to the share."""
-        return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") % self.world == self.rank
+        return (
+            int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") % self.world
+            == self.rank
+        )
 
 
 def read_meta(directory: str | Path) -> Json:
-    """The meta.json of a data set. Raises UserError: no data set there, a damaged one, or one of another format."""
-    path, name = Path(directory).expanduser() / "meta.json", str(directory)
+    """The meta.json of a data set. Raises UserError: no data set there, a damaged one, or one of
+    another format.
+    """
+    path = Path(directory).expanduser() / "meta.json"
+    name = str(directory)
     fix = "make one: drafttrain generate --target T --prompts P.jsonl --output DIR"
     if not path.is_file():
         raise UserError(f"data={name!r} is not a data set (it holds no meta.json); {fix}")
     fix = f"restore that file, or {fix}"
     meta: Json = read_json(path, "data", fix)
     if (held := meta.get("format")) != FORMAT:
-        raise UserError(f"data={name!r} has format {held!r}, this drafttrain reads {FORMAT}; generate it again")
+        raise UserError(
+            f"data={name!r} has format {held!r}, this drafttrain reads {FORMAT}; generate it again"
+        )
     check_json(meta, f"data={str(path)!r}", fix, DataMeta)
     return meta
 
 
 def not_written(directory: Path, kept: str, error: Exception) -> UserError:
     """The error of a write that failed; kept: what is stored, with its verb."""
-    free, reason = shutil.disk_usage(directory).free, getattr(error, "strerror", None) or first_line(error)
-    reason = "no space left on the device" if is_disk_full(error) else reason
+    free = shutil.disk_usage(directory).free
+    reason = getattr(error, "strerror", None) or first_line(error)
+    if is_disk_full(error):
+        reason = "no space left on the device"
     return UserError(
         f"output={str(directory)!r}: {reason} ({free / 1e6:.0f} MB free); {kept} kept, free some "
         "space and run the same command again to continue"
@@ -138,9 +150,14 @@ def not_written(directory: Path, kept: str, error: Exception) -> UserError:
 
 
 def check_space(
-    directory: Path, needed: float, what: str, remedy: str = "choose another disk, fewer prompts or --features none"
+    directory: Path,
+    needed: float,
+    what: str,
+    remedy: str = "choose another disk, fewer prompts or --features none",
 ) -> None:
-    """Checks before any work that `needed` bytes are free; raises UserError, with what needs them and a remedy, if not."""
+    """Checks before any work that `needed` bytes are free; raises UserError, with what needs them
+    and a remedy, if not.
+    """
     free = shutil.disk_usage(directory).free
     if needed > free:
         raise UserError(
@@ -162,7 +179,9 @@ def load_records(directory: str | Path) -> Dataset:
     rows = cached_records(root, _parts(root), meta["target"]["vocab_size"])
     if not len(rows):
         name = str(directory)
-        raise UserError(f"data={name!r} is empty: no conversation in its part-*.jsonl; run drafttrain generate")
+        raise UserError(
+            f"data={name!r} is empty: no conversation in its part-*.jsonl; run drafttrain generate"
+        )
     return rows
 
 
@@ -170,20 +189,23 @@ class Store:
     """Writes one process's part of a data set.
 
     Args:
-        directory: created when missing. overwrite: replace an existing data set; it is deleted when this one is complete.
-        meta: settings that all runs into one data set share: {"target": identity, "sampling": {...}, "features": {...} or
-            None, ...}.
+        directory: created when missing. overwrite: replace an existing data set; it is deleted when
+            this one is complete.
+        meta: settings that all runs into one data set share: {"target": identity, "sampling":
+            {...}, "features": {...} or None, ...}.
         rank: number of this process; it writes its own part.
 
     Attributes:
         appended: conversations this process has written.
 
     Raises:
-        UserError: the folder holds other files, was begun with other settings, or another process writes this part.
+        UserError: the folder holds other files, was begun with other settings, or another process
+            writes this part.
     """
 
     def __init__(self, directory: str | Path, meta: Json, rank: int = 0, overwrite: bool = False):
-        self.directory, self.rank = Path(directory).expanduser(), rank
+        self.directory = Path(directory).expanduser()
+        self.rank = rank
         self.appended = 0
         self._stored = StoredIds()
         self._folder = OutputFolder(self.directory, "generate", rank=None if overwrite else rank)
@@ -206,10 +228,15 @@ class Store:
         return self.directory / f"part-{self.rank:04d}.jsonl"
 
     def _claim(self, meta: Json) -> None:
-        path, where = self.directory / "meta.json", f"output={str(self.directory)!r}"
+        path = self.directory / "meta.json"
+        where = f"output={str(self.directory)!r}"
         if not path.exists():
             write_json(path, {"format": FORMAT, "drafttrain": __version__, **meta, "counts": {}})
-        recorded = {key: value for key, value in read_meta(self.directory).items() if key not in _BOOKKEEPING}
+        recorded = {
+            key: value
+            for key, value in read_meta(self.directory).items()
+            if key not in _BOOKKEEPING
+        }
         changed = first_change(_flatten(recorded), _flatten(json.loads(json.dumps(meta))))
         if changed:
             raise UserError(
@@ -223,14 +250,20 @@ class Store:
         return self._stored.ids
 
     def append(self, record: Json) -> None:
-        """Appends one conversation, completely or not at all. Raises UserError: it cannot be written (the disk is full)."""
+        """Appends one conversation, completely or not at all. Raises UserError: it cannot be
+        written (the disk is full).
+        """
         try:
             append_line(self._file, record)
             if time.monotonic() - self._synced > _SYNC_SECONDS:
                 os.fsync(self._file)
                 self._synced = time.monotonic()
         except OSError as error:
-            raise not_written(self.directory, f"{self.appended} conversations of this run are", error) from error
+            raise not_written(
+                self.directory,
+                f"{self.appended} conversations of this run are",
+                error,
+            ) from error
         self.appended += 1
 
     def finish(self) -> dict[str, int]:
@@ -238,8 +271,13 @@ class Store:
         with writing(self.directory):
             os.fsync(self._file)
         self._stored.update(_parts(self.directory))
-        counts, plain = dict(self._stored.counts), {"rows": self._stored.counts["conversations"], "reasoning_tokens": 0}
-        counts = {name: count for name, count in counts.items() if plain.get(name) != count}  # what is there to be said
+        counts, plain = (
+            dict(self._stored.counts),
+            {"rows": self._stored.counts["conversations"], "reasoning_tokens": 0},
+        )
+        counts = {
+            name: count for name, count in counts.items() if plain.get(name) != count
+        }  # what is there to be said
         write_json(self.directory / "meta.json", {**read_meta(self.directory), "counts": counts})
         return counts
 
@@ -266,12 +304,17 @@ def _flatten(tree: Json, prefix: str = "") -> Json:
     """{"a": {"b": 1}} -> {"a.b": 1}."""
     flat: Json = {}
     for key, value in tree.items():
-        flat.update(_flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+        flat.update(
+            _flatten(value, f"{prefix}{key}.")
+            if isinstance(value, dict)
+            else {f"{prefix}{key}": value}
+        )
     return flat
 
 
 class ShardWriter:
-    """Writes tensors of conversations into shards of `shard_bytes`. A shard file appears complete or not at all.
+    """Writes tensors of conversations into shards of `shard_bytes`. A shard file appears complete
+    or not at all.
 
     Args:
         folder: created when missing.
@@ -279,10 +322,15 @@ class ShardWriter:
     """
 
     def __init__(self, folder: Path, rank: int, shard_bytes: int = _SHARD_BYTES):
-        self.folder, self.rank, self.shard_bytes = folder, rank, shard_bytes
+        self.folder = folder
+        self.rank = rank
+        self.shard_bytes = shard_bytes
         with writing(folder):
             folder.mkdir(exist_ok=True)
-        written = [int(shard.stem.rsplit("-", 1)[1]) for shard in folder.glob(f"part-{rank:04d}-*.safetensors")]
+        written = [
+            int(shard.stem.rsplit("-", 1)[1])
+            for shard in folder.glob(f"part-{rank:04d}-*.safetensors")
+        ]
         self.next_shard = max(written, default=-1) + 1
         for leftover in folder.glob(f".part-{rank:04d}-*"):
             leftover.unlink()
@@ -310,21 +358,24 @@ class ShardWriter:
         if not self._tensors:
             return
         try:
-            with replacing(self.folder / f"part-{self.rank:04d}-{self.next_shard:05d}.safetensors") as part:
+            with replacing(
+                self.folder / f"part-{self.rank:04d}-{self.next_shard:05d}.safetensors"
+            ) as part:
                 save_file(self._tensors, part)
         except Exception as error:
             if not isinstance(error, OSError) and not is_disk_full(error):
                 raise
             raise not_written(self.folder, self.kept, error) from error
         self.next_shard += 1
-        self._tensors, self._bytes = {}, 0
+        self._tensors = {}
+        self._bytes = 0
 
 
 class FeatureWriter(ShardWriter):
     """Writes a store's conversations together with the target's states, shard by shard.
 
-    The shard is written first and its conversations are appended second. So every stored conversation has its states, and a
-    killed process redoes at most one shard.
+    The shard is written first and its conversations are appended second. So every stored
+    conversation has its states, and a killed process redoes at most one shard.
     """
 
     def __init__(self, store: Store, shard_bytes: int = _SHARD_BYTES):
@@ -337,7 +388,9 @@ class FeatureWriter(ShardWriter):
         return f"{self.store.appended} conversations of this run are"
 
     def append(self, record: Json, features: Tensor, last_hidden: Tensor) -> None:
-        """Adds a conversation with its states: features [n, f*h] and last_hidden [n, h], n = tokens - 1."""
+        """Adds a conversation with its states: features [n, f*h] and last_hidden [n, h], n = tokens
+        - 1.
+        """
         self._records.append(record)
         self.add(record["id"], features=features, last_hidden=last_hidden)
 
@@ -350,7 +403,8 @@ class FeatureWriter(ShardWriter):
 def stored_features(root: Path) -> Json | None:
     """Settings of a data set's stored states: {"layers", "dtype", "top_k"}; None if it has none.
 
-    `drafttrain features` writes its own description; `drafttrain generate --features` notes them in meta.json.
+    `drafttrain features` writes its own description; `drafttrain generate --features` notes them in
+    meta.json.
 
     Raises UserError: a damaged description.
     """
@@ -358,7 +412,9 @@ def stored_features(root: Path) -> Json | None:
     if path.exists():
         return {"top_k": 0, **read_json(path, "data", _STATES_FIX, StoredStates)}
     held = read_meta(root).get("features")
-    return {"top_k": 0, **held} if held else None
+    if held:
+        return {"top_k": 0, **held}
+    return None
 
 
 class FeatureStore:
@@ -366,11 +422,12 @@ class FeatureStore:
 
     Args:
         directory: of the data set.
-        columns: [start, end) ranges of stored features to return, in the requested order (None in place of a range for the
-            last state); None for all.
-        top_k: number of most likely tokens stored in place of last states; 0 if last states are stored.
-        layers, width, vocab_size: of the stored features, to check them by; 0 layers for a store that is only asked which
-            conversations it holds.
+        columns: [start, end) ranges of stored features to return, in the requested order (None in
+            place of a range for the last state); None for all.
+        top_k: number of most likely tokens stored in place of last states; 0 if last states are
+            stored.
+        layers, width, vocab_size: of the stored features, to check them by; 0 layers for a store
+            that is only asked which conversations it holds.
 
     Raises:
         UserError: a damaged shard.
@@ -385,8 +442,14 @@ class FeatureStore:
         width: int = 0,
         vocab_size: int = 0,
     ):
-        self.columns, self.top_k, self.layers, self.width, self.vocab_size = columns, top_k, layers, width, vocab_size
-        self._files: OrderedDict[Path, safe_open] = OrderedDict()  # the last used ones; each is a mapping of memory
+        self.columns = columns
+        self.top_k = top_k
+        self.layers = layers
+        self.width = width
+        self.vocab_size = vocab_size
+        self._files: OrderedDict[Path, safe_open] = (
+            OrderedDict()
+        )  # the last used ones; each is a mapping of memory
         self._opening = threading.Lock()
         self._where: dict[str, Path] = {}  # conversation -> shard
         for shard in sorted((directory / "features").glob("part-*.safetensors")):
@@ -405,9 +468,13 @@ class FeatureStore:
         if not set(feature_layers) <= {*held["layers"], *(() if held["top_k"] else (LAST,))}:
             return None
         target = held.get("target") or read_meta(root)["target"]
-        layers, width = held["layers"], target["hidden_size"]
+        layers = held["layers"]
+        width = target["hidden_size"]
         place = {layer: (i * width, (i + 1) * width) for i, layer in enumerate(layers)}
-        columns = None if list(feature_layers) == layers else [place.get(layer) for layer in feature_layers]
+        if list(feature_layers) == layers:
+            columns = None
+        else:
+            columns = [place.get(layer) for layer in feature_layers]
         return FeatureStore(root, columns, held["top_k"], len(layers), width, target["vocab_size"])
 
     def __len__(self) -> int:
@@ -417,13 +484,16 @@ class FeatureStore:
         return key in self._where
 
     def get(self, key: str) -> dict[str, Tensor] | None:
-        """The stored tensors of a conversation, or None; n is tokens - 1. Threads may call it at once.
+        """The stored tensors of a conversation, or None; n is tokens - 1. Threads may call it at
+        once.
 
-        "features" [n, f*h], and either "last_hidden" [n, h], or "topk_ids" [n, k] int32 (most likely first), "topk_logits"
-        [n, k] and "log_z" [n] float32, the log of the softmax denominator over the full vocabulary. int8 states come as bfloat16.
+        "features" [n, f*h], and either "last_hidden" [n, h], or "topk_ids" [n, k] int32 (most
+        likely first), "topk_logits" [n, k] and "log_z" [n] float32, the log of the softmax
+        denominator over the full vocabulary. int8 states come as bfloat16.
 
         Raises:
-            UserError: a damaged shard, a tensor that is missing or has another shape, or values that no target computes.
+            UserError: a damaged shard, a tensor that is missing or has another shape, or values
+                that no target computes.
         """
         shard = self._where.get(key)
         if shard is None:
@@ -433,15 +503,23 @@ class FeatureStore:
             file = self._open(shard)
             found = {name: file.get_tensor(f"{key}/{name}") for name in ("features", *names)}
             scales = {
-                name: file.get_tensor(f"{key}/{scale}") for name in found for scale in scale_names(name, found[name])
+                name: file.get_tensor(f"{key}/{scale}")
+                for name in found
+                for scale in scale_names(name, found[name])
             }
         if fault := self._fault(found, scales):
             raise UserError(f"data={str(shard)!r}, conversation {key!r}: {fault}; {_SHARD_FIX}")
         # Copies, since a view keeps the whole shard mapped.
-        found = {name: restored(held, scales[name]) if name in scales else held.clone() for name, held in found.items()}
+        found = {
+            name: restored(held, scales[name]) if name in scales else held.clone()
+            for name, held in found.items()
+        }
         if self.columns is not None:
             stored = found["features"]  # [n, layers*h]
-            parts = [found["last_hidden"] if part is None else stored[:, slice(*part)] for part in self.columns]
+            parts = [
+                found["last_hidden"] if part is None else stored[:, slice(*part)]
+                for part in self.columns
+            ]
             found["features"] = torch.cat([stored[:, :0], *parts], dim=-1)  # [n, f*h]
         return found
 
@@ -456,17 +534,24 @@ class FeatureStore:
     def _fault(self, found: dict[str, Tensor], scales: dict[str, Tensor]) -> str:
         """What is wrong with a conversation's tensors; '' if nothing is."""
         n = found["features"].shape[:1]  # [rows]
-        columns = {"features": (self.layers * self.width,), "last_hidden": (self.width,), "log_z": ()}
+        columns = {
+            "features": (self.layers * self.width,),
+            "last_hidden": (self.width,),
+            "log_z": (),
+        }
         for name, tensor in found.items():
             wanted = (*n, *columns.get(name, (self.top_k,)))
             if tuple(tensor.shape) != wanted:
                 return f"{name} has the shape {list(tensor.shape)} instead of {list(wanted)}"
             if not (
-                tensor.dtype == torch.int32 if name == "topk_ids" else tensor.is_floating_point() or name in scales
+                tensor.dtype == torch.int32
+                if name == "topk_ids"
+                else tensor.is_floating_point() or name in scales
             ):
                 return f"{name} has the type {tensor.dtype}"
             if name in scales:  # int8 values are finite, so their scales are looked at
-                blocks, tensor = (*n, wanted[1] // block_size(self.width)), scales[name]
+                blocks = (*n, wanted[1] // block_size(self.width))
+                tensor = scales[name]
                 if tuple(tensor.shape) != blocks or not tensor.is_floating_point():
                     return f"the scales of {name} are {tensor.dtype} {list(tensor.shape)} instead of {list(blocks)}"
             # One pass without a copy: NaN and infinity survive the sum.

@@ -16,12 +16,24 @@ from drafttrain.files import Json, parse_json
 
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _RESULT = re.compile(r"\s*<tool_response>\s*(.*?)\s*</tool_response>\s*", re.DOTALL)
-_TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "list": "array", "tuple": "array"}
-_TYPES |= {"set": "array", "dict": "object"}  # Python's names of types, as xLAM writes them -> JSON schema's
+_TYPES = {
+    "str": "string",
+    "int": "integer",
+    "float": "number",
+    "bool": "boolean",
+    "list": "array",
+    "tuple": "array",
+}
+_TYPES |= {
+    "set": "array",
+    "dict": "object",
+}  # Python's names of types, as xLAM writes them -> JSON schema's
 
 
 def _loaded(value: object) -> object:
-    """What JSON text, or Python's form of it, stands for; another value as it is. Raises ValueError."""
+    """What JSON text, or Python's form of it, stands for; another value as it is. Raises
+    ValueError.
+    """
     if not isinstance(value, str):
         return value
     try:
@@ -34,11 +46,15 @@ def _loaded(value: object) -> object:
 
 
 def read_tools(value: object) -> list[Json]:
-    """Functions as JSON schemas {"type": "function", "function": {...}}. value: a list of them or its text; None for none.
+    """Functions as JSON schemas {"type": "function", "function": {...}}. value: a list of them or
+    its text; None for none.
 
     Raises ValueError, TypeError or KeyError for another form.
     """
-    found = _loaded(value) if value else []
+    if value:
+        found = _loaded(value)
+    else:
+        found = []
     tools = []
     for tool in found if isinstance(found, list) else [found]:
         if not isinstance(tool, dict):
@@ -47,20 +63,29 @@ def read_tools(value: object) -> list[Json]:
         if not isinstance(function["name"], str) or not function["name"]:
             raise TypeError("a tool without a name")
         parameters = function.get("parameters")
-        if isinstance(parameters, dict) and parameters and "properties" not in parameters and "type" not in parameters:
+        if (
+            isinstance(parameters, dict)
+            and parameters
+            and "properties" not in parameters
+            and "type" not in parameters
+        ):
             function["parameters"] = _schema(parameters)
         tools.append({"type": "function", "function": function})
     return tools
 
 
 def _schema(parameters: Json) -> Json:
-    """The JSON schema of xLAM's parameters: {name: {"type": "List[int], optional", "description", "default"}}."""
-    properties, required = {}, []
+    """The JSON schema of xLAM's parameters: {name: {"type": "List[int], optional", "description",
+    "default"}}.
+    """
+    properties = {}
+    required = []
     for name, given in parameters.items():
         kind, _, optional = str(given.get("type", "")).partition(", ")
         plain = kind.partition("[")[0].lower()
         properties[name] = {**given, "type": _TYPES.get(plain, plain or "string")}
-        required += [] if optional or "default" in given else [name]
+        if not optional and "default" not in given:
+            required.append(name)
     return {"type": "object", "properties": properties, "required": required}
 
 
@@ -68,7 +93,8 @@ def read_calls(value: object) -> list[Json]:
     """Calls as {"type": "function", "id"?, "function": {"name", "arguments": {...}}}.
 
     Args:
-        value: a list of such calls or of {"name", "arguments"}, one of them, or its text; arguments may be JSON text.
+        value: a list of such calls or of {"name", "arguments"}, one of them, or its text; arguments
+            may be JSON text.
 
     Raises ValueError or TypeError for another form.
     """
@@ -77,12 +103,24 @@ def read_calls(value: object) -> list[Json]:
     for call in found if isinstance(found, list) else [found]:
         if not isinstance(call, dict):
             raise TypeError(f"no call: {str(call)[:40]!r}")
-        function = call["function"] if isinstance(call.get("function"), dict) else call
+        if isinstance(call.get("function"), dict):
+            function = call["function"]
+        else:
+            function = call
         arguments = _loaded(function.get("arguments", function.get("parameters")) or {})
         if not isinstance(function.get("name"), str) or not isinstance(arguments, dict):
             raise TypeError(f"no name or no arguments: {str(call)[:40]!r}")
-        key = {"id": call["id"]} if isinstance(call.get("id"), str) and call["id"] else {}
-        calls.append({"type": "function", **key, "function": {"name": function["name"], "arguments": arguments}})
+        if isinstance(call.get("id"), str) and call["id"]:
+            key = {"id": call["id"]}
+        else:
+            key = {}
+        calls.append(
+            {
+                "type": "function",
+                **key,
+                "function": {"name": function["name"], "arguments": arguments},
+            }
+        )
     if not calls:
         raise ValueError("no calls")
     return calls
@@ -90,9 +128,14 @@ def read_calls(value: object) -> list[Json]:
 
 def plain_result(value: object) -> str:
     """A tool's result as text, without Hermes' tags."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if isinstance(value, str):
+        text = value
+    else:
+        text = json.dumps(value, ensure_ascii=False)
     inner = _RESULT.fullmatch(text)
-    return inner[1] if inner else text
+    if inner:
+        return inner[1]
+    return text
 
 
 def tools_in_system(text: str) -> list[Json]:
@@ -103,20 +146,26 @@ def tools_in_system(text: str) -> list[Json]:
         return []
     try:
         found, _ = json.JSONDecoder().raw_decode(text, start.start())
-        return read_tools(found) if all("parameters" in tool.get("function", tool) for tool in found) else []
+        if all("parameters" in tool.get("function", tool) for tool in found):
+            return read_tools(found)
+        return []
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return []
 
 
 def calls_in(text: str, names: Sequence[str]) -> tuple[str, list[Json]]:
-    """The text of an answer without its calls, and these calls; all of the text and [] if it holds none that can be read.
+    """The text of an answer without its calls, and these calls; all of the text and [] if it holds
+    none that can be read.
 
     Args:
-        names: of the functions, which ToolACE writes in front of brackets, also with spaces in them.
+        names: of the functions, which ToolACE writes in front of brackets, also with spaces in
+            them.
     """
     try:
         if blocks := _CALL.findall(text):
-            return _CALL.sub("", text).strip(), [call for block in blocks for call in read_calls(block)]
+            return _CALL.sub("", text).strip(), [
+                call for block in blocks for call in read_calls(block)
+            ]
         if names and text.lstrip().startswith("["):
             return "", _bracketed(text.strip(), names)
     except (ValueError, TypeError, KeyError, SyntaxError, RecursionError, MemoryError):
@@ -125,7 +174,9 @@ def calls_in(text: str, names: Sequence[str]) -> tuple[str, list[Json]]:
 
 
 def _bracketed(text: str, names: Sequence[str]) -> list[Json]:
-    """The calls of `[Get Weather(city="Rome"), ...]`. Raises ValueError, TypeError or SyntaxError for another form."""
+    """The calls of `[Get Weather(city="Rome"), ...]`. Raises ValueError, TypeError or SyntaxError
+    for another form.
+    """
     plain = {f"f{i}_": name for i, name in enumerate(sorted(names, key=len, reverse=True))}
     for word, name in plain.items():
         text = re.sub(rf"(?<![\w\"']){re.escape(name)}\(", f"{word}(", text)

@@ -28,7 +28,9 @@ def named_options(args: argparse.Namespace) -> Json:
 
 
 def engine_options(args: argparse.Namespace) -> Json:
-    """Arguments of vLLM's engine from the flags of `add_vllm_flags`. Raises UserError: flags that this vLLM does not know."""
+    """Arguments of vLLM's engine from the flags of `add_vllm_flags`. Raises UserError: flags that
+    this vLLM does not know.
+    """
     _vllm()
     if not args.vllm_flags:
         return named_options(args)
@@ -57,15 +59,19 @@ def applied_rules(rules: LogitsRules) -> LogitsRules:
             return all(len(ids) == 1 for ids, _ in value)
         return key in ("repetition_penalty", "suppress_tokens", "min_new_tokens", "min_length")
 
-    return LogitsRules({key: value for key, value in rules.settings.items() if expressible(key, value)})
+    return LogitsRules(
+        {key: value for key, value in rules.settings.items() if expressible(key, value)}
+    )
 
 
 class VllmBackend(Backend):
-    """vLLM in this process. It batches continuously, over several GPUs or nodes where the options say so.
+    """vLLM in this process. It batches continuously, over several GPUs or nodes where the options
+    say so.
 
     Args:
         target: its generation_config applies as far as `applied_rules` says.
-        options: more arguments of vLLM's engine. slots: most sequences that run together; None for vLLM's own choice.
+        options: more arguments of vLLM's engine. slots: most sequences that run together; None for
+            vLLM's own choice.
     """
 
     def __init__(
@@ -92,15 +98,23 @@ class VllmBackend(Backend):
             ours["max_num_seqs"] = slots
         try:
             self.engine = vllm.LLM(
-                model=target.path, trust_remote_code=trust_remote_code, **{**ours, **options}
+                model=target.path,
+                trust_remote_code=trust_remote_code,
+                **{**ours, **options},
             ).llm_engine
         except (ValueError, RuntimeError, TypeError, AssertionError, ImportError) as error:
             raise UserError(
                 f"backend=vllm: the engine does not start ({first_line(error)}); correct its flags"
             ) from error
 
-    def run(self, conversations: Iterable[Conversation], stop: Callable[[], bool]) -> Iterator[Ended]:
-        source, running, number = iter(conversations), dict[str, Conversation](), 0
+    def run(
+        self,
+        conversations: Iterable[Conversation],
+        stop: Callable[[], bool],
+    ) -> Iterator[Ended]:
+        source = iter(conversations)
+        running = dict[str, Conversation]()
+        number = 0
         while True:
             if not stop():
                 for it in islice(source, self.queued - len(running)):
@@ -112,7 +126,8 @@ class VllmBackend(Backend):
             for output in self.engine.step():
                 if not output.finished:
                     continue
-                it, bad = running[output.request_id], None
+                it = running[output.request_id]
+                bad = None
                 try:
                     self._accept(it, output.outputs[0])
                     if self.settings.next_turn(it) is not None:
@@ -128,7 +143,9 @@ class VllmBackend(Backend):
 
     def _ask(self, key: str, it: Conversation) -> None:
         """Queues the conversation's next response."""
-        sampling, stops, most = self.settings.sampling, self.settings.renderer.stop_ids, self.settings.allowance(it)
+        sampling = self.settings.sampling
+        stops = self.settings.renderer.stop_ids
+        most = self.settings.allowance(it)
         least = self.rules.settings.get("min_new_tokens", 0)
         least = max(least, self.rules.settings.get("min_length", 0) - len(it.tokens))
         params = self._params(
@@ -155,7 +172,9 @@ class VllmBackend(Backend):
 
 
 def token_biases(rules: LogitsRules, stop_ids: Iterable[int]) -> dict[int, float]:
-    """Token -> what `rules`, of those that `applied_rules` leaves, add to its logit. transformers never bans an end as a word."""
+    """Token -> what `rules`, of those that `applied_rules` leaves, add to its logit. transformers
+    never bans an end as a word.
+    """
     biases = {ids[0]: bias for ids, bias in rules.settings.get("sequence_bias", ())}
     banned = {word[0] for word in rules.settings.get("bad_words_ids", ())} - set(stop_ids)
     return biases | dict.fromkeys((*banned, *rules.settings.get("suppress_tokens", ())), _BANNED)

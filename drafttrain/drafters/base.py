@@ -1,4 +1,5 @@
-"""The drafter contract: every fact and hook that other subpackages use on a drafter, each with its default.
+"""The drafter contract: every fact and hook that other subpackages use on a drafter, each with its
+default.
 
 A kind is a folder drafters/KIND/ whose model.py defines `KIND`, a subclass of `Drafter`:
 
@@ -7,8 +8,9 @@ A kind is a folder drafters/KIND/ whose model.py defines `KIND`, a subclass of `
     proposal half    load -> pack -> bind -> start -> Session; then extend_all and propose_all once per round
     shipping half    formats, unsupported features, writing and reading: drafters/KIND/export.py, see drafters/shipping.py
 
-Kinds without weights implement the proposal half only. Trained kinds are `PreTrainedModel`s too and inherit
-`common.trainable.TrainableDrafter`, which implements most hooks. docs/developer/add-a-drafter-kind.md builds one.
+Kinds without weights implement the proposal half only. Trained kinds are `PreTrainedModel`s too and
+inherit `common.trainable.TrainableDrafter`, which implements most hooks.
+docs/developer/add-a-drafter-kind.md builds one.
 
 Shapes: see batch.py for b, s, h, f, v, d, n, k and for the alignment of anchors and depths.
 """
@@ -33,15 +35,19 @@ from drafttrain.ops.graphs import GraphPool
 from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target
 
-# Runs the target on a batch: features [b, s, f*h], distributions, row of each position [b, s] (-1 where none is needed).
+# Runs the target on a batch: features [b, s, f*h], distributions, row of each position [b, s] (-1
+# where none is needed).
 Source = Callable[[Batch], tuple[Tensor, TargetRows, Tensor]]
 # The kept target ids [d] for a vocabulary of at most `size` tokens; 0 keeps all.
 KeepTokens = Callable[[int], Tensor]
-# Of several sessions, entry i belongs to session i: tokens or features, shapes of trees, what draws the trees' tokens.
+# Of several sessions, entry i belongs to session i: tokens or features, shapes of trees, what draws
+# the trees' tokens.
 Tensors = Sequence[Tensor]
 Specs = Sequence[TreeSpec]
 Samplers = Sequence[Sampler | None]
-Predictions = tuple[list[int], list[float]]  # the target's likeliest next tokens and their probabilities, descending
+Predictions = tuple[
+    list[int], list[float]
+]  # the target's likeliest next tokens and their probabilities, descending
 # Values of a recipe's `init` that make a new drafter; any other value names a drafter to continue.
 NEW = ("target", "random", "native")
 
@@ -53,9 +59,11 @@ class StepInputs(NamedTuple):
         batch: tokens and masks [b, s].
         embeds: [b, s, h], the target's embeddings of the batch's tokens.
         features: [b, s, f*h], the target's for `feature_layers`.
-        rows: the target's distributions; with `pretrains` None: the loss is the batch's own next tokens'.
+        rows: the target's distributions; with `pretrains` None: the loss is the batch's own next
+            tokens'.
         row_of: [b, s] int64, the row of each position in `rows`; -1 where none is needed.
-        total: anchors in the whole optimizer step, over all ranks and accumulation steps; the loss is divided by it.
+        total: anchors in the whole optimizer step, over all ranks and accumulation steps; the loss
+            is divided by it.
         measure: also return metrics.
     """
 
@@ -69,20 +77,24 @@ class StepInputs(NamedTuple):
 
 
 class Session:
-    """A drafter's state for one sequence. Its cache holds committed tokens and true target features only."""
+    """A drafter's state for one sequence. Its cache holds committed tokens and true target features
+    only.
+    """
 
     def extend(self, tokens: Tensor, features: Tensor) -> None:
         """Reads what the target has just committed.
 
         Args:
-            tokens: [m] int64; tokens[i] follows the position of features[i]. The first calls after `start` cover the
-                prompt, a long one in several pieces: tokens are prompt[1:] plus the first sampled token.
+            tokens: [m] int64; tokens[i] follows the position of features[i]. The first calls after
+                `start` cover the prompt, a long one in several pieces: tokens are prompt[1:] plus
+                the first sampled token.
             features: [m, f*h], the target's features at those positions (f may be 0).
         """
         raise NotImplementedError(f"{type(self).__name__}.extend")
 
     def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
-        """Drafts a tree below the last committed token. May return fewer nodes than `spec` allows, or none.
+        """Drafts a tree below the last committed token. May return fewer nodes than `spec` allows,
+        or none.
 
         Args:
             spec: the tree's shape. Kinds that draft by a rule ignore `sampled`.
@@ -91,9 +103,11 @@ class Session:
         raise NotImplementedError(f"{type(self).__name__}.propose")
 
     def probe(self) -> tuple[list[int], list[int]]:
-        """Returns this round's probes, after `propose`: their tokens, and their parents among them (-1: the root).
+        """Returns this round's probes, after `propose`: their tokens, and their parents among them
+        (-1: the root).
 
-        Probes are nodes that the target verifies in the same pass but never accepts; only the session learns from them.
+        Probes are nodes that the target verifies in the same pass but never accepts; only the
+        session learns from them.
         """
         return [], []
 
@@ -101,25 +115,32 @@ class Session:
         """Makes the session, which is new, use a row of static steps (`Drafter.open_steps`)."""
 
     def observe(self, chosen: list[int]) -> None:
-        """Reads the target's likeliest token after the root and after each probe; -1 for probes that were not verified.
+        """Reads the target's likeliest token after the root and after each probe; -1 for probes
+        that were not verified.
 
-        Called before the `extend` of the same round. Decoding stays lossless: the next round's tokens are not chosen yet.
+        Called before the `extend` of the same round. Decoding stays lossless: the next round's
+        tokens are not chosen yet.
         """
 
     def read_predictions(self, tree: TokenTree, predictions: list[Predictions]) -> None:
-        """Reads the target's likeliest tokens after the root and each node of a round's tree, accepted or not; as `observe` does.
+        """Reads the target's likeliest tokens after the root and each node of a round's tree,
+        accepted or not; as `observe` does.
 
-        The tree hangs below the last token that the session has read. predictions: [n + 1], of `Drafter.predictions` tokens each;
-        probabilities are of the logits as they are, among these tokens alone.
+        The tree hangs below the last token that the session has read. predictions: [n + 1], of
+        `Drafter.predictions` tokens each; probabilities are of the logits as they are, among these
+        tokens alone.
         """
 
 
 class JointSession(Session):
-    """A session of a kind whose drafter serves several sessions in one pass (`extend_all`, `propose_all`).
+    """A session of a kind whose drafter serves several sessions in one pass (`extend_all`,
+    `propose_all`).
 
     Attributes:
-        root: what the drafter keeps of the last committed token, a row [1, ...]; None before the first `extend`.
-        steps, row: static steps that serve the session, and its row there; None: all its passes are dynamic.
+        root: what the drafter keeps of the last committed token, a row [1, ...]; None before the
+            first `extend`.
+        steps, row: static steps that serve the session, and its row there; None: all its passes are
+            dynamic.
     """
 
     drafter: Any
@@ -140,7 +161,8 @@ class JointSession(Session):
         """Notes that a static step has read `count` committed tokens, and has stored the new root."""
 
     def place(self, steps: DraftSteps, row: int) -> None:
-        self.steps, self.row = steps, row
+        self.steps = steps
+        self.row = row
 
     def extend(self, tokens: Tensor, features: Tensor) -> None:
         self.drafter.extend_all([self], [tokens], [features])
@@ -150,25 +172,32 @@ class JointSession(Session):
 
 
 class Drafter(NamedDrafter):
-    """Base class of all drafters. Every hook that other subpackages call is declared here with its default.
+    """Base class of all drafters. Every hook that other subpackages call is declared here with its
+    default.
 
     Attributes:
         kind: the kind's name, which is its folder's.
         trainable: the kind has weights, and `drafttrain train` accepts it.
-        feature_layers: target hidden states that the drafter reads, concatenated to [., f*h]; see `Target.forward`.
+        feature_layers: target hidden states that the drafter reads, concatenated to [., f*h]; see
+            `Target.forward`.
         reads_features: name of the weight [h, f*h] that reads them; empty in kinds without one.
         probes: most probes per round of a session, see `Session.probe`.
-        predictions: the target's likeliest tokens per node that sessions read, see `Session.read_predictions`.
-        drafts_alone: beside another drafter (FIRST+KIND), likely matches are drafted without a pass of the other one.
+        predictions: the target's likeliest tokens per node that sessions read, see
+            `Session.read_predictions`.
+        drafts_alone: beside another drafter (FIRST+KIND), likely matches are drafted without a pass
+            of the other one.
         takes_packed_rows: `forward` accepts rows that hold several conversations.
         pretrains: `forward` accepts rows=None and row_of=None, the loss `next_token` on plain text.
         writes_responses: the drafter is a language model that can answer prompts, see `as_target`.
         loads_language_models: a causal language model that is not ours loads as this kind.
-        chain_depth: depth of the chain that training's estimate of the accepted length assumes; 0: the trained depths.
-        defaults_beside: options of a kind without weights when it drafts beside another drafter (FIRST+KIND).
+        chain_depth: depth of the chain that training's estimate of the accepted length assumes; 0:
+            the trained depths.
+        defaults_beside: options of a kind without weights when it drafts beside another drafter
+            (FIRST+KIND).
         name_options: fields of the config that a drafter's name may set (FOLDER:OPTION=VALUE).
         progress: share of its training that is done, 0 to 1; the trainer sets it before each step.
-        uses_text: a sequence's tokens may join its vocabulary (`ContextTokens`); False drafts as engines do.
+        uses_text: a sequence's tokens may join its vocabulary (`ContextTokens`); False drafts as
+            engines do.
     """
 
     trainable: bool = False
@@ -189,12 +218,16 @@ class Drafter(NamedDrafter):
 
     @property
     def sequence_reach(self) -> int:
-        """Positions behind an anchor that `forward` reads, for kinds whose rows several processes may share; 0: they may not."""
+        """Positions behind an anchor that `forward` reads, for kinds whose rows several processes
+        may share; 0: they may not.
+        """
         return 0
 
     @property
     def vocabulary(self) -> Tensor | None:
-        """[d] int64, target ids that the drafter can propose; None: all of them. Trained kinds store it as `kept_ids`."""
+        """[d] int64, target ids that the drafter can propose; None: all of them. Trained kinds
+        store it as `kept_ids`.
+        """
         return None
 
     @property
@@ -202,22 +235,31 @@ class Drafter(NamedDrafter):
         """Whether tokens of a sequence's text join `vocabulary` in its session."""
         return False
 
-    # -- training half ------------------------------------------------------------------------------------------
+    # -- training half -----------------------------------------------------------------------------
 
     def norm_features(self, features: Tensor) -> Tensor:
         """[t, f*h] target features as the weight `reads_features` reads them."""
         return features
 
     @classmethod
-    def begin(cls, target: Target, init: str, options: Json, loss: str, keep: KeepTokens | None = None) -> Self:
+    def begin(
+        cls,
+        target: Target,
+        init: str,
+        options: Json,
+        loss: str,
+        keep: KeepTokens | None = None,
+    ) -> Self:
         """Returns a drafter to train, bound to the target unless `init` is one of NEW.
 
         Args:
             init: one of NEW, or the folder or Hub id of a drafter to continue.
-            options: the recipe's `drafter:` keys. loss: the recipe's loss. keep: chooses the drafter's vocabulary.
+            options: the recipe's `drafter:` keys. loss: the recipe's loss. keep: chooses the
+                drafter's vocabulary.
 
         Raises:
-            UserError: a kind without weights, an unknown option, or a drafter that does not fit the target.
+            UserError: a kind without weights, an unknown option, or a drafter that does not fit the
+                target.
         """
         raise UserError(
             f"kind={cls.kind!r} has no weights to train; use it directly: drafttrain eval --drafter {cls.kind}"
@@ -225,36 +267,48 @@ class Drafter(NamedDrafter):
 
     @classmethod
     def native(cls, target: Target, kept_ids: Tensor, options: Json) -> Self:
-        """Returns a drafter with the weights of the module that the target's own checkpoint holds (init=native).
+        """Returns a drafter with the weights of the module that the target's own checkpoint holds
+        (init=native).
 
         Raises:
-            UserError: targets come with no drafter of this kind (the default), or this target does not.
+            UserError: targets come with no drafter of this kind (the default), or this target does
+                not.
         """
-        raise UserError(f"init='native': no target comes with a drafter of kind={cls.kind!r}; use init=target")
+        raise UserError(
+            f"init='native': no target comes with a drafter of kind={cls.kind!r}; use init=target"
+        )
 
     @classmethod
     def native_options(cls, target: Target) -> Json:
-        """Returns the options that give a drafter on the meta device the shapes of `native`, by the target's config alone.
+        """Returns the options that give a drafter on the meta device the shapes of `native`, by the
+        target's config alone.
 
         Raises:
             UserError: as `native`.
         """
-        raise UserError(f"init='native': no target comes with a drafter of kind={cls.kind!r}; use init=target")
+        raise UserError(
+            f"init='native': no target comes with a drafter of kind={cls.kind!r}; use init=target"
+        )
 
     def initialize(self, target: Target, kept_ids: Tensor) -> list[str]:
-        """Copies what fits from the target (init=target) and stores `kept_ids` [d]; returns the names of what it copied."""
+        """Copies what fits from the target (init=target) and stores `kept_ids` [d]; returns the
+        names of what it copied.
+        """
         return []
 
     def solve_start(self, batches: list[Batch], source: Source) -> float | None:
         """Solves part of the weights in closed form on some training data, before the first step.
 
         Returns:
-            Share of the target's last state that the start explains, 0 to 1; None for kinds without a closed form.
+            Share of the target's last state that the start explains, 0 to 1; None for kinds without
+            a closed form.
         """
         return None
 
     def suggest_tree(self, batches: list[Batch], source: Source) -> str | None:
-        """Chooses a default tree on held-out data after training; returns its text form, None for no suggestion."""
+        """Chooses a default tree on held-out data after training; returns its text form, None for
+        no suggestion.
+        """
         return None
 
     def check_packing(self) -> None:
@@ -264,16 +318,21 @@ class Drafter(NamedDrafter):
         """One training step: the loss of all depths at all anchors of a batch.
 
         Returns:
-            The loss and, per depth, the sums over anchors of count, loss, alpha and agree, each [depths] float32.
+            The loss and, per depth, the sums over anchors of count, loss, alpha and agree, each
+            [depths] float32.
         """
         raise NotImplementedError(f"{type(self).__name__}.forward")
 
     def blank(self) -> Self:
-        """Returns another drafter of the same shapes with weights of its own, for a copy of sharded weights."""
+        """Returns another drafter of the same shapes with weights of its own, for a copy of sharded
+        weights.
+        """
         raise NotImplementedError(f"{type(self).__name__}.blank")
 
     def load_checkpoint(self, folder: str | Path) -> bool:
-        """Reads the weights of a training checkpoint; False if the trainer should load them by their names instead."""
+        """Reads the weights of a training checkpoint; False if the trainer should load them by
+        their names instead.
+        """
         return False
 
     def as_target(self) -> Target:
@@ -282,9 +341,11 @@ class Drafter(NamedDrafter):
         Raises:
             UserError: a kind without `writes_responses`.
         """
-        raise UserError(f"on_policy: a drafter of kind={self.kind!r} cannot write responses by itself; leave it out")
+        raise UserError(
+            f"on_policy: a drafter of kind={self.kind!r} cannot write responses by itself; leave it out"
+        )
 
-    # -- proposal half ------------------------------------------------------------------------------------------
+    # -- proposal half -----------------------------------------------------------------------------
 
     @classmethod
     def load(cls, folder: Path) -> Self:
@@ -295,42 +356,64 @@ class Drafter(NamedDrafter):
         """Prepares the weights for inference on a CPU; called after loading and before `bind`."""
 
     def bind(self, target: Target) -> None:
-        """Attaches what is shared with the target (embedding, head) and checks that the two belong together.
+        """Attaches what is shared with the target (embedding, head) and checks that the two belong
+        together.
 
         Raises:
             UserError: trained for another hidden size, vocabulary or tokenizer.
         """
 
     def open_steps(
-        self, pool: GraphPool, capacity: int, rows: int, spec: TreeSpec, last: DraftSteps | None
+        self,
+        pool: GraphPool,
+        capacity: int,
+        rows: int,
+        spec: TreeSpec,
+        last: DraftSteps | None,
     ) -> DraftSteps | None:
-        """Static steps for a call that decodes on a GPU; None (the default) for kinds whose passes are all dynamic.
+        """Static steps for a call that decodes on a GPU; None (the default) for kinds whose passes
+        are all dynamic.
 
         Args:
-            pool: of the graphs. capacity: most tokens of a sequence. rows: most sequences at a time. spec: the largest tree.
+            pool: of the graphs. capacity: most tokens of a sequence. rows: most sequences at a
+                time. spec: the largest tree.
             last: steps of an earlier call, which may have been another drafter's.
         """
         return None
 
     def fit(self) -> Json:
-        """What results record about how the drafter was bound, by key; nothing unless a binding leaves a choice."""
+        """What results record about how the drafter was bound, by key; nothing unless a binding
+        leaves a choice.
+        """
         return {}
 
     def start(self, prompt_ids: Tensor, max_length: int) -> Session:
         """Returns a session for a new sequence.
 
         Args:
-            prompt_ids: [L] int64. max_length: most tokens that the sequence can reach, which sizes the cache.
+            prompt_ids: [L] int64. max_length: most tokens that the sequence can reach, which sizes
+                the cache.
         """
         raise NotImplementedError(f"{type(self).__name__}.start")
 
     def extend_all(self, sessions: Sequence[Any], tokens: Tensors, features: Tensors) -> None:
-        """`Session.extend` of several of this drafter's sessions; kinds without weights read tokens on the host."""
+        """`Session.extend` of several of this drafter's sessions; kinds without weights read tokens
+        on the host.
+        """
         if not self.trainable and tokens and not tokens[0].is_cpu:
-            tokens = torch.cat(list(tokens)).cpu().split([len(new) for new in tokens])  # one transfer for all
+            tokens = (
+                torch.cat(list(tokens)).cpu().split([len(new) for new in tokens])
+            )  # one transfer for all
         for session, new, states in zip(sessions, tokens, features, strict=True):
             session.extend(new, states)
 
-    def propose_all(self, sessions: Sequence[Any], specs: Specs, samplers: Samplers) -> list[TokenTree]:
+    def propose_all(
+        self,
+        sessions: Sequence[Any],
+        specs: Specs,
+        samplers: Samplers,
+    ) -> list[TokenTree]:
         """`Session.propose` of several of this drafter's sessions."""
-        return [session.propose(*each) for session, *each in zip(sessions, specs, samplers, strict=True)]
+        return [
+            session.propose(*each) for session, *each in zip(sessions, specs, samplers, strict=True)
+        ]

@@ -1,8 +1,9 @@
-"""Two drafters in one: the match of a kind without weights and another drafter's tree share one budget.
+"""Two drafters in one: the match of a kind without weights and another drafter's tree share one
+budget.
 
-Language models repeat themselves and their prompts. A match that is likely to continue is drafted alone: it is long, and costs
-no pass of the other drafter. Otherwise both draft, and the likeliest nodes of the two trees are verified. Written
-`DRAFTER+ngram` wherever a drafter is named.
+Language models repeat themselves and their prompts. A match that is likely to continue is drafted
+alone: it is long, and costs no pass of the other drafter. Otherwise both draft, and the likeliest
+nodes of the two trees are verified. Written `DRAFTER+ngram` wherever a drafter is named.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from drafttrain.ops.graphs import GraphPool
 from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target
 
-# A match with at least this probability of its first token is drafted alone: the other drafter's pass costs more than it adds.
+# A match with at least this probability of its first token is drafted alone: the other drafter's
+# pass costs more than it adds.
 _SURE = 0.75
 # The same for chains and fan-outs, where one drafter's tree replaces the other's.
 _LIKELY = 0.5
@@ -32,14 +34,19 @@ WORTH = 0.1
 
 
 def merge(first: TokenTree, second: TokenTree, budget: int) -> TokenTree:
-    """The `budget` likeliest nodes of the union of two trees; equal paths share their nodes, at the higher probability.
+    """The `budget` likeliest nodes of the union of two trees; equal paths share their nodes, at the
+    higher probability.
 
-    Nodes keep the order of the trees, `first` before `second`. Sampled trees cannot be merged: their q would be lost.
+    Nodes keep the order of the trees, `first` before `second`. Sampled trees cannot be merged:
+    their q would be lost.
     """
     parents = list(first.parents)
     tokens = first.tokens.tolist()
     scores = _scores(first)
-    place = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
+    place = {
+        (parent, token): node
+        for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))
+    }
     where = {-1: -1}
     entries = zip(second.parents, second.tokens.tolist(), _scores(second), strict=True)
     for node, (parent, token, score) in enumerate(entries):
@@ -58,18 +65,22 @@ def merge(first: TokenTree, second: TokenTree, budget: int) -> TokenTree:
 
 def _scores(tree: TokenTree) -> list[float]:
     """Log-probabilities of paths; 0 for a drafter that computes none."""
-    return [0.0] * len(tree) if tree.log_probs is None else tree.log_probs.tolist()
+    if tree.log_probs is None:
+        return [0.0] * len(tree)
+    return tree.log_probs.tolist()
 
 
 class CombinedDrafter(Drafter):
-    """Drafts with `main`, with `side` or with both, depending on the probability of the side's match.
+    """Drafts with `main`, with `side` or with both, depending on the probability of the side's
+    match.
 
-    A dynamic tree holds the likeliest nodes of both. Chains, fan-outs and sampled trees cannot be merged: there a likely
-    match replaces the tree.
+    A dynamic tree holds the likeliest nodes of both. Chains, fan-outs and sampled trees cannot be
+    merged: there a likely match replaces the tree.
     """
 
     def __init__(self, main: Drafter, side: Drafter):
-        self.main, self.side = main, side
+        self.main = main
+        self.side = side
         self.kind = f"{main.kind}+{side.kind}"
         self.feature_layers = main.feature_layers
         self.probes = main.probes + side.probes
@@ -83,35 +94,59 @@ class CombinedDrafter(Drafter):
         self.side.bind(target)
 
     def start(self, prompt_ids: Tensor, max_length: int) -> CombinedSession:
-        return CombinedSession(self, self.main.start(prompt_ids, max_length), self.side.start(prompt_ids, max_length))
+        return CombinedSession(
+            self,
+            self.main.start(prompt_ids, max_length),
+            self.side.start(prompt_ids, max_length),
+        )
 
     def open_steps(
-        self, pool: GraphPool, capacity: int, rows: int, spec: TreeSpec, last: DraftSteps | None
+        self,
+        pool: GraphPool,
+        capacity: int,
+        rows: int,
+        spec: TreeSpec,
+        last: DraftSteps | None,
     ) -> DraftSteps | None:
         return self.main.open_steps(pool, capacity, rows, spec, last)
 
     def extend_all(
-        self, sessions: Sequence[CombinedSession], tokens: Sequence[Tensor], features: Sequence[Tensor]
+        self,
+        sessions: Sequence[CombinedSession],
+        tokens: Sequence[Tensor],
+        features: Sequence[Tensor],
     ) -> None:
         self.main.extend_all([session.main for session in sessions], tokens, features)
         self.side.extend_all([session.side for session in sessions], tokens, features)
 
     def propose_all(
-        self, sessions: Sequence[CombinedSession], specs: Sequence[TreeSpec], samplers: Sequence[Sampler | None]
+        self,
+        sessions: Sequence[CombinedSession],
+        specs: Sequence[TreeSpec],
+        samplers: Sequence[Sampler | None],
     ) -> list[TokenTree]:
         sides = [session.side for session in sessions]
         found = self.side.propose_all(sides, [match_spec(spec) for spec in specs], samplers)
-        sure = [self.side.drafts_alone and is_likely(tree, spec) for tree, spec in zip(found, specs, strict=True)]
+        sure = [
+            self.side.drafts_alone and is_likely(tree, spec)
+            for tree, spec in zip(found, specs, strict=True)
+        ]
         trees = {row: alone(found[row], specs[row]) for row in range(len(sessions)) if sure[row]}
         rows = [row for row in range(len(sessions)) if not sure[row]]
         if rows:
             mains = [sessions[row].main for row in rows]
-            drafted = self.main.propose_all(mains, [specs[row] for row in rows], [samplers[row] for row in rows])
+            drafted = self.main.propose_all(
+                mains,
+                [specs[row] for row in rows],
+                [samplers[row] for row in rows],
+            )
             trees |= zip(rows, drafted, strict=True)
             both = [row for row in rows if specs[row].shape == "dynamic" and len(found[row])]
             if both:  # one transfer each way for all of them
                 device = drafted[0].tokens.device
-                parts = TokenTree.moved([each[row] for each in (trees, found) for row in both], torch.device("cpu"))
+                parts = TokenTree.moved(
+                    [each[row] for each in (trees, found) for row in both], torch.device("cpu")
+                )
                 pairs = zip(both, parts, parts[len(both) :], strict=False)
                 merged = [merge(tree, match, specs[row].budget) for row, tree, match in pairs]
                 trees |= zip(both, TokenTree.moved(merged, device), strict=True)
@@ -120,7 +155,9 @@ class CombinedDrafter(Drafter):
 
 def parts_of(drafter: Drafter) -> tuple[Drafter, Drafter | None]:
     """The drafter that grows trees, and the one whose matches are merged into them, if any."""
-    return (drafter.main, drafter.side) if isinstance(drafter, CombinedDrafter) else (drafter, None)
+    if isinstance(drafter, CombinedDrafter):
+        return (drafter.main, drafter.side)
+    return (drafter, None)
 
 
 @cache
@@ -145,14 +182,19 @@ def alone(match: TokenTree, spec: TreeSpec) -> TokenTree:
     usual = spec.budget if spec.shape == "dynamic" else spec.depth
     likely = (node for node in range(len(match)) if scores[node] >= math.log(WORTH))
     kept = {*TokenTree.best_nodes(scores, usual), *likely}
-    return replace(match if len(kept) == len(match) else match.part(sorted(kept)), matched=frozenset(range(len(kept))))
+    return replace(
+        match if len(kept) == len(match) else match.part(sorted(kept)),
+        matched=frozenset(range(len(kept))),
+    )
 
 
 class CombinedSession(JointSession):
     """Both drafters' sessions of one sequence. probe_counts: probes of each part in this round."""
 
     def __init__(self, drafter: CombinedDrafter, main: Session, side: Session):
-        self.drafter, self.main, self.side = drafter, main, side
+        self.drafter = drafter
+        self.main = main
+        self.side = side
         self.probe_counts: list[int] = []
 
     def place(self, steps: DraftSteps, row: int) -> None:
@@ -183,4 +225,6 @@ class CombinedSession(JointSession):
         for part, drafter in ((self.main, self.drafter.main), (self.side, self.drafter.side)):
             if drafter.predictions:
                 width = drafter.predictions
-                part.read_predictions(tree, [(ids[:width], shares[:width]) for ids, shares in predictions])
+                part.read_predictions(
+                    tree, [(ids[:width], shares[:width]) for ids, shares in predictions]
+                )

@@ -1,14 +1,17 @@
-"""Drafter heads as GGUF files: llama.cpp loads them beside the target's file, as models of architectures of their own.
+"""Drafter heads as GGUF files: llama.cpp loads them beside the target's file, as models of
+architectures of their own.
 
     ours                         GGUF
     decoder layers               blk.{i}.*; queries and keys in rotary order (2i, 2i + 1) where the architecture rotates so
     kept_ids [d]                 d2t [d] int64: target ids themselves, where other engines read target id - drafter id
     the target's head rows       output.weight [d, h]; left out where all of the target's rows are used
     the target's embedding       left out; token_embd.weight [v, h] where the target scales its rows, which llama.cpp does in the
-                                 target's graph only, or [v + 1, h] with a learned mask as the last row
+                                 target's graph only, or [v + 1, h] with a learned mask as the last
+                                 row
     tokenizer, vocabulary size   the target's
 
-Sources, of release b11549: src/models/{eagle3,dflash}.cpp and common/speculative.cpp; conversion/{llama,qwen}.py.
+Sources, of release b11549: src/models/{eagle3,dflash}.cpp and common/speculative.cpp;
+conversion/{llama,qwen}.py.
 """
 
 from __future__ import annotations
@@ -28,11 +31,18 @@ from drafttrain.files import Json
 from drafttrain.formats.engines import EngineRelease
 from drafttrain.formats.read_gguf import dtype_of, layer_fields, read_gguf
 from drafttrain.formats.weights import check_names, dtype_name
-from drafttrain.formats.write_gguf import rope_factors, rope_of, tensor_name, to_neighbors, write_file
+from drafttrain.formats.write_gguf import (
+    rope_factors,
+    rope_of,
+    tensor_name,
+    to_neighbors,
+    write_file,
+)
 from drafttrain.target import Target, load_shell
 
 RELEASE = "b11549"  # of llama.cpp, whose rules these are
-# Families of targets that write_gguf.py writes and whose layers' inputs llama.cpp does not hand to drafters.
+# Families of targets that write_gguf.py writes and whose layers' inputs llama.cpp does not hand to
+# drafters.
 _NO_STATES = ("qwen2", "gemma3_text", "gemma3")
 
 
@@ -40,8 +50,10 @@ class GgufHeads(Shipping[D]):
     """Kinds that llama.cpp reads.
 
     Attributes:
-        gguf_arch: its name of the architecture. gguf_layers: the family, in gguf.MODEL_ARCH, whose layers its own are like.
-        gguf_names: llama.cpp's name of what is not in a layer and not named like the family's, by ours.
+        gguf_arch: its name of the architecture. gguf_layers: the family, in gguf.MODEL_ARCH, whose
+            layers its own are like.
+        gguf_names: llama.cpp's name of what is not in a layer and not named like the family's, by
+            ours.
         gguf_ropes: rotary scalings that it computes.
     """
 
@@ -56,22 +68,33 @@ class GgufHeads(Shipping[D]):
 
     def gguf_unsupported(self, drafter: D) -> list[str]:
         """Features that llama.cpp does not compute."""
-        target, kind = drafter.config.target, rope_of(drafter.config)["rope_type"]
-        count, family, ropes = target.get("num_layers"), target.get("model_type"), ", ".join(self.gguf_ropes)
+        target = drafter.config.target
+        kind = rope_of(drafter.config)["rope_type"]
+        count = target.get("num_layers")
+        family = target.get("model_type")
+        ropes = ", ".join(self.gguf_ropes)
         outside = [layer for layer in drafter.feature_layers if layer < 0 or layer == count]
         checks = {
             f"rope_type={kind!r}: llama.cpp {RELEASE} computes {ropes} in {self.gguf_arch}": kind
             not in self.gguf_ropes,
             f"feature_layers={outside}: llama.cpp {RELEASE} gives the inputs of layers, not the last one's output": outside,
-            f"target of family {family}: llama.cpp {RELEASE} gives no states of it and stops": family in _NO_STATES,
+            f"target of family {family}: llama.cpp {RELEASE} gives no states of it and stops": family
+            in _NO_STATES,
         }
         return [reason for reason, found in checks.items() if found]
 
     def gguf_fields(self, keys: Json, like: D) -> Json:
-        """Arguments of the kind's config beside those of the layers, from a file's keys (without prefix)."""
+        """Arguments of the kind's config beside those of the layers, from a file's keys (without
+        prefix).
+        """
         raise NotImplementedError(type(self).__name__)
 
-    def unsupported(self, trained: Trained, form: str, engine: EngineRelease | None = None) -> list[str]:
+    def unsupported(
+        self,
+        trained: Trained,
+        form: str,
+        engine: EngineRelease | None = None,
+    ) -> list[str]:
         if form != "gguf":
             return super().unsupported(trained, form, engine)
         return self.gguf_unsupported(self.load(trained))
@@ -82,17 +105,30 @@ class GgufHeads(Shipping[D]):
             return super().write(trained, form, request)
         name = request.target_files or trained.target_name
         if not name:
-            raise UserError("format='gguf' needs the target's tokenizer, and no target is recorded; pass --target")
-        drafter, target = self.load(trained), load_shell(name)
+            raise UserError(
+                "format='gguf' needs the target's tokenizer, and no target is recorded; pass --target"
+            )
+        drafter = self.load(trained)
+        target = load_shell(name)
         if self._needs_rows(drafter, target):
             target = load_shell(name, dtype="float32", device="cpu", weights=True)
         keys = {f"{self.gguf_arch}.{key}": value for key, value in self.gguf_keys(drafter).items()}
         if _mask_id(drafter) is not None:
             keys["tokenizer.ggml.mask_token_id"] = _mask_id(drafter)
         path, folder = request.output / GGUF_NAME, Path(target.path)
-        tensors, size = self.gguf_weights(drafter, target), _rows(drafter)
+        tensors = self.gguf_weights(drafter, target)
+        size = _rows(drafter)
         return [
-            write_file(path, self.gguf_arch, drafter.config, keys, tensors, dtype_name(request.dtype), folder, size)
+            write_file(
+                path,
+                self.gguf_arch,
+                drafter.config,
+                keys,
+                tensors,
+                dtype_name(request.dtype),
+                folder,
+                size,
+            )
         ]
 
     def gguf_name(self, own: str, drafter: TrainableDrafter) -> str:
@@ -107,7 +143,8 @@ class GgufHeads(Shipping[D]):
 
     def gguf_weights(self, drafter: D, target: Target) -> dict[str, Tensor]:
         """Every tensor of a file, by llama.cpp's names."""
-        kept, made = drafter.kept_ids.cpu(), {}
+        kept = drafter.kept_ids.cpu()
+        made = {}
         for own, value in drafter.state_dict().items():
             if own not in ("kept_ids", "mask"):
                 theirs = self.gguf_name(own, drafter)
@@ -117,16 +154,24 @@ class GgufHeads(Shipping[D]):
             if "output.weight" not in made:
                 made["output.weight"] = target.head_weight[kept]
         if self._needs_table(drafter, target):
-            table, mask = target.embed(torch.arange(target.vocab_size)), drafter.state_dict().get("mask")
-            made["token_embd.weight"] = table if mask is None else torch.cat((table, mask[None].to(table)))
+            table = target.embed(torch.arange(target.vocab_size))
+            mask = drafter.state_dict().get("mask")
+            if mask is None:
+                made["token_embd.weight"] = table
+            else:
+                made["token_embd.weight"] = torch.cat((table, mask[None].to(table)))
         return made
 
     def gguf_own(self, found: dict[str, Tensor], back: D, original: D) -> dict[str, Tensor]:
-        """A file's tensors with the shapes of ours, for kinds whose `gguf_weights` changes them; the names stay."""
+        """A file's tensors with the shapes of ours, for kinds whose `gguf_weights` changes them;
+        the names stay.
+        """
         return found
 
     def _needs_table(self, drafter: D, target: Target) -> bool:
-        plain = type(target.model.get_input_embeddings()) is nn.Embedding and target.embed_scale == 1.0
+        plain = (
+            type(target.model.get_input_embeddings()) is nn.Embedding and target.embed_scale == 1.0
+        )
         return "mask" in drafter.state_dict() or not plain
 
     def _needs_rows(self, drafter: D, target: Target) -> bool:
@@ -135,25 +180,39 @@ class GgufHeads(Shipping[D]):
 
     @torch.no_grad()
     def check(self, trained: Trained, exported: Path) -> Json:
-        """Reads a GGUF file back as a drafter, which must draft what the original does; other forms as the base class."""
+        """Reads a GGUF file back as a drafter, which must draft what the original does; other forms
+        as the base class.
+        """
         if not (exported / GGUF_NAME).is_file():
             return super().check(trained, exported)
-        where, original = repr(str(exported / GGUF_NAME)), self.load(trained)
+        where = repr(str(exported / GGUF_NAME))
+        original = self.load(trained)
         keys, found = read_gguf(exported / GGUF_NAME)
         if (dtype := dtype_of(keys)) is None:
             raise UserError(f"{where} has file type {keys.get('general.file_type')}; export again")
         try:
             self._check_keys(original, keys, found, where)
         except KeyError as error:
-            raise UserError(f"{where} has no {error}, which llama.cpp needs; export again") from error
+            raise UserError(
+                f"{where} has no {error}, which llama.cpp needs; export again"
+            ) from error
         back = self._read_back(original, found, dtype, where)
-        return compare_drafters(original, back, dtype, self.checked_depth(back.config.to_dict()), where)
+        return compare_drafters(
+            original,
+            back,
+            dtype,
+            self.checked_depth(back.config.to_dict()),
+            where,
+        )
 
     def _check_keys(self, original: D, keys: Json, found: Mapping[str, Tensor], where: str) -> None:
         """Raises UserError if a file describes another drafter."""
-        arch, config = keys["general.architecture"], original.config
+        arch = keys["general.architecture"]
+        config = original.config
         if arch != self.gguf_arch:
-            raise UserError(f"{where} is of architecture {arch}, and the drafter is written as {self.gguf_arch}")
+            raise UserError(
+                f"{where} is of architecture {arch}, and the drafter is written as {self.gguf_arch}"
+            )
         own = {name.removeprefix(f"{arch}."): value for name, value in keys.items()}
         fields = {**layer_fields(keys, config), **self.gguf_fields(own, original)}
         known = {**vars(config), **rope_of(config)}
@@ -161,42 +220,70 @@ class GgufHeads(Shipping[D]):
         for name, value in fields.items():
             ours = known.get(name)
             if not _agree(value, ours):
-                raise UserError(f"{where} says {name}={value!r}, and the drafter has {ours!r}; pass its own export")
+                raise UserError(
+                    f"{where} says {name}={value!r}, and the drafter has {ours!r}; pass its own export"
+                )
         kept = found.get("d2t", torch.arange(config.vocab_size))
         if not torch.equal(kept, original.kept_ids):
-            raise UserError(f"{where} keeps other tokens than the drafter (d2t); pass its own export")
+            raise UserError(
+                f"{where} keeps other tokens than the drafter (d2t); pass its own export"
+            )
 
-    def _read_back(self, original: D, found: dict[str, Tensor], dtype: torch.dtype, where: str) -> D:
+    def _read_back(
+        self,
+        original: D,
+        found: dict[str, Tensor],
+        dtype: torch.dtype,
+        where: str,
+    ) -> D:
         """The drafter that llama.cpp makes of a file whose keys are the drafter's."""
-        back, config = original.blank(), original.config
+        back = original.blank()
+        config = original.config
         state = {"kept_ids": found.pop("d2t", original.kept_ids)}
         back.kept_ids.copy_(state["kept_ids"])
-        names = {name: self.gguf_name(name, back) for name in back.state_dict() if name not in ("kept_ids", "mask")}
+        names = {
+            name: self.gguf_name(name, back)
+            for name in back.state_dict()
+            if name not in ("kept_ids", "mask")
+        }
         rows: dict[str, Tensor] = {}
         if (factors := rope_factors(config)) is not None:
             rows["rope_freqs.weight"] = torch.from_numpy(factors)
         if {"token_embd.weight", "output.weight"} & (found.keys() - set(names.values())):
             target = load_shell(config.target["name"], dtype="float32", device="cpu", weights=True)
             lent = self.gguf_weights(original, target)
-            rows |= {name: lent[name].to(dtype).float() for name in lent.keys() - names.values() - {"d2t"}}
+            rows |= {
+                name: lent[name].to(dtype).float()
+                for name in lent.keys() - names.values() - {"d2t"}
+            }
         for name, expected in rows.items():
             if name not in found or not torch.equal(found.pop(name), expected):
-                raise UserError(f"{where} computes something else: {name} is not the target's; export again")
+                raise UserError(
+                    f"{where} computes something else: {name} is not the target's; export again"
+                )
         if "mask" in back.state_dict():
             state["mask"] = rows["token_embd.weight"][-1]
         weights = self.gguf_own(found, back, original)
-        check_names(weights, {theirs: tuple(back.state_dict()[name].shape) for name, theirs in names.items()}, where)
+        check_names(
+            weights,
+            {theirs: tuple(back.state_dict()[name].shape) for name, theirs in names.items()},
+            where,
+        )
         for name, theirs in names.items():
             state[name] = self._rotate(theirs, weights[theirs], back, back=True)
             if not state[name].isfinite().all():
-                raise UserError(f"{where}: {theirs} holds values that are not finite; use an earlier checkpoint")
+                raise UserError(
+                    f"{where}: {theirs} holds values that are not finite; use an earlier checkpoint"
+                )
         back.load_state_dict(state)
         return back
 
     def _rotate(self, name: str, value: Tensor, drafter: D, back: bool = False) -> Tensor:
         """Between our rotary order and the architecture's."""
         rotated = self.gguf_layers == "LLAMA"
-        return to_neighbors(name, value, drafter.config, back) if rotated else value
+        if rotated:
+            return to_neighbors(name, value, drafter.config, back)
+        return value
 
 
 def _rows(drafter: TrainableDrafter) -> int:

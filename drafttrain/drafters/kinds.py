@@ -17,7 +17,11 @@ def kind_folders(file: str) -> dict[str, Path]:
     Raises:
         UserError: a name that exists twice.
     """
-    found = [path.parent for folder in drafters.__path__ for path in sorted(Path(folder).glob(f"*/{file}"))]
+    found = [
+        path.parent
+        for folder in drafters.__path__
+        for path in sorted(Path(folder).glob(f"*/{file}"))
+    ]
     twice = [name for name, times in Counter(folder.name for folder in found).items() if times > 1]
     if twice:
         raise UserError(f"DRAFTTRAIN_KINDS: kind {twice[0]!r} exists twice; rename its folder")
@@ -30,8 +34,14 @@ def kinds() -> list[str]:
 
 
 def untrained_kinds() -> list[str]:
-    """The names of all kinds without weights: their packages say UNTRAINED, so that --help needs no model code."""
-    return [kind for kind in kinds() if getattr(importlib.import_module(f"{__package__}.{kind}"), "UNTRAINED", False)]
+    """The names of all kinds without weights: their packages say UNTRAINED, so that --help needs no
+    model code.
+    """
+    return [
+        kind
+        for kind in kinds()
+        if getattr(importlib.import_module(f"{__package__}.{kind}"), "UNTRAINED", False)
+    ]
 
 
 def names_help() -> str:
@@ -41,7 +51,9 @@ def names_help() -> str:
 
 
 def split_name(name: str) -> tuple[str, dict[str, str]]:
-    """(NAME, options) of a drafter's name NAME[:OPTION=VALUE,...][+KIND]; a path that exists is no option."""
+    """(NAME, options) of a drafter's name NAME[:OPTION=VALUE,...][+KIND]; a path that exists is no
+    option.
+    """
     first, _, side = name.rpartition("+")
     if first and side.partition(":")[0] in untrained_kinds():
         return split_name(first)

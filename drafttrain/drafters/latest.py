@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 class LatestDrafter:
     """The drafter that a name leads to now, such as `OUTPUT/current+ngram` of `drafttrain adapt`.
 
-    Answers that are being decoded keep the drafter with which they began. Several threads may share it.
+    Answers that are being decoded keep the drafter with which they began. Several threads may share
+    it.
 
     Args:
         name: as for `load_drafter`; its folder may be a link, which is followed at every `get`.
@@ -28,20 +29,26 @@ class LatestDrafter:
     """
 
     def __init__(self, name: str, target: Target):
-        self.name, self.target = name, target
+        self.name = name
+        self.target = target
         self._place = Path(split_name(name)[0]).expanduser()
         self._loading = threading.Lock()
         self.version = self._place.resolve()
         self._drafter = self._load()
 
     def _load(self) -> Drafter | None:
-        return load_drafter(self.name.replace(split_name(self.name)[0], str(self.version), 1), self.target)
+        return load_drafter(
+            self.name.replace(split_name(self.name)[0], str(self.version), 1), self.target
+        )
 
     def get(self) -> Drafter | None:
-        """The newest version, loaded by the first call that sees it. One that does not load is logged; the old one stays."""
+        """The newest version, loaded by the first call that sees it. One that does not load is
+        logged; the old one stays.
+        """
         found = self._place.resolve()
         if found != self.version and self._loading.acquire(blocking=False):
-            before, self.version = self.version, found
+            before = self.version
+            self.version = found
             try:
                 self._drafter = self._load()
             except UserError as error:

@@ -1,4 +1,6 @@
-"""The proof of an export: it is read back as a drafter, which must draft what the original drafts on random inputs."""
+"""The proof of an export: it is read back as a drafter, which must draft what the original drafts
+on random inputs.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,19 @@ from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.target import Target
 
-# Of log-probabilities in float32. Both drafters compute the same from the same weights; only the memory layout may differ.
+# Of log-probabilities in float32. Both drafters compute the same from the same weights; only the
+# memory layout may differ.
 TOLERANCE = 1e-4
-_PROMPT, _COMMITTED = 24, 2  # tokens before the first draft, and between the first and the second
+# tokens before the first draft, and between the first and the second
+_PROMPT = 24
+_COMMITTED = 2
 _EMBEDDINGS = 64  # different rows of the random embedding
 
 
 class RandomTarget(Target):
-    """A target of the recorded shape with random embedding and head rows; what a drafter is bound to for the proof."""
+    """A target of the recorded shape with random embedding and head rows; what a drafter is bound
+    to for the proof.
+    """
 
     def __init__(self, drafter: TrainableDrafter):
         config = drafter.config.to_dict()
@@ -31,7 +38,9 @@ class RandomTarget(Target):
         self.hidden_size = config.get("target_hidden_size") or drafter.config.hidden_size
         self.num_layers = self.recorded.get("num_layers") or max(drafter.feature_layers)
         self.vocab_size = drafter.config.vocab_size
-        self.softcap, self.logit_scale, self.embed_scale = None, 1.0, 1.0
+        self.softcap = None
+        self.logit_scale = 1.0
+        self.embed_scale = 1.0
         self._table = self._random(_EMBEDDINGS)  # [64, h]
 
     def _random(self, rows: int) -> Tensor:
@@ -64,13 +73,19 @@ class RandomTarget(Target):
 
 @torch.no_grad()
 def compare_drafters(
-    original: TrainableDrafter, back: TrainableDrafter, dtype: torch.dtype, depth: int, where: str
+    original: TrainableDrafter,
+    back: TrainableDrafter,
+    dtype: torch.dtype,
+    depth: int,
+    where: str,
 ) -> Json:
-    """Drafts two chains with both drafters: after a prompt, and after tokens that the target committed.
+    """Drafts two chains with both drafters: after a prompt, and after tokens that the target
+    committed.
 
     Args:
         original, back: the drafter, and what was read back from its export; both on the CPU.
-        dtype: of the export; both drafters' weights are rounded to it. depth: tokens of a chain. where: names the export.
+        dtype: of the export; both drafters' weights are rounded to it. depth: tokens of a chain.
+            where: names the export.
 
     Returns:
         rounds, depth, max_log_prob_difference, same_tokens: whether both drafted the same.
@@ -78,14 +93,17 @@ def compare_drafters(
     Raises:
         UserError: the two draft different tokens or probabilities.
     """
-    chains, tables, target = [], [], RandomTarget(original)
+    chains = []
+    tables = []
+    target = RandomTarget(original)
     for drafter in (original, back):
         drafter.to(dtype).float().eval()  # type: ignore[arg-type]
         drafter.bind(target)
         drafter.uses_text = False  # engines know the kept tokens alone
         chains.append(draft_chains(drafter, target, depth)[1])
         tables.append(drafter.kept_ids)
-    same, worst = torch.equal(*tables), 0.0
+    same = torch.equal(*tables)
+    worst = 0.0
     for ours, theirs in zip(*chains, strict=True):
         same = same and torch.equal(ours.tokens, theirs.tokens)
         if same and ours.log_probs is not None and theirs.log_probs is not None:
@@ -95,11 +113,21 @@ def compare_drafters(
             f"{where} computes something else than the drafter (log-probabilities differ by {worst:.3g}, same tokens: {same}); "
             "a key or weight was lost: export again, and report this if it stays"
         )
-    return {"rounds": len(chains[0]), "depth": len(chains[0][0]), "max_log_prob_difference": worst, "same_tokens": same}
+    return {
+        "rounds": len(chains[0]),
+        "depth": len(chains[0][0]),
+        "max_log_prob_difference": worst,
+        "same_tokens": same,
+    }
 
 
-def draft_chains(drafter: TrainableDrafter, target: RandomTarget, depth: int) -> tuple[Session, list[TokenTree]]:
-    """Drafts two chains on random tokens and features, the same for every drafter that is bound to `target`.
+def draft_chains(
+    drafter: TrainableDrafter,
+    target: RandomTarget,
+    depth: int,
+) -> tuple[Session, list[TokenTree]]:
+    """Drafts two chains on random tokens and features, the same for every drafter that is bound to
+    `target`.
 
     Returns:
         The session, which has read everything, and the chains.
@@ -110,7 +138,8 @@ def draft_chains(drafter: TrainableDrafter, target: RandomTarget, depth: int) ->
     features = torch.randn(total, width, generator=made)  # [t, f*h] float32
     tokens = torch.randint(target.vocab_size, (total + 1,), generator=made)  # [t + 1] int64
     session = drafter.start(tokens[:_PROMPT], total + depth + 1)
-    chains, begin = [], 0
+    chains = []
+    begin = 0
     for end in (_PROMPT, total):
         session.extend(tokens[begin + 1 : end + 1], features[begin:end])
         chains.append(session.propose(TreeSpec.parse(f"chain:{depth}")))

@@ -1,4 +1,6 @@
-"""Names of drafters: which kinds there are, and how a folder, a Hub id or KIND:OPTIONS becomes a drafter."""
+"""Names of drafters: which kinds there are, and how a folder, a Hub id or KIND:OPTIONS becomes a
+drafter.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,16 @@ from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import round_to_int8
 from drafttrain.target import Target, resolve_device, resolve_dtype, resolve_target
 
-# Lies next to a drafter whose config.json is another library's, and records that it is ours and of which kind.
+# Lies next to a drafter whose config.json is another library's, and records that it is ours and of
+# which kind.
 META_FILE = "drafttrain.json"
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt"]
 
 
 class _Decoding(TypedDict):
-    """decoding.json: the default tree, and categories of requests that are decoded without the drafter."""
+    """decoding.json: the default tree, and categories of requests that are decoded without the
+    drafter.
+    """
 
     tree: str
     off: NotRequired[list[str]]
@@ -69,7 +74,8 @@ def load_drafter(name: str, target: Target) -> Drafter | None:
     Returns it bound to the target, on its device and in its compute dtype.
 
     Raises:
-        UserError: nothing there, not a drafter of ours, a wrong option, or trained for another target.
+        UserError: nothing there, not a drafter of ours, a wrong option, or trained for another
+            target.
     """
     if name == "none":
         return None
@@ -82,31 +88,44 @@ def load_drafter(name: str, target: Target) -> Drafter | None:
 
 
 def load_unbound(
-    name: str, dtype: str | torch.dtype | None = None, device: str | torch.device | None = None, revision: str = ""
+    name: str,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    revision: str = "",
 ) -> Drafter:
-    """The drafter of a name as in `load_drafter`, not bound to a target; the others: see `Drafter.from_pretrained`."""
+    """The drafter of a name as in `load_drafter`, not bound to a target; the others: see
+    `Drafter.from_pretrained`.
+    """
     first, plus, second = name.rpartition("+")
     if plus and is_untrained(second):
         if first == "none":
             raise UserError(f"drafter={name!r}: there is nothing to combine with; use {second}")
-        drafter: Any = CombinedDrafter(load_unbound(first, dtype, device, revision), untrained(second, beside=True))
+        drafter: Any = CombinedDrafter(
+            load_unbound(first, dtype, device, revision), untrained(second, beside=True)
+        )
     elif is_untrained(name):
         if revision or dtype is not None:
-            raise UserError(f"drafter={name!r} has no weights, and so neither revision nor dtype; leave them out")
+            raise UserError(
+                f"drafter={name!r} has no weights, and so neither revision nor dtype; leave them out"
+            )
         drafter = untrained(name)
     else:
         drafter = _with_options(name, revision).eval()
         if dtype is not None:
             wanted = resolve_dtype(dtype, resolve_device(device or "cpu"))
-            for weight in drafter.parameters():  # buffers keep their precision, which rotary frequencies need
+            for weight in (
+                drafter.parameters()
+            ):  # buffers keep their precision, which rotary frequencies need
                 weight.data = weight.data.to(wanted)
-        drafter = drafter if device is None else drafter.to(resolve_device(device))
+        if device is not None:
+            drafter = drafter.to(resolve_device(device))
     drafter.fresh = True
     return drafter
 
 
 def prepare(drafter: Drafter, target: Target) -> Drafter:
-    """Makes a drafter that was loaded without a target ready to decode with one: bound, on its device, in its compute dtype.
+    """Makes a drafter that was loaded without a target ready to decode with one: bound, on its
+    device, in its compute dtype.
 
     Raises:
         UserError: it was trained for another target.
@@ -129,7 +148,9 @@ def _with_options(name: str, revision: str = "") -> Any:
     drafter = load_trained(str(drafter_folder(folder, revision=revision)) if revision else folder)
     for key in options:
         if key not in drafter.name_options:
-            known = f"; there are {', '.join(drafter.name_options)}" if drafter.name_options else ", which takes none"
+            known = ", which takes none"
+            if drafter.name_options:
+                known = f"; there are {', '.join(drafter.name_options)}"
             raise UserError(f"drafter={name!r}: {key!r} is no option of a {drafter.kind}{known}")
     for key, value in drafter.check_options(options).items():
         setattr(drafter.config, key, value)
@@ -141,14 +162,19 @@ def _fit(drafter: Any, target: Target) -> None:
     drafter.keep_saved()
     target.widen()  # before the drafter takes its compute_dtype
     for weight in drafter.parameters():
-        # Rounded to the requested dtype like the target's weights: bfloat16 values stream at half the bytes. Buffers keep
-        # their precision, which rotary frequencies need.
+        # Rounded to the requested dtype like the target's weights: bfloat16 values stream at half
+        # the bytes. Buffers keep their precision, which rotary frequencies need.
         weight.data = weight.data.to(target.dtype).to(target.compute_dtype)
     drafter.to(target.device)
     if target.device.type == "cpu":
-        if target.dtype == torch.bfloat16 and target.compute_dtype == torch.float32 and cpu_kernels() is not None:
-            # A depth costs about the time to read its weights: int8 is a quarter of float32's bytes. Rounding cannot cost
-            # correctness: the target verifies every node, and sampled tokens are weighed by the q they were drawn from.
+        if (
+            target.dtype == torch.bfloat16
+            and target.compute_dtype == torch.float32
+            and cpu_kernels() is not None
+        ):
+            # A depth costs about the time to read its weights: int8 is a quarter of float32's
+            # bytes. Rounding cannot cost correctness: the target verifies every node, and sampled
+            # tokens are weighed by the q they were drawn from.
             for module in drafter.modules():
                 if isinstance(module, nn.Linear):
                     module.weight.data = round_to_int8(module.weight.data)
@@ -164,10 +190,12 @@ def is_untrained(name: str) -> bool:
 def untrained(name: str, beside: bool = False) -> Drafter:
     """A drafter without weights from KIND:OPTIONS.
 
-    Options are the parameters of the class, separated by commas: NAME=VALUE, or a bare value for the first parameter.
+    Options are the parameters of the class, separated by commas: NAME=VALUE, or a bare value for
+    the first parameter.
 
     Args:
-        beside: it drafts beside another drafter, so the class's `defaults_beside` apply to options that the name omits.
+        beside: it drafts beside another drafter, so the class's `defaults_beside` apply to options
+            that the name omits.
 
     Raises:
         UserError: an unknown option, or a value of the wrong type.
@@ -179,12 +207,18 @@ def untrained(name: str, beside: bool = False) -> Drafter:
     for part in filter(None, text.split(",")):
         key, equals, value = part.partition("=")
         if not equals:
-            key, value = next(iter(known)), part
+            key = next(iter(known))
+            value = part
         if key not in known:
-            raise UserError(f"drafter={name!r}: {key!r} is no option of {kind}; there are {', '.join(known)}")
+            raise UserError(
+                f"drafter={name!r}: {key!r} is no option of {kind}; there are {', '.join(known)}"
+            )
         example = known[key]
         try:
-            given[key] = _BOOLS[value] if isinstance(example, bool) else type(example)(value)
+            if isinstance(example, bool):
+                given[key] = _BOOLS[value]
+            else:
+                given[key] = type(example)(value)
         except (KeyError, ValueError) as error:
             wrong = f"{key}={value!r} is no {type(example).__name__}; write for example {kind}:{key}={example}"
             raise UserError(f"drafter={name!r}: {wrong}") from error
@@ -199,14 +233,18 @@ def decoding_file(name: str) -> Path:
 
 
 def default_tree(name: str) -> str | None:
-    """The tree in a drafter folder's decoding.json, None without one; raises UserError as `decoding_settings` does."""
+    """The tree in a drafter folder's decoding.json, None without one; raises UserError as
+    `decoding_settings` does.
+    """
     settings = decoding_settings(name)
-    return str(settings["tree"]) if settings else None
+    if settings:
+        return str(settings["tree"])
+    return None
 
 
 def decoding_settings(name: str) -> Json:
-    """Content of a drafter folder's decoding.json, empty without the file: `tree`, and possibly `off`, the categories of
-    requests that are decoded without the drafter.
+    """Content of a drafter folder's decoding.json, empty without the file: `tree`, and possibly
+    `off`, the categories of requests that are decoded without the drafter.
 
     Raises:
         UserError: a decoding.json without a tree, or whose `off` is no list.
@@ -223,29 +261,36 @@ def decoding_settings(name: str) -> Json:
 
 
 def drafter_folder(name: str, key: str = "drafter", revision: str = "") -> Path:
-    """The folder of a trained drafter; one on the Hub is downloaded to the Hub's cache (JSON and safetensors only).
+    """The folder of a trained drafter; one on the Hub is downloaded to the Hub's cache (JSON and
+    safetensors only).
 
     Args:
-        key: the setting that the user gave the name for. revision: branch, tag or commit of a Hub id.
+        key: the setting that the user gave the name for. revision: branch, tag or commit of a Hub
+            id.
 
     Raises:
         UserError: no such folder, and not a Hub id that can be read.
     """
     path = Path(name).expanduser()
     if revision and (path.exists() or not is_hub_id(name)):
-        raise UserError(f"revision={revision!r} is of a Hub id (user/name), and {key}={name!r} is none; leave it out")
+        raise UserError(
+            f"revision={revision!r} is of a Hub id (user/name), and {key}={name!r} is none; leave it out"
+        )
     if not path.exists() and "/" not in name:
         path = Path(resolve_target(name))  # a model that `drafttrain fetch` has cached
     if path.exists():
         return path
     if not is_hub_id(name):
         known = ", ".join(untrained_kinds())
-        raise UserError(f"{key}={name!r}: no such folder, and not a Hub id (user/name); kinds without weights: {known}")
+        raise UserError(
+            f"{key}={name!r}: no such folder, and not a Hub id (user/name); kinds without weights: {known}"
+        )
     return hub_snapshot(name, _PATTERNS, key, ignore=["*/*"], revision=revision)
 
 
 def kind_of(name: str, key: str = "drafter") -> str:
-    """The kind of a drafter, named as for `load_drafter`; for a causal language model that is not ours, the kind that loads it.
+    """The kind of a drafter, named as for `load_drafter`; for a causal language model that is not
+    ours, the kind that loads it.
 
     Raises:
         UserError: nothing there, or not a drafter.
@@ -253,7 +298,10 @@ def kind_of(name: str, key: str = "drafter") -> str:
     if name == "none" or is_untrained(name):
         return name
     config: Any = read_json(
-        drafter_folder(split_name(name)[0], key) / "config.json", key, "train one, or check the path", _Kind
+        drafter_folder(split_name(name)[0], key) / "config.json",
+        key,
+        "train one, or check the path",
+        _Kind,
     )
     if kind := config.get("drafter_kind"):
         return kind

@@ -1,9 +1,12 @@
-"""The third half of the drafter contract: how a kind is written for engines, checked, served and read back.
+"""The third half of the drafter contract: how a kind is written for engines, checked, served and
+read back.
 
-A kind's folder may hold an export.py that defines SHIPPING, an object of a subclass of `Shipping`: formats and their unsupported
-features, writing, checking, recipes, card line. Most kinds are shipped as config.json and our weights under an engine's names:
-they define engine_config and drafter_from, and engine_names where names differ; the same names serve writing, checking and
-reading back. The commands export, import, verify and push, and the model card, use that object and name no kind.
+A kind's folder may hold an export.py that defines SHIPPING, an object of a subclass of `Shipping`:
+formats and their unsupported features, writing, checking, recipes, card line. Most kinds are
+shipped as config.json and our weights under an engine's names: they define engine_config and
+drafter_from, and engine_names where names differ; the same names serve writing, checking and
+reading back. The commands export, import, verify and push, and the model card, use that object and
+name no kind.
 """
 
 from __future__ import annotations
@@ -25,12 +28,21 @@ from drafttrain.drafters.read_back import compare_drafters
 from drafttrain.errors import UserError, first_line
 from drafttrain.files import Json
 from drafttrain.formats.engines import EngineRelease, engine_of
-from drafttrain.formats.weights import check_names, check_weights, read_config, read_weights, write_checkpoint
+from drafttrain.formats.weights import (
+    check_names,
+    check_weights,
+    read_config,
+    read_weights,
+    write_checkpoint,
+)
 from drafttrain.target import Target
 from drafttrain.target.loading import check_finite
 
-TARGET_OVERRIDES = "hf_overrides"  # among vLLM's options: keys that the target's config gets, not the drafter's
-TOKENIZERS = "tokenizers"  # among transformers' options: generate gets both tokenizers, as the vocabularies differ
+TARGET_OVERRIDES = (
+    "hf_overrides"  # among vLLM's options: keys that the target's config gets, not the drafter's
+)
+# among transformers' options: generate gets both tokenizers, as the vocabularies differ
+TOKENIZERS = "tokenizers"
 GGUF_NAME = "draft.gguf"  # the file of the gguf format
 _DEPTH = 4  # tokens of the chains that prove an export
 
@@ -67,10 +79,17 @@ def find_drafter(name: str) -> Trained:
     """
     kind = registry.kind_of(name)
     if kind not in registry.kinds() or not registry.kind_class(kind).trainable:
-        raise UserError(f"drafter={name!r} has no weights to ship; give a trained drafter's folder or Hub id")
+        raise UserError(
+            f"drafter={name!r} has no weights to ship; give a trained drafter's folder or Hub id"
+        )
     folder = registry.drafter_folder(name)
     config = read_config(folder)
-    return Trained(folder, kind, config, read_config(folder, registry.META_FILE, missing=config).get("target") or {})
+    return Trained(
+        folder,
+        kind,
+        config,
+        read_config(folder, registry.META_FILE, missing=config).get("target") or {},
+    )
 
 
 class Format(NamedTuple):
@@ -118,10 +137,12 @@ class _Whole:
 
 
 def whole_rows(head: Tensor, kept_ids: Tensor, vocab_size: int) -> Tensor:
-    """[d, w] head rows of the kept tokens -> [vocab_size, w], for engines that know no table of kept tokens.
+    """[d, w] head rows of the kept tokens -> [vocab_size, w], for engines that know no table of
+    kept tokens.
 
-    Tokens that the drafter does not keep get the mean of the kept tokens' rows: their logit is the mean logit, which is never
-    the highest, so engines that take the likeliest token draft what we draft.
+    Tokens that the drafter does not keep get the mean of the kept tokens' rows: their logit is the
+    mean logit, which is never the highest, so engines that take the likeliest token draft what we
+    draft.
     """
     rows = head.mean(0).expand(vocab_size, -1).clone()  # [v, w]
     rows[kept_ids] = head
@@ -133,17 +154,25 @@ class Shipping(Generic[D]):
 
     Attributes:
         formats: the formats that the kind can be written in, by name.
-        verifiable: engines that `drafttrain verify` runs the kind in (`vllm`, `transformers`, `llama.cpp`, see
-            export/engine_runs.py), and the format that each is given. needs_gpu: engines that run the kind on GPUs only.
-        in_root: formats that a published repository holds in its root, with our own keys added; others get a folder each.
-        reads: published checkpoints that `drafttrain import` reads, for messages. architectures: their names in config.json.
-        description: half a sentence for the card, with places for the config's keys and the words of `line`.
+        verifiable: engines that `drafttrain verify` runs the kind in (`vllm`, `transformers`,
+            `llama.cpp`, see export/engine_runs.py), and the format that each is given. needs_gpu:
+            engines that run the kind on GPUs only.
+        in_root: formats that a published repository holds in its root, with our own keys added;
+            others get a folder each.
+        reads: published checkpoints that `drafttrain import` reads, for messages. architectures:
+            their names in config.json.
+        description: half a sentence for the card, with places for the config's keys and the words
+            of `line`.
         no_format: why the kind cannot be written in a format that `formats` lacks.
-        full_rows: prefixes of our tensors that engines expect with a row per token of the target's vocabulary.
-        depth_key: the config's key for the tokens that the kind drafts per round at most; empty for any number.
+        full_rows: prefixes of our tensors that engines expect with a row per token of the target's
+            vocabulary.
+        depth_key: the config's key for the tokens that the kind drafts per round at most; empty for
+            any number.
         serving: what `options` returns, for kinds whose settings are the same for every drafter.
-        own_drafting: for kinds without weights, what to type where an engine drafts so by itself, with {target} and {depth}.
-        tiny: `drafter.*` keys of the tiny drafter of `drafttrain verify --all-kinds`, one that most formats can express.
+        own_drafting: for kinds without weights, what to type where an engine drafts so by itself,
+            with {target} and {depth}.
+        tiny: `drafter.*` keys of the tiny drafter of `drafttrain verify --all-kinds`, one that most
+            formats can express.
     """
 
     formats: Mapping[str, Format] = {}
@@ -161,7 +190,9 @@ class Shipping(Generic[D]):
     tiny: Mapping[str, object] = {}
 
     def line(self, trained: Trained, parameters: str) -> str:
-        """Describes the drafter in half a sentence, for the card. parameters: their number, as text."""
+        """Describes the drafter in half a sentence, for the card. parameters: their number, as
+        text.
+        """
         config = trained.config
         layers = config.get("num_hidden_layers", 1)
         words = {
@@ -176,9 +207,14 @@ class Shipping(Generic[D]):
     def load(self, trained: Trained) -> D:
         return cast(D, trained.load())  # which is of this kind
 
-    # -- writing ------------------------------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------
 
-    def unsupported(self, trained: Trained, form: str, engine: EngineRelease | None = None) -> list[str]:
+    def unsupported(
+        self,
+        trained: Trained,
+        form: str,
+        engine: EngineRelease | None = None,
+    ) -> list[str]:
         """The drafter's features that an engine does not support in a format; empty if none.
 
         Overriding methods return what this one returns first.
@@ -186,10 +222,13 @@ class Shipping(Generic[D]):
         Args:
             engine: by default the one that the format is written for, see `engine_of`.
         """
-        return [] if form in self.formats else [self.no_format.format(form=form, kind=trained.kind)]
+        if form in self.formats:
+            return []
+        return [self.no_format.format(form=form, kind=trained.kind)]
 
     def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
-        """Writes a drafter that the format supports: config.json and model.safetensors, unless overridden.
+        """Writes a drafter that the format supports: config.json and model.safetensors, unless
+        overridden.
 
         Returns:
             The files written.
@@ -199,14 +238,21 @@ class Shipping(Generic[D]):
         """
         drafter = self.load(trained)
         config = self.engine_config(drafter, form, request)
-        return write_checkpoint(request.output, config, self.engine_weights(drafter, config), request.dtype)
+        return write_checkpoint(
+            request.output,
+            config,
+            self.engine_weights(drafter, config),
+            request.dtype,
+        )
 
     def engine_config(self, drafter: D, form: str, request: ExportRequest) -> Json:
         """The config.json of an export."""
         raise NotImplementedError(type(self).__name__)
 
     def engine_names(self, drafter: D, config: Json) -> dict[str, str]:
-        """Every weight that an engine's loader expects, and the tensor of ours that it holds. config: the export's."""
+        """Every weight that an engine's loader expects, and the tensor of ours that it holds.
+        config: the export's.
+        """
         return {name: name for name in drafter.state_dict() if name != "kept_ids"}
 
     def engine_weights(self, drafter: D, config: Json) -> dict[str, Tensor]:
@@ -231,7 +277,10 @@ class Shipping(Generic[D]):
         drafter = trained.load()
         drafter.config.target = {**trained.target, "name": request.target}
         drafter.to(request.dtype).save_pretrained(request.output)  # type: ignore[arg-type]
-        files = [("model.safetensors", "the drafter, for drafttrain"), *self.publish_gguf(trained, request)]
+        files = [
+            ("model.safetensors", "the drafter, for drafttrain"),
+            *self.publish_gguf(trained, request),
+        ]
         for form, described in self.formats.items():
             if form == "gguf":
                 continue
@@ -242,11 +291,17 @@ class Shipping(Generic[D]):
                 print(f"no {form} format: {reason}")
                 continue
             self.write(trained, form, request._replace(output=request.output / form))
-            files.append((f"{form}/model.safetensors", f"{described.text}, for {', '.join(described.engines)}"))
+            files.append(
+                (
+                    f"{form}/model.safetensors",
+                    f"{described.text}, for {', '.join(described.engines)}",
+                )
+            )
         return files
 
     def publish_gguf(self, trained: Trained, request: ExportRequest) -> list[tuple[str, str]]:
-        """Writes draft.gguf into a repository's root, where kind and drafter can be; prints the reason where they cannot.
+        """Writes draft.gguf into a repository's root, where kind and drafter can be; prints the
+        reason where they cannot.
 
         Returns:
             As `publish`.
@@ -263,17 +318,20 @@ class Shipping(Generic[D]):
         return [(GGUF_NAME, f"{self.formats['gguf'].text}, for llama.cpp")]
 
     def withheld(self, trained: Trained, form: str) -> str:
-        """Why `publish` leaves out a format that the drafter can be exported in; empty if it does not."""
+        """Why `publish` leaves out a format that the drafter can be exported in; empty if it does
+        not.
+        """
         return ""
 
-    # -- checking -----------------------------------------------------------------------------------------------
+    # -- checking ----------------------------------------------------------------------------------
 
     def exported_weights(self, exported: Path) -> dict[str, Tensor]:
         """Every tensor of an export, also from files that only some kinds have."""
         return read_weights(exported)
 
     def drafter_from(self, original: D, export: Exported) -> D:
-        """A drafter with the shapes and flags of an export, as an engine reads its keys; its weights do not matter.
+        """A drafter with the shapes and flags of an export, as an engine reads its keys; its
+        weights do not matter.
 
         Args:
             original: gives what a format leaves to the target or the engine.
@@ -281,57 +339,79 @@ class Shipping(Generic[D]):
         raise NotImplementedError(type(self).__name__)
 
     def drafter_weights(self, original: D, back: D, export: Exported) -> dict[str, Tensor]:
-        """The state dict of `back`, from an export's weights. Kept ids are the original's unless overridden."""
+        """The state dict of `back`, from an export's weights. Kept ids are the original's unless
+        overridden.
+        """
         state = {"kept_ids": original.kept_ids}
         for name, own in self.engine_names(back, export.config).items():
             value = export.weights[name]
             if own.startswith(self.full_rows):
                 value = value[original.kept_ids]
             if own in state and not torch.equal(state[own], value):
-                raise UserError(f"{export.where} computes something else: {name} differs from the copy that shares it")
+                raise UserError(
+                    f"{export.where} computes something else: {name} differs from the copy that shares it"
+                )
             state[own] = value
         return state
 
     def checked_depth(self, config: Json) -> int:
         """Tokens that an export drafts per round, for the chains of `check`."""
-        return config[self.depth_key] if self.depth_key else _DEPTH
+        if self.depth_key:
+            return config[self.depth_key]
+        return _DEPTH
 
     def check(self, trained: Trained, exported: Path) -> Json:
-        """Proves an export: tensors as an engine's loader expects them, and read back it drafts what the drafter does.
+        """Proves an export: tensors as an engine's loader expects them, and read back it drafts
+        what the drafter does.
 
         Returns:
             Figures for the report: rounds, depth, max_log_prob_difference, same_tokens.
 
         Raises:
-            UserError: a tensor is missing, unknown, of another shape or dtype or not finite, or the drafts differ.
+            UserError: a tensor is missing, unknown, of another shape or dtype or not finite, or the
+                drafts differ.
         """
-        export = Exported(repr(str(exported)), read_config(exported), self.exported_weights(exported))
-        config, where = export.config, export.where
+        export = Exported(
+            repr(str(exported)),
+            read_config(exported),
+            self.exported_weights(exported),
+        )
+        config = export.config
+        where = export.where
         original = self.load(trained)
         try:
             back = self.drafter_from(original, export)
-            expected = {name: tuple(value.shape) for name, value in self.engine_weights(back, config).items()}
+            expected = {
+                name: tuple(value.shape)
+                for name, value in self.engine_weights(back, config).items()
+            }
             dtype = check_weights(export.weights, expected, config, where)
             back.load_state_dict(self.drafter_weights(original, back, export))
             return self.compare(original, back, dtype, self.checked_depth(config), where)
         except KeyError as error:
-            raise UserError(f"{where}: config.json has no {error}, which engines need; export again") from error
+            raise UserError(
+                f"{where}: config.json has no {error}, which engines need; export again"
+            ) from error
         except (RuntimeError, IndexError) as error:  # shapes that do not go together
-            raise UserError(f"{where} does not fit the drafter ({first_line(error)}); pass its own export") from error
+            raise UserError(
+                f"{where} does not fit the drafter ({first_line(error)}); pass its own export"
+            ) from error
 
     def compare(self, original: D, back: D, dtype: torch.dtype, depth: int, where: str) -> Json:
         """Compares the drafts of a drafter and of its export; see `compare_drafters`."""
         return compare_drafters(original, back, dtype, depth, where)
 
-    # -- serving ------------------------------------------------------------------------------------------------
+    # -- serving -----------------------------------------------------------------------------------
 
     def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
-        """Settings with which each of ENGINES drafts with this kind; an engine without an entry knows no such drafter.
+        """Settings with which each of ENGINES drafts with this kind; an engine without an entry
+        knows no such drafter.
 
-        vLLM: keys of --speculative-config (method), and TARGET_OVERRIDES. SGLang: flags of launch_server
-        (speculative-algorithm). TensorRT-LLM: keys of speculative_config (decoding_type). llama.cpp: flags of llama-server
-        (spec-type). transformers: arguments of `generate`, for drafters that are no language models speculation_type, and
-        TOKENIZERS. Model and number of tokens are added; a value here wins, and None drops the key.
+        vLLM: keys of --speculative-config (method), and TARGET_OVERRIDES. SGLang: flags of
+        launch_server (speculative-algorithm). TensorRT-LLM: keys of speculative_config
+        (decoding_type). llama.cpp: flags of llama-server (spec-type). transformers: arguments of
+        `generate`, for drafters that are no language models speculation_type, and TOKENIZERS. Model
+        and number of tokens are added; a value here wins, and None drops the key.
         """
         return self.serving
 
@@ -343,15 +423,22 @@ class Shipping(Generic[D]):
         """Tokens per round of kinds that draft one number of them, whatever is asked; 0 for others."""
         return 0
 
-    # -- importing ----------------------------------------------------------------------------------------------
+    # -- importing ---------------------------------------------------------------------------------
 
     def recognizes(self, config: Mapping[str, object]) -> bool:
         """Whether a published checkpoint's config.json is of this kind."""
         names = config.get("architectures")
         return isinstance(names, list) and any(name in self.architectures for name in names)
 
-    def published(self, config: Json, weights: dict[str, Tensor], target: Json, where: str) -> Published:
-        """A published checkpoint in the engine's form that the kind is written in; the same where others write that form.
+    def published(
+        self,
+        config: Json,
+        weights: dict[str, Tensor],
+        target: Json,
+        where: str,
+    ) -> Published:
+        """A published checkpoint in the engine's form that the kind is written in; the same where
+        others write that form.
 
         Raises:
             UserError: it computes what ours cannot.
@@ -365,19 +452,29 @@ class Shipping(Generic[D]):
             target: identity of its target, see `Target.identity`.
 
         Raises:
-            UserError: it computes what ours cannot, lacks weights, or was trained for another target.
+            UserError: it computes what ours cannot, lacks weights, or was trained for another
+                target.
         """
         where = repr(str(folder))
-        config, weights = self.published(read_config(folder), read_weights(folder, allow_pickle), target, where)
+        config, weights = self.published(
+            read_config(folder),
+            read_weights(folder, allow_pickle),
+            target,
+            where,
+        )
         for key in ("vocab_size", "hidden_size"):
             if config.get(key, target[key]) != target[key]:
                 raise UserError(
                     f"{where} is for a target with {key}={config[key]!r:.80}, but {target['name']!r} has {target[key]}"
                 )
-        export, like = Exported(where, config, weights), cast(D, _Whole(torch.arange(target["vocab_size"]), target))
+        export = Exported(where, config, weights)
+        like = cast(D, _Whole(torch.arange(target["vocab_size"]), target))
         try:
             drafter = self.drafter_from(like, export)
-            expected = {name: tuple(value.shape) for name, value in self.engine_weights(drafter, config).items()}
+            expected = {
+                name: tuple(value.shape)
+                for name, value in self.engine_weights(drafter, config).items()
+            }
             check_names(weights, expected, where)
             check_finite(weights.items(), where, "get an intact copy of it")
             drafter.load_state_dict(self.drafter_weights(like, drafter, export))
@@ -400,7 +497,8 @@ def shipping(kind: str) -> Shipping:
 
 def format_lines(kind: str) -> list[str]:
     """A kind's formats, a line each; formats in which the same is written share one."""
-    formats, lines = shipping(kind).formats, []
+    formats = shipping(kind).formats
+    lines = []
     for described in dict.fromkeys(formats.values()):
         names = ", ".join(form for form, other in formats.items() if other == described)
         lines.append(f"{names:<27} {described.text} ({'; '.join(described.engines)})")
@@ -418,7 +516,13 @@ def check_expressible(trained: Trained, form: str, release: str = "") -> Shippin
     """
     kind = shipping(trained.kind)
     if reasons := kind.unsupported(trained, form, engine_of(form).of_release(release)):
-        others = [other for other in kind.formats if other != form and not kind.unsupported(trained, other)]
-        fix = f"--format {' or '.join(others)} can" if others else "drafttrain eval, generate and push work with it"
+        others = [
+            other
+            for other in kind.formats
+            if other != form and not kind.unsupported(trained, other)
+        ]
+        fix = "drafttrain eval, generate and push work with it"
+        if others:
+            fix = f"--format {' or '.join(others)} can"
         raise UserError(f"format={form!r} cannot express this drafter: {'; '.join(reasons)}; {fix}")
     return kind

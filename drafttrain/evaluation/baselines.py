@@ -5,7 +5,8 @@ from __future__ import annotations
 from drafttrain.errors import UserError, shown
 
 BASELINES = ("autoregressive", "hf_generate")
-# Optional: transformers' own speculative decoding. The claimed speed-up compares with the plain baselines above only.
+# Optional: transformers' own speculative decoding. The claimed speed-up compares with the plain
+# baselines above only.
 HF_SPECULATIVE = ("hf_prompt_lookup", "hf_assisted")
 ALL_BASELINES = (*BASELINES, *HF_SPECULATIVE)
 BASELINE_NAMES = {
@@ -18,7 +19,10 @@ BASELINE_NAMES = {
 
 def parse_baselines(text: str) -> list[str]:
     """Reads a comma-separated list of baselines, or `none`. Raises UserError for an unknown name."""
-    names = [] if text == "none" else [name.strip() for name in text.split(",")]
+    if text == "none":
+        names = []
+    else:
+        names = [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in ALL_BASELINES]
     if unknown:
         raise UserError(

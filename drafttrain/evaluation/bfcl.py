@@ -1,9 +1,12 @@
 """Rows of the Berkeley Function-Calling Leaderboard as questions with tools.
 
-Its files hold JSON lines, one file per category; rows of several turns name the classes whose functions may be called, which are
-described in other files. The functions are never run: a later turn follows the answer to the turn before it.
+Its files hold JSON lines, one file per category; rows of several turns name the classes whose
+    functions may be called, which are
+described in other files. The functions are never run: a later turn follows the answer to the turn
+    before it.
 
-Source: https://github.com/ShishirPatil/gorilla (berkeley-function-call-leaderboard), versions 1 to 4.
+Source: https://github.com/ShishirPatil/gorilla (berkeley-function-call-leaderboard), versions 1 to
+4.
 """
 
 from __future__ import annotations
@@ -18,8 +21,11 @@ from drafttrain.errors import UserError
 from drafttrain.files import Json, read_jsonl
 
 DOCS = "multi_turn_func_doc"
-# Categories whose rows need nothing but their functions' descriptions: no memory, web page or program to execute.
-_CATEGORIES = "simple* multiple parallel parallel_multiple java javascript irrelevance live_* multi_turn_*"
+# Categories whose rows need nothing but their functions' descriptions: no memory, web page or
+# program to execute.
+_CATEGORIES = (
+    "simple* multiple parallel parallel_multiple java javascript irrelevance live_* multi_turn_*"
+)
 FILES = tuple(f"BFCL_v*_{name}.json*" for name in _CATEGORIES.split())
 # File in DOCS of each class.
 _CLASSES = {
@@ -34,7 +40,9 @@ _CLASSES = {
 }
 # Python's and Java's names of types -> JSON schema's; others are written as strings.
 _TYPES = {
-    **{name: name for name in ("object", "array", "string", "number", "integer", "boolean", "null")},
+    **{
+        name: name for name in ("object", "array", "string", "number", "integer", "boolean", "null")
+    },
     **dict.fromkeys(("dict", "hashmap", "hashtable"), "object"),
     **dict.fromkeys(("list", "tuple", "arraylist", "set", "queue", "stack"), "array"),
     **dict.fromkeys(("float", "double", "bigint"), "number"),
@@ -44,7 +52,9 @@ _TYPES = {
 
 
 def bfcl_turns(row: Json) -> list[str]:
-    """The user's turns. They end before an empty one, where the leaderboard adds functions. Raises KeyError, TypeError."""
+    """The user's turns. They end before an empty one, where the leaderboard adds functions. Raises
+    KeyError, TypeError.
+    """
     turns: list[str] = []
     for number, messages in enumerate(row["question"]):
         if not messages:
@@ -60,10 +70,19 @@ def bfcl_category(row: Json) -> str:
 
 
 def bfcl_more(row: Json, folder: Path) -> Json:
-    """What stands before the first turn, and the tools. Raises KeyError, TypeError; UserError: no description of a class."""
-    functions: Sequence[Json] = row["function"] if "function" in row else _described(row["involved_classes"], folder)
+    """What stands before the first turn, and the tools. Raises KeyError, TypeError; UserError: no
+    description of a class.
+    """
+    functions: Sequence[Json]
+    if "function" in row:
+        functions = row["function"]
+    else:
+        functions = _described(row["involved_classes"], folder)
     missed = row.get("missed_function") or {}
-    left_out = {*row.get("excluded_function", ()), *(name for names in missed.values() for name in names)}
+    left_out = {
+        *row.get("excluded_function", ()),
+        *(name for names in missed.values() for name in names),
+    }
     tools = [_tool(function) for function in functions if function["name"] not in left_out]
     return {"opening": row["question"][0][:-1], "tools": tools}
 
@@ -83,12 +102,20 @@ def _functions(path: Path) -> list[Json]:
 
 def _tool(function: Json) -> Json:
     """A function as chat templates and servers read it: no dots in its name, types of JSON schema."""
-    schema = {"name": function["name"].replace(".", "_"), "description": function.get("description", "")}
-    return {"type": "function", "function": {**schema, "parameters": _schema(function["parameters"])}}
+    schema = {
+        "name": function["name"].replace(".", "_"),
+        "description": function.get("description", ""),
+    }
+    return {
+        "type": "function",
+        "function": {**schema, "parameters": _schema(function["parameters"])},
+    }
 
 
 def _schema(value: Any) -> Any:
-    """A schema with all names of types replaced. A property may itself be called `type`; its value is then a schema."""
+    """A schema with all names of types replaced. A property may itself be called `type`; its value
+    is then a schema.
+    """
     if isinstance(value, list):
         return [_schema(item) for item in value]
     if not isinstance(value, dict):

@@ -19,5 +19,14 @@ one drafter are compared by temperature."""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = adder(parser)
     add("results", File, nargs="+", help="files written by drafttrain eval; each is diagnosed")
-    add("--drafter", Name, default="", help="the drafter's folder (default: the one that the results name)")
-    add("--apply", action="store_true", help="write the categories to switch off into the drafter's decoding.json")
+    add(
+        "--drafter",
+        Name,
+        default="",
+        help="the drafter's folder (default: the one that the results name)",
+    )
+    add(
+        "--apply",
+        action="store_true",
+        help="write the categories to switch off into the drafter's decoding.json",
+    )

@@ -1,4 +1,6 @@
-"""Figures that a sound measurement does not give: what else ran on the machine, a clock, or an edit made them."""
+"""Figures that a sound measurement does not give: what else ran on the machine, a clock, or an edit
+made them.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,10 @@ from drafttrain.files import Json
 MOST_SPREAD = 3.0  # of a plain baseline's tokens per second over the prompts
 MOST_TUNE_ERROR = 0.25  # between the predicted and the measured speed-up of a tree
 _LEAST_TOKENS = 16  # of an answer that counts for the spread: shorter ones are mostly prefill
-# By which a measured speed-up may exceed the accepted length, its limit: in runs of at least a second, and in shorter ones.
-_SLACK, _SHORT_SLACK = 1.25, 3.0
+# By which a measured speed-up may exceed the accepted length, its limit: in runs of at least a
+# second, and in shorter ones.
+_SLACK = 1.25
+_SHORT_SLACK = 3.0
 
 
 def implausible(results: Mapping[str, Any]) -> list[str]:
@@ -22,9 +26,13 @@ def implausible(results: Mapping[str, Any]) -> list[str]:
     Args:
         results: of `drafttrain eval`, `tune`, a sweep's summary, or a drafter's decoding.json.
     """
-    broken = [f"{place}={value} is {_wrong(value)}" for place, value in _figures(results) if _wrong(value)]
+    broken = [
+        f"{place}={value} is {_wrong(value)}" for place, value in _figures(results) if _wrong(value)
+    ]
     if broken:
-        more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
+        more = ""
+        if len(broken) > 1:
+            more = f" (and {len(broken) - 1} more)"
         return [broken[0] + more]
     return [*_spread(results), *_tuning(results), *_speedups(results)]
 
@@ -36,17 +44,33 @@ def _figures(results: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             yield place, value
         for key, item in (
-            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+            value.items()
+            if isinstance(value, dict)
+            else enumerate(value)
+            if isinstance(value, list)
+            else ()
         ):
             if key not in ("relative_error", "error", "seed"):
                 yield from walk(item, f"{place}.{key}" if place else str(key))
 
-    for key in ("overall", "categories", "prompts", "cells", "tuned", "predicted_speedup", "measured_speedup"):
+    for key in (
+        "overall",
+        "categories",
+        "prompts",
+        "cells",
+        "tuned",
+        "predicted_speedup",
+        "measured_speedup",
+    ):
         yield from walk(results.get(key), key)
 
 
 def _wrong(value: float) -> str:
-    return "" if math.isfinite(value) and value >= 0 else "negative" if math.isfinite(value) else "not finite"
+    if math.isfinite(value) and value >= 0:
+        return ""
+    if math.isfinite(value):
+        return "negative"
+    return "not finite"
 
 
 def _spread(results: Mapping[str, Any]) -> Iterator[str]:
@@ -55,12 +79,15 @@ def _spread(results: Mapping[str, Any]) -> Iterator[str]:
         rates = []
         for side in (prompt["sides"].get(name, {}) for prompt in prompts):
             # The time of the prompt's own tokens differs with its length.
-            prefill = side["ttft"] if "latency" in side and side["seconds"] == side["latency"] else 0.0
+            prefill = 0.0
+            if "latency" in side and side["seconds"] == side["latency"]:
+                prefill = side["ttft"]
             seconds = side.get("seconds", 0.0) - prefill
             if side.get("tokens", 0) >= _LEAST_TOKENS and seconds > 0:
                 rates.append((side["tokens"] - (prefill > 0)) / seconds)
         if rates and max(rates) > MOST_SPREAD * min(rates):
-            low, high = min(rates), max(rates)
+            low = min(rates)
+            high = max(rates)
             yield (
                 f"{name} makes {low:.1f} to {high:.1f} tokens/s from prompt to prompt, {high / low:.1f}x apart (at most "
                 f"{MOST_SPREAD:g}x): something else used the machine"
@@ -69,8 +96,12 @@ def _spread(results: Mapping[str, Any]) -> Iterator[str]:
 
 def _tuning(results: Mapping[str, Any]) -> Iterator[str]:
     for figures in (results, results.get("tuned")):
-        if isinstance(figures, dict) and {"predicted_speedup", "measured_speedup"} <= figures.keys():
-            predicted, measured = figures["predicted_speedup"], figures["measured_speedup"]
+        if (
+            isinstance(figures, dict)
+            and {"predicted_speedup", "measured_speedup"} <= figures.keys()
+        ):
+            predicted = figures["predicted_speedup"]
+            measured = figures["measured_speedup"]
             if abs(predicted - measured) > MOST_TUNE_ERROR * measured:
                 yield (
                     f"tune predicted {predicted:.2f}x and measured {measured:.2f}x, more than {MOST_TUNE_ERROR:.0%} apart: "
@@ -79,9 +110,13 @@ def _tuning(results: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _speedups(results: Mapping[str, Any]) -> Iterator[str]:
-    parts: dict[str, Json] = {"overall": results.get("overall", {}), **results.get("categories", {})}
+    parts: dict[str, Json] = {
+        "overall": results.get("overall", {}),
+        **results.get("categories", {}),
+    }
     for name, figures in parts.items():
-        length, speedup = figures.get("accepted_length"), figures.get("speedup", {})
+        length = figures.get("accepted_length")
+        speedup = figures.get("speedup", {})
         seconds = figures.get("tokens", 0) / max(figures.get("tokens_per_second", 0), 1e-9)
         slack = _SLACK if seconds >= 1 else _SHORT_SLACK
         if length and speedup.get("autoregressive", 0) > slack * max(length, 1):

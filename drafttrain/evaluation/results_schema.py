@@ -1,7 +1,8 @@
-"""What results.json, a sweep's summary.json and training.json hold, as far as anything reads it. Other keys are kept.
+"""What results.json, a sweep's summary.json and training.json hold, as far as anything reads it.
+Other keys are kept.
 
-`drafttrain eval`, `sweep` and `train` write these files; `report`, `diagnose`, `estimate`, `push` and resumed runs read them.
-Fields that earlier versions did not write are NotRequired.
+`drafttrain eval`, `sweep` and `train` write these files; `report`, `diagnose`, `estimate`, `push`
+and resumed runs read them. Fields that earlier versions did not write are NotRequired.
 """
 
 from __future__ import annotations

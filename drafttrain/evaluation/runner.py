@@ -1,6 +1,8 @@
-"""Evaluation of a drafter: answers a suite with it and with the baselines in rotating order, and writes results.json.
+"""Evaluation of a drafter: answers a suite with it and with the baselines in rotating order, and
+writes results.json.
 
-The sides of the comparison are our engine with the drafter, our engine without it, and transformers' own generate.
+The sides of the comparison are our engine with the drafter, our engine without it, and
+transformers' own generate.
 """
 
 from __future__ import annotations
@@ -46,10 +48,14 @@ from drafttrain.progress import Progress
 from drafttrain.target import Target, resolve_target
 
 WARM_UP_TOKENS = 12
-# (token ids of the prompts, max new tokens of each, seed) -> per prompt: new tokens, and the record of the generation
+# (token ids of the prompts, max new tokens of each, seed) -> per prompt: new tokens, and the record
+# of the generation
 Side = Callable[..., list[tuple[list[int], Record]]]
-# (target, drafter, sampling, texts of the suite that must not be searched with) -> the fastest tree, a table of candidates
-TreeSearch = Callable[[Target, Drafter, SamplingParams, Collection[str]], tuple[TreeSpec, list[Json]]]
+# (target, drafter, sampling, texts of the suite that must not be searched with) -> the fastest
+# tree, a table of candidates
+TreeSearch = Callable[
+    [Target, Drafter, SamplingParams, Collection[str]], tuple[TreeSpec, list[Json]]
+]
 
 
 @dataclass(frozen=True)
@@ -58,9 +64,11 @@ class EvalSettings:
 
     Attributes:
         target, drafter: as the user names them. output: the results file.
-        tree: a tree's text form, `auto` to search for the fastest, or None for the drafter's default, else `auto`.
+        tree: a tree's text form, `auto` to search for the fastest, or None for the drafter's
+            default, else `auto`.
         calibrate: file with prompts for `auto`. limit: questions at most.
-        assistant: draft model of the baseline hf_assisted. chat_template_kwargs: those of the suite, to be recorded.
+        assistant: draft model of the baseline hf_assisted. chat_template_kwargs: those of the
+            suite, to be recorded.
 
     Raises:
         UserError: a value out of range, found before any model is loaded.
@@ -85,14 +93,18 @@ class EvalSettings:
         if self.batch_size < 1:
             raise UserError(f"batch-size={self.batch_size} must be at least 1")
         if self.batch_size > 1 and set(self.baselines) & set(HF_SPECULATIVE):
-            raise UserError(f"batch-size={self.batch_size}: transformers speculates on single prompts only; use 1")
+            raise UserError(
+                f"batch-size={self.batch_size}: transformers speculates on single prompts only; use 1"
+            )
         if self.tree not in (None, "auto"):
             TreeSpec.parse(self.tree or "").check(self.sampling)
 
 
 @dataclass
 class EvalPlan:
-    """A loaded target and drafter with the settings that they are measured with. off: categories decoded without drafts."""
+    """A loaded target and drafter with the settings that they are measured with. off: categories
+    decoded without drafts.
+    """
 
     target: Target
     drafter: Drafter | None
@@ -102,11 +114,18 @@ class EvalPlan:
 
     def decoder(self, drafter: Drafter | None) -> Decoder:
         """The engine with a drafter, or with None for plain decoding."""
-        sampling, rows = self.settings.sampling, self.settings.batch_size
+        sampling = self.settings.sampling
+        rows = self.settings.batch_size
         return Decoder(self.target, drafter, spec=self.spec, sampling=sampling, max_rows=rows)
 
 
-def evaluate(settings: EvalSettings, target: Target, drafter: Drafter | None, suite: Suite, search: TreeSearch) -> Json:
+def evaluate(
+    settings: EvalSettings,
+    target: Target,
+    drafter: Drafter | None,
+    suite: Suite,
+    search: TreeSearch,
+) -> Json:
     """Measures a drafter, writes the results file and returns its content.
 
     Args:
@@ -120,9 +139,19 @@ def evaluate(settings: EvalSettings, target: Target, drafter: Drafter | None, su
     check_lengths(target, questions, settings.max_new_tokens)
     head = describe(settings, target.pack(), suite)
     # A tree named by the user applies to all categories.
-    off = tuple(decoding_settings(settings.drafter).get("off", ())) if settings.tree is None else ()
+    if settings.tree is None:
+        off = tuple(decoding_settings(settings.drafter).get("off", ()))
+    else:
+        off = ()
     state = [folder_state(target.path), folder_state(split_name(settings.drafter)[0])]
-    choices = [list(settings.baselines), settings.assistant, settings.tree, settings.calibrate, settings.limit, off]
+    choices = [
+        list(settings.baselines),
+        settings.assistant,
+        settings.tree,
+        settings.calibrate,
+        settings.limit,
+        off,
+    ]
     key = fingerprint({"settings": head, "files": state, "choices": choices})
     with contextlib.closing(PartialResults(settings.output, key)) as saved:
         results = compare_sides(settings, target, drafter, questions, head, off, saved, search)
@@ -141,7 +170,9 @@ def compare_sides(
     saved: PartialResults,
     search: TreeSearch,
 ) -> Json:
-    """Chooses the tree, answers what is not saved yet by every side, and returns the content of the results file."""
+    """Chooses the tree, answers what is not saved yet by every side, and returns the content of the
+    results file.
+    """
     baselines = list(settings.baselines)
     spec, tree_search = choose_tree(settings, target, drafter, questions, saved, search)
     head["decoding"]["tree"] = {"spec": str(spec), **dataclasses.asdict(spec)}
@@ -151,7 +182,13 @@ def compare_sides(
         others["autoregressive"] = engine_side(plan.decoder(None))
     theirs = [name for name in baselines if name.startswith("hf_")]
     if theirs:
-        others |= hf_sides(target, settings.sampling, theirs, settings.assistant, settings.trust_remote_code)
+        others |= hf_sides(
+            target,
+            settings.sampling,
+            theirs,
+            settings.assistant,
+            settings.trust_remote_code,
+        )
     records = measure(plan, questions, others, saved)
     results = {
         **describe_run(),
@@ -168,7 +205,9 @@ def compare_sides(
 
 
 def check_lengths(target: Target, questions: Sequence[Question], max_new_tokens: int) -> None:
-    """Raises UserError for the first question whose first turn does not fit into the target's context."""
+    """Raises UserError for the first question whose first turn does not fit into the target's
+    context.
+    """
     for question in questions:
         try:
             token_limit(target, len(question.prompt(target.tokenizer)), max_new_tokens)
@@ -194,7 +233,11 @@ def describe(settings: EvalSettings, target: Target, suite: Suite) -> Json:
             "max_new_tokens": settings.max_new_tokens,
             "batch_size": settings.batch_size,
             "seed": settings.seed,
-            **({"chat_template_kwargs": settings.chat_template_kwargs} if settings.chat_template_kwargs else {}),
+            **(
+                {"chat_template_kwargs": settings.chat_template_kwargs}
+                if settings.chat_template_kwargs
+                else {}
+            ),
         },
     }
 
@@ -207,24 +250,35 @@ def choose_tree(
     saved: PartialResults,
     search: TreeSearch,
 ) -> tuple[TreeSpec, list[Json] | None]:
-    """Returns the tree that the user or decoding.json names, or the result of a search with its table of candidates."""
+    """Returns the tree that the user or decoding.json names, or the result of a search with its
+    table of candidates.
+    """
     if drafter is None:
         return TreeSpec.parse("none"), None
     wanted = settings.tree or default_tree(settings.drafter) or "auto"
     if wanted != "auto":
         return TreeSpec.parse(wanted), None
     if saved.tree is None:
-        spec, table = search(target, drafter, settings.sampling, {turn for each in questions for turn in each.turns})
+        spec, table = search(
+            target,
+            drafter,
+            settings.sampling,
+            {turn for each in questions for turn in each.turns},
+        )
         saved.add_tree(str(spec), table)
     assert saved.tree is not None
     return TreeSpec.parse(saved.tree["tree"]), saved.tree["tree_search"]
 
 
 def measure(
-    plan: EvalPlan, questions: Sequence[Question], others: dict[str, Side], saved: PartialResults
+    plan: EvalPlan,
+    questions: Sequence[Question],
+    others: dict[str, Side],
+    saved: PartialResults,
 ) -> list[Record]:
     """Answers every question by every side; returns one record per turn, in the suite's order."""
-    seed, size = plan.settings.seed, plan.settings.batch_size
+    seed = plan.settings.seed
+    size = plan.settings.batch_size
     decoder = plan.decoder(plan.drafter)
     sides = {"drafter": engine_side(decoder), **others}
     keys = [f"{index}:{question.question_id}" for index, question in enumerate(questions)]
@@ -232,7 +286,11 @@ def measure(
     if left:  # warm up
         prompt = questions[left[0]].prompt(plan.target.tokenizer)
         for side in sides.values():
-            side([prompt], [min(WARM_UP_TOKENS, token_limit(plan.target, len(prompt), WARM_UP_TOKENS))], seed)
+            side(
+                [prompt],
+                [min(WARM_UP_TOKENS, token_limit(plan.target, len(prompt), WARM_UP_TOKENS))],
+                seed,
+            )
     with Progress("answering", len(questions), "prompts") as meter:
         meter.start_at(len(questions) - len(left))
         for begin in range(0, len(left), size):
@@ -245,23 +303,34 @@ def measure(
     return [record for key in keys for record in saved.records[key]]
 
 
-def answer(plan: EvalPlan, batch: dict[int, Question], sides: dict[str, Side]) -> dict[int, list[Record]]:
-    """Answers a batch of questions turn by turn; later turns follow the answers of the drafter's side.
+def answer(
+    plan: EvalPlan,
+    batch: dict[int, Question],
+    sides: dict[str, Side],
+) -> dict[int, list[Record]]:
+    """Answers a batch of questions turn by turn; later turns follow the answers of the drafter's
+    side.
 
-    The order of the sides rotates with the question and the turn. A later turn that does not fit into the target's
-    context ends its question.
+    The order of the sides rotates with the question and the turn. A later turn that does not fit
+    into the target's context ends its question.
 
     Args:
-        batch: questions by their index in the suite, as the returned records. sides: `drafter`, ours, and the baselines.
+        batch: questions by their index in the suite, as the returned records. sides: `drafter`,
+            ours, and the baselines.
     """
-    target, settings = plan.target, plan.settings
-    main = parts_of(plan.drafter)[0] if plan.drafter is not None else None
+    target = plan.target
+    settings = plan.settings
+    if plan.drafter is not None:
+        main = parts_of(plan.drafter)[0]
+    else:
+        main = None
     kept = main.vocabulary if main is not None else None  # [d] int64, None if all
     if kept is not None and len(kept) == target.vocab_size:
         kept = None
     records: dict[int, list[Record]] = {index: [] for index in batch}
     answers: dict[int, list[str]] = {index: [] for index in batch}
-    names, first = list(sides), min(batch)
+    names = list(sides)
+    first = min(batch)
     for turn in range(max(len(question.turns) for question in batch.values())):
         prompts: dict[int, list[int]] = {}
         limits: dict[int, int] = {}
@@ -276,7 +345,8 @@ def answer(plan: EvalPlan, batch: dict[int, Question], sides: dict[str, Side]) -
         start = (first // settings.batch_size + turn) % len(sides)
         wanted = [batch[index].category not in plan.off for index in prompts]
         request = list(prompts.values()), list(limits.values()), settings.seed + first
-        results, memory = {}, 0
+        results = {}
+        memory = 0
         for name in names[start:] + names[:start]:
             if name != "drafter":
                 results[name] = sides[name](*request)
@@ -286,10 +356,16 @@ def answer(plan: EvalPlan, batch: dict[int, Question], sides: dict[str, Side]) -
             memory = peak_memory(target.device)
         for row, index in enumerate(prompts):
             tokens = {name: results[name][row][0] for name in names}
-            same = {name: tokens[name] == tokens["drafter"] for name in names[1:]} if settings.sampling.greedy else {}
+            if settings.sampling.greedy:
+                same = {name: tokens[name] == tokens["drafter"] for name in names[1:]}
+            else:
+                same = {}
             differing = [name for name, equal in same.items() if not equal]
             decode = target.tokenizer.decode
-            texts = {name: decode(tokens[name], skip_special_tokens=True) for name in ("drafter", *differing)}
+            texts = {
+                name: decode(tokens[name], skip_special_tokens=True)
+                for name in ("drafter", *differing)
+            }
             record = {
                 "question_id": batch[index].question_id,
                 "turn": turn,
@@ -302,7 +378,10 @@ def answer(plan: EvalPlan, batch: dict[int, Question], sides: dict[str, Side]) -
                 **({"batch": first} if settings.batch_size > 1 else {}),
             }
             if kept is not None:
-                text = prompts[index] if main is not None and main.joins_tokens else []
+                if main is not None and main.joins_tokens:
+                    text = prompts[index]
+                else:
+                    text = []
                 record["covered"] = covered(tokens["drafter"], kept.tolist(), text)
             records[index].append(record if wanted[row] else {**record, "speculation": False})
             answers[index].append(texts["drafter"])
@@ -310,44 +389,66 @@ def answer(plan: EvalPlan, batch: dict[int, Question], sides: dict[str, Side]) -
 
 
 def covered(answer: list[int], kept: list[int], prompt: list[int]) -> float:
-    """Share of an answer's tokens that the drafter can propose: kept ones, and with a prompt those that occurred before."""
-    known, joins, hits = {*kept, *prompt}, bool(prompt), 0
+    """Share of an answer's tokens that the drafter can propose: kept ones, and with a prompt those
+    that occurred before.
+    """
+    known = {*kept, *prompt}
+    joins = bool(prompt)
+    hits = 0
     for token in answer:
         hits += token in known
         if joins:
             known.add(token)
-    return round(hits / len(answer), 4) if answer else 1.0
+    if answer:
+        return round(hits / len(answer), 4)
+    return 1.0
 
 
-# -- sides ------------------------------------------------------------------------------------------------------------
+# -- sides -----------------------------------------------------------------------------------------
 
 
 def engine_side(decoder: Decoder) -> Side:
-    """Our engine; a decoder without a drafter decodes plainly by the same code. All prompts of a call form one batch.
+    """Our engine; a decoder without a drafter decodes plainly by the same code. All prompts of a
+    call form one batch.
 
     The side takes a fourth argument: whether to speculate, per prompt.
     """
 
     def run(
-        prompts: Sequence[list[int]], limits: Sequence[int], seed: int, speculate: Sequence[bool] | None = None
+        prompts: Sequence[list[int]],
+        limits: Sequence[int],
+        seed: int,
+        speculate: Sequence[bool] | None = None,
     ) -> list[tuple[list[int], Record]]:
         start = time.perf_counter()
-        generations = decoder.generate(prompts, max_new_tokens=max(limits), seed=seed, speculate=speculate)
+        generations = decoder.generate(
+            prompts,
+            max_new_tokens=max(limits),
+            seed=seed,
+            speculate=speculate,
+        )
         seconds = time.perf_counter() - start - decoder.capture_seconds
-        share = seconds / len(prompts) if len(prompts) > 1 else None
+        if len(prompts) > 1:
+            share = seconds / len(prompts)
+        else:
+            share = None
         return [(generation.tokens, side_record(generation, share)) for generation in generations]
 
     return run
 
 
 def hf_sides(
-    target: Target, sampling: SamplingParams, names: Sequence[str], assistant: str = "", trust_remote_code: bool = False
+    target: Target,
+    sampling: SamplingParams,
+    names: Sequence[str],
+    assistant: str = "",
+    trust_remote_code: bool = False,
 ) -> dict[str, Side]:
     """transformers' generate, plain and with its own speculative decoding, on one shared model.
 
-    Loads a second copy of the target in its dtype, with the attention that transformers chooses for the family (sdpa, or
-    eager where sdpa cannot express it). Replaces the model's generation settings by what ours applies, so that all sides
-    choose tokens and end by the same rules.
+    Loads a second copy of the target in its dtype, with the attention that transformers chooses for
+    the family (sdpa, or eager where sdpa cannot express it). Replaces the model's generation
+    settings by what ours applies, so that all sides choose tokens and end by the same rules.
 
     Args:
         names: of hf_generate, hf_prompt_lookup (10 tokens from the prompt) and hf_assisted.
@@ -355,16 +456,27 @@ def hf_sides(
     """
 
     def load(path: str) -> Any:  # transformers' stubs know no `generate` on its models
-        options = {"dtype": target.dtype, "trust_remote_code": trust_remote_code, "use_safetensors": True}
+        options = {
+            "dtype": target.dtype,
+            "trust_remote_code": trust_remote_code,
+            "use_safetensors": True,
+        }
         loaded: Any = AutoModelForCausalLM.from_pretrained(path, **options)
         return loaded.to(target.device).eval()
 
     if not target.path:
         fix = "give its folder as target, or baselines='autoregressive'"
-        raise UserError(f"baselines={','.join(names)} load target {target.name!r} again, but it has no files; {fix}")
-    model, end = load(target.path), target.eos_ids or None
-    pad = target.tokenizer.pad_token_id if target.tokenizer is not None else None
-    pad = end[0] if pad is None and end else pad
+        raise UserError(
+            f"baselines={','.join(names)} load target {target.name!r} again, but it has no files; {fix}"
+        )
+    model = load(target.path)
+    end = target.eos_ids or None
+    if target.tokenizer is not None:
+        pad = target.tokenizer.pad_token_id
+    else:
+        pad = None
+    if pad is None and end:
+        pad = end[0]
     rules = target.generation.rules_for(sampling)
     model.generation_config = GenerationConfig(**rules.settings, eos_token_id=end, pad_token_id=pad)
     choice: dict[str, object] = {"do_sample": not sampling.greedy}
@@ -384,17 +496,29 @@ def hf_sides(
         return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side="left")
 
     def run(
-        method: dict[str, object], prompts: list[list[int]], limits: Sequence[int], seed: int
+        method: dict[str, object],
+        prompts: list[list[int]],
+        limits: Sequence[int],
+        seed: int,
     ) -> list[tuple[list[int], Record]]:
         torch.manual_seed(seed)
         start = time.perf_counter()
-        ids, mask = padded(prompts, pad or 0), padded([[1] * len(prompt) for prompt in prompts], 0)
+        ids = padded(prompts, pad or 0)
+        mask = padded([[1] * len(prompt) for prompt in prompts], 0)
         options = {"max_new_tokens": max(limits), "use_cache": True, **choice, **method}
         out = model.generate(ids, attention_mask=mask, **options)  # [b, s + new]
-        rows = [row[:limit] for row, limit in zip(out[:, ids.shape[1] :].tolist(), limits, strict=True)]
+        rows = [
+            row[:limit] for row, limit in zip(out[:, ids.shape[1] :].tolist(), limits, strict=True)
+        ]
         share = round((time.perf_counter() - start) / len(prompts), 6)
         # generate pads a row after its end until the last row ends.
-        ends = [next((i + 1 for i, token in enumerate(row) if token in target.eos_ids), len(row)) for row in rows]
-        return [(row[:end], {"tokens": end, "seconds": share}) for row, end in zip(rows, ends, strict=True)]
+        ends = [
+            next((i + 1 for i, token in enumerate(row) if token in target.eos_ids), len(row))
+            for row in rows
+        ]
+        return [
+            (row[:end], {"tokens": end, "seconds": share})
+            for row, end in zip(rows, ends, strict=True)
+        ]
 
     return {name: partial(run, methods[name]) for name in names}

@@ -6,7 +6,8 @@ A script next to Spec-Bench's other inference_*.py needs only these lines and th
 
     model = AutoModelForCausalLM.from_pretrained(args.model_path, dtype=..., device_map="cuda")
     tokenizer = AutoTokenizer.from_pretrained(args.model_path)
-    run_eval(model=model, tokenizer=tokenizer, forward_func=forward_function(model, tokenizer, "runs/drafter"), ...)
+    run_eval(model=model, tokenizer=tokenizer, forward_func=forward_function(model, tokenizer,
+    "runs/drafter"), ...)
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from drafttrain.errors import UserError
 from drafttrain.inference import Decoder, SamplingParams, Stats, strip_padding
 from drafttrain.target import Target
 
-# (inputs, model, tokenizer, max_new_tokens) -> output ids [1, L + new], new tokens, decoding steps, tokens of each step
+# (inputs, model, tokenizer, max_new_tokens) -> output ids [1, L + new], new tokens, decoding steps,
+# tokens of each step
 Forward = Callable[..., tuple[Tensor, int, int, list[int]]]
 
 
@@ -38,15 +40,20 @@ def forward_function(
     """Makes the function that Spec-Bench calls for every turn.
 
     Args:
-        model: the loaded transformers model that Spec-Bench gets too; it is frozen and gets our attention.
+        model: the loaded transformers model that Spec-Bench gets too; it is frozen and gets our
+            attention.
         drafter: a name as in `load_drafter`; `none` decodes plainly, for Spec-Bench's baseline.
         tree: the tree of a round; default: the one in the drafter's decoding.json, else chain:3.
-        sampling: greedy by default. Spec-Bench seeds torch for each choice; sampled tokens follow that seed.
+        sampling: greedy by default. Spec-Bench seeds torch for each choice; sampled tokens follow
+            that seed.
 
     Returns:
-        forward(inputs, model, tokenizer, max_new_tokens); inputs: a tokenizer's output for one prompt. Returns what
-        Spec-Bench's loop unpacks: output ids [1, L + new] with the prompt, the number of new tokens, the number of steps
-        (target passes after the prefill), and the tokens committed by each step, bonus token included. The prefill's own
+        forward(inputs, model, tokenizer, max_new_tokens); inputs: a tokenizer's output for one
+        prompt. Returns what
+        Spec-Bench's loop unpacks: output ids [1, L + new] with the prompt, the number of new
+        tokens, the number of steps
+        (target passes after the prefill), and the tokens committed by each step, bonus token
+        included. The prefill's own
         token belongs to no step, so the new tokens are one more than the sum of the list.
 
     Raises:
@@ -61,12 +68,26 @@ def forward_function(
     ) -> tuple[Tensor, int, int, list[int]]:
         ids = inputs.input_ids  # [1, L] int64
         if ids.shape[0] != 1:
-            raise UserError(f"input_ids has {ids.shape[0]} rows; Spec-Bench answers one prompt at a time")
-        mask = inputs.attention_mask if "attention_mask" in inputs else torch.ones_like(ids)
+            raise UserError(
+                f"input_ids has {ids.shape[0]} rows; Spec-Bench answers one prompt at a time"
+            )
+        if "attention_mask" in inputs:
+            mask = inputs.attention_mask
+        else:
+            mask = torch.ones_like(ids)
         (prompt,) = strip_padding(ids, mask)
-        (made,) = decoder.generate([prompt], max_new_tokens=max_new_tokens, seed=torch.initial_seed())
+        (made,) = decoder.generate(
+            [prompt],
+            max_new_tokens=max_new_tokens,
+            seed=torch.initial_seed(),
+        )
         new = torch.tensor([made.tokens], dtype=ids.dtype, device=ids.device)  # [1, new]
-        return torch.cat((ids, new), dim=1), len(made.tokens), made.stats.target_passes, committed(made.stats)
+        return (
+            torch.cat((ids, new), dim=1),
+            len(made.tokens),
+            made.stats.target_passes,
+            committed(made.stats),
+        )
 
     return forward
 

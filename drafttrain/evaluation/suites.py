@@ -1,8 +1,10 @@
-"""Prompt suites: files, drafttrain's own, and public benchmarks; taking an even part, and rendering turns as token ids.
+"""Prompt suites: files, drafttrain's own, and public benchmarks; taking an even part, and rendering
+turns as token ids.
 
-drafttrain contains no text of a public benchmark. It reads them from the Hub or from a file in their own format. The license
-is the one that the source states; texts of a collection may have others. Every name also reads rows in FastChat's question
-format, in which many projects redistribute these benchmarks.
+drafttrain contains no text of a public benchmark. It reads them from the Hub or from a file in
+their own format. The license is the one that the source states; texts of a collection may have
+others. Every name also reads rows in FastChat's question format, in which many projects
+redistribute these benchmarks.
 """
 
 from __future__ import annotations
@@ -28,16 +30,30 @@ from drafttrain.files import Json, check_json, parse_json, read_jsonl, reading
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# SPEED-Bench replaces texts that NVIDIA may not redistribute by this note; NVIDIA's script fetches them.
+# SPEED-Bench replaces texts that NVIDIA may not redistribute by this note; NVIDIA's script fetches
+# them.
 _MASKED = "FULL BENCHMARK DATA SHOULD BE FETCHED"
 # Spec-Bench reports six tasks and counts MT-bench's eight categories as one of them.
-_MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
-_ROW_FIX = "correct or delete that row; each needs turns, a list of texts (FastChat's question format)"
+_MT_BENCH = {
+    "writing",
+    "roleplay",
+    "reasoning",
+    "math",
+    "coding",
+    "extraction",
+    "stem",
+    "humanities",
+}
+_ROW_FIX = (
+    "correct or delete that row; each needs turns, a list of texts (FastChat's question format)"
+)
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".csv")
 
 
 # One line without control characters, which would change a terminal's state.
-Category = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$")]
+Category = Annotated[
+    str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$")
+]
 
 
 class OpeningMessage(TypedDict):
@@ -55,7 +71,9 @@ class SuiteTool(TypedDict):
 
 
 class SuiteRow(TypedDict):
-    """A line of a suite's file: FastChat's question format, and what the chat template gets besides the turns."""
+    """A line of a suite's file: FastChat's question format, and what the chat template gets besides
+    the turns.
+    """
 
     question_id: NotRequired[str | int | None]
     category: NotRequired[Category | None]
@@ -70,7 +88,8 @@ class Question:
     """One row of a suite.
 
     Attributes:
-        turns: of the user; each after the first follows the answer to the turn before. opening: messages before them.
+        turns: of the user; each after the first follows the answer to the turn before. opening:
+            messages before them.
         inputs: tools and chat_template_kwargs.
     """
 
@@ -81,8 +100,15 @@ class Question:
     inputs: ChatInputs = NO_INPUTS
 
     @staticmethod
-    def from_row(row: Mapping[str, Any], index: int, category: str, defaults: Json | None = None) -> Question:
-        """Reads a checked row. index: its id if it has none. category: if it names none. defaults: chat_template_kwargs."""
+    def from_row(
+        row: Mapping[str, Any],
+        index: int,
+        category: str,
+        defaults: Json | None = None,
+    ) -> Question:
+        """Reads a checked row. index: its id if it has none. category: if it names none. defaults:
+        chat_template_kwargs.
+        """
         key = row.get("question_id")
         return Question(
             str(index if key is None else key),
@@ -97,7 +123,9 @@ class Question:
         made = list(self.opening)
         for index, turn in enumerate(self.turns[: len(answers) + 1]):
             made.append({"role": "user", "content": turn})
-            made += [{"role": "assistant", "content": answer} for answer in answers[index : index + 1]]
+            made += [
+                {"role": "assistant", "content": answer} for answer in answers[index : index + 1]
+            ]
         return made
 
     def request(self) -> Json:
@@ -106,13 +134,17 @@ class Question:
         return {"messages": self.messages(), **{key: value for key, value in more.items() if value}}
 
     def prompt(self, tokenizer: PreTrainedTokenizerBase, answers: Sequence[str] = ()) -> list[int]:
-        """Token ids of `messages` up to where the target answers. Raises UserError: the chat template refuses them."""
+        """Token ids of `messages` up to where the target answers. Raises UserError: the chat
+        template refuses them.
+        """
         return prompt_ids(tokenizer, self.messages(answers), self.inputs)
 
 
 @dataclass(frozen=True)
 class Suite:
-    """A set of questions. name: as the user gave it; digest: hash of the content; license: of a public suite, else empty."""
+    """A set of questions. name: as the user gave it; digest: hash of the content; license: of a
+    public suite, else empty.
+    """
 
     name: str
     questions: tuple[Question, ...]
@@ -129,7 +161,8 @@ class PublicSuite(NamedTuple):
         config, split: of the Hub data set. id_key: key of the row's own id, if it has one.
         category: reads the category of a row; None stands for the suite's name.
         more: reads the other keys of a `SuiteRow` from a row and the folder of its file.
-        files: patterns of the Hub's files, for sets that `datasets` cannot read. beside: of files that `more` reads.
+        files: patterns of the Hub's files, for sets that `datasets` cannot read. beside: of files
+            that `more` reads.
     """
 
     source: str
@@ -151,7 +184,9 @@ def _humaneval(row: Json) -> list[str]:
 
 def _livecodebench(row: Json) -> list[str]:
     starter = row.get("starter_code")
-    form = f"Complete this code:\n\n```python\n{starter}\n```" if starter else "Read from stdin and write to stdout."
+    form = "Read from stdin and write to stdout."
+    if starter:
+        form = f"Complete this code:\n\n```python\n{starter}\n```"
     return [f"Solve this task with a Python program.\n\n{row['question_content']}\n\n{form}"]
 
 
@@ -169,10 +204,16 @@ PUBLIC: dict[str, PublicSuite] = {
         "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl",
         "Apache-2.0",
         split="train",
-        category=lambda row: "mt_bench" if row.get("category") in _MT_BENCH else row.get("category"),
+        category=lambda row: (
+            "mt_bench" if row.get("category") in _MT_BENCH else row.get("category")
+        ),
     ),
     "mt_bench": PublicSuite(
-        "HuggingFaceH4/mt_bench_prompts", "Apache-2.0", lambda row: row["prompt"], split="train", id_key="prompt_id"
+        "HuggingFaceH4/mt_bench_prompts",
+        "Apache-2.0",
+        lambda row: row["prompt"],
+        split="train",
+        id_key="prompt_id",
     ),
     "humaneval": PublicSuite("openai/openai_humaneval", "MIT", _humaneval, id_key="task_id"),
     "gsm8k": PublicSuite("openai/gsm8k", "MIT", lambda row: [row["question"]], "main"),
@@ -184,11 +225,24 @@ PUBLIC: dict[str, PublicSuite] = {
         category=lambda row: row.get("subject"),
     ),
     "aime_2024": PublicSuite(
-        "HuggingFaceH4/aime_2024", "not stated", lambda row: [row["problem"]], split="train", id_key="id"
+        "HuggingFaceH4/aime_2024",
+        "not stated",
+        lambda row: [row["problem"]],
+        split="train",
+        id_key="id",
     ),
-    "aime_2025": PublicSuite("math-ai/aime25", "Apache-2.0", lambda row: [row["problem"]], id_key="id"),
+    "aime_2025": PublicSuite(
+        "math-ai/aime25",
+        "Apache-2.0",
+        lambda row: [row["problem"]],
+        id_key="id",
+    ),
     "livecodebench": PublicSuite(
-        "lighteval/code_generation_lite", "CC", _livecodebench, "v6", category=lambda row: row.get("difficulty")
+        "lighteval/code_generation_lite",
+        "CC",
+        _livecodebench,
+        "v6",
+        category=lambda row: row.get("difficulty"),
     ),
     "longbench": PublicSuite(
         "zai-org/LongBench-v2",
@@ -224,13 +278,18 @@ PUBLIC: dict[str, PublicSuite] = {
     **{
         name: PublicSuite("nvidia/SPEED-Bench", "NVIDIA evaluation dataset license", config=config)
         for name, config in [("speed_bench", "qualitative")]
-        + [(f"speed_bench_{size}", f"throughput_{size}") for size in ("1k", "2k", "8k", "16k", "32k")]
+        + [
+            (f"speed_bench_{size}", f"throughput_{size}")
+            for size in ("1k", "2k", "8k", "16k", "32k")
+        ]
     },
 }
 
 
 def known_suites() -> list[str]:
-    """Names that `load_suite` finds without a path: suites that come with drafttrain, then public ones."""
+    """Names that `load_suite` finds without a path: suites that come with drafttrain, then public
+    ones.
+    """
     return [*sorted(path.stem for path in suites_folder().glob("*.jsonl")), *PUBLIC]
 
 
@@ -238,12 +297,13 @@ def load_suite(name: str, defaults: Json | None = None) -> Suite:
     """Reads a suite.
 
     Args:
-        name: a JSONL file with `turns` and optionally `question_id` and `category`; a name of `known_suites`; or
-            NAME:FILE, a public benchmark in a file of its own format.
+        name: a JSONL file with `turns` and optionally `question_id` and `category`; a name of
+            `known_suites`; or NAME:FILE, a public benchmark in a file of its own format.
         defaults: chat_template_kwargs of questions that do not name them.
 
     Raises:
-        UserError: a missing file, a public benchmark that cannot be loaded, a malformed row, or no rows.
+        UserError: a missing file, a public benchmark that cannot be loaded, a malformed row, or no
+            rows.
     """
     candidates = [Path(name).expanduser(), suites_folder() / f"{name}.jsonl"]
     path = next((path for path in candidates if path.is_file()), None)
@@ -255,19 +315,25 @@ def load_suite(name: str, defaults: Json | None = None) -> Suite:
         )
     if path is not None:
         rows = read_jsonl(path, fix=_ROW_FIX, schema=SuiteRow)
-        questions = tuple(Question.from_row(row, index, "all", defaults) for index, (_, row) in enumerate(rows))
-        content, license_name = path.read_bytes() + (json.dumps(defaults).encode() if defaults else b""), ""
+        questions = tuple(
+            Question.from_row(row, index, "all", defaults) for index, (_, row) in enumerate(rows)
+        )
+        content = path.read_bytes() + (json.dumps(defaults).encode() if defaults else b"")
+        license_name = ""
     else:
         questions = tuple(_read_public(public, file, defaults))
         texts = [_content(question) for question in questions]
-        content, license_name = json.dumps(texts, ensure_ascii=False).encode(), PUBLIC[public].license
+        content = json.dumps(texts, ensure_ascii=False).encode()
+        license_name = PUBLIC[public].license
     if not questions:
         raise UserError(f"suite={name!r} holds no questions; each line is a JSON object with turns")
     return Suite(name, questions, hashlib.sha256(content).hexdigest()[:16], license_name)
 
 
 def take_evenly(questions: Sequence[Question], limit: int | None) -> list[Question]:
-    """Takes `limit` questions in order, evenly from all categories; None takes all. Raises UserError for a limit below 1."""
+    """Takes `limit` questions in order, evenly from all categories; None takes all. Raises
+    UserError for a limit below 1.
+    """
     if limit is None:
         return list(questions)
     if limit < 1:
@@ -286,20 +352,36 @@ def _content(question: Question) -> list[object]:
     return [question.category, question.turns, *(more if any(more) else ())]
 
 
-# -- public benchmarks ------------------------------------------------------------------------------------------------
+# -- public benchmarks -----------------------------------------------------------------------------
 
 
 def _read_public(name: str, path: str, defaults: Json | None) -> Iterator[Question]:
-    """Reads a benchmark from a file or folder in its own format or FastChat's; an empty path is the Hub. Raises UserError."""
-    suite, where = PUBLIC[name], f"suite={name}:{path}" if path else f"suite={name}"
-    rows = _local_rows(where, suite, Path(path).expanduser()) if path else _hub_rows(name, suite)
+    """Reads a benchmark from a file or folder in its own format or FastChat's; an empty path is the
+    Hub. Raises UserError.
+    """
+    suite = PUBLIC[name]
+    if path:
+        where = f"suite={name}:{path}"
+        rows = _local_rows(where, suite, Path(path).expanduser())
+    else:
+        where = f"suite={name}"
+        rows = _hub_rows(name, suite)
     masked = 0
     for index, (row, folder) in enumerate(rows):
         try:
-            turns = row["turns"] if "turns" in row else suite.turns(row)
-            read = {"category": suite.category(row) or name, **({} if "turns" in row else suite.more(row, folder))}
+            if "turns" in row:
+                turns = row["turns"]
+            else:
+                turns = suite.turns(row)
+            read = {
+                "category": suite.category(row) or name,
+                **({} if "turns" in row else suite.more(row, folder)),
+            }
         except (KeyError, TypeError, AttributeError, IndexError) as error:
-            keys = ", ".join(map(str, row)) or "none" if isinstance(row, dict) else f"of a {type(row).__name__}"
+            if isinstance(row, dict):
+                keys = ", ".join(map(str, row)) or "none"
+            else:
+                keys = f"of a {type(row).__name__}"
             raise UserError(
                 f"{where} row {index + 1} has the keys {keys}, which is not {name}'s format (no {error}); "
                 "give the benchmark's own file, or JSON lines with turns"
@@ -320,15 +402,24 @@ def _hub_rows(name: str, suite: PublicSuite) -> Iterator[tuple[Json, Path]]:
     from datasets import load_dataset
     from huggingface_hub import snapshot_download
 
-    with reading(suite.source, f"suite={name!r}: source", f"go online once, or give its file as {name}:FILE"):
+    with reading(
+        suite.source,
+        f"suite={name!r}: source",
+        f"go online once, or give its file as {name}:FILE",
+    ):
         if suite.files:
             chosen = [*suite.files, *suite.beside]
             path = Path(snapshot_download(suite.source, repo_type="dataset", allow_patterns=chosen))
             rows = _local_rows(f"suite={name}", suite, path)
         elif suite.source.startswith("https://"):
-            rows = ((row, Path()) for row in load_dataset("json", data_files=suite.source, split=suite.split))
+            rows = (
+                (row, Path())
+                for row in load_dataset("json", data_files=suite.source, split=suite.split)
+            )
         else:
-            rows = ((row, Path()) for row in load_dataset(suite.source, suite.config, split=suite.split))
+            rows = (
+                (row, Path()) for row in load_dataset(suite.source, suite.config, split=suite.split)
+            )
     yield from rows
 
 
@@ -347,15 +438,27 @@ def _files(where: str, suite: PublicSuite, path: Path) -> list[Path]:
     if suite.files:
         found = sorted({file for pattern in suite.files for file in path.glob(pattern)})
         if not found:
-            raise UserError(f"{where}: no such file, and no folder with files as {suite.files[0]}; check the path")
+            raise UserError(
+                f"{where}: no such file, and no folder with files as {suite.files[0]}; check the path"
+            )
         return found
-    folder = path / suite.config if suite.config and (path / suite.config).is_dir() else path
-    files = sorted(file for file in folder.rglob("*") if file.name.endswith(_SUFFIXES)) if folder.is_dir() else []
+    if suite.config and (path / suite.config).is_dir():
+        folder = path / suite.config
+    else:
+        folder = path
+    if folder.is_dir():
+        files = sorted(file for file in folder.rglob("*") if file.name.endswith(_SUFFIXES))
+    else:
+        files = []
     split = [file for file in files if file.name.startswith(suite.split)]
     if not files:
-        raise UserError(f"{where}: no such file, and no folder with {', '.join(_SUFFIXES)} files; check the path")
+        raise UserError(
+            f"{where}: no such file, and no folder with {', '.join(_SUFFIXES)} files; check the path"
+        )
     if not split and len(files) > 1:
-        raise UserError(f"{where}: a folder of {len(files)} files, none of split {suite.split!r}; give one of them")
+        raise UserError(
+            f"{where}: a folder of {len(files)} files, none of split {suite.split!r}; give one of them"
+        )
     return split or files
 
 
@@ -365,10 +468,18 @@ def _file_rows(file: Path) -> Iterable[Json]:
         import pyarrow.csv
         import pyarrow.parquet
 
-        read = pyarrow.parquet.read_table if file.suffix == ".parquet" else pyarrow.csv.read_csv
+        if file.suffix == ".parquet":
+            read = pyarrow.parquet.read_table
+        else:
+            read = pyarrow.csv.read_csv
         return read(file).to_pylist()
-    raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+    if file.suffix == ".gz":
+        raw = gzip.decompress(file.read_bytes())
+    else:
+        raw = file.read_bytes()
     text = raw.decode("utf-8-sig")
     if file.suffix == ".json" and text.lstrip().startswith("["):
         return parse_json(text)
-    return [parse_json(line) for line in text.split("\n") if line.strip()]  # splitlines would break a line at U+2028
+    return [
+        parse_json(line) for line in text.split("\n") if line.strip()
+    ]  # splitlines would break a line at U+2028

@@ -1,9 +1,11 @@
-"""Draft lengths by batch size, from a sweep or an estimate: speculation pays less, and ends, as batches grow.
+"""Draft lengths by batch size, from a sweep or an estimate: speculation pays less, and ends, as
+batches grow.
 
 vLLM    num_speculative_tokens_per_batch_size: [[first, last, tokens], ...], in --speculative-config
 SGLang  --speculative-adaptive-config FILE: {"first": {"candidate_steps": [tokens]}, ...}, for EAGLE and EAGLE3 chains
 
-Sources: vllm/v1/spec_decode/dynamic/utils.py of vLLM 0.32; srt/speculative/adaptive_spec_params.py of SGLang 0.5.23.
+Sources: vllm/v1/spec_decode/dynamic/utils.py of vLLM 0.32; srt/speculative/adaptive_spec_params.py
+of SGLang 0.5.23.
 """
 
 from __future__ import annotations
@@ -54,11 +56,12 @@ class Entry(NamedTuple):
 
 
 def batch_schedule(path: Path) -> list[Entry]:
-    """The fastest draft length for every batch size that a file covers; sizes in between take the next smaller one's.
+    """The fastest draft length for every batch size that a file covers; sizes in between take the
+    next smaller one's.
 
     Args:
-        path: summary.json of `drafttrain sweep` over --lengths and --batch-sizes with --grid, or the --output of
-            `drafttrain estimate`.
+        path: summary.json of `drafttrain sweep` over --lengths and --batch-sizes with --grid, or
+            the --output of `drafttrain estimate`.
 
     Raises:
         UserError: neither of both, or no chain and batch size in it.
@@ -71,10 +74,13 @@ def batch_schedule(path: Path) -> list[Entry]:
         content.get("cells", [])
     )
     if not best:
-        raise UserError(f"schedule={str(path)!r} measured no chain; sweep --lengths 1,2,4 --batch-sizes 1,8,32 --grid")
+        raise UserError(
+            f"schedule={str(path)!r} measured no chain; sweep --lengths 1,2,4 --batch-sizes 1,8,32 --grid"
+        )
     starts = [1, *sorted(best)[1:], _LARGEST + 1]
     found = [
-        Entry(first, after - 1, best[size]) for (first, after), size in zip(pairwise(starts), sorted(best), strict=True)
+        Entry(first, after - 1, best[size])
+        for (first, after), size in zip(pairwise(starts), sorted(best), strict=True)
     ]
     groups = [list(group) for _, group in groupby(found, key=lambda entry: entry.tokens)]
     return [Entry(group[0].first, group[-1].last, group[0].tokens) for group in groups]
@@ -84,14 +90,18 @@ def _fastest_chains(cells: list[_MeasuredChain]) -> dict[int, int]:
     """Batch size -> length of the chain with the highest speed-up there; 0 where none is above 1."""
     best: dict[int, tuple[float, int]] = {}
     for row in cells:
-        size, speedup, spec = row["cell"]["batch_size"], row["speedup_vs_fastest"], TreeSpec.parse(row["spec"])
+        size = row["cell"]["batch_size"]
+        speedup = row["speedup_vs_fastest"]
+        spec = TreeSpec.parse(row["spec"])
         if speedup is not None and spec.shape == "chain":
             best[size] = max(best.get(size, (1.0, 0)), (speedup, spec.depth))
     return {size: length for size, (_, length) in best.items()}
 
 
 def vllm_keys(schedule: list[Entry]) -> Json:
-    """Keys of --speculative-config; num_speculative_tokens is the longest draft, for which vLLM reserves room."""
+    """Keys of --speculative-config; num_speculative_tokens is the longest draft, for which vLLM
+    reserves room.
+    """
     return {
         "num_speculative_tokens": max(1, *(entry.tokens for entry in schedule)),
         "num_speculative_tokens_per_batch_size": [list(entry) for entry in schedule],

@@ -1,6 +1,7 @@
 """The same prompts, greedily, with a chain of the same length, in an engine and in our decoder.
 
-The accepted length of both sides is the number of tokens committed per target pass after the prefill, bonus token included.
+The accepted length of both sides is the number of tokens committed per target pass after the
+prefill, bonus token included.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from drafttrain.target.generation import LogitsRules
 from drafttrain.target.loading import check_loaded, load_language_model, loading
 
 SIDES = Path(__file__).with_name("engines")  # scripts for the engines' own environments
-_EXCEPTION = re.compile(r"(\w+\.)*\w*(Error|Exception|Interrupt|Exit)\b")  # the line that ends a traceback
+_EXCEPTION = re.compile(
+    r"(\w+\.)*\w*(Error|Exception|Interrupt|Exit)\b"
+)  # the line that ends a traceback
 _TIMEOUT = 3600  # seconds; vLLM alone takes minutes to start on a CPU
 
 
@@ -46,19 +49,32 @@ class EngineJob(NamedTuple):
 
 
 def ours(job: EngineJob, drafter: Drafter | None) -> Json:
-    """Runs our decoder: accepted_length (tokens committed per target pass after the prefill, bonus included), tokens."""
-    spec, target = TreeSpec.parse(f"chain:{job.depth}"), job.target.pack()
+    """Runs our decoder: accepted_length (tokens committed per target pass after the prefill, bonus
+    included), tokens.
+    """
+    spec = TreeSpec.parse(f"chain:{job.depth}")
+    target = job.target.pack()
     if drafter is not None:
         drafter.uses_text = False  # engines draft the kept tokens alone
-    raw = LogitsRules()  # the engines take the argmax of the logits, whatever the target's generation_config says
-    made = [generate(target, drafter, ids, max_new_tokens=job.tokens, spec=spec, rules=raw) for ids in job.prompts]
+    raw = (
+        LogitsRules()
+    )  # the engines take the argmax of the logits, whatever the target's generation_config says
+    made = [
+        generate(target, drafter, ids, max_new_tokens=job.tokens, spec=spec, rules=raw)
+        for ids in job.prompts
+    ]
     passes = sum(generation.stats.target_passes for generation in made)
     new = sum(generation.stats.new_tokens - 1 for generation in made)
-    return {"accepted_length": round(new / max(passes, 1), 4), "tokens": [generation.tokens for generation in made]}
+    return {
+        "accepted_length": round(new / max(passes, 1), 4),
+        "tokens": [generation.tokens for generation in made],
+    }
 
 
 def vllm(job: EngineJob, drafter: Path, options: Mapping[str, object]) -> Json:
-    """Runs vLLM with the exported drafter; its counters give the accepted length. options: of its speculative_config."""
+    """Runs vLLM with the exported drafter; its counters give the accepted length. options: of its
+    speculative_config.
+    """
     speculative = {"model": str(drafter), "num_speculative_tokens": job.depth, **options}
     described = {
         "target": job.target.path,
@@ -72,17 +88,26 @@ def vllm(job: EngineJob, drafter: Path, options: Mapping[str, object]) -> Json:
         "speculative": speculative,
         "ignore_eos": False,
     }
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", **os.environ}
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "HF_HUB_OFFLINE": "1",
+        **os.environ,
+    }
     answer = run_side(job.python, SIDES / "vllm_side.py", described, environment)
     del answer["runs"]  # texts are compared here, not speed
-    drafted = {key.removeprefix("vllm:spec_decode_"): value for key, value in answer.pop("counters").items()}
+    drafted = {
+        key.removeprefix("vllm:spec_decode_"): value
+        for key, value in answer.pop("counters").items()
+    }
     after_prefill = sum(len(made) - 1 for made in answer["tokens"])
     length = round(after_prefill / max(answer["rounds"], 1), 4)
     return {**answer, **drafted, "accepted_length": length}
 
 
 def llama_cpp(job: EngineJob, target: Path, draft: Path, kind: str) -> Json:
-    """Runs llama.cpp's server on two GGUF files. It counts drafted and accepted tokens; rounds follow from them.
+    """Runs llama.cpp's server on two GGUF files. It counts drafted and accepted tokens; rounds
+    follow from them.
 
     kind: the server's --spec-type.
     """
@@ -97,10 +122,21 @@ def llama_cpp(job: EngineJob, target: Path, draft: Path, kind: str) -> Json:
         "max_model_len": max(map(len, job.prompts)) + job.tokens + 2 * job.depth + 32,
         "threads": torch.get_num_threads(),
     }
-    answer = run_side(job.python, SIDES / "llama_side.py", described, {**os.environ, "GGML_NO_BACKTRACE": "1"})
+    answer = run_side(
+        job.python,
+        SIDES / "llama_side.py",
+        described,
+        {**os.environ, "GGML_NO_BACKTRACE": "1"},
+    )
     rounds = after_prefill = 0
-    for made, offered, accepted in zip(answer["tokens"], answer["offered"], answer["accepted"], strict=True):
-        # A round commits the accepted tokens and one more, except the last round, if it accepted the end of the text.
+    for made, offered, accepted in zip(
+        answer["tokens"],
+        answer["offered"],
+        answer["accepted"],
+        strict=True,
+    ):
+        # A round commits the accepted tokens and one more, except the last round, if it accepted
+        # the end of the text.
         after_prefill += len(made) - 1
         rounds += max(len(made) - 1 - accepted, -(-offered // job.depth))
     rounds = max(rounds, 1)
@@ -113,15 +149,31 @@ def transformers(job: EngineJob, drafter: Path, options: Mapping[str, object]) -
 
     options: arguments of `generate`, see `Shipping.options`.
     """
-    target, again, reads_states = job.target, "export again", "speculation_type" in options
-    model = load_language_model(str(target.path), repr(str(target.path)), again, dtype=target.compute_dtype)
+    target = job.target
+    again = "export again"
+    reads_states = "speculation_type" in options
+    model = load_language_model(
+        str(target.path),
+        repr(str(target.path)),
+        again,
+        dtype=target.compute_dtype,
+    )
     if reads_states:  # a drafter without head, which is no causal language model
         what = repr(str(drafter))
         with loading(what, again):
-            assistant, info = AutoModel.from_pretrained(drafter, dtype=target.compute_dtype, output_loading_info=True)
+            assistant, info = AutoModel.from_pretrained(
+                drafter,
+                dtype=target.compute_dtype,
+                output_loading_info=True,
+            )
         check_loaded(assistant, info, what, again)
     else:
-        assistant = load_language_model(str(drafter), repr(str(drafter)), again, dtype=target.compute_dtype)
+        assistant = load_language_model(
+            str(drafter),
+            repr(str(drafter)),
+            again,
+            dtype=target.compute_dtype,
+        )
         assistant.generation_config.num_assistant_tokens = job.depth
         assistant.generation_config.num_assistant_tokens_schedule = "constant"
         assistant.generation_config.assistant_confidence_threshold = 0.0
@@ -131,8 +183,13 @@ def transformers(job: EngineJob, drafter: Path, options: Mapping[str, object]) -
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=end[0] if end else 0)
     settings = dict(options)
     if settings.pop(TOKENIZERS, False):
-        settings |= {"tokenizer": target.tokenizer, "assistant_tokenizer": AutoTokenizer.from_pretrained(drafter)}
-    passes, rounds, made = 0, 0, []
+        settings |= {
+            "tokenizer": target.tokenizer,
+            "assistant_tokenizer": AutoTokenizer.from_pretrained(drafter),
+        }
+    passes = 0
+    rounds = 0
+    made = []
 
     def count(*_: object) -> None:
         nonlocal passes
@@ -141,19 +198,34 @@ def transformers(job: EngineJob, drafter: Path, options: Mapping[str, object]) -
     handle = model.register_forward_hook(count)
     for prompt in job.prompts:
         ids = torch.tensor([prompt], device=target.device)  # [1, L] int64
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False)  # [1, L + 1]
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=1,
+            do_sample=False,
+        )  # [1, L + 1]
         if job.tokens > 1 and out[0, -1].item() not in target.eos_ids:
-            # A draft model drafts before the first pass, which then is a round like ours if the first token is known. Other
-            # drafters read the states of that pass, so it is a prefill.
+            # A draft model drafts before the first pass, which then is a round like ours if the
+            # first token is known. Other drafters read the states of that pass, so it is a prefill.
             start = ids if reads_states else out
-            passes, most = 0, len(prompt) + job.tokens - start.shape[1]
-            limits = {"attention_mask": torch.ones_like(start), "max_new_tokens": most, "do_sample": False}
+            passes = 0
+            most = len(prompt) + job.tokens - start.shape[1]
+            limits = {
+                "attention_mask": torch.ones_like(start),
+                "max_new_tokens": most,
+                "do_sample": False,
+            }
             out = model.generate(start, assistant_model=assistant, **limits, **settings)
             rounds += passes - reads_states
         made.append(out[0, len(prompt) :].tolist())
     handle.remove()
     length = round(sum(len(each) - 1 for each in made) / max(rounds, 1), 4)
-    return {"version": transformers_release, "rounds": rounds, "accepted_length": length, "tokens": made}
+    return {
+        "version": transformers_release,
+        "rounds": rounds,
+        "accepted_length": length,
+        "tokens": made,
+    }
 
 
 def missing(python: str, package: str) -> str:
@@ -163,7 +235,9 @@ def missing(python: str, package: str) -> str:
         done = subprocess.run([python, "-c", code], capture_output=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{python} does not run ({error})"
-    return f"no {package} in {python}" if done.returncode else ""
+    if done.returncode:
+        return f"no {package} in {python}"
+    return ""
 
 
 def run_side(python: str, script: Path, job: Json, environment: dict[str, str]) -> Json:
@@ -173,7 +247,8 @@ def run_side(python: str, script: Path, job: Json, environment: dict[str, str]) 
         UserError: no such interpreter, or the engine failed, with the last lines that it wrote.
     """
     with scratch_folder() as folder:
-        path, answer = folder / "job.json", folder / "answer.json"
+        path = folder / "job.json"
+        answer = folder / "answer.json"
         path.write_text(json.dumps({**job, "answer": str(answer)}))
         command = [python, str(script), str(path)]
         try:
@@ -182,17 +257,23 @@ def run_side(python: str, script: Path, job: Json, environment: dict[str, str]) 
                                     process_group=0)  # fmt: skip
         except OSError as error:
             fix = "give the engine's interpreter"
-            raise UserError(f"engine-python={python!r} cannot run {script.name} ({error}); {fix}") from error
+            raise UserError(
+                f"engine-python={python!r} cannot run {script.name} ({error}); {fix}"
+            ) from error
         try:
             _, stderr = side.communicate(timeout=_TIMEOUT)
         except subprocess.TimeoutExpired as error:
-            raise UserError(f"{script.name} was stopped after {_TIMEOUT} s; ask for fewer prompts or tokens") from error
+            raise UserError(
+                f"{script.name} was stopped after {_TIMEOUT} s; ask for fewer prompts or tokens"
+            ) from error
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(side.pid, signal.SIGKILL)
             side.wait()
         if side.returncode or not answer.is_file():
-            raise UserError(f"the engine stopped (exit code {side.returncode}): " + _last_words(stderr))
+            raise UserError(
+                f"the engine stopped (exit code {side.returncode}): " + _last_words(stderr)
+            )
         return json.loads(answer.read_text())
 
 

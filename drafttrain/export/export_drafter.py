@@ -1,4 +1,6 @@
-"""`drafttrain export`: writes a drafter in the form that an engine loads, and prints the command that serves it."""
+"""`drafttrain export`: writes a drafter in the form that an engine loads, and prints the command
+that serves it.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,24 @@ from pathlib import Path
 import torch
 
 from drafttrain.drafters.registry import is_untrained
-from drafttrain.drafters.shipping import ExportRequest, Trained, check_expressible, find_drafter, format_lines, shipping
+from drafttrain.drafters.shipping import (
+    ExportRequest,
+    Trained,
+    check_expressible,
+    find_drafter,
+    format_lines,
+    shipping,
+)
 from drafttrain.errors import UserError
 from drafttrain.export.batch_schedule import batch_schedule
 from drafttrain.export.export_drafter_flags import TARGET_GGUF
-from drafttrain.export.serving_recipes import as_text, engine_depth, own_drafting, recipes, tuned_tree
+from drafttrain.export.serving_recipes import (
+    as_text,
+    engine_depth,
+    own_drafting,
+    recipes,
+    tuned_tree,
+)
 from drafttrain.files import hub_snapshot, is_hub_id
 from drafttrain.folders import OutputFolder, beside, check_folder, inputs_of
 from drafttrain.formats.public_names import public_name
@@ -29,36 +44,68 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
     if is_untrained(args.drafter):
         if args.format or args.output:
-            raise UserError(f"drafter={args.drafter!r} has no weights to write; without --format it prints its recipes")
-        print(text := as_text(own_drafting(args.drafter, args.target or "TARGET", args.speculative_tokens or 5)))
+            raise UserError(
+                f"drafter={args.drafter!r} has no weights to write; without --format it prints its recipes"
+            )
+        print(
+            text := as_text(
+                own_drafting(args.drafter, args.target or "TARGET", args.speculative_tokens or 5)
+            )
+        )
         conclude({"serve": text})
         return 0
     if args.format is None:
         kind = find_drafter(args.drafter).kind
         lines = format_lines(kind)
         print("\n".join(lines) or f"no engine loads drafters of kind {kind}")
-        form = lines[0].split(maxsplit=1)[0] if lines else ""
-        then = next_command("export", drafter=args.drafter, format=form, output=beside(args.drafter, "export"))
+        form = ""
+        if lines:
+            form = lines[0].split(maxsplit=1)[0]
+        then = next_command(
+            "export",
+            drafter=args.drafter,
+            format=form,
+            output=beside(args.drafter, "export"),
+        )
         conclude({"kind": kind, "formats": lines}, then=then if lines else "")
         return 0
     if args.output is None:
-        raise UserError("--output is required to write a trained drafter; see drafttrain export --help")
+        raise UserError(
+            "--output is required to write a trained drafter; see drafttrain export --help"
+        )
     if args.target_gguf and args.format != "gguf":
-        raise UserError(f"target-gguf={args.target_gguf!r} goes with --format gguf, not {args.format!r}; drop the flag")
-    schedule = batch_schedule(Path(args.schedule).expanduser()) if args.schedule else None
-    output, trained = check_folder(args.output, "export", inputs_of(args)), find_drafter(args.drafter)
+        raise UserError(
+            f"target-gguf={args.target_gguf!r} goes with --format gguf, not {args.format!r}; drop the flag"
+        )
+    if args.schedule:
+        schedule = batch_schedule(Path(args.schedule).expanduser())
+    else:
+        schedule = None
+    output = check_folder(args.output, "export", inputs_of(args))
+    trained = find_drafter(args.drafter)
     depth = args.speculative_tokens or engine_depth(trained, tuned_tree(trained.folder))
     target = args.target or trained.target_name
     if args.target and not trained.target:
         trained = _beside(trained, args.target)
-    files = export(trained, args.format, output, resolve_dtype(args.dtype), target, depth, args.engine_version)
+    files = export(
+        trained,
+        args.format,
+        output,
+        resolve_dtype(args.dtype),
+        target,
+        depth,
+        args.engine_version,
+    )
     if args.target_gguf:
         files.append(write_target(target, output / TARGET_GGUF, args.target_gguf))
-    name = public_name(target) if target else "TARGET"
+    name = "TARGET"
+    if target:
+        name = public_name(target)
     made = recipes(trained, str(output), name, args.speculative_tokens, schedule=schedule)
     engines = shipping(trained.kind).formats[args.format].engines
     text = as_text([recipe for recipe in made if recipe.engine in engines])
-    text = text.replace(f"-m {TARGET_GGUF}", f"-m {output / TARGET_GGUF}") if args.target_gguf else text
+    if args.target_gguf:
+        text = text.replace(f"-m {TARGET_GGUF}", f"-m {output / TARGET_GGUF}")
     print(f"{text}\n")
     then = next_command("verify", drafter=args.drafter, exported=output)
     conclude({"format": args.format, "serve": text}, files, then)
@@ -66,11 +113,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _beside(trained: Trained, name: str) -> Trained:
-    """A drafter that records no target, such as a downloaded draft model, as one of the target that --target names."""
+    """A drafter that records no target, such as a downloaded draft model, as one of the target that
+    --target names.
+    """
     try:
         return replace(trained, target=load_shell(name).identity())
     except UserError:
-        print(f"note: target={name!r} cannot be read here: vocabularies are not compared", file=sys.stderr, flush=True)
+        print(
+            f"note: target={name!r} cannot be read here: vocabularies are not compared",
+            file=sys.stderr,
+            flush=True,
+        )
         return trained
 
 
@@ -83,7 +136,10 @@ def write_target(name: str, output: Path, kind: str) -> Path:
     if not name:
         raise UserError("target-gguf: the drafter does not record its target; pass --target")
     path = resolve_target(name)
-    folder = hub_snapshot(path, _TARGET_FILES, "target", ignore=["*/*"]) if is_hub_id(path) else Path(path)
+    if is_hub_id(path):
+        folder = hub_snapshot(path, _TARGET_FILES, "target", ignore=["*/*"])
+    else:
+        folder = Path(path)
     return write_gguf(folder, output, kind)
 
 
@@ -96,10 +152,12 @@ def export(
     depth: int = 3,
     release: str = "",
 ) -> list[Path]:
-    """Writes a drafter in one of FORMATS; the arguments from `output` to `depth` are those of `ExportRequest`.
+    """Writes a drafter in one of FORMATS; the arguments from `output` to `depth` are those of
+    `ExportRequest`.
 
     Args:
-        release: of the format's engine, which decides what is supported; the newest known one unless given.
+        release: of the format's engine, which decides what is supported; the newest known one
+            unless given.
 
     Returns:
         The files written.

@@ -24,14 +24,34 @@ draft by themselves, --drafter with that kind's name prints their settings. Chec
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = adder(parser)
-    add_drafter_flag(parser, trained=True, more=", or a kind without weights, to print its recipes only")
+    add_drafter_flag(
+        parser,
+        trained=True,
+        more=", or a kind without weights, to print its recipes only",
+    )
     add("--format", choices=FORMATS, help="whose format")
     add("--output", Place, help="folder to write")
-    newest = ", ".join(f"{form}: {engine_of(form).name} {engine_of(form).release}" for form in FORMATS)
-    add("--engine-version", Name, default="", help=f"release of the engine that is to load it (default: {newest})")
+    newest = ", ".join(
+        f"{form}: {engine_of(form).name} {engine_of(form).release}" for form in FORMATS
+    )
+    add(
+        "--engine-version",
+        Name,
+        default="",
+        help=f"release of the engine that is to load it (default: {newest})",
+    )
     add("--dtype", FileDtype, default="bfloat16", help=WEIGHTS_HELP)
-    add("--target", Name, default="", help="name in recipes; has the tokenizer (default: the recorded one)")
+    add(
+        "--target",
+        Name,
+        default="",
+        help="name in recipes; has the tokenizer (default: the recorded one)",
+    )
     more = f"with --format gguf: also write the target, as {TARGET_GGUF} of this type"
     add("--target-gguf", choices=GGUF_TYPES, help=more)
-    add("--speculative-tokens", Depth, help="drafted per round (default: the depth in decoding.json, else 3)")
+    add(
+        "--speculative-tokens",
+        Depth,
+        help="drafted per round (default: the depth in decoding.json, else 3)",
+    )
     add("--schedule", File, help=SCHEDULE_HELP)

@@ -5,7 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from drafttrain.drafters.shipping import ExportRequest, Shipping, find_drafter, shipped_kinds, shipping
+from drafttrain.drafters.shipping import (
+    ExportRequest,
+    Shipping,
+    find_drafter,
+    shipped_kinds,
+    shipping,
+)
 from drafttrain.errors import UserError
 from drafttrain.files import hub_snapshot, scratch_folder, writing
 from drafttrain.folders import OutputFolder, inputs_of
@@ -30,17 +36,31 @@ def convert(args: argparse.Namespace, output: OutputFolder) -> int:
         folder = hub_snapshot(args.checkpoint, patterns, "checkpoint")
     kind = find_kind(folder)
     drafter = kind.read(
-        folder, load_shell(args.target, trust_remote_code=args.trust_remote_code).identity(), args.allow_pickle
+        folder,
+        load_shell(args.target, trust_remote_code=args.trust_remote_code).identity(),
+        args.allow_pickle,
     )
     with output.staged(keep=("decoding.json",)) as part, scratch_folder() as scratch:
         with writing(output.path):
             drafter.save_pretrained(part)
         trained = find_drafter(str(part))
-        # A drafter with features that no engine supports has no export to check; GGUF files need more than the drafter.
-        form = next((form for form in kind.formats if form != "gguf" and not kind.unsupported(trained, form)), "")
+        # A drafter with features that no engine supports has no export to check; GGUF files need
+        # more than the drafter.
+        form = next(
+            (
+                form
+                for form in kind.formats
+                if form != "gguf" and not kind.unsupported(trained, form)
+            ),
+            "",
+        )
         if form:
             exported = scratch / "engine"
-            kind.write(trained, form, ExportRequest(exported, next(drafter.parameters()).dtype, args.target))
+            kind.write(
+                trained,
+                form,
+                ExportRequest(exported, next(drafter.parameters()).dtype, args.target),
+            )
             kind.check(trained, exported)
     parameters = sum(p.numel() for p in drafter.parameters())
     print(f"{output.path}: {kind.line(trained, f'{parameters:,}')}")
@@ -59,5 +79,11 @@ def find_kind(folder: Path) -> Shipping:
     for name in shipped_kinds():
         if shipping(name).recognizes(config):
             return shipping(name)
-    found = {key: config[key] for key in ("architectures", "speculators_model_type", "model_type") if config.get(key)}
-    raise UserError(f"checkpoint={str(folder)!r} has {found or 'no architectures'}; import reads {_READS}")
+    found = {
+        key: config[key]
+        for key in ("architectures", "speculators_model_type", "model_type")
+        if config.get(key)
+    }
+    raise UserError(
+        f"checkpoint={str(folder)!r} has {found or 'no architectures'}; import reads {_READS}"
+    )

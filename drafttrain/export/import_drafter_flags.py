@@ -26,5 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--checkpoint", Place, required=True, help="folder or Hub id of the drafter")
     add("--target", Place, required=True, help=f"the model it was trained for: {TARGET_HELP}")
     add("--output", Place, required=True, help="folder to write")
-    add("--allow-pickle", action="store_true", help="also read .bin and .pt files (torch.load with weights_only)")
-    add("--trust-remote-code", action="store_true", help="run model code that comes with the target")
+    add(
+        "--allow-pickle",
+        action="store_true",
+        help="also read .bin and .pt files (torch.load with weights_only)",
+    )
+    add(
+        "--trust-remote-code",
+        action="store_true",
+        help="run model code that comes with the target",
+    )

@@ -1,7 +1,9 @@
-"""Command lines that serve a drafter, per engine: printed by `drafttrain export` and put in the model card.
+"""Command lines that serve a drafter, per engine: printed by `drafttrain export` and put in the
+model card.
 
-Sources: vLLM docs/features/spec_decode, SGLang docs/advanced_features/speculative_decoding, TensorRT-LLM
-docs/features/speculative-decoding and triton_backend/all_models/llmapi, llama.cpp tools/server (`llama-server --help`).
+Sources: vLLM docs/features/spec_decode, SGLang docs/advanced_features/speculative_decoding,
+TensorRT-LLM docs/features/speculative-decoding and triton_backend/all_models/llmapi, llama.cpp
+tools/server (`llama-server --help`).
 """
 
 from __future__ import annotations
@@ -13,13 +15,23 @@ from typing import NamedTuple
 
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import decoding_settings, default_tree
-from drafttrain.drafters.shipping import GGUF_NAME, TARGET_OVERRIDES, TOKENIZERS, Trained, shipped_kinds, shipping
+from drafttrain.drafters.shipping import (
+    GGUF_NAME,
+    TARGET_OVERRIDES,
+    TOKENIZERS,
+    Trained,
+    shipped_kinds,
+    shipping,
+)
 from drafttrain.errors import UserError
 from drafttrain.export.batch_schedule import Entry, sglang_config, vllm_keys
 from drafttrain.files import Json
 from drafttrain.formats.engines import ENGINES
 
-_TREES = ("SGLang", "TensorRT-LLM, Triton")  # engines that draft dynamic trees; the others draft chains
+_TREES = (
+    "SGLang",
+    "TensorRT-LLM, Triton",
+)  # engines that draft dynamic trees; the others draft chains
 # What to type, per engine. settings: see `_settings`.
 _COMMANDS = {
     "vLLM": "vllm serve {target} {overrides}--speculative-config '{settings}'",
@@ -68,38 +80,66 @@ def recipes(
 
     Args:
         drafter, target: Hub ids or folders, as they are to appear.
-        depth: speculative tokens; the tuned tree's unless given. Engines that only draft chains get the depth.
-        results: measured runs; the fastest gives the tree, and the kind that our own decoder merges in, such as +ngram.
-        published: `drafter` is a repository that `Shipping.publish` filled, not a folder in one format.
+        depth: speculative tokens; the tuned tree's unless given. Engines that only draft chains get
+            the depth.
+        results: measured runs; the fastest gives the tree, and the kind that our own decoder merges
+            in, such as +ngram.
+        published: `drafter` is a repository that `Shipping.publish` filled, not a folder in one
+            format.
         schedule: draft lengths by batch size, for vLLM and SGLang, which can follow one.
     """
     kind = shipping(trained.kind)
-    tree = TreeSpec.parse(f"chain:{depth}") if depth else tuned_tree(trained.folder, results)
-    unsupported = {name: kind.unsupported(trained, engine.form, engine) for name, engine in ENGINES.items()}
-    options, most = kind.options(trained), engine_depth(trained, tree)
-    theirs = tree if most == tree.depth else TreeSpec.parse(f"chain:{most}")
+    if depth:
+        tree = TreeSpec.parse(f"chain:{depth}")
+    else:
+        tree = tuned_tree(trained.folder, results)
+    unsupported = {
+        name: kind.unsupported(trained, engine.form, engine) for name, engine in ENGINES.items()
+    }
+    options = kind.options(trained)
+    most = engine_depth(trained, tree)
+    if most == tree.depth:
+        theirs = tree
+    else:
+        theirs = TreeSpec.parse(f"chain:{most}")
     chain = TreeSpec.parse(f"chain:{depth or engine_chain(trained, results)}")
     made = []
     for engine, (_, form, _) in ENGINES.items():
         if unsupported[engine] or engine not in options:
-            made.append(Recipe(engine, reasons=unsupported[engine] or [f"it knows no drafter of kind {trained.kind}"]))
+            made.append(
+                Recipe(
+                    engine,
+                    reasons=unsupported[engine] or [f"it knows no drafter of kind {trained.kind}"],
+                )
+            )
             continue
-        place, before = drafter, ""
+        place = drafter
+        before = ""
         if published and kind.withheld(trained, form):
             place = f"{drafter.rpartition('/')[2]}-{form}"
             before = f"drafttrain export --drafter {drafter} --format {form} --output {place}\n"
         elif published and form not in kind.in_root:
-            place, before = f"{drafter}/{form}", f'hf download {drafter} --include "{form}/*" --local-dir {drafter}\n'
+            place = f"{drafter}/{form}"
+            before = f'hf download {drafter} --include "{form}/*" --local-dir {drafter}\n'
         elif published and form == "gguf":
             before = f"hf download {drafter} {GGUF_NAME} --local-dir {drafter}\n"
         own = dict(options[engine])
-        overrides = f"--hf-overrides '{json.dumps(own.pop(TARGET_OVERRIDES))}' " if TARGET_OVERRIDES in own else ""
+        overrides = ""
+        if TARGET_OVERRIDES in own:
+            overrides = f"--hf-overrides '{json.dumps(own.pop(TARGET_OVERRIDES))}' "
         words = {"target": target, "drafter": place, "depth": chain.depth, "overrides": overrides}
-        both = _TOKENIZERS.format(**words) if own.pop(TOKENIZERS, False) else ""
+        both = ""
+        if own.pop(TOKENIZERS, False):
+            both = _TOKENIZERS.format(**words)
         settings = _settings(engine, place, theirs if engine in _TREES else chain, own, schedule)
         if "--speculative-adaptive-config" in settings:
             before += f"echo '{json.dumps(sglang_config(schedule or []))}' > adaptive.json\n"
-        made.append(Recipe(engine, before + _COMMANDS[engine].format(**words, tokenizers=both, settings=settings)))
+        made.append(
+            Recipe(
+                engine,
+                before + _COMMANDS[engine].format(**words, tokenizers=both, settings=settings),
+            )
+        )
     _, plus, side = str((fastest(results) or {}).get("kind", "")).partition("+")
     ours = _COMMANDS["drafttrain"].format(target=target, drafter=drafter + plus + side, tree=tree)
     return [*made, Recipe("drafttrain", ours)]
@@ -117,17 +157,30 @@ def own_drafting(drafter: str, target: str, depth: int) -> list[Recipe]:
         raise UserError(
             f"drafter={drafter!r} has no weights to export, and no engine drafts so; they have settings for {known}"
         )
-    return [Recipe(engine, text.format(target=target, depth=depth)) for engine, text in found.items()]
+    return [
+        Recipe(engine, text.format(target=target, depth=depth)) for engine, text in found.items()
+    ]
 
 
 def _settings(
-    engine: str, drafter: str, tree: TreeSpec, options: Mapping[str, object], schedule: list[Entry] | None
+    engine: str,
+    drafter: str,
+    tree: TreeSpec,
+    options: Mapping[str, object],
+    schedule: list[Entry] | None,
 ) -> str:
-    """An engine's settings as its command takes them: a kind's options (`Shipping.options`) over the defaults."""
+    """An engine's settings as its command takes them: a kind's options (`Shipping.options`) over
+    the defaults.
+    """
     adaptive = schedule and options.get("speculative-algorithm") in ("EAGLE", "EAGLE3")
     if adaptive:  # which knows chains only
         tree = TreeSpec.parse(f"chain:{max(1, *(entry.tokens for entry in schedule or ()))}")
-    top_k, nodes = (tree.top_k, tree.budget) if tree.shape == "dynamic" else (1, tree.depth)
+    if tree.shape == "dynamic":
+        top_k = tree.top_k
+        nodes = tree.budget
+    else:
+        top_k = 1
+        nodes = tree.depth
     defaults: dict[str, Json] = {
         "vLLM": {"method": None, "model": drafter, "num_speculative_tokens": tree.depth},
         "SGLang": {
@@ -137,8 +190,16 @@ def _settings(
             "speculative-eagle-topk": top_k,
             "speculative-num-draft-tokens": nodes + 1,
         },
-        "TensorRT-LLM, Triton": {"decoding_type": None, "max_draft_len": tree.depth, "speculative_model": drafter},
-        "llama.cpp": {"spec-type": None, "spec-draft-model": f"{drafter}/{GGUF_NAME}", "spec-draft-n-max": tree.depth},
+        "TensorRT-LLM, Triton": {
+            "decoding_type": None,
+            "max_draft_len": tree.depth,
+            "speculative_model": drafter,
+        },
+        "llama.cpp": {
+            "spec-type": None,
+            "spec-draft-model": f"{drafter}/{GGUF_NAME}",
+            "spec-draft-n-max": tree.depth,
+        },
     }
     if options.get("decoding_type") == "Eagle3" and tree.shape == "dynamic":
         budget = min(max(nodes, tree.depth), top_k * tree.depth)  # what its rule admits
@@ -147,26 +208,41 @@ def _settings(
             "dynamic_tree_max_topK": top_k,
             "max_total_draft_tokens": budget,
         }
-    chosen = {key: value for key, value in {**defaults.get(engine, {}), **options}.items() if value is not None}
+    chosen = {
+        key: value
+        for key, value in {**defaults.get(engine, {}), **options}.items()
+        if value is not None
+    }
     if engine == "transformers":
         return _assisted(drafter, tree.depth, options)
     if engine == "vLLM":
         return json.dumps(
-            {**chosen, **(vllm_keys(schedule) if schedule and "num_speculative_tokens" not in options else {})}
+            {
+                **chosen,
+                **(
+                    vllm_keys(schedule)
+                    if schedule and "num_speculative_tokens" not in options
+                    else {}
+                ),
+            }
         )
     if adaptive:
         chosen |= {"speculative-adaptive": "", "speculative-adaptive-config": "adaptive.json"}
     if engine in ("SGLang", "llama.cpp"):  # two flags per line
         flags = [f"--{flag} {value}".rstrip() for flag, value in chosen.items()]
-        return " \\\n  ".join([flags[0], *(" ".join(flags[at : at + 2]) for at in range(1, len(flags), 2))])
+        return " \\\n  ".join(
+            [flags[0], *(" ".join(flags[at : at + 2]) for at in range(1, len(flags), 2))]
+        )
     return "\n".join(f"  {key}: {value}" for key, value in chosen.items())
 
 
 def _assisted(drafter: str, depth: int, options: Mapping[str, object]) -> str:
     """transformers' lines after `assistant = `, the last call's end left out."""
-    lines, more = [f'AutoModelForCausalLM.from_pretrained("{drafter}")'], ""
+    lines = [f'AutoModelForCausalLM.from_pretrained("{drafter}")']
+    more = ""
     if "speculation_type" in options:  # drafts its whole block
-        lines, more = [f'AutoModel.from_pretrained("{drafter}")'], f', speculation_type="{options["speculation_type"]}"'
+        lines = [f'AutoModel.from_pretrained("{drafter}")']
+        more = f', speculation_type="{options["speculation_type"]}"'
     else:
         lines.append(f"assistant.generation_config.num_assistant_tokens = {depth}")
     return "\n".join([*lines, f"model.generate(**inputs, assistant_model=assistant{more}"])
@@ -183,30 +259,52 @@ def as_text(made: Sequence[Recipe]) -> str:
 def fastest(results: Sequence[Json]) -> Json | None:
     """The measured run with the highest speed-up; None if no run drafted."""
     measured = [run for run in results if run["decoding"].get("tree", {}).get("depth")]
-    return max(measured, key=lambda run: run["overall"].get("speedup_vs_fastest") or 0.0, default=None)
+    return max(
+        measured,
+        key=lambda run: run["overall"].get("speedup_vs_fastest") or 0.0,
+        default=None,
+    )
 
 
 def engine_chain(trained: Trained, results: Sequence[Json] = ()) -> int:
-    """Speculative tokens for engines that draft chains: of the fastest measured chain, else tune's, else the tree's depth."""
-    measured = fastest([run for run in results if run["decoding"].get("tree", {}).get("spec", "").startswith("chain:")])
+    """Speculative tokens for engines that draft chains: of the fastest measured chain, else tune's,
+    else the tree's depth.
+    """
+    measured = fastest(
+        [
+            run
+            for run in results
+            if run["decoding"].get("tree", {}).get("spec", "").startswith("chain:")
+        ]
+    )
     if measured is not None:
         return engine_depth(trained, TreeSpec.parse(measured["decoding"]["tree"]["spec"]))
     tuned = decoding_settings(str(trained.folder)).get("chain")
-    return engine_depth(trained, TreeSpec.parse(tuned) if tuned else tuned_tree(trained.folder, results))
+    return engine_depth(
+        trained, TreeSpec.parse(tuned) if tuned else tuned_tree(trained.folder, results)
+    )
 
 
 def engine_depth(trained: Trained, tree: TreeSpec) -> int:
-    """Speculative tokens for an engine: the tree's depth, at most what the drafter reaches; all of a block."""
+    """Speculative tokens for an engine: the tree's depth, at most what the drafter reaches; all of
+    a block.
+    """
     kind = shipping(trained.kind)
     if fixed := kind.block_depth(trained):
         return fixed
-    return min(tree.depth, trained.config[kind.depth_key]) if kind.depth_key else tree.depth
+    if kind.depth_key:
+        return min(tree.depth, trained.config[kind.depth_key])
+    return tree.depth
 
 
 def tuned_tree(folder: Path, results: Sequence[Json] = (), default_depth: int = 3) -> TreeSpec:
-    """The tree to serve with: the fastest measured run's, else decoding.json's, else a chain of the default depth."""
+    """The tree to serve with: the fastest measured run's, else decoding.json's, else a chain of the
+    default depth.
+    """
     best = fastest(results)
     if best is not None:
         return TreeSpec.parse(best["decoding"]["tree"]["spec"])
     tree = TreeSpec.parse(default_tree(str(folder)) or f"chain:{default_depth}")
-    return tree if tree.depth else TreeSpec.parse(f"chain:{default_depth}")
+    if tree.depth:
+        return tree
+    return TreeSpec.parse(f"chain:{default_depth}")

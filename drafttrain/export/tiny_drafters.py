@@ -1,4 +1,5 @@
-"""Tiny drafters of every kind that engines load, for a tiny random target: made, trained for seconds and saved on the spot.
+"""Tiny drafters of every kind that engines load, for a tiny random target: made, trained for
+seconds and saved on the spot.
 
 They overfit the target's answers, so that engines accept tokens at every depth.
 """
@@ -24,17 +25,31 @@ from drafttrain.progress import Progress
 from drafttrain.target import Target
 from drafttrain.training.feature_sources import TargetSource
 
-_VOCAB, _STEPS, _RATE = 320, 80, 3e-3
+_VOCAB = 320
+_STEPS = 80
+_RATE = 3e-3
 _PROMPT = 24  # tokens
 
 
 def tiny_target(folder: Path) -> Target:
-    """A random Llama that every engine runs: heads of 32, byte-level tokenizer, peaked logits without near ties."""
+    """A random Llama that every engine runs: heads of 32, byte-level tokenizer, peaked logits
+    without near ties.
+    """
     alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ", "he"]
-    raw = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[("Ċ", "Ċ"), ("h", "e")]))
+    raw = Tokenizer(
+        models.BPE(
+            vocab={token: i for i, token in enumerate(alphabet)},
+            merges=[("Ċ", "Ċ"), ("h", "e")],
+        )
+    )
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="</s>",
+    )
     tokenizer.add_tokens([f"<unused{i}>" for i in range(_VOCAB - len(tokenizer))])
     config = LlamaConfig(
         hidden_size=128, intermediate_size=256, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
@@ -54,16 +69,25 @@ def tiny_prompts(count: int) -> list[list[int]]:
     return torch.randint(0, 256, (count, _PROMPT), generator=made).tolist()
 
 
-def shipped_drafters(target: Target, prompts: Sequence[list[int]], tokens: int, folder: Path) -> list[Trained]:
+def shipped_drafters(
+    target: Target,
+    prompts: Sequence[list[int]],
+    tokens: int,
+    folder: Path,
+) -> list[Trained]:
     """A drafter of each kind that has a format, in a folder of its name.
 
     Args:
         prompts, tokens: what the drafters learn: the target's answers, of so many tokens.
     """
     answers = [generate(target, None, prompt, max_new_tokens=tokens).tokens for prompt in prompts]
-    batch, made = _batch(prompts, answers), []
+    batch = _batch(prompts, answers)
+    made = []
     kinds = [kind for kind in shipped_kinds() if shipping(kind).formats]
-    with Progress("training tiny drafters", len(kinds), "kinds") as progress, torch.random.fork_rng():
+    with (
+        Progress("training tiny drafters", len(kinds), "kinds") as progress,
+        torch.random.fork_rng(),
+    ):
         for kind in kinds:
             torch.manual_seed(1)
             with contextlib.redirect_stdout(io.StringIO()):  # what it copied
@@ -80,7 +104,8 @@ def shipped_drafters(target: Target, prompts: Sequence[list[int]], tokens: int, 
 def _batch(prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> Batch:
     rows = [torch.tensor(prompt + answer) for prompt, answer in zip(prompts, answers, strict=True)]
     lengths = torch.tensor([len(row) for row in rows])  # [b]
-    places, begins = torch.arange(int(lengths.max())), torch.tensor([len(prompt) for prompt in prompts])
+    places = torch.arange(int(lengths.max()))
+    begins = torch.tensor([len(prompt) for prompt in prompts])
     mask = (places >= begins[:, None]) & (places < lengths[:, None])  # [b, s]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # [b, s]
     return Batch(ids, lengths, mask, torch.full((len(rows),), -1))

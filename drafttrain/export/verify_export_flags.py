@@ -8,8 +8,10 @@ from drafttrain.flags import TARGET_HELP, add_drafter_flag, add_template_flag
 from drafttrain.formats.engines import FORMATS, PACKAGES
 from drafttrain.values import Count, Depth, FileDtype, Name, Place, adder
 
-# Largest relative difference of accepted lengths. In half precision near ties fall differently on both sides, and so do texts.
-TOLERANCE, HALF_TOLERANCE = 0.02, 0.05
+# Largest relative difference of accepted lengths. In half precision near ties fall differently on
+# both sides, and so do texts.
+TOLERANCE = 0.02
+HALF_TOLERANCE = 0.05
 
 HELP = f"""Prove that an exported drafter computes what it computes here.
 
@@ -37,19 +39,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group(required=True)
     add_drafter_flag(which, trained=True, required=False)
     which.add_argument(
-        "--all-kinds", action="store_true", help="a tiny drafter of every kind that engines load, in float32"
+        "--all-kinds",
+        action="store_true",
+        help="a tiny drafter of every kind that engines load, in float32",
     )
-    add("--exported", Place, help="folder written by drafttrain export (default: export it now, for the engine)")
-    add("--format", choices=FORMATS, help="of what is exported now (default: the engine's, else the kind's first)")
+    add(
+        "--exported",
+        Place,
+        help="folder written by drafttrain export (default: export it now, for the engine)",
+    )
+    add(
+        "--format",
+        choices=FORMATS,
+        help="of what is exported now (default: the engine's, else the kind's first)",
+    )
     add("--dtype", FileDtype, default="bfloat16", help="of what is exported now, and of the target")
     engines = ("auto", "none", "all", *PACKAGES)
-    add("--engine", choices=engines, default="auto", help="also run it there (default: vllm or llama.cpp if installed)")
+    add(
+        "--engine",
+        choices=engines,
+        default="auto",
+        help="also run it there (default: vllm or llama.cpp if installed)",
+    )
     paths = "interpreters that have vllm, or xllamacpp for llama.cpp; with several engines each as ENGINE=PATH"
-    add("--engine-python", Place, nargs="+", default=[], metavar="[ENGINE=]PATH", help=f"{paths} (default: this one)")
+    add(
+        "--engine-python",
+        Place,
+        nargs="+",
+        default=[],
+        metavar="[ENGINE=]PATH",
+        help=f"{paths} (default: this one)",
+    )
     add("--target", Name, default="", help=f"{TARGET_HELP} (default: the recorded one)")
-    add("--suite", Place, default="drafttrain", help="where prompts come from: a suite's name or JSONL file")
+    add(
+        "--suite",
+        Place,
+        default="drafttrain",
+        help="where prompts come from: a suite's name or JSONL file",
+    )
     add_template_flag(parser, "; a question's own come first")
     add("--prompts", Count, default=8, help="at most, taken evenly from all categories")
     add("--max-new-tokens", Count, default=64, help="per answer")
-    add("--speculative-tokens", Depth, help="length of the chain (default: the tuned depth, else 3)")
+    add(
+        "--speculative-tokens",
+        Depth,
+        help="length of the chain (default: the tuned depth, else 3)",
+    )
     add("--output", Place, help="JSON file to write")

@@ -28,7 +28,8 @@ class VerifyRow(TypedDict):
 
     kind: str
     engine: str
-    release: str  # the engine's own name of it where it was run, else the one whose rules the export follows
+    # the engine's own name of it where it was run, else the one whose rules the export follows
+    release: str
     loads: bool | None
     same_text: int | None  # prompts with the same tokens
     prompts: int | None
@@ -54,23 +55,29 @@ class DrafterRows:
     """Makes a drafter's rows; exports, our own run and the target's GGUF file are made once.
 
     Args:
-        scratch: folder for what is written. exported: exports to verify, by format; others are written. form: the format to
-            give engines in place of their own.
+        scratch: folder for what is written. exported: exports to verify, by format; others are
+            written. form: the format to give engines in place of their own.
 
     Attributes:
-        found: per engine that ran, what it did, for the JSON file. comparison: of the last one with our decoder.
+        found: per engine that ran, what it did, for the JSON file. comparison: of the last one with
+            our decoder.
         files: figures of the proof of each export, by format.
     """
 
     def __init__(self, job: VerifyJob, scratch: Path, exported: dict[str, Path], form: str = ""):
-        self.job, self.scratch, self.exported, self.form = job, scratch, exported, form
+        self.job = job
+        self.scratch = scratch
+        self.exported = exported
+        self.form = form
         self.kind = shipping(job.trained.kind)
         self.found: dict[str, Json] = {}
         self.comparison: Json = {}
         self.files: dict[str, Json] = {}
 
     def prove(self, form: str) -> Path:
-        """The export in a format, read back and compared with the drafter. Raises UserError: it cannot be, or differs."""
+        """The export in a format, read back and compared with the drafter. Raises UserError: it
+        cannot be, or differs.
+        """
         job = self.job
         if form not in self.exported:
             place = self.scratch / f"{job.trained.kind}-{form}"
@@ -89,7 +96,8 @@ class DrafterRows:
         Raises:
             UserError: the export differs from the drafter, or the engine fails.
         """
-        trained, key = self.job.trained, engine.name.lower()
+        trained = self.job.trained
+        key = engine.name.lower()
         row = VerifyRow(
             kind=trained.kind, engine=engine.name, release=engine.release, loads=None, same_text=None, prompts=None,
             rounds=None, accepted_length=None, ours=None, verdict="",
@@ -100,10 +108,14 @@ class DrafterRows:
         else:
             reasons = self.kind.unsupported(trained, form, engine)
         if reasons:
-            return {**row, "verdict": f"unsupported by release {engine.release}: {'; '.join(reasons)}"}
+            return {
+                **row,
+                "verdict": f"unsupported by release {engine.release}: {'; '.join(reasons)}",
+            }
         exported = self.prove(form)
         if python and engine.name in self.kind.needs_gpu and not torch.cuda.is_available():
-            python, absent = "", f"it drafts with {trained.kind} on GPUs only"
+            python = ""
+            absent = f"it drafts with {trained.kind} on GPUs only"
         if not python:
             rules = f"the files follow the rules of release {engine.release}"
             return {**row, "verdict": f"not run here ({absent}); {rules}"}
@@ -112,7 +124,9 @@ class DrafterRows:
 
     @cached_property
     def ours(self) -> Json | None:
-        """Our decoder's run; None for a draft model with another vocabulary than the target's: engines translate otherwise."""
+        """Our decoder's run; None for a draft model with another vocabulary than the target's:
+        engines translate otherwise.
+        """
         if not self.kind.shares_vocabulary(self.job.trained, self.job.target):
             return None
         drafter = load_drafter(str(self.job.trained.folder), self.job.target)
@@ -140,14 +154,25 @@ class DrafterRows:
         return engine_runs.llama_cpp(job, self._target_gguf, exported / GGUF_NAME, spec_type)
 
     def _compared(self, row: VerifyRow, key: str, theirs: Json) -> VerifyRow:
-        """Fills a row, and `found`, by the comparison with our decoder; without it, with plain decoding's texts."""
-        mine, job = self.ours, self.job
-        texts = mine["tokens"] if mine else engine_runs.ours(self._engine_job(""), None)["tokens"]
+        """Fills a row, and `found`, by the comparison with our decoder; without it, with plain
+        decoding's texts.
+        """
+        mine = self.ours
+        job = self.job
+        if mine:
+            texts = mine["tokens"]
+        else:
+            texts = engine_runs.ours(self._engine_job(""), None)["tokens"]
         pairs = list(zip(texts, theirs["tokens"], strict=True))
         same = sum(a == b for a, b in pairs)
-        ratio = theirs["accepted_length"] / mine["accepted_length"] if mine else 1.0
+        ratio = 1.0
+        if mine:
+            ratio = theirs["accepted_length"] / mine["accepted_length"]
         exact = job.dtype == "float32"
-        wrong = [f"{len(pairs) - same} other texts"] if exact and same < len(pairs) else []
+        if exact and same < len(pairs):
+            wrong = [f"{len(pairs) - same} other texts"]
+        else:
+            wrong = []
         if abs(ratio - 1) > (TOLERANCE if exact else HALF_TOLERANCE):
             wrong.append(f"accepted length {ratio - 1:+.1%}")
         self.found[key.replace(".", "_")] = theirs
@@ -186,14 +211,21 @@ def as_line(row: VerifyRow) -> str:
     if not row["prompts"]:
         return f"{row['engine']}: {row['verdict']}"
     same = f"identical texts on {row['same_text']} of {row['prompts']} prompts"
-    theirs, ours = row["accepted_length"] or 0.0, row["ours"]
-    here = "no run here" if ours is None else f"ours {ours:.3f} ({theirs / ours - 1:+.1%})"
+    theirs = row["accepted_length"] or 0.0
+    ours = row["ours"]
+    here = "no run here"
+    if ours is not None:
+        here = f"ours {ours:.3f} ({theirs / ours - 1:+.1%})"
     return f"{row['engine']}: accepted length {theirs:.3f}, {here}; {same}"
 
 
 def as_cells(row: VerifyRow) -> list[str]:
     """A row of the table on the terminal, under the names of `VerifyRow`."""
-    cells = {name: "-" if value is None else str(value) for name, value in row.items() if name != "prompts"}
+    cells = {
+        name: "-" if value is None else str(value)
+        for name, value in row.items()
+        if name != "prompts"
+    }
     cells["loads"] = {None: "-", True: "yes", False: "no"}[row["loads"]]
     if row["prompts"]:
         cells["same_text"] = f"{row['same_text']} of {row['prompts']}"
@@ -202,4 +234,7 @@ def as_cells(row: VerifyRow) -> list[str]:
 
 def _common(left: list[int], right: list[int]) -> int:
     """Tokens until the first difference."""
-    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+    return next(
+        (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b),
+        min(len(left), len(right)),
+    )

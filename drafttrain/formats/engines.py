@@ -23,17 +23,21 @@ class EngineRelease(NamedTuple):
         return Version(self.release) < Version(release)
 
     def of_release(self, release: str) -> EngineRelease:
-        """The engine in another release; the same for an empty one. Raises UserError: no version number."""
+        """The engine in another release; the same for an empty one. Raises UserError: no version
+        number.
+        """
         try:
-            return self._replace(release=str(Version(release))) if release else self
+            if release:
+                return self._replace(release=str(Version(release)))
+            return self
         except InvalidVersion as error:
             raise UserError(
                 f"engine-version={release!r} is no version number; write for example {self.release}"
             ) from error
 
 
-# In the order of the recipes. The releases are those whose sources the rules were read from; the first engine of a format is
-# the one that the format is written for.
+# In the order of the recipes. The releases are those whose sources the rules were read from; the
+# first engine of a format is the one that the format is written for.
 ENGINES = {
     engine.name: engine
     for engine in (

@@ -1,8 +1,9 @@
 """A Hugging Face tokenizer as keys of a GGUF file, for llama.cpp.
 
-Types, merges and special tokens come from the gguf library. llama.cpp knows the rules by which text is cut before merging by name
-(`tokenizer.ggml.pre`, src/llama-vocab.cpp). A rule is recognized by its regular expression, not guessed: under another rule
-llama.cpp would tokenize other text than the target does.
+Types, merges and special tokens come from the gguf library. llama.cpp knows the rules by which text
+is cut before merging by name (`tokenizer.ggml.pre`, src/llama-vocab.cpp). A rule is recognized by
+its regular expression, not guessed: under another rule llama.cpp would tokenize other text than the
+target does.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ else:
 
 _SHORT = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_WORDS = _SHORT + r"|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|" + _SPACES
+_WORDS = (
+    _SHORT + r"|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|" + _SPACES
+)
 # Words of capitals, then small letters: OpenAI's o200k and Mistral's tekken.
 _CASED = (
     r"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+{short}|"
@@ -43,16 +46,26 @@ RULES = {
 }
 
 
-def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+def add_tokenizer(
+    writer: gguf.GGUFWriter,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+) -> None:
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError("GGUF is written from a fast tokenizer (tokenizer.json); this one is slow")
     described = json.loads(tokenizer.backend_tokenizer.to_str())
     model = described["model"]
     if model["type"] != "BPE":
         raise UserError(f"tokenizers of type {model['type']} are not written to GGUF; BPE is")
-    with scratch_folder() as scratch:  # gguf reads files; these hold what the tokenizer does, nothing else
+    with (
+        scratch_folder() as scratch
+    ):  # gguf reads files; these hold what the tokenizer does, nothing else
         tokenizer.save_pretrained(scratch)
-        special = gguf.SpecialVocab(scratch, load_merges=True, special_token_types=("bos", "eos", "pad", "unk"))
+        special = gguf.SpecialVocab(
+            scratch,
+            load_merges=True,
+            special_token_types=("bos", "eos", "pad", "unk"),
+        )
     if not special.merges:
         raise UserError("the tokenizer has no merges, without which llama.cpp does not load it")
     byte_fallback = bool(model.get("byte_fallback"))  # the SentencePiece form
@@ -64,17 +77,25 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, v
     if byte_fallback:
         writer.add_token_scores(_scores(tokens, special.merges))
         prepends = json.dumps([described["normalizer"], described["pre_tokenizer"]])
-        writer.add_add_space_prefix("Prepend" in prepends or '"prepend_scheme": "first"' in prepends)
+        writer.add_add_space_prefix(
+            "Prepend" in prepends or '"prepend_scheme": "first"' in prepends
+        )
         special.merges = []
     else:
         writer.add_tokenizer_pre(_rule_name(described["pre_tokenizer"]))
     writer.add_token_types(
-        [_token_type(number, text, by_id, added, byte_fallback) for number, text in enumerate(tokens)]
+        [
+            _token_type(number, text, by_id, added, byte_fallback)
+            for number, text in enumerate(tokens)
+        ]
     )
     ids = tokenizer("a").input_ids
     special.load_merges = not byte_fallback
     special.add_special_token = {"bos": bool(ids) and ids[0] == tokenizer.bos_token_id}
-    special.chat_template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
+    if isinstance(tokenizer.chat_template, str):
+        special.chat_template = tokenizer.chat_template
+    else:
+        special.chat_template = None
     special.add_to_gguf(writer, quiet=True)
 
 
@@ -86,8 +107,15 @@ def _rule_name(pre: Json | None) -> str:
         if part["type"] == "Digits" and part["individual_digits"]:
             found.append("digits")
         elif part["type"] == "ByteLevel" and not part["add_prefix_space"]:
-            found += ["bytes"] if part.get("use_regex", True) else []
-        elif part["type"] == "Split" and "Regex" in part["pattern"] and part["behavior"] == "Isolated":
+            if part.get("use_regex", True):
+                found += ["bytes"]
+            else:
+                found += []
+        elif (
+            part["type"] == "Split"
+            and "Regex" in part["pattern"]
+            and part["behavior"] == "Isolated"
+        ):
             found.append(part["pattern"]["Regex"])
         else:
             found.append(part["type"])
@@ -100,7 +128,8 @@ def _rule_name(pre: Json | None) -> str:
 
 
 def _scores(tokens: list[str], merges: list[str]) -> list[float]:
-    """Scores that make SentencePiece merge in BPE's order: the pair with the best score is merged first.
+    """Scores that make SentencePiece merge in BPE's order: the pair with the best score is merged
+    first.
 
     A token's score is minus the first rank of a merge that makes it.
     """
@@ -110,11 +139,19 @@ def _scores(tokens: list[str], merges: list[str]) -> list[float]:
     return [-float(best.get(token, len(merges))) for token in tokens]
 
 
-def _token_type(number: int, text: str, by_id: dict[int, str], added: dict[int, Json], byte_fallback: bool) -> int:
+def _token_type(
+    number: int,
+    text: str,
+    by_id: dict[int, str],
+    added: dict[int, Json],
+    byte_fallback: bool,
+) -> int:
     if number not in by_id:
         return gguf.TokenType.UNUSED
     if number in added:
-        return gguf.TokenType.CONTROL if added[number]["special"] else gguf.TokenType.USER_DEFINED
+        if added[number]["special"]:
+            return gguf.TokenType.CONTROL
+        return gguf.TokenType.USER_DEFINED
     if byte_fallback and len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
         return gguf.TokenType.BYTE
     return gguf.TokenType.NORMAL

@@ -13,7 +13,9 @@ T = TypeVar("T")
 
 
 def public_name(name: str) -> str:
-    """A model's name outside this machine: the Hub id of a short name, a Hub id unchanged, the last part of a path."""
+    """A model's name outside this machine: the Hub id of a short name, a Hub id unchanged, the last
+    part of a path.
+    """
     if name in MODELS:
         return MODELS[name].repo
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith("."):
@@ -24,7 +26,8 @@ def public_name(name: str) -> str:
 def shorten(value: T) -> T:
     """Reduces local paths to their last part, in a string or in every string of a JSON value.
 
-    A path begins like one, has more than one slash, or exists on this disk; a Hub id and a URL are no paths.
+    A path begins like one, has more than one slash, or exists on this disk; a Hub id and a URL are
+    no paths.
     """
     if isinstance(value, dict):
         return {key: shorten(item) for key, item in value.items()}  # type: ignore[return-value]
@@ -36,7 +39,9 @@ def shorten(value: T) -> T:
 def _shorten_text(text: str) -> str:
     if "/" not in text or "://" in text or any(c.isspace() for c in text):
         return text
-    head, equals, tail = text.rpartition("=")  # KEY=PATH+KIND, as in command lines and drafters' names
+    head, equals, tail = text.rpartition(
+        "="
+    )  # KEY=PATH+KIND, as in command lines and drafters' names
     plain, plus, rest = tail.partition("+")
     path = Path(plain).expanduser()
     local = plain.startswith((".", "/", "~")) or plain.count("/") > 1 or path.exists()

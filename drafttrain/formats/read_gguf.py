@@ -38,11 +38,17 @@ def read_gguf(path: Path) -> tuple[Json, dict[str, Tensor]]:
         }
         tensors = {}
         for tensor in reader.tensors:
-            stored, whole = tensor.data, tensor.tensor_type == gguf.GGMLQuantizationType.I64
-            values = stored if whole else gguf.quants.dequantize(stored, tensor.tensor_type)
+            stored = tensor.data
+            whole = tensor.tensor_type == gguf.GGMLQuantizationType.I64
+            if whole:
+                values = stored
+            else:
+                values = gguf.quants.dequantize(stored, tensor.tensor_type)
             tensors[tensor.name] = torch.tensor(values)  # copied out of the mapped file
     except Exception as error:  # the reader's errors come in many classes
-        raise UserError(f"{str(path)!r} is no complete GGUF file ({first_line(error)}); export again") from error
+        raise UserError(
+            f"{str(path)!r} is no complete GGUF file ({first_line(error)}); export again"
+        ) from error
     return keys, tensors
 
 
@@ -50,8 +56,13 @@ def dtype_of(keys: Json) -> torch.dtype | None:
     """The type of a file's matrices, None for a type that torch does not have."""
     stored = keys.get("general.file_type")
     named = [name for name, (_, kind) in TYPES.items() if gguf.LlamaFileType[kind] == stored]
-    dtype = getattr(torch, named[0], None) if named else None
-    return dtype if isinstance(dtype, torch.dtype) else None
+    if named:
+        dtype = getattr(torch, named[0], None)
+    else:
+        dtype = None
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    return None
 
 
 def layer_fields(keys: Json, like: PreTrainedConfig) -> Json:

@@ -1,4 +1,6 @@
-"""Checkpoints of others: reading safetensors (or a checked pickle on demand), checking tensors, writing."""
+"""Checkpoints of others: reading safetensors (or a checked pickle on demand), checking tensors,
+writing.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ def read_config(folder: Path, name: str = "config.json", missing: Json | None = 
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors of a checkpoint: those that its index names, or model.safetensors; empty if it has none.
+    """The safetensors of a checkpoint: those that its index names, or model.safetensors; empty if
+    it has none.
 
     Raises:
         UserError: a damaged index, or one that names files that are missing.
@@ -45,8 +48,12 @@ def weight_files(folder: Path) -> list[Path]:
     if not index.is_file():
         return [path for path in [folder / "model.safetensors"] if path.is_file()]
     named = read_json(index, "checkpoint", _REPAIR, ShardIndex)["weight_map"].values()
-    files = [folder / Path(name).name for name in sorted(set(named))]  # a name with a folder in it could point anywhere
-    if missing := [path.name for path in files if not os.path.isfile(path)]:  # also for names that no path can have
+    files = [
+        folder / Path(name).name for name in sorted(set(named))
+    ]  # a name with a folder in it could point anywhere
+    if missing := [
+        path.name for path in files if not os.path.isfile(path)
+    ]:  # also for names that no path can have
         raise UserError(
             f"{str(folder)!r}: {missing[0]!r:.80}, which {index.name} names, cannot be read (no such file); {_REPAIR}"
         )
@@ -60,17 +67,23 @@ def _reading(folder: Path) -> Iterator[None]:
         yield
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{str(folder)!r}: safetensors cannot be read ({reason}); {_REPAIR}") from error
+        raise UserError(
+            f"{str(folder)!r}: safetensors cannot be read ({reason}); {_REPAIR}"
+        ) from error
 
 
 def file_shapes(folder: Path) -> Shapes:
-    """The shapes of a checkpoint's tensors, from the headers of its safetensors alone. Raises UserError as `read_weights`."""
+    """The shapes of a checkpoint's tensors, from the headers of its safetensors alone. Raises
+    UserError as `read_weights`.
+    """
     shapes: Shapes = {}
     for path in weight_files(folder):
         with _reading(folder), safe_open(path, "pt") as file:
             shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     if not shapes:
-        raise UserError(f"{str(folder)!r} has no model.safetensors with weights; give a checkpoint's folder")
+        raise UserError(
+            f"{str(folder)!r} has no model.safetensors with weights; give a checkpoint's folder"
+        )
     return shapes
 
 
@@ -98,7 +111,8 @@ def read_weights(folder: Path, allow_pickle: bool = False) -> dict[str, Tensor]:
 
 
 def read_pickle(path: Path) -> dict[str, Tensor]:
-    """The tensors of a dict that torch has saved, read by torch.load(weights_only=True); other values are left out.
+    """The tensors of a dict that torch has saved, read by torch.load(weights_only=True); other
+    values are left out.
 
     Raises:
         UserError: more than tensors and plain values, or damaged.
@@ -106,16 +120,25 @@ def read_pickle(path: Path) -> dict[str, Tensor]:
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle errors come in many classes
-        raise UserError(f"{path.name} holds more than tensors, or is damaged ({first_line(error):.200})") from error
+        raise UserError(
+            f"{path.name} holds more than tensors, or is damaged ({first_line(error):.200})"
+        ) from error
     if not isinstance(found, dict):
         raise UserError(f"{path.name} must hold tensors by name, not {type(found).__name__}")
     return {str(name): value for name, value in found.items() if isinstance(value, Tensor)}
 
 
 def check_kept_ids(kept: Tensor, vocab_size: int, where: str) -> None:
-    """Checks that kept ids [d] are ascending ids of the target's vocabulary, each once; raises UserError if not."""
+    """Checks that kept ids [d] are ascending ids of the target's vocabulary, each once; raises
+    UserError if not.
+    """
     whole = kept.dtype == torch.int64 and kept.dim() == 1 and len(kept) > 0
-    if not whole or int(kept.min()) < 0 or int(kept.max()) >= vocab_size or bool((kept[1:] <= kept[:-1]).any()):
+    if (
+        not whole
+        or int(kept.min()) < 0
+        or int(kept.max()) >= vocab_size
+        or bool((kept[1:] <= kept[:-1]).any())
+    ):
         raise UserError(
             f"{where}: the kept ids (kept_ids or d2t) must be ascending ids of the target's {vocab_size} tokens, each once; "
             "train or export again"
@@ -123,7 +146,8 @@ def check_kept_ids(kept: Tensor, vocab_size: int, where: str) -> None:
 
 
 def pop_kept_ids(found: dict[str, Tensor], d: int, vocab_size: int, where: str) -> Tensor:
-    """Takes d2t (target id minus drafter id) out of a checkpoint's tensors -> [d] int64, the kept ids.
+    """Takes d2t (target id minus drafter id) out of a checkpoint's tensors -> [d] int64, the kept
+    ids.
 
     Raises:
         UserError: it is missing or damaged.
@@ -132,12 +156,16 @@ def pop_kept_ids(found: dict[str, Tensor], d: int, vocab_size: int, where: str) 
         raise UserError(f"{where} keeps {d} of {vocab_size} tokens, but has no d2t")
     shift = found.pop("d2t", torch.zeros(d, dtype=torch.int64))
     if shift.shape != (d,) or shift.is_floating_point():
-        raise UserError(f"{where}: d2t must hold {d} integers, not {list(shift.shape)} {shift.dtype}")
+        raise UserError(
+            f"{where}: d2t must hold {d} integers, not {list(shift.shape)} {shift.dtype}"
+        )
     return shift.long() + torch.arange(d)
 
 
 def _shape(entry: Tensor | tuple[int, ...]) -> tuple[int, ...]:
-    return entry if isinstance(entry, tuple) else tuple(entry.shape)
+    if isinstance(entry, tuple):
+        return entry
+    return tuple(entry.shape)
 
 
 def check_names(found: Mapping[str, Tensor] | Shapes, expected: Shapes, where: str) -> None:
@@ -146,17 +174,30 @@ def check_names(found: Mapping[str, Tensor] | Shapes, expected: Shapes, where: s
     Raises:
         UserError: names the first tensors that are missing, unknown or of another shape.
     """
-    for word, names in (("lacks", expected.keys() - found.keys()), ("has unknown", found.keys() - expected.keys())):
+    for word, names in (
+        ("lacks", expected.keys() - found.keys()),
+        ("has unknown", found.keys() - expected.keys()),
+    ):
         if names:
             shown = ", ".join(sorted(names)[:5])
-            raise UserError(f"{where} {word} weights: {shown:.300}; config.json does not describe its files")
+            raise UserError(
+                f"{where} {word} weights: {shown:.300}; config.json does not describe its files"
+            )
     for name, shape in expected.items():
         if _shape(found[name]) != tuple(shape):
-            raise UserError(f"{where}: {name} has shape {list(_shape(found[name]))}, must be {list(shape)}")
+            raise UserError(
+                f"{where}: {name} has shape {list(_shape(found[name]))}, must be {list(shape)}"
+            )
 
 
-def check_weights(found: Mapping[str, Tensor], expected: Shapes, config: Json, where: str) -> torch.dtype:
-    """Checks an exported checkpoint against what an engine's loader expects: names, shapes, dtypes, finite values.
+def check_weights(
+    found: Mapping[str, Tensor],
+    expected: Shapes,
+    config: Json,
+    where: str,
+) -> torch.dtype:
+    """Checks an exported checkpoint against what an engine's loader expects: names, shapes, dtypes,
+    finite values.
 
     Args:
         config: its config.json, which names the dtype.
@@ -171,11 +212,15 @@ def check_weights(found: Mapping[str, Tensor], expected: Shapes, config: Json, w
     name = config.get("torch_dtype") or config.get("dtype")
     dtype = getattr(torch, str(name), None)
     if not isinstance(dtype, torch.dtype):
-        raise UserError(f"{where}: config.json names dtype={name!r}, which torch does not have; export again")
+        raise UserError(
+            f"{where}: config.json names dtype={name!r}, which torch does not have; export again"
+        )
     for key, tensor in found.items():
         wanted = _TABLES.get(key, dtype)
         if tensor.dtype != wanted:
-            raise UserError(f"{where}: {key} has dtype {tensor.dtype}, must be {wanted}; export again")
+            raise UserError(
+                f"{where}: {key} has dtype {tensor.dtype}, must be {wanted}; export again"
+            )
     check_finite(found.items(), where, "use an earlier checkpoint")
     return dtype
 
@@ -185,7 +230,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def write_checkpoint(folder: Path, config: Json, weights: Mapping[str, Tensor], dtype: torch.dtype) -> list[Path]:
+def write_checkpoint(
+    folder: Path,
+    config: Json,
+    weights: Mapping[str, Tensor],
+    dtype: torch.dtype,
+) -> list[Path]:
     """Writes config.json and model.safetensors; floating-point tensors get `dtype`.
 
     Returns:
@@ -195,7 +245,10 @@ def write_checkpoint(folder: Path, config: Json, weights: Mapping[str, Tensor], 
         UserError: the folder cannot be written.
     """
     tensors = {
-        name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous().clone()
+        name: tensor.detach()
+        .to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
+        .contiguous()
+        .clone()
         for name, tensor in weights.items()
     }
     files = [folder / "config.json", folder / "model.safetensors"]

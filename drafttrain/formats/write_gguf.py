@@ -1,7 +1,10 @@
-"""Writes GGUF files for llama.cpp: Hugging Face checkpoints of the Llama, Qwen2, Qwen3 or Gemma 3 family, and drafter heads.
+"""Writes GGUF files for llama.cpp: Hugging Face checkpoints of the Llama, Qwen2, Qwen3 or Gemma 3
+family, and drafter heads.
 
-Tensor names, types, merges and special tokens come from the gguf library. Written here is what a family needs besides: Llama's
-query and key rows in llama.cpp's rotary order and Gemma's norm factors plus one. The tokenizer is in gguf_tokenizer.py.
+Tensor names, types, merges and special tokens come from the gguf library. Written here is what a
+    family needs besides: Llama's
+query and key rows in llama.cpp's rotary order and Gemma's norm factors plus one. The tokenizer is
+    in gguf_tokenizer.py.
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -30,7 +33,8 @@ else:
 
 # Model type of a checkpoint's config -> name in gguf.MODEL_ARCH.
 FAMILIES = {"llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3", "gemma3_text": "GEMMA3"}
-# Type of a file's matrices, by a name that users give -> names in gguf.GGMLQuantizationType and gguf.LlamaFileType.
+# Type of a file's matrices, by a name that users give -> names in gguf.GGMLQuantizationType and
+# gguf.LlamaFileType.
 TYPES = {
     "float32": ("F32", "ALL_F32"),
     "float16": ("F16", "MOSTLY_F16"),
@@ -42,13 +46,15 @@ _BLOCK = 32  # columns that share a scale in q8_0
 
 
 def write_gguf(folder: Path, output: Path, kind: str, tokenizer_folder: Path | None = None) -> Path:
-    """Writes the model in `folder` to the file `output`; vectors are float32, matrices of type `kind` (one of TYPES).
+    """Writes the model in `folder` to the file `output`; vectors are float32, matrices of type
+    `kind` (one of TYPES).
 
     Args:
         tokenizer_folder: where the tokenizer is, if not with the model.
 
     Raises:
-        UserError: a family, rotary embedding, bias or tokenizer that the format or llama.cpp does not support.
+        UserError: a family, rotary embedding, bias or tokenizer that the format or llama.cpp does
+            not support.
     """
     config = AutoConfig.from_pretrained(folder)
     family = config.model_type
@@ -74,12 +80,16 @@ def write_file(
     """Writes one file.
 
     Args:
-        arch: llama.cpp's name of the architecture. config: shape of its layers, under the names of Llama's config.
+        arch: llama.cpp's name of the architecture. config: shape of its layers, under the names of
+            Llama's config.
         keys: further keys, by name: booleans, integers or lists of integers.
-        tensors: by llama.cpp's names; int64 tensors and vectors keep their type, matrices become `kind`.
-        vocab_size: tokens of the file (default: the config's); those beyond the tokenizer are placeholders.
+        tensors: by llama.cpp's names; int64 tensors and vectors keep their type, matrices become
+            `kind`.
+        vocab_size: tokens of the file (default: the config's); those beyond the tokenizer are
+            placeholders.
     """
-    tokenizer, vocab_size = AutoTokenizer.from_pretrained(tokenizer_folder), vocab_size or config.vocab_size
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    vocab_size = vocab_size or config.vocab_size
     with writing(output), replacing(output) as part:
         writer = gguf.GGUFWriter(str(part), arch)
         _add_shape(writer, config)
@@ -105,7 +115,7 @@ def write_file(
     return output
 
 
-# -- weights --------------------------------------------------------------------------------------------------------
+# -- weights ---------------------------------------------------------------------------------------
 
 
 def _stored(tensor: Tensor, kind: str) -> tuple[np.ndarray, gguf.GGMLQuantizationType]:
@@ -127,7 +137,9 @@ def _tensors(config: PreTrainedConfig, weights: Mapping[str, Tensor]) -> dict[st
             continue
         theirs = tensor_name(FAMILIES[config.model_type], config.num_hidden_layers, name)
         if theirs is None:
-            raise UserError(f"{name} has no place in a {config.model_type} GGUF file: no plain checkpoint")
+            raise UserError(
+                f"{name} has no place in a {config.model_type} GGUF file: no plain checkpoint"
+            )
         values = tensor
         if config.model_type == "llama":
             values = to_neighbors(theirs, values, config)
@@ -138,25 +150,38 @@ def _tensors(config: PreTrainedConfig, weights: Mapping[str, Tensor]) -> dict[st
 
 
 def tensor_name(family: str, layers: int, name: str) -> str | None:
-    """llama.cpp's name of a Hugging Face checkpoint's tensor, None if the family has no such tensor."""
-    return gguf.get_tensor_name_map(gguf.MODEL_ARCH[family], layers).get_name(name, try_suffixes=(".weight", ".bias"))
+    """llama.cpp's name of a Hugging Face checkpoint's tensor, None if the family has no such
+    tensor.
+    """
+    return gguf.get_tensor_name_map(gguf.MODEL_ARCH[family], layers).get_name(
+        name,
+        try_suffixes=(".weight", ".bias"),
+    )
 
 
 def to_neighbors(name: str, values: Tensor, config: PreTrainedConfig, back: bool = False) -> Tensor:
-    """Reorders rows of queries and keys [heads * e, ...] from rotary pairs (i, i + e/2) to (2i, 2i + 1); others stay.
+    """Reorders rows of queries and keys [heads * e, ...] from rotary pairs (i, i + e/2) to (2i, 2i
+    + 1); others stay.
 
     Args:
         name: llama.cpp's. back: from (2i, 2i + 1) to (i, i + e/2).
     """
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name.split(".")[-2])
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(
+        name.split(".")[-2]
+    )
     if heads is None:
         return values
-    pairs = (heads, -1, 2) if back else (heads, 2, -1)
+    if back:
+        pairs = (heads, -1, 2)
+    else:
+        pairs = (heads, 2, -1)
     return values.unflatten(0, pairs).transpose(1, 2).flatten(0, 2)
 
 
 def rope_factors(config: PreTrainedConfig) -> np.ndarray | None:
-    """[e/2] divisors of the rotary frequencies, the file's form of Llama 3's scaling; None without that scaling."""
+    """[e/2] divisors of the rotary frequencies, the file's form of Llama 3's scaling; None without
+    that scaling.
+    """
     rope = rope_of(config)
     if rope["rope_type"] != "llama3":
         return None
@@ -177,7 +202,8 @@ def _head_dim(config: PreTrainedConfig) -> int:
 
 
 def _add_shape(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
-    size, rope = _head_dim(config), rope_of(config)
+    size = _head_dim(config)
+    rope = rope_of(config)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -189,22 +215,33 @@ def _add_shape(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_dimension_count(size)
     writer.add_rope_freq_base(rope["rope_theta"])
-    kind, family, fields = rope["rope_type"], config.model_type, config.to_dict()
+    kind = rope["rope_type"]
+    family = config.model_type
+    fields = config.to_dict()
     if kind == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
-    gemma, window, scalar = family == "gemma3_text", fields.get("sliding_window"), fields.get("query_pre_attn_scalar")
-    wanted, found = ("gelu_pytorch_tanh", config.hidden_activation) if gemma else ("silu", config.hidden_act)
+    gemma = family == "gemma3_text"
+    window = fields.get("sliding_window")
+    scalar = fields.get("query_pre_attn_scalar")
+    if gemma:
+        wanted = "gelu_pytorch_tanh"
+        found = config.hidden_activation
+    else:
+        wanted = "silu"
+        found = config.hidden_act
     windowed = "sliding_attention" in (fields.get("layer_types") or [])
     checks = {
-        f"rope_type={kind!r} is not written to GGUF; default, linear and llama3 are": kind not in ROPES,
+        f"rope_type={kind!r} is not written to GGUF; default, linear and llama3 are": kind
+        not in ROPES,
         f"rope_type='llama3': llama.cpp's {family} has no such scaling": kind == "llama3"
         and family in FAMILIES
         and family != "llama",
         f"hidden_act={found!r}: llama.cpp computes {wanted} for {family} models": found != wanted,
         f"query_pre_attn_scalar={scalar}: llama.cpp scales by head_dim={size} for {family} models": gemma
         and scalar != size,
-        f"sliding_window={window}: llama.cpp's {family} attends to everything": windowed and not gemma,
+        f"sliding_window={window}: llama.cpp's {family} attends to everything": windowed
+        and not gemma,
     }
     if reasons := [reason for reason, unsupported in checks.items() if unsupported]:
         raise UserError("; ".join(reasons))

@@ -15,7 +15,13 @@ from drafttrain.hub.upload import publish, write_card
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
-    return publish(args, "push-data", "dataset", "Update the data and its card", lambda folder: prepare(args, folder))
+    return publish(
+        args,
+        "push-data",
+        "dataset",
+        "Update the data and its card",
+        lambda folder: prepare(args, folder),
+    )
 
 
 def prepare(args: argparse.Namespace, folder: Path) -> None:
@@ -24,7 +30,8 @@ def prepare(args: argparse.Namespace, folder: Path) -> None:
     Raises:
         UserError: no data set, or the folder cannot be written.
     """
-    meta, records = read_meta(args.data), load_records(args.data)
+    meta = read_meta(args.data)
+    records = load_records(args.data)
     target = public_name(meta["target"]["name"])
     sources: Counter[str] = Counter()
     counts = {"conversations": 0, "responses": 0, "response_tokens": 0, "truncated": 0}
@@ -38,7 +45,9 @@ def prepare(args: argparse.Namespace, folder: Path) -> None:
             counts["truncated"] += record["finish"].count("length")
             file.write(json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n")
     identity = {**meta["target"], "name": target}
-    write_clean_json(folder / "meta.json", {**meta, "target": identity, "features": None, "counts": counts})
+    write_clean_json(
+        folder / "meta.json", {**meta, "target": identity, "features": None, "counts": counts}
+    )
     metadata = {
         "license": args.license,
         "task_categories": ["text-generation"],

@@ -19,6 +19,16 @@ again. --dry-run writes the folder and prints what would be uploaded."""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = adder(parser)
     add("--data", Place, required=True, help="folder written by drafttrain generate")
-    add("--prompt-license", "--prompt-licence", required=True, help="license of the prompts (their source's), in words")
-    add("--license", "--licence", default="", help="of the data set, as the Hub spells it (default: none stated)")
+    add(
+        "--prompt-license",
+        "--prompt-licence",
+        required=True,
+        help="license of the prompts (their source's), in words",
+    )
+    add(
+        "--license",
+        "--licence",
+        default="",
+        help="of the data set, as the Hub spells it (default: none stated)",
+    )
     add_publishing_flags(parser)

@@ -24,14 +24,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_publishing_flags(parser)
     add("--license", "--licence", default="", help="of the drafter, as the Hub spells it, such as apache-2.0 (default: the "
         "target's, where drafttrain fetch noted it)")  # fmt: skip
-    add("--results", File, nargs="+", default=[], help="files that drafttrain eval wrote for this drafter")
-    add("--without-evaluation", action="store_true", help="publish although nothing was measured; the card says so")
+    add(
+        "--results",
+        File,
+        nargs="+",
+        default=[],
+        help="files that drafttrain eval wrote for this drafter",
+    )
+    add(
+        "--without-evaluation",
+        action="store_true",
+        help="publish although nothing was measured; the card says so",
+    )
     add("--accept-implausible", action="store_true", help="publish figures that cannot be right, such as a baseline that "
         "varies more than 3x between prompts (drafttrain report names them)")  # fmt: skip
     add("--schedule", File, help=SCHEDULE_HELP)
     add("--base-model", Name, default="", help="the target's Hub id (default: the recorded name)")
-    add("--data", Name, default="", help="training data's folder, for the card (default: the recorded one)")
-    add("--dataset", Name, default="", help="Hub id of the training data, if published (drafttrain push-data)")
+    add(
+        "--data",
+        Name,
+        default="",
+        help="training data's folder, for the card (default: the recorded one)",
+    )
+    add(
+        "--dataset",
+        Name,
+        default="",
+        help="Hub id of the training data, if published (drafttrain push-data)",
+    )
     add("--dtype", FileDtype, default="bfloat16", help=WEIGHTS_HELP)
 
 
@@ -40,6 +60,14 @@ def add_publishing_flags(parser: argparse.ArgumentParser) -> None:
     add = adder(parser)
     add("--repo", Place, required=True, help="user/name or organization/name")
     add("--private", action="store_true", help="make the repository private, if it is created now")
-    add("--dry-run", action="store_true", help="write the folder, print what would be uploaded, and stop")
-    add("--output", Place, help="folder to prepare it in (default: a temporary one; needed with --dry-run)")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="write the folder, print what would be uploaded, and stop",
+    )
+    add(
+        "--output",
+        Place,
+        help="folder to prepare it in (default: a temporary one; needed with --dry-run)",
+    )
     add("--tag", default="", help="of the new revision (default: the next of v1, v2, ...)")

@@ -1,22 +1,25 @@
-"""Adaptive speculation: a smaller tree where the given one does not pay, plain decoding where none does.
+"""Adaptive speculation: a smaller tree where the given one does not pay, plain decoding where none
+does.
 
-A `Pace` chooses the tree of every round and observes what the round cost and committed. `Adaptive` estimates, for the tree
-that the user allows and every smaller depth and number of nodes,
+A `Pace` chooses the tree of every round and observes what the round cost and committed. `Adaptive`
+estimates, for the tree that the user allows and every smaller depth and number of nodes,
 
     rate(tree) = tokens that a round commits / seconds that a round takes
 
 and drafts the tree with the highest rate. Nothing needs configuration, and noise decides little:
 
 tokens      counted, not timed: a drafted tree contains every smaller one, so each round tells what all of them would have
-            accepted. The mean is over 128 rounds, so that it is steady on a steady load; when recent rounds differ from
+            accepted. The mean is over 128 rounds, so that it is steady on a steady load; when
+            recent rounds differ from
             it by more than chance, they replace it.
 seconds     running medians: of target passes by number of new tokens (roots and nodes of all rows), of drafting by depth and
             rows. Batches change the costs by themselves: many rows fill the pass, so trees shrink.
 start       with the given tree, which the user or `tune` found good; its first rounds inform about all others.
 
-Where plain decoding is faster, drafting stops and the drafter reads nothing. Trials of other trees pay from a budget of 1.2 % of
-run time what they lose against the best one, and earn what they gain. So a useless drafter costs little more than that share,
-and a drafter that starts to hit pays for its own next trial.
+Where plain decoding is faster, drafting stops and the drafter reads nothing. Trials of other trees
+pay from a budget of 1.2 % of run time what they lose against the best one, and earn what they gain.
+So a useless drafter costs little more than that share, and a drafter that starts to hit pays for
+its own next trial.
 """
 
 from __future__ import annotations
@@ -39,9 +42,11 @@ _ALLOWANCE = 0.012  # share of run time that trials may lose
 _MOST = 4.0  # plain rounds: the first budget of trials, and the most that it accumulates
 _FIRST = 12  # first rounds that draft the given tree, as long as the budget lasts
 _BLIND = 48  # new tokens of a first pass, unless plain decoding has as many
-_LOOK = 64  # rounds between two trials of plain decoding, four times as many where drafting is clearly faster
+# rounds between two trials of plain decoding, four times as many where drafting is clearly faster
+_LOOK = 64
 _CLEAR = 1.15  # faster by this factor
-_MARGIN = 1.015  # drafting starts if it is estimated to be faster by this factor, and stops if it is slower by it
+# drafting starts if it is estimated to be faster by this factor, and stops if it is slower by it
+_MARGIN = 1.015
 _TRUST = 4  # rows of rounds that the initial estimate of acceptance counts for
 _SHARE = 0.5  # the initial estimate: acceptance of each depth
 _WINDOW = 256  # rows of rounds in the running mean of accepted tokens
@@ -59,7 +64,8 @@ class RoundReport:
     """What a round cost and committed.
 
     Attributes:
-        spec: the requested tree. rows: sequences in the round. new_tokens: roots and nodes of the target's pass.
+        spec: the requested tree. rows: sequences in the round. new_tokens: roots and nodes of the
+            target's pass.
         seconds: the full round. draft_seconds: proposing.
         read: committed tokens that the drafter read first; read_seconds: time for that.
         drafted: tree and accepted path per sequence that drafted.
@@ -79,7 +85,9 @@ class Pace(Protocol):
     """Chooses the tree of each round. One pace may serve several calls at a time."""
 
     def choose(self, rows: int, behind: int) -> TreeSpec:
-        """The next round's tree for `rows` sequences, with `behind` committed tokens that the drafter has not read yet."""
+        """The next round's tree for `rows` sequences, with `behind` committed tokens that the
+        drafter has not read yet.
+        """
         ...
 
     def observe(self, done: RoundReport) -> None:
@@ -93,7 +101,8 @@ class Costs:
     def __init__(self) -> None:
         self._samples: dict[int, deque[float]] = {}
         self._medians: dict[int, float] = {}
-        self._known, self._stale = np.zeros((2, 0)), False
+        self._known = np.zeros((2, 0))
+        self._stale = False
 
     def add(self, size: int, seconds: float) -> None:
         size = self._key(size)
@@ -109,7 +118,9 @@ class Costs:
         if self._stale:
             sizes = sorted(self._medians)
             seconds = np.array([self._medians[size] for size in sizes])
-            self._known = np.stack([np.array(sizes, float), np.minimum.accumulate(seconds[::-1])[::-1]])
+            self._known = np.stack(
+                [np.array(sizes, float), np.minimum.accumulate(seconds[::-1])[::-1]]
+            )
             self._stale = False
         return self._known
 
@@ -126,14 +137,22 @@ class Costs:
         return self._medians.get(self._key(size)) or float(self.at(size))
 
     def at(self, size: np.ndarray | float) -> np.ndarray:
-        """Seconds at sizes: constant below the known range, extrapolated above it, 0 without samples."""
+        """Seconds at sizes: constant below the known range, extrapolated above it, 0 without
+        samples.
+        """
         sizes, seconds = self._curve()
         if not len(sizes):
             return np.zeros(np.shape(size))
         found = np.interp(size, sizes, seconds)
         if len(sizes) > 1:  # noise must not make large passes free
-            slope = max(0.0, *((seconds[-1] - seconds[i]) / (sizes[-1] - sizes[i]) for i in (0, -2)))
-            found = np.where(size > sizes[-1], max(seconds[-2:]) + slope * (size - sizes[-1]), found)
+            slope = max(
+                0.0, *((seconds[-1] - seconds[i]) / (sizes[-1] - sizes[i]) for i in (0, -2))
+            )
+            found = np.where(
+                size > sizes[-1],
+                max(seconds[-2:]) + slope * (size - sizes[-1]),
+                found,
+            )
         return found
 
     @staticmethod
@@ -164,29 +183,39 @@ class Adaptive:
         known = np.zeros((spec.depth + 1, spec.budget + 1), int)
         known[self._depths, self._budgets] = np.arange(len(self.levels))
         self._common = known[
-            np.minimum.outer(self._depths, self._depths), np.minimum.outer(self._budgets, self._budgets)
+            np.minimum.outer(self._depths, self._depths),
+            np.minimum.outer(self._budgets, self._budgets),
         ]
-        # What a level adds to its parent, the next smaller one: [m, m], 1 where a level's figure holds another's addition.
+        # What a level adds to its parent, the next smaller one: [m, m], 1 where a level's figure
+        # holds another's addition.
         every = np.arange(len(self.levels))
-        self._parents = np.array([0, *(int(every[:i][self._common[i, :i] == every[:i]][-1]) for i in every[1:])])
+        self._parents = np.array(
+            [0, *(int(every[:i][self._common[i, :i] == every[:i]][-1]) for i in every[1:])]
+        )
         self._sums = np.eye(len(self.levels))
         for i in every[1:]:
             self._sums[i] += self._sums[self._parents[i]]
-        # Per row: accepted tokens and drafted nodes, running means over `_weight` rows of rounds, and the sums that follow.
+        # Per row: accepted tokens and drafted nodes, running means over `_weight` rows of rounds,
+        # and the sums that follow.
         self._accepted = _SHARE * (1 - _SHARE**self._depths) / (1 - _SHARE)
         self._nodes = self._budgets.astype(float)
         self._added = np.stack([self._accepted, self._nodes])  # [2, m]
         self._added[:, 1:] -= self._added[:, self._parents[1:]]
         self._weight = np.full(len(self.levels), float(_TRUST))
-        self._drift, self._variance = 0.0, 1.0  # of accepted tokens against the mean: recent mean, and variance
+        # of accepted tokens against the mean: recent mean, and variance
+        self._drift = 0.0
+        self._variance = 1.0
         self._main = 1.0  # share of rounds in which the drafter ran, rather than a match alone
         self._passes, self._reading, self._matching = Costs(), Costs(), Costs()
         self._drafting: dict[int, Costs] = {}  # by rows: seconds by depth
         self._speeds: deque[float] = deque(
-            [1.0] * _STEADY, maxlen=_STEADY
+            [1.0] * _STEADY,
+            maxlen=_STEADY,
         )  # of the machine: recent passes over their medians
         self._credit = math.inf  # seconds that trials may lose; set with the first cost
-        self._rounds = self._drafted = self._rows = self._kept = 0  # kept: the level until the next decision
+        self._rounds = self._drafted = self._rows = self._kept = (
+            0  # kept: the level until the next decision
+        )
         self._on = True
         self._expected = 0.0  # seconds a token should take, if this round is a trial
         self._lock = threading.Lock()
@@ -208,30 +237,43 @@ class Adaptive:
             return first, first
         if rows < lowest:
             return 0, 0  # the cost of plain decoding is unknown
-        tokens, seconds = 1 + self._accepted, self.seconds(rows)
+        tokens = 1 + self._accepted
+        seconds = self.seconds(rows)
         paces = seconds / tokens  # seconds per token and row
         paces[-1] /= _MARGIN  # the given tree stays unless another is clearly better
-        plain, best, turn = float(seconds[0]), 1 + int(paces[1:].argmin()), self._rounds % 16
+        plain = float(seconds[0])
+        best = 1 + int(paces[1:].argmin())
+        turn = self._rounds % 16
         self._on = bool(paces[best] * (1 / _MARGIN if self._on else _MARGIN) < plain)
-        pace = float(paces[best]) if self._on else plain
+        if self._on:
+            pace = float(paces[best])
+        else:
+            pace = plain
         losses = seconds - tokens * pace
         trial = best
         if self._on and self._rounds % (_LOOK if paces[best] * _CLEAR > plain else 4 * _LOOK) == 0:
             trial = 0
         elif self._drafted < _FIRST or (self._on and turn == 8):
-            trial = self._largest((self._common[best] == best) & (losses <= self._credit / 2)) or best
+            trial = (
+                self._largest((self._common[best] == best) & (losses <= self._credit / 2)) or best
+            )
         elif not self._on:
             losses[best] = seconds[best] + float(self._reading.at(behind)) - plain
         elif turn == 0:  # the next best of another size, at almost no loss
             trial = int(np.where(self._budgets == self._budgets[best], np.inf, paces).argmin())
-        wanted, allowed = trial != best or not self._on, losses[trial] <= self._credit
+        wanted = trial != best or not self._on
+        allowed = losses[trial] <= self._credit
         if wanted and (allowed or (self._on and not trial)):
             self._expected = pace
             return trial, best if self._on else 0
-        return (best, best) if self._on else (0, 0)
+        if self._on:
+            return (best, best)
+        return (0, 0)
 
     def _largest(self, which: np.ndarray) -> int:
-        """The level of a mask [m] that tells most about the others: deep and wide; `none` if the mask is empty."""
+        """The level of a mask [m] that tells most about the others: deep and wide; `none` if the
+        mask is empty.
+        """
         return int(np.where(which, self._depths * self._budgets, 0).argmax())
 
     def tokens(self, level: int) -> float:
@@ -244,29 +286,38 @@ class Adaptive:
         if not self._drafting:
             return passes
         nearest = self._drafting[min(self._drafting, key=lambda known: abs(known - rows))]
-        drafting = self._main * nearest.at(self._depths) + (1 - self._main) * self._matching.at(rows)
+        drafting = self._main * nearest.at(self._depths) + (1 - self._main) * self._matching.at(
+            rows
+        )
         made = passes + drafting + self._reading.at(rows * (1 + self._accepted))
         made[0] = passes[0]
         return made
 
     def observe(self, done: RoundReport) -> None:
         with self._lock:
-            if self._rounds > 2:  # the first two lay out weights, for many rows and for few, which no later round does
+            if (
+                self._rounds > 2
+            ):  # the first two lay out weights, for many rows and for few, which no later round does
                 self._observe(done)
 
     def _observe(self, done: RoundReport) -> None:
         passed = done.seconds - done.draft_seconds - done.read_seconds
         if self._passes.settled(done.new_tokens):
             self._speeds.append(passed / self._passes.median(done.new_tokens))
-        speed = median_low(self._speeds)  # a slow moment must not make the trees slow that were tried in it
+        speed = median_low(
+            self._speeds
+        )  # a slow moment must not make the trees slow that were tried in it
         self._passes.add(done.new_tokens, passed / speed)
         plain = self._passes.median(done.rows)
         if done.read:
             self._reading.add(done.read, done.read_seconds / speed)
-        level, tokens = self._index[done.spec], done.rows
+        level = self._index[done.spec]
+        tokens = done.rows
         if level and done.draft_seconds:
             tokens += sum(len(path) for _, path in done.drafted)
-            alone = bool(done.drafted) and all(len(tree.matched) == len(tree) for tree, _ in done.drafted)
+            alone = bool(done.drafted) and all(
+                len(tree.matched) == len(tree) for tree, _ in done.drafted
+            )
             self._main += ((not alone) - self._main) / _RECENT
             if alone:
                 self._matching.add(done.rows, done.draft_seconds / speed)
@@ -280,14 +331,18 @@ class Adaptive:
             self._credit = _MOST * plain
         earned = _ALLOWANCE * plain
         if self._expected:
-            spent = self._passes.median(done.new_tokens) + (done.draft_seconds + done.read_seconds) / speed
+            spent = (
+                self._passes.median(done.new_tokens)
+                + (done.draft_seconds + done.read_seconds) / speed
+            )
             earned += self._expected * tokens / done.rows - spent
         self._credit = min(max(self._credit + earned, -plain / 2), _MOST * plain)
 
     def _learn(self, level: int, done: RoundReport) -> None:
         """Updates the running means of every level from a round at one level."""
         self._drafted += 1
-        accepted, nodes = np.zeros(len(self.levels)), np.zeros(len(self.levels))
+        accepted = np.zeros(len(self.levels))
+        nodes = np.zeros(len(self.levels))
         for tree, path in done.drafted:
             parts = smaller_parts(tree, path, self._depths, self._budgets, self._most)
             accepted += parts[0]
@@ -297,34 +352,47 @@ class Adaptive:
         seen = np.stack([accepted, nodes]) / done.rows
         off = float(seen[0, level] - self._accepted[level])
         # Differences are learned in pairs: chance in a round moves all levels alike.
-        self._added += (seen - seen[:, self._parents] - self._added) * (held * np.minimum(done.rows / self._weight, 1))
+        self._added += (seen - seen[:, self._parents] - self._added) * (
+            held * np.minimum(done.rows / self._weight, 1)
+        )
         self._drift += (off - self._drift) / _RECENT
         self._variance += (off**2 - self._variance) / (4 * _RECENT)
         if self._drift**2 > _SURE**2 * self._variance / (2 * _RECENT - 1):
             mean = max(float(self._accepted[level]), 1e-3)
             self._added[0] *= min(max((mean + self._drift) / mean, 0.25), 4.0)
-            self._weight, self._drift = np.minimum(self._weight, _RECENT * done.rows), 0.0
+            self._weight = np.minimum(self._weight, _RECENT * done.rows)
+            self._drift = 0.0
         self._accepted, self._nodes = self._added @ self._sums.T
 
 
 def smaller_parts(
-    tree: TokenTree, path: Sequence[int], depths: np.ndarray, budgets: np.ndarray, most: np.ndarray
+    tree: TokenTree,
+    path: Sequence[int],
+    depths: np.ndarray,
+    budgets: np.ndarray,
+    most: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What smaller trees would have accepted and held of a drafted one, which holds them if it is at least as deep and large.
+    """What smaller trees would have accepted and held of a drafted one, which holds them if it is
+    at least as deep and large.
 
     Args:
-        path: the accepted nodes. depths, budgets, most: [m] of the smaller trees, as `TreeSpec` has them; the last the largest.
+        path: the accepted nodes. depths, budgets, most: [m] of the smaller trees, as `TreeSpec` has
+            them; the last the largest.
 
     Returns:
         accepted tokens and nodes, [m] each.
     """
-    count, sizes = len(tree), int(depths[-1]) + 1
+    count = len(tree)
+    sizes = int(depths[-1]) + 1
     limits = [
         1 if node in tree.matched else depth for node, depth in enumerate(tree.depths)
     ]  # a match is as deep as it is
     totals = np.bincount(limits, minlength=sizes).cumsum()[depths]  # [m]
     accepted = np.zeros(len(depths))
-    scores = [0.0] * count if tree.log_probs is None else tree.log_probs.tolist()
+    if tree.log_probs is None:
+        scores = [0.0] * count
+    else:
+        scores = tree.log_probs.tolist()
     if tree.log_probs is None:
         budgets = totals
     elif len(tree.matched) == count:  # a match that is drafted alone
@@ -332,6 +400,8 @@ def smaller_parts(
         budgets = np.where(depths > 0, np.maximum(budgets, np.minimum(likely, most)), 0)
     for node in path:
         above = [limits[i] for i in range(count) if (-scores[i], i) < (-scores[node], node)]
-        ranks = np.bincount(above, minlength=sizes).cumsum()[depths]  # [m], among the nodes that are held
+        ranks = np.bincount(above, minlength=sizes).cumsum()[
+            depths
+        ]  # [m], among the nodes that are held
         accepted += (ranks < budgets) & (limits[node] <= depths)
     return accepted, np.minimum(totals, budgets)

@@ -1,4 +1,6 @@
-"""The keyword arguments of `drafttrain.generate` and `stream`: ours, and transformers' spellings of them."""
+"""The keyword arguments of `drafttrain.generate` and `stream`: ours, and transformers' spellings of
+them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ Options = Mapping[str, object]
 MOST_NEW_TOKENS = 256  # of an answer, unless the call limits it
 APPLIED = tuple(AppliedKeys.__annotations__)  # rules for the logits, by transformers' names
 _TOP_K = 50  # of transformers' generate, where neither call nor config says
-_NO_EFFECT = ("pad_token_id", "token_type_ids", "use_cache")  # answers are not padded, the cache is always used
+_NO_EFFECT = (
+    "pad_token_id",
+    "token_type_ids",
+    "use_cache",
+)  # answers are not padded, the cache is always used
 _NAMED_OTHERWISE = {
     "assistant_model": "drafter",
     "prompt_lookup_num_tokens": "drafter",
@@ -67,7 +73,9 @@ class GenerateOptions(StreamOptions, total=False):
 
 
 class CallLimits(NamedTuple):
-    """How long answers may be, and how many there are. total: tokens of prompt and answer, None for no limit."""
+    """How long answers may be, and how many there are. total: tokens of prompt and answer, None for
+    no limit.
+    """
 
     new_tokens: int
     total: int | None
@@ -76,21 +84,28 @@ class CallLimits(NamedTuple):
     def of(self, prompt_tokens: int) -> int:
         """Most new tokens behind a prompt. Raises UserError: max_length leaves none."""
         if self.total is not None and self.total <= prompt_tokens:
-            raise UserError(f"max_length={self.total} includes the prompt's {prompt_tokens} tokens; set max_new_tokens")
-        return self.new_tokens if self.total is None else self.total - prompt_tokens
+            raise UserError(
+                f"max_length={self.total} includes the prompt's {prompt_tokens} tokens; set max_new_tokens"
+            )
+        if self.total is None:
+            return self.new_tokens
+        return self.total - prompt_tokens
 
 
 def read_options(target: Target, call: str, given: Options) -> tuple[DecoderOptions, CallLimits]:
     """A decoder's options and the limits of a call.
 
     Args:
-        call: its name, for errors. given: its keyword arguments; None for what the caller leaves out.
+        call: its name, for errors. given: its keyword arguments; None for what the caller leaves
+            out.
 
     Raises:
         UserError: an unknown option, options that contradict each other, or values out of range.
     """
     given = {name: value for name, value in given.items() if value is not None}
-    rules = {name: given.pop(name) for name in APPLIED if name in given and name != "repetition_penalty"}
+    rules = {
+        name: given.pop(name) for name in APPLIED if name in given and name != "repetition_penalty"
+    }
     asked = _config_of(given.get("generation_config", {}))
     known = (*get_type_hints(GenerateOptions), "num_return_sequences")
     others = {name: value for name, value in given.items() if name not in (*known, *_NO_EFFECT)}
@@ -98,14 +113,21 @@ def read_options(target: Target, call: str, given: Options) -> tuple[DecoderOpti
         if name in _NAMED_OTHERWISE:
             raise UserError(f"{call}: {name}= is named {_NAMED_OTHERWISE[name]} here")
         if name in UNSUPPORTED and name not in known and value != UNSUPPORTED[name]:
-            raise UserError(f"{call}: {name}={shown(value)} has no counterpart in speculative decoding; leave it out")
-    refuse_options(call, {name: others[name] for name in others.keys() - UNSUPPORTED.keys()}, (*known, *APPLIED))
+            raise UserError(
+                f"{call}: {name}={shown(value)} has no counterpart in speculative decoding; leave it out"
+            )
+    refuse_options(
+        call,
+        {name: others[name] for name in others.keys() - UNSUPPORTED.keys()},
+        (*known, *APPLIED),
+    )
     own = target.generation.config
     settings = {**({} if own is None else own.to_dict()), **asked, **rules}
     options = DecoderOptions(sampling=_sampling(given, asked, settings))
     if asked or rules:
         options["rules"] = _rules(settings, target, call)
-    stop, strings = given.get("stop", ()), given.get("stop_strings", asked.get("stop_strings"))
+    stop = given.get("stop", ())
+    strings = given.get("stop_strings", asked.get("stop_strings"))
     if stop != () and "stop_strings" in given:
         raise UserError("stop= and stop_strings= mean the same; give one")
     options["stop"] = strings if stop == () and strings is not None else stop  # type: ignore[typeddict-item]  # Decoder checks it
@@ -115,7 +137,9 @@ def read_options(target: Target, call: str, given: Options) -> tuple[DecoderOpti
         ids = check("eos_token_id", ends.tolist() if isinstance(ends, Tensor) else ends, kind)
         options["eos_ids"] = ends = ids if isinstance(ids, tuple) else (ids,)
         if beyond := [one for one in ends if one >= target.vocab_size]:
-            raise UserError(f"eos_token_id={beyond[0]} is outside the {target.vocab_size} tokens of {target.name!r}")
+            raise UserError(
+                f"eos_token_id={beyond[0]} is outside the {target.vocab_size} tokens of {target.name!r}"
+            )
     return options, _limits(given, asked)
 
 
@@ -126,7 +150,9 @@ def _config_of(config: object) -> dict[str, Any]:
     elif isinstance(config, GenerationConfig):
         config = config.to_dict()
     else:
-        raise UserError(f"generation_config={shown(config)} must be a GenerationConfig, or a dict of its keys")
+        raise UserError(
+            f"generation_config={shown(config)} must be a GenerationConfig, or a dict of its keys"
+        )
     return {name: value for name, value in config.items() if value is not None}
 
 
@@ -139,7 +165,9 @@ def _rules(settings: Options, target: Target, call: str) -> LogitsRules:
 
 
 def _sampling(given: Options, asked: Options, settings: Options) -> SamplingParams:
-    """The sampling of a call. asked: its own generation_config; settings: that on top of the target's."""
+    """The sampling of a call. asked: its own generation_config; settings: that on top of the
+    target's.
+    """
     sampled = check("do_sample", given.get("do_sample", asked.get("do_sample")), bool | None)
     values = {name: given[name] for name in (*SAMPLING, "repetition_penalty") if name in given}
     if sampled:
@@ -147,18 +175,34 @@ def _sampling(given: Options, asked: Options, settings: Options) -> SamplingPara
         found = {name: settings[name] for name in SAMPLING if settings.get(name) is not None}
         values = {**defaults, **found, **values}
         if not values["temperature"]:
-            raise UserError("do_sample=True contradicts temperature=0; set a temperature above 0, or drop do_sample")
+            raise UserError(
+                "do_sample=True contradicts temperature=0; set a temperature above 0, or drop do_sample"
+            )
     elif sampled is False and values.get("temperature"):
-        raise UserError(f"do_sample=False is greedy, but temperature={values['temperature']!r} samples; drop one")
+        raise UserError(
+            f"do_sample=False is greedy, but temperature={values['temperature']!r} samples; drop one"
+        )
     return SamplingParams(**values)  # type: ignore[arg-type]  # which checks them
 
 
 def _limits(given: Options, asked: Options) -> CallLimits:
     if {"max_new_tokens", "max_length"} <= given.keys():
-        raise UserError("max_length= counts prompt and answer, max_new_tokens= the answer alone; give one")
-    source = given if {"max_new_tokens", "max_length"} & given.keys() else asked
+        raise UserError(
+            "max_length= counts prompt and answer, max_new_tokens= the answer alone; give one"
+        )
+    if {"max_new_tokens", "max_length"} & given.keys():
+        source = given
+    else:
+        source = asked
     beside = source.get("max_new_tokens") is not None
-    total = None if beside else check("max_length", source.get("max_length"), Count | None)
+    if beside:
+        total = None
+    else:
+        total = check("max_length", source.get("max_length"), Count | None)
     copies = given.get("num_return_sequences", asked.get("num_return_sequences"))
     answers = check("num_return_sequences", copies, Count | None)
-    return CallLimits(check("max_new_tokens", source.get("max_new_tokens", MOST_NEW_TOKENS), Count), total, answers)
+    return CallLimits(
+        check("max_new_tokens", source.get("max_new_tokens", MOST_NEW_TOKENS), Count),
+        total,
+        answers,
+    )

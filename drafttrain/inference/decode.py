@@ -40,8 +40,14 @@ def generate(
     seed: int = 0,
     **options: Unpack[DecoderOptions],
 ) -> Generation:
-    """Continues one prompt; the output is the target's own, whatever the drafter. See `Decoder` for the arguments."""
-    return Decoder(target, drafter, **options).generate([prompt_ids], max_new_tokens=max_new_tokens, seed=seed)[0]
+    """Continues one prompt; the output is the target's own, whatever the drafter. See `Decoder` for
+    the arguments.
+    """
+    return Decoder(target, drafter, **options).generate(
+        [prompt_ids],
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+    )[0]
 
 
 def generate_batch(
@@ -53,9 +59,15 @@ def generate_batch(
     seed: int = 0,
     **options: Unpack[DecoderOptions],
 ) -> list[Generation]:
-    """Continues many prompts, `max_rows` (8) at a time; each gets the output that it would get alone. See `Decoder`."""
+    """Continues many prompts, `max_rows` (8) at a time; each gets the output that it would get
+    alone. See `Decoder`.
+    """
     options.setdefault("max_rows", 8)
-    return Decoder(target, drafter, **options).generate(prompts, max_new_tokens=max_new_tokens, seed=seed)
+    return Decoder(target, drafter, **options).generate(
+        prompts,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+    )
 
 
 def stream(
@@ -69,7 +81,8 @@ def stream(
     **options: Unpack[DecoderOptions],
 ) -> Iterator[list[int]]:
     """Like `generate`, but yields each round's tokens as they are committed; fills `stats`."""
-    decoder, record = Decoder(target, drafter, **options), [stats or Stats()]
+    decoder = Decoder(target, drafter, **options)
+    record = [stats or Stats()]
     rounds = decoder.stream([prompt_ids], max_new_tokens=max_new_tokens, seed=seed, stats=record)
     return (tokens for _, tokens in rounds)
 

@@ -1,4 +1,5 @@
-"""The inference engine: draft, verify, commit; one continuous batch for every drafter, every tree, and no drafter at all.
+"""The inference engine: draft, verify, commit; one continuous batch for every drafter, every tree,
+and no drafter at all.
 
     prefill    target over the prompts of new sequences    -> first tokens (uncommitted roots), features for the drafter
     round      drafter.propose_all                         -> a tree below each sequence's root (and probes)
@@ -6,13 +7,14 @@
                verify                                      -> accepted path + bonus token, which is the next root
                cache.commit, drafter.extend_all            -> both hold committed tokens only
 
-Sequences are packed, not padded: a forward is [1, N] over the new tokens of all sequences, and only attention separates the
-rows. So each sequence accepts its own number of tokens, finished ones leave, and waiting prompts take their rows at no cost to
-the others. Without a drafter the trees are empty and a round is a plain decoding step of the same code.
+Sequences are packed, not padded: a forward is [1, N] over the new tokens of all sequences, and only
+attention separates the rows. So each sequence accepts its own number of tokens, finished ones
+leave, and waiting prompts take their rows at no cost to the others. Without a drafter the trees are
+empty and a round is a plain decoding step of the same code.
 
-An `Engine` is the state of one call: its cache, its sequences, its captured passes. `Decoder` (prompts to tokens, with or
-without a drafter) and `responses.ResponseEngine` (any number of requests, for data) make one per call, so they may serve
-several threads and interleaved streams.
+An `Engine` is the state of one call: its cache, its sequences, its captured passes. `Decoder`
+(prompts to tokens, with or without a drafter) and `responses.ResponseEngine` (any number of
+requests, for data) make one per call, so they may serve several threads and interleaved streams.
 """
 
 from __future__ import annotations
@@ -63,15 +65,18 @@ Observer = Callable[[int, TokenTree, Verdict, Tensor], None]
 
 
 class Engine:
-    """A continuous batch. Callers add sequences with `prefill`, advance all with `round`, and `release` finished ones.
+    """A continuous batch. Callers add sequences with `prefill`, advance all with `round`, and
+    `release` finished ones.
 
     Args:
         target: the target.
         capacity: positions per row; `reserve` grows it. rows: most sequences at a time.
-        plain: whether the argmax of the raw logits chooses every token: greedy without logits processors.
+        plain: whether the argmax of the raw logits chooses every token: greedy without logits
+            processors.
         drafter, spec, pace: as in `Decoder`; nothing is drafted without a drafter.
         graphs: see `TargetSteps.lease`. observer: see `Decoder`.
-        capture: without a drafter, target states that `Sequence.states` collects; see `Target.forward`.
+        capture: without a drafter, target states that `Sequence.states` collects; see
+            `Target.forward`.
 
     Attributes:
         active: running sequences. free: unused rows.
@@ -92,35 +97,55 @@ class Engine:
         capture: Items[int] = (),
         observer: Observer | None = None,
     ):
-        self.target, self.drafter, self.pace, self.observer = target, drafter, pace, observer
+        self.target = target
+        self.drafter = drafter
+        self.pace = pace
+        self.observer = observer
         self.spec = spec or TreeSpec.parse("none")
         self.active: list[Sequence] = []
         self.free, self._capture = list(range(rows)), tuple(capture)
         self._layers = drafter.feature_layers if drafter is not None else self._capture
-        self._probes, self._predictions = (drafter.probes, drafter.predictions) if drafter is not None else (0, 0)
+        if drafter is not None:
+            self._probes = drafter.probes
+            self._predictions = drafter.predictions
+        else:
+            self._probes = 0
+            self._predictions = 0
         self._no_tree = TokenTree.empty(target.device)
         snapshots = target.continuation is not None
-        self._steps = None if snapshots else TargetSteps.lease(target, graphs)
+        if snapshots:
+            self._steps = None
+        else:
+            self._steps = TargetSteps.lease(target, graphs)
         self._drafts: DraftSteps | None = None
         self.cache: TreeCache | SnapshotCache
         if self._steps is None:
-            self.cache = SnapshotCache(target, capacity, rows) if snapshots else TreeCache(capacity, rows)
+            if snapshots:
+                self.cache = SnapshotCache(target, capacity, rows)
+            else:
+                self.cache = TreeCache(capacity, rows)
         else:
             self.cache = self._steps.open(capacity, rows, self._layers, choose=plain)
             if drafter is not None:
                 self._drafts = self._steps.open_drafts(drafter, self.spec)
         self.clock = Clock(target.device, None if self._steps is None else self._steps.pool)
-        self._charges: list[tuple[Items[Sequence], Mark, Mark]] = []  # drafting whose time is not known yet
+        self._charges: list[
+            tuple[Items[Sequence], Mark, Mark]
+        ] = []  # drafting whose time is not known yet
 
     @property
     def memory(self) -> tuple[int, str]:
         """Bytes of cache and CUDA graphs, and their description."""
-        return (self.cache.nbytes, str(self.cache)) if self._steps is None else self._steps.memory
+        if self._steps is None:
+            return (self.cache.nbytes, str(self.cache))
+        return self._steps.memory
 
     @property
     def graph_failure(self) -> str:
         """Why the target's passes are not captured; empty unless a capture failed."""
-        return "" if self._steps is None else self._steps.failure
+        if self._steps is None:
+            return ""
+        return self._steps.failure
 
     def close(self) -> None:
         """Returns the captured passes to the target."""
@@ -144,17 +169,26 @@ class Engine:
         self.free.append(sequence.row)
 
     def read(self, row: int, tokens: Tensor) -> list[Tensor]:
-        """Appends tokens [n] to a row without predicting the next one; returns captured states per chunk."""
+        """Appends tokens [n] to a row without predicting the next one; returns captured states per
+        chunk.
+        """
         states = []
         for part in tokens.split(_CHUNK):
             self.cache.open([(row, len(part))])
-            out = self.target.forward(part[None], self._layers, self.cache.positions(part.device), self.cache)
+            out = self.target.forward(
+                part[None],
+                self._layers,
+                self.cache.positions(part.device),
+                self.cache,
+            )
             self.cache.commit([range(len(part))])
             states.append(out.features[0].bfloat16())
         return states
 
     def prefill(self, sequences: list[Sequence]) -> Iterator[NewTokens]:
-        """Reads the sequences' prompts, `_CHUNK` tokens per forward, and yields each one's first token."""
+        """Reads the sequences' prompts, `_CHUNK` tokens per forward, and yields each one's first
+        token.
+        """
         begun = self.clock.now()
         for sequence in sequences:
             sequence.joined = begun
@@ -162,18 +196,31 @@ class Engine:
         for pieces in chunks([len(sequence.prompt) for sequence in sequences], _CHUNK):
             parts = [(sequences[i], begin, end) for i, begin, end in pieces]
             sizes = [end - begin for _, begin, end in parts]
-            self.cache.open([(sequence.row, size) for (sequence, _, _), size in zip(parts, sizes, strict=True)])
+            self.cache.open(
+                [(sequence.row, size) for (sequence, _, _), size in zip(parts, sizes, strict=True)]
+            )
             ids = _join([sequence.prompt[begin:end] for sequence, begin, end in parts])  # [N]
-            out = self.target.forward(ids[None], self._layers, self.cache.positions(ids.device), self.cache)
+            out = self.target.forward(
+                ids[None],
+                self._layers,
+                self.cache.positions(ids.device),
+                self.cache,
+            )
             self.cache.commit([range(size) for size in sizes])
             news = self._first_tokens(parts, out.last_hidden[0])
             extended = []
-            for (sequence, begin, end), features in zip(parts, out.features[0].split(sizes), strict=True):
+            for (sequence, begin, end), features in zip(
+                parts,
+                out.features[0].split(sizes),
+                strict=True,
+            ):
                 follow = torch.cat((sequence.prompt[begin + 1 : end + 1], sequence.root))
                 # One more token leaves nothing to draft.
                 wanted = sequence.speculate and sequence.limit > 2 and not sequence.stats.finish
                 if self.drafter is not None and begin == 0 and wanted:
-                    sequence.session = self.drafter.start(sequence.prompt, len(sequence.prompt) + sequence.limit)
+                    sequence.session = self.drafter.start(
+                        sequence.prompt, len(sequence.prompt) + sequence.limit
+                    )
                     if self._drafts is not None:
                         sequence.session.place(self._drafts, sequence.row)
                 if sequence.session is not None and not sequence.stats.finish:
@@ -184,8 +231,14 @@ class Engine:
             yield from news
         self._drop_finished()
 
-    def _first_tokens(self, parts: list[tuple[Sequence, int, int]], hidden: Tensor) -> list[NewTokens]:
-        """First tokens of the sequences whose prompt is complete. parts: (sequence, begin, end); hidden [N, h] of all."""
+    def _first_tokens(
+        self,
+        parts: list[tuple[Sequence, int, int]],
+        hidden: Tensor,
+    ) -> list[NewTokens]:
+        """First tokens of the sequences whose prompt is complete. parts: (sequence, begin, end);
+        hidden [N, h] of all.
+        """
         lasts = [end - 1 for end in accumulate(end - begin for _, begin, end in parts)]
         done = [i for i, (sequence, _, end) in enumerate(parts) if end == len(sequence.prompt)]
         sequences = [parts[i][0] for i in done]
@@ -203,18 +256,31 @@ class Engine:
         return news
 
     def round(self) -> Iterator[NewTokens]:
-        """One draft, one packed target pass and one verdict per active sequence; yields what each committed."""
-        sequences, clock = self.active, self.clock
+        """One draft, one packed target pass and one verdict per active sequence; yields what each
+        committed.
+        """
+        sequences = self.active
+        clock = self.clock
         started = clock.now()
         if not sequences:
             return
-        behind = sum(sequence.behind for sequence in sequences) if self.pace is not None else 0
-        spec = self.spec if self.pace is None else self.pace.choose(len(sequences), behind)
+        behind = 0
+        if self.pace is not None:
+            behind = sum(sequence.behind for sequence in sequences)
+        if self.pace is None:
+            spec = self.spec
+        else:
+            spec = self.pace.choose(len(sequences), behind)
         trees, begun_reading, begun_drafting, begun = self._draft(sequences, spec)
-        layouts = self.cache.open([(s.row, tree.parents) for s, tree in zip(sequences, trees, strict=True)])
+        layouts = self.cache.open(
+            [(s.row, tree.parents) for s, tree in zip(sequences, trees, strict=True)]
+        )
         ids: list[Tensor] = []
         for sequence, tree in zip(sequences, trees, strict=True):
-            ids += (sequence.root, tree.tokens) if len(tree) else (sequence.root,)
+            if len(tree):
+                ids += (sequence.root, tree.tokens)
+            else:
+                ids += (sequence.root,)
         features, logits, choices = self.run_target(_join(ids))
         passed = clock.mark()
         sizes = [layout.count for layout in layouts]
@@ -222,7 +288,13 @@ class Engine:
         share = clock.between(begun, passed) / len(sequences)
         self._settle()
         if self.observer is not None:
-            for sequence, *seen in zip(sequences, trees, verdicts, logits.split(sizes), strict=True):
+            for sequence, *seen in zip(
+                sequences,
+                trees,
+                verdicts,
+                logits.split(sizes),
+                strict=True,
+            ):
                 self.observer(sequence.index, *seen)
         if any(sequence.probed for sequence in sequences):
             answer_probes(sequences, argmax(logits) if choices is None else choices, sizes)
@@ -239,33 +311,58 @@ class Engine:
         self._advance(news, kept, sizes, features)
         if self.pace is not None:
             judged = zip(sequences, trees, verdicts, strict=True)
-            drafted = [(tree, verdict.path) for s, tree, verdict in judged if s.session is not None and len(tree)]
-            seconds, read_seconds = clock.now() - started, clock.between(begun_reading, begun_drafting)
-            draft_seconds, read = clock.between(begun_drafting, begun), behind if read_seconds else 0
+            drafted = [
+                (tree, verdict.path)
+                for s, tree, verdict in judged
+                if s.session is not None and len(tree)
+            ]
+            seconds = clock.now() - started
+            read_seconds = clock.between(begun_reading, begun_drafting)
+            draft_seconds = clock.between(begun_drafting, begun)
+            read = behind if read_seconds else 0
             sizes_and_times = len(sequences), sum(sizes), seconds, draft_seconds, read, read_seconds
             self.pace.observe(RoundReport(spec, *sizes_and_times, drafted))
         yield from news
         self._drop_finished()
 
     def run_target(self, ids: Tensor) -> Pass:
-        """The target over the roots and nodes [N] that `cache.open` has announced, captured or dynamic."""
-        out = None if self._steps is None else self._steps.run(ids)
+        """The target over the roots and nodes [N] that `cache.open` has announced, captured or
+        dynamic.
+        """
+        if self._steps is None:
+            out = None
+        else:
+            out = self._steps.run(ids)
         if out is not None:
             return out
         places = self.cache.positions(ids.device)
         return Pass(*self.target.score(ids[None], self._layers, places, self.cache), choices=None)
 
     def _verify(
-        self, sequences: list[Sequence], trees: list[TokenTree], logits: Tensor, choices: Tensor | None = None
+        self,
+        sequences: list[Sequence],
+        trees: list[TokenTree],
+        logits: Tensor,
+        choices: Tensor | None = None,
     ) -> list[Verdict]:
-        """A verdict per sequence; logits [N, v] at every root and its nodes, one sequence after the other."""
+        """A verdict per sequence; logits [N, v] at every root and its nodes, one sequence after the
+        other.
+        """
         return verify_batch([sequence.verifier for sequence in sequences], trees, logits, choices)
 
-    def _advance(self, news: list[NewTokens], kept: list[list[int]], sizes: list[int], features: Tensor) -> None:
-        """Sets the next root of sequences that continue, and keeps committed tokens and features for their sessions.
+    def _advance(
+        self,
+        news: list[NewTokens],
+        kept: list[list[int]],
+        sizes: list[int],
+        features: Tensor,
+    ) -> None:
+        """Sets the next root of sequences that continue, and keeps committed tokens and features
+        for their sessions.
 
         Args:
-            news: sequences with their committed tokens. kept: new tokens of the pass whose features those follow.
+            news: sequences with their committed tokens. kept: new tokens of the pass whose features
+                those follow.
             sizes: new tokens of each sequence in the pass. features: [N, f*h] of all.
         """
         if self._capture:  # no drafter, so every sequence has one new token
@@ -273,7 +370,8 @@ class Engine:
                 sequence.states.append(state)
         going = [i for i, (sequence, _) in enumerate(news) if not sequence.stats.finish]
         numbers = [token for i in going for token in news[i][1]]
-        count, alone = len(numbers), len(going) == 1
+        count = len(numbers)
+        alone = len(going) == 1
         drafting = any(news[i][0].session is not None for i in going)
         if drafting:
             starts = [0, *accumulate(sizes)]
@@ -282,12 +380,20 @@ class Engine:
         tokens = uploaded[:count]
         if drafting:
             features = features.index_select(0, uploaded[count:])  # [count, f*h]
-        extended, begin = [], 0
+        extended = []
+        begin = 0
         for i in going:
-            sequence, end = news[i][0], begin + len(news[i][1])
-            sequence.root = tokens if count == 1 else tokens[end - 1 : end]
+            sequence = news[i][0]
+            end = begin + len(news[i][1])
+            if count == 1:
+                sequence.root = tokens
+            else:
+                sequence.root = tokens[end - 1 : end]
             if sequence.session is not None:
-                own = (tokens, features) if alone else (tokens[begin:end], features[begin:end])
+                if alone:
+                    own = (tokens, features)
+                else:
+                    own = (tokens[begin:end], features[begin:end])
                 extended.append((sequence, *own))
             begin = end
         self._extend(extended)
@@ -295,10 +401,16 @@ class Engine:
     def _drop_finished(self) -> None:
         self.active = [sequence for sequence in self.active if not sequence.stats.finish]
 
-    # -- drafter ------------------------------------------------------------------------------------------------
+    # -- drafter -----------------------------------------------------------------------------------
 
-    def _draft(self, sequences: list[Sequence], spec: TreeSpec) -> tuple[list[TokenTree], Mark, Mark, Mark]:
-        """A tree per sequence, perhaps empty; and marks before the sessions read, before they draft, and behind."""
+    def _draft(
+        self,
+        sequences: list[Sequence],
+        spec: TreeSpec,
+    ) -> tuple[list[TokenTree], Mark, Mark, Mark]:
+        """A tree per sequence, perhaps empty; and marks before the sessions read, before they
+        draft, and behind.
+        """
         drafting = [s for s in sequences if s.session is not None and s.left > 1]
         begun = self.clock.mark()
         if self.drafter is None or spec.shape == "none" or not drafting:
@@ -313,10 +425,14 @@ class Engine:
         for sequence, tree in zip(drafting, drafted, strict=True):
             tree = tree.prune(sequence.left - 1, spec.cut)
             if self._probes and sequence.session is not None:
-                tree, sequence.probed = tree.with_probes(*sequence.session.probe(), sequence.left - 1)
+                tree, sequence.probed = tree.with_probes(
+                    *sequence.session.probe(), sequence.left - 1
+                )
             trees[sequence.row] = tree
         if self._probes:
-            trees = dict(zip(trees, TokenTree.moved([*trees.values()], self.target.device), strict=True))
+            trees = dict(
+                zip(trees, TokenTree.moved([*trees.values()], self.target.device), strict=True)
+            )
         done = self.clock.mark()
         self._charges.append((drafting, read, done))
         return [trees.get(sequence.row, self._no_tree) for sequence in sequences], begun, read, done
@@ -324,7 +440,8 @@ class Engine:
     def _extend(self, news: list[tuple[Sequence, Tensor, Tensor]]) -> None:
         """Keeps committed tokens [m] and features [m, f*h] for the sessions.
 
-        A session reads them before its next proposal, so that rounds without drafting cost nothing; or once they fill a chunk.
+        A session reads them before its next proposal, so that rounds without drafting cost nothing;
+        or once they fill a chunk.
         """
         for sequence, tokens, features in news:
             sequence.pending.append((tokens, features))
@@ -333,13 +450,20 @@ class Engine:
             self._read_pending(full)
 
     def _read_pending(self, sequences: list[Sequence]) -> Mark | None:
-        """Lets the sessions read what was committed since their last proposal; a mark behind, None if there was nothing."""
+        """Lets the sessions read what was committed since their last proposal; a mark behind, None
+        if there was nothing.
+        """
         sequences = [sequence for sequence in sequences if sequence.pending]
         if self.drafter is None or not sequences:
             return None
         begun = self.clock.mark()
-        news = [[_join(parts) for parts in zip(*sequence.pending, strict=True)] for sequence in sequences]
-        self.drafter.extend_all([sequence.session for sequence in sequences], *zip(*news, strict=True))
+        news = [
+            [_join(parts) for parts in zip(*sequence.pending, strict=True)]
+            for sequence in sequences
+        ]
+        self.drafter.extend_all(
+            [sequence.session for sequence in sequences], *zip(*news, strict=True)
+        )
         for sequence in sequences:
             sequence.pending = []
         done = self.clock.mark()
@@ -347,7 +471,9 @@ class Engine:
         return done
 
     def _settle(self) -> None:
-        """Adds the time of drafting to the sequences' records, once the device has passed its marks."""
+        """Adds the time of drafting to the sequences' records, once the device has passed its
+        marks.
+        """
         for sequences, begun, done in self._charges:
             for sequence in sequences:
                 sequence.stats.draft_seconds += self.clock.between(begun, done) / len(sequences)
@@ -365,20 +491,25 @@ class Decoder:
         spec: the tree that a round drafts; chain:3 unless given, `none` decodes plainly.
         sampling: greedy unless given.
         eos_ids: tokens that end a sequence; the target's own unless given.
-        stop: strings that end a sequence; its tokens then end with the one that completes the string.
+        stop: strings that end a sequence; its tokens then end with the one that completes the
+            string.
         max_rows: most sequences at a time; the others wait for a free row.
-        pace: chooses each round's tree, none larger than `spec`; an `Adaptive` one for an adaptive spec.
+        pace: chooses each round's tree, none larger than `spec`; an `Adaptive` one for an adaptive
+            spec.
         graphs: False runs rounds on a GPU without CUDA graphs; see `TargetSteps.lease`.
-        rules: how logits are processed; as the target's generation_config says unless given. A repetition penalty in
-            `sampling` replaces theirs.
+        rules: how logits are processed; as the target's generation_config says unless given. A
+            repetition penalty in `sampling` replaces theirs.
 
     Attributes:
-        cache: of the latest call. memory: bytes and description of the largest one so far, its CUDA graphs included.
+        cache: of the latest call. memory: bytes and description of the largest one so far, its CUDA
+            graphs included.
         capture_seconds: that the latest call spent on CUDA graphs; no record counts them.
-        observer: called with each round's (index of the prompt, tree, verdict, logits [n+1, v]); None by default.
+        observer: called with each round's (index of the prompt, tree, verdict, logits [n+1, v]);
+            None by default.
 
     Raises:
-        UserError: max_rows below 1, stop strings without a tokenizer, or a spec that samples tokens with greedy decoding.
+        UserError: max_rows below 1, stop strings without a tokenizer, or a spec that samples tokens
+            with greedy decoding.
     """
 
     def __init__(
@@ -396,8 +527,13 @@ class Decoder:
         rules: LogitsRules | None = None,
     ):
         self.target, self.spec = target.require_layers(), spec or TreeSpec.parse("chain:3")
-        self.drafter = None if self.spec.shape == "none" else drafter
-        self.pace = pace or (Adaptive(self.spec) if self.drafter is not None and self.spec.adaptive else None)
+        if self.spec.shape == "none":
+            self.drafter = None
+        else:
+            self.drafter = drafter
+        self.pace = pace or (
+            Adaptive(self.spec) if self.drafter is not None and self.spec.adaptive else None
+        )
         self.sampling = sampling or SamplingParams()
         self.spec.check(self.sampling)
         self.rules = target.generation.rules_for(self.sampling, rules)
@@ -408,12 +544,24 @@ class Decoder:
         self.observer: Observer | None = None
 
     def generate(
-        self, prompts: Items[Prompt], *, max_new_tokens: Limit, seed: int = 0, speculate: Items[bool] | None = None
+        self,
+        prompts: Items[Prompt],
+        *,
+        max_new_tokens: Limit,
+        seed: int = 0,
+        speculate: Items[bool] | None = None,
     ) -> list[Generation]:
         """The continuation of each prompt, in the prompts' order. See `stream`."""
         made = [Generation([], Stats()) for _ in prompts]
-        stats, most = [each.stats for each in made], max_new_tokens
-        for index, tokens in self.stream(prompts, max_new_tokens=most, seed=seed, stats=stats, speculate=speculate):
+        stats = [each.stats for each in made]
+        most = max_new_tokens
+        for index, tokens in self.stream(
+            prompts,
+            max_new_tokens=most,
+            seed=seed,
+            stats=stats,
+            speculate=speculate,
+        ):
             made[index].tokens += tokens
         return made
 
@@ -425,28 +573,43 @@ class Decoder:
 
         Args:
             prompts: token ids, [L] each, without padding (see `strip_padding`).
-            max_new_tokens: upper limit, or a list with one per prompt; the target's context length limits it further.
-            seed: prompt i samples with seed + i, so its tokens do not depend on the batch. In exact arithmetic the same
-                seed gives the same tokens with any drafter and any spec that does not sample (`@sample`).
+            max_new_tokens: upper limit, or a list with one per prompt; the target's context length
+                limits it further.
+            seed: prompt i samples with seed + i, so its tokens do not depend on the batch. In exact
+                arithmetic the same seed gives the same tokens with any drafter and any spec that
+                does not sample (`@sample`).
             stats: one per prompt, filled during the call.
             speculate: per prompt, False decodes it plainly; all True unless given.
 
         Raises:
-            UserError: an empty prompt, one that fills the target's context, or max_new_tokens below 1.
+            UserError: an empty prompt, one that fills the target's context, or max_new_tokens below
+                1.
         """
-        sequences, seed = [], check("seed", seed, Seed)
+        sequences = []
+        seed = check("seed", seed, Seed)
         for index, ids in enumerate(prompts):
             try:
                 prompt = token_ids(self.target, ids)
-                most = max_new_tokens[index] if isinstance(max_new_tokens, list) else max_new_tokens
+                if isinstance(max_new_tokens, list):
+                    most = max_new_tokens[index]
+                else:
+                    most = max_new_tokens
                 limit = token_limit(self.target, len(prompt), most)
             except UserError as error:
-                raise UserError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from error
+                raise UserError(
+                    f"prompt {index}: {error}" if len(prompts) > 1 else str(error)
+                ) from error
             numbers = torch.Generator().manual_seed(seed + index)
             processed = ProcessedText.of(self.rules, self.target, prompt, limit, self.eos_ids)
             verifier = Verifier(self.sampling, self.eos_ids, numbers, processed)
-            text = TextStream(self.target.tokenizer, self.stop) if self.stop else None
-            record = stats[index] if stats is not None else Stats()
+            if self.stop:
+                text = TextStream(self.target.tokenizer, self.stop)
+            else:
+                text = None
+            if stats is not None:
+                record = stats[index]
+            else:
+                record = Stats()
             drafting = speculate is None or speculate[index]
             sequences.append(Sequence(index, prompt, limit, verifier, text, record, drafting))
         return self._run(sequences)
@@ -454,7 +617,9 @@ class Decoder:
     @torch.no_grad()
     def _run(self, sequences: list[Sequence]) -> Generator[tuple[int, list[int]]]:
         # Leased here, not in `stream`: a generator that never starts is never closed.
-        margin = self.spec.most + self.drafter.probes if self.drafter is not None else 0
+        margin = 0
+        if self.drafter is not None:
+            margin = self.spec.most + self.drafter.probes
         capacity = max((len(s.prompt) + s.limit for s in sequences), default=0) + margin
         engine = Engine(
             self.target,
@@ -484,4 +649,6 @@ class Decoder:
 
 def _join(parts: Items[Tensor]) -> Tensor:
     """Concatenates parts; a single part needs no copy."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(list(parts))

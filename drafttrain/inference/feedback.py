@@ -14,17 +14,28 @@ from drafttrain.ops.sampling import highest
 
 
 def answer_probes(sequences: Items[Sequence], chosen: Tensor, sizes: Items[int]) -> None:
-    """Passes the target's choices after root and probes to the sessions; chosen: [N], at each sequence's root and nodes."""
-    tokens, starts = chosen.tolist(), [0, *accumulate(sizes)]
+    """Passes the target's choices after root and probes to the sessions; chosen: [N], at each
+    sequence's root and nodes.
+    """
+    tokens = chosen.tolist()
+    starts = [0, *accumulate(sizes)]
     for sequence, begin, end in zip(sequences, starts, starts[1:], strict=False):
         if sequence.probed and sequence.session is not None:
             root, *nodes = tokens[begin:end]
-            sequence.session.observe([root, *(nodes[node] if node >= 0 else -1 for node in sequence.probed)])
+            sequence.session.observe(
+                [root, *(nodes[node] if node >= 0 else -1 for node in sequence.probed)]
+            )
             sequence.probed = []
 
 
-def share_predictions(sequences: Items[Sequence], trees: Items[TokenTree], logits: Tensor, width: int) -> None:
-    """Passes the target's likeliest tokens at every root and node to the sessions that have read the text up to the root.
+def share_predictions(
+    sequences: Items[Sequence],
+    trees: Items[TokenTree],
+    logits: Tensor,
+    width: int,
+) -> None:
+    """Passes the target's likeliest tokens at every root and node to the sessions that have read
+    the text up to the root.
 
     Args:
         logits: [N, v], at each sequence's root and its nodes. width: tokens of each.
@@ -34,7 +45,8 @@ def share_predictions(sequences: Items[Sequence], trees: Items[TokenTree], logit
     if not logits.is_cpu:
         trees = TokenTree.moved(trees, torch.device("cpu"))  # one transfer for all
     values, ids = highest(logits, min(width, logits.shape[-1]))
-    predictions, begin = list(zip(ids.tolist(), values.softmax(-1).tolist(), strict=True)), 0
+    predictions = list(zip(ids.tolist(), values.softmax(-1).tolist(), strict=True))
+    begin = 0
     for sequence, tree in zip(sequences, trees, strict=True):
         end = begin + 1 + len(tree)
         if sequence.session is not None and not sequence.behind:

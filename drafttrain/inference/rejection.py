@@ -1,4 +1,6 @@
-"""Sampled verification where the host does not walk: rejection of drawn children, and choices at all nodes at once."""
+"""Sampled verification where the host does not walk: rejection of drawn children, and choices at
+all nodes at once.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,19 @@ def choices_ahead(
     logits: Tensor,
     sampling: SamplingParams,
 ) -> Tensor:
-    """The token [N] that a walk would choose at each node, from the numbers that it would spend there.
+    """The token [N] that a walk would choose at each node, from the numbers that it would spend
+    there.
 
-    A walk spends a number at each node that it visits and one more per drawn child, so a node's numbers begin behind those of
-    its ancestors. The generators stay where they are.
+    A walk spends a number at each node that it visits and one more per drawn child, so a node's
+    numbers begin behind those of its ancestors. The generators stay where they are.
 
     Args:
-        generators: each sequence's. drawn_below: each tree's drawn children, by node. logits: [N, v] at roots and nodes.
+        generators: each sequence's. drawn_below: each tree's drawn children, by node. logits: [N,
+            v] at roots and nodes.
     """
-    device, p = logits.device, probabilities(logits, sampling).double()  # [N, v]
+    # [N, v]
+    device = logits.device
+    p = probabilities(logits, sampling).double()
     numbers: list[list[float]] = []  # per node: of the choice, then of its drawn children
     below: list[list[int]] = []  # per node: its drawn children's places among all drafted tokens
     sources: list[int] = []  # per node with drawn children: its q among all rows of all proposals
@@ -55,26 +61,40 @@ def choices_ahead(
         padded = [[*below[i], *[-1] * (width - len(below[i]))] for i in tried]
         places = torch.tensor([*tried, *sources, *chain(*padded)]).to(device, non_blocking=True)
         at, rows, children = places.split([len(tried), len(tried), len(tried) * width])
-        tokens, children = torch.cat([tree.tokens for tree in trees]), children.view(-1, width)
+        tokens = torch.cat([tree.tokens for tree in trees])
+        children = children.view(-1, width)
         children = tokens[children.clamp_min(0)].masked_fill(children < 0, -1)  # [m, w]
         proposals = [tree.proposal for tree in trees if tree.proposal is not None]
         q = torch.cat([proposal.probs for proposal in proposals])[rows]  # [m, d]
         kept = proposals[0].kept_ids
-        full = q if kept is None else q.new_zeros(len(q), p.shape[1]).index_copy_(1, kept, q)
+        if kept is None:
+            full = q
+        else:
+            full = q.new_zeros(len(q), p.shape[1]).index_copy_(1, kept, q)
         full = F.pad(full, (0, p.shape[1] - full.shape[1]))
         uniforms = [numbers[i][1:] + [0.0] * (width + 1 - len(numbers[i])) for i in tried]
         p[at] = try_drawn(
-            p[at], full.double(), children, torch.tensor(uniforms, dtype=torch.float64).to(device, non_blocking=True)
+            p[at],
+            full.double(),
+            children,
+            torch.tensor(uniforms, dtype=torch.float64).to(device, non_blocking=True),
         )
-    return pick(p, torch.tensor([own[0] for own in numbers], dtype=torch.float64).to(device, non_blocking=True))
+    return pick(
+        p,
+        torch.tensor([own[0] for own in numbers], dtype=torch.float64).to(
+            device,
+            non_blocking=True,
+        ),
+    )
 
 
 def try_drawn(p: Tensor, q: Tensor, drawn: Tensor, uniforms: Tensor) -> Tensor:
     """Multi-round rejection of children that were drawn without replacement.
 
-    Child x is accepted with probability min(1, p(x) / q(x)). A rejection leaves p <- norm(max(p - q, 0)), the residual
-    that the accepted share min(p, q) leaves of p, and q <- q without x, renormalized, from which the next child was drawn.
-    Every round is the same problem again, so by induction the outcome is distributed as p.
+    Child x is accepted with probability min(1, p(x) / q(x)). A rejection leaves p <- norm(max(p -
+    q, 0)), the residual that the accepted share min(p, q) leaves of p, and q <- q without x,
+    renormalized, from which the next child was drawn. Every round is the same problem again, so by
+    induction the outcome is distributed as p.
 
     Args:
         p: [m, v] float64, the target's distributions.
@@ -83,17 +103,24 @@ def try_drawn(p: Tensor, q: Tensor, drawn: Tensor, uniforms: Tensor) -> Tensor:
         uniforms: [m, w] float64.
 
     Returns:
-        [m, v] float64: all mass on the accepted child, or the residual from which the bonus token is drawn.
+        [m, v] float64: all mass on the accepted child, or the residual from which the bonus token
+            is drawn.
 
-    Source: SpecInfer, arXiv 2305.09781; without replacement: arXiv 2402.14160 and Sequoia, arXiv 2402.12374.
+    Source: SpecInfer, arXiv 2305.09781; without replacement: arXiv 2402.14160 and Sequoia, arXiv
+    2402.12374.
     """
     p = p / p.sum(-1, keepdim=True)
-    open_ = torch.ones_like(drawn[:, :1], dtype=torch.bool)  # [m, 1], rows where every child so far was rejected
+    open_ = torch.ones_like(
+        drawn[:, :1],
+        dtype=torch.bool,
+    )  # [m, 1], rows where every child so far was rejected
     for i in range(drawn.shape[1]):
         open_ = open_ & (drawn[:, i : i + 1] >= 0)
         child = drawn[:, i : i + 1].clamp_min(0)
         mass = q.sum(-1, keepdim=True)
-        accepted = open_ & (uniforms[:, i : i + 1] * q.gather(-1, child) < p.gather(-1, child) * mass)
+        accepted = open_ & (
+            uniforms[:, i : i + 1] * q.gather(-1, child) < p.gather(-1, child) * mass
+        )
         left = (p - q / mass).clamp_min(0)  # [m, v]
         total = left.sum(-1, keepdim=True)
         # An empty residual means p = q. Then only rounding can reject, and p itself is the answer.

@@ -1,13 +1,15 @@
 """Responses to any number of requests: what data generation and on-policy answers run on.
 
-Requests are read lazily and share one continuous batch. Where transformers' generate waits for the longest of a batch and pads
-to the longest prompt, a finished response frees its row for the next request and no step computes padding.
+Requests are read lazily and share one continuous batch. Where transformers' generate waits for the
+longest of a batch and pads to the longest prompt, a finished response frees its row for the next
+request and no step computes padding.
 
     row 0    [system prompt | prompt a | response a ........ ] ends -> [system prompt | prompt d | response d ..
     row 1    [system prompt | prompt b ... | response b ..................................
     row 2    [system prompt | prompt c | response c ....]  free until a few are, then refilled in one pass
 
-A prefix that all prompts share is computed once. A follow-up (the next user turn) extends a sequence in its row.
+A prefix that all prompts share is computed once. A follow-up (the next user turn) extends a
+sequence in its row.
 """
 
 from __future__ import annotations
@@ -60,11 +62,14 @@ class Finished:
     """A response.
 
     Attributes:
-        tokens: the new tokens, stop token included; of the last turn where a follow-up extended the sequence.
-        finish_reason: 'stop' or 'length' (limit of new tokens or of the sequence, or the run was stopped).
+        tokens: the new tokens, stop token included; of the last turn where a follow-up extended the
+            sequence.
+        finish_reason: 'stop' or 'length' (limit of new tokens or of the sequence, or the run was
+            stopped).
         sequence: all tokens from the first prompt on.
-        features, last_hidden: [len(sequence) - 1, f*h] and [.., h] bfloat16 on the CPU, of every position that the target
-            read, if the engine captures features: all but the last token (and follow-ups that a stopped run left unread).
+        features, last_hidden: [len(sequence) - 1, f*h] and [.., h] bfloat16 on the CPU, of every
+            position that the target read, if the engine captures features: all but the last token
+            (and follow-ups that a stopped run left unread).
     """
 
     key: str
@@ -108,8 +113,11 @@ class ResponseEngine:
                 f"max_length={max_length}, but target {target.name!r} reads at most {target.max_positions} tokens; "
                 f"use max_length={target.max_positions}"
             )
-        self.target, self.slots, self.max_length = target.pack(), slots, max_length
-        self.feature_layers, self.rules = tuple(feature_layers or ()), rules
+        self.target = target.pack()
+        self.slots = slots
+        self.max_length = max_length
+        self.feature_layers = tuple(feature_layers or ())
+        self.rules = rules
         self.new_tokens = 0
 
     @torch.no_grad()
@@ -126,11 +134,12 @@ class ResponseEngine:
         Args:
             requests: read lazily, twice as many as there are slots ahead.
             sampling: for all of them.
-            seed: a request's random numbers depend on it, the key and the turn only, not on the rest of the batch.
-            follow_up: called with each response. Returns tokens that extend the same sequence (the next user turn), whose keys
-                and values stay in the row, or None to finish.
-            stop: called before each step. Once true, running sequences are yielded as they are ('length') and no further
-                request is read.
+            seed: a request's random numbers depend on it, the key and the turn only, not on the
+                rest of the batch.
+            follow_up: called with each response. Returns tokens that extend the same sequence (the
+                next user turn), whose keys and values stay in the row, or None to finish.
+            stop: called before each step. Once true, running sequences are yielded as they are
+                ('length') and no further request is read.
 
         Raises:
             UserError: an empty prompt, or one that leaves no position for a response.
@@ -162,7 +171,11 @@ class _Run:
         seed: int,
         follow_up: FollowUp | None,
     ):
-        self.owner, self.source, self.sampling, self.seed, self.follow_up = owner, source, sampling, seed, follow_up
+        self.owner = owner
+        self.source = source
+        self.sampling = sampling
+        self.seed = seed
+        self.follow_up = follow_up
         self.rules = owner.target.generation.rules_for(sampling, owner.rules)
         self.device = owner.target.device
         self.queue = deque(islice(source, 2 * owner.slots))
@@ -171,25 +184,39 @@ class _Run:
         self.running: dict[int, _Running] = {}  # by row
         self.waiting: list[Sequence] = []  # sequences with a follow-up to read
         rows = owner.slots + bool(self.prefix)  # the prefix has a row of its own
-        capture = (*owner.feature_layers, LAST) if owner.feature_layers else ()
+        if owner.feature_layers:
+            capture = (*owner.feature_layers, LAST)
+        else:
+            capture = ()
         capacity = min(owner.max_length, _FIRST_CAPACITY)
-        self.engine = Engine(owner.target, capacity, rows, sampling.greedy and not self.rules, capture=capture)
+        self.engine = Engine(
+            owner.target,
+            capacity,
+            rows,
+            sampling.greedy and not self.rules,
+            capture=capture,
+        )
 
     def responses(self, stop: Callable[[], bool] | None) -> Iterator[Finished]:
-        engine, slots = self.engine, self.owner.slots
-        # Waiting for a few free rows makes prompt passes efficient. Up to 1/16 of the rows idle meanwhile.
+        engine = self.engine
+        slots = self.owner.slots
+        # Waiting for a few free rows makes prompt passes efficient. Up to 1/16 of the rows idle
+        # meanwhile.
         refill = max(1, slots // 16)
         if self.prefix:
             self.prefix_row = engine.free.pop()
             self._reserve(len(self.prefix))
-            self.prefix_states = engine.read(self.prefix_row, torch.tensor(self.prefix, device=self.device))
+            self.prefix_states = engine.read(
+                self.prefix_row, torch.tensor(self.prefix, device=self.device)
+            )
         while True:
             self.queue.extend(islice(self.source, 2 * slots - len(self.queue)))
             if stop is not None and stop():
                 yield from self._flush()
                 return
             free = min(len(engine.free), len(self.queue))
-            joining, active = free + len(self.waiting), bool(engine.active)
+            joining = free + len(self.waiting)
+            active = bool(engine.active)
             if joining >= refill or not active or (self.waiting and not self.queue):
                 if not joining:
                     return
@@ -209,11 +236,14 @@ class _Run:
 
     def _reserve(self, length: int) -> None:
         if length > self.engine.cache.capacity:
-            self.engine.reserve(min(self.owner.max_length, max(length, 2 * self.engine.cache.capacity)))
+            self.engine.reserve(
+                min(self.owner.max_length, max(length, 2 * self.engine.cache.capacity))
+            )
 
     def _admit(self, request: ResponseRequest) -> Sequence:
         """Gives a request a free row."""
-        prompt, limit = list(request.prompt_ids), self.owner.max_length
+        prompt = list(request.prompt_ids)
+        limit = self.owner.max_length
         if not 0 < len(prompt) < limit:
             raise UserError(
                 f"prompt {request.key!r} has {len(prompt)} tokens; it needs at least 1 and, with max_length={limit}, "
@@ -221,15 +251,27 @@ class _Run:
             )
         sequence = self._turn(request, prompt, prompt, 0)
         self.engine.join(sequence)
-        if self.prefix and len(prompt) > len(self.prefix) and prompt[: len(self.prefix)] == self.prefix:
+        if (
+            self.prefix
+            and len(prompt) > len(self.prefix)
+            and prompt[: len(self.prefix)] == self.prefix
+        ):
             self.engine.cache.copy(self.prefix_row, sequence.row, len(self.prefix))
             sequence.prompt = sequence.prompt[len(self.prefix) :]
             sequence.states = list(self.prefix_states)
         self.running[sequence.row] = _Running(request, prompt, len(prompt), sequence)
         return sequence
 
-    def _turn(self, request: ResponseRequest, unread: list[int], before: list[int], turn: int) -> Sequence:
-        """A sequence that reads `unread` tokens and writes a response; `before` are all tokens before the response."""
+    def _turn(
+        self,
+        request: ResponseRequest,
+        unread: list[int],
+        before: list[int],
+        turn: int,
+    ) -> Sequence:
+        """A sequence that reads `unread` tokens and writes a response; `before` are all tokens
+        before the response.
+        """
         limit = min(request.max_new_tokens, self.owner.max_length - len(before))
         prompt = torch.tensor(unread, device=self.device)
         name = f"{self.seed}/{turn}/{request.key}".encode()
@@ -237,7 +279,11 @@ class _Run:
         generator = torch.Generator().manual_seed(seed)
         uniforms: list[float] = []
         if not self.sampling.greedy:
-            uniforms = torch.rand(request.max_new_tokens, dtype=torch.float64, generator=generator).tolist()
+            uniforms = torch.rand(
+                request.max_new_tokens,
+                dtype=torch.float64,
+                generator=generator,
+            ).tolist()
         whole = torch.tensor(before, device=self.device)  # [L]
         text = ProcessedText.of(self.rules, self.owner.target, whole, limit, request.stop_ids)
         verifier = Verifier(self.sampling, request.stop_ids, generator, text, iter(uniforms))
@@ -245,16 +291,23 @@ class _Run:
 
     def _end(self, it: _Running) -> Iterator[Finished]:
         """Extends a finished response by its follow-up, or yields it."""
-        reason = "stop" if it.sequence.stats.ended else "length"
+        if it.sequence.stats.ended:
+            reason = "stop"
+        else:
+            reason = "length"
         finished = Finished(it.request.key, it.tokens[it.start :], reason, list(it.tokens))
-        more = self.follow_up(finished) if self.follow_up is not None else None
+        if self.follow_up is not None:
+            more = self.follow_up(finished)
+        else:
+            more = None
         if not more or len(it.tokens) + len(more) >= self.owner.max_length:
             yield self._close(it, finished)
             return
         unread = [it.tokens[-1], *more]  # the last token's keys are not in the cache yet
         it.tokens += more
         it.start, it.turn = len(it.tokens), it.turn + 1
-        row, states = it.sequence.row, it.sequence.states
+        row = it.sequence.row
+        states = it.sequence.states
         it.sequence = self._turn(it.request, unread, it.tokens, it.turn)
         it.sequence.row, it.sequence.states = row, states
         self.waiting.append(it.sequence)
@@ -263,7 +316,10 @@ class _Run:
         if self.owner.feature_layers:
             states = torch.cat(it.sequence.states).cpu()  # [positions, (f+1)*h] bfloat16
             width = states.shape[1] - self.owner.target.hidden_size
-            finished.features, finished.last_hidden = states[:, :width].clone(), states[:, width:].clone()
+            finished.features, finished.last_hidden = (
+                states[:, :width].clone(),
+                states[:, width:].clone(),
+            )
         del self.running[it.sequence.row]
         self.engine.release(it.sequence)
         return finished
@@ -272,14 +328,21 @@ class _Run:
         """Ends every running sequence where it is. Sequences without a response yet are dropped."""
         for it in list(self.running.values()):
             if it.turn > 0 or len(it.tokens) > it.start:
-                yield self._close(it, Finished(it.request.key, it.tokens[it.start :], "length", list(it.tokens)))
+                yield self._close(
+                    it, Finished(it.request.key, it.tokens[it.start :], "length", list(it.tokens))
+                )
 
 
 def _shared_prefix(prompts: list[Items[int]]) -> list[int]:
-    """The tokens that all prompts begin with (system prompt, chat opening), without the last token of any; [] if few."""
+    """The tokens that all prompts begin with (system prompt, chat opening), without the last token
+    of any; [] if few.
+    """
     if len(prompts) < 2:
         return []
-    low, high = min(map(tuple, prompts)), max(map(tuple, prompts))
+    low = min(map(tuple, prompts))
+    high = max(map(tuple, prompts))
     length = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
     length = min(length, min(map(len, prompts)) - 1)
-    return list(low[:length]) if length >= _LEAST_PREFIX else []
+    if length >= _LEAST_PREFIX:
+        return list(low[:length])
+    return []

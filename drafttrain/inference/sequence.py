@@ -1,7 +1,7 @@
 """The sequences of a batch: the state of each, the record of its generation, and its text.
 
-`Sequence` holds what the engine knows of one sequence, `Stats` records the generation for metrics, `Clock` measures it, and
-`TextStream` turns tokens into text and finds stop strings.
+`Sequence` holds what the engine knows of one sequence, `Stats` records the generation for metrics,
+`Clock` measures it, and `TextStream` turns tokens into text and finds stop strings.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ from drafttrain.values import AnyText, Count, check
 class Stats:
     """The record of one generation. Seconds are wall-clock.
 
-    The prefill yields the first token. It is not a round, so that token counts in no accepted length. Sequences of a batch
-    share the time of a round equally, so that sums over sequences are wall-clock times of the batch.
+    The prefill yields the first token. It is not a round, so that token counts in no accepted
+    length. Sequences of a batch share the time of a round equally, so that sums over sequences are
+    wall-clock times of the batch.
 
     Attributes:
         prompt_tokens, new_tokens: lengths; EOS counts as a token.
         target_passes: rounds, i.e. target forwards after the prefill.
         accepted: accepted draft tokens per round.
-        offered: depth of the tree per round. Where EOS or a stop string cuts the path, the depth of the cut, because
-            nothing below it was tested.
-        draft_seconds: time in the drafter, its prefill included. target_seconds: time in the rounds' target forwards and head.
+        offered: depth of the tree per round. Where EOS or a stop string cuts the path, the depth of
+            the cut, because nothing below it was tested.
+        draft_seconds: time in the drafter, its prefill included. target_seconds: time in the
+            rounds' target forwards and head.
         prefill_seconds: from joining the batch to the first token (time to first token).
         total_seconds: from joining the batch to the last token; not shared.
         token_seconds: per new token, the time at which it was known, counted from joining.
@@ -72,7 +74,9 @@ class Stats:
     @property
     def accepted_length(self) -> float:
         """Tokens committed per round, bonus token included; 0 without rounds."""
-        return (self.new_tokens - 1) / self.target_passes if self.target_passes else 0.0
+        if self.target_passes:
+            return (self.new_tokens - 1) / self.target_passes
+        return 0.0
 
     @property
     def rounds(self) -> Counter[tuple[int, int]]:
@@ -82,7 +86,9 @@ class Stats:
 
 @dataclass(repr=False)
 class Generation:
-    """Attributes: tokens: the new tokens, EOS included; stats: their record; text: set by `drafttrain.generate`."""
+    """Attributes: tokens: the new tokens, EOS included; stats: their record; text: set by
+    `drafttrain.generate`.
+    """
 
     tokens: list[int]
     stats: Stats
@@ -102,10 +108,12 @@ class Sequence:
         verifier: decides which draft tokens are accepted.
         text: finds stop strings; None without any.
         root: [1] int64, the last committed token; its keys are not in the cache yet.
-        speculate: whether the drafter drafts for it. session: the drafter's state; None where nothing is drafted.
+        speculate: whether the drafter drafts for it. session: the drafter's state; None where
+            nothing is drafted.
         pending: committed tokens [m] and features [m, f*h] that the session has not read yet.
         probed: the node of each probe that the session requested in this round.
-        states: captured features [m, f*h] bfloat16 of each forward, in order, where the engine captures.
+        states: captured features [m, f*h] bfloat16 of each forward, in order, where the engine
+            captures.
         joined: time at which its prefill began.
     """
 
@@ -139,8 +147,11 @@ class Sequence:
         return sum(tokens.shape[0] for tokens, _ in self.pending)
 
     def record(self, verdict: Verdict, moment: float) -> list[int]:
-        """Records a round whose tokens are known at `moment`; returns the tokens, cut after a stop string."""
-        stats, tokens = self.stats, verdict.tokens
+        """Records a round whose tokens are known at `moment`; returns the tokens, cut after a stop
+        string.
+        """
+        stats = self.stats
+        tokens = verdict.tokens
         if self.text is not None:
             tokens = tokens[: self.text.push(tokens)]
         stats.new_tokens += len(tokens)
@@ -155,7 +166,9 @@ class Sequence:
         return tokens
 
     def count(self, accepted: int, tokens: int, depth: int, seconds: float) -> None:
-        """Counts a round: accepted draft tokens, committed tokens, depth of the tree, seconds of its target pass."""
+        """Counts a round: accepted draft tokens, committed tokens, depth of the tree, seconds of
+        its target pass.
+        """
         cut = self.stats.ended and tokens <= accepted
         self.stats.target_passes += 1
         self.stats.target_seconds += seconds
@@ -179,16 +192,21 @@ class Clock:
     """
 
     def __init__(self, device: torch.device, pool: GraphPool | None):
-        self.device, self._pool = device, pool
+        self.device = device
+        self._pool = pool
         self._queues = device.type == "cuda"
 
     @property
     def captured(self) -> float:
         """Seconds spent on captures, in earlier calls too."""
-        return 0.0 if self._pool is None else self._pool.seconds
+        if self._pool is None:
+            return 0.0
+        return self._pool.seconds
 
     def now(self) -> float:
-        return time.perf_counter() if self._pool is None else time.perf_counter() - self._pool.seconds
+        if self._pool is None:
+            return time.perf_counter()
+        return time.perf_counter() - self._pool.seconds
 
     def mark(self) -> Mark:
         """A mark behind the work that is queued so far."""
@@ -204,11 +222,15 @@ class Clock:
             return end.seconds - begin.seconds
         if not end.event.query():  # of a target on several devices, another may be ahead
             end.event.synchronize()
-        return max(0.0, begin.event.elapsed_time(end.event) / 1000 - (end.captured - begin.captured))
+        return max(
+            0.0, begin.event.elapsed_time(end.event) / 1000 - (end.captured - begin.captured)
+        )
 
 
 def chunks(lengths: Items[int], size: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Cuts prompts into forwards of at most `size` tokens, in order: lists of (index of the prompt, begin, end)."""
+    """Cuts prompts into forwards of at most `size` tokens, in order: lists of (index of the prompt,
+    begin, end).
+    """
     chunk: list[tuple[int, int, int]] = []
     free = size
     for i, length in enumerate(lengths):
@@ -220,7 +242,8 @@ def chunks(lengths: Items[int], size: int) -> Iterator[list[tuple[int, int, int]
             begin = end
             if free == 0:
                 yield chunk
-                chunk, free = [], size
+                chunk = []
+                free = size
     if chunk:
         yield chunk
 
@@ -229,7 +252,8 @@ def token_ids(target: Target, prompt: Tensor | Items[int]) -> Tensor:
     """A prompt's token ids, [L] int64 on the target's device.
 
     Raises:
-        UserError: no whole numbers, several rows, or an id that the target's vocabulary does not have.
+        UserError: no whole numbers, several rows, or an id that the target's vocabulary does not
+            have.
     """
     most = target.vocab_size - 1
     try:
@@ -238,7 +262,9 @@ def token_ids(target: Target, prompt: Tensor | Items[int]) -> Tensor:
         ids = torch.tensor(math.nan)
     whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
     if (ids.numel() and not whole) or ids.dim() == 0 or ids.numel() != ids.shape[-1]:
-        raise UserError(f"prompt={shown(prompt)} must be token ids: one list of whole numbers from 0 to {most}")
+        raise UserError(
+            f"prompt={shown(prompt)} must be token ids: one list of whole numbers from 0 to {most}"
+        )
     ids = ids.to(target.device, torch.long).flatten()
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) <= most:
         wrong = next(token for token in ids.tolist() if not 0 <= token <= most)
@@ -249,14 +275,17 @@ def token_ids(target: Target, prompt: Tensor | Items[int]) -> Tensor:
 
 
 def token_limit(target: Target, prompt_tokens: int, max_new_tokens: int) -> int:
-    """Most tokens that may follow the prompt: max_new_tokens, or less where the target's context ends first.
+    """Most tokens that may follow the prompt: max_new_tokens, or less where the target's context
+    ends first.
 
     Raises:
         UserError: an empty prompt, one that fills the context, or max_new_tokens below 1.
     """
     max_new_tokens = check("max_new_tokens", max_new_tokens, Count)
     if prompt_tokens < 1:
-        raise UserError("prompt is empty: decoding needs at least one token; add a BOS token or some text")
+        raise UserError(
+            "prompt is empty: decoding needs at least one token; add a BOS token or some text"
+        )
     context = target.max_positions
     if context is None:
         return max_new_tokens
@@ -273,16 +302,22 @@ def check_stop(stop: str | Items[str], target: Target) -> tuple[str, ...]:
     Raises:
         UserError: an empty stop string, or a target without a tokenizer.
     """
-    strings = (stop,) if isinstance(stop, str) else check("stop", stop, tuple[AnyText, ...])
+    if isinstance(stop, str):
+        strings = (stop,)
+    else:
+        strings = check("stop", stop, tuple[AnyText, ...])
     if "" in strings:
         raise UserError(f"stop={strings!r}: an empty string stops nothing; leave it out")
     if strings and target.tokenizer is None:
-        raise UserError(f"stop={strings!r} needs text, but target {target.name!r} has no tokenizer; wrap it with one")
+        raise UserError(
+            f"stop={strings!r} needs text, but target {target.name!r} has no tokenizer; wrap it with one"
+        )
     return strings
 
 
 class TextStream:
-    """Decodes tokens as they arrive. A character that spans several tokens appears with the last of them.
+    """Decodes tokens as they arrive. A character that spans several tokens appears with the last of
+    them.
 
     Attributes:
         text: the text so far without special tokens, cut before the stop string once one is found.
@@ -290,10 +325,14 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Items[str] = ()):
-        self.tokenizer, self.stop = tokenizer, stop
-        self.text, self.stopped = "", False
+        self.tokenizer = tokenizer
+        self.stop = stop
+        self.text = ""
+        self.stopped = False
         self._ids: list[int] = []
-        self._context = self._done = 0  # ids from _context on are decoded together; those before _done are in the text
+        self._context = self._done = (
+            0  # ids from _context on are decoded together; those before _done are in the text
+        )
         self._given = 0  # characters that `take` has returned
 
     def push(self, tokens: Items[int]) -> int:
@@ -318,13 +357,17 @@ class TextStream:
             self._cut(before)
         end = len(self.text)
         if not last and not self.stopped:
-            end -= max((n for s in self.stop for n in range(1, len(s)) if self.text.endswith(s[:n])), default=0)
+            end -= max(
+                (n for s in self.stop for n in range(1, len(s)) if self.text.endswith(s[:n])),
+                default=0,
+            )
         part = self.text[self._given : end]
         self._given = max(self._given, end)
         return part
 
     def _decode(self, complete: bool = False) -> None:
-        # Decoders treat the first token of a text specially, so some earlier tokens are decoded with the new ones.
+        # Decoders treat the first token of a text specially, so some earlier tokens are decoded
+        # with the new ones.
         old = self._read(self._ids[self._context : self._done])
         new = self._read(self._ids[self._context :])
         if complete or (len(new) > len(old) and not new.endswith("\N{REPLACEMENT CHARACTER}")):
@@ -332,12 +375,15 @@ class TextStream:
             self._context, self._done = self._done, len(self._ids)
 
     def _read(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(
+            self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
 
     def _cut(self, before: int) -> bool:
         """Cuts the text before the first stop string that ends after position `before`."""
         found = [self.text.find(s, max(0, before - len(s) + 1)) for s in self.stop]
         places = [place for place in found if place >= 0]
         if places:
-            self.text, self.stopped = self.text[: min(places)], True
+            self.text = self.text[: min(places)]
+            self.stopped = True
         return self.stopped

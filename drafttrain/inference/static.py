@@ -1,15 +1,20 @@
-"""Static target passes: a round's pass as a function of fixed buffers, which a GPU replays as a CUDA graph.
+"""Static target passes: a round's pass as a function of fixed buffers, which a GPU replays as a
+CUDA graph.
 
-A pass over a root and a few nodes takes a GPU less time than Python takes to launch its thousand kernels. A `StaticStep`
-therefore fixes everything that the host decides: shapes, addresses, grids. What changes from round to round (token ids,
-positions, cache slots, ancestors) is copied into its buffers, and the captured launches are replayed.
+A pass over a root and a few nodes takes a GPU less time than Python takes to launch its thousand
+    kernels. A `StaticStep`
+therefore fixes everything that the host decides: shapes, addresses, grids. What changes from round
+    to round (token ids,
+positions, cache slots, ancestors) is copied into its buffers, and the captured launches are
+    replayed.
 
     round      [root + nodes] of all rows, N tokens     ->   padded to the next bucket: 1 2 4 8 16 24 32 48 64 ...
     buffers    ids, slots, plan (offsets, prefix lengths, positions, ancestor bits)
     function   embedding .. last norm, features, head, argmax; writes keys and values to the cache at `slots`
 
-`TargetSteps` keeps the steps of a target together with the cache that they write to, and captures each shape at its first
-use. Prompts, passes larger than the last bucket, models that cannot be captured, and CPUs use dynamic passes instead.
+`TargetSteps` keeps the steps of a target together with the cache that they write to, and captures
+each shape at its first use. Prompts, passes larger than the last bucket, models that cannot be
+captured, and CPUs use dynamic passes instead.
 """
 
 from __future__ import annotations
@@ -45,7 +50,8 @@ class Pass(NamedTuple):
     """The target's output at N packed tokens; valid until the next pass.
 
     Attributes:
-        features: [N, f*h]; logits: [N, v] float32; choices: [N] int64, their argmax, or None where it was not computed.
+        features: [N, f*h]; logits: [N, v] float32; choices: [N] int64, their argmax, or None where
+            it was not computed.
     """
 
     features: Tensor
@@ -64,29 +70,47 @@ class StaticStep:
         choose: whether to compute `choices`.
 
     Attributes:
-        ids: [1, N] int64; slots: [N] int64, on the cache's common axis; plan: ancestors and prefixes of the tokens.
+        ids: [1, N] int64; slots: [N] int64, on the cache's common axis; plan: ancestors and
+            prefixes of the tokens.
     """
 
-    def __init__(self, target: Target, feature_layers: Sequence[int], cache: TreeCache, shape: PlanShape, choose: bool):
+    def __init__(
+        self,
+        target: Target,
+        feature_layers: Sequence[int],
+        cache: TreeCache,
+        shape: PlanShape,
+        choose: bool,
+    ):
         self.target, self.feature_layers, self.cache = target, tuple(feature_layers), cache
-        self.shape, self.choose = shape, choose
+        self.shape = shape
+        self.choose = choose
         tokens = shape.tokens
         self.ids = torch.zeros(1, tokens, dtype=torch.long, device=target.device)
         # Plan and slots are one upload. A plan's size keeps the slots aligned.
-        self._numbers = torch.zeros(shape.numbers + 2 * tokens, dtype=torch.int32, device=target.device)
+        self._numbers = torch.zeros(
+            shape.numbers + 2 * tokens,
+            dtype=torch.int32,
+            device=target.device,
+        )
         self.plan = PackedPlan.static(self._numbers[: shape.numbers], shape)
         self.slots = self._numbers[shape.numbers :].view(torch.int64)
         target.hook(self.feature_layers)
         self.replay: Callable[[], Pass] = self.forward  # captured, once it is
 
     def fill(self, ids: Tensor, opened: Sequence[tuple[int, TreeLayout]]) -> None:
-        """Writes the next pass to the buffers: ids [n] on the device; cache row and layout of each part."""
-        rows, layouts = [row for row, _ in opened], [layout for _, layout in opened]
+        """Writes the next pass to the buffers: ids [n] on the device; cache row and layout of each
+        part.
+        """
+        rows = [row for row, _ in opened]
+        layouts = [layout for _, layout in opened]
         self.ids[0, : len(ids)].copy_(ids)
         counts = [layout.count for layout in layouts]
         counts[-1] += self.shape.tokens - len(ids)
         starts = [row * self.cache.capacity + layout.prefix_len for row, layout in opened]
-        slots = np.concatenate([np.arange(start, start + n) for start, n in zip(starts, counts, strict=True)])
+        slots = np.concatenate(
+            [np.arange(start, start + n) for start, n in zip(starts, counts, strict=True)]
+        )
         numbers = np.concatenate((pack_plan(layouts, rows, self.shape), slots.view(np.int32)))
         upload(torch.from_numpy(numbers), self._numbers)
 
@@ -98,12 +122,22 @@ class StaticStep:
         logits = self.target.head(out.last_hidden[0])  # [N, v]
         return Pass(out.features[0], logits, argmax(logits) if self.choose else None)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]
+    ) -> Tensor:
         """See `AttentionContext.attend`."""
-        return SlotAttention(self.cache, self.slots, self.plan).attend(layer, query, key, value, **form)
+        return SlotAttention(self.cache, self.slots, self.plan).attend(
+            layer,
+            query,
+            key,
+            value,
+            **form,
+        )
 
     def run(self) -> Pass:
-        """The pass over the contents of the buffers, all N tokens: replayed if captured, else computed."""
+        """The pass over the contents of the buffers, all N tokens: replayed if captured, else
+        computed.
+        """
         return self.replay()
 
 
@@ -131,7 +165,8 @@ class TargetSteps:
         """The steps that an earlier call released, or new ones; None where passes are dynamic.
 
         Args:
-            graphs: False for dynamic passes; None reads $DRAFTTRAIN_GRAPHS (0 turns graphs off). CPUs have no graphs.
+            graphs: False for dynamic passes; None reads $DRAFTTRAIN_GRAPHS (0 turns graphs off).
+                CPUs have no graphs.
         """
         if graphs is None:
             graphs = os.environ.get("DRAFTTRAIN_GRAPHS", "1") != "0"
@@ -148,26 +183,45 @@ class TargetSteps:
         if not self.target.idle_steps:
             self.target.idle_steps.append(self)
 
-    def open(self, capacity: int, rows: int, feature_layers: Sequence[int], choose: bool) -> TreeCache:
-        """The cache for new sequences. Reuses the last one if it is large enough, because graphs hold its address.
+    def open(
+        self,
+        capacity: int,
+        rows: int,
+        feature_layers: Sequence[int],
+        choose: bool,
+    ) -> TreeCache:
+        """The cache for new sequences. Reuses the last one if it is large enough, because graphs
+        hold its address.
 
         Args:
             capacity: least number of slots per row; rows: least number of sequences at a time.
             feature_layers, choose: outputs of the passes; see `StaticStep`.
         """
-        self.feature_layers, self.choose = tuple(feature_layers), choose
+        self.feature_layers = tuple(feature_layers)
+        self.choose = choose
         if capacity + _SPARE > self.cache.capacity or rows > self.cache.rows:
-            grown = self._grown(capacity) if rows <= self.cache.rows else _rounded(capacity)
+            if rows <= self.cache.rows:
+                grown = self._grown(capacity)
+            else:
+                grown = _rounded(capacity)
             self._reset(TreeCache(grown, rows))
         return self.cache
 
     def open_drafts(self, drafter: Drafter, spec: TreeSpec) -> DraftSteps | None:
-        """The drafter's static steps, of an earlier call if they serve this one; None where its passes are dynamic."""
-        weights = _addresses(drafter) if isinstance(drafter, nn.Module) else ()
+        """The drafter's static steps, of an earlier call if they serve this one; None where its
+        passes are dynamic.
+        """
+        if isinstance(drafter, nn.Module):
+            weights = _addresses(drafter)
+        else:
+            weights = ()
         known, last = self._drafts or ((), None)
         limits = self.cache.capacity, self.cache.rows
         steps = drafter.open_steps(self.pool, *limits, spec, last if weights == known else None)
-        self._drafts = None if steps is None else (weights, steps)
+        if steps is None:
+            self._drafts = None
+        else:
+            self._drafts = (weights, steps)
         return steps
 
     def reserve(self, capacity: int) -> None:
@@ -183,23 +237,35 @@ class TargetSteps:
         self.pool.clear()
 
     def _grown(self, capacity: int) -> int:
-        """At least twice the present capacity, as far as the target reads, so that growing sequences seldom drop the graphs."""
-        return max(_rounded(capacity), min(2 * self.cache.capacity, _rounded(self.target.max_positions or capacity)))
+        """At least twice the present capacity, as far as the target reads, so that growing
+        sequences seldom drop the graphs.
+        """
+        return max(
+            _rounded(capacity),
+            min(2 * self.cache.capacity, _rounded(self.target.max_positions or capacity)),
+        )
 
     @property
     def memory(self) -> tuple[int, str]:
         """Bytes of caches and graphs, and their description."""
-        text, nbytes = str(self.cache), self.cache.nbytes + self.pool.nbytes
+        text = str(self.cache)
+        nbytes = self.cache.nbytes + self.pool.nbytes
         if self._drafts is not None:
             drafted = self._drafts[1].cache.nbytes
-            text, nbytes = f"{text}, the drafter's {drafted / 2**20:,.1f} MiB", nbytes + drafted
+            text = f"{text}, the drafter's {drafted / 2**20:,.1f} MiB"
+            nbytes = nbytes + drafted
         if self.pool.count:
             text += f", {self.pool.count} captured CUDA graphs {self.pool.nbytes / 2**20:,.1f} MiB"
         return nbytes, text
 
     def run(self, ids: Tensor) -> Pass | None:
-        """The pass over the new tokens [n] that `cache.open` has announced; None if it must be dynamic."""
-        step = None if self.failure else self._static_step(ids)
+        """The pass over the new tokens [n] that `cache.open` has announced; None if it must be
+        dynamic.
+        """
+        if self.failure:
+            step = None
+        else:
+            step = self._static_step(ids)
         if step is None:
             return None
         features, logits, choices = step.run()
@@ -211,7 +277,10 @@ class TargetSteps:
         opened = self.cache.opened
         shape = step_shape([layout.count for _, layout in opened])
         last = opened[-1][1]
-        if shape is None or last.prefix_len + last.count + shape.tokens - len(ids) > self.cache.capacity:
+        if (
+            shape is None
+            or last.prefix_len + last.count + shape.tokens - len(ids) > self.cache.capacity
+        ):
             return None
         key = (self.feature_layers, self.choose, shape)
         step = self._steps.get(key)
@@ -226,7 +295,9 @@ class TargetSteps:
             self.failure = first_line(error)
             self._reset(self.cache)
             kind = type(self.target.model).__name__
-            note = f"target {self.target.name!r} ({kind}) decodes without CUDA graphs: {self.failure}"
+            note = (
+                f"target {self.target.name!r} ({kind}) decodes without CUDA graphs: {self.failure}"
+            )
             print(note, file=sys.stderr, flush=True)
             return None
         self._steps[key] = step

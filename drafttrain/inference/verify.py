@@ -1,22 +1,26 @@
 """Verification: which draft tokens the target accepts.
 
-The walk starts at the root. At each node the target chooses the next token. If a child carries that token, the walk moves
-to the child; otherwise the token is the bonus token and ends the round. Greedy: the choice is the argmax. Sampled: the
-choice is distributed as the target's p. Two rules apply, depending on how the children were proposed.
+The walk starts at the root. At each node the target chooses the next token. If a child carries that
+token, the walk moves to the child; otherwise the token is the bonus token and ends the round.
+Greedy: the choice is the argmax. Sampled: the choice is distributed as the target's p. Two rules
+apply, depending on how the children were proposed.
 
-Children chosen by a rule (the drafter's top tokens, an n-gram match): the choice is one draw from p. This is speculative
-sampling with one-hot proposals (Leviathan et al. 2023, arXiv 2211.17192): child x_i is accepted with probability p(x_i), and
-a token outside the children appears with its own p(x). The rule consumes the same random numbers as plain decoding, so a
-seed gives the same text with any such tree.
+Children chosen by a rule (the drafter's top tokens, an n-gram match): the choice is one draw from
+p. This is speculative sampling with one-hot proposals (Leviathan et al. 2023, arXiv 2211.17192):
+child x_i is accepted with probability p(x_i), and a token outside the children appears with its own
+p(x). The rule consumes the same random numbers as plain decoding, so a seed gives the same text
+with any such tree.
 
-Children drawn from the drafter's q (`TokenTree.proposal`): multi-round rejection, see `try_drawn`. With one child it accepts
-with probability sum_x min(p(x), q(x)); one draw from p would hit the child only with sum_x p(x) q(x).
+Children drawn from the drafter's q (`TokenTree.proposal`): multi-round rejection, see `try_drawn`.
+With one child it accepts with probability sum_x min(p(x), q(x)); one draw from p would hit the
+child only with sum_x p(x) q(x).
 
-p is the distribution after the target's logits processors (generation_config). They read the text before a token, which
-differs from node to node, so they run at the nodes that a walk reaches, each with its own text.
+p is the distribution after the target's logits processors (generation_config). They read the text
+before a token, which differs from node to node, so they run at the nodes that a walk reaches, each
+with its own text.
 
-A node may have both (a match merged into a sampled tree). The drawn children are tried first. If all are rejected, the token
-is drawn from the residual of p and compared with the other children.
+A node may have both (a match merged into a sampled tree). The drawn children are tried first. If
+all are rejected, the token is drawn from the residual of p and compared with the other children.
 """
 
 from __future__ import annotations
@@ -48,7 +52,8 @@ class Verdict:
 
     Attributes:
         path: accepted node indices, from the root down.
-        tokens: committed tokens: those of the path and, unless the path ends in EOS, the bonus token.
+        tokens: committed tokens: those of the path and, unless the path ends in EOS, the bonus
+            token.
         ended: whether the last token is EOS.
     """
 
@@ -58,25 +63,39 @@ class Verdict:
 
 
 class ProcessedText:
-    """The logits processors of a sequence, and the text that they read: the prompt and every token chosen so far.
+    """The logits processors of a sequence, and the text that they read: the prompt and every token
+    chosen so far.
 
-    Every node of a tree has a text of its own. A walk only descends, and what it takes is committed, so one buffer holds
-    the text of the node that the walk has reached.
+    Every node of a tree has a text of its own. A walk only descends, and what it takes is
+    committed, so one buffer holds the text of the node that the walk has reached.
 
     Args:
         processors: transformers' objects, in the order in which they run.
         prompt: [L] int64, all tokens before the answer. limit: most tokens of the answer.
-        alike: texts with equal values here have processors that compute the same of the logits alone; None otherwise.
+        alike: texts with equal values here have processors that compute the same of the logits
+            alone; None otherwise.
     """
 
-    def __init__(self, processors: Sequence[LogitsProcessor], prompt: Tensor, limit: int, alike: object = None):
-        self.processors, self.alike = processors, alike
+    def __init__(
+        self,
+        processors: Sequence[LogitsProcessor],
+        prompt: Tensor,
+        limit: int,
+        alike: object = None,
+    ):
+        self.processors = processors
+        self.alike = alike
         self._ids = torch.cat((prompt, prompt.new_zeros(limit)))[None]  # [1, L + limit]
         self._length = len(prompt)
 
     @classmethod
     def of(
-        cls, rules: LogitsRules, target: Target, prompt: Tensor, limit: int, eos_ids: Collection[int]
+        cls,
+        rules: LogitsRules,
+        target: Target,
+        prompt: Tensor,
+        limit: int,
+        eos_ids: Collection[int],
     ) -> ProcessedText | None:
         """The text of a sequence that ends with `eos_ids`; None without rules."""
         if not rules:
@@ -89,7 +108,9 @@ class ProcessedText:
         self._length += 1
 
     def process(self, logits: Tensor) -> Tensor:
-        """The processed logits of the next token; logits [m, v] float32, one row if the processors read the text."""
+        """The processed logits of the next token; logits [m, v] float32, one row if the processors
+        read the text.
+        """
         for processor in self.processors:
             logits = processor(self._ids[:, : self._length], logits)
         return logits
@@ -111,9 +132,13 @@ def processed(texts: Sequence[ProcessedText], logits: Tensor, sampling: Sampling
     if texts[0].alike is not None and all(text.alike == texts[0].alike for text in texts):
         logits = texts[0].process(logits)
     else:  # lengths differ, and padding would be read as text
-        logits = torch.cat([text.process(row[None]) for text, row in zip(texts, logits, strict=True)])
+        logits = torch.cat(
+            [text.process(row[None]) for text, row in zip(texts, logits, strict=True)]
+        )
     if not sampling.greedy and bool((logits.amax(-1) == -torch.inf).any()):
-        raise UserError("generation_config bans every token at some position; remove one of the keys that ban tokens")
+        raise UserError(
+            "generation_config bans every token at some position; remove one of the keys that ban tokens"
+        )
     return logits
 
 
@@ -123,7 +148,8 @@ class Verifier:
     Args:
         sampling: how the target chooses.
         eos_ids: tokens that end the sequence, also inside a path.
-        generator: the sequence's own, on the CPU, so that its tokens do not depend on the rest of the batch.
+        generator: the sequence's own, on the CPU, so that its tokens do not depend on the rest of
+            the batch.
         text: the logits processors with the text that they read; None where there are none.
         uniforms: one number per token, for sequences without a drafter. Replaces the generator.
 
@@ -142,15 +168,22 @@ class Verifier:
     ):
         self.sampler = Sampler(sampling, generator)
         self.plain = sampling.greedy and text is None
-        self.eos_ids, self.text, self.uniforms = eos_ids, text, uniforms
+        self.eos_ids = eos_ids
+        self.text = text
+        self.uniforms = uniforms
 
     def verify(self, tree: TokenTree, logits: Tensor) -> Verdict:
-        """Accepts a path of a tree of n nodes; logits [n+1, v] of the target at the root and at each node."""
+        """Accepts a path of a tree of n nodes; logits [n+1, v] of the target at the root and at
+        each node.
+        """
         return verify_batch([self], [tree], logits)[0]
 
 
 def verify_batch(
-    verifiers: Sequence[Verifier], trees: Sequence[TokenTree], logits: Tensor, choices: Tensor | None = None
+    verifiers: Sequence[Verifier],
+    trees: Sequence[TokenTree],
+    logits: Tensor,
+    choices: Tensor | None = None,
 ) -> list[Verdict]:
     """Verifies the trees of many sequences in lockstep, one depth at a time.
 
@@ -160,33 +193,49 @@ def verify_batch(
         logits: [N, v], each sequence's root and nodes in turn: N is the sum of len(tree) + 1.
         choices: [N] int64, argmax of the logits where it is already known.
     """
-    sampling, plain = verifiers[0].sampler.params, verifiers[0].plain
+    sampling = verifiers[0].sampler.params
+    plain = verifiers[0].plain
     assert all(verifier.sampler.params == sampling for verifier in verifiers)
     if verifiers[0].uniforms is not None and not sampling.greedy:
         return _sample_roots(verifiers, logits)
     starts = [0, *accumulate(len(tree) + 1 for tree in trees)]
-    # From a GPU, the choices at all nodes arrive in one transfer, with the tokens. On a CPU, take the argmax of visited
-    # nodes only: most nodes of a tree are on no path.
+    # From a GPU, the choices at all nodes arrive in one transfer, with the tokens. On a CPU, take
+    # the argmax of visited nodes only: most nodes of a tree are on no path.
     ahead = not plain and _draws_ahead(verifiers, logits)
     if plain and choices is None and not logits.is_cpu:
         choices = argmax(logits)
     elif ahead:
-        generators, drawn = [each.sampler.generator for each in verifiers], [drawn_below(tree) for tree in trees]
+        generators = [each.sampler.generator for each in verifiers]
+        drawn = [drawn_below(tree) for tree in trees]
         choices = choices_ahead(generators, trees, drawn, logits, sampling)
-    known = [choices] if (plain or ahead) and choices is not None else []
+    if (plain or ahead) and choices is not None:
+        known = [choices]
+    else:
+        known = []
     parts = known + [tree.tokens for tree in trees if len(tree)]
-    numbers = (parts[0] if len(parts) == 1 else torch.cat(parts)).tolist() if parts else []
-    drafted = numbers[starts[-1] :] if known else numbers
+    if parts:
+        numbers = (parts[0] if len(parts) == 1 else torch.cat(parts)).tolist()
+    else:
+        numbers = []
+    if known:
+        drafted = numbers[starts[-1] :]
+    else:
+        drafted = numbers
     walks = []
     for i, (verifier, tree) in enumerate(zip(verifiers, trees, strict=True)):
-        walks.append(_Walk(verifier, tree, drafted[starts[i] - i : starts[i + 1] - i - 1], starts[i]))
+        walks.append(
+            _Walk(verifier, tree, drafted[starts[i] - i : starts[i + 1] - i - 1], starts[i])
+        )
     going = walks
     while going:
         rows = [walk.start + 1 + walk.node for walk in going]
         if known:
             tokens = [numbers[row] for row in rows]
         else:
-            tokens = argmax_at(logits, rows) if plain else _choose(going, logits[rows], sampling)
+            if plain:
+                tokens = argmax_at(logits, rows)
+            else:
+                tokens = _choose(going, logits[rows], sampling)
         for walk, token in zip(going, tokens, strict=True):
             walk.take(token)
         going = [walk for walk in going if walk.going]
@@ -203,42 +252,67 @@ def verify_batch(
 def argmax_at(logits: Tensor, rows: Sequence[int]) -> list[int]:
     """Argmax of the given rows of logits [N, v]; on a CPU the other rows are not read."""
     readable = logits.is_cpu and logits.dtype == torch.float32 and logits.is_contiguous()
-    kernels = cpu_kernels() if readable else None
+    if readable:
+        kernels = cpu_kernels()
+    else:
+        kernels = None
     if kernels is None:
         return argmax(logits[rows]).tolist()
     begin, (count, v), tokens = logits.data_ptr(), logits.shape, []
     if not all(0 <= row < count for row in rows) or not v:
-        raise ValueError(f"rows={list(rows)} must be from 0 to {count - 1}, of logits [{count}, {v}]")
-    token, value = ctypes.c_int64(), ctypes.c_float()
+        raise ValueError(
+            f"rows={list(rows)} must be from 0 to {count - 1}, of logits [{count}, {v}]"
+        )
+    token = ctypes.c_int64()
+    value = ctypes.c_float()
     for row in rows:
-        kernels.likeliest(begin + row * v * 4, 1, v, 1, ctypes.byref(token), ctypes.byref(value), None)
+        kernels.likeliest(
+            begin + row * v * 4,
+            1,
+            v,
+            1,
+            ctypes.byref(token),
+            ctypes.byref(value),
+            None,
+        )
         tokens.append(token.value)
     return tokens
 
 
 def _sample_roots(verifiers: Sequence[Verifier], logits: Tensor) -> list[Verdict]:
-    """The next token of sequences without trees, each by its next number of `uniforms`; logits [b, v]."""
+    """The next token of sequences without trees, each by its next number of `uniforms`; logits [b,
+    v].
+    """
     numbers = [next(verifier.uniforms) for verifier in verifiers if verifier.uniforms is not None]
     uniforms = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
-    texts, sampling = texts_of(verifiers), verifiers[0].sampler.params
+    texts = texts_of(verifiers)
+    sampling = verifiers[0].sampler.params
     tokens = sample(processed(texts, logits, sampling), sampling, uniforms).tolist()
     for text, token in zip(texts, tokens, strict=False):
         text.add(token)
-    return [Verdict([], [token], token in verifier.eos_ids) for verifier, token in zip(verifiers, tokens, strict=True)]
+    return [
+        Verdict([], [token], token in verifier.eos_ids)
+        for verifier, token in zip(verifiers, tokens, strict=True)
+    ]
 
 
 class _Walk:
     """The path of one sequence down its tree."""
 
     def __init__(self, verifier: Verifier, tree: TokenTree, drafted: list[int], start: int):
-        self.verifier, self.tree, self.drafted, self.start = verifier, tree, drafted, start
+        self.verifier = verifier
+        self.tree = tree
+        self.drafted = drafted
+        self.start = start
         offered = len(tree) - tree.probes
         pairs = zip(tree.parents[:offered], drafted[:offered], strict=True)
         self.children = {key: node for node, key in enumerate(pairs)}
         self.drawn = drawn_below(tree)
         self.path: list[int] = []
         self.tokens: list[int] = []
-        self.node, self.going, self.ended = -1, True, False
+        self.node = -1
+        self.going = True
+        self.ended = False
 
     def take(self, token: int) -> None:
         """Moves to the child with the target's token, or ends."""
@@ -252,7 +326,9 @@ class _Walk:
 
 
 def drawn_below(tree: TokenTree) -> dict[int, list[int]]:
-    """The children of each node (-1: the root) that were drawn from q, in the order in which they were."""
+    """The children of each node (-1: the root) that were drawn from q, in the order in which they
+    were.
+    """
     drawn: dict[int, list[int]] = {}
     for node, row in enumerate(tree.proposal.rows if tree.proposal is not None else ()):
         if row >= 0:
@@ -261,8 +337,10 @@ def drawn_below(tree: TokenTree) -> dict[int, list[int]]:
 
 
 def _draws_ahead(verifiers: Sequence[Verifier], logits: Tensor) -> bool:
-    """Whether to choose at all nodes at once: on a GPU, where a walk would wait for the device at every node. Processors read the
-    text of a walk, and many nodes are too much work for the few that walks visit."""
+    """Whether to choose at all nodes at once: on a GPU, where a walk would wait for the device at
+    every node. Processors read the text of a walk, and many nodes are too much work for the few
+    that walks visit.
+    """
     return not logits.is_cpu and len(logits) <= _AHEAD and not texts_of(verifiers)
 
 
@@ -270,21 +348,31 @@ def _choose(walks: list[_Walk], logits: Tensor, sampling: SamplingParams) -> lis
     """The next token of each walk; logits [m, v] at the nodes that the walks have reached."""
     texts = texts_of(walk.verifier for walk in walks)
     logits = processed(texts, logits, sampling)
-    tokens = argmax(logits) if sampling.greedy else _sample(walks, probabilities(logits, sampling).double())
+    if sampling.greedy:
+        tokens = argmax(logits)
+    else:
+        tokens = _sample(walks, probabilities(logits, sampling).double())
     numbers = tokens.tolist()
     for text, token in zip(texts, numbers, strict=False):
-        text.add(token)  # the tokens of a walk so far are the path that its next node adds to the text
+        text.add(
+            token
+        )  # the tokens of a walk so far are the path that its next node adds to the text
     return numbers
 
 
 def _sample(walks: list[_Walk], p: Tensor) -> Tensor:
     """Tokens [m] distributed as p [m, v] float64, chosen so that drawn children are likely.
 
-    Each walk consumes as many random numbers as its own children need, independent of its neighbors.
+    Each walk consumes as many random numbers as its own children need, independent of its
+    neighbors.
     """
     drawn = [walk.drawn.get(walk.node, []) for walk in walks]
     numbers = [
-        torch.rand(1 + len(nodes), dtype=torch.float64, generator=walk.verifier.sampler.generator).tolist()
+        torch.rand(
+            1 + len(nodes),
+            dtype=torch.float64,
+            generator=walk.verifier.sampler.generator,
+        ).tolist()
         for walk, nodes in zip(walks, drawn, strict=True)
     ]
     tried = [i for i, nodes in enumerate(drawn) if nodes]
@@ -296,10 +384,16 @@ def _sample(walks: list[_Walk], p: Tensor) -> Tensor:
             assert proposal is not None
             probs = proposal.probs[proposal.rows[drawn[i][0]]]  # [d]
             row[slice(len(probs)) if proposal.kept_ids is None else proposal.kept_ids] = probs
-        tokens = [[walks[i].drafted[node] for node in drawn[i]] + [-1] * (width - len(drawn[i])) for i in tried]
+        tokens = [
+            [walks[i].drafted[node] for node in drawn[i]] + [-1] * (width - len(drawn[i]))
+            for i in tried
+        ]
         uniforms = [numbers[i][1:] + [0.0] * (width - len(drawn[i])) for i in tried]
         children = torch.tensor(tokens, device=p.device)  # [m, w]
         p[tried] = try_drawn(
-            p[tried], q.double(), children, torch.tensor(uniforms, dtype=torch.float64, device=p.device)
+            p[tried],
+            q.double(),
+            children,
+            torch.tensor(uniforms, dtype=torch.float64, device=p.device),
         )
     return pick(p, torch.tensor([row[0] for row in numbers], dtype=torch.float64, device=p.device))

@@ -1,20 +1,24 @@
-"""The loss between target and drafter: target distributions, divergences, and their fused linear form.
+"""The loss between target and drafter: target distributions, divergences, and their fused linear
+form.
 
     target:   states [r, h] @ head [h, d]  -> p                    TargetRows here; StoredLogits, StoredTopK in stored.py
     drafter:  hidden [t, h] @ weight [h, d] -> z, q = softmax(z)   aligned with target row index[t]
     loss:     sum_t row_weight[t] * D(p, q)                        linear_divergence
 
-Logits of all t tokens never exist. `linear_divergence` takes the rows in chunks; one pass per chunk forms both sides'
-logits, the divergence and its gradient, and drops them, so backward only scales what forward has summed. On a GPU with Triton
-a kernel does everything between the matrix products (`fused.py`); elsewhere the code here does, and it is the definition.
+Logits of all t tokens never exist. `linear_divergence` takes the rows in chunks; one pass per chunk
+forms both sides' logits, the divergence and its gradient, and drops them, so backward only scales
+what forward has summed. On a GPU with Triton a kernel does everything between the matrix products
+(`fused.py`); elsewhere the code here does, and it is the definition.
 
-Every divergence maps a chunk of row pairs to (value [c], gradient [c, d] in z / T). With q a softmax, the gradient of any
-value D is q * (D' - sum(q * D')) where D' is dD/dq; each function states its short form.
+Every divergence maps a chunk of row pairs to (value [c], gradient [c, d] in z / T). With q a
+softmax, the gradient of any value D is q * (D' - sum(q * D')) where D' is dD/dq; each function
+states its short form.
 
-A drafter may know only some of the target's tokens. The divergences proper (kl, reverse_kl, js) compare q with p renormalized
-on the kept tokens, the nearest distribution that the drafter can express. The acceptance losses (tv, tvd++, lk_alpha,
-lk_lambda) read the full p: verification accepts with min(1, p / q) of the full p, so sum min(p, q) is the acceptance rate of
-decoding. Both families have their optimum at the renormalized p.
+A drafter may know only some of the target's tokens. The divergences proper (kl, reverse_kl, js)
+compare q with p renormalized on the kept tokens, the nearest distribution that the drafter can
+express. The acceptance losses (tv, tvd++, lk_alpha, lk_lambda) read the full p: verification
+accepts with min(1, p / q) of the full p, so sum min(p, q) is the acceptance rate of decoding. Both
+families have their optimum at the renormalized p.
 """
 
 from __future__ import annotations
@@ -34,16 +38,26 @@ from drafttrain.losses.shared_head import SharedHead, products, products_backwar
 from drafttrain.losses.spec import Loss, parse_loss
 from drafttrain.ops.tree_attention_triton import has_triton
 
-# Target distributions up to this size are computed once per batch and shared by all depths; larger ones once per use.
+# Target distributions up to this size are computed once per batch and shared by all depths; larger
+# ones once per use.
 _SHARED_BYTES = 256e6
-_TINY = 1e-12  # lower bound of divisors: a smaller acceptance does not scale the gradient up further
+_TINY = (
+    1e-12  # lower bound of divisors: a smaller acceptance does not scale the gradient up further
+)
 _CHUNK = 256  # rows per chunk on the torch path; more gain nothing on a CPU
-# Bytes of logits per chunk on the kernel path: large products are faster, and two of these are held at once.
+# Bytes of logits per chunk on the kernel path: large products are faster, and two of these are held
+# at once.
 _KERNEL_BYTES = 2**27
 
-Kept = tuple[Tensor, Tensor, Tensor]  # p [c, d], its entropy [c], log of its softmax denominator [c]
-Statistics = tuple[Tensor, Tensor, dict[float, Tensor]]  # argmax, log_z and log_z_at of `TargetRows`
-StepResult = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # values [c], grad [c, d], alpha [c], agree [c]
+Kept = tuple[
+    Tensor, Tensor, Tensor
+]  # p [c, d], its entropy [c], log of its softmax denominator [c]
+Statistics = tuple[
+    Tensor, Tensor, dict[float, Tensor]
+]  # argmax, log_z and log_z_at of `TargetRows`
+StepResult = tuple[
+    Tensor, Tensor, Tensor | None, Tensor | None
+]  # values [c], grad [c, d], alpha [c], agree [c]
 
 
 def wide(x: Tensor) -> Tensor:
@@ -58,18 +72,27 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
 
 def tempered(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """logits / temperature [c, d] (the tensor itself at 1), and their log-sum-exp [c]."""
-    scaled = logits if temperature == 1 else logits / temperature
+    if temperature == 1:
+        scaled = logits
+    else:
+        scaled = logits / temperature
     return scaled, scaled.logsumexp(-1)
 
 
-# -- target distributions ---------------------------------------------------------------------------------------------
+# -- target distributions --------------------------------------------------------------------------
 
 
 class Targets:
-    """The target's next-token distributions at r positions. Subclasses differ in the form that they are stored in."""
+    """The target's next-token distributions at r positions. Subclasses differ in the form that they
+    are stored in.
+    """
 
-    argmax: Tensor  # [r] int64 drafter id of the target's likeliest token, -1 where the drafter's vocabulary lacks it
-    sampled: Tensor | None  # [r] int64 drafter id of the token that follows in the data, -1 likewise; for `ce`
+    # [r] int64 drafter id of the target's likeliest token, -1 where the drafter's vocabulary lacks
+    # it
+    argmax: Tensor
+    sampled: (
+        Tensor | None
+    )  # [r] int64 drafter id of the token that follows in the data, -1 likewise; for `ce`
 
     @property
     def count(self) -> int:
@@ -93,7 +116,9 @@ class Targets:
         raise NotImplementedError
 
     def kernel_logits(self, index: Tensor, z: Tensor) -> Tensor:
-        """`logits` in the float dtype that costs least; z: [c, d] raw products of the aligned drafter rows."""
+        """`logits` in the float dtype that costs least; z: [c, d] raw products of the aligned
+        drafter rows.
+        """
         return self.logits(index, AlignedRows(wide(z), self, index, 1.0))
 
     def full_log_z(self, index: Tensor, temperature: float) -> Tensor:
@@ -101,32 +126,52 @@ class Targets:
         raise NotImplementedError
 
     def sampled_at(self, index: Tensor) -> Tensor:
-        """[c] int64, `sampled` of these rows; raises UserError if the next tokens of the data were not given."""
+        """[c] int64, `sampled` of these rows; raises UserError if the next tokens of the data were
+        not given.
+        """
         if self.sampled is None:
-            raise UserError("loss 'ce' needs the ids of the data's next tokens (TargetRows.sampled); give them")
+            raise UserError(
+                "loss 'ce' needs the ids of the data's next tokens (TargetRows.sampled); give them"
+            )
         return self.sampled[index]
 
-    def kept(self, index: Tensor, temperature: float = 1.0, aligned: AlignedRows | None = None) -> Kept:
+    def kept(
+        self,
+        index: Tensor,
+        temperature: float = 1.0,
+        aligned: AlignedRows | None = None,
+    ) -> Kept:
         """The distribution renormalized on the kept tokens, of rows index [c]."""
-        rows, width = self.count, self.logits(slice(0), aligned).shape[1]
+        rows = self.count
+        width = self.logits(slice(0), aligned).shape[1]
         if not 0 < 4 * rows * width <= _SHARED_BYTES:
             return self._distribution(index, temperature, aligned)
         if temperature not in self._shared:
             starts = range(0, rows, _CHUNK)
-            parts = [self._distribution(slice(start, start + _CHUNK), temperature, None) for start in starts]
+            parts = [
+                self._distribution(slice(start, start + _CHUNK), temperature, None)
+                for start in starts
+            ]
             p, entropy, log_z = (torch.cat(column) for column in zip(*parts, strict=True))
             self._shared[temperature] = p, entropy, log_z
         p, entropy, log_z = self._shared[temperature]
         return p[index], entropy[index], log_z[index]
 
-    def _distribution(self, index: Tensor | slice, temperature: float, aligned: AlignedRows | None) -> Kept:
+    def _distribution(
+        self,
+        index: Tensor | slice,
+        temperature: float,
+        aligned: AlignedRows | None,
+    ) -> Kept:
         logits, log_z = tempered(self.logits(index, aligned), temperature)  # [c, d], [c]
         p = (logits - log_z.unsqueeze(1)).exp_()
         return p, log_z - dot(p, logits), log_z
 
 
 class FullTargets(Targets):
-    """Targets whose full softmax denominators were computed: at temperature 1, and at others that the loss reads."""
+    """Targets whose full softmax denominators were computed: at temperature 1, and at others that
+    the loss reads.
+    """
 
     log_z: Tensor
     log_z_at: dict[float, Tensor]
@@ -146,11 +191,16 @@ class TargetRows(FullTargets):
 
     hidden: Tensor  # [r, h] states that the target's head reads
     weight: Tensor  # [d, h] the head's rows for the kept (drafter) vocabulary
-    log_z: Tensor  # [r] float32 log of the softmax denominator over the *full* vocabulary, which acceptance reads
+    # [r] float32 log of the softmax denominator over the *full* vocabulary, which acceptance reads
+    log_z: Tensor
     argmax: Tensor  # [r], see `Targets`
-    shape: Callable[[Tensor], Tensor] | None = None  # what the target applies to the products: bias, scale, soft cap
+    shape: Callable[[Tensor], Tensor] | None = (
+        None  # what the target applies to the products: bias, scale, soft cap
+    )
     sampled: Tensor | None = None  # [r], see `Targets`
-    log_z_at: dict[float, Tensor] = field(default_factory=dict)  # temperature -> [r], log_z of logits / temperature
+    log_z_at: dict[float, Tensor] = field(
+        default_factory=dict
+    )  # temperature -> [r], log_z of logits / temperature
 
     @property
     def count(self) -> int:
@@ -162,17 +212,21 @@ class TargetRows(FullTargets):
 
     def logits(self, index: Tensor | slice, aligned: AlignedRows | None = None) -> Tensor:
         logits = wide(self.products(index))
-        return logits if self.shape is None else self.shape(logits)
+        if self.shape is None:
+            return logits
+        return self.shape(logits)
 
     def kernel_logits(self, index: Tensor, z: Tensor) -> Tensor:
-        return self.products(index) if self.shape is None else self.logits(index)
+        if self.shape is None:
+            return self.products(index)
+        return self.logits(index)
 
 
 class LazyRows(TargetRows):
     """`TargetRows` whose argmax and log_z are computed when they are first read.
 
-    They take a product with the target's whole head, which costs as much as the rest of a small drafter's step, and only
-    acceptance losses and measured steps read them.
+    They take a product with the target's whole head, which costs as much as the rest of a small
+    drafter's step, and only acceptance losses and measured steps read them.
 
     Args:
         statistics: gives argmax, log_z and log_z_at. The others: as for `TargetRows`.
@@ -186,7 +240,11 @@ class LazyRows(TargetRows):
         shape: Callable[[Tensor], Tensor] | None,
         sampled: Tensor | None,
     ):
-        self.hidden, self.weight, self.shape, self.sampled, self._compute = hidden, weight, shape, sampled, statistics
+        self.hidden = hidden
+        self.weight = weight
+        self.shape = shape
+        self.sampled = sampled
+        self._compute = statistics
 
     @cached_property
     def _statistics(self) -> Statistics:
@@ -209,14 +267,17 @@ class LazyRows(TargetRows):
 
 
 class AlignedRows:
-    """A chunk of drafter rows with the target rows they are aligned with, at one temperature; float32 or wider.
+    """A chunk of drafter rows with the target rows they are aligned with, at one temperature;
+    float32 or wider.
 
     The target's part is computed on first use, so a loss that does not read it costs nothing.
 
     Attributes:
-        z: [c, d] drafter logits / temperature; q: [c, d] their softmax; log_z: [c] their log-sum-exp.
+        z: [c, d] drafter logits / temperature; q: [c, d] their softmax; log_z: [c] their
+            log-sum-exp.
         p: [c, d] target, renormalized on the kept tokens; entropy: [c] of p.
-        full: [c, d] the target's full probabilities of the kept tokens, so that rows sum to at most 1.
+        full: [c, d] the target's full probabilities of the kept tokens, so that rows sum to at most
+            1.
         alpha: [c] sum min(full, q), the probability that a sampled draft token is accepted.
         sampled: [c] int64, drafter id of the data's next token, -1 where the drafter lacks it.
     """
@@ -224,7 +285,9 @@ class AlignedRows:
     def __init__(self, z: Tensor, targets: Targets, index: Tensor, temperature: float):
         self.z, self.log_z = tempered(z, temperature)
         self.q = self.log_q().exp_()
-        self._targets, self._index, self._temperature = targets, index, temperature
+        self._targets = targets
+        self._index = index
+        self._temperature = temperature
 
     @cached_property
     def _kept(self) -> Kept:
@@ -241,7 +304,9 @@ class AlignedRows:
     def log_p(self) -> Tensor:
         """[c, d] log p. Not kept: only reverse_kl and js read it."""
         logits = self._targets.logits(self._index, self)
-        return (logits if self._temperature == 1 else logits / self._temperature) - self._kept[2].unsqueeze(1)
+        return (logits if self._temperature == 1 else logits / self._temperature) - self._kept[
+            2
+        ].unsqueeze(1)
 
     def log_q(self) -> Tensor:
         return self.z - self.log_z.unsqueeze(1)
@@ -249,7 +314,11 @@ class AlignedRows:
     @cached_property
     def _share(self) -> Tensor:
         """[c, 1] mass of the full distribution on the kept tokens."""
-        return (self._kept[2] - self._targets.full_log_z(self._index, self._temperature)).exp().unsqueeze(1)
+        return (
+            (self._kept[2] - self._targets.full_log_z(self._index, self._temperature))
+            .exp()
+            .unsqueeze(1)
+        )
 
     @cached_property
     def full(self) -> Tensor:
@@ -260,7 +329,9 @@ class AlignedRows:
         return torch.minimum(self.full, self.q).sum(-1)
 
     def final_alpha(self) -> Tensor:
-        """`alpha` as the last read of p, which it overwrites instead of forming another [c, d] matrix."""
+        """`alpha` as the last read of p, which it overwrites instead of forming another [c, d]
+        matrix.
+        """
         if "full" not in self.__dict__:
             self.full = self.p.mul_(self._share)
         return self.alpha
@@ -270,7 +341,7 @@ class AlignedRows:
         return self._targets.sampled_at(self._index)
 
 
-# -- divergences ------------------------------------------------------------------------------------------------------
+# -- divergences -----------------------------------------------------------------------------------
 
 Divergence = Callable[[AlignedRows, float], tuple[Tensor, Tensor]]
 
@@ -281,28 +352,37 @@ def forward_kl(rows: AlignedRows, _: float = 0) -> tuple[Tensor, Tensor]:
 
 
 def reverse_kl(rows: AlignedRows, _: float = 0) -> tuple[Tensor, Tensor]:
-    """sum q (log q - log p): puts mass only where the target has it. Gradient q * (log q/p - value)."""
+    """sum q (log q - log p): puts mass only where the target has it. Gradient q * (log q/p -
+    value).
+    """
     ratio = rows.log_q().sub_(rows.log_p())
     value = dot(rows.q, ratio)
     return value, ratio.sub_(value.unsqueeze(1)).mul_(rows.q)
 
 
 def jensen_shannon(rows: AlignedRows, beta: float) -> tuple[Tensor, Tensor]:
-    """beta KL(p | m) + (1 - beta) KL(q | m) with m = beta p + (1 - beta) q: between the two KLs, bounded.
+    """beta KL(p | m) + (1 - beta) KL(q | m) with m = beta p + (1 - beta) q: between the two KLs,
+    bounded.
 
-    Gradient (1 - beta) q * (log q/m - KL(q | m)). Source: generalized JSD of Agarwal et al. 2024, arXiv 2306.13649.
+    Gradient (1 - beta) q * (log q/m - KL(q | m)). Source: generalized JSD of Agarwal et al. 2024,
+    arXiv 2306.13649.
     """
-    log_p, log_q = rows.log_p(), rows.log_q()
+    log_p = rows.log_p()
+    log_q = rows.log_q()
     # In log space: where p and q both round to zero, m would too.
     log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log(1 - beta))
     from_p = dot(rows.p, log_p.sub_(log_m))  # [c] KL(p | m)
     ratio = log_q.sub_(log_m)
     from_q = dot(rows.q, ratio)  # [c] KL(q | m)
-    return beta * from_p + (1 - beta) * from_q, ratio.sub_(from_q.unsqueeze(1)).mul_(rows.q).mul_(1 - beta)
+    return beta * from_p + (1 - beta) * from_q, ratio.sub_(from_q.unsqueeze(1)).mul_(rows.q).mul_(
+        1 - beta
+    )
 
 
 def total_variation(rows: AlignedRows, _: float = 0) -> tuple[Tensor, Tensor]:
-    """1 - sum min(p, q), the rejection rate of sampled draft tokens. Gradient q * (mu - r), r = 1[q < p], mu = sum q r."""
+    """1 - sum min(p, q), the rejection rate of sampled draft tokens. Gradient q * (mu - r), r = 1[q
+    < p], mu = sum q r.
+    """
     return 1 - rows.alpha, _rewarded(rows)[0]
 
 
@@ -314,10 +394,13 @@ def _rewarded(rows: AlignedRows) -> tuple[Tensor, Tensor]:
 
 
 def total_variation_normalized(rows: AlignedRows, _: float = 0) -> tuple[Tensor, Tensor]:
-    """Total variation whose gradient is a policy gradient with normalized rewards: q * (mu - r) / sigma.
+    """Total variation whose gradient is a policy gradient with normalized rewards: q * (mu - r) /
+    sigma.
 
-    With q as a policy, r is the reward of a token; mu and sigma are its mean and standard deviation under q. They are exact,
-    over the row's whole vocabulary, so a token's gradient does not depend on its batch. The value is total variation's.
+    With q as a policy, r is the reward of a token; mu and sigma are its mean and standard deviation
+        under q. They are exact,
+    over the row's whole vocabulary, so a token's gradient does not depend on its batch. The value
+        is total variation's.
     Source: TVD++ of Goel et al. 2024, arXiv 2403.00858.
     """
     grad, mean = _rewarded(rows)
@@ -325,7 +408,8 @@ def total_variation_normalized(rows: AlignedRows, _: float = 0) -> tuple[Tensor,
 
 
 def negative_log_acceptance(rows: AlignedRows, _: float = 0) -> tuple[Tensor, Tensor]:
-    """-log alpha. Gradient: total variation's divided by alpha, so it does not vanish at a low acceptance.
+    """-log alpha. Gradient: total variation's divided by alpha, so it does not vanish at a low
+    acceptance.
 
     Source: LK-alpha of Samarin et al. 2026, arXiv 2602.23881.
     """
@@ -334,7 +418,8 @@ def negative_log_acceptance(rows: AlignedRows, _: float = 0) -> tuple[Tensor, Te
 
 
 def kl_then_acceptance(rows: AlignedRows, eta: float) -> tuple[Tensor, Tensor]:
-    """lam KL + (1 - lam) TV with lam = exp(-eta alpha) per token, constant in the gradient: KL first, acceptance later.
+    """lam KL + (1 - lam) TV with lam = exp(-eta alpha) per token, constant in the gradient: KL
+    first, acceptance later.
 
     Source: LK-lambda of Samarin et al. 2026, arXiv 2602.23881, where eta is 3.
     """
@@ -345,7 +430,9 @@ def kl_then_acceptance(rows: AlignedRows, eta: float) -> tuple[Tensor, Tensor]:
 
 
 def cross_entropy(rows: AlignedRows, _: float = 0) -> tuple[Tensor, Tensor]:
-    """-log q of the data's next token. Gradient q - onehot. Zero where the drafter lacks that token."""
+    """-log q of the data's next token. Gradient q - onehot. Zero where the drafter lacks that
+    token.
+    """
     known = rows.sampled >= 0
     chosen = rows.sampled.clamp(min=0).unsqueeze(1)
     grad = rows.q.scatter_add(1, chosen, rows.q.new_full(chosen.shape, -1.0))
@@ -365,16 +452,19 @@ DIVERGENCES: dict[str, Divergence] = {
 }
 
 
-# -- the fused linear form --------------------------------------------------------------------------------------------
+# -- the fused linear form -------------------------------------------------------------------------
 
 
 @dataclass
 class DivergenceOutput:
-    """Per-token results, detached except the loss; alpha and agree are None unless `measure` was set."""
+    """Per-token results, detached except the loss; alpha and agree are None unless `measure` was
+    set.
+    """
 
     loss: Tensor  # scalar, sum of row_weight * divergence
     values: Tensor  # [t] divergence of each token
-    # [t] sum_v min(p, q) with the target's full p, the probability that a sampled draft token is accepted
+    # [t] sum_v min(p, q) with the target's full p, the probability that a sampled draft token is
+    # accepted
     alpha: Tensor | None = None
     # [t] bool, the drafter's likeliest token is the target's likeliest of the full vocabulary
     agree: Tensor | None = None
@@ -386,7 +476,13 @@ def has_kernel(hidden: Tensor) -> bool:
 
 
 def _torch_step(
-    hidden: Tensor, weight: Tensor, targets: Targets, index: Tensor, row_weight: Tensor, loss: Loss, measure: bool
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Targets,
+    index: Tensor,
+    row_weight: Tensor,
+    loss: Loss,
+    measure: bool,
 ) -> StepResult:
     """One chunk, as `fused_step`; float32, or float64 if hidden is."""
     z = wide(products(hidden, weight))  # [c, d]
@@ -397,9 +493,14 @@ def _torch_step(
         value, slope = DIVERGENCES[term.name](rows[term.temperature], term.parameter)  # [c], [c, d]
         scale = term.weight / term.temperature
         if term is loss.terms[0]:
-            values, grad = value * term.weight, slope if scale == 1 else slope.mul_(scale)
+            values = value * term.weight
+            if scale == 1:
+                grad = slope
+            else:
+                grad = slope.mul_(scale)
         else:
-            values, grad = values.add_(value, alpha=term.weight), grad.add_(slope, alpha=scale)
+            values = values.add_(value, alpha=term.weight)
+            grad = grad.add_(slope, alpha=scale)
     alpha = agree = None
     if measure:
         alpha = (rows[1.0] if 1.0 in rows else AlignedRows(z, targets, index, 1.0)).final_alpha()
@@ -412,18 +513,38 @@ class _LinearDivergence(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, hidden, head: SharedHead, targets: Targets, index, row_weight, loss: Loss, chunk: int, measure: bool
+        ctx,
+        hidden,
+        head: SharedHead,
+        targets: Targets,
+        index,
+        row_weight,
+        loss: Loss,
+        chunk: int,
+        measure: bool,
     ):
-        total, weight = hidden.shape[0], head.weight_for(hidden)
+        total = hidden.shape[0]
+        weight = head.weight_for(hidden)
         step = fused_step if has_kernel(hidden) else _torch_step
         values = wide(hidden.new_empty(0)).new_empty(total)
         measured = total if measure else 0
-        alpha, agree = values.new_empty(measured), values.new_empty(measured, dtype=torch.bool)
-        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None  # [t, h]
+        alpha = values.new_empty(measured)
+        agree = values.new_empty(measured, dtype=torch.bool)
+        # [t, h]
+        if ctx.needs_input_grad[0]:
+            grad_hidden = torch.empty_like(hidden)
+        else:
+            grad_hidden = None
         for start in range(0, total, chunk):
             part = slice(start, min(start + chunk, total))
             values[part], grad, chunk_alpha, chunk_agree = step(
-                hidden[part], weight, targets, index[part], row_weight[part], loss, measure
+                hidden[part],
+                weight,
+                targets,
+                index[part],
+                row_weight[part],
+                loss,
+                measure,
             )
             if chunk_alpha is not None and chunk_agree is not None:
                 alpha[part], agree[part] = chunk_alpha, chunk_agree
@@ -438,7 +559,16 @@ class _LinearDivergence(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss, *_):
         (grad,) = ctx.saved_tensors
-        return None if grad is None else grad * grad_loss.to(grad.dtype), None, None, None, None, None, None, None
+        return (
+            None if grad is None else grad * grad_loss.to(grad.dtype),
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def linear_divergence(
@@ -451,17 +581,22 @@ def linear_divergence(
     chunk: int | None = None,
     measure: bool = True,
 ) -> DivergenceOutput:
-    """Divergence between drafter rows softmax(hidden head^T) and the target rows they are aligned with.
+    """Divergence between drafter rows softmax(hidden head^T) and the target rows they are aligned
+    with.
 
-    Under autocast the products with the head run in its dtype; sums, values and gradients of the head are as without.
+    Under autocast the products with the head run in its dtype; sums, values and gradients of the
+    head are as without.
 
     Args:
-        hidden: [t, h] drafter states, `head`: [d, h] drafter head; gradients flow into both. With a `SharedHead` its own flows
-            through `SharedHead.term`, which the caller adds to the sum of the losses.
+        hidden: [t, h] drafter states, `head`: [d, h] drafter head; gradients flow into both. With a
+            `SharedHead` its own flows through `SharedHead.term`, which the caller adds to the sum
+            of the losses.
         targets: the target's distributions; `index`: [t] int64, the target row of each drafter row.
-        row_weight: [t] float32 factor of each token in the loss (mask, depth decay, 1 / global count).
+        row_weight: [t] float32 factor of each token in the loss (mask, depth decay, 1 / global
+            count).
         loss: as `parse_loss` reads it: kl, js:0.5, 0.9*kl+0.1*ce.
-        chunk: rows per chunk; chosen by the device unless given. Memory is a few [chunk, d] matrices.
+        chunk: rows per chunk; chosen by the device unless given. Memory is a few [chunk, d]
+            matrices.
         measure: also compute alpha and agree, at about a tenth of the cost.
 
     Returns:
@@ -473,14 +608,29 @@ def linear_divergence(
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(kind))
-    shared = head if isinstance(head, SharedHead) else SharedHead(head)
+    if isinstance(head, SharedHead):
+        shared = head
+    else:
+        shared = SharedHead(head)
     if chunk is None:
         fitting = _KERNEL_BYTES // (shared.weight.shape[0] * hidden.element_size()) // 128 * 128
-        chunk = max(_CHUNK, fitting) if has_kernel(hidden) else _CHUNK
+        if has_kernel(hidden):
+            chunk = max(_CHUNK, fitting)
+        else:
+            chunk = _CHUNK
     with torch.autocast(kind, enabled=False):  # it would round the sums too
         total, values, alpha, agree = _LinearDivergence.apply(
-            hidden, shared, targets, index, row_weight, parse_loss(loss), chunk, measure
+            hidden,
+            shared,
+            targets,
+            index,
+            row_weight,
+            parse_loss(loss),
+            chunk,
+            measure,
         )
     if shared is not head:
         total = total + shared.term()
-    return DivergenceOutput(total, values, alpha, agree) if measure else DivergenceOutput(total, values)
+    if measure:
+        return DivergenceOutput(total, values, alpha, agree)
+    return DivergenceOutput(total, values)

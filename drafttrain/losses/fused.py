@@ -1,4 +1,6 @@
-"""The kernel path of the linear divergence: matrix products for a chunk's logits, one Triton launch for the rest."""
+"""The kernel path of the linear divergence: matrix products for a chunk's logits, one Triton launch
+for the rest.
+"""
 
 from __future__ import annotations
 
@@ -41,41 +43,64 @@ def plan(loss: Loss) -> tuple[Launch, ...]:
     launches: list[Launch] = []
     for term in loss.terms:
         for launch in launches:
-            if launch.temperature == term.temperature and launch.parameters.get(term.name) in (None, term.parameter):
+            if launch.temperature == term.temperature and launch.parameters.get(term.name) in (
+                None,
+                term.parameter,
+            ):
                 break
         else:
             launches.append(launch := Launch(term.temperature))
         launch.weights[term.name] = launch.weights.get(term.name, 0.0) + term.weight
         launch.parameters[term.name] = term.parameter
-    # Acceptance is measured at temperature 1; the first launch does it too if that is its temperature.
+    # Acceptance is measured at temperature 1; the first launch does it too if that is its
+    # temperature.
     return tuple(sorted(launches, key=lambda launch: launch.temperature != 1))
 
 
 def fused_step(
-    hidden: Tensor, weight: Tensor, targets: KernelTargets, index: Tensor, row_weight: Tensor, loss: Loss, measure: bool
+    hidden: Tensor,
+    weight: Tensor,
+    targets: KernelTargets,
+    index: Tensor,
+    row_weight: Tensor,
+    loss: Loss,
+    measure: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """One chunk: hidden [c, h], weight [d, h], index [c], row_weight [c].
 
     Returns:
-        values [c] float32, their weighted gradient in the logits [c, d] in hidden's dtype, alpha [c] and agree [c] or None.
+        values [c] float32, their weighted gradient in the logits [c, d] in hidden's dtype, alpha
+        [c] and agree [c] or None.
     """
     from drafttrain.ops.divergence_kernels import divergence_rows
 
     z = products(hidden, weight)  # [c, d] in hidden's dtype
-    width, launches, row_weight = z.shape[1], plan(loss), row_weight.float().contiguous()
+    width = z.shape[1]
+    launches = plan(loss)
+    row_weight = row_weight.float().contiguous()
     only_ce = not measure and {term.name for term in loss.terms} == {"ce"}
-    y = z if only_ce else targets.kernel_logits(index, z)  # [c, d]
+    # [c, d]
+    if only_ce:
+        y = z
+    else:
+        y = targets.kernel_logits(index, z)
     if y.shape != z.shape or y.stride(1) != 1 or not len(index) == len(row_weight) == len(z):
         raise ValueError(
             f"targets {list(y.shape)}, index [{len(index)}] and weights [{len(row_weight)}] must fit {list(z.shape)}"
         )
     values = torch.empty(len(z), dtype=torch.float32, device=z.device)
-    alpha, agree = torch.empty_like(values), torch.empty_like(values, dtype=torch.bool)
+    alpha = torch.empty_like(values)
+    agree = torch.empty_like(values, dtype=torch.bool)
     # A gradient in place would overwrite the logits that a second launch reads.
-    grad = z if len(launches) == 1 else torch.empty_like(z)
+    if len(launches) == 1:
+        grad = z
+    else:
+        grad = torch.empty_like(z)
 
     def run(launch: Launch, measures: bool, add: bool) -> None:
-        """One launch over all rows: writes alpha and agree if it measures; adds to values and grad, or sets them."""
+        """One launch over all rows: writes alpha and agree if it measures; adds to values and grad,
+        or sets them.
+        """
         weights = launch.weights
         accept = any(name in ACCEPTANCE for name in weights)
         full = row_weight  # not read
@@ -87,7 +112,14 @@ def fused_step(
             *(z, y, grad, values, alpha, agree, full),
             targets.argmax[index] if measures else index,
             targets.sampled_at(index) if "ce" in weights else index,
-            *(row_weight, z.stride(0), y.stride(0), grad.stride(0), width, 1.0 / launch.temperature),
+            *(
+                row_weight,
+                z.stride(0),
+                y.stride(0),
+                grad.stride(0),
+                width,
+                1.0 / launch.temperature,
+            ),
             *(weights.get(name, 0.0) for name in ("kl", "reverse_kl", "js", *ACCEPTANCE, "ce")),
             *(launch.parameters.get("js", 0.5), launch.parameters.get("lk_lambda", 0.0)),
             KL="kl" in weights or "lk_lambda" in weights,
@@ -107,4 +139,6 @@ def fused_step(
         run(Launch(1.0), measures=True, add=False)
     for number, launch in enumerate(launches):
         run(launch, measures=measure and not apart and number == 0, add=number > 0)
-    return (values, grad, alpha, agree) if measure else (values, grad, None, None)
+    if measure:
+        return (values, grad, alpha, agree)
+    return (values, grad, None, None)

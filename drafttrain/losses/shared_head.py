@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Numbers of a head of another dtype that are converted at a time on a GPU: 128 MB in float32, not gigabytes.
+# Numbers of a head of another dtype that are converted at a time on a GPU: 128 MB in float32, not
+# gigabytes.
 _CONVERTED = 2**25
 
 
@@ -31,7 +32,9 @@ class SharedHead:
         self._gradient = torch.zeros_like(weight) if trained else None  # [d, h] of all calls so far
 
     def weight_for(self, rows: Tensor) -> Tensor:
-        """[d, h] for products with these rows: in their dtype, except wide rows and a narrow weight on a GPU, see `products`."""
+        """[d, h] for products with these rows: in their dtype, except wide rows and a narrow weight
+        on a GPU, see `products`.
+        """
         wider = rows.dtype.itemsize > self.weight.dtype.itemsize
         if self._converted.dtype != rows.dtype and not (wider and rows.device.type != "cpu"):
             self._converted = self.weight.detach().to(rows.dtype)  # once for all depths
@@ -48,7 +51,9 @@ class SharedHead:
                 into += grad[:, part].t() @ rows
 
     def term(self) -> Tensor:
-        """A zero that carries the gradient in the weight: a term of the loss, with the same factor as the calls' losses."""
+        """A zero that carries the gradient in the weight: a term of the loss, with the same factor
+        as the calls' losses.
+        """
         if self._gradient is None:
             return self.weight.new_zeros(())
         return _Gradient.apply(self.weight, self._gradient)
@@ -74,7 +79,9 @@ def _parts(weight: Tensor) -> Iterator[slice]:
 
 
 def products(rows: Tensor, weight: Tensor) -> Tensor:
-    """[c, h] rows and [d, h] weight -> [c, d] logits in the rows' dtype. A weight of another dtype is converted part by part."""
+    """[c, h] rows and [d, h] weight -> [c, d] logits in the rows' dtype. A weight of another dtype
+    is converted part by part.
+    """
     if weight.dtype == rows.dtype:
         return F.linear(rows, weight)
     out = rows.new_empty(len(rows), len(weight))
@@ -84,7 +91,9 @@ def products(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def products_backward(grad: Tensor, weight: Tensor) -> Tensor:
-    """[c, d] gradient of the logits and [d, h] weight -> [c, h], the rows' gradient; see `products`."""
+    """[c, d] gradient of the logits and [d, h] weight -> [c, h], the rows' gradient; see
+    `products`.
+    """
     if weight.dtype == grad.dtype:
         return grad @ weight
     out = grad.new_zeros(len(grad), weight.shape[1])

@@ -3,8 +3,10 @@
     LOSS   TERM+TERM+...
     TERM   [WEIGHT*]NAME[:PARAMETER][@TEMPERATURE]
 
-The parameter is beta of `js` and eta of `lk_lambda`. The temperature divides both sides' logits, so `tv@0.6` is the rejection
-rate of decoding at temperature 0.6. The loss is not multiplied by the squared temperature: write `4*kl@2` for that.
+The parameter is beta of `js` and eta of `lk_lambda`. The temperature divides both sides' logits, so
+    `tv@0.6` is the rejection
+rate of decoding at temperature 0.6. The loss is not multiplied by the squared temperature: write
+    `4*kl@2` for that.
 """
 
 from __future__ import annotations
@@ -64,13 +66,18 @@ def parse_loss(text: str) -> Loss:
     """
     named = f"loss={shown(text)}"
     if text.count("+") > 3 * _MOST_TERMS or len(text) > 1000:
-        raise UserError(f"{named} is too long: a loss has at most {_MOST_TERMS} terms, such as 0.9*kl+0.1*ce")
-    clean, place = text.replace(" ", ""), 0
+        raise UserError(
+            f"{named} is too long: a loss has at most {_MOST_TERMS} terms, such as 0.9*kl+0.1*ce"
+        )
+    clean = text.replace(" ", "")
+    place = 0
     terms: list[Term] = []
     while place < len(clean) or not terms:
         match = _TERM.match(clean, place)
         if match is None or match.end() == place:
-            raise UserError(f"{named} is not [WEIGHT*]NAME[:PARAMETER][@TEMPERATURE]+...; write kl or 0.9*kl+0.1*ce")
+            raise UserError(
+                f"{named} is not [WEIGHT*]NAME[:PARAMETER][@TEMPERATURE]+...; write kl or 0.9*kl+0.1*ce"
+            )
         terms.append(_term(named, *match.groups()))
         place = match.end()
     if clean.endswith("+") and not clean.endswith("tvd++"):
@@ -78,21 +85,39 @@ def parse_loss(text: str) -> Loss:
     return Loss(tuple(terms))
 
 
-def _term(named: str, weight: str | None, name: str, parameter: str | None, temperature: str | None) -> Term:
+def _term(
+    named: str,
+    weight: str | None,
+    name: str,
+    parameter: str | None,
+    temperature: str | None,
+) -> Term:
     if name not in NAMES:
         hint = did_you_mean(name[:40], NAMES) or f"there are {', '.join(NAMES)}"
         raise UserError(f"{named}: {shown(name)} is no loss; {hint}")
     if parameter is not None and name not in _DEFAULTS:
-        raise UserError(f"{named}: {name} takes no parameter; {' and '.join(_DEFAULTS)} do (js:0.5)")
+        raise UserError(
+            f"{named}: {name} takes no parameter; {' and '.join(_DEFAULTS)} do (js:0.5)"
+        )
 
     def number(what: str, given: str | None, default: float, low: float, high: float) -> float:
         value = default if given is None else read_number(given)
         if value is None or (given is not None and not low <= value <= high):
-            ends = "; its ends are kl and reverse_kl" if "beta" in what else ""
-            raise UserError(f"{named}: {what} is {shown(given)}, but must be a number from {low:g} to {high:g}{ends}")
+            if "beta" in what:
+                ends = "; its ends are kl and reverse_kl"
+            else:
+                ends = ""
+            raise UserError(
+                f"{named}: {what} is {shown(given)}, but must be a number from {low:g} to {high:g}{ends}"
+            )
         return value
 
-    what, high = ("beta of js", 0.999) if name == "js" else (f"the parameter of {name}", 1000.0)
+    if name == "js":
+        what = "beta of js"
+        high = 0.999
+    else:
+        what = f"the parameter of {name}"
+        high = 1000.0
     chosen = number(what, parameter, _DEFAULTS.get(name, 0.0), 0.001, high)
     share = number("the weight", weight, 1.0, 1e-6, 1e6)
     return Term(name, share, chosen, number("the temperature", temperature, 1.0, 0.01, 100.0))

@@ -1,4 +1,6 @@
-"""Target distributions that were stored: as logits, or as the likeliest k tokens and the mass of the rest."""
+"""Target distributions that were stored: as logits, or as the likeliest k tokens and the mass of
+the rest.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,10 @@ class StoredLogits(FullTargets):
 class StoredTopK(Targets):
     """Target distributions as the likeliest k tokens and the mass of the rest.
 
-    The rest is one outcome: divergences are those over the k tokens and "another one", for p and for q. That is a lower bound,
-    tight where the drafter spreads the rest as the target does. (The code gives the rest to the other kept tokens in proportion
-    to q, which yields the same values and gradients for all losses here.) With a pruned vocabulary the rest counts as kept.
+    The rest is one outcome: divergences are those over the k tokens and "another one", for p and
+    for q. That is a lower bound, tight where the drafter spreads the rest as the target does. (The
+    code gives the rest to the other kept tokens in proportion to q, which yields the same values
+    and gradients for all losses here.) With a pruned vocabulary the rest counts as kept.
     """
 
     ids: Tensor  # [r, k] int64 drafter ids, -1 for tokens that the drafter lacks
@@ -55,7 +58,9 @@ class StoredTopK(Targets):
 
     def logits(self, index: Tensor | slice, aligned: AlignedRows | None = None) -> Tensor:
         assert aligned is not None, "the spread of the rest depends on the drafter"
-        ids, log_q = self.ids[index], aligned.log_q()  # [c, k], [c, d]
+        # [c, k], [c, d]
+        ids = self.ids[index]
+        log_q = aligned.log_q()
         row, rank = (ids >= 0).nonzero(as_tuple=True)
         known = row, ids[row, rank]
         others = log_q.index_put(known, log_q.new_tensor(float("-inf")))  # [c, d]
@@ -69,10 +74,19 @@ class StoredTopK(Targets):
     def full_log_z(self, index: Tensor, temperature: float) -> Tensor:
         return torch.zeros_like(self.rest[index])
 
-    def kept(self, index: Tensor, temperature: float = 1.0, aligned: AlignedRows | None = None) -> Kept:
+    def kept(
+        self,
+        index: Tensor,
+        temperature: float = 1.0,
+        aligned: AlignedRows | None = None,
+    ) -> Kept:
         if temperature != 1:
             raise UserError(
                 f"temperature @{temperature:g} cannot be applied to stored top-k: the rest's shape is unknown; store states "
                 "or logits, or use @1"
             )
-        return self._distribution(index, temperature, aligned)  # depends on the drafter, so it is not shared
+        return self._distribution(
+            index,
+            temperature,
+            aligned,
+        )  # depends on the drafter, so it is not shared

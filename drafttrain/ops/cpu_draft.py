@@ -3,7 +3,8 @@
     DraftHead     top tokens of a head, by 4-bit scores of all tokens and exact products of a shortlist
     DraftStep     one depth of a drafter for tokens of several sequences, or all depths of their trees in one call
 
-Objects hold packed weights and nothing else: threads share them. A call's state is an argument or is allocated by the call.
+Objects hold packed weights and nothing else: threads share them. A call's state is an argument or
+is allocated by the call.
 """
 
 from __future__ import annotations
@@ -66,9 +67,10 @@ class _Shape(ctypes.Structure):
 class DraftHead:
     """Top tokens of a drafter's head, for trees whose tokens are chosen, not drawn.
 
-    A pass over 4-bit weights, an eighth of float32's bytes, scores the vocabulary; the 64 highest scores (or four times the
-    tokens that are wanted) get exact products. Drafts need no more: the target verifies every token, and a missed one costs
-    acceptance only. Never for the target's own choice, nor for tokens that are drawn, whose q must be known.
+    A pass over 4-bit weights, an eighth of float32's bytes, scores the vocabulary; the 64 highest
+    scores (or four times the tokens that are wanted) get exact products. Drafts need no more: the
+    target verifies every token, and a missed one costs acceptance only. Never for the target's own
+    choice, nor for tokens that are drawn, whose q must be known.
 
     Args:
         weight: [d, h] float32 on the CPU; kept, for the exact products.
@@ -82,23 +84,46 @@ class DraftHead:
         weight = weight.detach()
         check("weight", weight, (self.vocabulary, self.width))
         mean = weight.mean(0)
-        column = (weight - mean).square().mean(0).sqrt().clamp_min(1e-12).sqrt()  # [h] factors of the states
-        panels, scales, errors = zip(*(_round_rows((rows - mean) / column) for rows in weight.split(8192)), strict=True)
+        column = (
+            (weight - mean).square().mean(0).sqrt().clamp_min(1e-12).sqrt()
+        )  # [h] factors of the states
+        panels, scales, errors = zip(
+            *(_round_rows((rows - mean) / column) for rows in weight.split(8192)),
+            strict=True,
+        )
         count = -(-self.vocabulary // _STRIP)
         rows = F.pad(torch.cat(panels), (0, -self.width % 8, 0, count * _STRIP - self.vocabulary))
-        rows = rows.view(count, _STRIP, -1, 2, 4).permute(3, 0, 2, 1, 4)  # [2, panels, steps, outputs, 4]
+        rows = rows.view(count, _STRIP, -1, 2, 4).permute(
+            3,
+            0,
+            2,
+            1,
+            4,
+        )  # [2, panels, steps, outputs, 4]
         packed = rows[0] | rows[1] << 4
         scale = F.pad(torch.cat(scales), (0, count * _STRIP - self.vocabulary))
-        numbers = {"vocabulary": self.vocabulary, "width": self.width, "noise": sum(errors) / weight.numel()}
+        numbers = {
+            "vocabulary": self.vocabulary,
+            "width": self.width,
+            "noise": sum(errors) / weight.numel(),
+        }
         self._head, self._kept = make_struct(
-            _Head, panels=packed, scale=scale, column=column, mean=mean, exact=weight, **numbers
+            _Head,
+            panels=packed,
+            scale=scale,
+            column=column,
+            mean=mean,
+            exact=weight,
+            **numbers,
         )
         self.address = ctypes.addressof(self._head)
         self._kernels = built_kernels()
 
     @staticmethod
     def of(linear: object) -> DraftHead | None:
-        """The draft head of a packed linear layer, made on first use; None for a layer that the kernels do not serve."""
+        """The draft head of a packed linear layer, made on first use; None for a layer that the
+        kernels do not serve.
+        """
         if not isinstance(linear, PackedLinear) or not linear.kernel or linear.bias is not None:
             return None
         if linear.draft_head is None:
@@ -113,33 +138,46 @@ class DraftHead:
             width: tokens per state, at most d.
 
         Returns:
-            Ids [n, width] int64; log-probabilities [n, width] float32, descending; log-sum-exp of all logits [n], estimated
+            Ids [n, width] int64; log-probabilities [n, width] float32, descending; log-sum-exp of
+            all logits [n], estimated
             beyond the shortlist. A state's result does not depend on the others.
         """
         reads = reads.contiguous()
         count = check_rows("reads", reads, self.width)
         if not 0 < width <= self.vocabulary:
-            raise ValueError(f"width={width} must be from 1 to the {self.vocabulary} tokens of the head")
-        ids, top = reads.new_empty(count, width, dtype=torch.long), reads.new_empty(count, width)
-        sums, threads = reads.new_empty(count), torch.get_num_threads()
+            raise ValueError(
+                f"width={width} must be from 1 to the {self.vocabulary} tokens of the head"
+            )
+        ids = reads.new_empty(count, width, dtype=torch.long)
+        top = reads.new_empty(count, width)
+        sums = reads.new_empty(count)
+        threads = torch.get_num_threads()
         pointers = ids.data_ptr(), top.data_ptr(), sums.data_ptr()
         self._kernels.head_top(self.address, reads.data_ptr(), count, width, *pointers, threads)
         return ids, top, sums
 
 
 def _round_rows(weight: Tensor) -> tuple[Tensor, Tensor, float]:
-    """[d, h] -> integers [d, h] uint8, factors [d] with weight ~ (integer - 7.5) * factor, and the sum of squared errors.
+    """[d, h] -> integers [d, h] uint8, factors [d] with weight ~ (integer - 7.5) * factor, and the
+    sum of squared errors.
 
-    Of some factors each row takes the one of least error: clipping a few weights leaves finer steps to all others.
+    Of some factors each row takes the one of least error: clipping a few weights leaves finer steps
+    to all others.
     """
-    most, least = weight.abs().amax(1).clamp_min(1e-12), torch.full((len(weight),), torch.inf)
-    best, scale = torch.zeros_like(weight, dtype=torch.uint8), torch.ones(len(weight))
+    most = weight.abs().amax(1).clamp_min(1e-12)
+    least = torch.full((len(weight),), torch.inf)
+    best = torch.zeros_like(weight, dtype=torch.uint8)
+    scale = torch.ones(len(weight))
     for share in (0.6, 0.7, 0.8, 0.9):
         factor = most * (2 * share / _LEVELS)
         rounded = (weight / factor[:, None] + _LEVELS / 2).round_().clamp_(0, _LEVELS)
         error = ((rounded - _LEVELS / 2) * factor[:, None] - weight).square_().sum(1)
         better = error < least
-        best[better], scale[better], least[better] = rounded[better].byte(), factor[better], error[better]
+        best[better], scale[better], least[better] = (
+            rounded[better].byte(),
+            factor[better],
+            error[better],
+        )
     return best, scale, float(least.sum())
 
 
@@ -150,13 +188,17 @@ class DraftWeights:
     hidden: int  # of the states
     embed_width: int  # of the token embeddings that are read; 0 for none
     eps: float  # of all norms
-    embed_norm: Tensor | None = None  # [embed_width], RMS-norm factor of the embeddings that are read
+    embed_norm: Tensor | None = (
+        None  # [embed_width], RMS-norm factor of the embeddings that are read
+    )
     state_norm: Tensor | None = None  # [h], of the states that are read
     norm: Tensor | None = None  # [h], of the last layer's output
     # [h, embed_width + h], joined input to a state; None if the first layer reads it joined
     project: Tensor | None = None
     project_bias: Tensor | None = None  # [h]
-    fuse: Tensor | None = None  # [h, f * target h], features to the state that depth 0 reads; None: they are the state
+    fuse: Tensor | None = (
+        None  # [h, f * target h], features to the state that depth 0 reads; None: they are the state
+    )
     reads_features: bool = True  # `fuse` is all that happens to features
     returns_normed: bool = False  # the next depth reads the output behind `norm`
     residual_normed: bool = False  # the first layer's residual is the state behind `state_norm`
@@ -174,20 +216,30 @@ class KeyStore:
         self.shape, self.slots, e = (first.shape[0], first.shape[2]), first.shape[1], first.shape[2]
         for buffer in (buffer for pair in layers for buffer in pair):
             if buffer.dtype != torch.float32 or not buffer.is_cpu:
-                raise TypeError(f"keys and values are {buffer.dtype} on {buffer.device}, must be float32 on the CPU")
+                raise TypeError(
+                    f"keys and values are {buffer.dtype} on {buffer.device}, must be float32 on the CPU"
+                )
             if buffer.shape != first.shape or buffer.stride() != (first.stride(0), e, 1):
-                raise ValueError(f"keys and values have shape {list(buffer.shape)} and strides {buffer.stride()}")
+                raise ValueError(
+                    f"keys and values have shape {list(buffer.shape)} and strides {buffer.stride()}"
+                )
         self._kept = layers
         self._pointers = np.array(
             [[part.data_ptr() for part in parts] for parts in zip(*layers, strict=True)], np.uint64
         )
-        begin, row = self._pointers.ctypes.data, self._pointers.strides[0]
-        self.count, self.row = len(layers), (begin, begin + row, first.stride(0))  # struct store of cpu_draft.c
+        begin = self._pointers.ctypes.data
+        row = self._pointers.strides[0]
+        self.count, self.row = (
+            len(layers),
+            (begin, begin + row, first.stride(0)),
+        )  # struct store of cpu_draft.c
 
 
 @dataclass(frozen=True)
 class TreeShape:
-    """A greedy tree that `DraftStep.trees` grows; see `TreeSpec`. Its sizes and its struct are made once."""
+    """A greedy tree that `DraftStep.trees` grows; see `TreeSpec`. Its sizes and its struct are made
+    once.
+    """
 
     depth: int
     width: int  # most children of a node
@@ -213,14 +265,22 @@ class TreeShape:
     def form(self) -> tuple[_Shape, array[int]]:
         """What the kernel reads, and the numbers that it points to."""
         fanout = array("q", self.fanout)
-        form = _Shape(self.depth, self.width, self.budget, not self.fanout, self.floor, address_of(fanout))
+        form = _Shape(
+            self.depth,
+            self.width,
+            self.budget,
+            not self.fanout,
+            self.floor,
+            address_of(fanout),
+        )
         return form, fanout
 
 
 class DraftStep:
     """One depth of a drafter with decoder layers, for tokens of one or more sequences.
 
-    A depth over a few tokens reads some megabytes of weights in half a millisecond; torch's forty operations took longer.
+    A depth over a few tokens reads some megabytes of weights in half a millisecond; torch's forty
+    operations took longer.
 
     Raises:
         ValueError, TypeError: layers and weights that do not fit together.
@@ -228,20 +288,35 @@ class DraftStep:
 
     def __init__(self, layers: Sequence[DecoderLayer], weights: DraftWeights):
         self.embed_width, self.hidden, h = weights.embed_width, weights.hidden, weights.hidden
-        joined, self.kv_shape = self.embed_width + h, (layers[0].kv_heads, layers[0].head_dim)
+        joined = self.embed_width + h
+        self.kv_shape = (layers[0].kv_heads, layers[0].head_dim)
         self.rotary_dim, self.count = layers[0].rotary_dim, len(layers)
         for i, layer in enumerate(layers):
-            reads = h if i or weights.project is not None else joined
+            if i or weights.project is not None:
+                reads = h
+            else:
+                reads = joined
             form = layer.heads, layer.kv_heads, layer.head_dim, layer.rotary_dim
             same = form == (layers[0].heads, *self.kv_shape, self.rotary_dim)
             if (layer.width, layer.hidden) != (reads, h) or not same or layer.head_dim % 16:
                 raise ValueError(
                     f"layer {i} maps {layer.width} to {layer.hidden}, heads {form}; {reads} to {h} expected"
                 )
-        sizes: dict[str, tuple[int, ...]] = {"project": (h, joined), "project_bias": (h,), "norm": (h,)}
-        self.features = h if weights.fuse is None else weights.fuse.shape[1]
+        sizes: dict[str, tuple[int, ...]] = {
+            "project": (h, joined),
+            "project_bias": (h,),
+            "norm": (h,),
+        }
+        if weights.fuse is None:
+            self.features = h
+        else:
+            self.features = weights.fuse.shape[1]
         self.reads_features = weights.reads_features
-        sizes |= {"embed_norm": (weights.embed_width,), "state_norm": (h,), "fuse": (h, self.features)}
+        sizes |= {
+            "embed_norm": (weights.embed_width,),
+            "state_norm": (h,),
+            "fuse": (h, self.features),
+        }
         for name, size in sizes.items():
             if (tensor := vars(weights)[name]) is not None:
                 check(name, tensor.contiguous(), size)
@@ -251,9 +326,15 @@ class DraftStep:
         content = dict(vars(weights))
         del content["reads_features"]
         panels = {
-            name: pack_panels(content[name].detach()) for name in ("project", "fuse") if content[name] is not None
+            name: pack_panels(content[name].detach())
+            for name in ("project", "fuse")
+            if content[name] is not None
         }
-        numbers = {"layers": ctypes.addressof(addresses), "count": len(layers), "features": self.features}
+        numbers = {
+            "layers": ctypes.addressof(addresses),
+            "count": len(layers),
+            "features": self.features,
+        }
         self._draft, kept = make_struct(_Draft, **(content | panels | numbers))
         self._kept = (layers, addresses, kept)
         self._address = ctypes.addressof(self._draft)
@@ -284,11 +365,30 @@ class DraftStep:
             check("embeds", embeds if embeds is not None else states[:, :0], (n, self.embed_width))
         check("states", states, (n, self.hidden))
         self._check(tables, stores, plan, window)
-        out, read = states.new_empty(n, self.hidden), states.new_empty(n, self.hidden)
-        own, given = _rows(stores), None if embeds is None else embeds.data_ptr()
+        out = states.new_empty(n, self.hidden)
+        read = states.new_empty(n, self.hidden)
+        own = _rows(stores)
+        if embeds is None:
+            given = None
+        else:
+            given = embeds.data_ptr()
         self._kernels.draft_step(
-            *(self._address, given, states.data_ptr(), n, tables[0].data_ptr(), tables[1].data_ptr()),
-            *(address_of(own), plan.address, window, out.data_ptr(), read.data_ptr(), torch.get_num_threads()),
+            *(
+                self._address,
+                given,
+                states.data_ptr(),
+                n,
+                tables[0].data_ptr(),
+                tables[1].data_ptr(),
+            ),
+            *(
+                address_of(own),
+                plan.address,
+                window,
+                out.data_ptr(),
+                read.data_ptr(),
+                torch.get_num_threads(),
+            ),
         )
         return out, read
 
@@ -311,17 +411,29 @@ class DraftStep:
             table: [v, embed_width], the target's embedding. tables, stores, window: as in `run`.
 
         Returns:
-            What the next depth reads, and the head's input, of each sequence's last token, [sequences, h] each.
+            What the next depth reads, and the head's input, of each sequence's last token,
+            [sequences, h] each.
         """
         check("tokens", tokens, (sum(counts),), torch.long)
         check("features", features, (tokens.shape[0], self.features))
         check_rows("table", table, self.embed_width)
-        if not (1 <= min(counts) <= max(counts) <= OPENED and min(lengths) >= 0 <= window and self.reads_features):
+        if not (
+            1 <= min(counts) <= max(counts) <= OPENED
+            and min(lengths) >= 0 <= window
+            and self.reads_features
+        ):
             raise ValueError(
                 f"counts={list(counts)}, lengths={list(lengths)}, window={window}: 1 to {OPENED}, from 0 on"
             )
-        self._check_places(tables, stores, [length + count for length, count in zip(lengths, counts, strict=True)])
-        count, own, new, held = len(counts), _rows(stores), array("q", counts), array("q", lengths)
+        self._check_places(
+            tables,
+            stores,
+            [length + count for length, count in zip(lengths, counts, strict=True)],
+        )
+        count = len(counts)
+        own = _rows(stores)
+        new = array("q", counts)
+        held = array("q", lengths)
         states, reads = features.new_empty(2, count, self.hidden).unbind()
         self._kernels.draft_read(
             *(self._address, count, address_of(new), address_of(held)),
@@ -332,17 +444,30 @@ class DraftStep:
         return states, reads
 
     def store_context(
-        self, states: Tensor, tables: tuple[Tensor, Tensor], stores: Sequence[KeyStore], plan: CpuPlan
+        self,
+        states: Tensor,
+        tables: tuple[Tensor, Tensor],
+        stores: Sequence[KeyStore],
+        plan: CpuPlan,
     ) -> None:
-        """Stores every layer's keys and values of states [n, h], as block drafters read their context; `reads_context` must
-        be set. The other arguments as in `run`."""
+        """Stores every layer's keys and values of states [n, h], as block drafters read their
+        context; `reads_context` must be set. The other arguments as in `run`.
+        """
         check("states", states, (plan.tokens, self.hidden))
         self._check(tables, stores, plan, 0)
         if not self.reads_context:
             raise ValueError("query rows that are no multiple of 32 share a panel with keys")
-        own, pointers = _rows(stores), (tables[0].data_ptr(), tables[1].data_ptr())
+        own = _rows(stores)
+        pointers = (tables[0].data_ptr(), tables[1].data_ptr())
         self._kernels.draft_context(
-            *(self._address, states.data_ptr(), plan.tokens, *pointers, address_of(own), plan.address),
+            *(
+                self._address,
+                states.data_ptr(),
+                plan.tokens,
+                *pointers,
+                address_of(own),
+                plan.address,
+            ),
             torch.get_num_threads(),
         )
 
@@ -362,42 +487,83 @@ class DraftStep:
         """Grows the trees of several sequences, one step per depth for all of them.
 
         Args:
-            table: [v, embed_width], the target's embedding. kept_ids: [d] int64, target id of each drafter id.
+            table: [v, embed_width], the target's embedding. kept_ids: [d] int64, target id of each
+                drafter id.
             tables, stores, window: as in `run`; a store holds lengths + `shape.opens` - 1 slots.
             lengths: committed tokens of each sequence.
             states, reads: [sequences, h] of the last committed tokens, as `run` returns them.
 
         Returns:
-            Per sequence the tree's tokens [n] int64 in target ids, parents and log-probabilities [n] float32.
+            Per sequence the tree's tokens [n] int64 in target ids, parents and log-probabilities
+            [n] float32.
         """
-        count, ends = len(lengths), [length - 1 + shape.opens for length in lengths]
+        count = len(lengths)
+        ends = [length - 1 + shape.opens for length in lengths]
         check("states", states, (count, self.hidden))
         check("reads", reads, (count, self.hidden))
         check_rows("table", table, self.embed_width)
         check("kept_ids", kept_ids, (head.vocabulary,), torch.long)
-        if head.width != self.hidden or shape.opens > OPENED or min(lengths) < 1 or window < 0 or len(stores) != count:
+        if (
+            head.width != self.hidden
+            or shape.opens > OPENED
+            or min(lengths) < 1
+            or window < 0
+            or len(stores) != count
+        ):
             found = f"head of {head.width}, {shape.opens} opened, lengths={list(lengths)}, window={window}"
-            raise ValueError(f"{found}: must be {self.hidden}, at most {OPENED}, from 1 on, and from 0 on")
+            raise ValueError(
+                f"{found}: must be {self.hidden}, at most {OPENED}, from 1 on, and from 0 on"
+            )
         self._check_places(tables, stores, ends)
-        budget, own, long, sizes = shape.budget, _rows(stores), array("q", lengths), array("q", bytes(8 * count))
-        made, scores = np.empty((2, count, budget), dtype=np.int64), np.empty((count, budget), dtype=np.float32)
+        budget = shape.budget
+        own = _rows(stores)
+        long = array("q", lengths)
+        sizes = array("q", bytes(8 * count))
+        made = np.empty((2, count, budget), dtype=np.int64)
+        scores = np.empty((count, budget), dtype=np.float32)
         tokens = made.ctypes.data
         self._kernels.draft_trees(
-            *(self._address, head.address, ctypes.addressof(shape.form[0]), count, shape.room, table.data_ptr()),
-            *(kept_ids.data_ptr(), tables[0].data_ptr(), tables[1].data_ptr(), address_of(own), address_of(long)),
+            *(
+                self._address,
+                head.address,
+                ctypes.addressof(shape.form[0]),
+                count,
+                shape.room,
+                table.data_ptr(),
+            ),
+            *(
+                kept_ids.data_ptr(),
+                tables[0].data_ptr(),
+                tables[1].data_ptr(),
+                address_of(own),
+                address_of(long),
+            ),
             *(window, states.data_ptr(), reads.data_ptr(), tokens, tokens + 8 * count * budget),
             *(scores.ctypes.data, address_of(sizes), torch.get_num_threads()),
         )
-        return [(made[0, i, :n], made[1, i, :n].tolist(), scores[i, :n]) for i, n in enumerate(sizes)]
+        return [
+            (made[0, i, :n], made[1, i, :n].tolist(), scores[i, :n]) for i, n in enumerate(sizes)
+        ]
 
-    def _check(self, tables: tuple[Tensor, Tensor], stores: Sequence[KeyStore], plan: CpuPlan, window: int) -> None:
+    def _check(
+        self,
+        tables: tuple[Tensor, Tensor],
+        stores: Sequence[KeyStore],
+        plan: CpuPlan,
+        window: int,
+    ) -> None:
         if plan.sequences != len(stores) or window < 0:
             raise ValueError(
                 f"sequences={plan.sequences}, stores={len(stores)}, window={window}: must be equal, and from 0 on"
             )
         self._check_places(tables, stores, plan.ends)
 
-    def _check_places(self, tables: tuple[Tensor, Tensor], stores: Sequence[KeyStore], ends: Sequence[int]) -> None:
+    def _check_places(
+        self,
+        tables: tuple[Tensor, Tensor],
+        stores: Sequence[KeyStore],
+        ends: Sequence[int],
+    ) -> None:
         """ends: slots that each sequence needs; no token stands at a position behind them."""
         reach = max(ends)
         for name, table in zip(("cosine", "sine"), tables, strict=True):
@@ -406,7 +572,9 @@ class DraftStep:
         for store, end in zip(stores, ends, strict=True):
             if (store.count, store.shape) != (self.count, self.kv_shape) or store.slots < end:
                 found = f"{store.count} layers of {store.shape} with {store.slots} slots"
-                raise ValueError(f"keys and values have {found}; {self.count} of {self.kv_shape} with {end} are needed")
+                raise ValueError(
+                    f"keys and values have {found}; {self.count} of {self.kv_shape} with {end} are needed"
+                )
 
 
 def _rows(stores: Sequence[KeyStore]) -> array[int]:
@@ -414,8 +582,12 @@ def _rows(stores: Sequence[KeyStore]) -> array[int]:
     return array("q", [number for store in stores for number in store.row])
 
 
-def kernel_of(layers: Sequence[DecoderLayer | None], weights: DraftWeights | None) -> DraftStep | None:
-    """The kernel of packed layers and what surrounds them; None where the kernels lack a form, of a layer too."""
+def kernel_of(
+    layers: Sequence[DecoderLayer | None], weights: DraftWeights | None
+) -> DraftStep | None:
+    """The kernel of packed layers and what surrounds them; None where the kernels lack a form, of a
+    layer too.
+    """
     natives = [layer for layer in layers if layer is not None]
     if weights is None or len(natives) < len(layers) or natives[0].head_dim % 16:
         return None
@@ -423,5 +595,9 @@ def kernel_of(layers: Sequence[DecoderLayer | None], weights: DraftWeights | Non
 
 
 def plan_of(layouts: Sequence[TreeLayout]) -> CpuPlan | None:
-    """The kernels' plan of tokens of several sequences, each in buffers of its own; None where torch is faster."""
-    return layouts[0].plan if len(layouts) == 1 else CpuPlan.build([(0, layout) for layout in layouts])
+    """The kernels' plan of tokens of several sequences, each in buffers of its own; None where
+    torch is faster.
+    """
+    if len(layouts) == 1:
+        return layouts[0].plan
+    return CpuPlan.build([(0, layout) for layout in layouts])

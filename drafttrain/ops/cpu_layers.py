@@ -1,12 +1,14 @@
 """Decoder layers on a CPU as single calls of cpu_layers.c: one layer, or all layers of a target.
 
-A small model over a few tokens is some 1500 tiny torch operations, whose dispatch costs as much as reading the weights. Here
+A small model over a few tokens is some 1500 tiny torch operations, whose dispatch costs as much as
+reading the weights. Here
 
     DecoderLayer   norm, projections, rotation | attention (the caller's) | output projection, norm, gated MLP
     LayerStack     all layers of a target with the attention of the same C file: one call per forward
 
-An object holds packed weights and nothing else. Everything that belongs to a call (where tokens stand, the addresses of the
-cache, outputs) is an argument or is allocated by the call, because ctypes releases the GIL: threads share the weights.
+An object holds packed weights and nothing else. Everything that belongs to a call (where tokens
+stand, the addresses of the cache, outputs) is an argument or is allocated by the call, because
+ctypes releases the GIL: threads share the weights.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ class GatedMLP(Protocol):
 
 
 def fields(panels: str, vectors: str, numbers: str) -> list[tuple[str, type]]:
-    """Fields of a C struct: pointers to panels and vectors, the panels' formats, int numbers; in this order."""
+    """Fields of a C struct: pointers to panels and vectors, the panels' formats, int numbers; in
+    this order.
+    """
     pointers = [(name, ctypes.c_void_p) for name in f"{panels} {vectors}".split()]
     formats = [(f"{name}_format", ctypes.c_int) for name in panels.split()]
     return [*pointers, *formats, *((name, ctypes.c_int) for name in numbers.split())]
@@ -83,23 +87,35 @@ def make_struct(
 ) -> tuple[ctypes.Structure, list[Tensor]]:
     """A C struct with numbers and pointers to tensors, and the tensors, which must outlive it."""
     names = {field[0] for field in kind._fields_}
-    kept = {name: value.detach().contiguous() for name, value in content.items() if isinstance(value, Tensor)}
-    formats = {f"{name}_format": form_of(value) for name, value in kept.items() if f"{name}_format" in names}
+    kept = {
+        name: value.detach().contiguous()
+        for name, value in content.items()
+        if isinstance(value, Tensor)
+    }
+    formats = {
+        f"{name}_format": form_of(value)
+        for name, value in kept.items()
+        if f"{name}_format" in names
+    }
     assert content.keys() <= names, "ctypes ignores names that are no fields"
-    return kind(**content | formats | {name: value.data_ptr() for name, value in kept.items()}), list(kept.values())
+    return kind(
+        **content | formats | {name: value.data_ptr() for name, value in kept.items()}
+    ), list(kept.values())
 
 
 class DecoderLayer:
-    """A pre-norm decoder layer, packed: two kernel calls around an attention that the caller brings.
+    """A pre-norm decoder layer, packed: two kernel calls around an attention that the caller
+    brings.
 
     Args:
-        attention, mlp: float32 on the CPU. Only the projections of queries, keys and values may have biases.
+        attention, mlp: float32 on the CPU. Only the projections of queries, keys and values may
+            have biases.
         rotary_dim: the first entries of a head are rotated, in halves.
         eps: of all norms. gelu: tanh-approximated GELU in the MLP instead of SiLU.
         mlp_norm: [h] RMS-norm factor before the MLP.
-        norms: other RMS-norm factors by name; a missing one is not applied. `input_norm` [h] is before the attention,
-            `attended_norm` and `mlp_out_norm` [h] after attention and MLP (Gemma), `query_norm` and `key_norm` [e] per head
-            (Qwen3, Gemma 3).
+        norms: other RMS-norm factors by name; a missing one is not applied. `input_norm` [h] is
+            before the attention, `attended_norm` and `mlp_out_norm` [h] after attention and MLP
+            (Gemma), `query_norm` and `key_norm` [e] per head (Qwen3, Gemma 3).
 
     Raises:
         ValueError, TypeError: sizes that do not fit together, weights of another dtype or device.
@@ -118,23 +134,46 @@ class DecoderLayer:
     ):
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         biases: list[Tensor] = [module.bias for module in projections if module.bias is not None]
-        width, hidden, inner = projections[0].in_features, attention.o_proj.out_features, mlp.down_proj.in_features
+        width = projections[0].in_features
+        hidden = attention.o_proj.out_features
+        inner = mlp.down_proj.in_features
         self.head_dim = e = attention.head_dim
         self.heads, self.kv_heads = (module.out_features // e for module in projections[:2])
-        self.width, self.hidden, self.rotary_dim = width, hidden, rotary_dim
-        if not self.kv_heads or self.heads % self.kv_heads or not 0 <= rotary_dim <= e or rotary_dim % 2:
+        self.width = width
+        self.hidden = hidden
+        self.rotary_dim = rotary_dim
+        if (
+            not self.kv_heads
+            or self.heads % self.kv_heads
+            or not 0 <= rotary_dim <= e
+            or rotary_dim % 2
+        ):
             sizes = f"heads={self.heads}, kv_heads={self.kv_heads}, head_dim={e}, rotary_dim={rotary_dim}"
-            raise ValueError(f"{sizes}: key heads must divide heads, and rotary_dim be even and at most head_dim")
-        rows, keys = self.heads * e, self.kv_heads * e
+            raise ValueError(
+                f"{sizes}: key heads must divide heads, and rotary_dim be even and at most head_dim"
+            )
+        rows = self.heads * e
+        keys = self.kv_heads * e
         for name, module, size in (
-            *(("q_proj", attention.q_proj, (rows, width)), ("k_proj", attention.k_proj, (keys, width))),
-            *(("v_proj", attention.v_proj, (keys, width)), ("o_proj", attention.o_proj, (hidden, rows))),
-            *(("gate_proj", mlp.gate_proj, (inner, hidden)), ("up_proj", mlp.up_proj, (inner, hidden))),
+            *(
+                ("q_proj", attention.q_proj, (rows, width)),
+                ("k_proj", attention.k_proj, (keys, width)),
+            ),
+            *(
+                ("v_proj", attention.v_proj, (keys, width)),
+                ("o_proj", attention.o_proj, (hidden, rows)),
+            ),
+            *(
+                ("gate_proj", mlp.gate_proj, (inner, hidden)),
+                ("up_proj", mlp.up_proj, (inner, hidden)),
+            ),
             ("down_proj", mlp.down_proj, (hidden, inner)),
         ):
             check(name, module.weight.contiguous(), size)
             if module.bias is not None and (module not in projections or len(biases) != 3):
-                raise ValueError(f"{name} has a bias; only queries, keys and values together may have one")
+                raise ValueError(
+                    f"{name} has a bias; only queries, keys and values together may have one"
+                )
         panels = {
             "qkv": pack_panels(torch.cat([module.weight for module in projections]).detach()),
             "o": pack_panels(attention.o_proj.weight.detach()),
@@ -146,23 +185,36 @@ class DecoderLayer:
         for name, factor in norms.items():
             if factor is not None:
                 check(name, factor.contiguous(), (lengths.get(name, hidden),))
-        numbers = {"width": width, "hidden": hidden, "inner": inner, "rotary_dim": rotary_dim, "gelu": gelu, "eps": eps}
+        numbers = {
+            "width": width,
+            "hidden": hidden,
+            "inner": inner,
+            "rotary_dim": rotary_dim,
+            "gelu": gelu,
+            "eps": eps,
+        }
         numbers |= {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": e}
         self._layer, self._kept = make_struct(_Layer, **panels, **norms, **numbers)
         self.address = ctypes.addressof(self._layer)
         self._kernels = built_kernels()
 
     def round_inputs(self) -> None:
-        """From now on bfloat16 weights multiply inputs that are rounded to bfloat16; see `packing.form_of`."""
+        """From now on bfloat16 weights multiply inputs that are rounded to bfloat16; see
+        `packing.form_of`.
+        """
         for field in _Layer._fields_:
-            if field[0].endswith("_format") and getattr(self._layer, field[0]) == FORMATS[torch.bfloat16]:
+            if (
+                field[0].endswith("_format")
+                and getattr(self._layer, field[0]) == FORMATS[torch.bfloat16]
+            ):
                 setattr(self._layer, field[0], BFLOAT16_DOT)
 
     def project(self, x: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The half before the attention: norm, projections, rotation.
 
         Args:
-            x: [n, width]; cosine, sine: [n, rotary_dim] or [n, 1, rotary_dim]. All float32 and contiguous.
+            x: [n, width]; cosine, sine: [n, rotary_dim] or [n, 1, rotary_dim]. All float32 and
+                contiguous.
 
         Returns:
             Query [n, heads, e], key and value [n, kv_heads, e], views of one buffer.
@@ -178,56 +230,94 @@ class DecoderLayer:
         return query, key, value
 
     def finish(self, x: Tensor, attended: Tensor) -> None:
-        """The half after the attention: adds output projection and MLP to x [n, h], in place; attended [n, heads * e]."""
-        attended, threads = attended.contiguous(), torch.get_num_threads()
+        """The half after the attention: adds output projection and MLP to x [n, h], in place;
+        attended [n, heads * e].
+        """
+        attended = attended.contiguous()
+        threads = torch.get_num_threads()
         check("x", x, (len(x), self.hidden))
         check("attended", attended.flatten(), (len(x) * self.heads * self.head_dim,))
-        self._kernels.layer_after_attention(self.address, x.data_ptr(), attended.data_ptr(), x.shape[0], threads)
+        self._kernels.layer_after_attention(
+            self.address,
+            x.data_ptr(),
+            attended.data_ptr(),
+            x.shape[0],
+            threads,
+        )
 
     def forward(
-        self, state: Tensor, read: Tensor, cosine: Tensor, sine: Tensor, attend: Attend, queries: Tensor | None = None
+        self,
+        state: Tensor,
+        read: Tensor,
+        cosine: Tensor,
+        sine: Tensor,
+        attend: Attend,
+        queries: Tensor | None = None,
     ) -> Tensor:
         """A full layer.
 
         Args:
-            state: [n, h], the residual stream. read: [n, width], input of the projections; often `state` itself.
+            state: [n, h], the residual stream. read: [n, width], input of the projections; often
+                `state` itself.
             queries: [m] int64 rows that need an output; None for all.
 
         Returns:
             [n or m, h].
         """
         query, key, value = self.project(read, cosine, sine)
-        out = state.clone() if queries is None else state[queries]  # [n or m, h]
+        # [n or m, h]
+        if queries is None:
+            out = state.clone()
+        else:
+            out = state[queries]
         self.finish(out, attend(query if queries is None else query[queries], key, value))
         return out
 
 
 # struct form of cpu_layers.c: what a layer's attention computes.
 _FORM = np.dtype(
-    [("sinks", np.uint64), ("window", np.int64), ("table", np.int64), ("scaling", np.float32), ("softcap", np.float32)]
+    [
+        ("sinks", np.uint64),
+        ("window", np.int64),
+        ("table", np.int64),
+        ("scaling", np.float32),
+        ("softcap", np.float32),
+    ]
 )
 
 
 class Ending:
-    """The last norm and the head, to run in the same call as the layers: after each large call Python starts with cold caches.
+    """The last norm and the head, to run in the same call as the layers: after each large call
+    Python starts with cold caches.
 
     Args:
         norm, head: packed; the head as a kernel. rows: n, of the forward that it ends.
 
     Attributes:
-        last: [n, h], the normed state. logits: [n, v], the head's products without its bias. `LayerStack.forward` fills both.
+        last: [n, h], the normed state. logits: [n, v], the head's products without its bias.
+            `LayerStack.forward` fills both.
 
     Raises:
         ValueError: the head does not read what the norm gives.
     """
 
     def __init__(self, norm: PackedRMSNorm, head: PackedLinear, rows: int):
-        panels, hidden, vocabulary = head.panels(), len(norm.weight), head.out_features
+        panels = head.panels()
+        hidden = len(norm.weight)
+        vocabulary = head.out_features
         check_panels("head", panels, hidden, vocabulary)
-        self.last, self.logits = norm.weight.new_empty(rows, hidden), norm.weight.new_empty(rows, vocabulary)
+        self.last, self.logits = (
+            norm.weight.new_empty(rows, hidden),
+            norm.weight.new_empty(rows, vocabulary),
+        )
         self._kept = panels, norm.weight
         normed = norm.weight.data_ptr(), norm.eps, self.last.data_ptr()
-        products = panels.data_ptr(), form_of(panels, head.rounded), self.logits.data_ptr(), vocabulary
+        products = (
+            panels.data_ptr(),
+            form_of(panels, head.rounded),
+            self.logits.data_ptr(),
+            vocabulary,
+        )
         self.arguments = (*normed, *products)  # of body_forward
 
 
@@ -238,7 +328,8 @@ class LayerStack:
     """All layers of a target in one call.
 
     Args:
-        layers: in order. forms: how each layer attends. table_of: index of the rotary table that each layer reads.
+        layers: in order. forms: how each layer attends. table_of: index of the rotary table that
+            each layer reads.
 
     Attributes:
         shapes: (kv_heads, head_dim) of each layer's keys and values.
@@ -248,25 +339,42 @@ class LayerStack:
         ValueError: layers, forms and tables that do not fit together.
     """
 
-    def __init__(self, layers: Sequence[DecoderLayer], forms: Sequence[AttentionForm], table_of: Sequence[int]):
+    def __init__(
+        self,
+        layers: Sequence[DecoderLayer],
+        forms: Sequence[AttentionForm],
+        table_of: Sequence[int],
+    ):
         self.shapes = [(layer.kv_heads, layer.head_dim) for layer in layers]
         self.served = all(width % 16 == 0 for _, width in self.shapes)
         self._layers = np.array([layer.address for layer in layers], dtype=np.uint64)
-        sinks = [None if form["sinks"] is None else form["sinks"].float().contiguous() for form in forms]
+        sinks = [
+            None if form["sinks"] is None else form["sinks"].float().contiguous() for form in forms
+        ]
         self._kept = (layers, sinks)
         self.hidden = layers[0].hidden
-        self._widths = set(zip(table_of, (layer.rotary_dim for layer in layers), strict=True))  # of rotary tables
+        self._widths = set(
+            zip(table_of, (layer.rotary_dim for layer in layers), strict=True)
+        )  # of rotary tables
         for layer, form, sink, table in zip(layers, forms, sinks, table_of, strict=True):
             if {layer.hidden, layer.width} != {self.hidden} or table < 0:
                 raise ValueError(
                     f"a layer of width {layer.width} to {layer.hidden} does not continue one of {self.hidden}"
                 )
             if (form["window"] or 0) < 0 or (form["softcap"] or 0) < 0:
-                raise ValueError(f"window={form['window']}, softcap={form['softcap']}: none may be negative")
+                raise ValueError(
+                    f"window={form['window']}, softcap={form['softcap']}: none may be negative"
+                )
             if sink is not None:
                 check("sinks", sink, (layer.heads,))
         rows = [
-            (0 if sink is None else sink.data_ptr(), form["window"] or 0, table, form["scaling"], form["softcap"] or 0)
+            (
+                0 if sink is None else sink.data_ptr(),
+                form["window"] or 0,
+                table,
+                form["scaling"],
+                form["softcap"] or 0,
+            )
             for form, sink, table in zip(forms, sinks, table_of, strict=True)
         ]
         self._forms = np.array(rows, dtype=_FORM)
@@ -288,21 +396,28 @@ class LayerStack:
             tables: cosine and sine [n, rotary_dim] of each rotary table.
             plan: where each token stands.
             buffers: of a cache, see `TreeCache.addresses`.
-            wanted: ascending layers whose inputs are returned; the number of layers means the last layer's output.
+            wanted: ascending layers whose inputs are returned; the number of layers means the last
+                layer's output.
             ending: runs after the layers; None for none.
 
         Returns:
             [n, len(wanted), h].
         """
-        n, hidden, count = plan.tokens, self.hidden, len(self._layers)
+        n = plan.tokens
+        hidden = self.hidden
+        count = len(self._layers)
         check("x", x, (n, hidden))
         if not self.served or buffers.shapes != self.shapes or buffers.slots < plan.slots:
             raise ValueError(
                 f"the cache holds {buffers.slots} slots of {buffers.shapes}, the call needs {plan.slots} of {self.shapes} "
                 "in multiples of 16"
             )
-        if sorted({i for i in wanted if 0 <= i <= count}) != wanted or max(self._widths)[0] >= len(tables):
-            raise ValueError(f"wanted={wanted} must ascend from 0 to {count} at most; {len(tables)} rotary tables")
+        if sorted({i for i in wanted if 0 <= i <= count}) != wanted or max(self._widths)[0] >= len(
+            tables
+        ):
+            raise ValueError(
+                f"wanted={wanted} must ascend from 0 to {count} at most; {len(tables)} rotary tables"
+            )
         for i, width in self._widths:
             check("cosine", tables[i][0], (n, width))
             check("sine", tables[i][1], (n, width))
@@ -312,7 +427,15 @@ class LayerStack:
         rotary = array("Q", [part.data_ptr() for pair in tables for part in pair])
         features = array("q", wanted)
         self._kernels.body_forward(
-            *(*self._addresses, buffers.address, count, x.data_ptr(), n, address_of(rotary), plan.address),
+            *(
+                *self._addresses,
+                buffers.address,
+                count,
+                x.data_ptr(),
+                n,
+                address_of(rotary),
+                plan.address,
+            ),
             *(address_of(features), len(wanted), caught.data_ptr()),
             *(*(_NO_ENDING if ending is None else ending.arguments), torch.get_num_threads()),
         )

@@ -1,14 +1,16 @@
-"""The Triton kernel of the fused linear divergence: from logits of both sides to values, acceptance and the gradient.
+"""The Triton kernel of the fused linear divergence: from logits of both sides to values, acceptance
+and the gradient.
 
     a program a row      pass 1   log-sum-exps, the drafter's likeliest token, both KLs      reads z, y
                          pass 2   acceptance and JS sums, which need the log-sum-exps        reads z, y (only if needed)
                          pass 3   the gradient, over z itself                                reads z, y, writes
 
-z are the drafter's logits, y the target's, in any float dtype; sums run in float32. The set of losses is known at compile
-time, their weights at run time. The formulas are those of `losses/divergence.py`. Only `losses/fused.py` calls this.
+z are the drafter's logits, y the target's, in any float dtype; sums run in float32. The set of
+losses is known at compile time, their weights at run time. The formulas are those of
+`losses/divergence.py`. Only `losses/fused.py` calls this.
 
-Source: online softmax (Milakov and Gimelshein 2018, arXiv 1805.02867); logits chunk by chunk with the gradient written in
-place as in Liger-Kernel (Hsu et al. 2024, arXiv 2410.10989).
+Source: online softmax (Milakov and Gimelshein 2018, arXiv 1805.02867); logits chunk by chunk with
+the gradient written in place as in Liger-Kernel (Hsu et al. 2024, arXiv 2410.10989).
 """
 
 import triton
@@ -16,7 +18,9 @@ import triton.language as tl
 
 TINY = tl.constexpr(1e-12)
 LOWEST = tl.constexpr(-1e4)
-BEYOND = tl.constexpr(-1e20)  # logit of columns past the end: probability zero, and products stay finite
+BEYOND = tl.constexpr(
+    -1e20
+)  # logit of columns past the end: probability zero, and products stay finite
 
 
 @triton.jit
@@ -24,26 +28,34 @@ def _read(base, cols, width, factor, TARGET: tl.constexpr):
     logits = tl.load(base + cols, mask=cols < width, other=0.0).to(tl.float32)
     if TARGET:
         logits = tl.maximum(logits, LOWEST)
-    return tl.where(cols < width, logits * factor, BEYOND)  # selected in float32: float16 cannot hold BEYOND
+    return tl.where(
+        cols < width,
+        logits * factor,
+        BEYOND,
+    )  # selected in float32: float16 cannot hold BEYOND
 
 
 @triton.jit
 def _log_mixture(log_p, log_q, beta):
     """log(beta p + (1 - beta) q)."""
-    left, right = log_p + tl.log(beta), log_q + tl.log(1 - beta)
+    left = log_p + tl.log(beta)
+    right = log_q + tl.log(1 - beta)
     top = tl.maximum(left, right)
     return top + tl.log(tl.exp(left - top) + tl.exp(right - top))
 
 
 @triton.jit
 def _online_sums(
-    z, y, width, per_temperature, TARGET: tl.constexpr, KL: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr
+    z, y, width, per_temperature, TARGET: tl.constexpr, KL: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Pass 1: both log-sum-exps, both KLs without them, and the drafter's likeliest token."""
     lanes = tl.arange(0, BLOCK)
-    z_top, y_top = float("-inf"), float("-inf")
-    z_sum, y_sum = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    kl_sum, reverse_sum = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    z_top = float("-inf")
+    y_top = float("-inf")
+    z_sum = tl.zeros([BLOCK], tl.float32)
+    y_sum = tl.zeros([BLOCK], tl.float32)
+    kl_sum = tl.zeros([BLOCK], tl.float32)
+    reverse_sum = tl.zeros([BLOCK], tl.float32)
     choice = 0
     for start in range(0, width, BLOCK):
         cols = start + lanes
@@ -51,32 +63,44 @@ def _online_sums(
         top = tl.max(zs, 0)
         choice = tl.where(top > z_top, tl.min(tl.where(zs == top, cols, width), 0), choice)
         top = tl.maximum(top, z_top)
-        fade, zs_exp = tl.exp(z_top - top), tl.exp(zs - top)
-        z_sum, z_top = z_sum * fade + zs_exp, top
+        fade = tl.exp(z_top - top)
+        zs_exp = tl.exp(zs - top)
+        z_sum = z_sum * fade + zs_exp
+        z_top = top
         if TARGET:
             ys = _read(y, cols, width, per_temperature, True)
             if REVERSE:
                 reverse_sum = reverse_sum * fade + zs_exp * (zs - ys)
             top = tl.maximum(y_top, tl.max(ys, 0))
-            fade, ys_exp = tl.exp(y_top - top), tl.exp(ys - top)
-            y_sum, y_top = y_sum * fade + ys_exp, top
+            fade = tl.exp(y_top - top)
+            ys_exp = tl.exp(ys - top)
+            y_sum = y_sum * fade + ys_exp
+            y_top = top
             if KL:
                 kl_sum = kl_sum * fade + ys_exp * (ys - zs)
-    z_total, y_total = tl.sum(z_sum, 0), tl.sum(y_sum, 0)
-    log_z, log_y, kl = z_top + tl.log(z_total), 0.0, 0.0
+    z_total = tl.sum(z_sum, 0)
+    y_total = tl.sum(y_sum, 0)
+    log_z = z_top + tl.log(z_total)
+    log_y = 0.0
+    kl = 0.0
     if TARGET:
-        log_y, kl = y_top + tl.log(y_total), tl.sum(kl_sum, 0) / y_total
+        log_y = y_top + tl.log(y_total)
+        kl = tl.sum(kl_sum, 0) / y_total
     return log_z, log_y, kl, tl.sum(reverse_sum, 0) / z_total, choice
 
 
 @triton.jit
 def _acceptance_sums(
-    z, y, width, per_temperature, log_z, log_y, full, beta, FULL: tl.constexpr, JS: tl.constexpr, BLOCK: tl.constexpr
+    z, y, width, per_temperature, log_z, log_y, full, beta, FULL: tl.constexpr, JS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Pass 2: alpha, the mean reward of total variation, and both KLs of the Jensen-Shannon divergence."""
+    """Pass 2: alpha, the mean reward of total variation, and both KLs of the Jensen-Shannon
+    divergence.
+    """
     lanes = tl.arange(0, BLOCK)
-    alpha_sum, mean_sum = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    p_sum, q_sum = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    alpha_sum = tl.zeros([BLOCK], tl.float32)
+    mean_sum = tl.zeros([BLOCK], tl.float32)
+    p_sum = tl.zeros([BLOCK], tl.float32)
+    q_sum = tl.zeros([BLOCK], tl.float32)
     for start in range(0, width, BLOCK):
         cols = start + lanes
         log_q = _read(z, cols, width, per_temperature, False) - log_z
@@ -102,7 +126,8 @@ def divergence_rows(
     KL: tl.constexpr, REVERSE: tl.constexpr, JS: tl.constexpr, ACCEPT: tl.constexpr, CE: tl.constexpr,
     MEASURE: tl.constexpr, GRAD: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row. KL, REVERSE, JS, ACCEPT (tv, tvd++, both lk) and CE say which terms have a weight; lk_lambda needs KL too.
+    """One row. KL, REVERSE, JS, ACCEPT (tv, tvd++, both lk) and CE say which terms have a weight;
+    lk_lambda needs KL too.
 
     Writes values and grad if GRAD (adds to them if ADD), alphas and agrees if MEASURE.
     """
@@ -114,26 +139,55 @@ def divergence_rows(
     grad += row * grad_stride
     lanes = tl.arange(0, BLOCK)
 
-    log_z, log_y, kl, reverse_kl, choice = _online_sums(z, y, width, per_temperature, TARGET, KL, REVERSE, BLOCK)
+    log_z, log_y, kl, reverse_kl, choice = _online_sums(
+        z,
+        y,
+        width,
+        per_temperature,
+        TARGET,
+        KL,
+        REVERSE,
+        BLOCK,
+    )
     full = 0.0
     if ACCEPT or MEASURE:
         full = tl.load(full_log_z + row)
 
-    alpha, mean, from_p, from_q = 0.0, 0.0, 0.0, 0.0
+    alpha = 0.0
+    mean = 0.0
+    from_p = 0.0
+    from_q = 0.0
     if SECOND:
         alpha, mean, from_p, from_q = _acceptance_sums(
-            z, y, width, per_temperature, log_z, log_y, full, beta, ACCEPT or MEASURE, JS, BLOCK
+            z,
+            y,
+            width,
+            per_temperature,
+            log_z,
+            log_y,
+            full,
+            beta,
+            ACCEPT or MEASURE,
+            JS,
+            BLOCK,
         )
     if MEASURE:
         tl.store(alphas + row, alpha)
         tl.store(agrees + row, choice == tl.load(likeliest + row))
     if GRAD:
-        value, kl_factor, tv_factor, ce_factor, reverse, label = 0.0, kl_weight, tv_weight, ce_weight, 0.0, -1
+        value = 0.0
+        kl_factor = kl_weight
+        tv_factor = tv_weight
+        ce_factor = ce_weight
+        reverse = 0.0
+        label = -1
         if ACCEPT:
             bounded = tl.maximum(alpha, TINY)
             lam = tl.exp(-eta * alpha)
             kl_factor += lkl_weight * lam
-            value += (tv_weight + tvn_weight + lkl_weight * (1 - lam)) * (1 - alpha) - lka_weight * tl.log(bounded)
+            value += (tv_weight + tvn_weight + lkl_weight * (1 - lam)) * (
+                1 - alpha
+            ) - lka_weight * tl.log(bounded)
             tv_factor += tvn_weight * tl.rsqrt(tl.maximum(mean * (1 - mean), TINY))
             tv_factor += lka_weight / bounded + lkl_weight * (1 - lam)
         if KL:
@@ -148,7 +202,8 @@ def divergence_rows(
             ce_factor = tl.where(label >= 0, ce_weight, 0.0)
             chosen = tl.load(z + tl.maximum(label, 0)).to(tl.float32) * per_temperature
             value += ce_factor * (log_z - chosen)
-            tl.debug_barrier()  # every warp has read the label's logit before any writes the gradient over it
+            # every warp has read the label's logit before any writes the gradient over it
+            tl.debug_barrier()
         if ADD:
             value += tl.load(values + row)
         tl.store(values + row, value)
@@ -166,7 +221,12 @@ def divergence_rows(
                 if REVERSE:
                     slope += reverse_weight * q * (log_q - log_p - reverse)
                 if JS:
-                    slope += js_weight * (1 - beta) * q * (log_q - _log_mixture(log_p, log_q, beta) - from_q)
+                    slope += (
+                        js_weight
+                        * (1 - beta)
+                        * q
+                        * (log_q - _log_mixture(log_p, log_q, beta) - from_q)
+                    )
                 if ACCEPT:
                     slope += tv_factor * q * (mean - tl.where(q < tl.exp(ys - full), 1.0, 0.0))
             if CE:

@@ -1,4 +1,6 @@
-"""FlexAttention over intervals of keys, as training on GPUs calls it: compiled once per sort of shape, with blocks that fit."""
+"""FlexAttention over intervals of keys, as training on GPUs calls it: compiled once per sort of
+shape, with blocks that fit.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,15 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, 
 
 from drafttrain.errors import UserError
 
-Flex = Callable[..., tuple[Tensor, AuxOutput]]  # FlexAttention, compiled or not: outputs and log-sum-exps
-# Sorts of shapes that FlexAttention is compiled for: with gradients and without, all or some tokens as queries, one block or
-# several, each in both dtypes. torch's limit is 8.
+Flex = Callable[
+    ..., tuple[Tensor, AuxOutput]
+]  # FlexAttention, compiled or not: outputs and log-sum-exps
+# Sorts of shapes that FlexAttention is compiled for: with gradients and without, all or some tokens
+# as queries, one block or several, each in both dtypes. torch's limit is 8.
 _COMPILED = 64
-# By bytes of a number and padded head width: bytes of shared memory that torch's blocks take, and blocks that fit 99 KB, which
-# sm_86, sm_89 and sm_120 have. What each takes was read from the compiled kernels (tests/gpu/flex_ahead.py).
+# By bytes of a number and padded head width: bytes of shared memory that torch's blocks take, and
+# blocks that fit 99 KB, which sm_86, sm_89 and sm_120 have. What each takes was read from the
+# compiled kernels (tests/gpu/flex_ahead.py).
 _FLEX_BLOCKS: dict[tuple[int, int], tuple[int, dict[str, int]]] = {
     (itemsize, width): (
         needed,
@@ -35,7 +40,9 @@ _FLEX_BLOCKS: dict[tuple[int, int], tuple[int, dict[str, int]]] = {
 
 @functools.cache
 def _compiled_flex(options: tuple[tuple[str, str], ...] = ()) -> Flex:
-    """FlexAttention with kernel options, whose numbers come as text: numbers would become symbols of the compilation."""
+    """FlexAttention with kernel options, whose numbers come as text: numbers would become symbols
+    of the compilation.
+    """
 
     def attend(*args: Any, **rest: Any) -> tuple[Tensor, AuxOutput]:
         numbers = {name: int(number) for name, number in options}
@@ -48,15 +55,19 @@ def flex_options(head_dim: int, itemsize: int, shared: int) -> dict[str, int]:
     """Blocks of FlexAttention's kernels: torch's where they fit the device, else ours.
 
     Args:
-        itemsize: bytes of a number. shared: bytes of shared memory that a program of the device may use.
+        itemsize: bytes of a number. shared: bytes of shared memory that a program of the device may
+            use.
     """
     # One kernel for any number of queries; torch would compile another one for fewer than 128.
     options = {"FORCE_USE_FLEX_ATTENTION": 1}
     width = max(64, 1 << (head_dim - 1).bit_length())
     needed, own = _FLEX_BLOCKS.get((itemsize, width), (0, {}))
-    # torch has chosen blocks for float32 heads of 64, 128 and 256; for others its general ones are too large on every device.
+    # torch has chosen blocks for float32 heads of 64, 128 and 256; for others its general ones are
+    # too large on every device.
     unknown = itemsize == 4 and width == 256 > head_dim
-    return options | own if shared < needed or unknown else options
+    if shared < needed or unknown:
+        return options | own
+    return options
 
 
 class KeyIntervals(Protocol):
@@ -66,17 +77,25 @@ class KeyIntervals(Protocol):
 
 
 def span_attention_gpu(
-    query: Tensor, key: Tensor, value: Tensor, spans: KeyIntervals, flex: Flex | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spans: KeyIntervals,
+    flex: Flex | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`span_attention` by FlexAttention, which differentiates the log-sum-exps too.
 
     Raises:
-        UserError: shapes of more sorts than torch may compile for; it would go on without the kernel, with dense scores.
+        UserError: shapes of more sorts than torch may compile for; it would go on without the
+            kernel, with dense scores.
     """
-    from torch._dynamo.exc import FailOnRecompileLimitHit  # loads the compiler, which a CPU does not need
+    from torch._dynamo.exc import (
+        FailOnRecompileLimitHit,
+    )  # loads the compiler, which a CPU does not need
 
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, n, e]
-    mask, grouped = spans.block_mask(len(key)), q.shape[1] != k.shape[1]
+    mask = spans.block_mask(len(key))
+    grouped = q.shape[1] != k.shape[1]
     shared = 2**18  # enough for torch's blocks
     if q.is_cuda and torch.version.hip is None:
         facts: Any = torch.cuda.get_device_properties(q.device)  # torch's stubs lack the attribute
@@ -84,8 +103,17 @@ def span_attention_gpu(
     options = flex_options(q.shape[3], q.element_size(), shared)
     try:
         with torch._dynamo.config.patch(recompile_limit=_COMPILED):
-            attend = flex or _compiled_flex(tuple((name, str(number)) for name, number in options.items()))
-            out, more = attend(q, k, v, block_mask=mask, enable_gqa=grouped, return_aux=AuxRequest(lse=True))
+            attend = flex or _compiled_flex(
+                tuple((name, str(number)) for name, number in options.items())
+            )
+            out, more = attend(
+                q,
+                k,
+                v,
+                block_mask=mask,
+                enable_gqa=grouped,
+                return_aux=AuxRequest(lse=True),
+            )
     except FailOnRecompileLimitHit as error:
         raise UserError(
             f"FlexAttention was compiled for {_COMPILED} sorts of shapes, the most of one process; run the same command again, "

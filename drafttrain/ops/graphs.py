@@ -1,7 +1,7 @@
 """CUDA graphs: functions of buffers with fixed addresses, whose launches a GPU replays.
 
-A captured function may not wait for the device, and what the host decides in it (shapes, addresses, grids) stays as it was.
-What changes from call to call is copied into its buffers before.
+A captured function may not wait for the device, and what the host decides in it (shapes, addresses,
+grids) stays as it was. What changes from call to call is copied into its buffers before.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def bucket(count: int) -> int:
 def step_shape(counts: Sequence[int]) -> PlanShape | None:
     """The static shape for rows with these counts of new tokens; None beyond the largest bucket.
 
-    Padding tokens go to the last row. The number of rows is a power of two. The bound of a row's tokens is a bucket of its
-    own, because it determines the attention kernel's grid.
+    Padding tokens go to the last row. The number of rows is a power of two. The bound of a row's
+    tokens is a bucket of its own, because it determines the attention kernel's grid.
     """
     total = sum(counts)
     if total > BUCKETS[-1]:
@@ -63,14 +63,17 @@ def _side_stream(device: torch.device) -> Any:
 
 
 class GraphPool:
-    """Graphs that share memory. They run one after the other, and the outputs of each stay its own until its next replay.
+    """Graphs that share memory. They run one after the other, and the outputs of each stay its own
+    until its next replay.
 
     Attributes:
-        count: captured graphs. nbytes: their memory. seconds: spent on warm-ups and captures, which no timing should count.
+        count: captured graphs. nbytes: their memory. seconds: spent on warm-ups and captures, which
+            no timing should count.
     """
 
     def __init__(self, device: torch.device):
-        self.device, self.seconds = device, 0.0
+        self.device = device
+        self.seconds = 0.0
         self.clear()
 
     def clear(self) -> None:
@@ -108,7 +111,8 @@ class GraphPool:
         return replay
 
     def _record(self, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        current, side = torch.cuda.current_stream(self.device), _side_stream(self.device)
+        current = torch.cuda.current_stream(self.device)
+        side = _side_stream(self.device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
             for _ in range(2):
@@ -123,7 +127,8 @@ class GraphPool:
                 torch.cuda.graph(graph, self._pool, side, capture_error_mode="thread_local"),
             ):
                 warnings.filterwarnings("ignore", "Synchronization debug mode")
-                # A wait then fails before CUDA sees it, which would spoil the capture, and with a clear reason.
+                # A wait then fails before CUDA sees it, which would spoil the capture, and with a
+                # clear reason.
                 torch.cuda.set_sync_debug_mode("error")
                 try:
                     out = function()

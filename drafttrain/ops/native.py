@@ -1,8 +1,8 @@
 """Builds, keeps and loads the C kernels of cpu_draft.c and the files that it includes.
 
-A kernel reads and writes at addresses, so a wrong argument is a crash or worse. Each wrapper therefore checks its arguments
-first and raises ValueError or TypeError; structures that many calls share (plans, packed layers) are checked once, when they
-are built.
+A kernel reads and writes at addresses, so a wrong argument is a crash or worse. Each wrapper
+therefore checks its arguments first and raises ValueError or TypeError; structures that many calls
+share (plans, packed layers) are checked once, when they are built.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ PATH_VARIABLE = "DRAFTTRAIN_CPU_PATH"
 
 
 class CpuPath(NamedTuple):
-    """Instructions that the kernels may be built for: a compiler's flags, and the processor's that they need."""
+    """Instructions that the kernels may be built for: a compiler's flags, and the processor's that
+    they need.
+    """
 
     flags: str
     needs: frozenset[str]
@@ -45,13 +47,17 @@ _X86 = {
     "avx2": CpuPath("-march=x86-64-v3", frozenset({"avx2", "fma", "bmi2", "f16c"})),
     "avx512": CpuPath("-march=x86-64-v4", _AVX512),
     "avx512bf16": CpuPath("-march=x86-64-v4 -mavx512bf16", _AVX512 | {"avx512_bf16"}),
-    "amx": CpuPath("-march=x86-64-v4 -mavx512bf16 -mamx-tile -mamx-bf16", _AVX512 | {"avx512_bf16", "amx_bf16"}),
+    "amx": CpuPath(
+        "-march=x86-64-v4 -mavx512bf16 -mamx-tile -mamx-bf16", _AVX512 | {"avx512_bf16", "amx_bf16"}
+    ),
 }
 _ARM = {
     "neon": CpuPath("-march=armv8-a", frozenset({"asimd"})),
     "neon-bf16": CpuPath("-march=armv8.6-a", frozenset({"asimd", "bf16", "i8mm"})),
 }
-PATHS: dict[str, CpuPath] = {"x86_64": _X86, "AMD64": _X86, "aarch64": _ARM, "arm64": _ARM}.get(platform.machine(), {})
+PATHS: dict[str, CpuPath] = {"x86_64": _X86, "AMD64": _X86, "aarch64": _ARM, "arm64": _ARM}.get(
+    platform.machine(), {}
+)
 # Arguments of the exported functions: P pointer, L long, I int, F float.
 _TYPES = {"P": ctypes.c_void_p, "L": ctypes.c_long, "I": ctypes.c_int, "F": ctypes.c_float}
 _ARGUMENTS = {
@@ -77,10 +83,13 @@ _LARGEST = 64 * 2**20  # bytes that are read of a kept build; the real one has a
 def cpu_kernels() -> ctypes.CDLL | None:
     """The built library, or None if it cannot be built; callers then use torch.
 
-    torch is loaded before and brings an OpenMP runtime of the same name, so both share one pool of threads. The library has
+    torch is loaded before and brings an OpenMP runtime of the same name, so both share one pool of
+        threads. The library has
     no state of its own, and ctypes releases the GIL during a call: threads may call it at once.
     """
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", ""), "cc", "gcc", "clang"))), None)
+    compiler = next(
+        filter(None, map(shutil.which, (os.environ.get("CC", ""), "cc", "gcc", "clang"))), None
+    )
     chosen = _chosen_flags()
     if chosen is None:
         return None
@@ -88,8 +97,12 @@ def cpu_kernels() -> ctypes.CDLL | None:
         logger.warning("no C compiler (cc) found: decoding on this CPU uses torch's slower kernels")
         return None
     try:
-        name, folder = _name(compiler, chosen), _private_folder(cache_folder() / "kernels")
-        kept = _kept(folder, name) if folder else None
+        name = _name(compiler, chosen)
+        folder = _private_folder(cache_folder() / "kernels")
+        if folder:
+            kept = _kept(folder, name)
+        else:
+            kept = None
         if kept is not None and (library := _load(kept)) is not None:
             return library
         with tempfile.TemporaryDirectory() as scratch:  # private
@@ -101,10 +114,15 @@ def cpu_kernels() -> ctypes.CDLL | None:
             library = _load(built)
     except (OSError, subprocess.SubprocessError) as error:
         reason = (getattr(error, "stderr", None) or str(error)).strip()
-        logger.warning("ops/cpu_draft.c cannot be built (%s); decoding uses torch's slower kernels", reason[-300:])
+        logger.warning(
+            "ops/cpu_draft.c cannot be built (%s); decoding uses torch's slower kernels",
+            reason[-300:],
+        )
         return None
     if library is None:
-        logger.warning("the built ops/cpu_draft.c cannot be loaded; decoding uses torch's slower kernels")
+        logger.warning(
+            "the built ops/cpu_draft.c cannot be loaded; decoding uses torch's slower kernels"
+        )
     return library
 
 
@@ -117,15 +135,20 @@ def built_kernels() -> ctypes.CDLL:
 
 
 def _chosen_flags() -> tuple[str, ...] | None:
-    """The compiler's flags for this processor, or for the path that $DRAFTTRAIN_CPU_PATH names; None for torch's kernels.
+    """The compiler's flags for this processor, or for the path that $DRAFTTRAIN_CPU_PATH names;
+    None for torch's kernels.
 
     Raises UserError for a path that is unknown, or that this processor lacks.
     """
     name = os.environ.get(PATH_VARIABLE, "native")
     if name in ("native", "torch"):
-        return ("-march=native",) if name == "native" else None
+        if name == "native":
+            return ("-march=native",)
+        return None
     if name not in (here := runnable_paths()):
-        raise UserError(f"{PATH_VARIABLE}={shown(name)}: this processor has {', '.join(['native', 'torch', *here])}")
+        raise UserError(
+            f"{PATH_VARIABLE}={shown(name)}: this processor has {', '.join(['native', 'torch', *here])}"
+        )
     return tuple(PATHS[name].flags.split())
 
 
@@ -137,34 +160,51 @@ def runnable_paths() -> list[str]:
 def kernel_path() -> str:
     """The instructions that the linear layers use: a name of PATHS, or 'torch' without kernels."""
     kernels = cpu_kernels()
-    return "torch" if kernels is None else ctypes.string_at(kernels.kernel_path()).decode()
+    if kernels is None:
+        return "torch"
+    return ctypes.string_at(kernels.kernel_path()).decode()
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether the kernels multiply pairs of bfloat16 numbers (AVX512-BF16, AMX, NEON's BF16), twice as fast as float32."""
+    """Whether the kernels multiply pairs of bfloat16 numbers (AVX512-BF16, AMX, NEON's BF16), twice
+    as fast as float32.
+    """
     return kernel_path() in ("avx512bf16", "amx", "neon-bf16")
 
 
-# -- the kept build: FOLDER/cpu-(hash of the recipe)-(hash of the content).so -------------------------------------------
+# -- the kept build: FOLDER/cpu-(hash of the recipe)-(hash of the content).so ----------------------
 
 
 def _name(compiler: str, chosen: tuple[str, ...]) -> str:
-    """`cpu-HASH` of source, flags, compiler with its version, and processor: machines that share a home folder never run each
-    other's instructions."""
-    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True, timeout=60).stdout
+    """`cpu-HASH` of source, flags, compiler with its version, and processor: machines that share a
+    home folder never run each other's instructions.
+    """
+    version = subprocess.run(
+        [compiler, "--version"],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    ).stdout
     sources = (_SOURCE.with_name(part).read_text() for part in (_SOURCE.name, *_INCLUDED))
     recipe = (*sources, *_FLAGS, *chosen, str(Path(compiler).resolve()), version, _processor())
     return "cpu-" + _digest("\0".join(recipe).encode())[:16]
 
 
 def _private_folder(folder: Path) -> Path | None:
-    """The folder of kept builds, which only this user may enter; None, with a line that says why, where it is another's."""
+    """The folder of kept builds, which only this user may enter; None, with a line that says why,
+    where it is another's.
+    """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
     except OSError as error:
-        logger.warning("%s cannot be used (%s): the kernels are built again for this process", folder, error.strerror)
+        logger.warning(
+            "%s cannot be used (%s): the kernels are built again for this process",
+            folder,
+            error.strerror,
+        )
         return None
     if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
         return folder
@@ -181,29 +221,45 @@ def _kept(folder: Path, name: str) -> Path | None:
     for path in folder.glob(f"{name}-*.so"):
         with contextlib.suppress(OSError):  # of a link (O_NOFOLLOW), or a file without rights
             file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-            found, content = os.fstat(file), os.pread(file, _LARGEST, 0)
-            own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+            found = os.fstat(file)
+            content = os.pread(file, _LARGEST, 0)
+            own = (
+                stat.S_ISREG(found.st_mode)
+                and found.st_uid == os.geteuid()
+                and not found.st_mode & 0o022
+            )
             if own and path.stem == f"{name}-{_digest(content)}":
-                # What was read is what is loaded. The descriptor stays open, because the loader knows libraries by name.
+                # What was read is what is loaded. The descriptor stays open, because the loader
+                # knows libraries by name.
                 opened = Path(f"/proc/self/fd/{file}")
-                return opened if opened.exists() else path
+                if opened.exists():
+                    return opened
+                return path
             os.close(file)
         _delete(path)
     return None
 
 
 def _keep(built: Path, folder: Path, name: str) -> None:
-    """Copies a build to the folder in one step: processes that start together never load half a file."""
+    """Copies a build to the folder in one step: processes that start together never load half a
+    file.
+    """
     content = built.read_bytes()
     try:
         with replacing(folder / f"{name}-{_digest(content)}.so") as part:
             part.write_bytes(content)
             part.chmod(0o700)
         for other in folder.glob(f"{name}-*.so"):
-            if _digest(content) not in other.name:  # lacks a function, or comes from another build of the same recipe
+            if (
+                _digest(content) not in other.name
+            ):  # lacks a function, or comes from another build of the same recipe
                 _delete(other)
     except OSError as error:  # a full disk
-        logger.warning("%s cannot keep the kernels (%s): the next process builds them again", folder, error.strerror)
+        logger.warning(
+            "%s cannot keep the kernels (%s): the next process builds them again",
+            folder,
+            error.strerror,
+        )
 
 
 def _delete(path: Path) -> None:
@@ -221,7 +277,10 @@ def _load(path: Path) -> ctypes.CDLL | None:
         library = ctypes.CDLL(str(path))
         for name, arguments in _ARGUMENTS.items():
             function = getattr(library, name)
-            function.argtypes, function.restype = [_TYPES[letter] for letter in arguments.replace(" ", "")], None
+            function.argtypes, function.restype = (
+                [_TYPES[letter] for letter in arguments.replace(" ", "")],
+                None,
+            )
         library.kernel_path.restype = ctypes.c_void_p
     except (OSError, AttributeError):
         return None
@@ -231,5 +290,10 @@ def _load(path: Path) -> ctypes.CDLL | None:
 def _processor() -> str:
     """The CPU's instruction set, as the system names it."""
     facts = Path("/proc/cpuinfo")
-    lines = facts.read_text().splitlines() if facts.is_file() else []
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    if facts.is_file():
+        lines = facts.read_text().splitlines()
+    else:
+        lines = []
+    return next(
+        (line for line in lines if line.startswith(("flags", "Features"))), platform.processor()
+    )

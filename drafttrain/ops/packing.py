@@ -1,17 +1,21 @@
-"""Modules packed for inference on a CPU: weights in panels for its matrix kernels, each norm in one call.
+"""Modules packed for inference on a CPU: weights in panels for its matrix kernels, each norm in one
+call.
 
-Decoding multiplies a few rows (1 to ~64 tree nodes) with every weight of the model, so it should cost one pass over the
-weights in memory. torch's CPU linear repacks the weight on every call and reaches a third of the memory bandwidth.
-`eval/bench_linear.py` compares both over shapes, rows and dtypes.
+Decoding multiplies a few rows (1 to ~64 tree nodes) with every weight of the model, so it should
+cost one pass over the weights in memory. torch's CPU linear repacks the weight on every call and
+reaches a third of the memory bandwidth. `eval/bench_linear.py` compares both over shapes, rows and
+dtypes.
 
-Published weights are bfloat16. A float32 weight that holds only such values is streamed as bfloat16: half the bytes. What is
-multiplied depends on the dtype that the user asked for:
+Published weights are bfloat16. A float32 weight that holds only such values is streamed as
+bfloat16: half the bytes. What is multiplied depends on the dtype that the user asked for:
 
     float32     weights are widened in registers, exactly; float32 products and sums
     bfloat16    inputs are rounded to bfloat16, as in any bfloat16 model, if the processor multiplies bfloat16 (AVX512-BF16, AMX,
-                NEON's BF16), at twice the rate; sums are float32. Other processors compute as for float32.
+                NEON's BF16), at twice the rate; sums are float32. Other processors compute as for
+                float32.
 
-Rows that are integers up to 127 times a factor are streamed as int8. Either way a row gets the same bits alone and among others.
+Rows that are integers up to 127 times a factor are streamed as int8. Either way a row gets the same
+bits alone and among others.
 """
 
 from __future__ import annotations
@@ -32,34 +36,53 @@ P = ParamSpec("P")
 R = TypeVar("R")
 SKINNY_ROWS = 64  # most tokens of a draft step in the kernels, whose trees have as many
 _LANES = 16  # as in cpu.c
-FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # dtype of panels -> enum format of cpu_linear.c
+FORMATS = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.int8: 2,
+}  # dtype of panels -> enum format of cpu_linear.c
 BFLOAT16_DOT = 3  # of bfloat16 panels whose inputs are rounded to bfloat16
 
 
 def form_of(panels: Tensor, rounded: bool = False) -> int:
-    """The enum format of panels. rounded: inputs may be rounded to bfloat16, which applies to bfloat16 panels alone."""
-    return BFLOAT16_DOT if rounded and panels.dtype == torch.bfloat16 else FORMATS[panels.dtype]
+    """The enum format of panels. rounded: inputs may be rounded to bfloat16, which applies to
+    bfloat16 panels alone.
+    """
+    if rounded and panels.dtype == torch.bfloat16:
+        return BFLOAT16_DOT
+    return FORMATS[panels.dtype]
 
 
 def cpu_has_bfloat16() -> bool:
-    """True if this CPU multiplies bfloat16 natively (AVX512-BF16 or AMX); others emulate it several times slower."""
+    """True if this CPU multiplies bfloat16 natively (AVX512-BF16 or AMX); others emulate it several
+    times slower.
+    """
     probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(getattr(torch.cpu, name, lambda: False)() for name in probes)
 
 
 def round_to_int8(weight: Tensor) -> Tensor:
-    """[out, in] -> the nearest matrix of the same dtype whose rows are integers up to 127 times a factor.
+    """[out, in] -> the nearest matrix of the same dtype whose rows are integers up to 127 times a
+    factor.
 
-    `pack_panels` detects such a matrix: the factor keeps 16 bits, so 127 times the factor is exact in float32.
+    `pack_panels` detects such a matrix: the factor keeps 16 bits, so 127 times the factor is exact
+    in float32.
     """
-    highest = weight.float().abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny * 2**16)
+    highest = (
+        weight.float()
+        .abs()
+        .amax(1, keepdim=True)
+        .clamp_min(torch.finfo(torch.float32).tiny * 2**16)
+    )
     bits = (highest / 127).view(torch.int32)
     factor = ((bits + 0xFF) & ~0xFF).view(torch.float32)  # [out, 1]
     return ((weight.float() / factor).round() * factor).to(weight.dtype)
 
 
 def _as_int8(weight: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Integers [out, in] int8 and factors [out] whose products are exactly this float32 weight; None if there are none."""
+    """Integers [out, in] int8 and factors [out] whose products are exactly this float32 weight;
+    None if there are none.
+    """
 
     def parts(rows: Tensor) -> tuple[Tensor, Tensor, bool]:
         factor = rows.abs().amax(1, keepdim=True) / 127
@@ -69,11 +92,15 @@ def _as_int8(weight: Tensor) -> tuple[Tensor, Tensor] | None:
     if not parts(weight[:1])[2]:  # most weights fail at their first row, which is cheap to test
         return None
     integers, factor, exact = parts(weight)
-    return (integers.to(torch.int8), factor) if exact else None
+    if exact:
+        return (integers.to(torch.int8), factor)
+    return None
 
 
 def pack_panels(weight: Tensor) -> Tensor:
-    """[out, in] -> [out / 32, ...] panels of 32 outputs for `skinny_linear`, in the smallest exact one of FORMATS."""
+    """[out, in] -> [out / 32, ...] panels of 32 outputs for `skinny_linear`, in the smallest exact
+    one of FORMATS.
+    """
     out = len(weight)
     panels = -(-out // (2 * _LANES))
 
@@ -82,7 +109,10 @@ def pack_panels(weight: Tensor) -> Tensor:
         rows[:out] = values
         return rows.view(panels, 2, _LANES, *values.shape[1:])
 
-    small = _as_int8(weight) if weight.dtype == torch.float32 else None
+    if weight.dtype == torch.float32:
+        small = _as_int8(weight)
+    else:
+        small = None
     if small is not None:
         integers, factor = (padded(part) for part in small)
         numbers = integers.permute(0, 3, 1, 2).reshape(panels, -1)
@@ -95,7 +125,9 @@ def pack_panels(weight: Tensor) -> Tensor:
 
 
 def pack_gated(weight: Tensor) -> Tensor:
-    """[2 * inner, in], gate rows and then up rows -> alternating panels of both, for a gated MLP in one kernel."""
+    """[2 * inner, in], gate rows and then up rows -> alternating panels of both, for a gated MLP in
+    one kernel.
+    """
     gate, up = weight.chunk(2)
     missing = -len(gate) % (2 * _LANES)
     halves = [F.pad(half, (0, 0, 0, missing)).unflatten(0, (-1, 2 * _LANES)) for half in (gate, up)]
@@ -103,7 +135,9 @@ def pack_gated(weight: Tensor) -> Tensor:
 
 
 def without_grad(function: Callable[P, R]) -> Callable[P, R]:
-    """As `torch.no_grad()`, for plain functions; costs one test where a caller has switched gradients off already."""
+    """As `torch.no_grad()`, for plain functions; costs one test where a caller has switched
+    gradients off already.
+    """
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -116,36 +150,58 @@ def without_grad(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def address_of(numbers: array[int]) -> int:
-    """Where a kernel finds numbers of a call, which must live until it returns; quicker to make than numpy's arrays."""
+    """Where a kernel finds numbers of a call, which must live until it returns; quicker to make
+    than numpy's arrays.
+    """
     return numbers.buffer_info()[0]
 
 
-def check(name: str, tensor: Tensor, sizes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
-    """Raises TypeError or ValueError unless a kernel may read a tensor: this dtype and shape, contiguous, in CPU memory."""
+def check(
+    name: str,
+    tensor: Tensor,
+    sizes: tuple[int, ...],
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Raises TypeError or ValueError unless a kernel may read a tensor: this dtype and shape,
+    contiguous, in CPU memory.
+    """
     if tensor.dtype is not dtype:
         raise TypeError(f"{name} is {tensor.dtype}, but the kernel reads {dtype}; convert it first")
     if tensor.shape != sizes:
         raise ValueError(f"{name} has shape {list(tensor.shape)}, must have {list(sizes)}")
     if not tensor.is_cpu or not tensor.is_contiguous():
-        state = f"is on {tensor.device}" if not tensor.is_cpu else f"has strides {tensor.stride()}"
+        if not tensor.is_cpu:
+            state = f"is on {tensor.device}"
+        else:
+            state = f"has strides {tensor.stride()}"
         raise ValueError(f"{name} {state}, but the kernel reads contiguous CPU memory")
 
 
 def check_rows(name: str, tensor: Tensor, *row: int) -> int:
     """As `check`, of a float32 tensor with any number of rows of this shape; returns their number."""
-    count = tensor.shape[0] if tensor.dim() else 0
+    count = 0
+    if tensor.dim():
+        count = tensor.shape[0]
     check(name, tensor, (count, *row))
     return count
 
 
 def check_panels(name: str, panels: Tensor, width: int, out: int) -> None:
-    """Raises TypeError or ValueError unless these are the panels of an [out, width] weight; see `pack_panels`."""
+    """Raises TypeError or ValueError unless these are the panels of an [out, width] weight; see
+    `pack_panels`.
+    """
     if panels.dtype not in FORMATS:
         raise TypeError(f"{name} is {panels.dtype}, must be panels of `pack_panels`")
     # int8 panels end with float32 factors, bfloat16 panels hold pairs of inputs.
     size = 2 * _LANES * (width + {torch.int8: 4, torch.bfloat16: width % 2}.get(panels.dtype, 0))
-    if panels.numel() != -(-out // (2 * _LANES)) * size or not panels.is_cpu or not panels.is_contiguous():
-        raise ValueError(f"{name} of shape {list(panels.shape)} is no packed [{out}, {width}] weight in CPU memory")
+    if (
+        panels.numel() != -(-out // (2 * _LANES)) * size
+        or not panels.is_cpu
+        or not panels.is_contiguous()
+    ):
+        raise ValueError(
+            f"{name} of shape {list(panels.shape)} is no packed [{out}, {width}] weight in CPU memory"
+        )
 
 
 def skinny_linear(x: Tensor, panels: Tensor, out: int, rounded: bool = False) -> Tensor:
@@ -157,17 +213,28 @@ def skinny_linear(x: Tensor, panels: Tensor, out: int, rounded: bool = False) ->
     rows = check_rows("x", x, width)
     check_panels("panels", panels, width, out)
     y = x.new_empty((rows, out))  # not torch.empty, whose dtype users may change
-    form, threads = form_of(panels, rounded), torch.get_num_threads()
-    built_kernels().skinny_linear(x.data_ptr(), rows, width, panels.data_ptr(), form, y.data_ptr(), out, threads)
+    form = form_of(panels, rounded)
+    threads = torch.get_num_threads()
+    built_kernels().skinny_linear(
+        x.data_ptr(),
+        rows,
+        width,
+        panels.data_ptr(),
+        form,
+        y.data_ptr(),
+        out,
+        threads,
+    )
     return y
 
 
 class PackedLinear(nn.Module):
     """y = x W^T + b with W packed for this CPU: a drop-in for nn.Linear in inference.
 
-    float32 takes our kernel, which is at least as fast as MKL for any number of rows; bfloat16, for training and data generation,
-    takes oneDNN. The plain `weight` stays readable (tied embeddings, heads whose rows are read). The packing, a further copy, is
-    made on first use; of threads that come first together, one's packing is kept.
+    float32 takes our kernel, which is at least as fast as MKL for any number of rows; bfloat16, for
+    training and data generation, takes oneDNN. The plain `weight` stays readable (tied embeddings,
+    heads whose rows are read). The packing, a further copy, is made on first use; of threads that
+    come first together, one's packing is kept.
 
     Attributes:
         rounded: float32 inputs are rounded to bfloat16 where the weights are; see `form_of`.
@@ -175,7 +242,8 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
         self.weight = linear.weight.detach().contiguous()
         self.bias = None if linear.bias is None else linear.bias.detach()
         self.kernel = self.weight.dtype == torch.float32 and cpu_kernels() is not None
@@ -187,7 +255,9 @@ class PackedLinear(nn.Module):
         """x [..., in] -> [..., out], in the weight's dtype."""
         if x.dim() == 0 or x.shape[-1] != self.in_features or x.dtype != self.weight.dtype:
             found = f"{x.dtype} of shape {list(x.shape)}"
-            raise ValueError(f"x is {found}, must be {self.weight.dtype} of shape [..., {self.in_features}]")
+            raise ValueError(
+                f"x is {found}, must be {self.weight.dtype} of shape [..., {self.in_features}]"
+            )
         if self.kernel:
             rows = x.reshape(-1, self.in_features).contiguous()
             y = skinny_linear(rows, self.panels(), self.out_features, self.rounded)
@@ -207,50 +277,93 @@ class PackedLinear(nn.Module):
         return packed
 
     def extra_repr(self) -> str:
-        top = "" if self.draft_head is None else ", top_tokens=4-bit scores and exact products of a shortlist"
+        if self.draft_head is None:
+            top = ""
+        else:
+            top = ", top_tokens=4-bit scores and exact products of a shortlist"
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
         return f"{sizes}, kernel={self.kernel}, rounded={self.rounded}{top}"
 
 
 class PackedRMSNorm(nn.Module):
-    """RMS norm in one kernel call instead of six torch operations. `weight` [width] is the factor that is applied."""
+    """RMS norm in one kernel call instead of six torch operations. `weight` [width] is the factor
+    that is applied.
+    """
 
     def __init__(self, weight: Tensor, eps: float):
         super().__init__()
-        self.weight, self.eps = weight.detach().contiguous(), eps
+        self.weight = weight.detach().contiguous()
+        self.eps = eps
         check("weight", self.weight, (weight.numel(),))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., width] float32 -> the same shape."""
         width = self.weight.shape[0]
         if x.dtype is not torch.float32:
-            raise TypeError(f"x is {x.dtype}, but a packed norm reads torch.float32; convert it first")
+            raise TypeError(
+                f"x is {x.dtype}, but a packed norm reads torch.float32; convert it first"
+            )
         if not x.is_cpu or x.dim() == 0 or x.shape[-1] != width:
-            raise ValueError(f"x has shape {list(x.shape)} on {x.device}, must be [..., {width}] on the CPU")
+            raise ValueError(
+                f"x has shape {list(x.shape)} on {x.device}, must be [..., {width}] on the CPU"
+            )
         x = x.contiguous()
         y = torch.empty_like(x)
-        rows = x.numel() // width if width else 0
-        built_kernels().rms_norm(x.data_ptr(), self.weight.data_ptr(), self.eps, y.data_ptr(), rows, width)
+        rows = 0
+        if width:
+            rows = x.numel() // width
+        built_kernels().rms_norm(
+            x.data_ptr(),
+            self.weight.data_ptr(),
+            self.eps,
+            y.data_ptr(),
+            rows,
+            width,
+        )
         return y
 
     @staticmethod
     def like(norm: nn.Module) -> PackedRMSNorm | None:
-        """The same norm, proven on random input; None if `norm` is another function, dtype or device."""
-        weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+        """The same norm, proven on random input; None if `norm` is another function, dtype or
+        device.
+        """
+        weight = getattr(norm, "weight", None)
+        eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
         if "RMSNorm" not in type(norm).__name__ or weight is None or not isinstance(eps, float):
             return None
-        if weight.dim() != 1 or weight.dtype != torch.float32 or weight.device.type != "cpu" or cpu_kernels() is None:
+        if (
+            weight.dim() != 1
+            or weight.dtype != torch.float32
+            or weight.device.type != "cpu"
+            or cpu_kernels() is None
+        ):
             return None
         x = torch.randn(3, len(weight), generator=torch.Generator().manual_seed(0))
         expected = norm(x)
-        trials = (PackedRMSNorm(factor, eps) for factor in (weight, weight + 1))  # some families store it minus one
-        return next((packed for packed in trials if torch.allclose(packed(x), expected, rtol=1e-5, atol=1e-6)), None)
+        trials = (
+            PackedRMSNorm(factor, eps) for factor in (weight, weight + 1)
+        )  # some families store it minus one
+        return next(
+            (
+                packed
+                for packed in trials
+                if torch.allclose(packed(x), expected, rtol=1e-5, atol=1e-6)
+            ),
+            None,
+        )
 
 
 def weights_of(module: nn.Module) -> Iterator[Tensor]:
-    """Every weight of a module, of packed parts too, which are no parameters; one that several parts share comes once."""
+    """Every weight of a module, of packed parts too, which are no parameters; one that several
+    parts share comes once.
+    """
     packed = (part for part in module.modules() if isinstance(part, PackedLinear | PackedRMSNorm))
-    inner = (value for part in packed for value in (part.weight, getattr(part, "bias", None)) if value is not None)
+    inner = (
+        value
+        for part in packed
+        for value in (part.weight, getattr(part, "bias", None))
+        if value is not None
+    )
     seen = set()
     for value in itertools.chain(module.parameters(), inner):
         key = value.data_ptr() or id(value)  # tensors on `meta` are at 0
@@ -260,9 +373,11 @@ def weights_of(module: nn.Module) -> Iterator[Tensor]:
 
 
 def pack(module: nn.Module, norms: bool = True) -> list[tuple[nn.Module, str, nn.Module]]:
-    """Packs a module on a CPU for inference, in place: linear layers, and RMS norms as one kernel call.
+    """Packs a module on a CPU for inference, in place: linear layers, and RMS norms as one kernel
+    call.
 
-    Unsupported modules stay as they are: bfloat16 without native support, other norms, other devices.
+    Unsupported modules stay as they are: bfloat16 without native support, other norms, other
+    devices.
 
     Returns:
         (parent, name, child) of each linear layer that was replaced.
@@ -271,7 +386,8 @@ def pack(module: nn.Module, norms: bool = True) -> list[tuple[nn.Module, str, nn
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
-                dtype, on_cpu = child.weight.dtype, child.weight.device.type == "cpu"
+                dtype = child.weight.dtype
+                on_cpu = child.weight.device.type == "cpu"
                 served = dtype == torch.float32 or (dtype == torch.bfloat16 and cpu_has_bfloat16())
                 if served and on_cpu and torch.backends.mkldnn.is_available():
                     setattr(parent, name, PackedLinear(child))

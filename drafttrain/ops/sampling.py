@@ -1,12 +1,17 @@
-"""From logits to probabilities and tokens: temperature, top-k, top-p, min-p, in HF's order and float32.
+"""From logits to probabilities and tokens: temperature, top-k, top-p, min-p, in HF's order and
+float32.
 
-Two costs are avoided on a CPU. `torch.multinomial` takes longer than a small model's forward pass: `pick` inverts the
-cumulative distribution in two levels; sums over blocks of the vocabulary choose the block, the cumulative sum inside that block
-chooses the token. And a nucleus needs no sort of the full row: `_kept` searches the top tokens first and sorts only rows where
+Two costs are avoided on a CPU. `torch.multinomial` takes longer than a small model's forward pass:
+    `pick` inverts the
+cumulative distribution in two levels; sums over blocks of the vocabulary choose the block, the
+    cumulative sum inside that block
+chooses the token. And a nucleus needs no sort of the full row: `_kept` searches the top tokens
+    first and sorts only rows where
 the kept tokens do not fit.
 
-Source: the order and the rules are those of transformers' `generate` (TemperatureLogitsWarper, TopKLogitsWarper,
-TopPLogitsWarper, MinPLogitsWarper). Its processors, which read the text so far, come before: see `inference/verify.py`.
+Source: the order and the rules are those of transformers' `generate` (TemperatureLogitsWarper,
+TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper). Its processors, which read the text so far,
+come before: see `inference/verify.py`.
 """
 
 from __future__ import annotations
@@ -20,15 +25,25 @@ from torch import Tensor
 
 from drafttrain.errors import UserError
 from drafttrain.ops.native import cpu_kernels
-from drafttrain.values import Fraction, Penalty, PositiveFraction, Size, Temperature, check_fields, key
+from drafttrain.values import (
+    Fraction,
+    Penalty,
+    PositiveFraction,
+    Size,
+    Temperature,
+    check_fields,
+    key,
+)
 
 # Up to this many rows, one thread finds the top tokens faster than torch's threads.
 _FEW = 32
 _BLOCK = 256
-# Number of top tokens that are searched for kept ones first; top-k searches k and some more for ties.
+# Number of top tokens that are searched for kept ones first; top-k searches k and some more for
+# ties.
 _NUCLEUS = 1024
 _TIES = 16
-# Up to this many rows, a GPU sorts whole rows sooner than the host learns whether the top tokens are enough.
+# Up to this many rows, a GPU sorts whole rows sooner than the host learns whether the top tokens
+# are enough.
 _FEW_SORTED = 64
 
 
@@ -39,11 +54,12 @@ class SamplingParams:
     Attributes:
         temperature: divides the logits; 0 means greedy.
         top_k: keep the k most likely tokens (ties with the k-th stay); 0 keeps all.
-        top_p: keep the smallest set of most likely tokens with at least this probability; 1 keeps all.
+        top_p: keep the smallest set of most likely tokens with at least this probability; 1 keeps
+            all.
         min_p: keep tokens with at least this share of the highest probability; 0 keeps all.
-        repetition_penalty: logits of tokens in the prompt or the output are divided by it if positive, multiplied if
-            negative, once however often the token occurs (CTRL, arXiv 1909.05858); 1 changes nothing, None is the
-            target's own (its generation_config).
+        repetition_penalty: logits of tokens in the prompt or the output are divided by it if
+            positive, multiplied if negative, once however often the token occurs (CTRL, arXiv
+            1909.05858); 1 changes nothing, None is the target's own (its generation_config).
     """
 
     temperature: Temperature = key(0.0, "0 decodes greedily")
@@ -55,7 +71,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         check_fields(self)
         if 0 < self.temperature < 1e-4:
-            raise UserError(f"temperature={self.temperature} must be 0 (greedy) or from 0.0001 to 1000")
+            raise UserError(
+                f"temperature={self.temperature} must be 0 (greedy) or from 0.0001 to 1000"
+            )
 
     @property
     def greedy(self) -> bool:
@@ -83,7 +101,8 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
         params: not greedy.
 
     Returns:
-        [n, v] float32, zero for tokens that top-k, top-p or min-p drop; the kept set is the one transformers keeps.
+        [n, v] float32, zero for tokens that top-k, top-p or min-p drop; the kept set is the one
+        transformers keeps.
     """
     scores = _tempered(logits, params)
     if not _needs_order(params, logits.shape[-1]):
@@ -100,7 +119,8 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def sample(logits: Tensor, params: SamplingParams, uniforms: Tensor | None = None) -> Tensor:
-    """Samples one token per row: `pick(probabilities(...))` in distribution, without forming full rows.
+    """Samples one token per row: `pick(probabilities(...))` in distribution, without forming full
+    rows.
 
     Args:
         logits: [n, v], after the logits processors.
@@ -121,7 +141,9 @@ def sample(logits: Tensor, params: SamplingParams, uniforms: Tensor | None = Non
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """First index of each row's maximum, [n, v] -> [n]; torch's argmax is slow over long rows on a CPU."""
+    """First index of each row's maximum, [n, v] -> [n]; torch's argmax is slow over long rows on a
+    CPU.
+    """
     if _few_rows(logits):
         return _highest(logits, 1, None)[1][:, 0]
     blocks = _blocks(logits, float("-inf"))
@@ -148,7 +170,9 @@ def top_log_probs(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def highest(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Values [n, width] in descending order and ids [n, width] int64 of each row's highest logits; width at most v."""
+    """Values [n, width] in descending order and ids [n, width] int64 of each row's highest logits;
+    width at most v.
+    """
     if _few_rows(logits):
         return _highest(logits, width, None)
     top = logits.float().topk(width, dim=-1)
@@ -156,23 +180,36 @@ def highest(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _few_rows(logits: Tensor) -> bool:
-    """Whether the C kernel applies: torch splits even few rows among threads, whose start takes longer than the work."""
+    """Whether the C kernel applies: torch splits even few rows among threads, whose start takes
+    longer than the work.
+    """
     if torch.compiler.is_compiling():
         return False
     return 0 < logits.shape[0] <= _FEW and _kernel_reads(logits)
 
 
 def _kernel_reads(logits: Tensor) -> bool:
-    return logits.is_cpu and logits.dtype == torch.float32 and logits.is_contiguous() and cpu_kernels() is not None
+    return (
+        logits.is_cpu
+        and logits.dtype == torch.float32
+        and logits.is_contiguous()
+        and cpu_kernels() is not None
+    )
 
 
 def _highest(logits: Tensor, width: int, log_sum: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Values and ids [n, width] of the highest logits; fills log_sum [n] with the rows' log-sum-exp."""
+    """Values and ids [n, width] of the highest logits; fills log_sum [n] with the rows'
+    log-sum-exp.
+    """
     n, v = logits.shape
     if not 0 < width <= v:
         raise ValueError(f"width={width} must be from 1 to the {v} tokens of a row")
-    ids, values = logits.new_empty(n, width, dtype=torch.long), logits.new_empty(n, width)
-    sums = None if log_sum is None else log_sum.data_ptr()
+    ids = logits.new_empty(n, width, dtype=torch.long)
+    values = logits.new_empty(n, width)
+    if log_sum is None:
+        sums = None
+    else:
+        sums = log_sum.data_ptr()
     kernels = cpu_kernels()
     assert kernels is not None
     kernels.likeliest(logits.data_ptr(), n, v, width, ids.data_ptr(), values.data_ptr(), sums)
@@ -189,12 +226,15 @@ def pick(probs: Tensor, uniforms: Tensor) -> Tensor:
     Returns:
         [n] int64, never a token of probability 0.
     """
-    if probs.shape[-1] <= _BLOCK or probs.is_cuda:  # on a GPU, launches take longer than a pass over the row
+    if (
+        probs.shape[-1] <= _BLOCK or probs.is_cuda
+    ):  # on a GPU, launches take longer than a pass over the row
         return _invert(probs.double(), uniforms)[:, 0]
     blocks = _blocks(probs, 0.0)
     mass = blocks.sum(-1).double()
     block = _invert(mass, uniforms)
-    # Position of the point inside its block as a share, because block sums and sums of entries differ by rounding.
+    # Position of the point inside its block as a share, because block sums and sums of entries
+    # differ by rounding.
     total = mass.cumsum(-1)
     here = mass.gather(-1, block)
     share = 1 - (total.gather(-1, block) - uniforms[:, None] * total[:, -1:]) / here
@@ -203,7 +243,8 @@ def pick(probs: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def draw_distinct(probs: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Samples tokens one after the other without replacement: each from the rest of the row, renormalized.
+    """Samples tokens one after the other without replacement: each from the rest of the row,
+    renormalized.
 
     Args:
         probs: [n, v], non-negative.
@@ -213,8 +254,11 @@ def draw_distinct(probs: Tensor, count: int, generator: torch.Generator) -> Tens
     Returns:
         [n, count] int64 in the order drawn, -1 after a row's last token with positive probability.
     """
-    uniforms = torch.rand(len(probs), count, dtype=torch.float64, generator=generator).to(probs.device)
-    rest, drawn = probs.clone(), []
+    uniforms = torch.rand(len(probs), count, dtype=torch.float64, generator=generator).to(
+        probs.device
+    )
+    rest = probs.clone()
+    drawn = []
     for i in range(count):
         spent = (rest <= 0).all(-1, keepdim=True)
         rest[:, :1].masked_fill_(spent, 1.0)  # any token; replaced by -1 below
@@ -225,15 +269,20 @@ def draw_distinct(probs: Tensor, count: int, generator: torch.Generator) -> Tens
 
 
 def _tempered(logits: Tensor, params: SamplingParams) -> Tensor:
-    return logits.float() if params.temperature == 1 else logits.float() / params.temperature
+    if params.temperature == 1:
+        return logits.float()
+    return logits.float() / params.temperature
 
 
 def _needs_order(params: SamplingParams, vocab_size: int) -> bool:
     return 0 < params.top_k < vocab_size or params.top_p < 1
 
 
-def _kept(scores: Tensor, params: SamplingParams) -> Iterator[tuple[Tensor | slice, Tensor, Tensor]]:
-    """Yields groups of rows with the tokens that top-k, top-p and min-p keep: row numbers [r], weights, ids.
+def _kept(
+    scores: Tensor, params: SamplingParams
+) -> Iterator[tuple[Tensor | slice, Tensor, Tensor]]:
+    """Yields groups of rows with the tokens that top-k, top-p and min-p keep: row numbers [r],
+    weights, ids.
 
     See `_likeliest` for weights and ids.
     """
@@ -253,12 +302,15 @@ def _kept(scores: Tensor, params: SamplingParams) -> Iterator[tuple[Tensor | sli
 
 
 def _likeliest(scores: Tensor, params: SamplingParams, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Filters each row's `width` top tokens in descending order; all three rules keep a prefix of them.
+    """Filters each row's `width` top tokens in descending order; all three rules keep a prefix of
+    them.
 
-    Where a nucleus ends among tied tokens, their number is defined but not which of them stay, as in transformers.
+    Where a nucleus ends among tied tokens, their number is defined but not which of them stay, as
+    in transformers.
 
     Returns:
-        weights [n, width] float64, not normalized, zero where dropped; ids [n, width]; fits [n] bool, whether all kept
+        weights [n, width] float64, not normalized, zero where dropped; ids [n, width]; fits [n]
+        bool, whether all kept
         tokens are among these.
     """
     values, ids = scores.topk(width, dim=-1)
@@ -297,5 +349,6 @@ def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     """
     total = weights.cumsum(-1)
     index = torch.searchsorted(total, uniforms[:, None] * total[:, -1:], right=True)
-    # Rounding may put the point on the row's end, beyond the last entry with weight, which begins before the end.
+    # Rounding may put the point on the row's end, beyond the last entry with weight, which begins
+    # before the end.
     return torch.minimum(index, torch.searchsorted(total, total[:, -1:].contiguous()))

@@ -1,15 +1,17 @@
 """Attention of new tokens over a committed prefix and over their own ancestors.
 
-A forward of tree verification has L committed keys followed by n new ones (the root and the tree's nodes). Every new token
-sees the prefix, its ancestors and itself. A sliding window counts positions, not slots, because siblings share a position.
+A forward of tree verification has L committed keys followed by n new ones (the root and the tree's
+nodes). Every new token sees the prefix, its ancestors and itself. A sliding window counts
+positions, not slots, because siblings share a position.
 
     slots      0 .. L-1   L      L+1   L+2   L+3            keys that a token sees
     token      prefix     root   a     b     a1             a1 (child of a): prefix, root, a, a1
     position   0 .. L-1   L      L+1   L+1   L+2
 
-The mask depends on the tree alone: a `TreeLayout` builds it once and all layers share it. On a CPU up to 64 new tokens take the
-kernel of cpu_layers.c (`CpuPlan`), whose result for a token is the same to the bit in any tree. Everything else is plain torch:
-fused attention, or two matrix products, with a group's query heads folded into rows. No path repeats keys or values in memory.
+The mask depends on the tree alone: a `TreeLayout` builds it once and all layers share it. On a CPU
+up to 64 new tokens take the kernel of cpu_layers.c (`CpuPlan`), whose result for a token is the
+same to the bit in any tree. Everything else is plain torch: fused attention, or two matrix
+products, with a group's query heads folded into rows. No path repeats keys or values in memory.
 """
 
 from __future__ import annotations
@@ -27,10 +29,12 @@ from torch import Tensor
 from drafttrain.ops.native import built_kernels, cpu_kernels
 from drafttrain.ops.packing import address_of
 
-# The CPU kernel keeps a token's ancestors in one 64-bit word, and its scores in the core's own cache: 0.3-0.9x of torch's
-# time up to 1000 keys, equal at 2000, slower beyond.
-_KERNEL_TOKENS, LONGEST_PREFIX = 64, 2048
-# Long chains (prefill under a window or a soft cap) attend in blocks of rows, so that no mask is quadratic in length.
+# The CPU kernel keeps a token's ancestors in one 64-bit word, and its scores in the core's own
+# cache: 0.3-0.9x of torch's time up to 1000 keys, equal at 2000, slower beyond.
+_KERNEL_TOKENS = 64
+LONGEST_PREFIX = 2048
+# Long chains (prefill under a window or a soft cap) attend in blocks of rows, so that no mask is
+# quadratic in length.
 _BLOCK = 256
 
 
@@ -39,8 +43,12 @@ class AttentionForm(TypedDict):
 
     scaling: float  # factor of the dot products
     window: int | None  # visible positions, own included; None for all
-    softcap: float | None  # c in c * tanh(score / c), applied to scaled scores (Gemma 2); None for none
-    sinks: Tensor | None  # [heads], a logit per head that joins the softmax without a value (gpt-oss); None for none
+    softcap: (
+        float | None
+    )  # c in c * tanh(score / c), applied to scaled scores (Gemma 2); None for none
+    sinks: (
+        Tensor | None
+    )  # [heads], a logit per head that joins the softmax without a value (gpt-oss); None for none
 
 
 class TreeLayout:
@@ -48,47 +56,74 @@ class TreeLayout:
 
     Attributes:
         prefix_len: L, committed positions; slot and position agree there.
-        parents: per tree node the index of its parent among the nodes, -1 below the root; None for a chain.
-        held: tokens of the tree whose keys earlier forwards stored behind the prefix; the tree grows.
+        parents: per tree node the index of its parent among the nodes, -1 below the root; None for
+            a chain.
+        held: tokens of the tree whose keys earlier forwards stored behind the prefix; the tree
+            grows.
         count: n, new tokens. With parents, token 0 of a tree is the root and token i+1 is node i.
-        tree_depths: [held + n] int array. depths: [n], of the new tokens; new token i stands at position L + depths[i].
+        tree_depths: [held + n] int array. depths: [n], of the new tokens; new token i stands at
+            position L + depths[i].
     """
 
-    def __init__(self, prefix_len: int, parents: Sequence[int] | None = None, count: int | None = None, held: int = 0):
-        self.prefix_len, self.parents, self.held = prefix_len, parents, held
+    def __init__(
+        self,
+        prefix_len: int,
+        parents: Sequence[int] | None = None,
+        count: int | None = None,
+        held: int = 0,
+    ):
+        self.prefix_len = prefix_len
+        self.parents = parents
+        self.held = held
         if parents is None:
             if count is None or held:
-                raise ValueError(f"count={count}, held={held}: a chain needs its length and holds no tokens")
+                raise ValueError(
+                    f"count={count}, held={held}: a chain needs its length and holds no tokens"
+                )
             self.count, self.tree_depths = count, np.arange(count)
         else:
             self.count = len(parents) + 1 - held
             depths = [0]
             for parent in parents:
                 if not -1 <= parent < len(depths) - 1:
-                    raise ValueError(f"parents[{len(depths) - 1}]={parent} must be -1 or an earlier node")
+                    raise ValueError(
+                        f"parents[{len(depths) - 1}]={parent} must be -1 or an earlier node"
+                    )
                 depths.append(depths[parent + 1] + 1)
             self.tree_depths = np.asarray(depths)
         if min(prefix_len, held, self.count) < 0:
-            raise ValueError(f"prefix_len={prefix_len}, held={held}, count={self.count}: none may be negative")
+            raise ValueError(
+                f"prefix_len={prefix_len}, held={held}, count={self.count}: none may be negative"
+            )
         self.depths = self.tree_depths[held:]
         self._masks: dict[tuple[object, ...], Tensor] = {}
 
     @cached_property
     def plan(self) -> CpuPlan | None:
-        """For the CPU kernel, if the sequence's keys begin at slot 0 of the buffer; None if the kernel does not support it."""
+        """For the CPU kernel, if the sequence's keys begin at slot 0 of the buffer; None if the
+        kernel does not support it.
+        """
         return CpuPlan.build([(0, self)])
 
     @cached_property
     def ancestors(self) -> list[int]:
-        """Per token of the tree, held ones included, a number whose bit j is set if token j is an ancestor or itself."""
-        parents = range(-1, self.count - 1) if self.parents is None else [-1, *(parent + 1 for parent in self.parents)]
+        """Per token of the tree, held ones included, a number whose bit j is set if token j is an
+        ancestor or itself.
+        """
+        parents = (
+            range(-1, self.count - 1)
+            if self.parents is None
+            else [-1, *(parent + 1 for parent in self.parents)]
+        )
         seen: list[int] = []
         for token, parent in enumerate(parents):
             seen.append((seen[parent] if parent >= 0 else 0) | 1 << token)
         return seen
 
     def ancestor_words(self, words: int) -> np.ndarray:
-        """[held + n, words] uint32: bit j of word w of a token is bit 32 * w + j of its `ancestors`."""
+        """[held + n, words] uint32: bit j of word w of a token is bit 32 * w + j of its
+        `ancestors`.
+        """
         raw = b"".join(bits.to_bytes(4 * words, "little") for bits in self.ancestors)
         return np.frombuffer(raw, dtype="<u4").reshape(-1, words)
 
@@ -105,35 +140,63 @@ class TreeLayout:
             like: gives dtype and device.
 
         Returns:
-            The first visible key slot, and [repeats*n, L+held+n-first] of 0 and -inf, or None if all is visible.
+            The first visible key slot, and [repeats*n, L+held+n-first] of 0 and -inf, or None if
+            all is visible.
         """
         reach = self.prefix_len + int(self.tree_depths.max(initial=0)) + 1
-        window = None if window is None or window >= reach else window
-        first = 0 if window is None else max(0, self.prefix_len + 1 - window)
+        if window is None or window >= reach:
+            window = None
+        first = 0
+        if window is not None:
+            first = max(0, self.prefix_len + 1 - window)
         if self.count == 1 and not self.held:
             return first, None
         if self.parents is None:
-            return first, self.chain_mask(self.prefix_len - first, self.count, window, repeats, like)
+            return first, self.chain_mask(
+                self.prefix_len - first,
+                self.count,
+                window,
+                repeats,
+                like,
+            )
         key = (first, window, repeats, like.dtype, like.device)
         if key not in self._masks:
             bias = torch.from_numpy(np.tile(self._bias(first, window), (repeats, 1))).to(like.dtype)
-            self._masks[key] = bias.to(like.device, non_blocking=True)  # pageable, so it is staged before this returns
+            self._masks[key] = bias.to(
+                like.device,
+                non_blocking=True,
+            )  # pageable, so it is staged before this returns
         return first, self._masks[key]
 
-    def chain_mask(self, before: int, count: int, window: int | None, repeats: int, like: Tensor) -> Tensor:
-        """[repeats*count, before+count] for chained tokens behind `before` keys, made on the device once per shape."""
+    def chain_mask(
+        self,
+        before: int,
+        count: int,
+        window: int | None,
+        repeats: int,
+        like: Tensor,
+    ) -> Tensor:
+        """[repeats*count, before+count] for chained tokens behind `before` keys, made on the device
+        once per shape.
+        """
         key = (before, count, window, repeats, like.dtype, like.device)
         if key not in self._masks:
             token = torch.arange(before, before + count, device=like.device)[:, None]
             seen = torch.arange(before + count, device=like.device)
-            hidden = seen > token if window is None else (seen > token) | (seen <= token - window)
-            bias = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
+            if window is None:
+                hidden = seen > token
+            else:
+                hidden = (seen > token) | (seen <= token - window)
+            bias = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(
+                hidden, float("-inf")
+            )
             self._masks[key] = bias.repeat(repeats, 1)
         return self._masks[key]
 
     def _bias(self, first: int, window: int | None) -> np.ndarray:
         """The mask of a tree over the keys from slot `first` on."""
-        prefix, n = self.prefix_len - first, self.held + self.count
+        prefix = self.prefix_len - first
+        n = self.held + self.count
         bias = np.zeros((n, prefix + n), dtype=np.float32)
         words = self.ancestor_words(-(-n // 32))
         hidden = np.unpackbits(words.view(np.uint8), axis=1, count=n, bitorder="little") == 0
@@ -156,7 +219,8 @@ def tree_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attends with n new tokens over L committed, the held and n new keys, as `layout` defines who sees whom.
+    """Attends with n new tokens over L committed, the held and n new keys, as `layout` defines who
+    sees whom.
 
     Args:
         query: [b, heads, n, head_dim], RoPE applied.
@@ -168,15 +232,26 @@ def tree_attention(
     Returns:
         [b, heads, n, value_dim].
     """
-    n, prefix = query.shape[2], layout.prefix_len
+    n = query.shape[2]
+    prefix = layout.prefix_len
     form = AttentionForm(scaling=scaling, window=window, softcap=softcap, sinks=sinks)
-    plan = layout.plan if key.shape[0] == 1 and query.device.type == "cpu" else None
+    if key.shape[0] == 1 and query.device.type == "cpu":
+        plan = layout.plan
+    else:
+        plan = None
     if plan is not None and plan.serves(query, key, value):
         return plan.attend(query, key[0], value[0], **form).transpose(1, 2)
     if layout.parents is None and n > 1:
         plain = softcap is None and sinks is None
         if plain and prefix == 0 and (window is None or window >= n):
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+            return F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                is_causal=True,
+                scale=scaling,
+                enable_gqa=True,
+            )
         if n > _BLOCK:
             return _in_blocks(query, key, value, layout, form)
     first, mask = layout.mask(window, query.shape[1] // key.shape[1], query)
@@ -184,25 +259,32 @@ def tree_attention(
 
 
 class CpuPlan:
-    """What the CPU kernel reads about a packed forward: several sequences' new tokens, one after the other.
+    """What the CPU kernel reads about a packed forward: several sequences' new tokens, one after
+    the other.
 
     Args:
         parts: per sequence the first slot of its keys on the slot axis, and its layout.
 
     Attributes:
         address: of the kernel's struct plan, which no call writes to.
-        tokens: N, new tokens of all sequences. slots, positions: how many the kernel reads or writes, from 0 on.
+        tokens: N, new tokens of all sequences. slots, positions: how many the kernel reads or
+            writes, from 0 on.
         ends: slots of each sequence, from 0 on.
     """
 
     def __init__(self, parts: Sequence[tuple[int, TreeLayout]]):
-        rows, begin, node = [], 0, 0
+        rows = []
+        begin = 0
+        node = 0
         self.positions, self.ends = 0, list[int]()
-        ancestors, depths = list[int](), list[int]()
+        ancestors = list[int]()
+        depths = list[int]()
         for slot, layout in parts:
             tree = layout.held + layout.count
             if slot < 0 or tree > _KERNEL_TOKENS:
-                raise ValueError(f"slot={slot}, {tree} tokens: slots begin at 0, a tree has {_KERNEL_TOKENS} at most")
+                raise ValueError(
+                    f"slot={slot}, {tree} tokens: slots begin at 0, a tree has {_KERNEL_TOKENS} at most"
+                )
             rows.append((slot, layout.prefix_len, begin, layout.count, layout.held, node))
             begin += layout.count
             node += tree
@@ -214,24 +296,51 @@ class CpuPlan:
         self.tokens, self.sequences, self.slots = begin, len(rows), max(self.ends, default=0)
         self._parts = array("q", [number for row in rows for number in row])
         self._ancestors, self._depths = array("Q", ancestors), array("i", depths)
-        pointers = address_of(self._parts), len(rows), address_of(self._ancestors), address_of(self._depths)
+        pointers = (
+            address_of(self._parts),
+            len(rows),
+            address_of(self._ancestors),
+            address_of(self._depths),
+        )
         self._plan = array("Q", pointers)
         self.address = address_of(self._plan)
 
     @staticmethod
     def build(parts: Sequence[tuple[int, TreeLayout]]) -> CpuPlan | None:
-        """None if a sequence has too many tokens for the kernel, or so many keys that torch is faster."""
-        if any(part.held + part.count > _KERNEL_TOKENS or part.prefix_len > LONGEST_PREFIX for _, part in parts):
+        """None if a sequence has too many tokens for the kernel, or so many keys that torch is
+        faster.
+        """
+        if any(
+            part.held + part.count > _KERNEL_TOKENS or part.prefix_len > LONGEST_PREFIX
+            for _, part in parts
+        ):
             return None
-        return CpuPlan(parts) if cpu_kernels() is not None else None
+        if cpu_kernels() is not None:
+            return CpuPlan(parts)
+        return None
 
     def serves(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
-        """Float32 on a CPU, without gradients, head widths that are multiples of 16. Shapes as in `attend`."""
-        e, ve = keys.shape[-1], values.shape[-1]
+        """Float32 on a CPU, without gradients, head widths that are multiples of 16. Shapes as in
+        `attend`.
+        """
+        e = keys.shape[-1]
+        ve = values.shape[-1]
         if query.device.type != "cpu" or e % 16 or ve % 16 or torch.is_grad_enabled():
             return False
-        strides = query.stride(-1), keys.stride(-1), values.stride(-1), keys.stride(-2), values.stride(-2)
-        return query.dtype == keys.dtype == values.dtype == torch.float32 and strides == (1, 1, 1, e, ve)
+        strides = (
+            query.stride(-1),
+            keys.stride(-1),
+            values.stride(-1),
+            keys.stride(-2),
+            values.stride(-2),
+        )
+        return query.dtype == keys.dtype == values.dtype == torch.float32 and strides == (
+            1,
+            1,
+            1,
+            e,
+            ve,
+        )
 
     def attend(
         self,
@@ -245,56 +354,106 @@ class CpuPlan:
 
         Args:
             query: [1, heads, N, e] or [N, heads, e]; keys, values: [kv_heads, slots, e].
-            new: keys and values of the new tokens, [1, kv_heads, N, e] or as the query; None if they are stored already.
+            new: keys and values of the new tokens, [1, kv_heads, N, e] or as the query; None if
+                they are stored already.
 
         Returns:
             [1, N, heads, value_dim].
 
         Raises:
-            TypeError, ValueError: a dtype, shape, stride or device that the kernel does not read; see `serves`.
+            TypeError, ValueError: a dtype, shape, stride or device that the kernel does not read;
+                see `serves`.
         """
         self._check(query, keys, values, new, form)
-        axis = 0 if query.dim() == 3 else 2  # of tokens
-        heads, n, e, kv_heads, ve = query.shape[1], query.shape[axis], query.shape[-1], len(keys), values.shape[-1]
+        # of tokens
+        if query.dim() == 3:
+            axis = 0
+        else:
+            axis = 2
+        heads = query.shape[1]
+        n = query.shape[axis]
+        e = query.shape[-1]
+        kv_heads = len(keys)
+        ve = values.shape[-1]
         out = query.new_empty((1, n, heads, ve))
-        sinks = None if form["sinks"] is None else form["sinks"].float().contiguous()
+        if form["sinks"] is None:
+            sinks = None
+        else:
+            sinks = form["sinks"].float().contiguous()
         rows = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in new or ()]
-        fresh = [number for tensor in rows for number in (tensor.data_ptr(), tensor.stride(1), tensor.stride(axis))]
+        fresh = [
+            number
+            for tensor in rows
+            for number in (tensor.data_ptr(), tensor.stride(1), tensor.stride(axis))
+        ]
         built_kernels().tree_attention(
             *(query.data_ptr(), query.stride(1), query.stride(axis)),
             *(fresh or (None, 0, 0, None, 0, 0)),
             *(keys.data_ptr(), keys.stride(0), values.data_ptr(), values.stride(0), out.data_ptr()),
-            *(heads, kv_heads, e, ve, self.address, form["scaling"], form["window"] or 0, form["softcap"] or 0.0),
+            *(
+                heads,
+                kv_heads,
+                e,
+                ve,
+                self.address,
+                form["scaling"],
+                form["window"] or 0,
+                form["softcap"] or 0.0,
+            ),
             *(None if sinks is None else sinks.data_ptr(), torch.get_num_threads()),
         )
         return out
 
     def _check(
-        self, query: Tensor, keys: Tensor, values: Tensor, new: tuple[Tensor, Tensor] | None, form: AttentionForm
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        new: tuple[Tensor, Tensor] | None,
+        form: AttentionForm,
     ) -> None:
         tensors = {"query": query, "keys": keys, "values": values}
         if new is not None:
             tensors |= {"new key": new[0], "new value": new[1]}
         for name, tensor in tensors.items():
             if tensor.dtype is not torch.float32 or not tensor.is_cpu:
-                raise TypeError(f"{name} is {tensor.dtype} on {tensor.device}, must be torch.float32 on the CPU")
+                raise TypeError(
+                    f"{name} is {tensor.dtype} on {tensor.device}, must be torch.float32 on the CPU"
+                )
         if query.dim() not in (3, 4) or keys.dim() != 3 or values.dim() != 3:
-            raise ValueError("query must be [1, heads, N, e] or [N, heads, e], keys and values [kv_heads, slots, e]")
-        heads, (kv_heads, slots, e), ve, n = query.shape[1], keys.shape, values.shape[2], self.tokens
+            raise ValueError(
+                "query must be [1, heads, N, e] or [N, heads, e], keys and values [kv_heads, slots, e]"
+            )
+        heads, (kv_heads, slots, e), ve, n = (
+            query.shape[1],
+            keys.shape,
+            values.shape[2],
+            self.tokens,
+        )
         served = {"query": (heads, e), "new key": (kv_heads, e), "new value": (kv_heads, ve)}
         for name in served.keys() & tensors.keys():
             count, width = served[name]
             sizes = (1, count, n, width) if query.dim() == 4 else (n, count, width)
             if tensors[name].shape != sizes:
-                raise ValueError(f"{name} has shape {list(tensors[name].shape)}, must have {list(sizes)}")
+                raise ValueError(
+                    f"{name} has shape {list(tensors[name].shape)}, must have {list(sizes)}"
+                )
         if e % 16 or ve % 16 or not kv_heads or not heads or heads % kv_heads:
-            raise ValueError(f"heads={heads}, kv_heads={kv_heads}, widths {e} and {ve}: widths must be multiples of 16")
+            raise ValueError(
+                f"heads={heads}, kv_heads={kv_heads}, widths {e} and {ve}: widths must be multiples of 16"
+            )
         if values.shape[:2] != keys.shape[:2] or slots < self.slots:
             found = f"keys {list(keys.shape)} and values {list(values.shape)}"
-            raise ValueError(f"{found} must be [kv_heads, slots, width] with at least {self.slots} slots")
+            raise ValueError(
+                f"{found} must be [kv_heads, slots, width] with at least {self.slots} slots"
+            )
         if query.stride(-1) != 1 or keys.stride()[1:] != (e, 1) or values.stride()[1:] != (ve, 1):
-            raise ValueError("the last dimension of query, and the last two of keys and values, must be contiguous")
-        sinks, window, softcap = form["sinks"], form["window"], form["softcap"]
+            raise ValueError(
+                "the last dimension of query, and the last two of keys and values, must be contiguous"
+            )
+        sinks = form["sinks"]
+        window = form["window"]
+        softcap = form["softcap"]
         if (
             (sinks is not None and (sinks.numel() != heads or not sinks.is_cpu))
             or (window or 0) < 0
@@ -305,31 +464,69 @@ class CpuPlan:
             )
 
 
-def _in_blocks(query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, form: AttentionForm) -> Tensor:
+def _in_blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: TreeLayout,
+    form: AttentionForm,
+) -> Tensor:
     """A long chain, _BLOCK rows at a time."""
-    window, repeats, parts = form["window"], query.shape[1] // key.shape[1], []
+    window = form["window"]
+    repeats = query.shape[1] // key.shape[1]
+    parts = []
     for start in range(0, query.shape[2], _BLOCK):
         rows = query[:, :, start : start + _BLOCK]
-        count, begin = rows.shape[2], layout.prefix_len + start  # slot of the block's first token
+        # slot of the block's first token
+        count = rows.shape[2]
+        begin = layout.prefix_len + start
         windowed = window is not None and window < begin + count
-        first = max(0, begin + 1 - window) if window is not None and windowed else 0
+        first = 0
+        if window is not None and windowed:
+            first = max(0, begin + 1 - window)
         # Without a window all earlier keys are visible, so the mask is the block's own triangle.
-        mask = layout.chain_mask(begin - first if windowed else 0, count, window if windowed else None, repeats, query)
-        parts.append(_attend(rows, key[:, :, first : begin + count], value[:, :, first : begin + count], mask, form))
+        mask = layout.chain_mask(
+            begin - first if windowed else 0,
+            count,
+            window if windowed else None,
+            repeats,
+            query,
+        )
+        parts.append(
+            _attend(
+                rows,
+                key[:, :, first : begin + count],
+                value[:, :, first : begin + count],
+                mask,
+                form,
+            )
+        )
     return torch.cat(parts, dim=2)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, form: AttentionForm) -> Tensor:
-    """Attention with the query heads of a group folded into rows; the mask holds the window already.
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    form: AttentionForm,
+) -> Tensor:
+    """Attention with the query heads of a group folded into rows; the mask holds the window
+    already.
 
     Args:
         mask: [groups*n, T] additive, over the last T keys; all keys before them are visible.
     """
     b, heads, n, _ = query.shape
-    kv_heads, scaling, softcap, sinks = key.shape[1], form["scaling"], form["softcap"], form["sinks"]
+    kv_heads = key.shape[1]
+    scaling = form["scaling"]
+    softcap = form["softcap"]
+    sinks = form["sinks"]
     rows = heads // kv_heads * n
     folded = query.reshape(b, kv_heads, rows, -1)
-    masked = 0 if mask is None else mask.shape[1]
+    masked = 0
+    if mask is not None:
+        masked = mask.shape[1]
     plain = softcap is None and sinks is None
     if plain and (mask is None or query.device.type != "cpu" or query.dtype != torch.float32):
         if mask is not None and masked < key.shape[2]:
@@ -338,22 +535,35 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, form
         return out.reshape(b, heads, n, -1)
     keys = key.flatten(0, 1).transpose(1, 2)  # [b * kv_heads, e, T]
     if softcap is None and mask is not None and masked == key.shape[2] and query.dtype.itemsize > 2:
-        scores = torch.baddbmm(mask, folded.flatten(0, 1), keys, alpha=scaling)  # [b * kv_heads, groups*n, T]
+        scores = torch.baddbmm(
+            mask,
+            folded.flatten(0, 1),
+            keys,
+            alpha=scaling,
+        )  # [b * kv_heads, groups*n, T]
     else:
         scores = exact_scores(folded.flatten(0, 1), keys) * scaling
-        scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
         if mask is not None:
             scores[..., -masked:] += mask
     if sinks is None:
         weights = scores.softmax(dim=-1, dtype=torch.float32)
     else:
-        column = sinks.view(kv_heads, -1, 1).expand(-1, -1, n).reshape(kv_heads, rows, 1).repeat(b, 1, 1)
-        weights = torch.cat((scores, column.to(scores.dtype)), dim=-1).softmax(dim=-1, dtype=torch.float32)[..., :-1]
+        column = (
+            sinks.view(kv_heads, -1, 1).expand(-1, -1, n).reshape(kv_heads, rows, 1).repeat(b, 1, 1)
+        )
+        weights = torch.cat((scores, column.to(scores.dtype)), dim=-1).softmax(
+            dim=-1,
+            dtype=torch.float32,
+        )[..., :-1]
     return torch.bmm(weights.to(value.dtype), value.flatten(0, 1)).view(b, heads, n, -1)
 
 
 def exact_scores(queries: Tensor, keys: Tensor) -> Tensor:
-    """Batched products of 16-bit queries and keys as float32 sums, as fused attention has them; wider ones in their dtype."""
+    """Batched products of 16-bit queries and keys as float32 sums, as fused attention has them;
+    wider ones in their dtype.
+    """
     if queries.dtype.itemsize > 2:
         return torch.bmm(queries, keys)
     if queries.is_cuda:  # tensor cores read 16 bits and write 32

@@ -6,8 +6,10 @@
               part        0    |    1    |    2     |   (3)             token 1   head 0  head 1  head 2
                       dense: no mask but the window | ancestor bits     ...
 
-Softmax runs in base 2 and in float32. A part writes its normalized output and the logarithm of its weight, so the merge is one
-weighted mean. Lengths are read on the device: the grid depends on upper bounds alone, and programs beyond a row's end return at
+Softmax runs in base 2 and in float32. A part writes its normalized output and the logarithm of its
+    weight, so the merge is one
+weighted mean. Lengths are read on the device: the grid depends on upper bounds alone, and programs
+    beyond a row's end return at
 once. A third kernel moves accepted keys and values together.
 
 Source: online softmax with split keys as in Flash-Decoding (Dao et al., 2023).
@@ -17,7 +19,8 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-# Triton's interpreter multiplies the bit patterns of bfloat16 numbers, so there they are widened first.
+# Triton's interpreter multiplies the bit patterns of bfloat16 numbers, so there they are widened
+# first.
 WIDEN = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -32,7 +35,8 @@ def _read(base, slots, stride, end, WIDTH: tl.constexpr, PADDED: tl.constexpr):
 @triton.jit
 def _dot(left, right, plus, PRECISION: tl.constexpr):
     if WIDEN:
-        left, right = left.to(tl.float32), right.to(tl.float32)
+        left = left.to(tl.float32)
+        right = right.to(tl.float32)
     return tl.dot(left, right, plus, input_precision=PRECISION)
 
 
@@ -43,7 +47,9 @@ def _step(
     BLOCK_N: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PADDED: tl.constexpr, VALUE_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Adds one block of slots to the running maximum [m], sum [m] and weighted sum [m, value_width]."""
+    """Adds one block of slots to the running maximum [m], sum [m] and weighted sum [m,
+    value_width].
+    """
     slots = slot + tl.arange(0, BLOCK_N)
     key = _read(keys, slots, key_stride, end, WIDTH, PADDED)
     scores = _dot(query, tl.trans(key), None, PRECISION)
@@ -56,7 +62,9 @@ def _step(
     if TREE:
         new = (slots >= prefix) & (slots < end)
         node = tl.maximum(slots - prefix, 0)
-        low = tl.maximum(slot - prefix, 0) // 32  # a block of up to 64 slots, wherever it starts, has bits in 3 words
+        low = (
+            tl.maximum(slot - prefix, 0) // 32
+        )  # a block of up to 64 slots, wherever it starts, has bits in 3 words
         words_at = ancestors + token * words + low
         word = tl.load(words_at, mask=low < used, other=0)[:, None]
         for more in tl.static_range(1, 3):
@@ -72,7 +80,11 @@ def _step(
     elif WINDOW:
         scores = tl.where(position[:, None] - slots[None, :] < window, scores, float("-inf"))
     highest = tl.maximum(top, tl.max(scores, 1))
-    shift = tl.where(highest == float("-inf"), 0.0, highest)  # a row without visible keys so far stays at zero
+    shift = tl.where(
+        highest == float("-inf"),
+        0.0,
+        highest,
+    )  # a row without visible keys so far stays at zero
     weights = tl.exp2(scores - shift[:, None])
     fade = tl.exp2(top - shift)
     value = _read(values, slots, value_stride, end, VALUE_WIDTH, VALUE_PADDED)
@@ -92,20 +104,25 @@ def attend_parts(
 ):  # fmt: skip
     """Attention of one tile of (token, head) pairs over one part of its row's slots.
 
-    Writes out [parts, count, heads, value_width] and logs [parts, count, heads] if MERGED, else the final out.
+    Writes out [parts, count, heads, value_width] and logs [parts, count, heads] if MERGED, else the
+    final out.
     """
-    tile, part = tl.program_id(0), tl.program_id(1)
-    row, kv_head = tl.program_id(2) // KV_HEADS, tl.program_id(2) % KV_HEADS
+    tile = tl.program_id(0)
+    part = tl.program_id(1)
+    row = tl.program_id(2) // KV_HEADS
+    kv_head = tl.program_id(2) % KV_HEADS
     first = tl.load(offsets + row)
     n = tl.load(offsets + row + 1) - first
     if tile * BLOCK_M >= n * GROUP:
         return
     pair = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    token, head = pair // GROUP, kv_head * GROUP + pair % GROUP
+    token = pair // GROUP
+    head = kv_head * GROUP + pair % GROUP
     live = token < n
     at = first.to(tl.int64) + token
     prefix = tl.load(prefixes + row)
-    held, chain = tl.load(helds + row), tl.load(chains + row) != 0
+    held = tl.load(helds + row)
+    chain = tl.load(chains + row) != 0
     own = held + token  # number in the tree
     positions += tl.load(places + row)
     ancestors += tl.load(places + row).to(tl.int64) * words
@@ -154,9 +171,17 @@ def attend_parts(
     mean = mean / tl.where(seen, total, 1.0)[:, None]
     dims = tl.arange(0, VALUE_PADDED)
     written = live[:, None] & (dims < VALUE_WIDTH)[None, :]
-    tl.store(out + place[:, None] * VALUE_WIDTH + dims[None, :], mean.to(out.dtype.element_ty), mask=written)
+    tl.store(
+        out + place[:, None] * VALUE_WIDTH + dims[None, :],
+        mean.to(out.dtype.element_ty),
+        mask=written,
+    )
     if MERGED:
-        tl.store(logs + place, tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("-inf")), mask=live)
+        tl.store(
+            logs + place,
+            tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("-inf")),
+            mask=live,
+        )
 
 
 @triton.jit(do_not_specialize=["count", "parts"])
@@ -164,7 +189,9 @@ def merge_parts(
     partial, logs, out, count, parts,
     HEADS: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_PADDED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Mean of the parts' outputs [parts, count, heads, value_width], weighted by 2**logs. One program per token and head."""
+    """Mean of the parts' outputs [parts, count, heads, value_width], weighted by 2**logs. One
+    program per token and head.
+    """
     place = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
     dims = tl.arange(0, VALUE_PADDED)
     top = tl.full([1], float("-inf"), tl.float32)
@@ -176,14 +203,23 @@ def merge_parts(
         weight = tl.load(logs + where, mask=part < parts, other=float("-inf"))
         some = weight > float("-inf")
         mask = some[:, None] & (dims < VALUE_WIDTH)[None, :]
-        values = tl.load(partial + where[:, None] * VALUE_WIDTH + dims[None, :], mask=mask, other=0.0)
+        values = tl.load(
+            partial + where[:, None] * VALUE_WIDTH + dims[None, :],
+            mask=mask,
+            other=0.0,
+        )
         highest = tl.maximum(top, tl.max(weight, 0))
         shift = tl.where(highest == float("-inf"), 0.0, highest)
-        share, fade = tl.exp2(weight - shift), tl.exp2(top - shift)
+        share = tl.exp2(weight - shift)
+        fade = tl.exp2(top - shift)
         total = total * fade + tl.sum(share, 0)
         mean = mean * fade + tl.sum(values * share[:, None], 0)
         top = highest
-    tl.store(out + place * VALUE_WIDTH + dims, (mean / total).to(out.dtype.element_ty), mask=dims < VALUE_WIDTH)
+    tl.store(
+        out + place * VALUE_WIDTH + dims,
+        (mean / total).to(out.dtype.element_ty),
+        mask=dims < VALUE_WIDTH,
+    )
 
 
 @triton.jit
@@ -191,15 +227,23 @@ def move_paths(
     addresses, moves, like, head_stride, slot_stride,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
-    """Moves a path's slots together in one head of one buffer. One program per (buffer, head) and path.
+    """Moves a path's slots together in one head of one buffer. One program per (buffer, head) and
+    path.
 
-    addresses [buffers], of pointers like `like`; moves [paths, 1 + PATH]: the first goal, then the sources, padded with -1.
+    addresses [buffers], of pointers like `like`; moves [paths, 1 + PATH]: the first goal, then the
+    sources, padded with -1.
     """
-    head, path = tl.program_id(0) % HEADS, tl.program_id(1)
-    base = tl.load(addresses + tl.program_id(0) // HEADS).to(like.dtype) + head.to(tl.int64) * head_stride
+    head = tl.program_id(0) % HEADS
+    path = tl.program_id(1)
+    base = (
+        tl.load(addresses + tl.program_id(0) // HEADS).to(like.dtype)
+        + head.to(tl.int64) * head_stride
+    )
     moves += path * (PATH + 1)
-    step, dims = tl.arange(0, PATH), tl.arange(0, PADDED)
-    source, goal = tl.load(moves + 1 + step), tl.load(moves) + step
+    step = tl.arange(0, PATH)
+    dims = tl.arange(0, PADDED)
+    source = tl.load(moves + 1 + step)
+    goal = tl.load(moves) + step
     mask = (source >= 0)[:, None] & (dims < WIDTH)[None, :]
     held = tl.load(base + source[:, None] * slot_stride + dims[None, :], mask=mask)
     tl.debug_barrier()  # a goal may be another's source

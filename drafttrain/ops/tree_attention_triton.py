@@ -1,12 +1,14 @@
-"""Tree attention over a packed batch: rows of different length, each with a chain or a tree of new tokens of its own.
+"""Tree attention over a packed batch: rows of different length, each with a chain or a tree of new
+tokens of its own.
 
     row 0: L = 5, root and 2 nodes      new tokens   r0 a0 b0 | r1 | r2 a2 b2 c2      N = 8
     row 1: L = 9, root alone            offsets      0          3    4            8
     row 2: L = 2, root and 3 nodes
 
-On a GPU two Triton kernels do the work (tree_attention_kernels.py); elsewhere, and as their reference in tests, a masked product
-over all slots. All layers share one `PackedPlan`. Visibility among new tokens is a bit per pair in trees and implied in chains,
-so no mask is quadratic in the prompt. For a long prompt without a prefix torch's causal attention is faster; callers choose it.
+On a GPU two Triton kernels do the work (tree_attention_kernels.py); elsewhere, and as their
+reference in tests, a masked product over all slots. All layers share one `PackedPlan`. Visibility
+among new tokens is a bit per pair in trees and implied in chains, so no mask is quadratic in the
+prompt. For a long prompt without a prefix torch's causal attention is faster; callers choose it.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ class PlanShape(NamedTuple):
 
     @property
     def numbers(self) -> int:
-        """Count of int32 numbers in all tensors. Each starts on 16 bytes; Triton compiles unaligned pointers separately."""
+        """Count of int32 numbers in all tensors. Each starts on 16 bytes; Triton compiles unaligned
+        pointers separately.
+        """
         return sum(_aligned(math.prod(size)) for size in self.sizes)
 
 
@@ -53,23 +57,30 @@ def _aligned(count: int) -> int:
 
 
 class PackedPlan(NamedTuple):
-    """Where the N new tokens of one forward stand; R rows, row r's new tokens at offsets[r] .. offsets[r+1].
+    """Where the N new tokens of one forward stand; R rows, row r's new tokens at offsets[r] ..
+    offsets[r+1].
 
-    A tree may grow over several forwards: then a row holds the tokens of earlier ones in the slots behind its prefix, and its new
-    tokens continue their numbers. Positions and ancestors stand at places[r] + number, for held tokens too.
+    A tree may grow over several forwards: then a row holds the tokens of earlier ones in the slots
+    behind its prefix, and its new tokens continue their numbers. Positions and ancestors stand at
+    places[r] + number, for held tokens too.
 
-    All tensors are int32 on the device, views of one. A static plan has a shape that fits many forwards, whose numbers
-    (`pack_plan`) are copied into it: nothing that a captured CUDA graph holds depends on lengths or trees.
+    All tensors are int32 on the device, views of one. A static plan has a shape that fits many
+    forwards, whose numbers (`pack_plan`) are copied into it: nothing that a captured CUDA graph
+    holds depends on lengths or trees.
     """
 
     rows: Tensor  # [R], each sequence's row of the cache
     offsets: Tensor  # [R+1]
     prefix_lens: Tensor  # [R], L_r
-    chains: Tensor  # [R], 1 if new tokens see all earlier ones, 0 if `ancestors` defines whom they see
+    chains: (
+        Tensor  # [R], 1 if new tokens see all earlier ones, 0 if `ancestors` defines whom they see
+    )
     helds: Tensor  # [R], tokens of the row's tree that earlier forwards stored
     places: Tensor  # [R], where the row's tree begins in the next two
     positions: Tensor  # [tree tokens], absolute: L_r + depth
-    ancestors: Tensor  # [tree tokens, words], bit j of word w: it sees token 32 * w + j of its row; not read for chains
+    # [tree tokens, words], bit j of word w: it sees token 32 * w + j of its row; not read for
+    # chains
+    ancestors: Tensor
     max_new: int  # no row has more new tokens
     queries: int  # N
 
@@ -79,7 +90,9 @@ class PackedPlan(NamedTuple):
 
     @staticmethod
     def build(
-        layouts: Sequence[TreeLayout], rows: Sequence[int] | None = None, device: torch.device | str = "cpu"
+        layouts: Sequence[TreeLayout],
+        rows: Sequence[int] | None = None,
+        device: torch.device | str = "cpu",
     ) -> PackedPlan:
         """Packs R layouts, in order, into one upload.
 
@@ -89,9 +102,13 @@ class PackedPlan(NamedTuple):
             device: of the queries.
         """
         counts = [layout.count for layout in layouts]
-        words = max([1, *(-(-layout.count // _WORD) for layout in layouts if layout.parents is not None)])
+        words = max(
+            [1, *(-(-layout.count // _WORD) for layout in layouts if layout.parents is not None)]
+        )
         shape = PlanShape(len(layouts), sum(counts), max(counts), words)
-        numbers = torch.from_numpy(pack_plan(layouts, range(len(layouts)) if rows is None else rows, shape)).to(device)
+        numbers = torch.from_numpy(
+            pack_plan(layouts, range(len(layouts)) if rows is None else rows, shape)
+        ).to(device)
         return PackedPlan.static(numbers, shape)
 
     @staticmethod
@@ -99,28 +116,37 @@ class PackedPlan(NamedTuple):
         """A plan over [shape.numbers] int32 numbers on the device, which later copies may replace."""
         counts = [math.prod(size) for size in shape.sizes]
         pieces = numbers.split([_aligned(count) for count in counts])
-        views = [piece[:n].view(size) for piece, n, size in zip(pieces, counts, shape.sizes, strict=True)]
+        views = [
+            piece[:n].view(size) for piece, n, size in zip(pieces, counts, shape.sizes, strict=True)
+        ]
         return PackedPlan._make([*views, shape.max_new, shape.tokens])
 
 
 def pack_plan(layouts: Sequence[TreeLayout], rows: Sequence[int], shape: PlanShape) -> np.ndarray:
     """The numbers of a plan, [shape.numbers] int32.
 
-    Padding tokens belong to the last row: they have its root's position, see what the root sees and themselves, and take slots
-    behind its new tokens. Padding rows are empty.
+    Padding tokens belong to the last row: they have its root's position, see what the root sees and
+    themselves, and take slots behind its new tokens. Padding rows are empty.
     """
     counts = [layout.count for layout in layouts]
-    pads, spare = shape.tokens - sum(counts), [0] * (shape.rows - len(layouts))
+    pads = shape.tokens - sum(counts)
+    spare = [0] * (shape.rows - len(layouts))
     counts[-1] += pads
     if pads < 0 or max(counts) > shape.max_new or len(rows) != len(layouts) or min(rows) < 0:
-        raise ValueError(f"rows={list(rows)} with {counts} tokens do not fit the plan's shape {tuple(shape)}")
+        raise ValueError(
+            f"rows={list(rows)} with {counts} tokens do not fit the plan's shape {tuple(shape)}"
+        )
     offsets = np.cumsum([0, *counts, *spare])  # [R+1]
     ancestors = np.zeros((shape.tokens, shape.words), np.uint32)
     for start, layout in zip(offsets, layouts):  # noqa: B905 (spare rows have no layout)
-        if layout.parents is not None:  # a chain has no bits: a long prompt would need a quadratic number
+        if (
+            layout.parents is not None
+        ):  # a chain has no bits: a long prompt would need a quadratic number
             ancestors[start : start + layout.count] = layout.ancestor_words(shape.words)
     own = np.arange(counts[-1] - pads, counts[-1])  # [pads], numbers in the last row
-    ancestors[shape.tokens - pads + np.arange(pads), own // _WORD] = np.uint32(1) << (own % _WORD).astype(np.uint32)
+    ancestors[shape.tokens - pads + np.arange(pads), own // _WORD] = np.uint32(1) << (
+        own % _WORD
+    ).astype(np.uint32)
     parts = [
         np.asarray([*rows, *spare]),
         offsets,
@@ -128,7 +154,10 @@ def pack_plan(layouts: Sequence[TreeLayout], rows: Sequence[int], shape: PlanSha
         np.asarray([*(layout.parents is None for layout in layouts), *spare]),
         np.zeros(shape.rows),
         offsets[:-1],
-        np.concatenate([layout.depths + layout.prefix_len for layout in layouts] + [[layouts[-1].prefix_len] * pads]),
+        np.concatenate(
+            [layout.depths + layout.prefix_len for layout in layouts]
+            + [[layouts[-1].prefix_len] * pads]
+        ),
         ancestors.view(np.int32),
     ]
     flat = np.zeros(shape.numbers, dtype=np.int32)
@@ -142,12 +171,15 @@ def pack_plan(layouts: Sequence[TreeLayout], rows: Sequence[int], shape: PlanSha
 def packed_tree_attention(
     query: Tensor, keys: Tensor, values: Tensor, plan: PackedPlan, **form: Unpack[AttentionForm]
 ) -> Tensor:
-    """Attends with N packed new tokens over the cache, whose slots [L_r, L_r + n_r) hold their keys already.
+    """Attends with N packed new tokens over the cache, whose slots [L_r, L_r + n_r) hold their keys
+    already.
 
     Args:
         query: [1, heads, N, head_dim], RoPE applied.
-        keys: [cache rows, kv_heads, capacity, head_dim]; query head i reads key head i // (heads / kv_heads).
-        values: [cache rows, kv_heads, capacity, value_dim]. Slots from L_r + n_r on may hold anything.
+        keys: [cache rows, kv_heads, capacity, head_dim]; query head i reads key head i // (heads /
+            kv_heads).
+        values: [cache rows, kv_heads, capacity, value_dim]. Slots from L_r + n_r on may hold
+            anything.
         plan: of this forward, on the same device.
 
     Returns:
@@ -155,7 +187,13 @@ def packed_tree_attention(
     """
     if torch.compiler.is_compiling():
         return _opaque(query, keys, values, plan.tensors, plan.max_new, **form)
-    return (_launch if query.is_cuda and has_triton() else static_reference)(query, keys, values, plan, **form)
+    return (_launch if query.is_cuda and has_triton() else static_reference)(
+        query,
+        keys,
+        values,
+        plan,
+        **form,
+    )
 
 
 @torch.library.custom_op("drafttrain::packed_tree_attention", mutates_args=())
@@ -172,7 +210,13 @@ def _opaque(
 ) -> Tensor:
     """`packed_tree_attention` as torch.compile sees it: one operator that it does not trace."""
     form = AttentionForm(scaling=scaling, window=window, softcap=softcap, sinks=sinks)
-    return packed_tree_attention(query, keys, values, PackedPlan._make([*plan, max_new, query.shape[2]]), **form)
+    return packed_tree_attention(
+        query,
+        keys,
+        values,
+        PackedPlan._make([*plan, max_new, query.shape[2]]),
+        **form,
+    )
 
 
 @_opaque.register_fake
@@ -183,33 +227,54 @@ def _(query: Tensor, keys: Tensor, values: Tensor, *_: object, **__: object) -> 
 def static_reference(
     query: Tensor, keys: Tensor, values: Tensor, plan: PackedPlan, **form: Unpack[AttentionForm]
 ) -> Tensor:
-    """`packed_tree_attention` in plain torch, from the plan's tensors alone, over all slots of the cache.
+    """`packed_tree_attention` in plain torch, from the plan's tensors alone, over all slots of the
+    cache.
 
-    No shape and no branch depends on lengths, so it can be captured. It is slow: every token multiplies with every slot of
-    every row.
+    No shape and no branch depends on lengths, so it can be captured. It is slow: every token
+    multiplies with every slot of every row.
     """
-    scaling, window, softcap, sinks = form["scaling"], form["window"], form["softcap"], form["sinks"]
+    scaling = form["scaling"]
+    window = form["window"]
+    softcap = form["softcap"]
+    sinks = form["sinks"]
     count, (cache_rows, kv_heads, capacity, _) = query.shape[2], keys.shape
     token = torch.arange(count, device=query.device)
     row = torch.searchsorted(plan.offsets[1:], token.to(torch.int32), right=True)  # [N]
     held = plan.helds[row]
     own = held + token - plan.offsets[row]  # [N] number in the tree
-    first, prefix, chain = (x[row][:, None] for x in (plan.places, plan.prefix_lens, plan.chains))  # [N, 1] each
+    first, prefix, chain = (
+        x[row][:, None] for x in (plan.places, plan.prefix_lens, plan.chains)
+    )  # [N, 1] each
     at = plan.places[row] + own
     slot = torch.arange(capacity, device=query.device)
     node = slot - prefix  # [N, capacity]
     new = (node >= 0) & (node < (held + plan.offsets[row + 1] - plan.offsets[row])[:, None])
-    bits = plan.ancestors[at].gather(1, (node // _WORD).clamp(0, plan.ancestors.shape[1] - 1)) >> (node % _WORD) & 1
+    bits = (
+        plan.ancestors[at].gather(1, (node // _WORD).clamp(0, plan.ancestors.shape[1] - 1))
+        >> (node % _WORD)
+        & 1
+    )
     visible = (node < 0) | new & torch.where(chain != 0, node <= own[:, None], bits != 0)
     if window is not None:
-        position = torch.where(new, plan.positions[(first + node).clamp(0, len(plan.positions) - 1)], slot)
+        position = torch.where(
+            new,
+            plan.positions[(first + node).clamp(0, len(plan.positions) - 1)],
+            slot,
+        )
         visible &= plan.positions[at][:, None] - position < window
     own = torch.arange(cache_rows, device=query.device) == plan.rows[row][:, None]
     visible = (own[:, :, None] & visible[:, None, :]).flatten(1)  # [N, cache rows * capacity]
     # Masked slots may hold NaN, which a weight of 0 does not cancel.
-    keys, values = (x.transpose(0, 1).flatten(1, 2).masked_fill(~visible.any(0)[:, None], 0) for x in (keys, values))
-    scores = exact_scores(query[0].unflatten(0, (kv_heads, -1)).flatten(1, 2), keys.transpose(1, 2)) * scaling
-    scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
+    keys, values = (
+        x.transpose(0, 1).flatten(1, 2).masked_fill(~visible.any(0)[:, None], 0)
+        for x in (keys, values)
+    )
+    scores = (
+        exact_scores(query[0].unflatten(0, (kv_heads, -1)).flatten(1, 2), keys.transpose(1, 2))
+        * scaling
+    )
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     scores = scores.unflatten(1, (-1, count)).float().masked_fill(~visible, float("-inf"))
     scores = scores.flatten(0, 1)  # [heads, N, cache rows * capacity]
     if sinks is not None:
@@ -224,8 +289,12 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def run_kernel(kernel: Any, grid: tuple[int, ...], first: Tensor, /, *args: Any, **options: Any) -> None:
-    """Launches a Triton kernel on the device of its first argument; Triton itself would take the process's current device."""
+def run_kernel(
+    kernel: Any, grid: tuple[int, ...], first: Tensor, /, *args: Any, **options: Any
+) -> None:
+    """Launches a Triton kernel on the device of its first argument; Triton itself would take the
+    process's current device.
+    """
     with torch.cuda.device_of(first):
         kernel[grid](first, *args, **options)
 
@@ -241,7 +310,14 @@ class Geometry(NamedTuple):
 
 
 def choose_geometry(
-    pairs: int, groups: int, span: int, width: int, value_width: int, itemsize: int, processors: int, shared: int
+    pairs: int,
+    groups: int,
+    span: int,
+    width: int,
+    value_width: int,
+    itemsize: int,
+    processors: int,
+    shared: int,
 ) -> Geometry:
     """Tiles that hold a row's full group if they can, and as many parts as fill the device once.
 
@@ -253,10 +329,19 @@ def choose_geometry(
         width, value_width: of a key and a value; itemsize: bytes of a number.
         processors: of the device; shared: bytes of shared memory per program.
     """
-    padded, value_padded = _power_of_two(width), _power_of_two(value_width)
-    # As large as registers allow (the compiler's figures for sm_80 to sm_90). Products in float32 run without tensor cores
-    # and keep full operands in registers.
-    most, block_n = (16, 16) if itemsize == 4 else (128, 64) if max(padded, value_padded) <= 128 else (64, 32)
+    padded = _power_of_two(width)
+    value_padded = _power_of_two(value_width)
+    # As large as registers allow (the compiler's figures for sm_80 to sm_90). Products in float32
+    # run without tensor cores and keep full operands in registers.
+    if itemsize == 4:
+        most = 16
+        block_n = 16
+    elif max(padded, value_padded) <= 128:
+        most = 128
+        block_n = 64
+    else:
+        most = 64
+        block_n = 32
     block_m = min(_power_of_two(pairs), most)
 
     def stages() -> int:
@@ -264,12 +349,20 @@ def choose_geometry(
         return free // (block_n * (padded + value_padded) * itemsize)
 
     while stages() < 2 and max(block_m, block_n) > 16:
-        block_m, block_n = (block_m // 2, block_n) if block_m > block_n else (block_m, block_n // 2)
+        if block_m > block_n:
+            block_m = block_m // 2
+            block_n = block_n
+        else:
+            block_m = block_m
+            block_n = block_n // 2
     tiles = -(-pairs // block_m)
     resident = 1 if block_m >= 128 else 2
     parts = processors * resident // (groups * tiles)
     parts = max(1, min(parts, -(-span // (2 * block_n)), _MOST_PARTS))
-    warps = 8 if block_m * max(padded, value_padded) >= 64 * 128 else 4
+    if block_m * max(padded, value_padded) >= 64 * 128:
+        warps = 8
+    else:
+        warps = 4
     return Geometry(block_m, block_n, parts, warps, max(1, min(stages(), 3)))
 
 
@@ -287,21 +380,36 @@ def _device_limits(index: int) -> tuple[int, int]:
     return facts["multiprocessor_count"], facts["max_shared_mem"]
 
 
-def _check(query: Tensor, keys: Tensor, values: Tensor, plan: PackedPlan, sinks: Tensor | None) -> None:
-    """Raises TypeError or ValueError for what the kernels would read wrongly. Cache rows and lengths, which live on the device,
-    were checked by `TreeCache.open` and `pack_plan`."""
+def _check(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: PackedPlan,
+    sinks: Tensor | None,
+) -> None:
+    """Raises TypeError or ValueError for what the kernels would read wrongly. Cache rows and
+    lengths, which live on the device, were checked by `TreeCache.open` and `pack_plan`.
+    """
     heads, (_, kv_heads, _, width) = query.shape[1], keys.shape
     if not query.dtype == keys.dtype == values.dtype:
-        raise TypeError(f"queries {query.dtype}, keys {keys.dtype} and values {values.dtype} must share a dtype")
+        raise TypeError(
+            f"queries {query.dtype}, keys {keys.dtype} and values {values.dtype} must share a dtype"
+        )
     if not query.stride(3) == keys.stride(3) == values.stride(3) == 1:
         raise ValueError("the last dimension of queries, keys and values must be contiguous")
     if plan.queries != query.shape[2] or len(query) != 1:
-        raise ValueError(f"queries {list(query.shape)}: the plan is of another forward, with {plan.queries} tokens")
+        raise ValueError(
+            f"queries {list(query.shape)}: the plan is of another forward, with {plan.queries} tokens"
+        )
     if query.shape[3] != width or keys.shape[:3] != values.shape[:3] or heads % kv_heads:
-        found = f"queries {list(query.shape)}, keys {list(keys.shape)} and values {list(values.shape)}"
+        found = (
+            f"queries {list(query.shape)}, keys {list(keys.shape)} and values {list(values.shape)}"
+        )
         raise ValueError(f"{found} do not fit together")
     tensors = (keys, values, *plan.tensors, *(() if sinks is None else (sinks,)))
-    if any(tensor.device != query.device for tensor in tensors) or (sinks is not None and sinks.shape != (heads,)):
+    if any(tensor.device != query.device for tensor in tensors) or (
+        sinks is not None and sinks.shape != (heads,)
+    ):
         raise ValueError(f"keys, values, plan and sinks [{heads}] must be on {query.device}")
 
 
@@ -316,34 +424,68 @@ def _launch(
     """Runs the kernels. `geometry` is chosen from the device by default."""
     from drafttrain.ops.tree_attention_kernels import attend_parts, merge_parts
 
-    window, softcap, sinks = form["window"], form["softcap"], form["sinks"]
+    window = form["window"]
+    softcap = form["softcap"]
+    sinks = form["sinks"]
     _, heads, count, width = query.shape
-    kv_heads, capacity, value_width = keys.shape[1], keys.shape[2], values.shape[3]
-    group, row_count = heads // kv_heads, len(plan.rows)
+    kv_heads = keys.shape[1]
+    capacity = keys.shape[2]
+    value_width = values.shape[3]
+    group = heads // kv_heads
+    row_count = len(plan.rows)
     _check(query, keys, values, plan, sinks)
     if geometry is None:
-        span = capacity if window is None else min(capacity, window + plan.max_new)
-        pairs, groups = plan.max_new * group, row_count * kv_heads
+        if window is None:
+            span = capacity
+        else:
+            span = min(capacity, window + plan.max_new)
+        pairs = plan.max_new * group
+        groups = row_count * kv_heads
         limits = _device_limits(query.device.index)
-        geometry = choose_geometry(pairs, groups, span, width, value_width, query.element_size(), *limits)
+        geometry = choose_geometry(
+            pairs,
+            groups,
+            span,
+            width,
+            value_width,
+            query.element_size(),
+            *limits,
+        )
     out = query.new_empty(1, count, heads, value_width)
-    partial, logs = out, out
+    partial = out
+    logs = out
     if geometry.parts > 1:
         partial = query.new_empty(geometry.parts, count, heads, value_width, dtype=torch.float32)
         logs = query.new_empty(geometry.parts, count, heads, dtype=torch.float32)
     tiles = -(-plan.max_new * group // geometry.block_m)
     sizes = {"KV_HEADS": kv_heads, "GROUP": group, "WIDTH": width, "PADDED": _power_of_two(width)}
     value_sizes = {"VALUE_WIDTH": value_width, "VALUE_PADDED": _power_of_two(value_width)}
-    tiling = {"BLOCK_M": geometry.block_m, "BLOCK_N": geometry.block_n, "MERGED": geometry.parts > 1}
-    branches = {"WINDOW": window is not None, "SOFTCAP": softcap is not None, "SINKS": sinks is not None}
+    tiling = {
+        "BLOCK_M": geometry.block_m,
+        "BLOCK_N": geometry.block_n,
+        "MERGED": geometry.parts > 1,
+    }
+    branches = {
+        "WINDOW": window is not None,
+        "SOFTCAP": softcap is not None,
+        "SINKS": sinks is not None,
+    }
     options = {"PRECISION": "ieee", "num_warps": geometry.warps, "num_stages": geometry.stages}
-    # Tiles of one row and part are neighbors, so they run together and share what they read through the L2 cache.
+    # Tiles of one row and part are neighbors, so they run together and share what they read through
+    # the L2 cache.
     run_kernel(
         attend_parts,
         (tiles, geometry.parts, row_count * kv_heads),
         *(query, keys, values, query if sinks is None else sinks, partial, logs, *plan.tensors),
         *(query.stride(1), query.stride(2), *keys.stride()[:3], *values.stride()[:3]),
-        *(count, plan.ancestors.shape[1], geometry.parts, window or 0, form["scaling"], softcap or 1.0),
+        *(
+            count,
+            plan.ancestors.shape[1],
+            geometry.parts,
+            window or 0,
+            form["scaling"],
+            softcap or 1.0,
+        ),
         **(sizes | value_sizes | tiling | branches | options),
     )
     if geometry.parts > 1:

@@ -1,6 +1,7 @@
 """The key/value cache of decoding: preallocated, written in place, rolled back by not committing.
 
-`TreeCache` holds the rows of a batch and attends for packed forwards. `SlotMover` moves an accepted path together in the
+`TreeCache` holds the rows of a batch and attends for packed forwards. `SlotMover` moves an accepted
+    path together in the
 buffers of all layers: one launch on a GPU, one call of ops/cpu.c on a CPU, torch elsewhere.
 
     slots       ...  10  11  12  13  14          sources 12, 14   goals 11, 12
@@ -24,7 +25,12 @@ from drafttrain.errors import UserError
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import check
 from drafttrain.ops.tree_attention import AttentionForm, CpuPlan, TreeLayout, tree_attention
-from drafttrain.ops.tree_attention_triton import PackedPlan, has_triton, packed_tree_attention, run_kernel
+from drafttrain.ops.tree_attention_triton import (
+    PackedPlan,
+    has_triton,
+    packed_tree_attention,
+    run_kernel,
+)
 
 # Longer pieces are prompts. Fused causal attention reads them faster than a kernel for few tokens.
 _KERNEL_TOKENS = 256
@@ -35,7 +41,8 @@ class Addresses(NamedTuple):
     """Where the buffers of a cache are, for kernels that run several layers.
 
     Attributes:
-        table: [layers, 4] int64: addresses of keys and values, and their strides from head to head in numbers.
+        table: [layers, 4] int64: addresses of keys and values, and their strides from head to head
+            in numbers.
         address: of the table, which is struct buffers of cpu_layers.c.
         slots: of each buffer. shapes: (kv_heads, head_dim) per layer.
         buffers: what the addresses point to, which must live as long.
@@ -53,18 +60,21 @@ def _on_gpu(query: Tensor) -> bool:
 
 
 class TreeCache:
-    """Keys and values of several sequences, and the attention of a packed forward over them (an `AttentionContext`).
+    """Keys and values of several sequences, and the attention of a packed forward over them (an
+    `AttentionContext`).
 
-    A forward holds the new tokens of any of the rows one after the other, without padding. A row's n new tokens are
-    written to its slots [L, L+n). Nothing is removed: `commit` moves the accepted tokens together behind L and advances
-    L, and the next forward overwrites the rest. Each row has its own L and its own tree.
+    A forward holds the new tokens of any of the rows one after the other, without padding. A row's
+    n new tokens are written to its slots [L, L+n). Nothing is removed: `commit` moves the accepted
+    tokens together behind L and advances L, and the next forward overwrites the rest. Each row has
+    its own L and its own tree.
 
         slots       0 .. L-1    L     L+1   L+2   L+3   L+4
         forward     committed   root  a     b     a1    b1         (a, b: children of the root)
         commit      committed   root  b     b1                     kept = [0, 2, 4], L += 3
 
-    On a CPU the buffers are float32 also for bfloat16 targets: the attention kernel reads float32 only, and with it a round
-    takes 0.87-0.96 of the time of one sequence and 0.67-0.87 of the time of 16 to 128 sequences.
+    On a CPU the buffers are float32 also for bfloat16 targets: the attention kernel reads float32
+    only, and with it a round takes 0.87-0.96 of the time of one sequence and 0.67-0.87 of the time
+    of 16 to 128 sequences.
 
     Args:
         capacity: slots per row and layer: the longest sequence plus one round's new tokens.
@@ -76,9 +86,11 @@ class TreeCache:
     """
 
     def __init__(self, capacity: int, rows: int = 1):
-        self.capacity, self.rows = capacity, rows
+        self.capacity = capacity
+        self.rows = rows
         self.lengths = [0] * rows
-        # Per layer keys and values [kv_heads, rows * capacity, e]: one slot axis, so that all rows move in one gather.
+        # Per layer keys and values [kv_heads, rows * capacity, e]: one slot axis, so that all rows
+        # move in one gather.
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._mover: SlotMover | None = None  # of the present buffers
         self._open: list[tuple[int, TreeLayout]] = []
@@ -99,24 +111,37 @@ class TreeCache:
         return sum(buffer.nbytes for pair in self._layers.values() for buffer in pair)
 
     def __str__(self) -> str:
-        rows = "1 row" if self.rows == 1 else f"{self.rows} rows"
-        return f"key/value cache {self.nbytes / 2**20:,.1f} MiB ({rows} x {self.capacity:,} positions)"
+        rows = "1 row"
+        if self.rows != 1:
+            rows = f"{self.rows} rows"
+        return (
+            f"key/value cache {self.nbytes / 2**20:,.1f} MiB ({rows} x {self.capacity:,} positions)"
+        )
 
     def allocate(self, layers: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-        """Makes the buffers before the first forward, all zero, from empty keys and values [1, kv_heads, 0, e] of each layer."""
+        """Makes the buffers before the first forward, all zero, from empty keys and values [1,
+        kv_heads, 0, e] of each layer.
+        """
         for layer, (key, value) in layers.items():
             self._layers[layer] = (self._allocate(key).zero_(), self._allocate(value).zero_())
 
     @property
     def layers(self) -> dict[int, tuple[Tensor, Tensor]]:
         """Empty keys and values of each layer, as `allocate` takes them."""
-        return {layer: (keys[None, :, :0], values[None, :, :0]) for layer, (keys, values) in self._layers.items()}
+        return {
+            layer: (keys[None, :, :0], values[None, :, :0])
+            for layer, (keys, values) in self._layers.items()
+        }
 
     def view(self, row: int) -> TreeCache:
         """A cache of one row that is a row of this one."""
-        made, begin = TreeCache(self.capacity), row * self.capacity
+        made = TreeCache(self.capacity)
+        begin = row * self.capacity
         for layer, (keys, values) in self._layers.items():
-            made._layers[layer] = keys[:, begin : begin + self.capacity], values[:, begin : begin + self.capacity]
+            made._layers[layer] = (
+                keys[:, begin : begin + self.capacity],
+                values[:, begin : begin + self.capacity],
+            )
         return made
 
     def clear(self, row: int) -> None:
@@ -127,18 +152,29 @@ class TreeCache:
         """Grows every row to `capacity` positions and keeps the contents."""
         if capacity <= self.capacity:
             return
-        held, self.capacity, self._addresses = self.capacity, capacity, None
+        held = self.capacity
+        self.capacity = capacity
+        self._addresses = None
         for layer, pair in self._layers.items():
             grown = [self._allocate(buffer[None]) for buffer in pair]
             for old, new in zip(pair, grown, strict=True):
-                new.unflatten(1, (self.rows, capacity))[:, :, :held] = old.unflatten(1, (self.rows, held))
+                new.unflatten(1, (self.rows, capacity))[:, :, :held] = old.unflatten(
+                    1, (self.rows, held)
+                )
             self._layers[layer] = (grown[0], grown[1])
 
     def copy(self, source: int, row: int, count: int) -> None:
-        """Fills a row with the first `count` committed positions of another row: a prefix that both share."""
-        if not (0 <= source < self.rows and 0 <= row < self.rows and 0 <= count <= self.lengths[source]):
-            raise ValueError(f"source={source}, row={row}, count={count}: not among {self.rows} rows, or not committed")
-        begin, end = source * self.capacity, row * self.capacity
+        """Fills a row with the first `count` committed positions of another row: a prefix that both
+        share.
+        """
+        if not (
+            0 <= source < self.rows and 0 <= row < self.rows and 0 <= count <= self.lengths[source]
+        ):
+            raise ValueError(
+                f"source={source}, row={row}, count={count}: not among {self.rows} rows, or not committed"
+            )
+        begin = source * self.capacity
+        end = row * self.capacity
         for pair in self._layers.values():
             for buffer in pair:
                 buffer[:, end : end + count] = buffer[:, begin : begin + count]
@@ -148,8 +184,9 @@ class TreeCache:
         """Announces the next forward.
 
         Args:
-            new: per part of the packed forward, the cache row and its new tokens: a count of chained tokens, the parents of
-                tree nodes below a root, or the layout of a tree that continues to grow. Each row at most once.
+            new: per part of the packed forward, the cache row and its new tokens: a count of
+                chained tokens, the parents of tree nodes below a root, or the layout of a tree that
+                continues to grow. Each row at most once.
 
         Raises:
             UserError: a row's tokens do not fit.
@@ -158,14 +195,20 @@ class TreeCache:
         named = [row for row, _ in new]
         if len(set(named)) < len(named) or not all(0 <= row < self.rows for row in named):
             raise ValueError(f"rows={named} must be distinct numbers from 0 to {self.rows - 1}")
-        self._open, self._slots, self._plan = [], None, None
-        self._cpu_plan, self._planned = None, False
+        self._open = []
+        self._slots = None
+        self._plan = None
+        self._cpu_plan = None
+        self._planned = False
         for row, shape in new:
             length = self.lengths[row]
             if isinstance(shape, TreeLayout):
                 layout = shape
             else:
-                layout = TreeLayout(length, count=shape) if isinstance(shape, int) else TreeLayout(length, shape)
+                if isinstance(shape, int):
+                    layout = TreeLayout(length, count=shape)
+                else:
+                    layout = TreeLayout(length, shape)
             if layout.prefix_len + layout.held + layout.count > self.capacity:
                 raise UserError(
                     f"the key/value cache holds {self.capacity} positions, but {layout.prefix_len} + "
@@ -179,17 +222,28 @@ class TreeCache:
         parts = [layout.positions() for _, layout in self._open]
         return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).to(device)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]) -> Tensor:
-        """Stores the new keys and values of a layer and attends; see `AttentionContext.attend`. Packed, so b = 1."""
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]
+    ) -> Tensor:
+        """Stores the new keys and values of a layer and attends; see `AttentionContext.attend`.
+        Packed, so b = 1.
+        """
         fresh = (query, key, value)
         if not query.dtype == key.dtype == value.dtype or not query.is_floating_point():
-            raise TypeError(f"query {query.dtype}, key {key.dtype} and value {value.dtype} must share a float dtype")
+            raise TypeError(
+                f"query {query.dtype}, key {key.dtype} and value {value.dtype} must share a float dtype"
+            )
         if query.device.type == "cpu" and query.dtype.itemsize < 4:
-            query, key, value = query.float(), key.float(), value.float()
+            query = query.float()
+            key = key.float()
+            value = value.float()
         if layer not in self._layers:
             self._layers[layer] = (self._allocate(key), self._allocate(value))
         keys, values = self._layers[layer]
-        plan = self.cpu_plan() if query.device.type == "cpu" else None
+        if query.device.type == "cpu":
+            plan = self.cpu_plan()
+        else:
+            plan = None
         if plan is not None and plan.serves(query, keys, values):
             return plan.attend(query, keys, values, new=(key, value), **form).to(fresh[0].dtype)
         if len(self._open) == 1:
@@ -202,9 +256,13 @@ class TreeCache:
         return self._attend_rows(layer, fresh, form).transpose(1, 2)
 
     def cpu_plan(self) -> CpuPlan | None:
-        """The CPU kernel's plan of the announced forward; None where the kernel does not support it."""
+        """The CPU kernel's plan of the announced forward; None where the kernel does not support
+        it.
+        """
         if not self._planned:
-            self._cpu_plan = CpuPlan.build([(row * self.capacity, layout) for row, layout in self._open])
+            self._cpu_plan = CpuPlan.build(
+                [(row * self.capacity, layout) for row, layout in self._open]
+            )
             self._planned = True
         return self._cpu_plan
 
@@ -212,7 +270,8 @@ class TreeCache:
         """Where the buffers are.
 
         Args:
-            shapes: (kv_heads, head_dim) per layer, float32 on the CPU. Missing buffers are allocated.
+            shapes: (kv_heads, head_dim) per layer, float32 on the CPU. Missing buffers are
+                allocated.
 
         Raises:
             ValueError, TypeError: a buffer has another form.
@@ -222,7 +281,8 @@ class TreeCache:
                 if layer not in self._layers:
                     like = torch.empty((1, heads, 0, width), dtype=torch.float32)
                     self._layers[layer] = (self._allocate(like), self._allocate(like))
-            pairs, slots = [self._layers[layer] for layer in range(len(shapes))], self.rows * self.capacity
+            pairs = [self._layers[layer] for layer in range(len(shapes))]
+            slots = self.rows * self.capacity
             for (heads, width), pair in zip(shapes, pairs, strict=True):
                 for buffer in pair:
                     check("keys and values", buffer, (heads, slots, width))
@@ -232,29 +292,46 @@ class TreeCache:
         return self._addresses
 
     def store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Writes a layer's keys and values [1, kv_heads, N, e] to slots [N] int64 of the common axis, row * capacity + slot."""
+        """Writes a layer's keys and values [1, kv_heads, N, e] to slots [N] int64 of the common
+        axis, row * capacity + slot.
+        """
         for buffer, new in zip(self._layers[layer], (key, value), strict=True):
             buffer.index_copy_(1, slots, new[0])
 
     def by_row(self, layer: int) -> tuple[Tensor, Tensor]:
         """Views [rows, kv_heads, capacity, e] of a layer's keys and values."""
-        keys, values = (b.unflatten(1, (self.rows, self.capacity)).transpose(0, 1) for b in self._layers[layer])
+        keys, values = (
+            b.unflatten(1, (self.rows, self.capacity)).transpose(0, 1) for b in self._layers[layer]
+        )
         return keys, values
 
-    def _attend_rows(self, layer: int, new: tuple[Tensor, Tensor, Tensor], form: AttentionForm) -> Tensor:
+    def _attend_rows(
+        self,
+        layer: int,
+        new: tuple[Tensor, Tensor, Tensor],
+        form: AttentionForm,
+    ) -> Tensor:
         """Attention of packed queries, on a GPU by one kernel for all rows, elsewhere row by row.
 
         Args:
-            new: queries [1, heads, N, e], keys and values [1, kv_heads, N, e] of the new tokens, which are stored already.
+            new: queries [1, heads, N, e], keys and values [1, kv_heads, N, e] of the new tokens,
+                which are stored already.
         """
-        query, dtype = new[0], new[0].dtype
+        query = new[0]
+        dtype = new[0].dtype
         keys, values = self._layers[layer]
         few = all(layout.count <= _KERNEL_TOKENS and not layout.held for _, layout in self._open)
         if _on_gpu(query) and few:
-            if self._plan is None or self._plan_device != query.device:  # a spread target has layers on several devices
+            if (
+                self._plan is None or self._plan_device != query.device
+            ):  # a spread target has layers on several devices
                 rows = [row for row, _ in self._open]
                 self._plan_device = query.device
-                self._plan = PackedPlan.build([layout for _, layout in self._open], rows, query.device)
+                self._plan = PackedPlan.build(
+                    [layout for _, layout in self._open],
+                    rows,
+                    query.device,
+                )
             keys, values = self.by_row(layer)
             return packed_tree_attention(query, keys, values, self._plan, **form)
         outs = []
@@ -265,26 +342,39 @@ class TreeCache:
             if layout.prefix_len + layout.held > 0:
                 first = row * self.capacity
                 seen = slice(first, first + layout.prefix_len + layout.held + layout.count)
-                queries, key, value = queries.to(keys.dtype), keys[None, :, seen], values[None, :, seen]
+                queries = queries.to(keys.dtype)
+                key = keys[None, :, seen]
+                value = values[None, :, seen]
             outs.append(tree_attention(queries, key, value, layout, **form).to(dtype))
-        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+        if len(outs) == 1:
+            return outs[0]
+        return torch.cat(outs, dim=2)
 
     def _new_slots(self, device: torch.device) -> Tensor:
         """[N] int64 slots of the announced tokens on the common axis; the same for all layers."""
         if self._slots is None:
             starts = [
-                (row * self.capacity + layout.prefix_len + layout.held, layout.count) for row, layout in self._open
+                (row * self.capacity + layout.prefix_len + layout.held, layout.count)
+                for row, layout in self._open
             ]
-            self._slots = torch.cat([torch.arange(start, start + count) for start, count in starts]).to(device)
+            self._slots = torch.cat(
+                [torch.arange(start, start + count) for start, count in starts]
+            ).to(device)
         return self._slots.to(device)
 
     def _allocate(self, like: Tensor) -> Tensor:
         _, heads, _, width = like.shape
         self._mover = None
-        return torch.empty((heads, self.rows * self.capacity, width), dtype=like.dtype, device=like.device)
+        return torch.empty(
+            (heads, self.rows * self.capacity, width),
+            dtype=like.dtype,
+            device=like.device,
+        )
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
-        """Keeps, per part of the last forward, the given tokens behind L, in path order (ascending indices)."""
+        """Keeps, per part of the last forward, the given tokens behind L, in path order (ascending
+        indices).
+        """
         moves: list[tuple[int, list[int]]] = []
         for (row, layout), indices in zip(self._open, kept, strict=True):
             if indices and not 0 <= indices[0] <= indices[-1] < layout.held + layout.count:
@@ -309,7 +399,8 @@ class SlotMover:
         buffers: [kv_heads, slots, e] each, the last dimension contiguous.
 
     Raises:
-        ValueError: a buffer of another form, or (`move`) moves beyond the slots, not ascending, or of common slots.
+        ValueError: a buffer of another form, or (`move`) moves beyond the slots, not ascending, or
+            of common slots.
     """
 
     def __init__(self, buffers: Iterable[Tensor]):
@@ -329,8 +420,9 @@ class SlotMover:
         """Copies paths.
 
         Args:
-            moves: (first goal, sources) per path; the sources go to the slots from the first goal on. Sources ascend and no
-                source is below its goal; paths do not touch each other's slots.
+            moves: (first goal, sources) per path; the sources go to the slots from the first goal
+                on. Sources ascend and no source is below its goal; paths do not touch each other's
+                slots.
         """
         moves = [(first, sources) for first, sources in moves if len(sources)]
         if not moves or not self._groups:
@@ -366,20 +458,29 @@ def _gather(buffers: Sequence[Tensor], moves: Moves) -> None:
 
 
 def _copy(like: Tensor, addresses: np.ndarray, moves: Moves) -> None:
-    # In the order of the pairs no slot is overwritten before it is read: sources ascend, goals lie below.
-    pairs, size = _pairs(moves), like.element_size()
+    # In the order of the pairs no slot is overwritten before it is read: sources ascend, goals lie
+    # below.
+    pairs = _pairs(moves)
+    size = like.element_size()
     numbers = (ctypes.c_int64 * (2 * len(pairs)))(*chain.from_iterable(pairs))
     heads, _, width = like.shape
     sizes = (heads, like.stride(0) * size, like.stride(1) * size, width * size)
     kernels = cpu_kernels()
     assert kernels is not None
-    kernels.move_slots(addresses.ctypes.data, len(addresses), *sizes, ctypes.addressof(numbers), len(pairs))
+    kernels.move_slots(
+        addresses.ctypes.data,
+        len(addresses),
+        *sizes,
+        ctypes.addressof(numbers),
+        len(pairs),
+    )
 
 
 def _launch(like: Tensor, addresses: np.ndarray, moves: Moves) -> None:
     from drafttrain.ops.tree_attention_kernels import move_paths
 
-    count, longest = len(addresses), max(len(sources) for _, sources in moves)
+    count = len(addresses)
+    longest = max(len(sources) for _, sources in moves)
     heads, _, width = like.shape
     path = 1 << (longest - 1).bit_length()
     numbers = np.full(count + len(moves) * (path + 1), -1, dtype=np.int64)

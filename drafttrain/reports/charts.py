@@ -21,11 +21,20 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import FigureBase
 
-# The colors of a page are CSS variables with values for light and dark; a picture has the light ones.
-_STYLE = (Path(__file__).parent / "templates" / "style.css").read_text(encoding="utf-8").partition("@media")[0]
+# The colors of a page are CSS variables with values for light and dark; a picture has the light
+# ones.
+_STYLE = (
+    (Path(__file__).parent / "templates" / "style.css")
+    .read_text(encoding="utf-8")
+    .partition("@media")[0]
+)
 _COLORS = dict(re.findall(r"--(\w+): (#\w+);", _STYLE))
-_LIGHT = {name: _COLORS[name] for name in ("ink", "muted", "grid", "card", *(f"s{tone}" for tone in range(7)))}
-# matplotlib accepts colors only, so each variable is drawn in an unused color and replaced in the SVG text.
+_LIGHT = {
+    name: _COLORS[name]
+    for name in ("ink", "muted", "grid", "card", *(f"s{tone}" for tone in range(7)))
+}
+# matplotlib accepts colors only, so each variable is drawn in an unused color and replaced in the
+# SVG text.
 _STAND_INS = {name: f"#fe01{index:02x}" for index, name in enumerate(_LIGHT)}
 _MARKERS = "osD^vPX"
 _TONES = 6
@@ -69,7 +78,8 @@ class Chart:
         labels: of the groups of bars or the points of lines. label: what the labels are.
         series: each with one value per label.
         show: formats a value. reference: position of a dashed line, such as a speed-up of 1.
-        top: upper end of the value axis; None fits the values. Longer bars are cut there and say so.
+        top: upper end of the value axis; None fits the values. Longer bars are cut there and say
+            so.
     """
 
     key: str
@@ -87,11 +97,16 @@ class Chart:
         """The chart as a table: each label with a cell per series."""
 
         def cell(value: float | None, span: Span | None) -> str:
-            text = "\u2013" if value is None else self.show(value)
+            text = "\u2013"
+            if value is not None:
+                text = self.show(value)
             return text + (f" ({self.show(span[0])} to {self.show(span[1])})" if span else "")
 
         columns = [[cell(*point) for point in one.points()] for one in self.series]
-        return [(label, [column[index] for column in columns]) for index, label in enumerate(self.labels)]
+        return [
+            (label, [column[index] for column in columns])
+            for index, label in enumerate(self.labels)
+        ]
 
     def longest(self) -> float:
         """The largest value, interval end or reference."""
@@ -101,16 +116,24 @@ class Chart:
 
     def height(self, titled: bool) -> float:
         """Inches that the drawing takes."""
-        drawing = 0.5 + len(self.labels) * max(0.2 * len(self.series) + 0.1, 0.3) if self.form == "bars" else 2.7
-        legend = len(self.series) if len(self.series) > 1 else 0
+        drawing = 2.7
+        if self.form == "bars":
+            drawing = 0.5 + len(self.labels) * max(0.2 * len(self.series) + 0.1, 0.3)
+        legend = 0
+        if len(self.series) > 1:
+            legend = len(self.series)
         return drawing + (0.4 + 0.2 * math.ceil(legend / self.legend_columns())) * titled
 
     def legend_columns(self) -> int:
-        return 1 if max((len(one.name) for one in self.series), default=0) > 24 else 2
+        if max((len(one.name) for one in self.series), default=0) > 24:
+            return 1
+        return 2
 
 
 def svg(chart: Chart, prefix: str) -> str:
-    """The drawing as an SVG element for a page whose style defines the colors. prefix: makes its ids unique in the page."""
+    """The drawing as an SVG element for a page whose style defines the colors. prefix: makes its
+    ids unique in the page.
+    """
     buffer = io.StringIO()
     _save([[chart]], buffer, _STAND_INS, False, format="svg", transparent=True)
     text = buffer.getvalue()
@@ -120,15 +143,20 @@ def svg(chart: Chart, prefix: str) -> str:
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", text)
     text = re.sub(r" font-family: [^;]*;", "", text)  # the page sets the font
-    label = f"{chart.title}. {chart.note} The figures follow as a table.".replace("&", "&amp;").replace('"', "&quot;")
+    label = f"{chart.title}. {chart.note} The figures follow as a table.".replace(
+        "&", "&amp;"
+    ).replace('"', "&quot;")
     box = re.search(r'viewBox="[^"]*"', text)
     assert box is not None, "matplotlib writes one"
-    head = f'<svg xmlns:xlink="http://www.w3.org/1999/xlink" {box[0]} role="img" aria-label="{label}">'
+    head = (
+        f'<svg xmlns:xlink="http://www.w3.org/1999/xlink" {box[0]} role="img" aria-label="{label}">'
+    )
     return head + text[text.index(">") + 1 :]
 
 
 def picture(rows: Sequence[Sequence[Chart]], path: Path, headings: Sequence[str] = ()) -> None:
-    """Writes rows of charts with titles and legends; the suffix (.png, .svg, .pdf) decides the format.
+    """Writes rows of charts with titles and legends; the suffix (.png, .svg, .pdf) decides the
+    format.
 
     Args:
         headings: one per row; default: none.
@@ -139,7 +167,17 @@ def picture(rows: Sequence[Sequence[Chart]], path: Path, headings: Sequence[str]
     form = path.suffix[1:]
     sign = {("Software" if form == "png" else "Creator"): PICTURE_SIGN}
     with writing(path), replacing(path) as part:
-        _save(rows, part, _LIGHT, True, headings, dpi=150, facecolor=_LIGHT["card"], format=form, metadata=sign)
+        _save(
+            rows,
+            part,
+            _LIGHT,
+            True,
+            headings,
+            dpi=150,
+            facecolor=_LIGHT["card"],
+            format=form,
+            metadata=sign,
+        )
 
 
 def _save(
@@ -153,16 +191,28 @@ def _save(
     require("matplotlib", "a chart").use("Agg")
     from matplotlib import pyplot as plt
 
-    style: Any = {"svg.fonttype": "none", "text.parse_math": False, "svg.hashsalt": rows[0][0].key, "font.size": 10.5}
+    style: Any = {
+        "svg.fonttype": "none",
+        "text.parse_math": False,
+        "svg.hashsalt": rows[0][0].key,
+        "font.size": 10.5,
+    }
     style |= dict.fromkeys(("axes.labelcolor", "xtick.color", "ytick.color"), colors["muted"])
     style["text.color"] = colors["ink"]
     heights = [max(chart.height(titled) for chart in row) + 0.5 * bool(headings) for row in rows]
     with plt.rc_context(style):
-        figure = plt.figure(figsize=(_WIDTH * max(map(len, rows)), sum(heights)), layout="constrained")
+        figure = plt.figure(
+            figsize=(_WIDTH * max(map(len, rows)), sum(heights)),
+            layout="constrained",
+        )
         try:
             lines = figure.subfigures(len(rows), 1, height_ratios=heights, squeeze=False)[:, 0]
             for number, (line, row) in enumerate(zip(lines, rows, strict=True)):
-                for place, chart in zip(line.subfigures(1, len(row), squeeze=False)[0], row, strict=True):
+                for place, chart in zip(
+                    line.subfigures(1, len(row), squeeze=False)[0],
+                    row,
+                    strict=True,
+                ):
                     _draw(chart, place, colors, titled)
                 if headings:
                     line.suptitle(headings[number], x=0.01, ha="left", fontsize=11)
@@ -179,17 +229,37 @@ def _draw(chart: Chart, figure: FigureBase, colors: dict[str, str], titled: bool
     if titled:
         axes.set_title(chart.title, loc="left", fontweight="bold", color=colors["ink"], fontsize=11)
         if len(chart.series) > 1:
-            figure.legend(loc="outside lower left", frameon=False, fontsize=8, ncols=chart.legend_columns())
+            figure.legend(
+                loc="outside lower left",
+                frameon=False,
+                fontsize=8,
+                ncols=chart.legend_columns(),
+            )
 
 
 def _bars(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
-    """Horizontal bars or columns; those of a group stand side by side around the group's integer position."""
-    flat, longest, count = chart.form == "bars", chart.top or chart.longest(), len(chart.series)
-    draw, share, filled = (axes.barh, 0.78, 0.86) if flat else (axes.bar, 0.8, 0.9)
+    """Horizontal bars or columns; those of a group stand side by side around the group's integer
+    position.
+    """
+    flat = chart.form == "bars"
+    longest = chart.top or chart.longest()
+    count = len(chart.series)
+    draw = axes.barh if flat else axes.bar
+    share = 0.78 if flat else 0.8
+    filled = 0.86 if flat else 0.9
     for number, one in enumerate(chart.series):
-        places = [group + (number - (count - 1) / 2) * share / count for group in range(len(chart.labels))]
+        places = [
+            group + (number - (count - 1) / 2) * share / count for group in range(len(chart.labels))
+        ]
         values = [min(value or 0.0, longest) for value in one.values]
-        draw(places, values, share / count * filled, color=colors[one.color], label=one.name, zorder=1 if flat else 2)
+        draw(
+            places,
+            values,
+            share / count * filled,
+            color=colors[one.color],
+            label=one.name,
+            zorder=1 if flat else 2,
+        )
         _whiskers(axes, chart, one, places, colors)
         for place, (value, span) in zip(places, one.points(), strict=True):
             if value is not None and flat:
@@ -199,7 +269,13 @@ def _bars(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
                 text = chart.show(value) + (", bar cut" if value > longest else "")
                 axes.text(end + 0.012 * longest, place, text, va="center", fontsize=9.5)
             elif value is not None and count * len(chart.labels) <= 12:
-                axes.text(place, value + 0.015 * longest, chart.show(value), ha="center", fontsize=9)
+                axes.text(
+                    place,
+                    value + 0.015 * longest,
+                    chart.show(value),
+                    ha="center",
+                    fontsize=9,
+                )
     if not flat:
         return _scale(axes, chart, colors)
     axes.set_yticks(range(len(chart.labels)), chart.labels, color=colors["ink"])
@@ -213,10 +289,29 @@ def _bars(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
 def _lines(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
     for one in chart.series:
         points = [(place, value) for place, value in enumerate(one.values) if value is not None]
-        width, style, size = (1.6, (0, (4, 2)), 4) if one.dashed else (2.2, "-", 6)
-        line: Json = {"linewidth": width, "linestyle": style, "markersize": size, "color": colors[one.color]}
+        style: object
+        if one.dashed:
+            width = 1.6
+            style = (0, (4, 2))
+            size = 4
+        else:
+            width = 2.2
+            style = "-"
+            size = 6
+        line: Json = {
+            "linewidth": width,
+            "linestyle": style,
+            "markersize": size,
+            "color": colors[one.color],
+        }
         marker = _MARKERS[one.tone % len(_MARKERS)]
-        axes.plot(*zip(*points, strict=True) if points else ([], []), label=one.name, marker=marker, zorder=3, **line)
+        axes.plot(
+            *zip(*points, strict=True) if points else ([], []),
+            label=one.name,
+            marker=marker,
+            zorder=3,
+            **line,
+        )
         _whiskers(axes, chart, one, range(len(chart.labels)), colors)
     axes.set_xlim(-0.3, len(chart.labels) - 0.7)
     _scale(axes, chart, colors)
@@ -236,9 +331,18 @@ def _scale(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
         axes.set_xlabel(chart.label)
 
 
-def _whiskers(axes: Axes, chart: Chart, one: Series, places: Sequence[float], colors: dict[str, str]) -> None:
+def _whiskers(
+    axes: Axes,
+    chart: Chart,
+    one: Series,
+    places: Sequence[float],
+    colors: dict[str, str],
+) -> None:
     """Draws confidence intervals, if known."""
     for place, span in zip(places, one.spans, strict=False):
         if span is not None and (chart.top is None or span[1] <= chart.top):
-            ends = ([*span], [place, place]) if chart.form == "bars" else ([place, place], [*span])
+            if chart.form == "bars":
+                ends = ([*span], [place, place])
+            else:
+                ends = ([place, place], [*span])
             axes.plot(*ends, color=colors["ink"], linewidth=1.1, solid_capstyle="butt", zorder=4)

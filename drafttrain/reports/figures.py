@@ -1,4 +1,6 @@
-"""What the pages of results and sweeps share: figures with their intervals, conditions of a measurement, settings."""
+"""What the pages of results and sweeps share: figures with their intervals, conditions of a
+measurement, settings.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,22 @@ times = "{:.2f}\u00d7".format
 
 def conditions(run: Json) -> str:
     """When, where and how a result was measured, as far as the file says it."""
-    day, dtype, computed = str(run.get("date", ""))[:10], run.get("dtype"), run.get("compute_dtype")
-    parts = [day and f"measured {day}", run.get("device"), run.get("threads") and f"{run['threads']} threads"]
-    parts.append(f"{dtype} computed in {computed}" if dtype and computed and computed != dtype else dtype)
+    day = str(run.get("date", ""))[:10]
+    dtype = run.get("dtype")
+    computed = run.get("compute_dtype")
+    parts = [
+        day and f"measured {day}",
+        run.get("device"),
+        run.get("threads") and f"{run['threads']} threads",
+    ]
+    parts.append(
+        f"{dtype} computed in {computed}" if dtype and computed and computed != dtype else dtype
+    )
     if "drafttrain" in run:
-        parts.append(f"drafttrain {run['drafttrain']}" + (f" at {run['commit']}" if run.get("commit") else ""))
+        parts.append(
+            f"drafttrain {run['drafttrain']}"
+            + (f" at {run['commit']}" if run.get("commit") else "")
+        )
     return ", ".join(str(part) for part in parts if part)
 
 
@@ -31,17 +44,27 @@ def sentence(text: str) -> str:
 
 def figure_of(figures: Json, key: str, side: str = "") -> float | None:
     """A figure by its key; `speedup` takes the baseline, `side`."""
-    return figures.get("speedup", {}).get(side) if key == "speedup" else figures.get(key)
+    if key == "speedup":
+        return figures.get("speedup", {}).get(side)
+    return figures.get(key)
 
 
 def span_of(figures: Json, key: str, side: str = "") -> Span | None:
-    """The confidence interval of a figure, if the file has one and enough prompts for it. See `figure_of`."""
+    """The confidence interval of a figure, if the file has one and enough prompts for it. See
+    `figure_of`.
+    """
     if figures.get("prompts", FEWEST) < FEWEST:
         return None
     if key == "speedup_vs_fastest":  # the interval of the baseline that gave this figure
-        key, side = "speedup", fastest(figures)
-    span = interval_of(figures, side) if key == "speedup" else (figures.get("confidence") or {}).get(key)
-    return (span[0], span[1]) if span else None
+        key = "speedup"
+        side = fastest(figures)
+    if key == "speedup":
+        span = interval_of(figures, side)
+    else:
+        span = (figures.get("confidence") or {}).get(key)
+    if span:
+        return (span[0], span[1])
+    return None
 
 
 def series_of(name: str, parts: Sequence[Json], tone: int, key: str, side: str = "") -> Series:
@@ -52,7 +75,18 @@ def series_of(name: str, parts: Sequence[Json], tone: int, key: str, side: str =
 
 def settings_table(runs: Sequence[Json]) -> list[tuple[str, list[str], bool]]:
     """(setting, value per run, whether they differ)."""
-    shown = ("target", "drafter", "kind", "suite", "suite_digest", "date", "machine", "device", "threads", "dtype")
+    shown = (
+        "target",
+        "drafter",
+        "kind",
+        "suite",
+        "suite_digest",
+        "date",
+        "machine",
+        "device",
+        "threads",
+        "dtype",
+    )
     tables: list[dict[str, str]] = []
     for run in runs:
         decoding = {**run["decoding"], "tree": run["decoding"].get("tree", {}).get("spec", "")}

@@ -23,34 +23,49 @@ MOST_DEPTHS = 6  # in the table
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command. Raises UserError for a file that is not a results.json, or an unknown format."""
+    """Runs the command. Raises UserError for a file that is not a results.json, or an unknown
+    format.
+    """
     wanted = args.output or [beside(args.results[0], "report.html")]
     outputs = [output_file(name, "report", inputs_of(args)) for name in wanted]
     for output in outputs:
         if output.suffix not in FORMATS:
-            raise UserError(f"output={str(output)!r}: the ending must be one of {', '.join(FORMATS)}")
+            raise UserError(
+                f"output={str(output)!r}: the ending must be one of {', '.join(FORMATS)}"
+            )
     loaded = [(name, load_results(name, sweeps=True)) for name in args.results]
     runs = {index: content for index, (_, content) in enumerate(loaded) if not is_sweep(content)}
     sweeps = [content for _, content in loaded if is_sweep(content)]
     for output in outputs:
         if sweeps and output.suffix != ".html":
-            raise UserError(f"output={str(output)!r}: a sweep is shown on a page; end the name in .html")
+            raise UserError(
+                f"output={str(output)!r}: a sweep is shown on a page; end the name in .html"
+            )
     for results in runs.values():
         print_results(results)
     for output in outputs:
         if output.suffix == ".html":
-            write_report([args.results[index] for index in runs], list(runs.values()), sweeps, output)
+            write_report(
+                [args.results[index] for index in runs],
+                list(runs.values()),
+                sweeps,
+                output,
+            )
         else:
             draw(list(runs.values()), output)
     figures = [{**run["overall"], "file": args.results[index]} for index, run in runs.items()]
     names = {split_name(run["drafter"])[0] for run in runs.values()}
-    then = next_command("export", drafter=names.pop()) if len(names) == 1 else ""
+    then = ""
+    if len(names) == 1:
+        then = next_command("export", drafter=names.pop())
     conclude({"runs": figures}, outputs, then)
     return 0
 
 
 def write_report(files: list[str], runs: list[Json], sweeps: list[Json], output: Path) -> None:
-    """Writes the page, and a PNG of each chart into a folder next to it. files: of the runs. Raises UserError if it cannot."""
+    """Writes the page, and a PNG of each chart into a folder next to it. files: of the runs. Raises
+    UserError if it cannot.
+    """
     names = report_page.run_names(runs, files)
     drawn = report_page.make_charts(runs, names, sweeps)
     folder = output.with_name(f"{output.stem}_charts")
@@ -62,26 +77,37 @@ def write_report(files: list[str], runs: list[Json], sweeps: list[Json], output:
 
 
 def draw(runs: list[Json], output: Path) -> None:
-    """Writes a picture: per run, speed-up by category, acceptance by depth and tokens per second. Raises UserError."""
+    """Writes a picture: per run, speed-up by category, acceptance by depth and tokens per second.
+    Raises UserError.
+    """
     headings = []
     for run in runs:
-        length, found = f"accepted length {run['overall']['accepted_length']:.2f}", verdict_of(run["overall"])
+        length = f"accepted length {run['overall']['accepted_length']:.2f}"
+        found = verdict_of(run["overall"])
         line = ", ".join(filter(None, (length, found.figures)))
         headings.append(f"{run['target']} + {run['drafter']}: {line}\n{conditions(run)}")
     picture([report_page.main_charts(run) for run in runs], output, headings)
 
 
 def identity_line(results: Json) -> str:
-    """Says whether the outputs equal those of plain decoding, and what a difference means in this dtype."""
+    """Says whether the outputs equal those of plain decoding, and what a difference means in this
+    dtype.
+    """
     overall = results["overall"]
     if results["decoding"]["temperature"] > 0:
         return "outputs: sampled, so they are compared in distribution (by the tests), not token by token"
-    sides = {"plain decoding": "identical_outputs", "transformers generate": "identical_to_hf_generate"}
+    sides = {
+        "plain decoding": "identical_outputs",
+        "transformers generate": "identical_to_hf_generate",
+    }
     count = overall["prompts"]
     known = {name: overall[key] for name, key in sides.items() if overall[key] is not None}
     if not known:
         return "outputs: not compared (no baseline was run)"
-    parts = [f"identical to {name} on {round(share * count)} of {count} prompts" for name, share in known.items()]
+    parts = [
+        f"identical to {name} on {round(share * count)} of {count} prompts"
+        for name, share in known.items()
+    ]
     line = "outputs: " + "; ".join(parts)
     if all(share == 1.0 for share in known.values()):
         return line
@@ -97,18 +123,26 @@ def warnings_of(results: Json) -> list[str]:
 
 
 def print_results(results: Json) -> None:
-    """Prints a table with a row per category and one for all prompts, the headline, and the line about identical outputs."""
+    """Prints a table with a row per category and one for all prompts, the headline, and the line
+    about identical outputs.
+    """
     overall = results["overall"]
     headings = ["category", "prompts", "accepted\nlength", "acceptance\nby depth", "tokens/s"]
-    headings += [f"{name}\ntokens/s" for name in overall["baselines"]] + [f"vs\n{name}" for name in overall["speedup"]]
+    headings += [f"{name}\ntokens/s" for name in overall["baselines"]] + [
+        f"vs\n{name}" for name in overall["speedup"]
+    ]
     tree = results["decoding"].get("tree", {}).get("spec", "")
     title = f"{results['target']} + {results['drafter']}   {results['suite']}, {results['dtype']}, tree {tree}"
-    table = table_of(headings, (_row(*part) for part in results["categories"].items()), title, right=True)
+    table = table_of(
+        headings, (_row(*part) for part in results["categories"].items()), title, right=True
+    )
     table.add_section()
     table.add_row(*_row("all", overall), style="bold")
     console = wide_console()
     console.print(table)
-    console.print(f"accepted length {overall['accepted_length']:.2f}, {overall['tokens_per_second']:.1f} tokens/s")
+    console.print(
+        f"accepted length {overall['accepted_length']:.2f}, {overall['tokens_per_second']:.1f} tokens/s"
+    )
     console.print(verdict_of(overall).text, soft_wrap=True, highlight=False)
     for line in (identity_line(results), *warnings_of(results)):
         console.print(line, soft_wrap=True, markup=False)
@@ -119,5 +153,7 @@ def _row(name: str, figures: Json) -> list[str]:
     depths = " ".join(f"{share:.2f}".lstrip("0") for share in by_depth[:MOST_DEPTHS])
     depths += " ..." * (len(by_depth) > MOST_DEPTHS)
     cells = [name, str(figures["prompts"]), f"{figures['accepted_length']:.2f}", depths]
-    cells += [f"{side['tokens_per_second']:.1f}" for side in (figures, *figures["baselines"].values())]
+    cells += [
+        f"{side['tokens_per_second']:.1f}" for side in (figures, *figures["baselines"].values())
+    ]
     return cells + [f"{factor:.2f}x" for factor in figures["speedup"].values()]

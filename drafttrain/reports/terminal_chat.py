@@ -1,7 +1,7 @@
 """`drafttrain chat`: a conversation in the terminal, whose tokens are shaded by who produced them.
 
-`ChatSession` holds the conversation and answers; a view shows a turn while it grows: `LiveView` on a terminal, `PlainView` in a
-pipe. Slash commands work in both.
+`ChatSession` holds the conversation and answers; a view shows a turn while it grows: `LiveView` on
+a terminal, `PlainView` in a pipe. Slash commands work in both.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ from drafttrain.reports.terminal_chat_flags import COMMANDS
 from drafttrain.target import Target
 
 OWN = "target"  # the producer of tokens that no drafter proposed
-_STYLES = ("black on #93c5fd", "black on #fcd34d")  # of the drafter's tokens, and of the matches merged into its tree
+_STYLES = (
+    "black on #93c5fd",
+    "black on #fcd34d",
+)  # of the drafter's tokens, and of the matches merged into its tree
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _REDRAW = 0.05  # seconds between two states of the live display
 
@@ -53,7 +56,8 @@ class ChatTurn:
 
     Attributes:
         drafting: whether a drafter was asked. pieces: (text, producer) of each token.
-        shown: seconds between rounds, in which the answer was displayed. finish: as in `Stats`; `stopped` if Ctrl-C ended it.
+        shown: seconds between rounds, in which the answer was displayed. finish: as in `Stats`;
+            `stopped` if Ctrl-C ended it.
     """
 
     user: str
@@ -71,7 +75,9 @@ class ChatTurn:
     def decoded(self) -> tuple[int, float]:
         """Tokens after the prefill's, and the seconds in which they were decoded."""
         stats = self.stats
-        return max(stats.new_tokens - 1, 0), max(stats.total_seconds - stats.prefill_seconds - self.shown, 0.0)
+        return max(stats.new_tokens - 1, 0), max(
+            stats.total_seconds - stats.prefill_seconds - self.shown, 0.0
+        )
 
     @property
     def producers(self) -> Counter[str]:
@@ -82,7 +88,9 @@ class ChatTurn:
 def rate(counts: tuple[int, float]) -> float | None:
     """Tokens per second of (tokens, seconds); None where nothing was measured."""
     tokens, seconds = counts
-    return tokens / seconds if tokens and seconds else None
+    if tokens and seconds:
+        return tokens / seconds
+    return None
 
 
 def printable(text: str) -> str:
@@ -113,47 +121,77 @@ class ChatSession:
         system: str = "",
         inputs: ChatInputs = NO_INPUTS,
     ):
-        self.target, self.inputs, self.system = target, inputs, system
-        self.max_new_tokens, self.seed = max_new_tokens, seed
-        self.drafted, self.undrafted = (Decoder(target, each, spec=spec, sampling=sampling) for each in (drafter, None))
+        self.target = target
+        self.inputs = inputs
+        self.system = system
+        self.max_new_tokens = max_new_tokens
+        self.seed = seed
+        self.drafted, self.undrafted = (
+            Decoder(target, each, spec=spec, sampling=sampling) for each in (drafter, None)
+        )
         parts = parts_of(self.drafted.drafter) if self.drafted.drafter is not None else ()
-        self.names = [part.kind for part in parts if part is not None]  # the producers besides the target
-        self.drafting, self.plain = bool(self.names), (0, 0.0)
+        self.names = [
+            part.kind for part in parts if part is not None
+        ]  # the producers besides the target
+        self.drafting = bool(self.names)
+        self.plain = (0, 0.0)
         self.turns: list[ChatTurn] = []
 
     @property
     def messages(self) -> list[Message]:
         """The conversation, system message first."""
-        begin: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
+        begin: list[Message]
+        if self.system:
+            begin = [{"role": "system", "content": self.system}]
+        else:
+            begin = []
         pairs = ((("user", turn.user), ("assistant", turn.text)) for turn in self.turns)
         return begin + [{"role": role, "content": text} for pair in pairs for role, text in pair]
 
     def answer(self, text: str) -> Generator[ChatTurn]:
-        """Answers a message; yields the same turn after each round. The turn joins the conversation with its first token.
+        """Answers a message; yields the same turn after each round. The turn joins the conversation
+        with its first token.
 
         Raises:
-            UserError: a prompt that the chat template refuses or that the target's context does not hold.
+            UserError: a prompt that the chat template refuses or that the target's context does not
+                hold.
         """
         turn = ChatTurn(text, self.drafting)
         decoder = self.drafted if turn.drafting else self.undrafted
-        prompt = prompt_ids(self.target.tokenizer, [*self.messages, {"role": "user", "content": text}], self.inputs)
-        stream, producers = TextStream(self.target.tokenizer), [OWN]
+        prompt = prompt_ids(
+            self.target.tokenizer,
+            [*self.messages, {"role": "user", "content": text}],
+            self.inputs,
+        )
+        stream = TextStream(self.target.tokenizer)
+        producers = [OWN]
 
         def observe(_: int, tree: TokenTree, verdict: Verdict, *__: object) -> None:
-            producers[:] = [self.names[node in tree.matched and len(self.names) > 1] for node in verdict.path] + [OWN]
+            producers[:] = [
+                self.names[node in tree.matched and len(self.names) > 1] for node in verdict.path
+            ] + [OWN]
 
         decoder.observer = observe if turn.drafting else None
         seed = (self.seed + len(self.turns)) % 2**32
-        rounds = decoder.stream([prompt], max_new_tokens=self.max_new_tokens, seed=seed, stats=[turn.stats])
+        rounds = decoder.stream(
+            [prompt],
+            max_new_tokens=self.max_new_tokens,
+            seed=seed,
+            stats=[turn.stats],
+        )
         try:
             for _, tokens in rounds:
                 began = time.perf_counter()
                 if not turn.pieces:
                     self.turns.append(turn)
                 turn.finish = turn.stats.finish
-                for left, (token, producer) in enumerate(zip(tokens, producers, strict=False), 1 - len(tokens)):
+                for left, (token, producer) in enumerate(
+                    zip(tokens, producers, strict=False), 1 - len(tokens)
+                ):
                     stream.push([token])
-                    turn.pieces.append((stream.take(last=left == 0 and turn.finish != ""), producer))
+                    turn.pieces.append(
+                        (stream.take(last=left == 0 and turn.finish != ""), producer)
+                    )
                 yield turn
                 turn.shown += time.perf_counter() - began
         finally:
@@ -164,26 +202,54 @@ class ChatSession:
 
     def record(self, turn: ChatTurn) -> Json:
         """A turn as --json prints and /save writes it."""
-        stats, rates = (
-            turn.stats,
-            {"tokens_per_second": rate(turn.decoded), "plain_tokens_per_second": rate(self.plain)},
-        )
-        said = {"user": turn.user, "answer": turn.text, "finish": turn.finish, "drafting": turn.drafting}
-        counts = {"prompt_tokens": stats.prompt_tokens, "tokens": stats.new_tokens, "producers": dict(turn.producers)}
+        stats = turn.stats
+        rates = {
+            "tokens_per_second": rate(turn.decoded),
+            "plain_tokens_per_second": rate(self.plain),
+        }
+        said = {
+            "user": turn.user,
+            "answer": turn.text,
+            "finish": turn.finish,
+            "drafting": turn.drafting,
+        }
+        counts = {
+            "prompt_tokens": stats.prompt_tokens,
+            "tokens": stats.new_tokens,
+            "producers": dict(turn.producers),
+        }
         return {**said, **counts, "accepted_length": stats.accepted_length, **rates}
 
     def figures(self, turn: ChatTurn) -> str:
         """A turn's figures in one line."""
-        own, plain, stats, counts = rate(turn.decoded), rate(self.plain), turn.stats, turn.producers
+        own = rate(turn.decoded)
+        plain = rate(self.plain)
+        stats = turn.stats
+        counts = turn.producers
         parts = [f"{stats.new_tokens} tokens", f"{own:.1f} tokens/s" if own else ""]
         if turn.drafting:
-            parts.append(f"accepted length {stats.accepted_length:.2f}" if stats.target_passes else "")
-            parts.append(", ".join(f"{name} {counts[name] / counts.total():.0%}" for name in (*self.names, OWN)))
-            ratio = f" ({own / plain:.2f}x)" if own and plain else ""
-            parts.append(f"plain {plain:.1f} tokens/s{ratio}" if plain else "plain: /plain measures it")
+            parts.append(
+                f"accepted length {stats.accepted_length:.2f}" if stats.target_passes else ""
+            )
+            parts.append(
+                ", ".join(
+                    f"{name} {counts[name] / counts.total():.0%}" for name in (*self.names, OWN)
+                )
+            )
+            ratio = ""
+            if own and plain:
+                ratio = f" ({own / plain:.2f}x)"
+            parts.append(
+                f"plain {plain:.1f} tokens/s{ratio}" if plain else "plain: /plain measures it"
+            )
         full = "the target's context is full: /reset"
-        cut = full if stats.new_tokens < self.max_new_tokens else "cut by --max-new-tokens"
-        parts += ["" if turn.drafting else "plain decoding", {"length": cut, "stopped": "stopped"}.get(turn.finish, "")]
+        cut = "cut by --max-new-tokens"
+        if stats.new_tokens < self.max_new_tokens:
+            cut = full
+        parts += [
+            "" if turn.drafting else "plain decoding",
+            {"length": cut, "stopped": "stopped"}.get(turn.finish, ""),
+        ]
         return " | ".join(filter(None, parts))
 
 
@@ -191,11 +257,16 @@ class PlainView:
     """Answers without colors, for pipes: text or JSON on stdout, everything else on stderr."""
 
     def __init__(self, session: ChatSession, as_json: bool):
-        self.session, self.as_json = session, as_json
-        self.stop: bool | None = None  # whether this answer ends after its round; None between answers
+        self.session = session
+        self.as_json = as_json
+        self.stop: bool | None = (
+            None  # whether this answer ends after its round; None between answers
+        )
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
-        """The handler of Ctrl-C on a terminal: it stops an answer; a second one, or one at the prompt, is an exception."""
+        """The handler of Ctrl-C on a terminal: it stops an answer; a second one, or one at the
+        prompt, is an exception.
+        """
         if self.stop is not False:
             raise KeyboardInterrupt
         self.stop = True
@@ -209,7 +280,8 @@ class PlainView:
         with contextlib.closing(self.session.answer(text)) as rounds:
             for turn in rounds:
                 if not self.as_json:
-                    piece, done = turn.text[done:], len(turn.text)
+                    piece = turn.text[done:]
+                    done = len(turn.text)
                     print(printable(piece) if sys.stdout.isatty() else piece, end="", flush=True)
                 if self.stop:
                     break
@@ -221,7 +293,9 @@ class PlainView:
 
 
 class LiveView(PlainView):
-    """Answers on a terminal. Complete rows scroll away; rich redraws the last row and the figures below them."""
+    """Answers on a terminal. Complete rows scroll away; rich redraws the last row and the figures
+    below them.
+    """
 
     def __init__(self, session: ChatSession, console: Console):
         super().__init__(session, as_json=False)
@@ -232,23 +306,40 @@ class LiveView(PlainView):
         self.console.print(text, style="dim")
 
     def answer(self, text: str) -> None:
-        console, row, done, drawn = self.console, Text(), 0, 0.0
+        console = self.console
+        row = Text()
+        done = 0
+        drawn = 0.0
         with (
-            Live(console=console, auto_refresh=False, transient=True, vertical_overflow="visible") as live,
+            Live(
+                console=console,
+                auto_refresh=False,
+                transient=True,
+                vertical_overflow="visible",
+            ) as live,
             contextlib.closing(self.session.answer(text)) as rounds,
         ):
             for turn in rounds:
                 for piece, producer in turn.pieces[done:]:
                     row.append(printable(piece), self.styles.get(producer))
                 done = len(turn.pieces)
-                *complete, end = row.wrap(console, console.width) or [row]  # splits at line ends too
-                if row.plain.endswith(" ") and not end.plain.endswith(" "):  # dropped at the right margin
+                *complete, end = row.wrap(console, console.width) or [
+                    row
+                ]  # splits at line ends too
+                if row.plain.endswith(" ") and not end.plain.endswith(
+                    " "
+                ):  # dropped at the right margin
                     end.append(" ")
                 row = end
                 if complete:
                     console.print(Group(*complete))
                 if complete or time.monotonic() - drawn > _REDRAW:
-                    figures = Text(self.session.figures(turn), "dim", no_wrap=True, overflow="ellipsis")
+                    figures = Text(
+                        self.session.figures(turn),
+                        "dim",
+                        no_wrap=True,
+                        overflow="ellipsis",
+                    )
                     live.update(Group(row.copy(), figures), refresh=True)
                     drawn = time.monotonic()
                 if self.stop:
@@ -258,26 +349,46 @@ class LiveView(PlainView):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command. Raises UserError for values out of range, or anything that cannot be loaded."""
+    """Runs the command. Raises UserError for values out of range, or anything that cannot be
+    loaded.
+    """
     sampling = sampling_of(args)
     spec = TreeSpec.parse(args.tree or default_tree(args.drafter) or "chain:3")
     spec.check(sampling)
     target = load_target(args)
     if target.tokenizer is None:
-        raise UserError(f"target={args.target!r} has no tokenizer, which a chat needs; add its files to the folder")
-    drafter, inputs = load_drafter(args.drafter, target), ChatInputs((), args.chat_template_kwargs)
-    session = ChatSession(target.pack(), drafter, spec, sampling, args.max_new_tokens, args.seed, args.system, inputs)
-    console, typed = plain_console(), sys.stdin.isatty()
+        raise UserError(
+            f"target={args.target!r} has no tokenizer, which a chat needs; add its files to the folder"
+        )
+    drafter = load_drafter(args.drafter, target)
+    inputs = ChatInputs((), args.chat_template_kwargs)
+    session = ChatSession(
+        target.pack(),
+        drafter,
+        spec,
+        sampling,
+        args.max_new_tokens,
+        args.seed,
+        args.system,
+        inputs,
+    )
+    console = plain_console()
+    typed = sys.stdin.isatty()
     live = typed and console.is_terminal and not (args.json or console.is_dumb_terminal)
     view = LiveView(session, console) if live else PlainView(session, args.json)
     if isinstance(view, LiveView):
-        view.say(f"{args.target} answers. /help lists commands, Ctrl-C stops an answer, Ctrl-D ends.")
+        view.say(
+            f"{args.target} answers. /help lists commands, Ctrl-C stops an answer, Ctrl-D ends."
+        )
         shades = [Text(f" {name} ", style) for name, style in view.styles.items()]
         console.print(Text("  ").join([*shades, Text("the target's own")]))
     if not has_template(target.tokenizer):
         view.say(f"{args.target} has no chat template: it continues the conversation as a document")
     if drafter is not None and str(spec) == "none":
-        asked = "--tree none" if args.tree else "the drafter's tuned tree is none"
+        if args.tree:
+            asked = "--tree none"
+        else:
+            asked = "the drafter's tuned tree is none"
         view.say(f"{asked}: nothing is drafted; --tree chain:3 drafts all the same")
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
@@ -300,7 +411,13 @@ def run(args: argparse.Namespace) -> int:
 def respond(view: PlainView, line: str, args: argparse.Namespace) -> bool:
     """Runs a slash command or answers a message; False ends the conversation. Raises UserError."""
     found = re.fullmatch(r"(/[a-z]+)(?:\s+(.*))?", line, re.DOTALL)
-    session, name, rest = view.session, found[1] if found else "", (found[2] or "").strip() if found else ""
+    session = view.session
+    name = ""
+    if found:
+        name = found[1]
+    rest = ""
+    if found:
+        rest = (found[2] or "").strip()
     if not name:
         view.stop = False
         try:
@@ -319,22 +436,36 @@ def respond(view: PlainView, line: str, args: argparse.Namespace) -> bool:
         if not session.names:
             raise UserError("/plain: there is no drafter to switch off; start again with --drafter")
         session.drafting = not session.drafting
-        view.say("drafting is on" if session.drafting else "drafting is off: answers measure plain decoding")
+        view.say(
+            "drafting is on"
+            if session.drafting
+            else "drafting is off: answers measure plain decoding"
+        )
     elif name == "/save":
         path = output_file(rest, "chat", inputs_of(args, "system"), key="save")
         names = {"drafttrain": __version__, "target": args.target, "drafter": args.drafter}
-        decoding = {"tree": str(session.drafted.spec), "temperature": args.temperature, "seed": args.seed}
+        decoding = {
+            "tree": str(session.drafted.spec),
+            "temperature": args.temperature,
+            "seed": args.seed,
+        }
         turns = [session.record(turn) for turn in session.turns]
-        write_json(path, {**names, "decoding": decoding, "messages": session.messages, "turns": turns})
+        write_json(
+            path, {**names, "decoding": decoding, "messages": session.messages, "turns": turns}
+        )
         view.say(f"wrote {rest}")
     elif name != "/quit":
         known = ", ".join(command.split()[0] for command in COMMANDS)
-        raise UserError(f"{name} is not one of {known}; a leading space sends the line as a message")
+        raise UserError(
+            f"{name} is not one of {known}; a leading space sends the line as a message"
+        )
     return name != "/quit"
 
 
 def typed_lines(view: PlainView) -> Iterator[str]:
-    """Lines from the terminal, edited with readline where there is one, until Ctrl-D. Ctrl-C drops the line."""
+    """Lines from the terminal, edited with readline where there is one, until Ctrl-D. Ctrl-C drops
+    the line.
+    """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # input() then edits lines and remembers them
     while True:

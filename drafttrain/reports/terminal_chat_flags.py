@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from drafttrain.flags import add_drafter_flag, add_sampling_flags, add_target_flags, add_template_flag
+from drafttrain.flags import (
+    add_drafter_flag,
+    add_sampling_flags,
+    add_target_flags,
+    add_template_flag,
+)
 from drafttrain.values import AnyText, Count, adder
 
 COMMANDS = {
@@ -35,8 +40,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target_flags(parser)
     add_drafter_flag(parser)
     add_template_flag(parser)
-    add("--system", AnyText, default="", metavar="TEXT", help="the system message (default: as the chat template says)")
-    add("--tree", help="chain:3, dynamic:5,8,24, ... (default: the tree in the drafter's decoding.json, else chain:3)")
+    add(
+        "--system",
+        AnyText,
+        default="",
+        metavar="TEXT",
+        help="the system message (default: as the chat template says)",
+    )
+    add(
+        "--tree",
+        help="chain:3, dynamic:5,8,24, ... (default: the tree in the drafter's decoding.json, else chain:3)",
+    )
     add_sampling_flags(parser, penalties=True)
-    add("--max-new-tokens", Count, default=1024, help="most tokens of an answer (default: %(default)s)")
+    add(
+        "--max-new-tokens",
+        Count,
+        default=1024,
+        help="most tokens of an answer (default: %(default)s)",
+    )
     add("--json", action="store_true", help="print one JSON object per turn, and no colors")

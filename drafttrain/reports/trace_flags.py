@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from drafttrain.flags import add_drafter_flag, add_sampling_flags, add_target_flags, add_template_flag
+from drafttrain.flags import (
+    add_drafter_flag,
+    add_sampling_flags,
+    add_target_flags,
+    add_template_flag,
+)
 from drafttrain.values import Count, Place, adder
 
 HELP = """Show who produced each token of one answer, and what a round drafted.
@@ -22,7 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_drafter_flag(parser)
     add("--prompt", required=True, help="the user's message; the chat template is applied")
     add_template_flag(parser)
-    add("--tree", help="chain:3, dynamic:5,8,24, ... (default: the tree in the drafter's decoding.json, else chain:3)")
+    add(
+        "--tree",
+        help="chain:3, dynamic:5,8,24, ... (default: the tree in the drafter's decoding.json, else chain:3)",
+    )
     add_sampling_flags(parser)
     add("--max-new-tokens", Count, default=96, help="length of the answer")
     add("--round", Count, help="the round whose tree is shown")

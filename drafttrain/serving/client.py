@@ -1,4 +1,5 @@
-"""One timed request to an OpenAI-compatible server, and the speculation metrics of its Prometheus page.
+"""One timed request to an OpenAI-compatible server, and the speculation metrics of its Prometheus
+page.
 
 Formats: https://platform.openai.com/docs/api-reference/chat-streaming (server-sent events), and
 https://prometheus.io/docs/instrumenting/exposition_formats (text).
@@ -47,7 +48,8 @@ class _StreamEvent(TypedDict, total=False):
     error: object
 
 
-_EVENT, _MODELS = TypeAdapter(_StreamEvent), TypeAdapter(ModelList)
+_EVENT = TypeAdapter(_StreamEvent)
+_MODELS = TypeAdapter(ModelList)
 
 
 @dataclass
@@ -55,11 +57,12 @@ class Answer:
     """The course of a request; times in seconds since it was sent.
 
     Attributes:
-        chunks: arrival of each piece of text. A server that speculates may send several tokens at once.
+        chunks: arrival of each piece of text. A server that speculates may send several tokens at
+            once.
         tokens: of the answer: the server's own count (counted), else the number of pieces.
         end: when the stream ended.
-        error: empty, or its kind: connect, timeout, http_STATUS, stream (broken off, or malformed), server (an error sent
-            within the stream), empty (no text).
+        error: empty, or its kind: connect, timeout, http_STATUS, stream (broken off, or malformed),
+            server (an error sent within the stream), empty (no text).
         detail: first line of the error's text.
     """
 
@@ -85,7 +88,9 @@ class Answer:
 
 @dataclass
 class Server:
-    """A server under test. url: without a trailing /v1; model: its name there; headers: of every request."""
+    """A server under test. url: without a trailing /v1; model: its name there; headers: of every
+    request.
+    """
 
     url: str
     model: str
@@ -99,17 +104,29 @@ def base_url(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-async def connect(client: httpx.AsyncClient, url: str, model: str, headers: dict[str, str]) -> Server:
-    """Finds the server and, if `model` is empty, the first one it lists. Raises UserError for no server, or no list of models."""
+async def connect(
+    client: httpx.AsyncClient,
+    url: str,
+    model: str,
+    headers: dict[str, str],
+) -> Server:
+    """Finds the server and, if `model` is empty, the first one it lists. Raises UserError for no
+    server, or no list of models.
+    """
     url = base_url(url)
     if model:
         return Server(url, model, headers)
     try:
         async with asyncio.timeout(_MODELS_SECONDS):
             reply = await client.get(f"{url}/v1/models", headers=headers)
-        name = _MODELS.validate_python(reply.raise_for_status().json(), strict=True)["data"][0]["id"]
+        name = _MODELS.validate_python(reply.raise_for_status().json(), strict=True)["data"][0][
+            "id"
+        ]
     except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError, RecursionError) as error:
-        reason = violation(error) if isinstance(error, ValidationError) else one_line(first_line(error))
+        if isinstance(error, ValidationError):
+            reason = violation(error)
+        else:
+            reason = one_line(first_line(error))
         raise UserError(
             f"url={url!r} does not say which models it has ({reason}); is it running? if so, give --model"
         ) from error
@@ -118,15 +135,26 @@ async def connect(client: httpx.AsyncClient, url: str, model: str, headers: dict
     return Server(url, name, headers)
 
 
-async def ask(client: httpx.AsyncClient, server: Server, body: Json, timeout: float | None = None) -> Answer:
+async def ask(
+    client: httpx.AsyncClient,
+    server: Server,
+    body: Json,
+    timeout: float | None = None,
+) -> Answer:
     """Sends one chat request and reads its stream. The answer reports errors.
 
     Args:
         body: messages, max_tokens and other fields; stream and model are added.
         timeout: seconds of the complete answer; httpx limits each read only.
     """
-    body = {"model": server.model, "stream": True, "stream_options": {"include_usage": True}, **body}
-    answer, start = Answer(), time.perf_counter()
+    body = {
+        "model": server.model,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **body,
+    }
+    answer = Answer()
+    start = time.perf_counter()
     try:
         url = f"{server.url}/v1/chat/completions"
         headers = {**server.headers, "Content-Type": "application/json"}
@@ -134,7 +162,10 @@ async def ask(client: httpx.AsyncClient, server: Server, body: Json, timeout: fl
         async with asyncio.timeout(timeout), stream as reply:
             if reply.status_code != 200:
                 text = (await reply.aread()).decode(errors="replace")
-                answer.error, answer.detail = f"http_{reply.status_code}", one_line(text.strip().partition("\n")[0])
+                answer.error, answer.detail = (
+                    f"http_{reply.status_code}",
+                    one_line(text.strip().partition("\n")[0]),
+                )
             else:
                 await _read(reply, answer, start)
     except TimeoutError:
@@ -142,8 +173,16 @@ async def ask(client: httpx.AsyncClient, server: Server, body: Json, timeout: fl
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, RecursionError) as error:
         timed_out = isinstance(error, httpx.TimeoutException)
         refused = isinstance(error, (httpx.ConnectError, httpx.InvalidURL))
-        answer.error = "timeout" if timed_out else "connect" if refused else "stream"
-        answer.detail = violation(error) if isinstance(error, ValidationError) else one_line(first_line(error))
+        if timed_out:
+            answer.error = "timeout"
+        elif refused:
+            answer.error = "connect"
+        else:
+            answer.error = "stream"
+        if isinstance(error, ValidationError):
+            answer.detail = violation(error)
+        else:
+            answer.detail = one_line(first_line(error))
     answer.end = time.perf_counter() - start
     if not answer.error and not answer.chunks:
         answer.error, answer.detail = "empty", "the stream held no text"
@@ -153,7 +192,9 @@ async def ask(client: httpx.AsyncClient, server: Server, body: Json, timeout: fl
 
 
 async def _read(reply: httpx.Response, answer: Answer, start: float) -> None:
-    """Reads a stream into an answer. Raises ValueError for malformed events and a stream without its end."""
+    """Reads a stream into an answer. Raises ValueError for malformed events and a stream without
+    its end.
+    """
     finished = False
     reply.encoding = "utf-8"  # that of every event stream
     async for line in reply.aiter_lines():
@@ -177,7 +218,7 @@ async def _read(reply: httpx.Response, answer: Answer, start: float) -> None:
         raise ValueError("the stream broke off before its end")
 
 
-# -- Prometheus -------------------------------------------------------------------------------------------------------
+# -- Prometheus ------------------------------------------------------------------------------------
 
 _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -196,7 +237,9 @@ def parse_metrics(text: str) -> Samples:
             except ValueError:
                 continue
             if abs(value) < _MOST_COUNT:  # so not NaN
-                samples[found[1].removesuffix("_total")].append((dict(_LABEL.findall(found[2] or "")), value))
+                samples[found[1].removesuffix("_total")].append(
+                    (dict(_LABEL.findall(found[2] or "")), value)
+                )
     return dict(samples)
 
 
@@ -205,7 +248,9 @@ async def read_metrics(client: httpx.AsyncClient, server: Server) -> Samples:
     try:
         async with asyncio.timeout(10):
             reply = await client.get(f"{server.url}/metrics", headers=server.headers)
-        return parse_metrics(reply.content.decode(errors="replace")) if reply.status_code == 200 else {}
+        if reply.status_code == 200:
+            return parse_metrics(reply.content.decode(errors="replace"))
+        return {}
     except (httpx.HTTPError, httpx.InvalidURL, TimeoutError):
         return {}
 
@@ -213,17 +258,20 @@ async def read_metrics(client: httpx.AsyncClient, server: Server) -> Samples:
 def speculation(before: Samples, after: Samples) -> Json:
     """Acceptance between two readings of a server's Prometheus page.
 
-    vLLM has counters (`vllm:spec_decode_num_drafts`, `_draft_tokens`, `_accepted_tokens`, `_accepted_tokens_per_pos`), so
-    the difference is exact for all requests in between, other users' included. SGLang has gauges of its last interval
-    (`sglang:spec_accept_length`, `_accept_rate`); the later reading is used.
+    vLLM has counters (`vllm:spec_decode_num_drafts`, `_draft_tokens`, `_accepted_tokens`,
+    `_accepted_tokens_per_pos`), so the difference is exact for all requests in between, other
+    users' included. SGLang has gauges of its last interval (`sglang:spec_accept_length`,
+    `_accept_rate`); the later reading is used.
 
     Returns:
-        source, accepted_length (bonus token included), acceptance_rate and, for vLLM, drafts and acceptance_by_depth as in
+        source, accepted_length (bonus token included), acceptance_rate and, for vLLM, drafts and
+        acceptance_by_depth as in
         results.json; empty if the page has no such figures or nothing was drafted.
     """
     drafts = _increase(before, after, "drafts")
     if drafts > 0:
-        accepted, drafted = _increase(before, after, "accepted_tokens"), _increase(before, after, "draft_tokens")
+        accepted = _increase(before, after, "accepted_tokens")
+        drafted = _increase(before, after, "draft_tokens")
         joint = [count / drafts for count in _per_position(before, after)]
         above = [1.0, *joint]
         return {
@@ -232,7 +280,9 @@ def speculation(before: Samples, after: Samples) -> Json:
             "accepted_length": round(1 + accepted / drafts, 4),
             "acceptance_rate": round(accepted / drafted, 4) if drafted else None,
             "acceptance_by_depth": {
-                "conditional": [round(b / a, 4) if a else 0.0 for a, b in zip(above, joint, strict=False)],
+                "conditional": [
+                    round(b / a, 4) if a else 0.0 for a, b in zip(above, joint, strict=False)
+                ],
                 "joint": [round(share, 4) for share in joint],
             },
         }
@@ -250,7 +300,9 @@ def speculation(before: Samples, after: Samples) -> Json:
 def _increase(before: Samples, after: Samples, name: str) -> float:
     """Increase of one of vLLM's counters, over all labels (engines, models)."""
     key = f"vllm:spec_decode_num_{name}"
-    return sum(value for _, value in after.get(key, [])) - sum(value for _, value in before.get(key, []))
+    return sum(value for _, value in after.get(key, [])) - sum(
+        value for _, value in before.get(key, [])
+    )
 
 
 def _per_position(before: Samples, after: Samples) -> list[float]:

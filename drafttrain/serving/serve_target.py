@@ -1,4 +1,6 @@
-"""`drafttrain serve-target`: a vLLM server that hands out the target's states for features and training."""
+"""`drafttrain serve-target`: a vLLM server that hands out the target's states for features and
+training.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,13 @@ _LOOK_SECONDS = 2.0
 
 
 def run(args: argparse.Namespace) -> int:
-    """Starts the server and stays until it ends. Raises UserError: nothing to serve, no vLLM, or the server ended."""
-    config = load_config(args.recipe, [], arguments.KEYS) if args.recipe else None
+    """Starts the server and stays until it ends. Raises UserError: nothing to serve, no vLLM, or
+    the server ended.
+    """
+    if args.recipe:
+        config = load_config(args.recipe, [], arguments.KEYS)
+    else:
+        config = None
     name = args.target or (config.target if config else "")
     if not name:
         raise UserError("target='' names nothing to serve; give --target T, or --recipe FILE")
@@ -33,28 +40,50 @@ def run(args: argparse.Namespace) -> int:
     if config is not None and args.layers == "default":
         layers = layers_of(config.kind, config.init, config.drafter, target)
     server = StateServer(
-        target, layers, args.flags, args.engine_python, args.states_dir, args.trust_remote_code, store_of(args)
+        target,
+        layers,
+        args.flags,
+        args.engine_python,
+        args.states_dir,
+        args.trust_remote_code,
+        store_of(args),
     )
     print(f"{'' if args.dry_run else 'starting '}{server}", flush=True)
-    return 0 if args.dry_run else watch(server, name)
+    if args.dry_run:
+        return 0
+    return watch(server, name)
 
 
 def store_of(args: argparse.Namespace) -> MooncakeStore | None:
-    """The store that the flags name; None for a folder. Raises UserError: flags of one transport together with the other."""
+    """The store that the flags name; None for a folder. Raises UserError: flags of one transport
+    together with the other.
+    """
     if args.transport == "mooncake":
         if args.states_dir:
-            raise UserError(f"states_dir={args.states_dir!r} belongs to --transport folder; drop it")
+            raise UserError(
+                f"states_dir={args.states_dir!r} belongs to --transport folder; drop it"
+            )
         return MooncakeStore(args.mooncake_master, args.mooncake_protocol, args.mooncake_gib)
-    for key, default in (("mooncake_master", ""), ("mooncake_protocol", "tcp"), ("mooncake_gib", 4.0)):
+    for key, default in (
+        ("mooncake_master", ""),
+        ("mooncake_protocol", "tcp"),
+        ("mooncake_gib", 4.0),
+    ):
         if (given := getattr(args, key)) != default:
-            raise UserError(f"{key}={given!r} belongs to --transport mooncake; give that too, or drop it")
+            raise UserError(
+                f"{key}={given!r} belongs to --transport mooncake; give that too, or drop it"
+            )
     return None
 
 
 def layers_of(kind: str, init: str, options: dict[str, object], target: Target) -> tuple[int, ...]:
     """The states that a recipe's drafter reads. Raises UserError: options that do not fit."""
     with torch.device("meta"):
-        return kind_class(kind).begin(target, "random" if init in NEW else init, dict(options), "kl").feature_layers
+        return (
+            kind_class(kind)
+            .begin(target, "random" if init in NEW else init, dict(options), "kl")
+            .feature_layers
+        )
 
 
 def watch(server: StateServer, name: str) -> int:
@@ -84,5 +113,8 @@ def watch(server: StateServer, name: str) -> int:
             time.sleep(_LOOK_SECONDS)
     finally:
         server.stop()
-    print(f"ended by {signal.Signals(ending).name}; vLLM has ended, and its states are deleted", file=sys.stderr)
+    print(
+        f"ended by {signal.Signals(ending).name}; vLLM has ended, and its states are deleted",
+        file=sys.stderr,
+    )
     return 128 + ending

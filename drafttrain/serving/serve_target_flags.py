@@ -23,13 +23,22 @@ several a network disk, or without one through a Mooncake store. Ctrl-C ends the
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = adder(parser)
     add("--target", Name, default="", help=f"{TARGET_HELP} (default: the recipe's)")
-    add("--recipe", Place, help="recipe (file or name) of the drafter to be trained; its target and layers are served")
+    add(
+        "--recipe",
+        Place,
+        help="recipe (file or name) of the drafter to be trained; its target and layers are served",
+    )
     add(
         "--layers",
         default="default",
         help="states handed out beside the last: default (three layers), wide (six) or 2,15,27",
     )
-    add("--states-dir", Name, default="", help="folder that clients see too (default: in shared memory)")
+    add(
+        "--states-dir",
+        Name,
+        default="",
+        help="folder that clients see too (default: in shared memory)",
+    )
     add(
         "--transport",
         default="folder",
@@ -46,7 +55,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mooncake-protocol", default="tcp", choices=["tcp", "rdma"], help=more)
     more = "memory for states that this server gives to the store, in GiB (default: %(default)s)"
     add("--mooncake-gib", PositiveAmount, default=4.0, help=more)
-    add("--engine-python", File, default=sys.executable, help="interpreter of the environment that has vLLM")
-    add("--trust-remote-code", action="store_true", help="run model code that comes with the target")
+    add(
+        "--engine-python",
+        File,
+        default=sys.executable,
+        help="interpreter of the environment that has vLLM",
+    )
+    add(
+        "--trust-remote-code",
+        action="store_true",
+        help="run model code that comes with the target",
+    )
     add("--dry-run", action="store_true", help="print the command and start nothing")
     add("flags", AnyText, nargs="*", metavar="-- flags", help="flags of vllm serve")

@@ -1,19 +1,23 @@
 """How a model's attention and features are reached without patching its code.
 
-transformers calls the attention of every layer through a registered function, by the name in the model's config. `Target.wrap`
-sets that name to "drafttrain", so each layer calls `_attention` below. The function's signature belongs to transformers and has
-no place for our cache, so a forward leaves it in a variable of its thread for as long as it runs:
+transformers calls the attention of every layer through a registered function, by the name in the
+model's config. `Target.wrap` sets that name to "drafttrain", so each layer calls `_attention`
+below. The function's signature belongs to transformers and has no place for our cache, so a forward
+leaves it in a variable of its thread for as long as it runs:
 
     Target.forward(ids, context)              transformers                       this module
       with attention_context(context):   ->     layer i
         model.body(ids)                           q, k, v = projections, RoPE
-                                                  attention(module, q, k, v) ->  _attention: _active.context
-                                                                                   .attend(i, q, k, v, **form)
+                                                  attention(module, q, k, v) ->  _attention:
+                                                  _active.context
+                                                                                   .attend(i, q, k,
+                                                                                   v, **form)
                                                   output projection, MLP     <-      cache, mask, kernel: the context's
       _active.caught[i]                  <-     inputs of hooked layers      <-  catch_input (hooks that stay)
 
-The variable is thread-local, so forwards of one model in several threads each see their own context. Without a context the model
-computes what it always did. The native CPU path (native_body.py) calls the context itself and uses nothing of this module.
+The variable is thread-local, so forwards of one model in several threads each see their own
+context. Without a context the model computes what it always did. The native CPU path
+(native_body.py) calls the context itself and uses nothing of this module.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol, Unpack
 
 import torch
@@ -36,17 +40,21 @@ from drafttrain.errors import UserError
 from drafttrain.ops.tree_attention import AttentionForm, TreeLayout, tree_attention
 
 ATTENTION = "drafttrain"  # our name among transformers' attention functions
-MASKLESS = (
-    "drafttrain_maskless"  # the same for a forward without layers: transformers makes no masks, which would read values
-)
+# the same for a forward without layers: transformers makes no masks, which would read values
+MASKLESS = "drafttrain_maskless"
 LAST = -1  # the feature layer that is the state behind the last norm, which the head reads
 
 
 class AttentionContext(Protocol):
-    """A decoder's cache and mask: receives each layer's new keys and values and returns its attention output."""
+    """A decoder's cache and mask: receives each layer's new keys and values and returns its
+    attention output.
+    """
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]) -> Tensor:
-        """Stores key and value [b, kv_heads, n, head_dim], attends with query [b, heads, n, head_dim].
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]
+    ) -> Tensor:
+        """Stores key and value [b, kv_heads, n, head_dim], attends with query [b, heads, n,
+        head_dim].
 
         Returns [b, n, heads, head_dim]. RoPE is already applied.
         """
@@ -54,7 +62,9 @@ class AttentionContext(Protocol):
 
 
 class _Active(threading.local):
-    """What the running forward of this thread leaves for `_attention`, `_mask` and the feature hooks."""
+    """What the running forward of this thread leaves for `_attention`, `_mask` and the feature
+    hooks.
+    """
 
     context: AttentionContext | None = None
     caught: dict[int, Tensor] | None = None
@@ -65,8 +75,12 @@ _active = _Active()
 
 
 @contextlib.contextmanager
-def attention_context(context: AttentionContext | None, caught: dict[int, Tensor] | None = None) -> Iterator[None]:
-    """While active, every target forward in this thread attends through `context`; `caught` receives the hooked features."""
+def attention_context(
+    context: AttentionContext | None, caught: dict[int, Tensor] | None = None
+) -> Iterator[None]:
+    """While active, every target forward in this thread attends through `context`; `caught`
+    receives the hooked features.
+    """
     previous = _active.context, _active.caught
     _active.context, _active.caught = context, caught
     try:
@@ -77,9 +91,11 @@ def attention_context(context: AttentionContext | None, caught: dict[int, Tensor
 
 @contextlib.contextmanager
 def apart(documents: Tensor) -> Iterator[None]:
-    """While active, forwards without a context make masks that keep the conversations of a row apart.
+    """While active, forwards without a context make masks that keep the conversations of a row
+    apart.
 
-    Layers receive these masks as arguments, so gradient checkpointing has them when it computes a layer again.
+    Layers receive these masks as arguments, so gradient checkpointing has them when it computes a
+    layer again.
 
     Args:
         documents: [b, s], tokens of one conversation have one number in their row.
@@ -92,30 +108,54 @@ def apart(documents: Tensor) -> Iterator[None]:
 
 
 class CausalRows:
-    """The context of a plain forward: causal attention over each row, in any form of it that a family uses."""
+    """The context of a plain forward: causal attention over each row, in any form of it that a
+    family uses.
+    """
 
     def __init__(self, length: int):
         self.layout = TreeLayout(0, count=length)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]
+    ) -> Tensor:
         return tree_attention(query, key, value, self.layout, **form).transpose(1, 2)
 
 
 class DocumentAttention:
-    """An attention context for one row of several documents: each attends causally, and only to itself."""
+    """An attention context for one row of several documents: each attends causally, and only to
+    itself.
+    """
 
     def __init__(self, lengths: list[int]):
         self.lengths = lengths
-        self.layouts: dict[int, TreeLayout] = {}  # by length; they keep the masks of windowed layers
+        self.layouts: dict[
+            int, TreeLayout
+        ] = {}  # by length; they keep the masks of windowed layers
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]
+    ) -> Tensor:
         """Attention of one layer, as `AttentionContext.attend` declares it; no keys are cached."""
-        plain, window, outs = form["softcap"] is None and form["sinks"] is None, form["window"], []
-        for q, k, v in zip(*(x.split(self.lengths, dim=2) for x in (query, key, value)), strict=True):
+        plain = form["softcap"] is None and form["sinks"] is None
+        window = form["window"]
+        outs = []
+        for q, k, v in zip(
+            *(x.split(self.lengths, dim=2) for x in (query, key, value)),
+            strict=True,
+        ):
             length = q.shape[2]
             if plain and (window is None or window >= length):
                 scale = form["scaling"]
-                outs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True))
+                outs.append(
+                    F.scaled_dot_product_attention(
+                        q,
+                        k,
+                        v,
+                        is_causal=True,
+                        scale=scale,
+                        enable_gqa=True,
+                    )
+                )
             else:
                 layout = self.layouts.setdefault(length, TreeLayout(0, count=length))
                 outs.append(tree_attention(q, k, v, layout, **form))
@@ -123,7 +163,8 @@ class DocumentAttention:
 
 
 class InterleavedRows(CausalRows):
-    """Attends as if two rows were interleaved in one (a0 b0 a1 b1 ...), and records which attention a model uses.
+    """Attends as if two rows were interleaved in one (a0 b0 a1 b1 ...), and records which attention
+    a model uses.
 
     Attributes:
         forms: (layer, form) of each call. masked: windows of the masks that the model asked for.
@@ -134,28 +175,45 @@ class InterleavedRows(CausalRows):
         self.forms: list[tuple[int, AttentionForm]] = []
         self.masked: set[int] = set()
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]
+    ) -> Tensor:
         self.forms.append((layer, form))
-        query, key, value = (torch.cat((x[:, :, 0::2], x[:, :, 1::2])) for x in (query, key, value))  # [2, heads, n, e]
+        query, key, value = (
+            torch.cat((x[:, :, 0::2], x[:, :, 1::2])) for x in (query, key, value)
+        )  # [2, heads, n, e]
         out = super().attend(layer, query, key, value, **form)  # [2, n, heads, e]
         return torch.stack((out[:1], out[1:]), dim=2).flatten(1, 2)  # [1, 2n, heads, e]
 
 
 def _attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
-    """The attention function that transformers calls in every layer; its arguments are transformers'."""
-    context, softcap, sinks = _active.context, kwargs.get("softcap"), kwargs.get("s_aux")
+    """The attention function that transformers calls in every layer; its arguments are
+    transformers'.
+    """
+    context = _active.context
+    softcap = kwargs.get("softcap")
+    sinks = kwargs.get("s_aux")
     if context is not None:
         if attention_mask is not None or kwargs.get("position_bias") is not None:
-            raise UserError(f"{type(module).__name__} brings its own mask or position bias, which no context can apply")
-        scaling, window = query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("sliding_window")
+            raise UserError(
+                f"{type(module).__name__} brings its own mask or position bias, which no context can apply"
+            )
+        if scaling is None:
+            scaling = query.shape[-1] ** -0.5
+        window = kwargs.get("sliding_window")
         form = AttentionForm(scaling=scaling, window=window, softcap=softcap, sinks=sinks)
         out = context.attend(getattr(module, "layer_idx", -1), query, key, value, **form)
-        return out.contiguous(), None  # as transformers' own functions return it; some families take views of it
-    # Without a context (transformers' own generate, for example) the model computes what it did before it was wrapped.
+        return (
+            out.contiguous(),
+            None,
+        )  # as transformers' own functions return it; some families take views of it
+    # Without a context (transformers' own generate, for example) the model computes what it did
+    # before it was wrapped.
     options = {"dropout": dropout, "scaling": scaling, **kwargs}
     if softcap is None and sinks is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    n, seen = query.shape[2], key.shape[2]
+    n = query.shape[2]
+    seen = key.shape[2]
     if attention_mask is None:  # `sdpa_mask` leaves out plain causal ones
         attention_mask = torch.ones(n, seen, dtype=torch.bool, device=query.device).tril(seen - n)
     bias = torch.zeros_like(attention_mask, dtype=query.dtype)
@@ -165,8 +223,11 @@ def _attention(module, query, key, value, attention_mask, dropout=0.0, scaling=N
 
 
 def _mask(*args, **kwargs):
-    """The mask function that transformers calls once per forward and kind of mask; a context needs none."""
-    context, documents = _active.context, _active.documents
+    """The mask function that transformers calls once per forward and kind of mask; a context needs
+    none.
+    """
+    context = _active.context
+    documents = _active.documents
     if context is not None:
         if isinstance(context, InterleavedRows) and kwargs.get("local_size"):
             context.masked.add(kwargs["local_size"])
@@ -186,29 +247,44 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, _mask)
 ALL_ATTENTION_FUNCTIONS.register(MASKLESS, _attention)
 
 
-# -- features ---------------------------------------------------------------------------------------------------------
-# Hooks are registered once per module and stay, because a compiled or captured forward keeps those that it found. They write to
-# the dict of the running `Target.forward` and do nothing in any other forward of the model.
+# -- features --------------------------------------------------------------------------------------
+# Hooks are registered once per module and stay, because a compiled or captured forward keeps those
+# that it found. They write to the dict of the running `Target.forward` and do nothing in any other
+# forward of the model.
 
 _hooking = threading.Lock()
 
 
 def catch_input(layer: int, _module, args, kwargs):
     if _active.caught is not None:
-        _active.caught[layer] = args[0] if args else kwargs["hidden_states"]
+        if args:
+            _active.caught[layer] = args[0]
+        else:
+            _active.caught[layer] = kwargs["hidden_states"]
 
 
 def catch_output(layer: int, _module, _args, _kwargs, output):
     if _active.caught is not None:
-        _active.caught[layer] = output[0] if isinstance(output, (tuple, list)) else output
+        if isinstance(output, (tuple, list)):
+            _active.caught[layer] = output[0]
+        else:
+            _active.caught[layer] = output
 
 
 def hook_features(module: nn.Module, layer: int, output: bool = False) -> None:
-    """Has a module's input (or output) caught as the feature of a layer; a module keeps one hook of each sort.
+    """Has a module's input (or output) caught as the feature of a layer; a module keeps one hook of
+    each sort.
 
-    Another Target of the same model, or the original of a copied model, may have registered it already.
+    Another Target of the same model, or the original of a copied model, may have registered it
+    already.
     """
-    catch, present = (catch_output, module._forward_hooks) if output else (catch_input, module._forward_pre_hooks)
+    catch: Callable
+    if output:
+        catch = catch_output
+        present = module._forward_hooks
+    else:
+        catch = catch_input
+        present = module._forward_pre_hooks
     with _hooking:
         if any(getattr(hook, "func", None) is catch for hook in present.values()):
             return

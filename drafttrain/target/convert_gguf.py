@@ -1,4 +1,6 @@
-"""GGUF file -> folder with bfloat16 safetensors, config, tokenizer and generation config that any HF tool loads."""
+"""GGUF file -> folder with bfloat16 safetensors, config, tokenizer and generation config that any
+HF tool loads.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +15,30 @@ from drafttrain.errors import UserError
 from drafttrain.extras import require
 from drafttrain.files import Json
 
-# Values of GGUF's tokenizer.ggml.pre for GPT-2-like tokenizers that split off every digit first. transformers builds a
-# plain GPT-2 pre-tokenizer for them, which differs where blanks meet digits: in "\n\n1." it makes two tokens of the line
-# breaks, where the model was trained with one.
+# Values of GGUF's tokenizer.ggml.pre for GPT-2-like tokenizers that split off every digit first.
+# transformers builds a plain GPT-2 pre-tokenizer for them, which differs where blanks meet digits:
+# in "\n\n1." it makes two tokens of the line breaks, where the model was trained with one.
 _DIGITS_APART = {"smollm", "starcoder", "refact"}
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:
     """Writes the model in `gguf` to `folder`.
 
-    transformers dequantizes the weights; it must read the file's architecture. This function corrects what its loader gets
-    wrong: a config that still claims to be quantized (and so cannot be saved), tokenizer details, and the token ids that
-    end a response. The folder must not exist. Raises UserError if the file lacks weights that the model needs.
+    transformers dequantizes the weights; it must read the file's architecture. This function
+        corrects what its loader gets
+    wrong: a config that still claims to be quantized (and so cannot be saved), tokenizer details,
+        and the token ids that
+    end a response. The folder must not exist. Raises UserError if the file lacks weights that the
+        model needs.
     """
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     kind = require("gguf").GGUFReader(gguf).get_field("tokenizer.ggml.pre")
     if kind is not None and kind.contents() in _DIGITS_APART:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False),
+            ]
         )
     options: Json = {"gguf_file": gguf.name, "dtype": torch.float32, "output_loading_info": True}
     loaded: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, **options)
@@ -46,7 +54,9 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     # Engines that run on transformers 4 do not know version 5's name of a plain fast tokenizer.
     written = folder / "tokenizer_config.json"
-    written.write_text(written.read_text().replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'))
+    written.write_text(
+        written.read_text().replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"')
+    )
 
 
 def _without_quantization(model: PreTrainedModel) -> PreTrainedModel:
@@ -66,4 +76,6 @@ def _without_quantization(model: PreTrainedModel) -> PreTrainedModel:
 
 def _as_decimal(value: object) -> object:
     """Rounds a float to seven digits: GGUF stores float32, and 9.99999974e-06 becomes 1e-05 again."""
-    return float(f"{value:.7g}") if isinstance(value, float) else value
+    if isinstance(value, float):
+        return float(f"{value:.7g}")
+    return value

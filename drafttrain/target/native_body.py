@@ -1,8 +1,10 @@
-"""The target's body without transformers' per-layer Python: for the few tokens of a decoding step on a CPU.
+"""The target's body without transformers' per-layer Python: for the few tokens of a decoding step
+on a CPU.
 
-Nothing here depends on a family's name. A layer qualifies by its modules (RMS norms, bias-free gated MLP, rotary attention); how
-it attends was recorded when the target was wrapped; and the native body must reproduce the model's own forward, at low and at
-high positions, before it is used. A model that differs in anything keeps transformers' forward.
+Nothing here depends on a family's name. A layer qualifies by its modules (RMS norms, bias-free
+gated MLP, rotary attention); how it attends was recorded when the target was wrapped; and the
+native body must reproduce the model's own forward, at low and at high positions, before it is used.
+A model that differs in anything keeps transformers' forward.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ _LAYER_PARTS = {
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
 _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _PROOF_TOKENS = 12
-# Most tokens of a forward that goes this way. Longer ones spend their time in products and attention, the same either way.
+# Most tokens of a forward that goes this way. Longer ones spend their time in products and
+# attention, the same either way.
 NATIVE_ROWS = 1024
 _KNOWN_POSITIONS = 1 << 14  # rotary tables of more are not kept
 
@@ -47,14 +50,21 @@ class WrappedModel(Protocol):
     vocab_size: int
     max_positions: int | None
 
-    def forward(self, ids: Tensor, layers: Sequence[int], at: Tensor, context: AttentionContext, /) -> TargetOutput: ...
+    def forward(
+        self, ids: Tensor, layers: Sequence[int], at: Tensor, context: AttentionContext, /
+    ) -> TargetOutput: ...
 
 
 class NativeBody:
-    """The layers of a target, ready to run on [1, n] tokens with an attention context. Holds no state of a call."""
+    """The layers of a target, ready to run on [1, n] tokens with an attention context. Holds no
+    state of a call.
+    """
 
     def __init__(self, target: WrappedModel, layers: list[DecoderLayer], rotary: _Rotary):
-        self.body, self.layers, self.forms, self.rotary = target.body, layers, target.forms, rotary
+        self.body = target.body
+        self.layers = layers
+        self.forms = target.forms
+        self.rotary = rotary
         self.embed = target.model.get_input_embeddings()
         self._looks_up = type(self.embed) is nn.Embedding and self.embed.max_norm is None
         self.stack = LayerStack(layers, target.forms, rotary.of_layer)
@@ -62,7 +72,8 @@ class NativeBody:
     @staticmethod
     def of(target: WrappedModel) -> NativeBody | None:
         """For an unpacked target; None if its layers are of another kind or the proof fails."""
-        weight, parts = next(target.model.parameters()), dict(target.body.named_children())
+        weight = next(target.model.parameters())
+        parts = dict(target.body.named_children())
         if weight.device.type != "cpu" or weight.dtype != torch.float32 or cpu_kernels() is None:
             return None
         if not {"rotary_emb", "norm"} <= parts.keys():
@@ -70,7 +81,11 @@ class NativeBody:
         rotary = _Rotary(parts["rotary_emb"])
         proofs = _proof_tokens(target)
         expected = [_record(target, ids, positions, rotary) for ids, positions in proofs]
-        layers = [layer for module in target.layers if (layer := native_layer(module, rotary.width)) is not None]
+        layers = [
+            layer
+            for module in target.layers
+            if (layer := native_layer(module, rotary.width)) is not None
+        ]
         if not len(layers) == len(rotary.of_layer) == target.num_layers:
             return None
         native = NativeBody(target, layers, rotary)
@@ -78,16 +93,30 @@ class NativeBody:
             cache = TreeCache(_PROOF_TOKENS)
             cache.open([(0, _PROOF_TOKENS)])
             got = native.forward(ids, range(target.num_layers + 1), positions, cache)
-            for ours, theirs in ((got.features, want.features), (got.last_hidden, want.last_hidden)):
-                if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-4 * theirs.abs().max().item()):
+            for ours, theirs in (
+                (got.features, want.features),
+                (got.last_hidden, want.last_hidden),
+            ):
+                if not torch.allclose(
+                    ours,
+                    theirs,
+                    rtol=1e-3,
+                    atol=1e-4 * theirs.abs().max().item(),
+                ):
                     return None
         return native
 
     @without_grad
     def forward(
-        self, input_ids: Tensor, feature_layers: Sequence[int], position_ids: Tensor, context: AttentionContext
+        self,
+        input_ids: Tensor,
+        feature_layers: Sequence[int],
+        position_ids: Tensor,
+        context: AttentionContext,
     ) -> TargetOutput:
-        """As `Target.forward` with a context, for one packed row: input_ids and position_ids [1, n]."""
+        """As `Target.forward` with a context, for one packed row: input_ids and position_ids [1,
+        n].
+        """
         x, tables, wanted = self._enter(input_ids, feature_layers, position_ids)
         if (cache := self._cache(context)) is not None:
             caught = self.stack.forward(x, tables, *cache, wanted)
@@ -97,11 +126,23 @@ class NativeBody:
         return TargetOutput(_features(caught, last, feature_layers, wanted)[None], last[None])
 
     def score(
-        self, input_ids: Tensor, feature_layers: Sequence[int], position_ids: Tensor, context: object, head: nn.Module
+        self,
+        input_ids: Tensor,
+        feature_layers: Sequence[int],
+        position_ids: Tensor,
+        context: object,
+        head: nn.Module,
     ) -> tuple[Tensor, Tensor] | None:
-        """Features [n, f*h] and outputs [n, v] of the head in one kernel call; None where the kernel does not apply."""
-        norm, rows = self.body.norm, input_ids.shape[1]
-        if not isinstance(norm, PackedRMSNorm) or not isinstance(head, PackedLinear) or not head.kernel:
+        """Features [n, f*h] and outputs [n, v] of the head in one kernel call; None where the
+        kernel does not apply.
+        """
+        norm = self.body.norm
+        rows = input_ids.shape[1]
+        if (
+            not isinstance(norm, PackedRMSNorm)
+            or not isinstance(head, PackedLinear)
+            or not head.kernel
+        ):
             return None
         if rows > NATIVE_ROWS or (cache := self._cache(context)) is None:
             return None
@@ -112,15 +153,26 @@ class NativeBody:
         return _features(caught, ending.last, feature_layers, wanted), logits
 
     def _cache(self, context: object) -> tuple[CpuPlan, Addresses] | None:
-        """Where the tokens of a call stand and where the cache keeps keys and values; None where the kernel does not apply."""
-        if not isinstance(context, TreeCache) or not self.stack.served or (plan := context.cpu_plan()) is None:
+        """Where the tokens of a call stand and where the cache keeps keys and values; None where
+        the kernel does not apply.
+        """
+        if (
+            not isinstance(context, TreeCache)
+            or not self.stack.served
+            or (plan := context.cpu_plan()) is None
+        ):
             return None
         return plan, context.addresses(self.stack.shapes)
 
     def _enter(
-        self, input_ids: Tensor, feature_layers: Sequence[int], position_ids: Tensor
+        self,
+        input_ids: Tensor,
+        feature_layers: Sequence[int],
+        position_ids: Tensor,
     ) -> tuple[Tensor, Tables, list[int]]:
-        """The residual stream [n, h], the rotary tables, and the layers whose inputs are features, ascending."""
+        """The residual stream [n, h], the rotary tables, and the layers whose inputs are features,
+        ascending.
+        """
         if self._looks_up:
             x = self.embed.weight.index_select(0, input_ids[0])
         else:  # some families scale or norm what they look up
@@ -131,21 +183,38 @@ class NativeBody:
             sorted({layer for layer in feature_layers if layer != LAST}),
         )
 
-    def _layer_by_layer(self, x: Tensor, tables: Tables, context: AttentionContext, wanted: list[int]) -> Tensor:
-        """As `LayerStack.forward`, with the context's own attention: long prefixes, many tokens, other caches."""
+    def _layer_by_layer(
+        self,
+        x: Tensor,
+        tables: Tables,
+        context: AttentionContext,
+        wanted: list[int],
+    ) -> Tensor:
+        """As `LayerStack.forward`, with the context's own attention: long prefixes, many tokens,
+        other caches.
+        """
         caught = []
         for i, layer in enumerate(self.layers):
             if i in wanted:
                 caught.append(x.clone())
             query, key, value = layer.project(x, *tables[self.rotary.of_layer[i]])
-            rows = (part.transpose(0, 1)[None] for part in (query, key, value))  # [1, heads or kv_heads, n, e]
+            rows = (
+                part.transpose(0, 1)[None] for part in (query, key, value)
+            )  # [1, heads or kv_heads, n, e]
             layer.finish(x, context.attend(i, *rows, **self.forms[i]))
         if len(self.layers) in wanted:
             caught.append(x.clone())
-        return torch.stack(caught, dim=1) if caught else x.new_empty(len(x), 0, x.shape[1])
+        if caught:
+            return torch.stack(caught, dim=1)
+        return x.new_empty(len(x), 0, x.shape[1])
 
 
-def _features(caught: Tensor, last: Tensor, feature_layers: Sequence[int], wanted: list[int]) -> Tensor:
+def _features(
+    caught: Tensor,
+    last: Tensor,
+    feature_layers: Sequence[int],
+    wanted: list[int],
+) -> Tensor:
     """[n, f*h] from the inputs of the wanted layers [n, wanted, h] and the normed state [n, h]."""
     if list(feature_layers) == wanted:
         return caught.flatten(1)
@@ -154,18 +223,31 @@ def _features(caught: Tensor, last: Tensor, feature_layers: Sequence[int], wante
 
 
 def plain_embedding(target: Any) -> Tensor | None:
-    """[v, h] float32 rows on the CPU that a target's `embed` selects; None where it computes more, or they are elsewhere."""
+    """[v, h] float32 rows on the CPU that a target's `embed` selects; None where it computes more,
+    or they are elsewhere.
+    """
     module = target.model.get_input_embeddings()
-    plain = type(module) is nn.Embedding and target.embed_scale == 1.0 and not hasattr(target.body, "project_in")
-    weight: Tensor | None = module.weight.detach() if plain else None
-    return weight if weight is not None and weight.is_cpu and weight.dtype == torch.float32 else None
+    plain = (
+        type(module) is nn.Embedding
+        and target.embed_scale == 1.0
+        and not hasattr(target.body, "project_in")
+    )
+    weight: Tensor | None
+    if plain:
+        weight = module.weight.detach()
+    else:
+        weight = None
+    if weight is not None and weight.is_cpu and weight.dtype == torch.float32:
+        return weight
+    return None
 
 
 class _Rotary:
     """The model's rotary tables.
 
     Attributes:
-        calls: per call of the module in a forward, what it gets behind (hidden states, position ids): a layer type, or nothing.
+        calls: per call of the module in a forward, what it gets behind (hidden states, position
+            ids): a layer type, or nothing.
         of_layer: index of the call whose tables each layer reads. width: rotated entries of a head.
     """
 
@@ -174,9 +256,13 @@ class _Rotary:
         self.calls: list[tuple[object, ...]] = []
         self.of_layer: list[int] = []
         self.width = 0
-        # Tables that depend on a position alone, not on the highest one of a forward, are computed once.
+        # Tables that depend on a position alone, not on the highest one of a forward, are computed
+        # once.
         kinds = getattr(module, "rope_type", "dynamic")
-        kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+        if isinstance(kinds, dict):
+            kinds = kinds.values()
+        else:
+            kinds = [kinds]
         self._fixed = all(kind in ("default", "linear", "llama3", "yarn") for kind in kinds)
         self._known: list[Tensor] = []  # cosine and sine [2, positions, rotary_dim] of each table
 
@@ -197,36 +283,57 @@ class _Rotary:
 
 
 def _proof_tokens(target: WrappedModel) -> list[tuple[Tensor, Tensor]]:
-    """Random ids and their positions, [1, _PROOF_TOKENS] int64 each: some models scale attention or rotation beyond a length,
-    so the proof also runs at the highest positions."""
+    """Random ids and their positions, [1, _PROOF_TOKENS] int64 each: some models scale attention or
+    rotation beyond a length, so the proof also runs at the highest positions.
+    """
     proofs = []
     for start in (0, max(0, (target.max_positions or 4096) - _PROOF_TOKENS)):
-        ids = torch.randint(target.vocab_size, (1, _PROOF_TOKENS), generator=torch.Generator().manual_seed(start))
+        ids = torch.randint(
+            target.vocab_size,
+            (1, _PROOF_TOKENS),
+            generator=torch.Generator().manual_seed(start),
+        )
         proofs.append((ids, torch.arange(start, start + _PROOF_TOKENS)[None]))
     return proofs
 
 
 def _record(target: WrappedModel, ids: Tensor, positions: Tensor, rotary: _Rotary) -> TargetOutput:
-    """The model's own forward; notes the calls of the rotary module and which layer reads which tables."""
+    """The model's own forward; notes the calls of the rotary module and which layer reads which
+    tables.
+    """
     outputs: list[tuple[Tensor, Tensor]] = []
     rotary.calls, rotary.of_layer = [], []
 
     def called(_module, args, kwargs, output):
-        rotary.calls.append(tuple(args[2:]) + tuple(v for k, v in kwargs.items() if k not in ("x", "position_ids")))
+        rotary.calls.append(
+            tuple(args[2:]) + tuple(v for k, v in kwargs.items() if k not in ("x", "position_ids"))
+        )
         outputs.append(output)
 
     def entered(_module, _args, kwargs):
         given = kwargs.get("position_embeddings")
-        rotary.of_layer.extend(i for i, output in enumerate(outputs) if given is not None and given[0] is output[0])
+        rotary.of_layer.extend(
+            i for i, output in enumerate(outputs) if given is not None and given[0] is output[0]
+        )
 
     handles = [rotary.module.register_forward_hook(called, with_kwargs=True)]
-    handles += [layer.register_forward_pre_hook(entered, with_kwargs=True) for layer in target.layers]
+    handles += [
+        layer.register_forward_pre_hook(entered, with_kwargs=True) for layer in target.layers
+    ]
     try:
-        out = target.forward(ids, range(target.num_layers + 1), positions, CausalRows(_PROOF_TOKENS))
+        out = target.forward(
+            ids,
+            range(target.num_layers + 1),
+            positions,
+            CausalRows(_PROOF_TOKENS),
+        )
     finally:
         for handle in handles:
             handle.remove()
-    rotary.width = outputs[0][0].shape[-1] if outputs else 0
+    if outputs:
+        rotary.width = outputs[0][0].shape[-1]
+    else:
+        rotary.width = 0
     return out
 
 
@@ -234,20 +341,42 @@ def native_layer(layer: nn.Module, rotary_dim: int) -> DecoderLayer | None:
     """The packed layer if it consists of nothing but the modules that `DecoderLayer` computes."""
     attention: Any = getattr(layer, "self_attn", None)
     mlp: Any = getattr(layer, "mlp", None)
-    own, inside, gated = (dict(m.named_children()) if m is not None else {} for m in (layer, attention, mlp))
-    if not (own.keys() <= _LAYER_PARTS and inside.keys() <= _ATTENTION_PARTS and gated.keys() <= _MLP_PARTS):
+    own, inside, gated = (
+        dict(m.named_children()) if m is not None else {} for m in (layer, attention, mlp)
+    )
+    if not (
+        own.keys() <= _LAYER_PARTS
+        and inside.keys() <= _ATTENTION_PARTS
+        and gated.keys() <= _MLP_PARTS
+    ):
         return None
-    linear = [(inside | gated).get(name) for name in ("o_proj", "gate_proj", "up_proj", "down_proj")]
+    linear = [
+        (inside | gated).get(name) for name in ("o_proj", "gate_proj", "up_proj", "down_proj")
+    ]
     qkv = [inside.get(name) for name in ("q_proj", "k_proj", "v_proj")]
-    if any(type(module) is not nn.Linear for module in linear + qkv) or any(m.bias is not None for m in linear if m):
+    if any(type(module) is not nn.Linear for module in linear + qkv) or any(
+        m.bias is not None for m in linear if m
+    ):
         return None
-    if sum(m is not None and m.bias is not None for m in qkv) not in (0, 3) or "act_fn" not in gated:
+    if (
+        sum(m is not None and m.bias is not None for m in qkv) not in (0, 3)
+        or "act_fn" not in gated
+    ):
         return None
-    norms = {name: PackedRMSNorm.like(m) for name, m in {**own, **inside}.items() if name.endswith("norm")}
+    norms = {
+        name: PackedRMSNorm.like(m)
+        for name, m in {**own, **inside}.items()
+        if name.endswith("norm")
+    }
     factor = {name: norm.weight for name, norm in norms.items() if norm is not None}
     eps = {norm.eps for norm in norms.values() if norm is not None}
     gelu = _is_gelu(gated["act_fn"])
-    if len(factor) != len(norms) or len(eps) != 1 or gelu is None or not getattr(attention, "head_dim", 0):
+    if (
+        len(factor) != len(norms)
+        or len(eps) != 1
+        or gelu is None
+        or not getattr(attention, "head_dim", 0)
+    ):
         return None
     if not {"input_layernorm", "post_attention_layernorm"} <= factor.keys():
         return None
@@ -272,4 +401,6 @@ def _is_gelu(activation: nn.Module) -> bool | None:
     y = activation(x)
     if torch.allclose(y, F.silu(x), atol=1e-5):
         return False
-    return True if torch.allclose(y, F.gelu(x, approximate="tanh"), atol=1e-5) else None
+    if torch.allclose(y, F.gelu(x, approximate="tanh"), atol=1e-5):
+        return True
+    return None

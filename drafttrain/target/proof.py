@@ -1,13 +1,16 @@
 """The proof that a model runs through our attention: states and logits are its own.
 
-Two rows of four tokens run with the model's own attention, then both interleaved in one row through ours:
+Two rows of four tokens run with the model's own attention, then both interleaved in one row through
+ours:
 
     row a    a0 a1 a2 a3                     model's own attention, two rows
     row b    b0 b1 b2 b3
     packed   a0 b0 a1 b1 a2 b2 a3 b3         our attention, one row; positions 0 0 1 1 2 2 3 3
 
-The states must agree: so nothing but attention mixes tokens, position ids are honored, and no mask, bias or window is lost. And
-`head` must give the model's logits. Families multiply logits by a value of their config or divide by it, under names that do not
+The states must agree: so nothing but attention mixes tokens, position ids are honored, and no mask,
+    bias or window is lost. And
+`head` must give the model's logits. Families multiply logits by a value of their config or divide
+    by it, under names that do not
 tell which: the factor is the one that reproduces the model's logits.
 """
 
@@ -23,15 +26,25 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from drafttrain.batch import TargetOutput
 from drafttrain.errors import UserError
 from drafttrain.ops.tree_attention import AttentionForm
-from drafttrain.target.attention import ATTENTION, LAST, AttentionContext, InterleavedRows, attention_context
+from drafttrain.target.attention import (
+    ATTENTION,
+    LAST,
+    AttentionContext,
+    InterleavedRows,
+    attention_context,
+)
 
 # transformers' names of layer types: with plain attention, and with a state.
 _SERVED = {"full_attention", "sliding_attention"}
 _RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 _TOKENS = 4  # of each row
-# Largest relative errors. In half precision rounding may send a token to another expert; unrelated states would differ by 1.4.
-_STATES, _STATES_HALF = 1e-2, 0.5
-LOGITS, LOGITS_HALF = 1e-3, 2e-2  # of the head alone, on the model's own states
+# Largest relative errors. In half precision rounding may send a token to another expert; unrelated
+# states would differ by 1.4.
+_STATES = 1e-2
+_STATES_HALF = 0.5
+# of the head alone, on the model's own states
+LOGITS = 1e-3
+LOGITS_HALF = 2e-2
 
 
 class ProvenModel(Protocol):
@@ -55,10 +68,20 @@ class ProvenModel(Protocol):
     def hook(self, layers: Sequence[int], /) -> None: ...
     def head(self, hidden: Tensor, /) -> Tensor: ...
     def forward(
-        self, ids: Tensor, layers: Sequence[int], at: Tensor | None = None, context: AttentionContext | None = None, /
+        self,
+        ids: Tensor,
+        layers: Sequence[int],
+        at: Tensor | None = None,
+        context: AttentionContext | None = None,
+        /,
     ) -> TargetOutput: ...
     def run_body(
-        self, ids: Tensor, layers: Sequence[int], context: AttentionContext | None, /, **options: Any
+        self,
+        ids: Tensor,
+        layers: Sequence[int],
+        context: AttentionContext | None,
+        /,
+        **options: Any,
     ) -> tuple[TargetOutput, Any]: ...
 
 
@@ -67,21 +90,29 @@ def unsupported(name: str, model: PreTrainedModel, fault: str) -> UserError:
 
 
 def unpackable(model: PreTrainedModel) -> str | None:
-    """Why a model cannot attend through a context, as far as its class and config show; None if no reason is found."""
+    """Why a model cannot attend through a context, as far as its class and config show; None if no
+    reason is found.
+    """
     types = set(getattr(model.config.get_text_config(), "layer_types", None) or []) - _SERVED
-    named = f" ({', '.join(sorted(types))})" if types else ""
+    named = ""
+    if types:
+        named = f" ({', '.join(sorted(types))})"
     if "chunked_attention" in types:
         return "attends in fixed chunks, which no window of an attention context can express"
     if model._is_stateful or types & _RECURRENT:
         return f"keeps recurrent state{named}, from which rejected tokens cannot be rolled back"
     if types:
         return f"has layers of an unsupported type{named}"
-    return None if model._can_set_attn_implementation() else "does not use the transformers attention interface"
+    if model._can_set_attn_implementation():
+        return None
+    return "does not use the transformers attention interface"
 
 
 def check_rows(target: ProvenModel, ids: Tensor, positions: Tensor | None, context: object) -> None:
     """Raises UserError for packed rows, which a model's own forward cannot tell apart."""
-    consecutive = positions is None or bool((positions == torch.arange(ids.shape[1], device=ids.device)).all())
+    consecutive = positions is None or bool(
+        (positions == torch.arange(ids.shape[1], device=ids.device)).all()
+    )
     if context is not None or not consecutive:
         raise UserError(
             f"target {target.name!r} runs its own forward and cache, which packed rows cannot share ({target.reason}); "
@@ -90,7 +121,9 @@ def check_rows(target: ProvenModel, ids: Tensor, positions: Tensor | None, conte
 
 
 class _ProofRun(NamedTuple):
-    """What the forwards showed: relative errors of packed states, of the head on the model's own states, and of all together."""
+    """What the forwards showed: relative errors of packed states, of the head on the model's own
+    states, and of all together.
+    """
 
     rows: InterleavedRows
     scale: float
@@ -101,32 +134,42 @@ class _ProofRun(NamedTuple):
 
 @torch.no_grad()
 def prove(target: ProvenModel) -> tuple[list[AttentionForm], float]:
-    """Routes a model's attention through our interface and proves that its states and logits stay the same.
+    """Routes a model's attention through our interface and proves that its states and logits stay
+    the same.
 
     Returns:
         How each layer attends, and the factor on the head's products.
 
     Raises:
-        UserError: layers that do not call the interface, a window that is not passed on, other states or logits; names the
-            relative error.
+        UserError: layers that do not call the interface, a window that is not passed on, other
+            states or logits; names the relative error.
     """
-    half, advice = target.compute_dtype.itemsize < 4, "use a target with plain attention"
+    half = target.compute_dtype.itemsize < 4
+    advice = "use a target with plain attention"
     try:
         run = _run(target)
     except UserError:
         raise
-    except Exception as error:  # code of other libraries, which meets our attention for the first time
+    except (
+        Exception
+    ) as error:  # code of other libraries, which meets our attention for the first time
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         fault = f"fails on a proof of {2 * _TOKENS} tokens ({reason}); {advice}"
         raise unsupported(target.name, target.model, fault) from error
-    layers, forms, fault = [layer for layer, _ in run.rows.forms], [form for _, form in run.rows.forms], ""
+    layers = [layer for layer, _ in run.rows.forms]
+    forms = [form for _, form in run.rows.forms]
+    fault = ""
     if sorted(layers) != list(range(target.num_layers)):
         fault = f"calls the transformers attention interface for layers {sorted(layers)}"
     elif run.rows.masked - {form["window"] for form in forms}:
-        fault = f"does not pass its window of {max(run.rows.masked)} tokens to the attention interface"
+        fault = (
+            f"does not pass its window of {max(run.rows.masked)} tokens to the attention interface"
+        )
     elif not run.states <= (_STATES_HALF if half else _STATES):
         fault = f"computes other states for packed rows than for one row (relative error {run.states:.2g})"
-    elif not run.head <= (LOGITS_HALF if half else LOGITS) or not run.logits <= (_STATES_HALF if half else _STATES):
+    elif not run.head <= (LOGITS_HALF if half else LOGITS) or not run.logits <= (
+        _STATES_HALF if half else _STATES
+    ):
         fault = f"transforms its logits in an unknown way (relative error of ours {max(run.head, run.logits):.2g})"
         advice = "use a target whose logits are its head's products, scaled or soft-capped as its config says"
     if fault:
@@ -137,11 +180,14 @@ def prove(target: ProvenModel) -> tuple[list[AttentionForm], float]:
 def _run(target: ProvenModel) -> _ProofRun:
     n = _TOKENS
     ids = proof_tokens(target, 2 * n).view(2, n)
-    rows, positions = InterleavedRows(n), torch.arange(n, device=target.device).repeat_interleave(2)[None]
+    rows = InterleavedRows(n)
+    positions = torch.arange(n, device=target.device).repeat_interleave(2)[None]
     states: list[Tensor] = []  # what the body returns, per forward
     caught: dict[int, Tensor] = {}
     target.hook(())  # which catches what the head reads, where that is not what the body returns
-    hook = target.body.register_forward_hook(lambda _module, _args, out: states.append(out.last_hidden_state))
+    hook = target.body.register_forward_hook(
+        lambda _module, _args, out: states.append(out.last_hidden_state)
+    )
     try:
         with attention_context(None, caught):
             own = target.model(input_ids=ids, use_cache=False).logits.float()  # [2, n, v]
@@ -153,14 +199,18 @@ def _run(target: ProvenModel) -> _ProofRun:
     scale, head = find_scale(target, caught.get(LAST, before), own)
     logits = target.head(packed).view(n, 2, -1).transpose(0, 1)
     return _ProofRun(
-        rows, scale, relative_error(after.view(n, 2, -1).transpose(0, 1), before), head, relative_error(logits, own)
+        rows,
+        scale,
+        relative_error(after.view(n, 2, -1).transpose(0, 1), before),
+        head,
+        relative_error(logits, own),
     )
 
 
 @torch.no_grad()
 def prove_own(target: ProvenModel) -> float:
-    """Proves that a model's own forward gives a target's states: each layer's, none changed by later tokens or padding, with the
-    model's own logits behind the head.
+    """Proves that a model's own forward gives a target's states: each layer's, none changed by
+    later tokens or padding, with the model's own logits behind the head.
 
         rows      a0 .. a7           the states of these positions must be the same
         padded    a0 .. a7 x x x     in both
@@ -169,9 +219,12 @@ def prove_own(target: ProvenModel) -> float:
         The factor on the head's products.
 
     Raises:
-        UserError: a model that fails on it, sees later tokens, or transforms its logits in an unknown way.
+        UserError: a model that fails on it, sees later tokens, or transforms its logits in an
+            unknown way.
     """
-    n, half, layers = 2 * _TOKENS, target.compute_dtype.itemsize < 4, range(target.num_layers + 1)
+    n = 2 * _TOKENS
+    half = target.compute_dtype.itemsize < 4
+    layers = range(target.num_layers + 1)
     ids = proof_tokens(target, 3 * n).view(2, -1)  # [2, 3n/2]
     try:
         own = target.model(input_ids=ids[:, :n], use_cache=False).logits.float()  # [2, n, v]
@@ -182,13 +235,24 @@ def prove_own(target: ProvenModel) -> float:
     except UserError:
         raise
     except KeyError as error:
-        raise unsupported(target.name, target.model, f"does not run its layer {error} on text") from error
+        raise unsupported(
+            target.name,
+            target.model,
+            f"does not run its layer {error} on text",
+        ) from error
     except Exception as error:  # code of other libraries
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise unsupported(target.name, target.model, f"fails on a proof of {n} tokens ({reason})") from error
+        raise unsupported(
+            target.name,
+            target.model,
+            f"fails on a proof of {n} tokens ({reason})",
+        ) from error
     seen = max(
         relative_error(after[:, :n], before)
-        for before, after in ((rows.features, padded.features), (rows.last_hidden, padded.last_hidden))
+        for before, after in (
+            (rows.features, padded.features),
+            (rows.last_hidden, padded.last_hidden),
+        )
     )
     if not seen <= (_STATES_HALF if half else _STATES):
         fault = f"computes states that change with later tokens (relative error {seen:.2g}); use a causal model"
@@ -196,7 +260,11 @@ def prove_own(target: ProvenModel) -> float:
     scale, head = find_scale(target, rows.last_hidden, own)
     if not head <= (LOGITS_HALF if half else LOGITS):
         fault = f"transforms its logits in an unknown way (relative error of ours {head:.2g})"
-        raise unsupported(target.name, target.model, f"{fault}; use a target whose logits are its head's products")
+        raise unsupported(
+            target.name,
+            target.model,
+            f"{fault}; use a target whose logits are its head's products",
+        )
     return scale
 
 
@@ -206,33 +274,45 @@ def proof_tokens(target: ProvenModel, count: int) -> Tensor:
 
 
 def find_scale(target: ProvenModel, states: Tensor, own: Tensor) -> tuple[float, float]:
-    """The factor on the head's products that reproduces the model's logits best, set on the target, and its relative error."""
+    """The factor on the head's products that reproduces the model's logits best, set on the target,
+    and its relative error.
+    """
 
     def error(scale: float) -> float:
         target.logit_scale = scale
         return relative_error(target.head(states), own)
 
     errors = {scale: error(scale) for scale in _scales(target.config)}
-    if not any(found <= LOGITS for found in errors.values()):  # a rule that the config does not name: fit the factor
+    if not any(
+        found <= LOGITS for found in errors.values()
+    ):  # a rule that the config does not name: fit the factor
         target.logit_scale = 1.0
         products = target.head(states).to(own.device)
         scale = float((products * own).sum() / products.square().sum())
         errors[scale] = error(scale)
-    best = min(errors, key=lambda scale: (errors[scale] != errors[scale], errors[scale]))  # NaN last
+    best = min(
+        errors,
+        key=lambda scale: (errors[scale] != errors[scale], errors[scale]),
+    )  # NaN last
     target.logit_scale = best
     return best, errors[best]
 
 
 def _scales(config: PreTrainedConfig) -> Iterator[float]:
-    """Factors that a config's values may mean: one, each value that scales something of the head, and its inverse."""
+    """Factors that a config's values may mean: one, each value that scales something of the head,
+    and its inverse.
+    """
     yield 1.0
     for key, value in vars(config).items():
-        named = any(word in key for word in ("logit", "head", "output")) and ("scal" in key or "mult" in key)
+        named = any(word in key for word in ("logit", "head", "output")) and (
+            "scal" in key or "mult" in key
+        )
         if named and isinstance(value, (int, float)) and value:
             yield from (float(value), 1.0 / value)
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
     """Relative error; NaN if either is not finite."""
-    ours, theirs = ours.to(theirs.device).float(), theirs.float()
+    ours = ours.to(theirs.device).float()
+    theirs = theirs.float()
     return float((ours - theirs).norm() / theirs.norm())

@@ -29,21 +29,31 @@ def check_shared(target: Target) -> None:
 
 
 class SharedRows:
-    """The context of a process that shares the rows: exchanges tokens for heads around another context's attention.
+    """The context of a process that shares the rows: exchanges tokens for heads around another
+    context's attention.
 
     Args:
         inner: of all tokens. part: this process's; counts: tokens of each process.
     """
 
     def __init__(self, inner: DocumentAttention, part: SharedPart, counts: list[int]):
-        self.inner, self.part, self.counts = inner, part, counts
+        self.inner = inner
+        self.part = part
+        self.counts = counts
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]) -> Tensor:
-        """As `AttentionContext.attend` declares it; a process without tokens runs a spare one, which is left out here."""
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]
+    ) -> Tensor:
+        """As `AttentionContext.attend` declares it; a process without tokens runs a spare one,
+        which is left out here.
+        """
         part, counts, group = self.part, self.counts, self.part.group
-        own, heads = counts[group.rank], query.shape[1] // group.size
+        own = counts[group.rank]
+        heads = query.shape[1] // group.size
         whole = (
-            part.to_heads(x[0, :, :own].transpose(0, 1), counts, keys=x is not query).transpose(0, 1)[None]
+            part.to_heads(x[0, :, :own].transpose(0, 1), counts, keys=x is not query).transpose(
+                0, 1
+            )[None]
             for x in (query, key, value)
         )  # [1, heads / size, n, e] each
         if form["sinks"] is not None:
@@ -53,23 +63,33 @@ class SharedRows:
 
 
 def run_shared(
-    target: Target, layers: Sequence[int], batch: Batch, conversations: Sequence[tuple[int, slice, slice, Tensor]]
+    target: Target,
+    layers: Sequence[int],
+    batch: Batch,
+    conversations: Sequence[tuple[int, slice, slice, Tensor]],
 ) -> list[tuple[Tensor, Tensor]]:
-    """Features [held, f*h] of this process's part of each conversation, and last states [r, h] at positions that it reads.
+    """Features [held, f*h] of this process's part of each conversation, and last states [r, h] at
+    positions that it reads.
 
     Args:
         batch: its `shared` says which tokens are whose.
-        conversations: row, columns, positions in this process's part, and positions [r] whose last states it reads.
+        conversations: row, columns, positions in this process's part, and positions [r] whose last
+            states it reads.
     """
     check_shared(target)
-    part, s, device = batch.shared, batch.input_ids.shape[1], batch.input_ids.device
+    part = batch.shared
+    s = batch.input_ids.shape[1]
+    device = batch.input_ids.device
     assert isinstance(part, SharedPart)
     lengths = [span.stop - span.start for _, span, _, _ in conversations]
     target.check_length(max(lengths))
     begins = [row * s + span.start for row, span, _, _ in conversations]
-    places = torch.cat([torch.arange(length, device=device) for length in lengths])  # [n] of all processes
+    places = torch.cat(
+        [torch.arange(length, device=device) for length in lengths]
+    )  # [n] of all processes
     flat = places + torch.repeat_interleave(torch.tensor(begins), torch.tensor(lengths)).to(device)
-    counts, own = part.counts(flat), part.of(flat)
+    counts = part.counts(flat)
+    own = part.of(flat)
     n = own.stop - own.start
     spare = int(n == 0)  # a target runs no less than one token
     ids = batch.input_ids.flatten()[F.pad(flat[own], (0, spare))]

@@ -1,9 +1,12 @@
-"""A target without its layers: what training on stored states and formats need of a target that runs elsewhere.
+"""A target without its layers: what training on stored states and formats need of a target that
+runs elsewhere.
 
-A shell has the target's config, tokenizer and identity and, on request, the weights around its layers: input embedding, final
-norm and head. They are read from just the files that hold them, so the layers' files need not be there.
+A shell has the target's config, tokenizer and identity and, on request, the weights around its
+layers: input embedding, final norm and head. They are read from just the files that hold them, so
+the layers' files need not be there.
 
-No family is named here. The model is built on the meta device, and its own forward shows what lies behind the layers:
+No family is named here. The model is built on the meta device, and its own forward shows what lies
+behind the layers:
 
     the body's forward, each layer returning `states`     states -> final norm -> last_hidden_state  the module between them
     the model's forward, its body returning `states`      states -> head, scale, cap -> logits       the factor on products
@@ -36,7 +39,13 @@ from drafttrain.files import open_tensors
 from drafttrain.target.attention import MASKLESS
 from drafttrain.target.devices import resolve_device, resolve_dtype
 from drafttrain.target.generation import read_generation_config
-from drafttrain.target.loading import check_finite, check_sizes, loading, tensor_files, weights_folder
+from drafttrain.target.loading import (
+    check_finite,
+    check_sizes,
+    loading,
+    tensor_files,
+    weights_folder,
+)
 from drafttrain.target.proof import LOGITS, LOGITS_HALF, find_scale, unsupported
 from drafttrain.target.target import Target, Tokenizer, resolve_target
 
@@ -45,29 +54,45 @@ _TOKENS = 4  # of the forwards that show what is behind the layers
 
 
 def load_shell(
-    name: str, dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False, weights: bool = False
+    name: str,
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    weights: bool = False,
 ) -> TargetShell:
     """A target without its layers.
 
     Args:
-        weights: read embedding, final norm and head, in this dtype and to this device; of a Hub id only their files are
-            downloaded. Without, all weights are on the meta device.
+        weights: read embedding, final norm and head, in this dtype and to this device; of a Hub id
+            only their files are downloaded. Without, all weights are on the meta device.
 
     Raises:
-        UserError: no config or tokenizer can be loaded by that name; the weights are missing, quantized, of another shape or
-            not finite; or the model's forward does not show its final norm or how it computes logits.
+        UserError: no config or tokenizer can be loaded by that name; the weights are missing,
+            quantized, of another shape or not finite; or the model's forward does not show its
+            final norm or how it computes logits.
     """
-    path, what = resolve_target(name), f"target={name!r}"
+    path = resolve_target(name)
+    what = f"target={name!r}"
     place = resolve_device(device)
-    options = {"dtype": resolve_dtype(dtype, place)} if weights else {}  # without, the config's
+    # without, the config's
+    if weights:
+        options = {"dtype": resolve_dtype(dtype, place)}
+    else:
+        options = {}
     generation = read_generation_config(path, name)
     with loading(f"{what}: config and tokenizer", _FIX):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         check_sizes(config, "", what, _FIX)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
-    if generation is not None:  # many targets have none; config and tokenizer name the end of sequence too
+            model = AutoModelForCausalLM.from_config(
+                config,
+                trust_remote_code=trust_remote_code,
+                **options,
+            )
+    if (
+        generation is not None
+    ):  # many targets have none; config and tokenizer name the end of sequence too
         model.generation_config = generation
     model.eval().requires_grad_(False)
     shell = TargetShell(model, tokenizer, name, path, model.dtype)
@@ -78,13 +103,21 @@ def load_shell(
 
 
 class TargetShell(Target):
-    """A target whose layers have no weights: it embeds, norms and computes logits, and does not run.
+    """A target whose layers have no weights: it embeds, norms and computes logits, and does not
+    run.
 
     Attributes:
         norm: the final norm; an identity where the model has none, None before `read_weights`.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, name: str, path: str, dtype: torch.dtype):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        name: str,
+        path: str,
+        dtype: torch.dtype,
+    ):
         super().__init__(model, tokenizer, name, path, dtype)
         self.norm: nn.Module | None = None
 
@@ -98,7 +131,9 @@ class TargetShell(Target):
 
     @torch.no_grad()
     def final_norm(self, states: Tensor) -> Tensor:
-        """The last layer's output [..., h] (feature layer num_layers) -> the input of the head [..., h]."""
+        """The last layer's output [..., h] (feature layer num_layers) -> the input of the head
+        [..., h].
+        """
         assert self.norm is not None, "a shell with weights"
         return self.norm(states)
 
@@ -114,14 +149,18 @@ class TargetShell(Target):
         self.require_layers()
 
     def last_layers(self, count: int) -> Sequence[nn.Module]:
-        """Reads the last layers without experts, which nobody copies; prints why if their files are missing or quantized."""
+        """Reads the last layers without experts, which nobody copies; prints why if their files are
+        missing or quantized.
+        """
         kept = len(self.layers) - min(count, self.num_layers)
-        blank, names = (
-            copy.deepcopy(self.layers[kept:]),
-            {id(module): name for name, module in self.model.named_modules()},
-        )
+        blank = copy.deepcopy(self.layers[kept:])
+        names = {id(module): name for name, module in self.model.named_modules()}
         modules = [part for layer in self.layers[kept:] for part in layer.modules()]
-        parts = {names[id(part)]: part for part in modules if part._parameters and ".experts" not in names[id(part)]}
+        parts = {
+            names[id(part)]: part
+            for part in modules
+            if part._parameters and ".experts" not in names[id(part)]
+        }
         try:
             if getattr(self.config, "quantization_config", None) is not None:
                 raise UserError("they are quantized")
@@ -129,7 +168,10 @@ class TargetShell(Target):
                 _read(self, parts, self.device)
             return list(self.layers[kept:])
         except UserError as error:
-            print(f"note: nothing is copied from the layers of target {self.name!r}: {error}", flush=True)
+            print(
+                f"note: nothing is copied from the layers of target {self.name!r}: {error}",
+                flush=True,
+            )
             return []
         finally:
             for number, layer in enumerate(blank, kept):  # their memory is freed with the copies
@@ -141,22 +183,36 @@ class TargetShell(Target):
             "target for that"
         )
 
-    # -- weights --------------------------------------------------------------------------------------------------
+    # -- weights -----------------------------------------------------------------------------------
 
     @torch.no_grad()
     def read_weights(self, place: torch.device) -> None:
-        """Reads embedding, final norm and head to a device; finds the factor on the head's products."""
+        """Reads embedding, final norm and head to a device; finds the factor on the head's
+        products.
+        """
         norm, output = self._find_norm()
         ends = (self.model.get_input_embeddings(), self.lm_head, norm)
         parts = (*ends, self._project_out, getattr(self.body, "project_in", None))
         names = {id(module): name for name, module in self.model.named_modules()}
         with loading(f"target={self.name!r}", _FIX):
-            _read(self, {names[id(part)]: part for part in parts if part is not None and id(part) in names}, place)
+            _read(
+                self,
+                {names[id(part)]: part for part in parts if part is not None and id(part) in names},
+                place,
+            )
         self.model.requires_grad_(False)
         self.norm = norm
-        states = torch.randn(1, _TOKENS, self.hidden_size, generator=torch.Generator().manual_seed(0))
+        states = torch.randn(
+            1,
+            _TOKENS,
+            self.hidden_size,
+            generator=torch.Generator().manual_seed(0),
+        )
         states = states.to(place, self.compute_dtype)
-        output.last_hidden_state = states if self._project_out is None else self._project_out(states)
+        if self._project_out is None:
+            output.last_hidden_state = states
+        else:
+            output.last_hidden_state = self._project_out(states)
         ids = torch.zeros(1, _TOKENS, dtype=torch.long, device=place)
         try:
             with _answering([self.body], output):
@@ -164,37 +220,52 @@ class TargetShell(Target):
         except Exception as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             raise unsupported(
-                self.name, self.model, f"does not show its head ({reason}); load the whole target"
+                self.name,
+                self.model,
+                f"does not show its head ({reason}); load the whole target",
             ) from error
         self.logit_scale, off = find_scale(self, states, own)
         if not off <= (LOGITS_HALF if self.compute_dtype.itemsize < 4 else LOGITS):
             raise unsupported(
-                self.name, self.model, f"transforms its logits in an unknown way (relative error of ours {off:.2g})"
+                self.name,
+                self.model,
+                f"transforms its logits in an unknown way (relative error of ours {off:.2g})",
             )
 
     def _find_norm(self) -> tuple[nn.Module, Any]:
-        """The module between the last layer and the body's result, an identity if there is none; and that result, on meta."""
+        """The module between the last layer and the body's result, an identity if there is none;
+        and that result, on meta.
+        """
         states = torch.empty(1, _TOKENS, self.hidden_size, device="meta", dtype=self.dtype)
         ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
         self.model.set_attn_implementation(MASKLESS)
-        reason, mask = "", {"attention_mask": torch.ones(1, _TOKENS, device="meta")}
-        # Families differ in what their layers return, and some look for padding in the ids where no mask is given.
+        reason = ""
+        mask = {"attention_mask": torch.ones(1, _TOKENS, device="meta")}
+        # Families differ in what their layers return, and some look for padding in the ids where no
+        # mask is given.
         answers = (states, (states,), (states, None), (states, None, None))
         for answer, more in itertools.product(answers, ({}, mask)):
             try:
                 with _answering(self.layers, answer), self._calls() as calls:
                     output = self.body(input_ids=ids, use_cache=False, **more)
                 between = _path(calls, states, output.last_hidden_state)
-            except Exception as error:  # code of other libraries, which meets stand-ins for its layers
+            except (
+                Exception
+            ) as error:  # code of other libraries, which meets stand-ins for its layers
                 reason = reason or " ".join(f"{type(error).__name__}: {error}".split())[:200]
                 continue
             if (
                 between is not None
-                and len(own := [module for module in between if module is not self._project_out]) < 2
+                and len(own := [module for module in between if module is not self._project_out])
+                < 2
             ):
                 return own[0] if own else nn.Identity(), output
             reason = "the body's result is not one norm of the last layer's"
-        raise unsupported(self.name, self.model, f"does not show its final norm ({reason}); load the whole target")
+        raise unsupported(
+            self.name,
+            self.model,
+            f"does not show its final norm ({reason}); load the whole target",
+        )
 
     @contextlib.contextmanager
     def _calls(self) -> Iterator[list[tuple[nn.Module, Any, Any]]]:
@@ -213,15 +284,23 @@ class TargetShell(Target):
                 hook.remove()
 
 
-def _path(calls: Sequence[tuple[nn.Module, Any, Any]], begin: Tensor, end: Tensor) -> list[nn.Module] | None:
-    """The modules that made the tensor `end` of `begin`, one after another; None if others or plain operations did."""
+def _path(
+    calls: Sequence[tuple[nn.Module, Any, Any]],
+    begin: Tensor,
+    end: Tensor,
+) -> list[nn.Module] | None:
+    """The modules that made the tensor `end` of `begin`, one after another; None if others or plain
+    operations did.
+    """
     found: list[nn.Module] = []
     state = begin
     for module, args, output in calls:
         if args[0] is state or getattr(args[0], "_base", None) is state:
             found.append(module)
             state = output
-    return found if end is state or end._base is state else None
+    if end is state or end._base is state:
+        return found
+    return None
 
 
 @contextlib.contextmanager
@@ -237,8 +316,12 @@ def _answering(modules: Sequence[nn.Module] | nn.ModuleList, answer: object) -> 
 
 
 def _read(shell: TargetShell, parts: dict[str, nn.Module], place: torch.device) -> None:
-    """Loads the weights of modules, by their names in the model, as transformers loads whole models."""
-    model, where, what = shell.model, shell.path, f"target={shell.name!r}"
+    """Loads the weights of modules, by their names in the model, as transformers loads whole
+    models.
+    """
+    model = shell.model
+    where = shell.path
+    what = f"target={shell.name!r}"
     # Values that a class computes (Gemma's embedding scale), while its weights are on meta.
     for module in parts.values():
         if module._buffers:
@@ -262,10 +345,18 @@ def _read(shell: TargetShell, parts: dict[str, nn.Module], place: torch.device) 
         slices: dict[str, Any] = {}
         for file, keys in sources.items():
             if not (folder / file).is_file():
-                raise UserError(f"{what}: {file}, which holds {keys[0]}, is not there; download it again")
-            tensors = opened.enter_context(open_tensors(folder / file, "target", "download it again"))
+                raise UserError(
+                    f"{what}: {file}, which holds {keys[0]}, is not there; download it again"
+                )
+            tensors = opened.enter_context(
+                open_tensors(folder / file, "target", "download it again")
+            )
             slices |= {key: tensors.get_slice(key) for key in keys}
-        if packed := [key for key, part in slices.items() if part.get_dtype() not in ("F64", "F32", "F16", "BF16")]:
+        if packed := [
+            key
+            for key, part in slices.items()
+            if part.get_dtype() not in ("F64", "F32", "F16", "BF16")
+        ]:
             kind = slices[packed[0]].get_dtype()
             raise UserError(f"{what}: {packed[0]} is quantized ({kind}); load the whole target")
         config = LoadStateDictConfig(
@@ -277,8 +368,18 @@ def _read(shell: TargetShell, parts: dict[str, nn.Module], place: torch.device) 
         info, _ = convert_and_load_state_dict_in_model(model, slices, config)
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
     shell.lm_head = model.get_output_embeddings()
-    lacking = [name for name, value in model.state_dict().items() if name in wanted and value.device.type == "meta"]
+    lacking = [
+        name
+        for name, value in model.state_dict().items()
+        if name in wanted and value.device.type == "meta"
+    ]
     if lacking or info.mismatched_keys or info.conversion_errors:
-        wrong = sorted({*lacking, *(str(entry[0]) for entry in info.mismatched_keys), *info.conversion_errors})
-        raise UserError(f"{what}: its files do not hold {', '.join(wrong[:3])} as config.json describes; {_FIX}")
-    check_finite(((name, value) for name, value in model.state_dict().items() if name in wanted), what, _FIX)
+        wrong = sorted(
+            {*lacking, *(str(entry[0]) for entry in info.mismatched_keys), *info.conversion_errors}
+        )
+        raise UserError(
+            f"{what}: its files do not hold {', '.join(wrong[:3])} as config.json describes; {_FIX}"
+        )
+    check_finite(
+        ((name, value) for name, value in model.state_dict().items() if name in wanted), what, _FIX
+    )

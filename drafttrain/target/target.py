@@ -1,7 +1,8 @@
 """The frozen target: loading, features, embedding, head, tokenizer.
 
-Everything that runs the target (training, response generation, tree verification) goes through `Target`, so features mean the
-same thing everywhere. This subpackage is the only place that knows the insides of transformers' models:
+Everything that runs the target (training, response generation, tree verification) goes through
+`Target`, so features mean the same thing everywhere. This subpackage is the only place that knows
+the insides of transformers' models:
 
     target.py        Target: load or wrap a model, run it
     proof.py         proves that states and logits are the model's own: through our attention, or else of its own forward
@@ -13,11 +14,13 @@ same thing everywhere. This subpackage is the only place that knows the insides 
     native_body.py   the same forward as a few C calls, for decoding on a CPU
     fetch.py, convert_gguf.py: getting one
 
-A family needs no code here. A model whose layers call the transformers attention interface decodes packed trees through our
-cache; any other causal model (recurrent layers, chunks, attention code of its own) runs its own forward with its own cache.
-`Target.wrap` proves either. Models that see later tokens, or whose logits are not their head's products, are refused.
+A family needs no code here. A model whose layers call the transformers attention interface decodes
+packed trees through our cache; any other causal model (recurrent layers, chunks, attention code of
+its own) runs its own forward with its own cache. `Target.wrap` proves either. Models that see later
+tokens, or whose logits are not their head's products, are refused.
 
-A Target holds no state of a call: threads may run forwards of one Target at a time, each with a context of its own.
+A Target holds no state of a call: threads may run forwards of one Target at a time, each with a
+context of its own.
 """
 
 from __future__ import annotations
@@ -38,20 +41,29 @@ from drafttrain.files import hub_snapshot, is_hub_id
 from drafttrain.ops.native import cpu_kernels, multiplies_bfloat16
 from drafttrain.ops.packing import PackedLinear, cpu_has_bfloat16, pack, weights_of, without_grad
 from drafttrain.ops.tree_attention import AttentionForm
-from drafttrain.target.attention import LAST, AttentionContext, CausalRows, attention_context, hook_features
+from drafttrain.target.attention import (
+    LAST,
+    AttentionContext,
+    CausalRows,
+    attention_context,
+    hook_features,
+)
 from drafttrain.target.devices import resolve_device, resolve_dtype, share_of_gpus
 from drafttrain.target.fetch import resolve_target
 from drafttrain.target.generation import TargetGeneration, end_tokens, read_generation_config
-from drafttrain.target.loading import load_language_model, loading, longest_row, tokenizer_fingerprint
+from drafttrain.target.loading import (
+    load_language_model,
+    loading,
+    longest_row,
+    tokenizer_fingerprint,
+)
 from drafttrain.target.native_body import NATIVE_ROWS, NativeBody, plain_embedding
 from drafttrain.target.own_cache import Continuation, pack_proven
 from drafttrain.target.proof import check_rows, prove, prove_own, unpackable, unsupported
 from drafttrain.target.snapshots import SnapshotCache
 from drafttrain.values import Place, check, refuse_options
 
-_LOADABLE = (
-    "give a folder with config.json, safetensors and tokenizer, a Hub id, or fetch one: drafttrain fetch smollm2-135m"
-)
+_LOADABLE = "give a folder with config.json, safetensors and tokenizer, a Hub id, or fetch one: drafttrain fetch smollm2-135m"
 logger = logging.getLogger(__name__)
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 _packing = threading.Lock()
@@ -63,36 +75,55 @@ class Target:
 
     Attributes:
         name: what the user called it; `path`: what was loaded.
-        dtype: the numeric format of its weights; `compute_dtype`: of its states. They differ on CPUs, which hold bfloat16
-            weights as float32: always without bfloat16 units, and to decode (`widen`) with them.
-        rounds: packed linear layers round their inputs to bfloat16, so that products are of bfloat16 numbers; sums are float32.
+        dtype: the numeric format of its weights; `compute_dtype`: of its states. They differ on
+            CPUs, which hold bfloat16 weights as float32: always without bfloat16 units, and to
+            decode (`widen`) with them.
+        rounds: packed linear layers round their inputs to bfloat16, so that products are of
+            bfloat16 numbers; sums are float32.
         body: the model below its head; layers: its decoder layers.
         hidden_size, vocab_size, num_layers: h, rows of the head, number of decoder layers.
         max_positions: the longest sequence that it reads, or None if nothing limits it.
         eos_ids: every token id that ends a response.
         generation: what its generation_config asks of decoding.
-        decoding_path: "packed": rows and trees share a forward through our attention; "snapshot": it runs as it is. Without
-            weights, as its config says.
-        reason: why it is not packed; empty if it is. continuation: how its own cache is used, None if it is packed.
+        decoding_path: "packed": rows and trees share a forward through our attention; "snapshot":
+            it runs as it is. Without weights, as its config says.
+        reason: why it is not packed; empty if it is. continuation: how its own cache is used, None
+            if it is packed.
         forms: how each layer attends; empty without weights and on the snapshot path.
-        idle_steps: captured decoding steps (CUDA graphs) between two calls of the decoder, see `take_idle_steps`.
+        idle_steps: captured decoding steps (CUDA graphs) between two calls of the decoder, see
+            `take_idle_steps`.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, name: str, path: str, dtype: torch.dtype):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        name: str,
+        path: str,
+        dtype: torch.dtype,
+    ):
         self.model: Any = model  # families differ in what they offer beyond PreTrainedModel
         self.tokenizer: Any = tokenizer
-        self.name, self.path, self.dtype = name, path, dtype
+        self.name = name
+        self.path = path
+        self.dtype = dtype
         self.config = self.model.config.get_text_config()
-        self.body: Any = self.model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+        self.body: Any = (
+            self.model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+        )
         # A name for something else in some families.
         if not isinstance(self.body, PreTrainedModel) or self.body is model:
-            self.body = next((child for child in model.children() if isinstance(child, PreTrainedModel)), model)
+            self.body = next(
+                (child for child in model.children() if isinstance(child, PreTrainedModel)), model
+            )
         self.hidden_size: int = self.config.hidden_size
         self.num_layers: int = self.config.num_hidden_layers
         self.max_positions = longest_row(self.config)
         self.embed_scale: float = getattr(self.config, "embedding_multiplier", None) or 1.0
         names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-        self.softcap: float | None = next(filter(None, (getattr(self.config, name, None) for name in names)), None)
+        self.softcap: float | None = next(
+            filter(None, (getattr(self.config, name, None) for name in names)), None
+        )
         self.logit_scale = 1.0  # `prove` finds it
         head = self.model.get_output_embeddings()
         if head is None:
@@ -111,7 +142,7 @@ class Target:
         self._hooked: set[int] = set()
         self.idle_steps: list[Any] = []
 
-    # -- loading ------------------------------------------------------------------------------------------------
+    # -- loading -----------------------------------------------------------------------------------
 
     @classmethod
     def load(
@@ -128,29 +159,47 @@ class Target:
 
         Args:
             revision: branch, tag or commit of a Hub id. tokenizer: in place of its own.
-            device_map: spreads the layers of a target that is too large for one device over the GPUs: `auto`, `balanced`,
-                `sequential` or a map, see accelerate's dispatch. Of n processes on a machine each uses every n-th GPU.
-                Inputs and outputs are on the first one.
+            device_map: spreads the layers of a target that is too large for one device over the
+                GPUs: `auto`, `balanced`, `sequential` or a map, see accelerate's dispatch. Of n
+                processes on a machine each uses every n-th GPU. Inputs and outputs are on the first
+                one.
 
         Raises:
-            UserError: nothing loadable there, an unknown dtype, weights that are missing, unknown or not finite, or a model
-                whose states or logits through our attention are not its own.
+            UserError: nothing loadable there, an unknown dtype, weights that are missing, unknown
+                or not finite, or a model whose states or logits through our attention are not its
+                own.
         """
-        where, place = resolve_target(name), resolve_device(device)
+        where = resolve_target(name)
+        place = resolve_device(device)
         if revision:
             if not is_hub_id(where):
-                raise UserError(f"revision={revision!r} is of a Hub id, and target={name!r} is none; leave it out")
+                raise UserError(
+                    f"revision={revision!r} is of a Hub id, and target={name!r} is none; leave it out"
+                )
             code = ("*.py",) if trust_remote_code else ()
             where = str(hub_snapshot(where, (*_FILES, *code), "target", revision=revision))
         wanted = resolve_dtype(dtype, place)
         generation = read_generation_config(where, name)
-        spread: dict[str, Any] = {"device_map": device_map, "max_memory": share_of_gpus()} if device_map else {}
-        if not spread and place.type != "cpu":  # straight to the device, without a copy in the host's memory
+        spread: dict[str, Any]
+        if device_map:
+            spread = {"device_map": device_map, "max_memory": share_of_gpus()}
+        else:
+            spread = {}
+        if (
+            not spread and place.type != "cpu"
+        ):  # straight to the device, without a copy in the host's memory
             spread = {"device_map": {"": place}}
         if tokenizer is None:
             with loading(f"target={name!r}", _LOADABLE):
-                tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
-        options: dict[str, Any] = {"dtype": wanted, "trust_remote_code": trust_remote_code, **spread}
+                tokenizer = AutoTokenizer.from_pretrained(
+                    where,
+                    trust_remote_code=trust_remote_code,
+                )
+        options: dict[str, Any] = {
+            "dtype": wanted,
+            "trust_remote_code": trust_remote_code,
+            **spread,
+        }
         model = load_language_model(where, f"target={name!r}", _LOADABLE, **options)
         if generation is not None:
             model.generation_config = generation
@@ -176,33 +225,59 @@ class Target:
         packed: bool = True,
         **others: object,
     ) -> Target:
-        """A target that is ready to decode: `load` and `pack` for a name, `wrap` for a loaded model.
+        """A target that is ready to decode: `load` and `pack` for a name, `wrap` for a loaded
+        model.
 
         Args:
-            model: a short name, folder or Hub id; a loaded transformers model, which is frozen; a Target comes back as it is.
+            model: a short name, folder or Hub id; a loaded transformers model, which is frozen; a
+                Target comes back as it is.
             tokenizer: of a loaded model; in place of a name's own.
-            dtype, device: `auto` unless given; those of a loaded model are its own. device_map: see `load`.
-            revision: branch, tag or commit of a Hub id. trust_remote_code: run code that comes with the model.
-            packed: lay out the weights of a name for decoding on a CPU, a second copy of them; a loaded model stays as it is.
+            dtype, device: `auto` unless given; those of a loaded model are its own. device_map: see
+                `load`.
+            revision: branch, tag or commit of a Hub id. trust_remote_code: run code that comes with
+                the model.
+            packed: lay out the weights of a name for decoding on a CPU, a second copy of them; a
+                loaded model stays as it is.
 
         Raises:
-            UserError: as `load` and `wrap`; options of a name with a loaded model; an option that is none of these.
+            UserError: as `load` and `wrap`; options of a name with a loaded model; an option that
+                is none of these.
         """
         dtype = others.pop("torch_dtype", dtype)  # type: ignore[assignment]  # the option's former name in transformers
         named = {"dtype": dtype, "device": device, "device_map": device_map, "revision": revision}
-        refuse_options("Target.from_pretrained", others, ("tokenizer", *named, "trust_remote_code", "packed"))
+        refuse_options(
+            "Target.from_pretrained",
+            others,
+            ("tokenizer", *named, "trust_remote_code", "packed"),
+        )
         given: Any = {key: value for key, value in named.items() if value}
         if isinstance(model, str | Path):
             name = check("model", str(model), Place)
-            target = cls.load(name, trust_remote_code=trust_remote_code, tokenizer=tokenizer, **given)
-            return target.pack() if packed else target
+            target = cls.load(
+                name,
+                trust_remote_code=trust_remote_code,
+                tokenizer=tokenizer,
+                **given,
+            )
+            if packed:
+                return target.pack()
+            return target
         if given:
-            raise UserError(f"{next(iter(given))}= is for a name, but this model is loaded already; leave it out")
+            raise UserError(
+                f"{next(iter(given))}= is for a name, but this model is loaded already; leave it out"
+            )
         if isinstance(model, Target) and tokenizer in (None, model.tokenizer):
             return model
         if not isinstance(model, PreTrainedModel):
-            raise UserError(f"model={shown(model)} must be a name, a loaded model, or a Target without tokenizer=")
-        return cls.wrap(model, tokenizer, model.name_or_path or type(model).__name__, model.name_or_path or "")
+            raise UserError(
+                f"model={shown(model)} must be a name, a loaded model, or a Target without tokenizer="
+            )
+        return cls.wrap(
+            model,
+            tokenizer,
+            model.name_or_path or type(model).__name__,
+            model.name_or_path or "",
+        )
 
     @classmethod
     def wrap(
@@ -214,13 +289,15 @@ class Target:
         dtype: torch.dtype | None = None,
         freeze: bool = True,
     ) -> Target:
-        """Makes a Target of a loaded model and freezes it. It attends through our interface from now on, if that is proven.
+        """Makes a Target of a loaded model and freezes it. It attends through our interface from
+        now on, if that is proven.
 
         A draft model, which is trained and whose forwards are packed, is wrapped with freeze=False.
 
         Raises:
-            UserError: a model that sees later tokens, or whose logits or cached continuation we do not reproduce; with
-                freeze=False, one that an attention context cannot run. Names its class and the reason.
+            UserError: a model that sees later tokens, or whose logits or cached continuation we do
+                not reproduce; with freeze=False, one that an attention context cannot run. Names
+                its class and the reason.
         """
         dtype = dtype or next(model.parameters()).dtype
         model.eval()
@@ -233,12 +310,21 @@ class Target:
         return target
 
     def _choose_path(self, packed_only: bool) -> None:
-        """Proves the packed path or else the snapshot path; without weights (`meta`) the config decides."""
-        own, self.reason = self.model.config._attn_implementation, unpackable(self.model) or ""
-        meta = self.device.type == "meta"  # a model without weights stands for one that runs elsewhere
+        """Proves the packed path or else the snapshot path; without weights (`meta`) the config
+        decides.
+        """
+        own = self.model.config._attn_implementation
+        self.reason = unpackable(self.model) or ""
+        meta = (
+            self.device.type == "meta"
+        )  # a model without weights stands for one that runs elsewhere
         try:
             if self.reason:
-                raise unsupported(self.name, self.model, f"{self.reason}; use a model with plain attention")
+                raise unsupported(
+                    self.name,
+                    self.model,
+                    f"{self.reason}; use a model with plain attention",
+                )
             if not meta:
                 self.forms, self.logit_scale = prove(self)
         except UserError as error:
@@ -252,24 +338,31 @@ class Target:
                 self.continuation = Continuation.prove(self)
 
     def __repr__(self) -> str:
-        count, dtype = sum(weight.numel() for weight in weights_of(self.model)), str(self.dtype).removeprefix("torch.")
-        how = "packed for decoding" if self._packed else "not packed"
+        count = sum(weight.numel() for weight in weights_of(self.model))
+        dtype = str(self.dtype).removeprefix("torch.")
+        if self._packed:
+            how = "packed for decoding"
+        else:
+            how = "not packed"
         return (
             f"Target({self.name!r}: {type(self.model).__name__}, {count / 1e6:,.1f}M parameters, {dtype} on {self.device}, "
             f"{self.num_layers} layers, {self.vocab_size:,} tokens, {how})"
         )
 
     def widen(self) -> None:
-        """Computes in float32 from now on where that decodes faster: bfloat16 weights on a CPU with our kernels.
+        """Computes in float32 from now on where that decodes faster: bfloat16 weights on a CPU with
+        our kernels.
 
-        The kernels stream the weights as bfloat16, and multiply them as such where the CPU can (`rounds`).
+        The kernels stream the weights as bfloat16, and multiply them as such where the CPU can
+        (`rounds`).
         """
         half = self.dtype == self.compute_dtype == torch.bfloat16
         if half and not self._packed and self.device.type == "cpu" and cpu_kernels() is not None:
             self.model.float()
 
     def pack(self, keep_dtype: bool = False) -> Target:
-        """Packs the weights for fast inference on a CPU (no effect elsewhere). Costs a second copy of the weights.
+        """Packs the weights for fast inference on a CPU (no effect elsewhere). Costs a second copy
+        of the weights.
 
         Args:
             keep_dtype: go on computing in the present dtype, where training reads the same target.
@@ -286,11 +379,14 @@ class Target:
                 self.lm_head = self.model.get_output_embeddings()
                 self._packed = True
                 self._round_inputs()
-                self._hooked.clear()  # packing replaces linear layers, hooks included (OPT-350m's projection has one)
+                # packing replaces linear layers, hooks included (OPT-350m's projection has one)
+                self._hooked.clear()
         return self
 
     def _round_inputs(self) -> None:
-        """Sets `rounds` for a bfloat16 target whose modules compute in float32 (`widen`), where the kernels can."""
+        """Sets `rounds` for a bfloat16 target whose modules compute in float32 (`widen`), where the
+        kernels can.
+        """
         half = self.dtype == torch.bfloat16 and self.compute_dtype == torch.float32
         self.rounds = half and self.device.type == "cpu" and multiplies_bfloat16()
         for module in self.model.modules() if self.rounds else ():
@@ -305,11 +401,15 @@ class Target:
                 return module
         lists = [module for module in self.body.children() if isinstance(module, nn.ModuleList)]
         if len(lists) != 1:
-            raise unsupported(self.name, self.model, f"has no list of {self.num_layers} decoder layers")
+            raise unsupported(
+                self.name,
+                self.model,
+                f"has no list of {self.num_layers} decoder layers",
+            )
         self.num_layers = len(lists[0])  # the config counts an encoder's layers, or parts of layers
         return lists[0]
 
-    # -- facts --------------------------------------------------------------------------------------------------
+    # -- facts -------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
@@ -326,7 +426,9 @@ class Target:
 
     @property
     def default_feature_layers(self) -> tuple[int, ...]:
-        """EAGLE-3's choice (arXiv 2503.01840): the inputs of layers 2, L//2 and L-3, a low, a middle and a high state."""
+        """EAGLE-3's choice (arXiv 2503.01840): the inputs of layers 2, L//2 and L-3, a low, a
+        middle and a high state.
+        """
         count = self.num_layers
         return tuple(sorted({min(2, count - 1), count // 2, max(count - 3, 0)}))
 
@@ -339,7 +441,9 @@ class Target:
     def head_weight(self) -> Tensor:
         """[v, h]; a projection of the states before the head (OPT-350m) is multiplied in."""
         out = self._project_out
-        return self.lm_head.weight if out is None else self.lm_head.weight @ out.weight
+        if out is None:
+            return self.lm_head.weight
+        return self.lm_head.weight @ out.weight
 
     @property
     def head_bias(self) -> Tensor | None:
@@ -351,7 +455,9 @@ class Target:
         return getattr(self.body, "project_out", None)
 
     def last_layers(self, count: int) -> Sequence[nn.Module]:
-        """The last `count` layers with their weights, for drafters that start as copies; none where they cannot be read."""
+        """The last `count` layers with their weights, for drafters that start as copies; none where
+        they cannot be read.
+        """
         return list(self.layers)[-count:]
 
     def identity(self) -> dict[str, Any]:
@@ -365,21 +471,31 @@ class Target:
             "tokenizer": tokenizer_fingerprint(self.tokenizer),
         }
 
-    # -- forwards -----------------------------------------------------------------------------------------------
+    # -- forwards ----------------------------------------------------------------------------------
 
     def embed(self, ids: Tensor) -> Tensor:
-        """[...] ids -> [..., h], the first layer's input without learned positions (Gemma's scale included)."""
+        """[...] ids -> [..., h], the first layer's input without learned positions (Gemma's scale
+        included).
+        """
         embeds = self.model.get_input_embeddings()(ids)
-        project_in = getattr(self.body, "project_in", None)  # OPT-350m embeds in fewer columns than h
+        project_in = getattr(
+            self.body,
+            "project_in",
+            None,
+        )  # OPT-350m embeds in fewer columns than h
         if project_in is not None:
             embeds = project_in(embeds)
-        return embeds if self.embed_scale == 1.0 else embeds * self.embed_scale
+        if self.embed_scale == 1.0:
+            return embeds
+        return embeds * self.embed_scale
 
     embed_table = plain_embedding
 
     def head(self, hidden: Tensor) -> Tensor:
         """[..., h] -> float32 logits over the vocabulary."""
-        logits = self.lm_head(hidden if self._project_out is None else self._project_out(hidden)).to(hidden.device)
+        logits = self.lm_head(
+            hidden if self._project_out is None else self._project_out(hidden)
+        ).to(hidden.device)
         return self.shape_logits(logits.float())
 
     @property
@@ -391,7 +507,9 @@ class Target:
         """Scales and soft-caps the head's products [..., v], as the model does."""
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
-        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+        if self.softcap is None:
+            return logits
+        return torch.tanh(logits / self.softcap) * self.softcap
 
     @without_grad
     def forward(
@@ -405,12 +523,14 @@ class Target:
 
         Args:
             input_ids: [b, s].
-            feature_layers: f layers. i is the input of layer i (HF's hidden_states[i]), num_layers the last layer's output
-                before the final norm, LAST (-1) the state behind it, which the head reads.
+            feature_layers: f layers. i is the input of layer i (HF's hidden_states[i]), num_layers
+                the last layer's output before the final norm, LAST (-1) the state behind it, which
+                the head reads.
             position_ids: [b, s]; needed with `context`, whose tokens need not be consecutive.
             context: a decoder's cache and mask. Without one, plain causal attention over the rows.
 
-        On the snapshot path a context is a `SnapshotCache`; rows without one begin at position 0, with padding on the right.
+        On the snapshot path a context is a `SnapshotCache`; rows without one begin at position 0,
+        with padding on the right.
 
         Returns:
             features [b, s, f*h] and last_hidden [b, s, h]. The head is not applied.
@@ -430,7 +550,13 @@ class Target:
             check_rows(self, input_ids, position_ids, context)
             return self.run_body(input_ids, feature_layers, None, use_cache=False)[0]
         context = context or CausalRows(input_ids.shape[1])
-        return self.run_body(input_ids, feature_layers, context, position_ids=position_ids, use_cache=False)[0]
+        return self.run_body(
+            input_ids,
+            feature_layers,
+            context,
+            position_ids=position_ids,
+            use_cache=False,
+        )[0]
 
     @without_grad
     def score(
@@ -440,28 +566,43 @@ class Target:
         position_ids: Tensor,
         context: AttentionContext | SnapshotCache,
     ) -> tuple[Tensor, Tensor]:
-        """`forward` and `head` of one packed row [1, n], on a CPU in one kernel call: features [n, f*h], logits [n, v]."""
+        """`forward` and `head` of one packed row [1, n], on a CPU in one kernel call: features [n,
+        f*h], logits [n, v].
+        """
         native = self._native
-        made = None if native is None else native.score(input_ids, feature_layers, position_ids, context, self.lm_head)
+        if native is None:
+            made = None
+        else:
+            made = native.score(input_ids, feature_layers, position_ids, context, self.lm_head)
         if made is not None:
             return made[0], self.shape_logits(made[1])
         out = self.forward(input_ids, feature_layers, position_ids, context)
         return out.features[0], self.head(out.last_hidden[0])
 
     def run_body(
-        self, input_ids: Tensor, feature_layers: Sequence[int], context: AttentionContext | None, /, **options: Any
+        self,
+        input_ids: Tensor,
+        feature_layers: Sequence[int],
+        context: AttentionContext | None,
+        /,
+        **options: Any,
     ) -> tuple[TargetOutput, Any]:
-        """One call of the model's body with these options: the caught features [b, s, f*h] and its own output."""
+        """One call of the model's body with these options: the caught features [b, s, f*h] and its
+        own output.
+        """
         self.hook(feature_layers)
         caught: dict[int, Tensor] = {}
         with attention_context(context, caught):
             out = self.body(input_ids=input_ids, **options)
         caught[LAST] = last = caught.get(LAST, out.last_hidden_state).to(input_ids.device)
-        parts = [caught[i].to(input_ids.device) for i in feature_layers]  # a spread target has them on several devices
+        parts = [
+            caught[i].to(input_ids.device) for i in feature_layers
+        ]  # a spread target has them on several devices
         return TargetOutput(torch.cat(parts, dim=-1) if parts else last[..., :0], last), out
 
     def take_idle_steps(self) -> Any:
-        """Leases captured steps that an earlier call left: removes and returns them; None if there are none.
+        """Leases captured steps that an earlier call left: removes and returns them; None if there
+        are none.
 
         Of several threads one gets them. Who leases them appends them to `idle_steps` again.
         """
@@ -471,13 +612,17 @@ class Target:
             return None
 
     def release_steps(self) -> None:
-        """Frees what decoding has kept for its next call: captured steps with their cache and memory pool."""
+        """Frees what decoding has kept for its next call: captured steps with their cache and
+        memory pool.
+        """
         self.idle_steps.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def require_layers(self) -> Target:
-        """Itself. Raises UserError for a target that was loaded without its layers, see `TargetShell`."""
+        """Itself. Raises UserError for a target that was loaded without its layers, see
+        `TargetShell`.
+        """
         return self
 
     def check_length(self, length: int) -> None:
@@ -488,12 +633,19 @@ class Target:
             )
 
     def hook(self, feature_layers: Sequence[int]) -> None:
-        """Registers the hooks that catch these features. `forward` does so itself; compiled code must find them there."""
+        """Registers the hooks that catch these features. `forward` does so itself; compiled code
+        must find them there.
+        """
         project_out = self._project_out
-        wanted = {*feature_layers} - {LAST} if project_out is None else {*feature_layers, LAST}
+        if project_out is None:
+            wanted = {*feature_layers} - {LAST}
+        else:
+            wanted = {*feature_layers, LAST}
         for layer in wanted - self._hooked:
             if layer == self.num_layers:
                 hook_features(self.layers[-1], layer, output=True)
             else:  # OPT-350m projects the last norm's output; the projection counts as part of the head
-                hook_features(project_out if layer == LAST and project_out else self.layers[layer], layer)
+                hook_features(
+                    project_out if layer == LAST and project_out else self.layers[layer], layer
+                )
             self._hooked.add(layer)

@@ -1,4 +1,6 @@
-"""A recipe's values that need drafters or transformers to be checked, before a model loads; and TrainingArguments from them."""
+"""A recipe's values that need drafters or transformers to be checked, before a model loads; and
+TrainingArguments from them.
+"""
 
 from __future__ import annotations
 
@@ -42,28 +44,42 @@ def check_recipe(config: TrainConfig) -> None:
     if issubclass(kind, TrainableDrafter):
         kind.check_options(config.drafter)
         if config.packing and not kind.takes_packed_rows:
-            raise UserError(f"packing=true, but kind={config.kind!r} does not train on packed rows; set packing=false")
+            raise UserError(
+                f"packing=true, but kind={config.kind!r} does not train on packed rows; set packing=false"
+            )
     if config.feature_rates and not kind.reads_features:
-        raise UserError(f"feature_rates=true, but kind={config.kind!r} has no weight for them; set it to false")
+        raise UserError(
+            f"feature_rates=true, but kind={config.kind!r} has no weight for them; set it to false"
+        )
 
 
 def stored_layers(config: TrainConfig, target: Target) -> Json:
-    """`feature_layers` of a new drafter whose recipe names none: those that the data set stores, if it stores any."""
+    """`feature_layers` of a new drafter whose recipe names none: those that the data set stores, if
+    it stores any.
+    """
     kind = kind_class(config.kind)
     reads = issubclass(kind, TrainableDrafter) and "feature_layers" in kinds_of(kind.config_class)
     if not reads or config.init not in ("target", "random") or config.loss == "next_token":
         return {}
     root = Path(config.data).expanduser()
-    held = stored_features(root) if (root / "meta.json").exists() else None
+    if (root / "meta.json").exists():
+        held = stored_features(root)
+    else:
+        held = None
     if not held or not held["layers"] or "feature_layers" in config.drafter:
         return {}
     if tuple(held["layers"]) != target.default_feature_layers:
-        print(f"feature layers {', '.join(map(str, held['layers']))}, which the data stores", flush=True)
+        print(
+            f"feature layers {', '.join(map(str, held['layers']))}, which the data stores",
+            flush=True,
+        )
     return {"feature_layers": held["layers"]}
 
 
 def training_arguments(config: TrainConfig) -> TrainingArguments:
-    """The trainer's arguments: the recipe's, on top of our defaults. Raises UserError for values that it refuses."""
+    """The trainer's arguments: the recipe's, on top of our defaults. Raises UserError for values
+    that it refuses.
+    """
     types = get_type_hints(TrainingArguments)
     for name in config.trainer.keys() - TrainerKeys.__dataclass_fields__.keys():
         config.trainer[name] = check(name, config.trainer[name], types[name], words=True)
@@ -82,51 +98,83 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         **config.trainer,
         "output_dir": config.output_dir,
     }
-    if not options["use_cpu"] and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("1", "true", "yes"):
-        on_cpu = usual_device() == "cpu"  # raises where a driver is too old: transformers would train on the CPU
+    if not options["use_cpu"] and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in (
+        "1",
+        "true",
+        "yes",
+    ):
+        on_cpu = (
+            usual_device() == "cpu"
+        )  # raises where a driver is too old: transformers would train on the CPU
         checkpointing = not on_cpu and wants_checkpointing(config)
         options |= {"use_cpu": on_cpu}
-        options = {"bf16": wants_bfloat16(options), "gradient_checkpointing": checkpointing} | options
+        options = {
+            "bf16": wants_bfloat16(options),
+            "gradient_checkpointing": checkpointing,
+        } | options
     report = options["report_to"] or "none"
-    options["report_to"] = [report] if isinstance(report, str) else report
+    if isinstance(report, str):
+        options["report_to"] = [report]
+    else:
+        options["report_to"] = report
     known = ("none", "all", *get_available_reporting_integrations())
     for name in options["report_to"]:
         if name == "wandb":
             require(name, "report_to='wandb'")
         if name not in known:
-            raise UserError(f"report_to={name!r} is not one of {', '.join(known)}; install it, or choose one")
+            raise UserError(
+                f"report_to={name!r} is not one of {', '.join(known)}; install it, or choose one"
+            )
     if "wandb" in options["report_to"]:
         os.environ.setdefault("WANDB_PROJECT", "drafttrain")
         os.environ.setdefault("WANDB_DIR", str(Path(config.output_dir).expanduser()))
-    if config.feature_rates and (options.get("deepspeed") or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"):
+    if config.feature_rates and (
+        options.get("deepspeed") or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+    ):
         raise UserError(
             "feature_rates=true: DeepSpeed's optimizers have one rate for all of a weight; leave one of them out"
         )
     if options.get("deepspeed"):
         require("deepspeed", f"deepspeed={shown(options['deepspeed'])}")
     if isinstance(options.get("deepspeed"), str):
-        read_json(Path(options["deepspeed"]), "deepspeed", "give a DeepSpeed file such as configs/deepspeed/zero2.json")
+        read_json(
+            Path(options["deepspeed"]),
+            "deepspeed",
+            "give a DeepSpeed file such as configs/deepspeed/zero2.json",
+        )
     if config.max_minutes > 0:
         options["num_train_epochs"] = 10_000  # TimeBudget ends the run, so epochs must not
     try:
         args = TrainingArguments(**options)
     except Exception as error:  # transformers, accelerate and DeepSpeed each raise their own
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"TrainingArguments: {reason[:400]}; change that key of the recipe") from error
+        raise UserError(
+            f"TrainingArguments: {reason[:400]}; change that key of the recipe"
+        ) from error
     _check_pairs(config, args)
     if (
         args.n_gpu > 1
     ):  # transformers would copy the drafter to all of them in DataParallel, which the target does not follow
         if not config.target_device_map:
             note = "note: {0} GPUs are visible and one is used; all: accelerate launch --num_processes {0} drafttrain/train.py"
-            print(f"{note.format(args.n_gpu)} RECIPE, or configs/accelerate/gpu-8.yaml", file=sys.stderr, flush=True)
+            print(
+                f"{note.format(args.n_gpu)} RECIPE, or configs/accelerate/gpu-8.yaml",
+                file=sys.stderr,
+                flush=True,
+            )
         args._n_gpu = 1
     return args
 
 
 def _check_pairs(config: TrainConfig, args: TrainingArguments) -> None:
-    """Raises UserError: options that transformers passes on by name and that are no pairs, or that stop gradients."""
-    names = ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs", "lr_scheduler_kwargs")
+    """Raises UserError: options that transformers passes on by name and that are no pairs, or that
+    stop gradients.
+    """
+    names = (
+        "gradient_checkpointing_kwargs",
+        "activation_checkpointing_kwargs",
+        "lr_scheduler_kwargs",
+    )
     for name in (name for name in names if name in config.trainer):
         given = getattr(args, name) or {}  # transformers has read JSON text
         if not isinstance(given, dict):
@@ -139,14 +187,23 @@ def _check_pairs(config: TrainConfig, args: TrainingArguments) -> None:
 
 
 def wants_bfloat16(options: Json) -> bool:
-    """Whether training computes in bfloat16 though its recipe names no precision: on devices that multiply it natively.
+    """Whether training computes in bfloat16 though its recipe names no precision: on devices that
+    multiply it natively.
 
-    Weights, their gradients and the optimizer stay float32. A precision of accelerate's or DeepSpeed's configuration counts.
+    Weights, their gradients and the optimizer stay float32. A precision of accelerate's or
+    DeepSpeed's configuration counts.
     """
     given = options.get("deepspeed") or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     if isinstance(given, str):
-        given = read_json(Path(given), "deepspeed", "give a DeepSpeed file such as configs/deepspeed/zero2.json")
-    sections = given if isinstance(given, dict) else {}
+        given = read_json(
+            Path(given),
+            "deepspeed",
+            "give a DeepSpeed file such as configs/deepspeed/zero2.json",
+        )
+    if isinstance(given, dict):
+        sections = given
+    else:
+        sections = {}
     fixed = (sections.get(key, {}).get("enabled", "auto") != "auto" for key in ("bf16", "fp16"))
     if any(fixed) or os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no":
         return False
@@ -155,7 +212,9 @@ def wants_bfloat16(options: Json) -> bool:
 
 
 def wants_checkpointing(config: TrainConfig) -> bool:
-    """Whether backward on a GPU computes layers again though the recipe does not say: of heads whose target runs beside them."""
+    """Whether backward on a GPU computes layers again though the recipe does not say: of heads
+    whose target runs beside them.
+    """
     data = Path(config.data).expanduser()
     online = not config.target_url and not (data.is_dir() and stored_features(data))
     return online and _has_layers(config)
@@ -174,10 +233,18 @@ def precision(args: TrainingArguments) -> str:
 
 
 def sequence_group(config: TrainConfig, args: TrainingArguments) -> SequenceGroup | None:
-    """The processes that share this one's rows; None if rows are not shared. Raises UserError for what does not go with it."""
-    size, world = config.sequence_parallel, args.world_size
-    if args.parallelism_config is not None or int(os.environ.get("PARALLELISM_CONFIG_SP_SIZE", 1)) > 1:
-        raise UserError("parallelism_config cuts rows before the drafter sees them; set the recipe's sequence_parallel")
+    """The processes that share this one's rows; None if rows are not shared. Raises UserError for
+    what does not go with it.
+    """
+    size = config.sequence_parallel
+    world = args.world_size
+    if (
+        args.parallelism_config is not None
+        or int(os.environ.get("PARALLELISM_CONFIG_SP_SIZE", 1)) > 1
+    ):
+        raise UserError(
+            "parallelism_config cuts rows before the drafter sees them; set the recipe's sequence_parallel"
+        )
     if size == 1:
         return None
     reasons = {
@@ -186,8 +253,11 @@ def sequence_group(config: TrainConfig, args: TrainingArguments) -> SequenceGrou
         ),
         "rows are shared by DeepSpeed's exchange; start with accelerate launch --use_deepspeed "
         "--deepspeed_config_file configs/deepspeed/zero2.json": args.deepspeed_plugin is None,
-        f"does not divide the {world} processes; start another number of processes": world % size > 0,
-        "on_policy answers are written by each process for itself; leave on_policy out": bool(config.on_policy),
+        f"does not divide the {world} processes; start another number of processes": world % size
+        > 0,
+        "on_policy answers are written by each process for itself; leave on_policy out": bool(
+            config.on_policy
+        ),
         f"cache_gb={config.cache_gb:g}: parts of rows are not kept; store features (drafttrain features), or leave cache_gb "
         "out": config.cache_gb > 0,
         f"train_sampling_strategy={args.train_sampling_strategy!r}: shared rows are read in the order of group_by_length; "

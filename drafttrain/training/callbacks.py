@@ -1,4 +1,6 @@
-"""Callbacks between steps: progress lines, the time budget, stopping on SIGTERM, and decoding held-out prompts."""
+"""Callbacks between steps: progress lines, the time budget, stopping on SIGTERM, and decoding
+held-out prompts.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
 
 
 def max_over_ranks(value: float, device: torch.device) -> float:
-    """The largest value of all processes. Ranks that decide by different values would wait for each other forever."""
+    """The largest value of all processes. Ranks that decide by different values would wait for each
+    other forever.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return value
     shared = torch.tensor(value, dtype=torch.float32, device=device)
@@ -33,7 +37,8 @@ def max_over_ranks(value: float, device: torch.device) -> float:
 
 
 class TimeBudget(TrainerCallback, ExportableState):
-    """Ends training after a number of minutes, or earlier by max_steps; decays the learning rate to a twentieth by then.
+    """Ends training after a number of minutes, or earlier by max_steps; decays the learning rate to
+    a twentieth by then.
 
     The time used is part of the checkpoint, so a resumed run gets the rest only.
     """
@@ -41,14 +46,21 @@ class TimeBudget(TrainerCallback, ExportableState):
     clock = staticmethod(time.perf_counter)  # seconds; tests replace it
 
     def __init__(self, minutes: float, used: float = 0.0):
-        self.minutes, self.used = minutes, used  # used: seconds
+        # used: seconds
+        self.minutes = minutes
+        self.used = used
 
     @staticmethod
     def after(minutes: float, checkpoint: str | None) -> TimeBudget:
         """The budget that a checkpoint has left; all of it without a checkpoint."""
         if checkpoint is None:
             return TimeBudget(minutes)
-        kept = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json")).stateful_callbacks or {}
+        kept = (
+            TrainerState.load_from_json(
+                os.path.join(checkpoint, "trainer_state.json")
+            ).stateful_callbacks
+            or {}
+        )
         state: Json = kept.get("TimeBudget", {})  # type: ignore[assignment]
         return TimeBudget(minutes, state.get("attributes", {}).get("used", 0.0))
 
@@ -61,11 +73,19 @@ class TimeBudget(TrainerCallback, ExportableState):
         """Factor of the learning rate: constant for the first third, then linear to a twentieth."""
         return min(1.0, max(0.05, 1.5 * (1 - self.done)))
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_
+    ) -> None:
         self._last = self.clock()
-        self._most = args.max_steps if args.max_steps > 0 else 10**9  # the recipe's own limit, which holds too
+        # the recipe's own limit, which holds too
+        if args.max_steps > 0:
+            self._most = args.max_steps
+        else:
+            self._most = 10**9
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_
+    ) -> None:
         now = self.clock()
         self.used = max_over_ranks(self.used + now - self._last, args.device)
         self._last = now
@@ -80,10 +100,12 @@ class TimeBudget(TrainerCallback, ExportableState):
 
 
 class SaveOnTerm(TrainerCallback):
-    """SIGTERM (a scheduler taking the machine back) or Ctrl-C ends training after the current step, with a checkpoint.
+    """SIGTERM (a scheduler taking the machine back) or Ctrl-C ends training after the current step,
+    with a checkpoint.
 
-    All processes save at the same step, whichever of them receives the signal. A second Ctrl-C ends at once. The context
-    manager installs the handler and restores the previous ones, however training ends.
+    All processes save at the same step, whichever of them receives the signal. A second Ctrl-C ends
+    at once. The context manager installs the handler and restores the previous ones, however
+    training ends.
 
     Attributes:
         received: the signal that has arrived; 0 for none.
@@ -95,8 +117,14 @@ class SaveOnTerm(TrainerCallback):
         self.received = 0
 
     def __enter__(self) -> SaveOnTerm:
-        here = threading.current_thread() is threading.main_thread()  # others may not install handlers
-        heard = (number for number in self.SIGNALS if here and signal.getsignal(number) is not signal.SIG_IGN)
+        here = (
+            threading.current_thread() is threading.main_thread()
+        )  # others may not install handlers
+        heard = (
+            number
+            for number in self.SIGNALS
+            if here and signal.getsignal(number) is not signal.SIG_IGN
+        )
         self._before = {number: signal.signal(number, self._take) for number in heard}
         return self
 
@@ -105,22 +133,32 @@ class SaveOnTerm(TrainerCallback):
             signal.signal(number, handler or signal.SIG_DFL)
 
     def _take(self, number: int, frame: object) -> None:
-        again, self.received = bool(self.received), self.received or number
+        again = bool(self.received)
+        self.received = self.received or number
         if number == signal.SIGINT and again:
             self.__exit__()
             signal.raise_signal(number)
         elif number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
             # print() inside a handler fails if it interrupts another print().
-            os.write(2, b"interrupted: saving a checkpoint after this step; Ctrl-C again ends at once\n")
+            os.write(
+                2, b"interrupted: saving a checkpoint after this step; Ctrl-C again ends at once\n"
+            )
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_
+    ) -> None:
         self.received = int(max_over_ranks(self.received, args.device))
         if self.received:
             control.should_save = control.should_training_stop = True
 
 
-def gather_drafter(drafter: TrainableDrafter, target: Target, wanted: bool) -> TrainableDrafter | None:
-    """The drafter with all of its weights on one process: itself, or a copy if ZeRO-3 shards them (None unless wanted).
+def gather_drafter(
+    drafter: TrainableDrafter,
+    target: Target,
+    wanted: bool,
+) -> TrainableDrafter | None:
+    """The drafter with all of its weights on one process: itself, or a copy if ZeRO-3 shards them
+    (None unless wanted).
 
     Every process must call this, since each contributes its shards.
     """
@@ -140,20 +178,35 @@ def gather_drafter(drafter: TrainableDrafter, target: Target, wanted: bool) -> T
 
 
 class DecodeHeldOut(TrainerCallback):
-    """Decodes held-out prompts with the drafter and logs the acceptance; the best checkpoint is chosen by it.
+    """Decodes held-out prompts with the drafter and logs the acceptance; the best checkpoint is
+    chosen by it.
 
-    One process decodes, the others wait. It must be the last callback but SaveOnTerm, because it reads what the others set.
+    One process decodes, the others wait. It must be the last callback but SaveOnTerm, because it
+    reads what the others set.
 
     Args:
-        every: steps between measurements; 0 decodes with every checkpoint. The last step always decodes.
+        every: steps between measurements; 0 decodes with every checkpoint. The last step always
+            decodes.
         decode: drafter -> figures by name, `accepted_length` among them.
     """
 
-    def __init__(self, trainer: StepTrainer, every: int, decode: Callable[[TrainableDrafter], dict[str, float]]):
-        self.trainer, self.every, self.decode = trainer, every, decode
+    def __init__(
+        self,
+        trainer: StepTrainer,
+        every: int,
+        decode: Callable[[TrainableDrafter], dict[str, float]],
+    ):
+        self.trainer = trainer
+        self.every = every
+        self.decode = decode
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_) -> None:
-        due = state.global_step % self.every == 0 if self.every else control.should_save
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_
+    ) -> None:
+        if self.every:
+            due = state.global_step % self.every == 0
+        else:
+            due = control.should_save
         if not due and not control.should_training_stop:
             return
         model = self.trainer.drafter
@@ -164,7 +217,9 @@ class DecodeHeldOut(TrainerCallback):
             self.trainer.target.release_steps()  # training needs the memory
             length = figures["accepted_length"]
             loss_due = control.should_log  # Trainer.log clears it, and the loss would not be logged
-            self.trainer.log({f"eval_decode_{name}": round(value, 4) for name, value in figures.items()})
+            self.trainer.log(
+                {f"eval_decode_{name}": round(value, 4) for name, value in figures.items()}
+            )
             control.should_log = loss_due
         model.train()
         length = max_over_ranks(length, args.device)
@@ -175,21 +230,33 @@ class DecodeHeldOut(TrainerCallback):
 
 
 class ProgressLines(TrainerCallback):
-    """Prints a line per log: step, loss, acceptance by depth, rate and time left. Lines suit terminals, files and CI."""
+    """Prints a line per log: step, loss, acceptance by depth, rate and time left. Lines suit
+    terminals, files and CI.
+    """
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_) -> None:
-        self.start, self.first = time.perf_counter(), state.global_step
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_
+    ) -> None:
+        self.start = time.perf_counter()
+        self.first = state.global_step
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: Json) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: Json
+    ) -> None:
         logs = event["logs"]
         if not state.is_world_process_zero:
             return
         step = f"step {state.global_step}/{state.max_steps}  "
         if "eval_decode_accepted_length" in logs:
-            length, depths = logs["eval_decode_accepted_length"], _by_depth(logs, "eval_decode_acceptance@")
-            print(f"{step}decoding held-out prompts: accepted length {length:.2f}, by depth {depths}", flush=True)
+            length = logs["eval_decode_accepted_length"]
+            depths = _by_depth(logs, "eval_decode_acceptance@")
+            print(
+                f"{step}decoding held-out prompts: accepted length {length:.2f}, by depth {depths}",
+                flush=True,
+            )
         if "loss" in logs:
-            elapsed, done = time.perf_counter() - self.start, max(state.global_step - self.first, 1)
+            elapsed = time.perf_counter() - self.start
+            done = max(state.global_step - self.first, 1)
             left = int(elapsed / done * max(state.max_steps - state.global_step, 0))  # seconds
             print(
                 f"{step}loss {logs['loss']:.3f}  agree by depth {_by_depth(logs, 'agree@')}  "
@@ -198,9 +265,13 @@ class ProgressLines(TrainerCallback):
                 flush=True,
             )
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_) -> None:
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_
+    ) -> None:
         if state.is_world_process_zero:
-            best = Path(state.best_model_checkpoint).name if state.best_model_checkpoint else "not measured"
+            best = "not measured"
+            if state.best_model_checkpoint:
+                best = Path(state.best_model_checkpoint).name
             where = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
             print(f"saved {where} (best: {best})", flush=True)
 

@@ -1,14 +1,18 @@
-"""A training step without data: the real code on tensors that have shapes and no numbers, to learn what memory it takes.
+"""A training step without data: the real code on tensors that have shapes and no numbers, to learn
+what memory it takes.
 
     target, drafter    built on torch's meta device      ->   a `_Ghost` per weight
     step               features, forward, backward       ->   every tensor's storage, from its allocation to its release
     result             weights, gradients, optimizer states, and what the step holds at its peak with the line that reached it
 
-Floating-point tensors are meta tensors. Integers (tokens, anchors, rows) have data on the CPU, because shapes depend on them.
-A GPU's step runs as it would there: FlexAttention and the fused loss are stood in for by what they allocate. What the prediction
+Floating-point tensors are meta tensors. Integers (tokens, anchors, rows) have data on the CPU,
+    because shapes depend on them.
+A GPU's step runs as it would there: FlexAttention and the fused loss are stood in for by what they
+    allocate. What the prediction
 leaves out is the CUDA context, cuBLAS workspaces and fragmentation: about 1 GB, and a few per cent.
 
-Source: wrapper subclasses, torch.utils._python_dispatch; rounding to 512 bytes, torch's CUDA caching allocator.
+Source: wrapper subclasses, torch.utils._python_dispatch; rounding to 512 bytes, torch's CUDA
+caching allocator.
 """
 
 from __future__ import annotations
@@ -40,8 +44,19 @@ from drafttrain.training.feature_sources import NoTarget, TargetSource
 
 _BLOCK = 512  # bytes; the CUDA allocator's unit
 _aten = torch.ops.aten
-_INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default)
-_OTHER = ("at", "trained", "flops", "state_width", "largest")  # fields of StepMemory that are no bytes
+_INDEXING = (
+    _aten.index.Tensor,
+    _aten.index_put.default,
+    _aten.index_put_.default,
+    _aten._index_put_impl_.default,
+)
+_OTHER = (
+    "at",
+    "trained",
+    "flops",
+    "state_width",
+    "largest",
+)  # fields of StepMemory that are no bytes
 _ghosts: list[_Ghosts] = []  # of the dry step that runs
 
 
@@ -49,17 +64,18 @@ _ghosts: list[_Ghosts] = []  # of the dry step that runs
 class StepMemory:
     """Bytes of a training step by part, without the CUDA context.
 
-    Gradients count in full, although the peak may come before they exist: the last three are what the peak has beyond the
-    other parts.
+    Gradients count in full, although the peak may come before they exist: the last three are what
+    the peak has beyond the other parts.
 
     Attributes:
-        target: its weights; of a target without layers, the embedding and the head. optimizer: AdamW's two float32 states per
-            trained weight.
-        features, logits: of what the step holds at its peak, the target's part of the batch and tensors as wide as a
-            vocabulary; activations: the rest.
+        target: its weights; of a target without layers, the embedding and the head. optimizer:
+            AdamW's two float32 states per trained weight.
+        features, logits: of what the step holds at its peak, the target's part of the batch and
+            tensors as wide as a vocabulary; activations: the rest.
         at: the line that reached the peak; empty where backward did outside drafttrain's own lines.
-        trained: weights; largest: of them, those of the largest module. flops: of the matrix products and attention of the
-            whole step. state_width: numbers per token that the drafter reads of the target, its last state included.
+        trained: weights; largest: of them, those of the largest module. flops: of the matrix
+            products and attention of the whole step. state_width: numbers per token that the
+            drafter reads of the target, its last state included.
     """
 
     target: int
@@ -105,7 +121,13 @@ class _Ghost(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: OpOverload, types: object, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: OpOverload,
+        types: object,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         return _ghosts[-1].run(func, args, kwargs or {})
 
     def tolist(self) -> Any:
@@ -113,28 +135,43 @@ class _Ghost(torch.Tensor):
 
 
 class _Ghosts(TorchDispatchMode):
-    """Runs operations on ghosts, and counts the bytes of their storages while anything refers to them."""
+    """Runs operations on ghosts, and counts the bytes of their storages while anything refers to
+    them.
+    """
 
     def __init__(self, device: torch.device):
         super().__init__()
-        self.device, self.now, self.peak, self.at = device, 0, 0, ""
+        self.device = device
+        self.now = 0
+        self.peak = 0
+        self.at = ""
         self.vocabularies: set[int] = set()  # widths of logits
         self.logits = self.logits_at_peak = 0
         self.flops = 0.0
         self._users: Counter[int] = Counter()  # tensors per storage
         self._wide: dict[int, int] = {}  # bytes of logits per storage
 
-    def __torch_dispatch__(self, func: OpOverload, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: object,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         return self.run(func, args, kwargs or {})
 
     def wrap(self, data: Tensor) -> _Ghost:
-        """A ghost of new data or of a view; floats lose their numbers, integers without numbers become zeros."""
+        """A ghost of new data or of a view; floats lose their numbers, integers without numbers
+        become zeros.
+        """
         if data.is_floating_point():
-            data = data if data.is_meta else data.to("meta")
+            if not data.is_meta:
+                data = data.to("meta")
         elif data.is_meta:
             data = torch.zeros(data.shape, dtype=data.dtype)
         storage = data.untyped_storage()
-        key, size = storage._cdata, -(-storage.nbytes() // _BLOCK) * _BLOCK
+        key = storage._cdata
+        size = -(-storage.nbytes() // _BLOCK) * _BLOCK
         if not self._users[key]:
             self.now += size
             if data.dim() > 1 and data.shape[-1] in self.vocabularies:
@@ -143,7 +180,13 @@ class _Ghosts(TorchDispatchMode):
             if self.now > self.peak:
                 self.peak, self.at, self.logits_at_peak = self.now, _place(), self.logits
         self._users[key] += 1
-        weakref.finalize(data, self._release, key, size, storage)  # the storage is kept, so that no other takes its key
+        weakref.finalize(
+            data,
+            self._release,
+            key,
+            size,
+            storage,
+        )  # the storage is kept, so that no other takes its key
         return _Ghost(data, self.device)
 
     def _release(self, key: int, size: int, storage: torch.UntypedStorage) -> None:
@@ -155,8 +198,12 @@ class _Ghosts(TorchDispatchMode):
 
     def _wrapped(self, out: object) -> Any:
         if isinstance(out, Tensor):
-            return out if isinstance(out, _Ghost) else self.wrap(out)
-        return type(out)(map(self._wrapped, out)) if isinstance(out, list | tuple) else out
+            if isinstance(out, _Ghost):
+                return out
+            return self.wrap(out)
+        if isinstance(out, list | tuple):
+            return type(out)(map(self._wrapped, out))
+        return out
 
     def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One operation, on meta tensors where a float takes part, else on the integers."""
@@ -168,28 +215,47 @@ class _Ghosts(TorchDispatchMode):
         if not ghosts and (given or asked is None):
             return func(*args, **kwargs)
         if func is _aten._local_scalar_dense.default:
-            return 1.0 if args[0].data_.is_meta else args[0].data_.item()
+            if args[0].data_.is_meta:
+                return 1.0
+            return args[0].data_.item()
         plain = [_plain(x) for x in args]
         options = {
-            name: _plain(x) for name, x in kwargs.items() if name not in ("pin_memory", "non_blocking", "device")
+            name: _plain(x)
+            for name, x in kwargs.items()
+            if name not in ("pin_memory", "non_blocking", "device")
         }
         floats = any(x.data_.is_meta for x in ghosts)
         dtype = kwargs.get("dtype")
         if "device" in kwargs:
-            # A factory makes floats without numbers; arange and full take theirs from the arguments.
-            chosen = func.overloadpacket not in (_aten.arange, _aten.full) if dtype is None else dtype.is_floating_point
+            # A factory makes floats without numbers; arange and full take theirs from the
+            # arguments.
+            if dtype is None:
+                chosen = func.overloadpacket not in (_aten.arange, _aten.full)
+            else:
+                chosen = dtype.is_floating_point
             floats = floats or (not given and chosen)
             options["device"] = torch.device("meta" if floats else "cpu")
         written = [
-            i for i, x in enumerate(func._schema.arguments) if x.alias_info is not None and x.alias_info.is_write
+            i
+            for i, x in enumerate(func._schema.arguments)
+            if x.alias_info is not None and x.alias_info.is_write
         ]
         if floats:
             if func in _INDEXING:  # a mask's true elements are as many as its numbers say
-                plain[1] = [y for x in plain[1] for y in (x.nonzero().unbind(1) if _is_mask(x) else (x,))]
-            if any(not args[i].data_.is_meta for i in written if i < len(args) and isinstance(args[i], _Ghost)):
+                plain[1] = [
+                    y for x in plain[1] for y in (x.nonzero().unbind(1) if _is_mask(x) else (x,))
+                ]
+            if any(
+                not args[i].data_.is_meta
+                for i in written
+                if i < len(args) and isinstance(args[i], _Ghost)
+            ):
                 return args[written[0]]  # integers computed from floats: leave them
-            plain, options = _on_meta(plain), {name: _on_meta(x) for name, x in options.items()}
-        grouped = func is _aten._grouped_mm.default  # the experts' product; its meta kernel takes bfloat16 alone
+            plain = _on_meta(plain)
+            options = {name: _on_meta(x) for name, x in options.items()}
+        grouped = (
+            func is _aten._grouped_mm.default
+        )  # the experts' product; its meta kernel takes bfloat16 alone
         if grouped:
             out = func(*(x.bfloat16() for x in plain[:2]), *plain[2:], **options).to(plain[0].dtype)
         else:
@@ -198,9 +264,16 @@ class _Ghosts(TorchDispatchMode):
         if floats and count is not None:
             self.flops += count(*plain, **options, out_val=out)
         if written:
-            changed = [args[i] if i < len(args) else kwargs.get(func._schema.arguments[i].name) for i in written]
+            changed = [
+                args[i] if i < len(args) else kwargs.get(func._schema.arguments[i].name)
+                for i in written
+            ]
             changed = changed[: len(func._schema.returns)]
-            return None if not changed else changed[0] if len(changed) == 1 else tuple(changed)
+            if not changed:
+                return None
+            if len(changed) == 1:
+                return changed[0]
+            return tuple(changed)
         return self._wrapped(out)
 
     def take(self, module: nn.Module) -> int:
@@ -211,7 +284,9 @@ class _Ghosts(TorchDispatchMode):
             for name, weight in each._parameters.items():
                 if weight is not None and not isinstance(weight, _Ghost):
                     if id(weight) not in known:
-                        known[id(weight)] = nn.Parameter(self.wrap(weight.detach()), weight.requires_grad)
+                        known[id(weight)] = nn.Parameter(
+                            self.wrap(weight.detach()), weight.requires_grad
+                        )
                     each._parameters[name] = known[id(weight)]
             for name, buffer in each._buffers.items():
                 if buffer is not None and not isinstance(buffer, _Ghost):
@@ -243,21 +318,28 @@ def dry_step(
 
     Args:
         config: the target's. kind, options: the drafter's, as a recipe's `kind` and `drafter`.
-        rows, length: token rows of a batch and their tokens; the first `prompt` of each are not learned.
+        rows, length: token rows of a batch and their tokens; the first `prompt` of each are not
+            learned.
         gpu: with the kernels of a GPU; False for those of a CPU.
         autocast: dtype of the drafter's products; None multiplies in its weights' dtype.
         checkpointing: whether a depth's activations are computed again in backward.
-        source: the target runs in the step; its states come from a disk or a server, and it has no layers here; or it is not
-            read (loss=next_token).
+        source: the target runs in the step; its states come from a disk or a server, and it has no
+            layers here; or it is not read (loss=next_token).
         accumulates: gradients of earlier micro-batches exist when the step begins.
-        trains: False for an evaluation: no gradients are computed. keeps: states are kept between epochs, in bfloat16.
-        build: makes the drafter of the target, on the meta device; default: a new one of this kind and options.
+        trains: False for an evaluation: no gradients are computed. keeps: states are kept between
+            epochs, in bfloat16.
+        build: makes the drafter of the target, on the meta device; default: a new one of this kind
+            and options.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config).to(target_dtype).eval().requires_grad_(False)
+        model = (
+            AutoModelForCausalLM.from_config(config).to(target_dtype).eval().requires_grad_(False)
+        )
         target = Target.wrap(model, None, name=config.model_type, dtype=target_dtype)
         cls: Any = kind_class(kind)
-        make = build or (lambda target: cls(cls.config_class.for_target(target, loss=loss, **options)))
+        make = build or (
+            lambda target: cls(cls.config_class.for_target(target, loss=loss, **options))
+        )
         drafter = make(target).to(drafter_dtype).train(trains)
     with _prepared(gpu) as ghosts:
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -270,16 +352,31 @@ def dry_step(
             drafter.bind(target)
             mask = (torch.arange(length) >= prompt).repeat(rows, 1)
             ids = torch.randint(0, target.vocab_size, (rows, length))
-            lengths, indices = torch.full((rows,), length), torch.arange(rows)
-            batch = Batch(ghosts.wrap(ids), ghosts.wrap(lengths), ghosts.wrap(mask), ghosts.wrap(indices))
+            lengths = torch.full((rows,), length)
+            indices = torch.arange(rows)
+            batch = Batch(
+                ghosts.wrap(ids),
+                ghosts.wrap(lengths),
+                ghosts.wrap(mask),
+                ghosts.wrap(indices),
+            )
             trained = [x for x in drafter.parameters() if x.requires_grad]
-            held, ghosts.peak = ghosts.now, ghosts.now
+            held = ghosts.now
+            ghosts.peak = ghosts.now
             ghosts.vocabularies = {target.vocab_size, len(drafter.kept_ids)} - {target.hidden_size}
             for weight in trained if accumulates else ():
                 weight.grad = torch.empty_like(weight)
-            given = NoTarget() if source == "none" else _source(target, drafter, loss, source == "states", gpu, keeps)
-            total, before = ghosts.wrap(torch.tensor(rows * length)), ghosts.now
-            with torch.autocast("cpu", autocast, enabled=autocast is not None), torch.set_grad_enabled(trains):
+            given = (
+                NoTarget()
+                if source == "none"
+                else _source(target, drafter, loss, source == "states", gpu, keeps)
+            )
+            total = ghosts.wrap(torch.tensor(rows * length))
+            before = ghosts.now
+            with (
+                torch.autocast("cpu", autocast, enabled=autocast is not None),
+                torch.set_grad_enabled(trains),
+            ):
                 features, targets, row_of = given(batch)
                 if targets is not None:
                     targets.prepare()
@@ -308,7 +405,9 @@ def _prepared(gpu: bool) -> Iterator[_Ghosts]:
         for owner, name, value in _stand_ins() if gpu else ():
             open_.enter_context(mock.patch.object(owner, name, value))
         before = torch._C._only_lift_cpu_tensors()
-        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) first makes a CPU tensor
+        torch._C._set_only_lift_cpu_tensors(
+            True
+        )  # torch.tensor(..., device=...) first makes a CPU tensor
         open_.callback(torch._C._set_only_lift_cpu_tensors, before)
         _ghosts.append(_Ghosts(torch.device("cpu")))  # autocast knows no meta tensors
         open_.callback(_ghosts.pop)
@@ -321,19 +420,36 @@ class _GivenStates:
     waited = 0.0
 
     def __init__(self, width: int, hidden: int):
-        self.width, self.hidden = width, hidden
+        self.width = width
+        self.hidden = hidden
 
     def ask(self, index: int, tokens: Tensor) -> None:
         pass
 
     def take(self, index: int, tokens: Tensor) -> dict[str, Tensor]:
         sizes = {"features": self.width, "last_hidden": self.hidden}
-        return {name: torch.empty(len(tokens), n, dtype=torch.bfloat16, device="cpu") for name, n in sizes.items()}
+        return {
+            name: torch.empty(len(tokens), n, dtype=torch.bfloat16, device="cpu")
+            for name, n in sizes.items()
+        }
 
 
-def _source(target: Target, drafter: Any, loss: str, states: bool, gpu: bool, keeps: bool) -> TargetSource:
+def _source(
+    target: Target,
+    drafter: Any,
+    loss: str,
+    states: bool,
+    gpu: bool,
+    keeps: bool,
+) -> TargetSource:
     at = parse_loss(loss).temperatures
-    source = TargetSource(target, drafter.feature_layers, drafter.kept_ids, limit_bytes=float(keeps), temperatures=at)
+    source = TargetSource(
+        target,
+        drafter.feature_layers,
+        drafter.kept_ids,
+        limit_bytes=float(keeps),
+        temperatures=at,
+    )
     if gpu:
         source.together = None
     if states:
@@ -356,7 +472,11 @@ def _stand_ins() -> list[tuple[object, str, object]]:
         (divergence_kernels, "divergence_rows", NoLaunch()),
         (path_attention, "_attend", _attend),
         (nn.functional, "scaled_dot_product_attention", _flash),
-        (nn.functional, "rms_norm", lambda x, shape, weight=None, eps=None: _FusedNorm.apply(x, weight)),
+        (
+            nn.functional,
+            "rms_norm",
+            lambda x, shape, weight=None, eps=None: _FusedNorm.apply(x, weight),
+        ),
     ]
 
 
@@ -375,7 +495,9 @@ class _FusedNorm(torch.autograd.Function):
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
-    if torch.is_grad_enabled() and query.requires_grad:  # a draft model's; the target has no backward
+    if (
+        torch.is_grad_enabled() and query.requires_grad
+    ):  # a draft model's; the target has no backward
         return _Flex.apply(query, key, value)[0]
     query.new_empty(query.shape[:-1], dtype=torch.float32)  # log-sum-exps, released at once
     _count_attention(query, key, 2)
@@ -387,7 +509,8 @@ class _Flex(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
+        out = torch.empty_like(query)
+        lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, lse)
         _count_attention(query, key, 2)
         return out, lse
@@ -406,11 +529,20 @@ def _grouped_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
 
 
 def _count_attention(query: Tensor, key: Tensor, products: int) -> None:
-    """Counts `products` products of every query [..., n, e] with half of the keys [..., m, e], those before it."""
+    """Counts `products` products of every query [..., n, e] with half of the keys [..., m, e],
+    those before it.
+    """
     _ghosts[-1].flops += products * query.numel() * key.shape[-2]
 
 
-def _attend(own: Any, spans: Any, query: Tensor, base: tuple[Tensor, Tensor], tensors: Any, flex: object) -> Tensor:
+def _attend(
+    own: Any,
+    spans: Any,
+    query: Tensor,
+    base: tuple[Tensor, Tensor],
+    tensors: Any,
+    flex: object,
+) -> Tensor:
     if not len(query):
         return query
     query, base, tensors = path_attention.narrowed(query, base, tensors)
@@ -422,7 +554,9 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, **options: object) -> Any:
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))
     out, lse = _Flex.apply(query, key, value)
-    return (out, mock.Mock(lse=lse)) if options.get("return_aux") is not None else (out, lse)
+    if options.get("return_aux") is not None:
+        return (out, mock.Mock(lse=lse))
+    return (out, lse)
 
 
 def _tensors(values: Iterable[object]) -> list[Tensor]:
@@ -433,13 +567,17 @@ def _tensors(values: Iterable[object]) -> list[Tensor]:
 def _plain(x: object) -> Any:
     if isinstance(x, list | tuple):
         return [_plain(each) for each in x]
-    return x.data_ if isinstance(x, _Ghost) else x
+    if isinstance(x, _Ghost):
+        return x.data_
+    return x
 
 
 def _on_meta(x: object) -> Any:
     if isinstance(x, list | tuple):
         return [_on_meta(each) for each in x]
-    return x.to("meta") if isinstance(x, Tensor) and not x.is_meta else x
+    if isinstance(x, Tensor) and not x.is_meta:
+        return x.to("meta")
+    return x
 
 
 def _is_mask(x: object) -> bool:

@@ -1,8 +1,11 @@
 """On-policy distillation: some responses are sampled by the drafter, and scored by the target.
 
-From its second token on, a drafter continues *its own* tokens in decoding, while the data holds the target's responses only.
-So every few steps a frozen copy of the drafter answers prompts of the data, and its responses replace a share of the rows
-until the next refresh. The loss on them is the same: the divergence from the target's distribution at each of their tokens.
+From its second token on, a drafter continues *its own* tokens in decoding, while the data holds the
+    target's responses only.
+So every few steps a frozen copy of the drafter answers prompts of the data, and its responses
+    replace a share of the rows
+until the next refresh. The loss on them is the same: the divergence from the target's distribution
+    at each of their tokens.
 
 Source: DistillSpec, arXiv 2310.08461 (and GKD, arXiv 2306.13649).
 """
@@ -37,7 +40,9 @@ from drafttrain.values import Count, PositiveFraction, Temperature, check_fields
 class OnPolicyOptions:
     """The recipe's `on_policy:`."""
 
-    share: PositiveFraction = key(0.5, "of the rows that responses of the drafter replace, on average")
+    share: PositiveFraction = key(
+        0.5, "of the rows that responses of the drafter replace, on average"
+    )
     refresh_steps: Count = key(50, "optimizer steps between refreshes")
     responses: Count = key(64, "responses per refresh, over all processes")
     temperature: Temperature = key(1.0, "of the drafter's sampling")
@@ -51,24 +56,29 @@ class OnPolicyOptions:
         """The recipe's options; raises UserError for an unknown option, or a value out of range."""
         for name in given:
             if name not in cls.__dataclass_fields__:
-                raise UserError(f"unknown key on_policy.{name}; there are {', '.join(cls.__dataclass_fields__)}")
+                raise UserError(
+                    f"unknown key on_policy.{name}; there are {', '.join(cls.__dataclass_fields__)}"
+                )
         return cls(**given)
 
 
 class OnPolicy(TrainerCallback, ExportableState):
     """Keeps the drafter's current responses and puts them into batches.
 
-    The choice of replaced rows depends on seed, step and row only, and the responses are part of the checkpoint, so a resumed
-    run trains on what the interrupted one would have trained on.
+    The choice of replaced rows depends on seed, step and row only, and the responses are part of
+    the checkpoint, so a resumed run trains on what the interrupted one would have trained on.
 
     Args:
-        drafter: of a kind with `writes_responses`. rows: training rows {tokens, spans}, whose prompts are answered.
+        drafter: of a kind with `writes_responses`. rows: training rows {tokens, spans}, whose
+            prompts are answered.
         target: its end-of-sequence tokens end a response. max_length: of a row.
-        args: the run's seed, rank and number of processes. packing: batches hold packed rows, so responses are packed too.
+        args: the run's seed, rank and number of processes. packing: batches hold packed rows, so
+            responses are packed too.
 
     Attributes:
         round: number of the refresh that wrote the responses, -1 before the first.
-        pool: rows {tokens, spans, length, index} that the drafter has written; ready: the same, packed if `packing`.
+        pool: rows {tokens, spans, length, index} that the drafter has written; ready: the same,
+            packed if `packing`.
         used: rows replaced so far in this process.
 
     Raises:
@@ -86,10 +96,20 @@ class OnPolicy(TrainerCallback, ExportableState):
         packing: bool = False,
     ):
         if not drafter.writes_responses:
-            raise UserError(f"on_policy: kind={drafter.kind!r} cannot write responses by itself; leave it out")
-        self.options, self.drafter, self.rows, self.target = options, drafter, rows, target
-        self.max_length, self.seed, self.rank, self.world = max_length, args.seed, args.process_index, args.world_size
-        self.packing, self.round, self.used = packing, -1, 0
+            raise UserError(
+                f"on_policy: kind={drafter.kind!r} cannot write responses by itself; leave it out"
+            )
+        self.options = options
+        self.drafter = drafter
+        self.rows = rows
+        self.target = target
+        self.max_length = max_length
+        self.seed = args.seed
+        self.rank = args.process_index
+        self.world = args.world_size
+        self.packing = packing
+        self.round = -1
+        self.used = 0
         self._take([])
 
     def refresh(self, step: int) -> None:
@@ -106,18 +126,29 @@ class OnPolicy(TrainerCallback, ExportableState):
             begin = choose.choice(row["spans"])[0]
             if number % self.world == self.rank and 0 < begin < self.max_length - 1:
                 limit = min(self.options.max_new_tokens, self.max_length - begin)
-                requests.append(ResponseRequest(str(number), row["tokens"][:begin], limit, self.target.eos_ids))
-        # Copying and sampling draw random numbers. A resumed run restores torch's after its first refresh, so draws here
-        # must not move them.
-        with torch.random.fork_rng([self.target.device] if self.target.device.type == "cuda" else []):
+                requests.append(
+                    ResponseRequest(str(number), row["tokens"][:begin], limit, self.target.eos_ids)
+                )
+        # Copying and sampling draw random numbers. A resumed run restores torch's after its first
+        # refresh, so draws here must not move them.
+        with torch.random.fork_rng(
+            [self.target.device] if self.target.device.type == "cuda" else []
+        ):
             made = self._answer(requests)
-        gathered = gather_object(made) if self.world > 1 else made
+        if self.world > 1:
+            gathered = gather_object(made)
+        else:
+            gathered = made
         self._take([row for _, row in sorted(gathered, key=lambda pair: pair[0])])
 
     def _take(self, pool: list[Json]) -> None:
         self.pool = self.ready = pool
         if self.packing:
-            rows = fill_rows([row["length"] for row in pool], self.max_length, self.seed + self.round)
+            rows = fill_rows(
+                [row["length"] for row in pool],
+                self.max_length,
+                self.seed + self.round,
+            )
             self.ready = [join_rows([pool[number] for number in row]) for row in rows]
 
     def _answer(self, requests: list[ResponseRequest]) -> list[tuple[int, Json]]:
@@ -130,9 +161,15 @@ class OnPolicy(TrainerCallback, ExportableState):
         writer.pack(keep_dtype=True)  # training reads it too
         engine = ResponseEngine(writer, len(requests), self.max_length, rules=LogitsRules())
         made = []
-        for done in engine.run(requests, SamplingParams(self.options.temperature), self.seed + self.round):
+        for done in engine.run(
+            requests,
+            SamplingParams(self.options.temperature),
+            self.seed + self.round,
+        ):
             if len(done.tokens) > 1:
-                made.append((int(done.key), _response(done.sequence, len(done.sequence) - len(done.tokens))))
+                made.append(
+                    (int(done.key), _response(done.sequence, len(done.sequence) - len(done.tokens)))
+                )
         writer.release_steps()
         return made
 
@@ -140,30 +177,46 @@ class OnPolicy(TrainerCallback, ExportableState):
         """A collated batch with a share of its rows replaced; a packed row is replaced completely."""
         if not self.ready:
             return inputs
-        rows, used = _rows(inputs), self.used
+        rows = _rows(inputs)
+        used = self.used
         for place, row in enumerate(rows):
-            index = row["index"][0] if self.packing else row["index"]
+            if self.packing:
+                index = row["index"][0]
+            else:
+                index = row["index"]
             draw = random.Random(f"{self.seed}/{step}/{index}")
             if draw.random() < self.options.share:
                 rows[place] = draw.choice(self.ready)
                 self.used += 1
         device = inputs["input_ids"].device
-        return inputs if self.used == used else {name: value.to(device) for name, value in collate(rows).items()}
+        if self.used == used:
+            return inputs
+        return {name: value.to(device) for name, value in collate(rows).items()}
 
-    # -- resuming -----------------------------------------------------------------------------------------------
+    # -- resuming ----------------------------------------------------------------------------------
 
     def state(self) -> Json:
-        # Token lists as text: the file is indented JSON, which puts each number of a list on its own line.
+        # Token lists as text: the file is indented JSON, which puts each number of a list on its
+        # own line.
         pool = [[" ".join(map(str, row["tokens"])), row["spans"][0][0]] for row in self.pool]
         return {"args": {}, "attributes": {"round": self.round, "used": self.used, "pool": pool}}
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_
+    ) -> None:
         callbacks = state.stateful_callbacks
-        saved: Json | None = callbacks.get(type(self).__name__) if isinstance(callbacks, dict) else None
+        saved: Json | None
+        if isinstance(callbacks, dict):
+            saved = callbacks.get(type(self).__name__)
+        else:
+            saved = None
         if saved:
             kept = saved["attributes"]
-            self.round, self.used = kept["round"], kept["used"]
-            self._take([_response(list(map(int, text.split())), begin) for text, begin in kept["pool"]])
+            self.round = kept["round"]
+            self.used = kept["used"]
+            self._take(
+                [_response(list(map(int, text.split())), begin) for text, begin in kept["pool"]]
+            )
 
 
 def _response(tokens: list[int], begin: int) -> Json:
@@ -182,7 +235,15 @@ def _rows(inputs: dict[str, Tensor]) -> list[Json]:
         tokens = batch.input_ids[place, :length].tolist()
         members = batch.conversations()[:, 0] == place  # [c] bool, the row's conversations
         index = batch.index[members].tolist()
-        documents = {} if batch.documents is None else {"documents": batch.documents[members, 2].tolist()}
-        row = {"tokens": tokens, "spans": spans, "length": length, "index": index if documents else index[0]}
+        if batch.documents is None:
+            documents = {}
+        else:
+            documents = {"documents": batch.documents[members, 2].tolist()}
+        row = {
+            "tokens": tokens,
+            "spans": spans,
+            "length": length,
+            "index": index if documents else index[0],
+        }
         rows.append(row | documents)
     return rows

@@ -1,4 +1,5 @@
-"""Target states arrive ahead of the step: threads read, or ask servers for, the conversations of coming micro-batches.
+"""Target states arrive ahead of the step: threads read, or ask servers for, the conversations of
+coming micro-batches.
 
 loader     micro-batch k+2, k+1 -> `expect` their conversations, in this order
 threads    read them while step k runs; what is read and not used yet is bounded in bytes
@@ -42,11 +43,14 @@ class _Coming:
 
 
 class StatesAhead:
-    """Reads the states of coming conversations in threads, in the order in which they were expected.
+    """Reads the states of coming conversations in threads, in the order in which they were
+    expected.
 
     Args:
-        read: (data set index, token ids [s]) -> tensors; called by several threads. `take` raises what it raises.
-        limit: bytes of conversations that are asked for and not taken; what a step waits for is read even so.
+        read: (data set index, token ids [s]) -> tensors; called by several threads. `take` raises
+            what it raises.
+        limit: bytes of conversations that are asked for and not taken; what a step waits for is
+            read even so.
         token_bytes: of a token's states, an estimate until the first states have arrived.
         threads: reads at once.
 
@@ -57,11 +61,22 @@ class StatesAhead:
 
     clock = staticmethod(time.perf_counter)  # seconds; tests replace it
 
-    def __init__(self, read: Callable[[int, Tensor], States], limit: float, token_bytes: float, threads: int):
-        self.read, self.limit, self.token_bytes, self.threads = read, limit, token_bytes, threads
+    def __init__(
+        self,
+        read: Callable[[int, Tensor], States],
+        limit: float,
+        token_bytes: float,
+        threads: int,
+    ):
+        self.read = read
+        self.limit = limit
+        self.token_bytes = token_bytes
+        self.threads = threads
         self.waited = self.held = 0.0
         self._coming: dict[int, _Coming] = {}  # by index
-        self._unasked: deque[_Coming] = deque()  # in order; some may have been asked for or released since
+        self._unasked: deque[_Coming] = (
+            deque()
+        )  # in order; some may have been asked for or released since
         self._jobs: SimpleQueue[_Coming | None] = SimpleQueue()
         self._workers: list[threading.Thread] = []
 
@@ -71,7 +86,9 @@ class StatesAhead:
         return not self._unasked
 
     def expect(self, index: int, tokens: Tensor) -> None:
-        """Announces that a coming micro-batch needs this conversation; it is read once for all that were announced."""
+        """Announces that a coming micro-batch needs this conversation; it is read once for all that
+        were announced.
+        """
         if (known := self._coming.get(index)) is not None:
             known.uses += 1
             return
@@ -99,7 +116,9 @@ class StatesAhead:
         finally:
             self.waited += self.clock() - began
         if found is not None:
-            self.token_bytes = sum(tensor.nbytes for tensor in found.values()) / max(len(coming.tokens), 1)
+            self.token_bytes = sum(tensor.nbytes for tensor in found.values()) / max(
+                len(coming.tokens), 1
+            )
         self.release(index)
         return found
 
@@ -123,7 +142,8 @@ class StatesAhead:
         self._coming.clear()
         self._unasked.clear()
         self.held = 0.0
-        workers, self._workers = self._workers, []
+        workers = self._workers
+        self._workers = []
         for _ in workers:
             self._jobs.put(None)
         # A thread that is inside torch when the interpreter ends aborts the process.
@@ -147,7 +167,11 @@ class StatesAhead:
         self._jobs.put(coming)
         while len(self._workers) < self.threads:
             # A daemon: a server that does not answer must not delay the end of the process.
-            worker = threading.Thread(target=self._work, name=f"states-{len(self._workers)}", daemon=True)
+            worker = threading.Thread(
+                target=self._work,
+                name=f"states-{len(self._workers)}",
+                daemon=True,
+            )
             self._workers.append(worker)
             worker.start()
 
@@ -167,13 +191,15 @@ class StatesAhead:
 
 
 class LookAhead:
-    """Iterates over one process's micro-batches, and announces those to come before it hands out the next one.
+    """Iterates over one process's micro-batches, and announces those to come before it hands out
+    the next one.
 
     Args:
         batches: collated micro-batches in the order of the steps.
         expect: announces a micro-batch. room: whether more should be announced.
         most: micro-batches to announce; those of the end of training have no later ones.
-        announced: of the first micro-batches, how many were announced as `following` of the epoch before.
+        announced: of the first micro-batches, how many were announced as `following` of the epoch
+            before.
         following: micro-batches of the next epoch, to be announced when this one has no more.
     """
 
@@ -186,8 +212,14 @@ class LookAhead:
         announced: int = 0,
         following: Callable[[], Iterator[Inputs]] = lambda: iter(()),
     ):
-        self.batches, self.expect, self.room, self.most, self.announced = batches, expect, room, most, announced
-        self.drawn = self.ahead = 0  # micro-batches drawn from `batches`; announced from the next epoch
+        self.batches = batches
+        self.expect = expect
+        self.room = room
+        self.most = most
+        self.announced = announced
+        self.drawn = self.ahead = (
+            0  # micro-batches drawn from `batches`; announced from the next epoch
+        )
         self._held: deque[Inputs] = deque()
         self._next_epoch: Iterator[Inputs] | None = None  # set when `batches` has ended
         self._following = following
@@ -216,7 +248,10 @@ class LookAhead:
                 if self.drawn > self.announced:
                     self.expect(batch)
                 return True
-            self._next_epoch = self._following() if self.drawn < self.most else iter(())
+            if self.drawn < self.most:
+                self._next_epoch = self._following()
+            else:
+                self._next_epoch = iter(())
         if (batch := next(self._next_epoch, None)) is None or not self._held:
             return False
         self.ahead += 1

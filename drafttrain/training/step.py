@@ -5,8 +5,8 @@
                    ->  loss: divergence of p and q = softmax(head state), summed over depths             losses/divergence.py
                    ->  metrics: sums per depth, divided by the anchors when they are logged              `take_metrics`
 
-The loss is a sum over anchors divided by the anchors of the whole optimizer step (all ranks, all accumulation steps), so
-neither padding nor the number of devices changes the gradient.
+The loss is a sum over anchors divided by the anchors of the whole optimizer step (all ranks, all
+accumulation steps), so neither padding nor the number of devices changes the gradient.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from drafttrain.sequence_parallel import SequenceGroup
 from drafttrain.target import Target
 from drafttrain.training.feature_sources import BatchSource
 
-# Acceptance is measured on every so many training steps: it changes slowly, and with small drafters costs more than a step.
+# Acceptance is measured on every so many training steps: it changes slowly, and with small drafters
+# costs more than a step.
 MEASURE_EVERY = 10
 _IGNORED = -100  # of `shift_labels`, where no anchor is
 
@@ -39,18 +40,34 @@ class StepTrainer(Trainer):
     """A transformers Trainer whose loss is a drafter's divergence from the frozen target.
 
     Args:
-        target: frozen, outside the wrapped model. source: gives each batch its target features and distributions.
-        sequence: the processes that share the rows of this one's batches; None: its batches are its own.
+        target: frozen, outside the wrapped model. source: gives each batch its target features and
+            distributions.
+        sequence: the processes that share the rows of this one's batches; None: its batches are its
+            own.
         args, rest: as for transformers.Trainer.
     """
 
-    def __init__(self, *args, target: Target, source: BatchSource, sequence: SequenceGroup | None = None, **rest):
+    def __init__(
+        self,
+        *args,
+        target: Target,
+        source: BatchSource,
+        sequence: SequenceGroup | None = None,
+        **rest,
+    ):
         super().__init__(*args, **rest)
-        self.target, self.source, self.sequence = target, source, sequence
+        self.target = target
+        self.source = source
+        self.sequence = sequence
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
-        self.sums: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}  # metric sums since they were last taken
-        self.clock, self.anchors = time.perf_counter(), 0  # since the last log
+        self.sums: dict[str, dict[str, Tensor]] = {
+            "train": {},
+            "eval": {},
+        }  # metric sums since they were last taken
+        # since the last log
+        self.clock = time.perf_counter()
+        self.anchors = 0
 
     @property
     def drafter(self) -> TrainableDrafter:
@@ -67,14 +84,19 @@ class StepTrainer(Trainer):
         """The loss of one micro-batch, its gradient attached.
 
         Args:
-            inputs: a collated batch. num_items_in_batch: anchors of the whole optimizer step; None in evaluation.
+            inputs: a collated batch. num_items_in_batch: anchors of the whole optimizer step; None
+                in evaluation.
         """
         batch = Batch.of(inputs)  # input_ids [b, s], response_mask [b, s]
         read = batch.input_ids
-        if self.sequence is not None:  # this process computes a part of it, and embeds what that part reads
+        if (
+            self.sequence is not None
+        ):  # this process computes a part of it, and embeds what that part reads
             batch = self.sequence.share(batch, self.drafter.sequence_reach)
             read = read.flatten()[batch.part.seen][None]
-        features, rows, row_of = self.source(batch)  # [b, s, f*h]; r target distributions; row of each position [b, s]
+        features, rows, row_of = self.source(
+            batch
+        )  # [b, s, f*h]; r target distributions; row of each position [b, s]
         embeds = self.target.embed(read)  # [b, s, h]
         anchors = int(count_anchors(inputs))
         count = anchors if num_items_in_batch is None else num_items_in_batch
@@ -89,17 +111,28 @@ class StepTrainer(Trainer):
             rows.prepare()
         given = StepInputs(batch, embeds, features, rows, row_of, total, measure)  # type: ignore[arg-type]
         step: StepOutput = model(inputs=given)
-        loss = step.loss  # scalar: sum over depths and anchors of weight * D(p, q), divided by count
+        loss = (
+            step.loss
+        )  # scalar: sum over depths and anchors of weight * D(p, q), divided by count
         self.check_finite("loss", loss.detach())
         self.anchors += anchors if model.training else 0
         sums = self.sums["train" if model.training else "eval"]
         for name, value in step.metrics.items():  # [depths] sums over this batch's anchors
-            sums[name] = sums[name] + value.detach() if name in sums else value.detach()
+            if name in sums:
+                sums[name] = sums[name] + value.detach()
+            else:
+                sums[name] = value.detach()
         if model.training and num_items_in_batch is not None:
-            loss = loss * self.accelerator.num_processes  # gradients are averaged over ranks, the count is global
+            loss = (
+                loss * self.accelerator.num_processes
+            )  # gradients are averaged over ranks, the count is global
         elif self.sequence is not None:
-            loss = loss * self.sequence.size  # evaluation averages over ranks, each of which has a part of the sum
-        return (loss, step) if return_outputs else loss
+            loss = (
+                loss * self.sequence.size
+            )  # evaluation averages over ranks, each of which has a part of the sum
+        if return_outputs:
+            return (loss, step)
+        return loss
 
     def check_finite(self, name: str, value: Tensor | float) -> None:
         """Raises UserError for a value that is inf or nan."""
@@ -113,21 +146,29 @@ class StepTrainer(Trainer):
     def take_metrics(self, phase: str) -> dict[str, float]:
         """Per-depth means since the last call, over all ranks.
 
-        agree@k: share of anchors where the drafter's likeliest token is the target's (greedy acceptance at depth k, given
-        that the path so far is the target's); alpha@k: mean sum_v min(p, q); accepted_length: tokens per target pass of a
-        greedy chain of all depths, if depths agreed independently. A kind whose
-        decoded depths all equal its trained one sets `chain_depth`, the length of that chain.
+        agree@k: share of anchors where the drafter's likeliest token is the target's (greedy
+        acceptance at depth k, given that the path so far is the target's); alpha@k: mean sum_v
+        min(p, q); accepted_length: tokens per target pass of a greedy chain of all depths, if
+        depths agreed independently. A kind whose decoded depths all equal its trained one sets
+        `chain_depth`, the length of that chain.
         """
         if not self.sums[phase]:
             return {}
-        summed = {name: self.accelerator.reduce(value) for name, value in sorted(self.sums[phase].items())}
+        summed = {
+            name: self.accelerator.reduce(value) for name, value in sorted(self.sums[phase].items())
+        }
         self.sums[phase] = {}
         count = summed["count"].clamp(min=1)
-        means = {name: (value / count).tolist() for name, value in summed.items() if name != "count"}
-        metrics = {f"{name}@{k + 1}": round(x, 4) for name, row in means.items() for k, x in enumerate(row)}
+        means = {
+            name: (value / count).tolist() for name, value in summed.items() if name != "count"
+        }
+        metrics = {
+            f"{name}@{k + 1}": round(x, 4) for name, row in means.items() for k, x in enumerate(row)
+        }
         agree = means["agree"]
         agree += agree[-1:] * (self.drafter.chain_depth - len(agree))
-        chain, expected = 1.0, 1.0
+        chain = 1.0
+        expected = 1.0
         for share in agree:
             chain *= share
             expected += chain

@@ -5,7 +5,17 @@ from __future__ import annotations
 import argparse
 
 from drafttrain.tuning.hardware import BATCHES, DEVICES
-from drafttrain.values import Amount, Count, File, Name, PositiveAmount, PositiveFraction, adder, value, values
+from drafttrain.values import (
+    Amount,
+    Count,
+    File,
+    Name,
+    PositiveAmount,
+    PositiveFraction,
+    adder,
+    value,
+    values,
+)
 
 HELP = """Expected speed-up, cost and break-even on other hardware, from sizes and a measured acceptance profile.
 
@@ -18,13 +28,35 @@ model, not from measurements."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
 
-    def add(name: str, help: str, kind: object = Name, default: object = None, required: bool = False) -> None:
-        shown = "" if default is None else " (default: %(default)s)"
-        parser.add_argument(name, help=help + shown, type=value(kind), default=default, required=required)
+    def add(
+        name: str,
+        help: str,
+        kind: object = Name,
+        default: object = None,
+        required: bool = False,
+    ) -> None:
+        if default is None:
+            shown = ""
+        else:
+            shown = " (default: %(default)s)"
+        parser.add_argument(
+            name,
+            help=help + shown,
+            type=value(kind),
+            default=default,
+            required=required,
+        )
 
     add("--results", "a results.json of this drafter: its acceptance profile", File, required=True)
-    add("--target", "short name, folder, Hub id or config.json (default: the one that the results name)")
-    add("--target-params", "weights instead, such as 8e9; contexts then cost nothing", PositiveAmount)
+    add(
+        "--target",
+        "short name, folder, Hub id or config.json (default: the one that the results name)",
+    )
+    add(
+        "--target-params",
+        "weights instead, such as 8e9; contexts then cost nothing",
+        PositiveAmount,
+    )
     add("--drafter", "the drafter's folder (default: the one that the results name)")
     add("--drafter-params", "weights instead, such as 4e8; 0 for n-grams", Amount)
     add("--device", f"one of {', '.join(DEVICES)}", default="h100")
@@ -37,7 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--overhead-us", "fixed time of each pass in microseconds", Amount, 50.0)
     add("--bits", "per weight and cached number", PositiveAmount, 16.0)
     batches = ",".join(map(str, BATCHES))
-    adder(parser)("--batches", values(Count), default=batches, help="sequences at a time (default: %(default)s)")
+    adder(parser)(
+        "--batches",
+        values(Count),
+        default=batches,
+        help="sequences at a time (default: %(default)s)",
+    )
     add("--context", "tokens that each sequence has", Count, 1024)
     add("--price", "of the devices per hour: adds the cost per million tokens", Amount)
     add("--output", "JSON file with the same figures")

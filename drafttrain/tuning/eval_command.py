@@ -1,4 +1,6 @@
-"""`drafttrain eval`: measures a drafter against plain decoding, prints a table and writes results.json."""
+"""`drafttrain eval`: measures a drafter against plain decoding, prints a table and writes
+results.json.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from drafttrain.tuning.tune import TuneSettings, calibration_prompts, search_tre
 
 
 def run(args: argparse.Namespace, target: Target | None = None) -> int:
-    """Runs the command; target: loaded already. Raises UserError for values out of range, or anything that cannot be loaded."""
+    """Runs the command; target: loaded already. Raises UserError for values out of range, or
+    anything that cannot be loaded.
+    """
     settings = settings_of(args)
     suite = load_suite(args.suite, args.chat_template_kwargs)
     found = other_template_kwargs(args.chat_template_kwargs, training_record(args.drafter))
@@ -45,10 +49,26 @@ def run(args: argparse.Namespace, target: Target | None = None) -> int:
 
 def settings_of(args: argparse.Namespace) -> EvalSettings:
     """Reads the command's flags. Raises UserError for a value out of range."""
-    names = ("target", "drafter", "max_new_tokens", "batch_size", "tree", "calibrate", "limit", "seed", "assistant")
-    chosen = {name: vars(args)[name] for name in (*names, "trust_remote_code", "chat_template_kwargs")}
+    names = (
+        "target",
+        "drafter",
+        "max_new_tokens",
+        "batch_size",
+        "tree",
+        "calibrate",
+        "limit",
+        "seed",
+        "assistant",
+    )
+    chosen = {
+        name: vars(args)[name] for name in (*names, "trust_remote_code", "chat_template_kwargs")
+    }
     baselines = tuple(parse_baselines(args.baselines))
-    output = output_file(args.output or beside(split_name(args.drafter)[0], "results.json"), "eval", inputs_of(args))
+    output = output_file(
+        args.output or beside(split_name(args.drafter)[0], "results.json"),
+        "eval",
+        inputs_of(args),
+    )
     return EvalSettings(**chosen, sampling=sampling_of(args), baselines=baselines, output=output)
 
 
@@ -60,7 +80,9 @@ def find_tree(
     calibrate: str | None,
     kwargs: Json,
 ) -> tuple[TreeSpec, list[Json]]:
-    """Finds the fastest tree on calibration prompts that are not in the suite; returns it with a table of candidates."""
+    """Finds the fastest tree on calibration prompts that are not in the suite; returns it with a
+    table of candidates.
+    """
     prompts = calibration_prompts(target, calibrate, kwargs, exclude)
     search = search_tree(target, drafter, prompts, TuneSettings(sampling))
     return search.best.spec, search.table()

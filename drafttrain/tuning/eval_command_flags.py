@@ -6,7 +6,12 @@ import argparse
 
 from drafttrain.evaluation.baselines import ALL_BASELINES, BASELINES
 from drafttrain.evaluation.suites import known_suites
-from drafttrain.flags import add_drafter_flag, add_sampling_flags, add_target_flags, add_template_flag
+from drafttrain.flags import (
+    add_drafter_flag,
+    add_sampling_flags,
+    add_target_flags,
+    add_template_flag,
+)
 from drafttrain.values import Count, File, Name, Place, adder
 
 HELP = """Measure a drafter in the lossless tree decoder against plain decoding.
@@ -27,11 +32,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_template_flag(parser, "; a question's own come first")
     add_sampling_flags(parser, penalties=True)
     add("--max-new-tokens", Count, default=128, help="per answer")
-    add("--batch-size", Count, default=1, help="prompts at a time, on every side; --tree auto times single ones")
+    add(
+        "--batch-size",
+        Count,
+        default=1,
+        help="prompts at a time, on every side; --tree auto times single ones",
+    )
     add("--tree", help="none, chain:3, fanout:4x2x1, dynamic:5,8,24, paths:0,1,0-0, all with @sample, @stop=P or @cut=P, or "
         "auto: the fastest of a list, found by timing (default: the tree in the drafter's decoding.json, else auto)"
     )  # fmt: skip
-    add("--calibrate", File, metavar="FILE", help="prompts for --tree auto: JSONL of messages, turns or text")
+    add(
+        "--calibrate",
+        File,
+        metavar="FILE",
+        help="prompts for --tree auto: JSONL of messages, turns or text",
+    )
     add("--limit", Count, help="questions at most, taken evenly from all categories")
     known = f"a list of {', '.join(ALL_BASELINES)}, or none (default: %(default)s)"
     add("--baselines", default=",".join(BASELINES), help=known)

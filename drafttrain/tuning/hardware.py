@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-# Memory bandwidth in GB/s, dense 16-bit TFLOP/s, memory in GB: vendors' data sheets; CPUs and unified memory: typical.
+# Memory bandwidth in GB/s, dense 16-bit TFLOP/s, memory in GB: vendors' data sheets; CPUs and
+# unified memory: typical.
 DEVICES = {
     "h100": (3350, 989, 80),  # SXM
     "h200": (4800, 989, 141),

@@ -42,16 +42,21 @@ _UNITS = {"": 1.0, "G": 1.0, "T": 1e3, "M": 1e-3}
 class Job:
     """What is planned besides the recipe. Raises UserError for values out of range."""
 
-    gpus: Size = key(0, "that train; 0 takes the processes of the accelerate file in --deepspeed, else 1")
+    gpus: Size = key(
+        0, "that train; 0 takes the processes of the accelerate file in --deepspeed, else 1"
+    )
     device: Name = key("h100", f"rates and memory, one of {', '.join(DEVICES)}")
     gpu_memory: PositiveAmount | None = key(None, "GB of 10^9 bytes, instead of the device's")
-    disk: PositiveAmount | None = key(None, "free space in GB, or such as 4T; without it there is no limit")
+    disk: PositiveAmount | None = key(
+        None, "free space in GB, or such as 4T; without it there is no limit"
+    )
     deepspeed: Name = key(
         "",
         "ZeRO stage from 0 to 3, DeepSpeed JSON or accelerate YAML; empty: the recipe's, else 2 on several GPUs, 0 on one",
     )
     states: Literal["", "online", "stored", "vllm"] = key(
-        "", "where the target's come from: online, stored or vllm; empty: as the recipe and its data say"
+        "",
+        "where the target's come from: online, stored or vllm; empty: as the recipe and its data say",
     )
     store_dtype: StoreDtype = key("bfloat16", "of stored states")
     conversations: Size = key(0, "of the data; 0: as many as the recipe's data has, else 60,000")
@@ -74,13 +79,23 @@ def _gigabytes(word: str) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add, size, kinds = adder(parser), reader(_gigabytes, "gigabytes, or an amount such as 500G or 4T"), kinds_of(Job)
+    add = adder(parser)
+    size = reader(_gigabytes, "gigabytes, or an amount such as 500G or 4T")
+    kinds = kinds_of(Job)
     add("recipe", Place, help="a YAML recipe, or the name of one that comes with drafttrain")
     add_overrides(parser)
     for one in fields(Job):
-        default, sized = default_of(one), one.name in ("gpu_memory", "disk")
-        shown_default = "" if default in (None, "", 0) else " (default: %(default)s)"
-        kind = size if sized else value(kinds[one.name])
-        flag, meaning = f"--{one.name.replace('_', '-')}", one.metadata["meaning"]
+        default = default_of(one)
+        sized = one.name in ("gpu_memory", "disk")
+        if default in (None, "", 0):
+            shown_default = ""
+        else:
+            shown_default = " (default: %(default)s)"
+        if sized:
+            kind = size
+        else:
+            kind = value(kinds[one.name])
+        flag = f"--{one.name.replace('_', '-')}"
+        meaning = one.metadata["meaning"]
         parser.add_argument(flag, type=kind, default=default, help=meaning + shown_default)
     add("--output", Name, help="JSON file with the same figures")

@@ -33,8 +33,14 @@ _EMPTY_KEYS = ("auto_map",)  # they name code, which a plan does not run
 Build = Callable[[Target], TrainableDrafter]
 
 
-def read_config(name: str, given: str | None, shipped: Path, key: str = "target") -> PretrainedConfig:
-    """A model's config by name, from `given`, from a file shipped next to the recipe, from its folder, the cache or the Hub.
+def read_config(
+    name: str,
+    given: str | None,
+    shipped: Path,
+    key: str = "target",
+) -> PretrainedConfig:
+    """A model's config by name, from `given`, from a file shipped next to the recipe, from its
+    folder, the cache or the Hub.
 
     Raises UserError: none of them, or a model that this transformers has no class for.
     """
@@ -43,11 +49,15 @@ def read_config(name: str, given: str | None, shipped: Path, key: str = "target"
     raw = target_config(place, key, f"give its config.json: {flag}")
     raw = {name: value for name, value in raw.items() if name not in _EMPTY_KEYS}
     kind = str(raw.get("model_type", ""))
-    if kind not in CONFIG_MAPPING:  # a name of the repository's own, for a class that transformers has
+    if (
+        kind not in CONFIG_MAPPING
+    ):  # a name of the repository's own, for a class that transformers has
         own = next(iter(raw.get("architectures") or ()), "")
         kinds = [each for each, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name == own]
         family = own.removesuffix("ForCausalLM").lower()  # some classes serve several families
-        kind = next((each for each in kinds if each.replace("_", "") == family), next(iter(kinds), ""))
+        kind = next(
+            (each for each in kinds if each.replace("_", "") == family), next(iter(kinds), "")
+        )
         if not kind:
             raise UserError(
                 f"{key}={name!r}: this transformers has no class for model_type={raw.get('model_type')!r}; write the values of "
@@ -58,8 +68,12 @@ def read_config(name: str, given: str | None, shipped: Path, key: str = "target"
 
 
 def shipped_config(recipe: str, overrides: Sequence[str], key: str, file: str) -> Path:
-    """The config that belongs to the recipe's own value of a key; no such path if an override sets another one."""
-    return Path("") if key in parse_overrides(list(overrides)) else Path(recipe).parent / file
+    """The config that belongs to the recipe's own value of a key; no such path if an override sets
+    another one.
+    """
+    if key in parse_overrides(list(overrides)):
+        return Path("")
+    return Path(recipe).parent / file
 
 
 def model_sizes(model: nn.Module, config: PretrainedConfig) -> Sizes:
@@ -68,12 +82,16 @@ def model_sizes(model: nn.Module, config: PretrainedConfig) -> Sizes:
     counts = {name: weight.numel() for name, weight in model.named_parameters()}
     names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     experts = next((n for name in names if (n := getattr(text, name, None))), 0)
-    routed = sum(n for name, n in counts.items() if ".experts." in name) if experts else 0
+    routed = 0
+    if experts:
+        routed = sum(n for name, n in counts.items() if ".experts." in name)
     # The head is read in full; the embedding, if it is another tensor, is a lookup.
     ends: Any = model
-    embedding, head = ends.get_input_embeddings().weight, ends.get_output_embeddings().weight
+    embedding = ends.get_input_embeddings().weight
+    head = ends.get_output_embeddings().weight
     always = sum(counts.values()) - routed - (0 if embedding is head else embedding.numel())
-    layers, heads = text.num_hidden_layers, text.num_attention_heads
+    layers = text.num_hidden_layers
+    heads = text.num_attention_heads
     full = getattr(text, "layer_types", None) or ["full_attention"] * layers
     attending = sum("attention" in kind and "linear" not in kind for kind in full)
     e = getattr(text, "head_dim", None) or text.hidden_size // heads
@@ -83,26 +101,46 @@ def model_sizes(model: nn.Module, config: PretrainedConfig) -> Sizes:
         kv = 2 * (getattr(text, "num_key_value_heads", None) or heads) * e
     chosen = getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None) or 1
     sizes = Sizes(always, kv=kv * attending, columns=attending * heads * e)
-    return replace(sizes, experts=experts, chosen=chosen, expert=routed / experts) if routed else sizes
+    if routed:
+        return replace(sizes, experts=experts, chosen=chosen, expert=routed / experts)
+    return sizes
 
 
 def stored_bits(config: PretrainedConfig) -> float:
     """Bits per weight in the target's files."""
     held: Any = getattr(config, "quantization_config", None) or {}
-    held = held if isinstance(held, dict) else held.to_dict()
+    if not isinstance(held, dict):
+        held = held.to_dict()
     return float(_QUANTIZED.get(held.get("quant_method", ""), held.get("bits", 16)))
 
 
-def drafter_of(config: TrainConfig, recipe: str, overrides: Sequence[str], given: str | None) -> tuple[Build, str]:
+def drafter_of(
+    config: TrainConfig,
+    recipe: str,
+    overrides: Sequence[str],
+    given: str | None,
+) -> tuple[Build, str]:
     """What builds a recipe's drafter, and a note if its shapes are assumed."""
-    options, init, note = dict(config.drafter), config.init, ""
+    options = dict(config.drafter)
+    init = config.init
+    note = ""
     kind: Any = kind_class(config.kind)
     if kind.loads_language_models and init not in NEW:
-        lm = read_config(init, given, shipped_config(recipe, overrides, "init", "init.json"), "init")
+        lm = read_config(
+            init,
+            given,
+            shipped_config(recipe, overrides, "init", "init.json"),
+            "init",
+        )
 
         def build(target: Target) -> TrainableDrafter:
             model = AutoModelForCausalLM.from_config(lm, dtype=torch.float32)
-            return kind(model, None, kind.config_class(**kind.check_options(options), target=target.identity()), init)
+            return kind(
+                model,
+                None,
+                kind.config_class(**kind.check_options(options), target=target.identity()),
+                init,
+            )
 
         return build, note
     if kind.loads_language_models:
@@ -112,8 +150,13 @@ def drafter_of(config: TrainConfig, recipe: str, overrides: Sequence[str], given
     size = int(options.pop("draft_vocab_size", 0))
 
     def new(target: Target) -> TrainableDrafter:
-        shapes = kind.check_options({**options, "draft_vocab_size": size or target.vocab_size, "loss": config.loss})
-        own = kind.native_options(target) if init == "native" else {}
+        shapes = kind.check_options(
+            {**options, "draft_vocab_size": size or target.vocab_size, "loss": config.loss}
+        )
+        if init == "native":
+            own = kind.native_options(target)
+        else:
+            own = {}
         return kind(kind.config_class.for_target(target, **{**shapes, **own}))
 
     return new, note
@@ -123,8 +166,9 @@ def deepspeed_of(given: str, trainer: Json, gpus: int) -> tuple[Json, int]:
     """A DeepSpeed configuration, empty for none, and the number of processes, 0 if nothing says it.
 
     Args:
-        given: a ZeRO stage, which stands for its file in configs/deepspeed, a DeepSpeed JSON or an accelerate YAML; empty: the
-            recipe's `deepspeed`, else ZeRO-2 on several GPUs, as configs/accelerate/gpu-8.yaml has it.
+        given: a ZeRO stage, which stands for its file in configs/deepspeed, a DeepSpeed JSON or an
+            accelerate YAML; empty: the recipe's `deepspeed`, else ZeRO-2 on several GPUs, as
+            configs/accelerate/gpu-8.yaml has it.
 
     Raises UserError: a file that cannot be read.
     """
@@ -132,12 +176,18 @@ def deepspeed_of(given: str, trainer: Json, gpus: int) -> tuple[Json, int]:
     found: object = given or trainer.get("deepspeed") or ("2" if gpus > 1 else "0")
     processes = 0
     if isinstance(found, str) and found.endswith((".yaml", ".yml")):
-        launch: Json = read_yaml(read_text(Path(found), "deepspeed", fix), f"deepspeed={found!r}") or {}
+        launch: Json = (
+            read_yaml(read_text(Path(found), "deepspeed", fix), f"deepspeed={found!r}") or {}
+        )
         processes = int(launch.get("num_processes") or 0)
         inner = launch.get("deepspeed_config") or {}
         file = inner.get("deepspeed_config_file")
-        found = {"zero_optimization": {"stage": inner.get("zero_stage", 2)}} if inner else "0"
-        if file:  # relative to where the launch starts, which is seldom elsewhere than above configs/
+        found = "0"
+        if inner:
+            found = {"zero_optimization": {"stage": inner.get("zero_stage", 2)}}
+        if (
+            file
+        ):  # relative to where the launch starts, which is seldom elsewhere than above configs/
             near = [Path(file), *(folder / file for folder in Path(str(given)).resolve().parents)]
             found = str(next((path for path in near if path.is_file()), file))
     if isinstance(found, dict):

@@ -1,4 +1,6 @@
-"""`drafttrain sweep`: eval over temperatures, trees, batch sizes, context lengths and dtypes, one results file per cell."""
+"""`drafttrain sweep`: eval over temperatures, trees, batch sizes, context lengths and dtypes, one
+results file per cell.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,19 @@ SETTINGS = ("drafttrain", "versions", "date", "commit", "machine", "device", "th
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command. Raises UserError for an invalid value, or anything that cannot be loaded or measured."""
+    """Runs the command. Raises UserError for an invalid value, or anything that cannot be loaded or
+    measured.
+    """
     args.output = args.output or beside(split_name(args.drafter)[0], "sweep")
     with OutputFolder(args.output, "sweep", inputs_of(args)) as output:
         summary = measure_cells(args, output.path)
     print_summary(summary)
     place = output.path / "summary.json"
-    conclude({"cells": summary}, [place], next_command("report", str(place), output=output.path / "report.html"))
+    conclude(
+        {"cells": summary},
+        [place],
+        next_command("report", str(place), output=output.path / "report.html"),
+    )
     return 0
 
 
@@ -61,30 +69,54 @@ def measure_cells(args: argparse.Namespace, folder: Path) -> list[Json]:
         if results is None:
             if loaded is None or loaded[0] != cell["dtype"]:
                 loaded = None  # frees the memory of the previous models
-                target = Target.load(args.target, cell["dtype"], args.device, args.trust_remote_code)
+                target = Target.load(
+                    args.target,
+                    cell["dtype"],
+                    args.device,
+                    args.trust_remote_code,
+                )
                 loaded = cell["dtype"], target, load_drafter(args.drafter, target)
             _, target, drafter = loaded
             longer = lengthen(target, suite, cell["context"], args.max_new_tokens)
             results = runner.evaluate(
-                settings, target, drafter, longer, partial(find_tree, calibrate=None, kwargs=args.chat_template_kwargs)
+                settings,
+                target,
+                drafter,
+                longer,
+                partial(find_tree, calibrate=None, kwargs=args.chat_template_kwargs),
             )
             results["sweep"] = {"cell": cell, "key": key}
             write_json(settings.output, results)
-        spec, figures = results["decoding"]["tree"]["spec"], results["overall"]
-        row = {"cell": cell, "file": settings.output.name, "spec": spec, **{name: figures[name] for name in FIGURES}}
+        spec = results["decoding"]["tree"]["spec"]
+        figures = results["overall"]
+        row = {
+            "cell": cell,
+            "file": settings.output.name,
+            "spec": spec,
+            **{name: figures[name] for name in FIGURES},
+        }
         summary.append(row)
         head = {name: results[name] for name in SETTINGS if name in results}
         head |= {"command": command_line(), "max_new_tokens": args.max_new_tokens}
-        content = {**head, "limit": args.limit, "axes": axes, "cells": summary, "crossover": crossovers(summary)}
+        content = {
+            **head,
+            "limit": args.limit,
+            "axes": axes,
+            "cells": summary,
+            "crossover": crossovers(summary),
+        }
         write_json(folder / "summary.json", content)
     return summary
 
 
 def parse_axes(args: argparse.Namespace) -> dict[str, list[object]]:
-    """The values of each axis, in the order of AXES. Raises UserError for a wrong number, or a batch larger than the limit."""
+    """The values of each axis, in the order of AXES. Raises UserError for a wrong number, or a
+    batch larger than the limit.
+    """
     chains = [f"chain:{length}" for length in args.lengths]
     trees = args.trees.replace(";", " ").split() + chains
-    batches, largest = args.batch_sizes, max(args.batch_sizes)
+    batches = args.batch_sizes
+    largest = max(args.batch_sizes)
     if args.limit is not None and largest > args.limit:
         reason = f"{largest} prompts at a time take as many questions, but limit={args.limit}"
         raise UserError(f"batch-sizes={batches}: {reason}; raise --limit")
@@ -98,11 +130,15 @@ def parse_axes(args: argparse.Namespace) -> dict[str, list[object]]:
 
 
 def cells(axes: dict[str, list[object]], grid: bool) -> list[Json]:
-    """All combinations (grid), or each axis with the others at their first value; dtypes outermost, no duplicates."""
+    """All combinations (grid), or each axis with the others at their first value; dtypes outermost,
+    no duplicates.
+    """
     first = {name: values[0] for name, values in axes.items()}
     found = [{**first, name: value} for name, values in axes.items() for value in values]
     if grid:
-        found = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+        found = [
+            dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())
+        ]
     unique = [cell for number, cell in enumerate(found) if cell not in found[:number]]
     return sorted(unique, key=lambda cell: axes["dtype"].index(cell["dtype"]))
 
@@ -114,7 +150,15 @@ def describe(cell: Json) -> str:
 
 def cell_settings(args: argparse.Namespace, cell: Json, folder: Path) -> EvalSettings:
     """The evaluation settings of one cell. Raises UserError for a value out of range."""
-    names = ("target", "drafter", "max_new_tokens", "limit", "seed", "trust_remote_code", "chat_template_kwargs")
+    names = (
+        "target",
+        "drafter",
+        "max_new_tokens",
+        "limit",
+        "seed",
+        "trust_remote_code",
+        "chat_template_kwargs",
+    )
     return EvalSettings(
         **{name: vars(args)[name] for name in names},
         **{name: cell[name] for name in ("tree", "batch_size")},
@@ -132,14 +176,24 @@ def key_of(args: argparse.Namespace, cell: Json, suite: Suite) -> str:
 
 
 def finished(path: Path, key: str) -> Json | None:
-    """The results of a cell that was measured before with the same key. Raises UserError: damaged ones."""
+    """The results of a cell that was measured before with the same key. Raises UserError: damaged
+    ones.
+    """
     fix = "delete that file to measure its cell again"
-    results: Json = {**read_json(path, "results", fix, Results)} if path.is_file() else {}
-    return results if results.get("sweep", {}).get("key") == key else None
+    results: Json
+    if path.is_file():
+        results = {**read_json(path, "results", fix, Results)}
+    else:
+        results = {}
+    if results.get("sweep", {}).get("key") == key:
+        return results
+    return None
 
 
 def lengthen(target: Target, suite: Suite, context: int, max_new_tokens: int) -> Suite:
-    """Puts other questions before each first turn, up to `context` tokens. Raises UserError if the target reads fewer."""
+    """Puts other questions before each first turn, up to `context` tokens. Raises UserError if the
+    target reads fewer.
+    """
     if not context:
         return suite
     token_limit(target, context, max_new_tokens)
@@ -153,8 +207,12 @@ def lengthen(target: Target, suite: Suite, context: int, max_new_tokens: int) ->
             ids = target.tokenizer(next(others), add_special_tokens=False).input_ids[:missing]
             notes.append(target.tokenizer.decode(ids))
             missing -= len(ids) + 1
-        first = "\n".join(["Some notes, which the question below may ignore:", *notes, "", question.turns[0]])
-        return replace(question, turns=(first, *question.turns[1:])) if notes else question
+        first = "\n".join(
+            ["Some notes, which the question below may ignore:", *notes, "", question.turns[0]]
+        )
+        if notes:
+            return replace(question, turns=(first, *question.turns[1:]))
+        return question
 
     questions = tuple(longer(i, question) for i, question in enumerate(suite.questions))
     return Suite(f"{suite.name} at {context} tokens", questions, f"{suite.digest}:{context}")
@@ -165,7 +223,8 @@ def print_summary(rows: Sequence[Json]) -> None:
     console = wide_console()
     shown = []
     for row in rows:
-        cell, speedup = {**row["cell"], "tree": row["spec"]}, row["speedup_vs_fastest"]
+        cell = {**row["cell"], "tree": row["spec"]}
+        speedup = row["speedup_vs_fastest"]
         figures = [f"{row['accepted_length']:.2f}", f"{row['tokens_per_second']:.1f}"]
         figures += ["" if speedup is None else f"{speedup:.2f}x", verdict_of(row).state]
         shown.append([*(str(cell[name]) for name in AXES), *figures])
@@ -174,4 +233,6 @@ def print_summary(rows: Sequence[Json]) -> None:
     for each in found:
         console.print(f"{describe(each['cell'])}: {each['verdict']}", soft_wrap=True)
     if not any(each["axis"] == "batch_size" for each in found):
-        console.print("no crossover: one batch size was measured; --batch-sizes 1,4,16 shows where it stops paying")
+        console.print(
+            "no crossover: one batch size was measured; --batch-sizes 1,4,16 shows where it stops paying"
+        )

@@ -1,4 +1,5 @@
-"""`drafttrain tune`: the fastest tree for a drafter on this machine, predicted for all candidates and measured for one.
+"""`drafttrain tune`: the fastest tree for a drafter on this machine, predicted for all candidates
+and measured for one.
 
 Three measurements, none of which depends on the chosen tree:
 
@@ -6,8 +7,10 @@ Three measurements, none of which depends on the chosen tree:
     costs           seconds of verifying by number of nodes and of drafting by depth (`measure_costs`)
     the check       the chosen tree, fixed and adaptive, against plain decoding, interleaved, next to the prediction
 
-Timing every candidate instead takes longer and picks by luck: candidates differ by a few per cent, and so does a timing. What is
-kept after the check is decided by paired differences: another setting than the simplest must be better beyond their interval.
+Timing every candidate instead takes longer and picks by luck: candidates differ by a few per cent,
+    and so does a timing. What is
+kept after the check is decided by paired differences: another setting than the simplest must be
+    better beyond their interval.
 """
 
 from __future__ import annotations
@@ -66,20 +69,33 @@ PROMPTS = (
     "Which planets have rings, and what are the rings made of?",
     "Write a polite message that moves a dentist's appointment from Monday to Thursday.",
 )
-NODES_BETWEEN = (3, 5, 6, 19)  # numbers of nodes that candidates have beside those whose costs are measured
-CHEAP = (1.5, 2.5)  # costs of a pass, in plain passes, up to which a match that is drafted alone may grow
+NODES_BETWEEN = (
+    3,
+    5,
+    6,
+    19,
+)  # numbers of nodes that candidates have beside those whose costs are measured
+CHEAP = (
+    1.5,
+    2.5,
+)  # costs of a pass, in plain passes, up to which a match that is drafted alone may grow
 SAME = 1.01  # predictions of about this ratio are equal: the simpler tree comes first
-APART = 0.02  # relative difference in accepted length of trees that are worth measuring against each other
+# relative difference in accepted length of trees that are worth measuring against each other
+APART = 0.02
 BEHIND = 0.9  # of the fastest prediction: slower trees are not measured
 FINALISTS = 4  # trees that are measured
 TIE = 0.02  # a simpler tree is kept if it is slower by at most this, and not beyond the interval
-PARTED = 0.05  # relative difference of prediction and measurement that is pointed out if it lies beyond the interval
+# relative difference of prediction and measurement that is pointed out if it lies beyond the
+# interval
+PARTED = 0.05
 _NONE = TreeSpec.parse("none")
 
 
 @dataclass(frozen=True)
 class TuneSettings:
-    """How to tune. tokens: new tokens per prompt; repeats: of the final measurement; cycles: samples of each cost."""
+    """How to tune. tokens: new tokens per prompt; repeats: of the final measurement; cycles:
+    samples of each cost.
+    """
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
     tokens: int = TOKENS
@@ -98,8 +114,8 @@ def calibration_prompts(
     """Token ids of the prompts that a search runs on, at most `count`.
 
     Args:
-        file: JSON lines with `messages` (the assistant's last message is left out), `turns` or `text`; None takes the
-            built-in prompts.
+        file: JSON lines with `messages` (the assistant's last message is left out), `turns` or
+            `text`; None takes the built-in prompts.
         kwargs: chat_template_kwargs of rows that do not set them.
         exclude: texts of the suite that will be measured; prompts with one of them are left out.
         tokens: new tokens that must fit into the target's context after a prompt.
@@ -108,7 +124,10 @@ def calibration_prompts(
         UserError: a file that is missing, malformed, or has no usable row.
     """
     try:
-        rows = [row for _, row in read_jsonl(Path(file).expanduser())] if file else [{"text": text} for text in PROMPTS]
+        if file:
+            rows = [row for _, row in read_jsonl(Path(file).expanduser())]
+        else:
+            rows = [{"text": text} for text in PROMPTS]
     except UserError as error:
         raise UserError(f"calibrate={file!r} cannot be read: {error}") from error
     prompts: list[list[int]] = []
@@ -119,9 +138,14 @@ def calibration_prompts(
         ids = prompt_ids(target.tokenizer, messages, ChatInputs.of(prompt, kwargs))
         known = any(message["content"] in exclude for message in messages)
         with contextlib.suppress(UserError):  # the target's context is too short for the prompt
-            prompts += [] if known or token_limit(target, len(ids), tokens) < tokens else [ids]
+            if known or token_limit(target, len(ids), tokens) < tokens:
+                prompts += []
+            else:
+                prompts += [ids]
     if file and not prompts:
-        raise UserError(f"calibrate={file!r} has no usable row: each needs messages, turns or text not in the suite")
+        raise UserError(
+            f"calibrate={file!r} has no usable row: each needs messages, turns or text not in the suite"
+        )
     return prompts[:count]
 
 
@@ -132,11 +156,14 @@ def _messages(row: Json, prompt: Json) -> list[dict[str, str]]:
     messages = prompt.get("messages", [])
     if isinstance(row.get("turns"), list):
         return messages[:1]
-    return messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
+    if messages and messages[-1]["role"] == "assistant":
+        return messages[:-1]
+    return messages
 
 
 def candidates(drafter: Drafter, costs: CostModel) -> list[TreeSpec]:
-    """Every tree that can be replayed: chains and dynamic trees, with early stops or cuts, with or without matches.
+    """Every tree that can be replayed: chains and dynamic trees, with early stops or cuts, with or
+    without matches.
 
     Args:
         costs: what passes cost here, which says how long a match drafted alone may be.
@@ -146,10 +173,16 @@ def candidates(drafter: Drafter, costs: CostModel) -> list[TreeSpec]:
     cheap = sorted({costs.affordable(factor) for factor in CHEAP})
     longer = [f"@match={nodes}" for nodes in cheap if nodes > 1]
     sure = ("@alone=0.5", "@alone=0.9", *longer, *(f"@alone=0.5{match}" for match in longer))
-    shares = ("", "@nomatch", *sure) if side is not None else ("",)
-    alone = ("", "@nomatch", *longer) if side is not None else ("",)
+    if side is not None:
+        shares = ("", "@nomatch", *sure)
+        alone = ("", "@nomatch", *longer)
+    else:
+        shares = ("",)
+        alone = ("",)
     sizes = sorted({*NODES, *NODES_BETWEEN})
-    chains = [f"chain:{d}{s}{m}" for d, s, m in itertools.product(range(1, DEPTH + 1), stops, alone)]
+    chains = [
+        f"chain:{d}{s}{m}" for d, s, m in itertools.product(range(1, DEPTH + 1), stops, alone)
+    ]
     trees = [
         f"dynamic:{d},{k},{n}{s}{m}"
         for d, k, n, s, m in itertools.product(range(1, DEPTH + 1), (4, 8), sizes, stops, shares)
@@ -159,13 +192,17 @@ def candidates(drafter: Drafter, costs: CostModel) -> list[TreeSpec]:
 
 
 def effort(spec: TreeSpec) -> tuple[int, ...]:
-    """How complicated a tree is: options, then nodes, then depth. Of trees that are about as fast the simplest is taken."""
+    """How complicated a tree is: options, then nodes, then depth. Of trees that are about as fast
+    the simplest is taken.
+    """
     options = (spec.stop, spec.cut, spec.alone, spec.match, not spec.matches)
     return sum(map(bool, options)), spec.budget, spec.depth, spec.top_k
 
 
 class Prediction(NamedTuple):
-    """The expected performance of a tree. tokens_per_second: of decoding, prefill and first token left out."""
+    """The expected performance of a tree. tokens_per_second: of decoding, prefill and first token
+    left out.
+    """
 
     spec: TreeSpec
     tokens_per_second: float
@@ -177,10 +214,16 @@ def predict(spec: TreeSpec, tracks: Sequence[Track], costs: CostModel) -> Predic
     rounds = [done for track in tracks for done in replay(track, spec)]
     tokens = sum(done.committed for done in rounds)
     counts = Counter((done.nodes, done.depth) for done in rounds)
-    seconds = sum(n * costs.round(spec if sum(size) else _NONE, *size) for size, n in counts.items())
+    seconds = sum(
+        n * costs.round(spec if sum(size) else _NONE, *size) for size, n in counts.items()
+    )
     if spec.shape != "none":
         seconds += costs.read_prompt * sum(track.prompt_tokens for track in tracks)
-    return Prediction(spec, tokens / seconds if seconds else 0.0, tokens / len(rounds) if rounds else 0.0)
+    return Prediction(
+        spec,
+        tokens / seconds if seconds else 0.0,
+        tokens / len(rounds) if rounds else 0.0,
+    )
 
 
 @dataclass
@@ -201,17 +244,30 @@ class Search:
 
     @property
     def chain(self) -> Prediction | None:
-        """The fastest chain of the trained drafter alone: what engines draft that know no trees and no merged matches."""
+        """The fastest chain of the trained drafter alone: what engines draft that know no trees and
+        no merged matches.
+        """
         merged = any(not each.spec.matches for each in self.ranking)
-        chains = (each for each in self.ranking if each.spec.shape == "chain" and not (each.spec.stop or each.spec.cut))
+        chains = (
+            each
+            for each in self.ranking
+            if each.spec.shape == "chain" and not (each.spec.stop or each.spec.cut)
+        )
         return next((each for each in chains if not (merged and each.spec.matches)), None)
 
     def finalists(self) -> list[TreeSpec]:
-        """The fastest trees that differ: in accepted length, so that errors of the costs do not concern all of them alike."""
+        """The fastest trees that differ: in accepted length, so that errors of the costs do not
+        concern all of them alike.
+        """
         found: list[Prediction] = []
         for each in self.ranking:
-            fast = each.spec.shape != "none" and each.tokens_per_second >= BEHIND * self.best.tokens_per_second
-            if fast and all(abs(each.accepted_length / other.accepted_length - 1) > APART for other in found):
+            fast = (
+                each.spec.shape != "none"
+                and each.tokens_per_second >= BEHIND * self.best.tokens_per_second
+            )
+            if fast and all(
+                abs(each.accepted_length / other.accepted_length - 1) > APART for other in found
+            ):
                 found.append(each)
         return [each.spec for each in found[:FINALISTS]]
 
@@ -226,11 +282,18 @@ class Search:
             "tree": str(each.spec),
             "tokens_per_second": round(each.tokens_per_second, 3),
             "accepted_length": round(each.accepted_length, 4),
-            "predicted_speedup": round(each.tokens_per_second / (self.plain.tokens_per_second or 1.0), 4),
+            "predicted_speedup": round(
+                each.tokens_per_second / (self.plain.tokens_per_second or 1.0), 4
+            ),
         }
 
 
-def search_tree(target: Target, drafter: Drafter, prompts: Sequence[list[int]], settings: TuneSettings) -> Search:
+def search_tree(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[list[int]],
+    settings: TuneSettings,
+) -> Search:
     """Predicts the speed of every candidate.
 
     Args:
@@ -243,11 +306,20 @@ def search_tree(target: Target, drafter: Drafter, prompts: Sequence[list[int]], 
     if drafter.probes or drafter.predictions:
         reason = "learns from its own rounds, so trees cannot be predicted"
         raise UserError(f"drafter={drafter.kind!r} {reason}; name one: --tree fanout:4x1x1")
-    sampling, tokens = settings.sampling, settings.tokens
+    sampling = settings.sampling
+    tokens = settings.tokens
     with Progress("recording acceptance", tokens - 1, "positions") as meter:
         tracks = record(target, drafter, prompts, sampling, tokens, meter.advance)
     with Progress("measuring costs", None, "rounds") as meter:
-        costs = measure_costs(target, drafter, prompts, sampling, tokens, settings.cycles, meter.advance)
+        costs = measure_costs(
+            target,
+            drafter,
+            prompts,
+            sampling,
+            tokens,
+            settings.cycles,
+            meter.advance,
+        )
     predictions = [predict(spec, tracks, costs) for spec in candidates(drafter, costs)]
     top = max(each.tokens_per_second for each in predictions)
 
@@ -264,7 +336,8 @@ class Timings:
     """Measured answers of several sides to the same prompts, prefill left out.
 
     Attributes:
-        tokens: [sides, prompts] new tokens after the first. seconds: [sides, prompts] median over the repeats.
+        tokens: [sides, prompts] new tokens after the first. seconds: [sides, prompts] median over
+            the repeats.
     """
 
     tokens: np.ndarray
@@ -277,11 +350,13 @@ class Timings:
     def ratio(self, side: int, over: int) -> Ratio:
         """The rate of a side over that of another.
 
-        The interval is a bootstrap over prompts: the two sides of a prompt stay together, so differences between prompts
-        cancel.
+        The interval is a bootstrap over prompts: the two sides of a prompt stay together, so
+        differences between prompts cancel.
         """
         prompts = self.tokens.shape[1]
-        tokens, seconds = (x[:, draws(prompts)].sum(-1) for x in (self.tokens, self.seconds))  # [sides, RESAMPLES]
+        tokens, seconds = (
+            x[:, draws(prompts)].sum(-1) for x in (self.tokens, self.seconds)
+        )  # [sides, RESAMPLES]
         ratios = tokens[side] / seconds[side] * seconds[over] / tokens[over]
         return Ratio(self.rate(side) / self.rate(over), *ends(ratios, prompts))
 
@@ -292,7 +367,11 @@ class Timings:
 
 
 def measure(
-    target: Target, drafter: Drafter, specs: Sequence[TreeSpec], prompts: Sequence[list[int]], settings: TuneSettings
+    target: Target,
+    drafter: Drafter,
+    specs: Sequence[TreeSpec],
+    prompts: Sequence[list[int]],
+    settings: TuneSettings,
 ) -> Timings:
     """Measures the decoding of several trees on the same prompts, interleaved."""
     decoders = [Decoder(target, drafter, spec=spec, sampling=settings.sampling) for spec in specs]
@@ -317,22 +396,33 @@ def run(args: argparse.Namespace, target: Target | None = None) -> int:
     Raises UserError: values out of range, nothing to tune, or anything that cannot be loaded.
     """
     if args.max_new_tokens < 16:
-        raise UserError(f"max-new-tokens={args.max_new_tokens} tells too little about a tree; use 16 or more")
+        raise UserError(
+            f"max-new-tokens={args.max_new_tokens} tells too little about a tree; use 16 or more"
+        )
     settings = TuneSettings(sampling_of(args), args.max_new_tokens, args.repeats)
     name = args.output or beside(split_name(args.drafter)[0], "tune.json")
-    output, place = output_file(name, "tune", inputs_of(args)), decoding_file(args.drafter)
+    output = output_file(name, "tune", inputs_of(args))
+    place = decoding_file(args.drafter)
     writes_tree = not args.dry_run and place.parent.joinpath("config.json").is_file()
     if writes_tree:
         output_file(place, "decoding", key="drafter")
     target = (target or load_target(args)).pack()
     drafter = load_drafter(args.drafter, target)
     if drafter is None:
-        raise UserError(f"drafter={args.drafter!r} drafts nothing, so there is no tree to tune; name a drafter")
+        raise UserError(
+            f"drafter={args.drafter!r} drafts nothing, so there is no tree to tune; name a drafter"
+        )
     prompts = calibration_prompts(
-        target, args.calibrate, args.chat_template_kwargs, tokens=args.max_new_tokens, count=args.prompts
+        target,
+        args.calibrate,
+        args.chat_template_kwargs,
+        tokens=args.max_new_tokens,
+        count=args.prompts,
     )
     if len(prompts) < args.prompts:
-        print(f"{len(prompts)} prompts fit, not {args.prompts}: give a file with more by --calibrate")
+        print(
+            f"{len(prompts)} prompts fit, not {args.prompts}: give a file with more by --calibrate"
+        )
     result = {
         **describe_run(),
         **describe_environment(target.device),
@@ -357,35 +447,53 @@ def run(args: argparse.Namespace, target: Target | None = None) -> int:
     return 0
 
 
-def tune(target: Target, drafter: Drafter, prompts: Sequence[list[int]], settings: TuneSettings) -> Json:
-    """Searches a tree, measures it against plain decoding, fixed and adaptive, and decides what to use.
+def tune(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[list[int]],
+    settings: TuneSettings,
+) -> Json:
+    """Searches a tree, measures it against plain decoding, fixed and adaptive, and decides what to
+    use.
 
     Returns:
-        tree: the setting to keep, see `keep`; picked: the best fixed tree, see `simplest`; chain: the fastest chain of
-            the trained drafter alone, for engines that draft chains.
-        predicted_speedup, measured_speedup: of the picked tree over plain decoding, prefill left out; relative_error:
-            predicted / measured - 1. adaptive_speedup: of the same tree with @adapt. intervals: 95 %, of both and of @adapt
-            over the fixed tree.
+        tree: the setting to keep, see `keep`; picked: the best fixed tree, see `simplest`; chain:
+            the fastest chain of the trained drafter alone, for engines that draft chains.
+        predicted_speedup, measured_speedup: of the picked tree over plain decoding, prefill left
+            out; relative_error: predicted / measured - 1. adaptive_speedup: of the same tree with
+            @adapt. intervals: 95 %, of both and of @adapt over the fixed tree.
         contest: tokens per second of the trees that were measured against each other.
         costs, acceptance, candidates: the basis of the prediction.
     """
     search = search_tree(target, drafter, prompts, settings)
-    best, plain, contest = search.best, search.plain, {}
+    best = search.best
+    plain = search.plain
+    contest = {}
     if len(trees := search.finalists()) > 1 and best.spec.shape != "none":
         timings = measure(target, drafter, trees, prompts, replace(settings, repeats=1))
         contest = {str(spec): round(timings.rate(side), 3) for side, spec in enumerate(trees)}
         picked = trees[simplest(timings, trees)]
         best = next(each for each in search.ranking if each.spec == picked)
     predicted = best.tokens_per_second / plain.tokens_per_second
-    measured, adaptive, rates, intervals = 1.0, None, {}, {}
+    measured = 1.0
+    adaptive = None
+    rates = {}
+    intervals = {}
     tree = best.spec
     if best.spec.shape != "none":
         specs = (_NONE, best.spec, replace(best.spec, adaptive=True))
         timings = measure(target, drafter, specs, prompts, settings)
         rates = {str(spec): round(timings.rate(side), 3) for side, spec in enumerate(specs)}
-        measured, adaptive = timings.ratio(1, 0).value, round(timings.ratio(2, 0).value, 4)
-        every = {"measured_speedup": (1, 0), "adaptive_speedup": (2, 0), "adaptive_over_fixed": (2, 1)}
-        intervals = {name: [round(x, 4) for x in timings.ratio(*sides)[1:]] for name, sides in every.items()}
+        measured = timings.ratio(1, 0).value
+        adaptive = round(timings.ratio(2, 0).value, 4)
+        every = {
+            "measured_speedup": (1, 0),
+            "adaptive_speedup": (2, 0),
+            "adaptive_over_fixed": (2, 1),
+        }
+        intervals = {
+            name: [round(x, 4) for x in timings.ratio(*sides)[1:]] for name, sides in every.items()
+        }
         tree = specs[keep(timings)]
     return {
         "tree": str(tree),
@@ -408,21 +516,32 @@ def tune(target: Target, drafter: Drafter, prompts: Sequence[list[int]], setting
 
 
 def simplest(timings: Timings, specs: Sequence[TreeSpec]) -> int:
-    """The side of the simplest tree that is about as fast as the fastest: slower by 2 % at most, and not beyond the interval
-    of their paired difference. So noise does not choose complicated trees, and no choice costs much."""
+    """The side of the simplest tree that is about as fast as the fastest: slower by 2 % at most,
+    and not beyond the interval of their paired difference. So noise does not choose complicated
+    trees, and no choice costs much.
+    """
     best = max(range(len(specs)), key=timings.rate)
     close = [i for i in range(len(specs)) if timings.rate(i) >= (1 - TIE) * timings.rate(best)]
-    return min((i for i in close if i == best or not timings.faster(best, i)), key=lambda i: effort(specs[i]))
+    return min(
+        (i for i in close if i == best or not timings.faster(best, i)),
+        key=lambda i: effort(specs[i]),
+    )
 
 
 def keep(timings: Timings) -> int:
     """The side to keep of plain decoding (0), the fixed tree (1) and the adaptive one (2).
 
-    The adaptive tree is kept only if it is faster than the fixed one beyond the interval of their paired difference: noise
-    favours neither. Plain decoding is kept if it is faster than what was kept so, likewise.
+    The adaptive tree is kept only if it is faster than the fixed one beyond the interval of their
+    paired difference: noise favours neither. Plain decoding is kept if it is faster than what was
+    kept so, likewise.
     """
-    tree = 2 if timings.faster(2, 1) else 1
-    return 0 if timings.faster(0, tree) else tree
+    if timings.faster(2, 1):
+        tree = 2
+    else:
+        tree = 1
+    if timings.faster(0, tree):
+        return 0
+    return tree
 
 
 def print_result(result: Json) -> None:
@@ -432,13 +551,25 @@ def print_result(result: Json) -> None:
     def line(label: str, values: Iterable[str], note: str = "") -> None:
         console.print(f"{label:<28}{'  '.join(values)}{note}")
 
-    line("verification, ms by nodes", (f"{n}: {ms:.1f}" for n, ms in result["costs"]["verification_ms"].items()))
+    line(
+        "verification, ms by nodes",
+        (f"{n}: {ms:.1f}" for n, ms in result["costs"]["verification_ms"].items()),
+    )
     for k, by_depth in result["costs"]["drafting_ms"].items():
-        line("drafting, ms by depth", (f"{d}: {ms:.1f}" for d, ms in by_depth.items()), f"   ({k} per node)")
+        line(
+            "drafting, ms by depth",
+            (f"{d}: {ms:.1f}" for d, ms in by_depth.items()),
+            f"   ({k} per node)",
+        )
     for top, shares in result["acceptance"]["recall"].items():
         line(f"true token in the top {top}", (f"{share:.2f}" for share in shares), "   (by depth)")
-    rows = ([c["tree"], f"{c['predicted_speedup']:.2f}x", f"{c['accepted_length']:.2f}"] for c in result["candidates"])
-    console.print(table_of(("tree", "predicted\nspeed-up", "accepted\nlength"), rows, "fastest candidates"))
+    rows = (
+        [c["tree"], f"{c['predicted_speedup']:.2f}x", f"{c['accepted_length']:.2f}"]
+        for c in result["candidates"]
+    )
+    console.print(
+        table_of(("tree", "predicted\nspeed-up", "accepted\nlength"), rows, "fastest candidates")
+    )
     console.print(verdict(result), soft_wrap=True)
 
 
@@ -447,9 +578,13 @@ def verdict(result: Json) -> str:
     refused = "do not use this drafter on this machine"
     if result["picked"] == "none":
         return f"no tree is faster than plain decoding here: {refused}"
-    spans, prompts = result["intervals"], result["prompts"]
+    spans = result["intervals"]
+    prompts = result["prompts"]
     adapts = result["tree"].endswith("@adapt") and "adaptive_speedup" in spans
-    kept = "adaptive_speedup" if adapts else "measured_speedup"
+    if adapts:
+        kept = "adaptive_speedup"
+    else:
+        kept = "measured_speedup"
     found = judge(result[kept], spans[kept], prompts)
     low, high = spans["measured_speedup"]
     text = (

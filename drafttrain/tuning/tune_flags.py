@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from drafttrain.flags import add_drafter_flag, add_sampling_flags, add_target_flags, add_template_flag
+from drafttrain.flags import (
+    add_drafter_flag,
+    add_sampling_flags,
+    add_target_flags,
+    add_template_flag,
+)
 from drafttrain.values import Count, File, Place, adder
 
 TOKENS = 64
@@ -26,9 +31,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_drafter_flag(parser)
     add_template_flag(parser, "; those of a row of --calibrate come first")
     add_sampling_flags(parser, seed=False)
-    add("--calibrate", File, metavar="FILE", help="JSONL of messages, turns or text (default: built-in prompts)")
+    add(
+        "--calibrate",
+        File,
+        metavar="FILE",
+        help="JSONL of messages, turns or text (default: built-in prompts)",
+    )
     add("--prompts", Count, default=ROWS, help="prompts at most (default: %(default)s)")
     add("--max-new-tokens", Count, default=TOKENS, help="per prompt (default: %(default)s)")
     add("--repeats", Count, default=REPEATS, help="of the final measurement (default: %(default)s)")
-    add("--output", Place, help="what was measured and predicted (default: tune.json beside the drafter)")
+    add(
+        "--output",
+        Place,
+        help="what was measured and predicted (default: tune.json beside the drafter)",
+    )
     add("--dry-run", action="store_true", help="leave the drafter's decoding.json as it is")

@@ -26,12 +26,27 @@ from drafttrain.target import Target
 from tests.data.faulty_server import FAULTS, Handler
 
 # Besides FAULTS, which concern the reply: what `faults` and `always` may name.
-STATE_FAULTS = ("torn file", "no file", "NaN", "late file", "other row", "wrong width", "outside", "link", "no states")
+STATE_FAULTS = (
+    "torn file",
+    "no file",
+    "NaN",
+    "late file",
+    "other row",
+    "wrong width",
+    "outside",
+    "link",
+    "no states",
+)
 
 
 class _StateHandler(Handler):
     def do_GET(self) -> None:
-        self.reply(200, json.dumps({"data": [{"id": "served", "max_model_len": self.server.owner.longest}]}).encode())
+        self.reply(
+            200,
+            json.dumps(
+                {"data": [{"id": "served", "max_model_len": self.server.owner.longest}]}
+            ).encode(),
+        )
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -51,10 +66,14 @@ class _StateHandler(Handler):
 class _Http(ThreadingHTTPServer):
     """A server whose end closes its connections, as the end of a process does."""
 
-    allow_reuse_address, request_queue_size, daemon_threads, block_on_close = True, 256, True, False
+    allow_reuse_address = True
+    request_queue_size = 256
+    daemon_threads = True
+    block_on_close = False
 
     def __init__(self, owner: FakeStateServer, port: int):
-        self.owner, self.accepted = owner, []
+        self.owner = owner
+        self.accepted = []
         super().__init__(("127.0.0.1", port), _StateHandler)
 
     def get_request(self) -> tuple:
@@ -84,14 +103,27 @@ class FakeStateServer:
         longest: tokens of a row, one for the answer included.
     """
 
-    def __init__(self, target: Target, folder: Path, layers: tuple[int, ...], delay: float = 0.0, port: int = 0):
-        self.computes, self.tokenizer, self.folder, self.layers = target, target.tokenizer, folder, layers
-        self.delay, self.shift, self.longest = delay, 0, 4096
+    def __init__(
+        self,
+        target: Target,
+        folder: Path,
+        layers: tuple[int, ...],
+        delay: float = 0.0,
+        port: int = 0,
+    ):
+        self.computes = target
+        self.tokenizer = target.tokenizer
+        self.folder = folder
+        self.layers = layers
+        self.delay = delay
+        self.shift = 0
+        self.longest = 4096
         self.requests: list[list[int] | str] = []
         self.faults: deque[str] = deque()
         self.always = ""
         self.lock, self.closing = threading.Lock(), threading.Event()
-        self.announces, self.port = target, port
+        self.announces = target
+        self.port = port
         self.start()
 
     def start(self) -> None:
@@ -118,7 +150,9 @@ class FakeStateServer:
     def answer(self, body: dict, fault: str) -> dict:
         """A reply as vLLM's, after the states have been written."""
         prompt = body["prompt"]
-        ids = torch.tensor(self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt)
+        ids = torch.tensor(
+            self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+        )
         layers = [max(layer + self.shift, 0) for layer in self.layers]
         target = self.computes
         out = target.forward(ids[None], layers)
@@ -129,10 +163,14 @@ class FakeStateServer:
             choice["prompt_logprobs"] = [None]
             for row, token in zip(logprobs, ids[1:].tolist(), strict=False):
                 chosen = {*row.topk(most).indices.tolist(), token}
-                choice["prompt_logprobs"].append({str(i): {"logprob": float(row[i]), "rank": 1} for i in chosen})
+                choice["prompt_logprobs"].append(
+                    {str(i): {"logprob": float(row[i]), "rank": 1} for i in chosen}
+                )
         reply = {"object": "text_completion", "model": "served", "choices": [choice]}
         if fault != "no states":
-            reply["kv_transfer_params"] = {"hidden_states_path": str(self.write(ids, states, fault))}
+            reply["kv_transfer_params"] = {
+                "hidden_states_path": str(self.write(ids, states, fault))
+            }
         return reply
 
     def write(self, ids: torch.Tensor, states: torch.Tensor, fault: str) -> Path:

@@ -24,11 +24,20 @@ def chat(text: str, finish: str = "stop") -> dict:
         "logprobs": logprobs,
         "token_ids": [1, 2, -7, "x"],
     }
-    return {"id": "c-1", "object": "chat.completion", "model": "m", "choices": [choice], "usage": {"total_tokens": 3}}
+    return {
+        "id": "c-1",
+        "object": "chat.completion",
+        "model": "m",
+        "choices": [choice],
+        "usage": {"total_tokens": 3},
+    }
 
 
 def completion(text: str, finish: str = "stop") -> dict:
-    return {"object": "text_completion", "choices": [{"index": 0, "text": text, "finish_reason": finish}]}
+    return {
+        "object": "text_completion",
+        "choices": [{"index": 0, "text": text, "finish_reason": finish}],
+    }
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -73,7 +82,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         owner = self.server.owner
-        if body.get("return_token_ids"):  # the question whether it exchanges ids, as servers without that answer
+        if body.get(
+            "return_token_ids"
+        ):  # the question whether it exchanges ids, as servers without that answer
             self.reply(400, b'{"error": "prompt must be a string"}')
             return
         fault, text, finish = owner.asked(body)
@@ -91,7 +102,9 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def status(number: int, **headers: str) -> Callable[[Handler, dict], None]:
-    return lambda handler, good: handler.reply(number, b'{"error": {"message": "no\\nway"}}', **headers)
+    return lambda handler, good: handler.reply(
+        number, b'{"error": {"message": "no\\nway"}}', **headers
+    )
 
 
 def changed(**fields: object) -> Callable[[Handler, dict], None]:
@@ -137,14 +150,20 @@ FAULTS: dict[str, Callable[[Handler, dict], None]] = {
     "finish_reason missing": changed(finish_reason=...),
     "finish_reason null": changed(finish_reason=None),
     "content filter": changed(finish_reason="content_filter"),
-    "empty choices": lambda handler, good: handler.reply(200, json.dumps({**good, "choices": []}).encode()),
+    "empty choices": lambda handler, good: handler.reply(
+        200, json.dumps({**good, "choices": []}).encode()
+    ),
     "no object": content(b'["choices"]'),
     "an error with status 200": content(b'{"error": {"message": "out of memory"}}'),
     "bad gzip": content(b"no gzip at all", content_encoding="gzip"),
-    "too short": lambda handler, good: handler.reply(200, b'{"cho', content_length="500", connection="close"),
+    "too short": lambda handler, good: handler.reply(
+        200, b'{"cho', content_length="500", connection="close"
+    ),
     "truncated chunk": lambda handler, good: handler.chunk_cut_off(json.dumps(good).encode()),
     "reset": lambda handler, good: handler.reset(),
-    "no HTTP": lambda handler, good: handler.wfile.write(b"SSH-2.0-OpenSSH_9.6\r\n\r\n") and handler.reset(),
+    "no HTTP": lambda handler, good: (
+        handler.wfile.write(b"SSH-2.0-OpenSSH_9.6\r\n\r\n") and handler.reset()
+    ),
     "hang": lambda handler, good: handler.hang(),
     "drip": lambda handler, good: handler.drip(),
 }
@@ -163,13 +182,23 @@ class FaultyServer:
     """
 
     def __init__(self, share=0.0, faults=tuple(FAULTS), seed=0, script=None, models=MODELS):
-        self.share, self.faults, self.seed, self.script, self.models = share, list(faults), seed, script or {}, models
+        self.share, self.faults, self.seed, self.script, self.models = (
+            share,
+            list(faults),
+            seed,
+            script or {},
+            models,
+        )
         self.requests: list[dict] = []
         self.struck: Counter[str] = Counter()
         self.tries: Counter[str] = Counter()
         self.lock, self.closing = threading.Lock(), threading.Event()
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler, bind_and_activate=False)
-        self.http.request_queue_size, self.http.daemon_threads, self.http.block_on_close = 256, True, False
+        self.http.request_queue_size, self.http.daemon_threads, self.http.block_on_close = (
+            256,
+            True,
+            False,
+        )
         self.http.handle_error = lambda *_: None  # clients that leave
         self.http.server_bind()
         self.http.server_activate()

@@ -40,13 +40,23 @@ def test_every_form_gives_the_tokens_that_the_target_saw(shell):
     assert read({"request": {"messages": ASKED}, "response": {"choices": [{"message": SAID, "finish_reason": "length"}]}}, shell
                 ).tokens == chat.tokens[:-1]  # fmt: skip
     exact = {"prompt_token_ids": prompt, "choices": [{"message": SAID, "token_ids": [7, 8, 9]}]}
-    assert read({"request": {"messages": ASKED}, "response": exact}, shell).tokens == [*prompt, 7, 8, 9]
+    assert read({"request": {"messages": ASKED}, "response": exact}, shell).tokens == [
+        *prompt,
+        7,
+        8,
+        9,
+    ]
     assert read({"prompt_token_ids": prompt, "token_ids": [7, 8, 9]}, shell).start == len(prompt)
     assert read({"prompt": "hi there", "response": "hello to you"}, shell).tokens == chat.tokens
 
 
 def test_only_the_last_answer_counts(shell):
-    later = [*ASKED, SAID, {"role": "user", "content": "and now"}, {"role": "assistant", "content": "good bye"}]
+    later = [
+        *ASKED,
+        SAID,
+        {"role": "user", "content": "and now"},
+        {"role": "assistant", "content": "good bye"},
+    ]
     found = read({"messages": later}, shell)
     assert found.tokens[: found.start] == prompt_ids(shell.tokenizer, later[:3])
 
@@ -91,7 +101,8 @@ def test_a_growing_log_is_read_once_and_whole_lines_only(tmp_path):
 
 @pytest.mark.parametrize("how", ["renamed", "copied and truncated"])
 def test_rotation_loses_and_repeats_nothing(tmp_path, how):
-    log, old = tmp_path / "a.jsonl", tmp_path / "a.jsonl.1"
+    log = tmp_path / "a.jsonl"
+    old = tmp_path / "a.jsonl.1"
     log.write_text("one\ntwo\n")
     reader = LogReader(log)
     assert lines(reader) == ["one", "two"]
@@ -121,12 +132,18 @@ def test_a_servers_log_is_private_exact_and_rotates(tmp_path, shell):
     path = tmp_path / "log.jsonl"
     log = AnswerLog(path, most_bytes=150)
     for first in range(3):
-        log.add([first, 2, 3], Generation([4, 5, 6], Stats(new_tokens=3, target_passes=1, finish="eos")))
+        log.add(
+            [first, 2, 3], Generation([4, 5, 6], Stats(new_tokens=3, target_passes=1, finish="eos"))
+        )
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     found = sorted(tmp_path.glob("log.jsonl*"))
     assert [file.name for file in found] == ["log.jsonl", "log.jsonl.1"]
     row = json.loads(path.read_text().splitlines()[-1])
-    assert row["prompt_token_ids"] == [2, 2, 3] and row["finish_reason"] == "stop" and row["accepted_length"] == 2.0
+    assert (
+        row["prompt_token_ids"] == [2, 2, 3]
+        and row["finish_reason"] == "stop"
+        and row["accepted_length"] == 2.0
+    )
     assert read(row, shell).tokens == [2, 2, 3, 4, 5, 6]
     os.rename(path, tmp_path / "elsewhere")  # by logrotate
     log.add([9], Generation([4, 5], Stats()))

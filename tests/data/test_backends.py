@@ -46,7 +46,10 @@ class Server:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 if body["max_tokens"] == 1:  # asks how the server exchanges tokens
                     self.reply(
-                        200, outer.ids(body) if answers else {"choices": [{"text": "a", "finish_reason": "length"}]}
+                        200,
+                        outer.ids(body)
+                        if answers
+                        else {"choices": [{"text": "a", "finish_reason": "length"}]},
                     )
                     return
                 with outer.lock:
@@ -71,7 +74,8 @@ class Server:
             def log_message(self, *args):
                 pass
 
-        self.answers, self.tokenizer = answers, tokenizer
+        self.answers = answers
+        self.tokenizer = tokenizer
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}"
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
@@ -106,10 +110,18 @@ def prompts(tmp_path):
         return {"role": "user", "content": text}
 
     rows = [
-        {"id": f"c{i}", "messages": [user(f"hello {i}"), {"role": "assistant", "content": "x"}, user("go on")]}
+        {
+            "id": f"c{i}",
+            "messages": [user(f"hello {i}"), {"role": "assistant", "content": "x"}, user("go on")],
+        }
         for i in range(4)
     ]
-    rows += [{"id": "cut", "messages": [user("cut"), {"role": "assistant", "content": "x"}, user("never asked")]}]
+    rows += [
+        {
+            "id": "cut",
+            "messages": [user("cut"), {"role": "assistant", "content": "x"}, user("never asked")],
+        }
+    ]
     rows += [{"id": "text", "text": "once upon"}]
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -123,7 +135,16 @@ def no_waiting(monkeypatch):
 
 def generate(target_dir, prompts, output, *more: str) -> int:
     return cli.main(
-        ["generate", "--target", str(target_dir), "--prompts", str(prompts), "--output", str(output), *more]
+        [
+            "generate",
+            "--target",
+            str(target_dir),
+            "--prompts",
+            str(prompts),
+            "--output",
+            str(output),
+            *more,
+        ]
     )
 
 
@@ -146,8 +167,29 @@ def check_rows(tokenizer, rows) -> None:
 @pytest.mark.thorough
 def test_openai_with_two_servers_and_errors_first(target_dir, prompts, tmp_path, tokenizer):
     with Server([500, 429]) as one, Server([503]) as two:
-        options = ["--backend", "openai", "--url", one.url, "--url", two.url + "/v1/", "--temperature", "0.5"]
-        assert generate(target_dir, prompts, tmp_path / "out", *options, "--top-k", "9", "--max-new-tokens", "77") == 0
+        options = [
+            "--backend",
+            "openai",
+            "--url",
+            one.url,
+            "--url",
+            two.url + "/v1/",
+            "--temperature",
+            "0.5",
+        ]
+        assert (
+            generate(
+                target_dir,
+                prompts,
+                tmp_path / "out",
+                *options,
+                "--top-k",
+                "9",
+                "--max-new-tokens",
+                "77",
+            )
+            == 0
+        )
         asked = one.requests + two.requests
         assert one.requests
         assert two.requests
@@ -170,7 +212,10 @@ def test_openai_goes_on_after_a_server_died(target_dir, prompts, tmp_path, capsy
         options += ["--url", server.url]
         assert generate(target_dir, prompts, tmp_path / "out", *options) == 2
         error = capsys.readouterr().err
-        assert 'no conversation has got an answer (HTTP 500 6; the last reply: HTTP 500: {"error": "no"})' in error
+        assert (
+            'no conversation has got an answer (HTTP 500 6; the last reply: HTTP 500: {"error": "no"})'
+            in error
+        )
         assert "run the same command again" in error
         assert len(server.requests) == 6 * 6, "six tries each"
         server.failures.clear()
@@ -184,18 +229,33 @@ def test_unreachable_server(target_dir, prompts, tmp_path, capsys):
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
     assert generate(target_dir, prompts, tmp_path / "a", "--backend", "openai", "--url", url) == 2
     assert f"url='{url}/v1' cannot be reached (ConnectError" in capsys.readouterr().err
-    assert generate(target_dir, prompts, tmp_path / "b", "--backend", "openai", "--url", url, "--model", "m") == 2
+    assert (
+        generate(
+            target_dir, prompts, tmp_path / "b", "--backend", "openai", "--url", url, "--model", "m"
+        )
+        == 2
+    )
     assert f"url='{url}/v1' cannot be reached (ConnectError" in capsys.readouterr().err
 
 
 @pytest.mark.thorough
 def test_refusing_server(target_dir, prompts, tmp_path, capsys):
     with Server([400] * 100) as server:
-        assert generate(target_dir, prompts, tmp_path / "a", "--backend", "openai", "--url", server.url) == 2
+        assert (
+            generate(
+                target_dir, prompts, tmp_path / "a", "--backend", "openai", "--url", server.url
+            )
+            == 2
+        )
         assert "no conversation has got an answer (HTTP 400 6" in capsys.readouterr().err
         assert len(server.requests) == 6, "what the client did wrong is not repeated"
     with Server(models=False) as server:
-        assert generate(target_dir, prompts, tmp_path / "b", "--backend", "openai", "--url", server.url) == 2
+        assert (
+            generate(
+                target_dir, prompts, tmp_path / "b", "--backend", "openai", "--url", server.url
+            )
+            == 2
+        )
         assert "lists no models (malformed: data=[]" in capsys.readouterr().err
 
 
@@ -209,14 +269,17 @@ class FakeEngine:
     """vLLM's engine: answers `reply N` to the N-th message, two requests per step, the newest first."""
 
     def __init__(self, tokenizer):
-        self.tokenizer, self.asked, self.most = tokenizer, [], 0
+        self.tokenizer = tokenizer
+        self.asked = []
+        self.most = 0
 
     def add_request(self, key, prompt, params):
         self.asked.append((key, prompt["prompt_token_ids"], params))
         self.most = max(self.most, len(self.asked))
 
     def step(self):
-        now, self.asked = self.asked[-2:], self.asked[:-2]
+        now = self.asked[-2:]
+        self.asked = self.asked[:-2]
         for key, ids, params in now:
             assert 257 in params.stop_token_ids
             text = self.tokenizer.decode(ids)
@@ -224,7 +287,9 @@ class FakeEngine:
             reply, stop = (f"reply {turns}", [257]) if turns > 0 else (" a time", [])
             reason, stop = ("length", []) if "cut" in text else ("stop", stop)
             token_ids = self.tokenizer(reply, add_special_tokens=False)["input_ids"] + stop
-            completion = SimpleNamespace(token_ids=token_ids, finish_reason=reason, stop_reason=None)
+            completion = SimpleNamespace(
+                token_ids=token_ids, finish_reason=reason, stop_reason=None
+            )
             yield SimpleNamespace(request_id=key, finished=True, outputs=[completion])
         yield SimpleNamespace(request_id="0", finished=False, outputs=[])
 
@@ -233,7 +298,9 @@ class FakeEngine:
 def vllm(monkeypatch, tokenizer):
     """A fake of vLLM in process; `made` holds the arguments of its engines, `params` those of its requests."""
     fake = SimpleNamespace(made=[], params=[], engine=FakeEngine(tokenizer))
-    fake.LLM = lambda **options: fake.made.append(options) or SimpleNamespace(llm_engine=fake.engine)
+    fake.LLM = lambda **options: (
+        fake.made.append(options) or SimpleNamespace(llm_engine=fake.engine)
+    )
     fake.SamplingParams = lambda **values: fake.params.append(values) or SimpleNamespace(**values)
     fake.sampling_params = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY=2))
     monkeypatch.setitem(sys.modules, "vllm", fake)
@@ -242,39 +309,63 @@ def vllm(monkeypatch, tokenizer):
 
 def test_vllm_in_process(target_dir, prompts, tmp_path, tokenizer, vllm):
     options = ["--backend", "vllm", "--max-length", "300", "--slots", "4", "--min-p", "0.1"]
-    options += ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "3", "--quantization", "fp8"]
+    options += [
+        "--tensor-parallel-size",
+        "2",
+        "--pipeline-parallel-size",
+        "3",
+        "--quantization",
+        "fp8",
+    ]
     assert generate(target_dir, prompts, tmp_path / "out", *options) == 0
     check_rows(tokenizer, {row["id"]: row for row in load_records(tmp_path / "out")})
     (made,) = vllm.made
     assert made["model"] == str(target_dir)
     assert made["max_model_len"] == 300
-    assert (made["tensor_parallel_size"], made["pipeline_parallel_size"], made["quantization"]) == (2, 3, "fp8")
+    assert (made["tensor_parallel_size"], made["pipeline_parallel_size"], made["quantization"]) == (
+        2,
+        3,
+        "fp8",
+    )
     assert made["max_num_seqs"] == 4 == vllm.engine.most
     assert {values["min_p"] for values in vllm.params} == {0.1}
 
 
-def test_vllm_applies_what_it_can_of_the_generation_config(target_dir, prompts, tmp_path, vllm, capsys):
+def test_vllm_applies_what_it_can_of_the_generation_config(
+    target_dir, prompts, tmp_path, vllm, capsys
+):
     path = target_dir / "generation_config.json"
     rules = {"repetition_penalty": 1.3, "suppress_tokens": [7], "bad_words_ids": [[8], [257]], "min_new_tokens": 5,
              "sequence_bias": [[[9], 0.5]], "no_repeat_ngram_size": 3}  # fmt: skip
     path.write_text(json.dumps({**json.loads(path.read_text()), **rules}))
     assert generate(target_dir, prompts, tmp_path / "out", "--backend", "vllm") == 0
-    assert "does not apply no_repeat_ngram_size of the target's generation_config" in capsys.readouterr().err
+    assert (
+        "does not apply no_repeat_ngram_size of the target's generation_config"
+        in capsys.readouterr().err
+    )
     for values in vllm.params:
         assert values["repetition_penalty"] == 1.3 and values["min_tokens"] == 5
         assert values["logit_bias"] == {9: 0.5, 8: -math.inf, 7: -math.inf}
     del rules["no_repeat_ngram_size"], rules["repetition_penalty"]
     recorded = read_meta(tmp_path / "out")["sampling"]
     assert recorded["generation_config"] == rules and recorded["repetition_penalty"] == 1.3
-    assert generate(target_dir, prompts, tmp_path / "own", "--backend", "vllm", "--repetition-penalty", "1") == 0
+    assert (
+        generate(
+            target_dir, prompts, tmp_path / "own", "--backend", "vllm", "--repetition-penalty", "1"
+        )
+        == 0
+    )
     assert vllm.params[-1]["repetition_penalty"] == 1
 
 
 def test_biases_are_what_transformers_computes(target):
     generation = target.model.generation_config
-    generation.update(suppress_tokens=[7], bad_words_ids=[[8], [257]], sequence_bias=[[[9], 0.5], [[8], 2.0]])
+    generation.update(
+        suppress_tokens=[7], bad_words_ids=[[8], [257]], sequence_bias=[[[9], 0.5], [[8], 2.0]]
+    )
     rules = applied_rules(target.generation.rules)
-    logits, prompt = torch.randn(1, 300, generator=torch.Generator().manual_seed(0)), torch.arange(5)
+    logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(0))
+    prompt = torch.arange(5)
     want = logits.clone()
     for processor in target.generation.rules.processors(target.model, prompt, 9, {257}):
         want = processor(prompt[None], want)
@@ -288,7 +379,10 @@ def test_biases_are_what_transformers_computes(target):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--url", "http://a"], "url and model need --backend openai; --backend local asks no server"),
+        (
+            ["--url", "http://a"],
+            "url and model need --backend openai; --backend local asks no server",
+        ),
         (["--tensor-parallel-size", "2"], "'tensor_parallel_size' is for --backend vllm"),
         (
             ["--backend", "openai", "--url", "http://a", "--", "--enforce-eager"],
@@ -296,7 +390,9 @@ def test_biases_are_what_transformers_computes(target):
         ),
     ],
 )
-def test_flags_of_other_backends_are_refused(target_dir, prompts, tmp_path, capsys, options, message):
+def test_flags_of_other_backends_are_refused(
+    target_dir, prompts, tmp_path, capsys, options, message
+):
     assert generate(target_dir, prompts, tmp_path / "out", *options) == 2
     assert message in capsys.readouterr().err
 
@@ -307,11 +403,26 @@ ODD = [[108, 200, 3, 257], [5, 5, 257]]  # no text is tokenized like this
 
 
 def test_ids_are_stored_as_served(target_dir, prompts, tmp_path, capsys, tokenizer):
-    with Server(answers=ODD, tokenizer=tokenizer) as one, Server(answers=ODD, tokenizer=tokenizer) as two:
-        options = ["--backend", "openai", "--url", one.url, "--url", two.url, "--repetition-penalty", "1.5"]
+    with (
+        Server(answers=ODD, tokenizer=tokenizer) as one,
+        Server(answers=ODD, tokenizer=tokenizer) as two,
+    ):
+        options = [
+            "--backend",
+            "openai",
+            "--url",
+            one.url,
+            "--url",
+            two.url,
+            "--repetition-penalty",
+            "1.5",
+        ]
         assert generate(target_dir, prompts, tmp_path / "out", *options) == 0
         asked = [body for server in (one, two) for _, body in server.requests]
-    assert "prompts and answers are exchanged as token ids, and stored as served" in capsys.readouterr().out
+    assert (
+        "prompts and answers are exchanged as token ids, and stored as served"
+        in capsys.readouterr().out
+    )
     rows = {row["id"]: row for row in load_records(tmp_path / "out")}
     assert set(rows) == {"c0", "c1", "c2", "c3", "cut", "text"}
     for key, row in rows.items():
@@ -329,39 +440,63 @@ def test_another_tokenizer_is_refused(target_dir, prompts, tmp_path, capsys, tok
     other = make_tokenizer()
     other._tokenizer.normalizer = normalizers.Lowercase()
     with Server(answers=ODD, tokenizer=other) as server:
-        assert generate(target_dir, prompts, tmp_path / "out", "--backend", "openai", "--url", server.url) == 2
+        assert (
+            generate(
+                target_dir, prompts, tmp_path / "out", "--backend", "openai", "--url", server.url
+            )
+            == 2
+        )
     error = capsys.readouterr().err
     assert "serves another tokenizer than target=" in error and "serve the target" in error
     assert len(error.splitlines()) == 1
 
 
 @pytest.mark.thorough
-def test_one_server_without_ids_makes_all_answer_in_text(target_dir, prompts, tmp_path, capsys, tokenizer):
+def test_one_server_without_ids_makes_all_answer_in_text(
+    target_dir, prompts, tmp_path, capsys, tokenizer
+):
     with Server(answers=ODD, tokenizer=tokenizer) as one, Server() as two:
         options = ["--backend", "openai", "--url", two.url, "--url", one.url]
         assert generate(target_dir, prompts, tmp_path / "out", *options) == 0
     check_rows(tokenizer, {row["id"]: row for row in load_records(tmp_path / "out")})
     said = capsys.readouterr().out
-    assert f"{two.url}/v1: no exchange of token ids (malformed: choices.0.token_ids: field required)" in said
+    assert (
+        f"{two.url}/v1: no exchange of token ids (malformed: choices.0.token_ids: field required)"
+        in said
+    )
     assert "as served" not in said
 
 
-def test_sampled_answers_of_a_server_of_states_are_refused(target_dir, prompts, tmp_path, capsys, tokenizer):
+def test_sampled_answers_of_a_server_of_states_are_refused(
+    target_dir, prompts, tmp_path, capsys, tokenizer
+):
     """vLLM 0.32 runs the extraction of states as speculative decoding, and its sampled tokens are then wrong."""
     with Server(answers=ODD, tokenizer=tokenizer) as server:
         plain = server.ids
-        server.ids = lambda body: {**plain(body), "kv_transfer_params": {"hidden_states_path": "/states/a.safetensors"}}
+        server.ids = lambda body: {
+            **plain(body),
+            "kv_transfer_params": {"hidden_states_path": "/states/a.safetensors"},
+        }
         words = ["--backend", "openai", "--url", server.url]
         assert generate(target_dir, prompts, tmp_path / "out", *words, "--temperature", "0.8") == 2
         assert "samples wrong tokens while it does so" in capsys.readouterr().err
         assert generate(target_dir, prompts, tmp_path / "greedy", *words, "--temperature", "0") == 0
 
 
-def test_a_prompt_that_the_server_changed_costs_the_conversation(target_dir, prompts, tmp_path, tokenizer, capsys):
+def test_a_prompt_that_the_server_changed_costs_the_conversation(
+    target_dir, prompts, tmp_path, tokenizer, capsys
+):
     with Server(answers=ODD, tokenizer=tokenizer) as server:
         plain = server.ids
-        server.ids = lambda body: plain(body if body["max_tokens"] == 1 else {**body, "prompt": body["prompt"][:-1]})
-        assert generate(target_dir, prompts, tmp_path / "out", "--backend", "openai", "--url", server.url) == 2
+        server.ids = lambda body: plain(
+            body if body["max_tokens"] == 1 else {**body, "prompt": body["prompt"][:-1]}
+        )
+        assert (
+            generate(
+                target_dir, prompts, tmp_path / "out", "--backend", "openai", "--url", server.url
+            )
+            == 2
+        )
     assert (
         "token ids 6; the last reply: token ids: the server read another prompt than was sent"
         in capsys.readouterr().err
@@ -377,14 +512,19 @@ THINKING = CHAT_TEMPLATE.replace(
 @pytest.mark.thorough
 @pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
 def test_reasoning_apart_is_put_back(target_dir, tmp_path, capsys, tokenizer, field):
-    path, options = tmp_path / "prompts.jsonl", ["--backend", "openai", "--url"]
+    path = tmp_path / "prompts.jsonl"
+    options = ["--backend", "openai", "--url"]
     path.write_text('{"id": "a", "messages": [{"role": "user", "content": "hi"}]}')
     with Server(message={field: "\nhm hm\n"}) as server:
         assert generate(target_dir, path, tmp_path / "none", *options, server.url) == 2
-        assert "reasoning: the chat template does not write the reasoning" in capsys.readouterr().err
+        assert (
+            "reasoning: the chat template does not write the reasoning" in capsys.readouterr().err
+        )
         (target_dir / "chat_template.jinja").write_text(THINKING)
         assert generate(target_dir, path, tmp_path / "both", *options, server.url) == 0
-    with Server(message={field: "hm", "content": None}) as server:  # cut off, or ended, while it reasoned
+    with Server(
+        message={field: "hm", "content": None}
+    ) as server:  # cut off, or ended, while it reasoned
         assert generate(target_dir, path, tmp_path / "half", *options, server.url) == 0
     for name, want in (("both", "<t>\nhm hm\n</t>reply 1<|im_end|>"), ("half", "<t>hm<|im_end|>")):
         (row,) = load_records(tmp_path / name)
@@ -419,8 +559,13 @@ def test_prompts_are_written_by_servers(target_dir, tmp_path, tokenizer, capsys)
             text = f"Please tell me everything about {topics[number % len(topics)]} ({number})."
             answer = tokenizer(text, add_special_tokens=False)["input_ids"]
             cut = number == 1  # too long
-            choice = {"token_ids": answer if cut else [*answer, 257], "finish_reason": "length" if cut else "stop"}
-            return {"choices": [{**choice, "prompt_token_ids": body["prompt"] if number != 2 else [1]}]}
+            choice = {
+                "token_ids": answer if cut else [*answer, 257],
+                "finish_reason": "length" if cut else "stop",
+            }
+            return {
+                "choices": [{**choice, "prompt_token_ids": body["prompt"] if number != 2 else [1]}]
+            }
 
         probe = server.ids
         server.ids = lambda body: probe(body) if body["max_tokens"] == 1 else ids(body)
@@ -428,10 +573,16 @@ def test_prompts_are_written_by_servers(target_dir, tmp_path, tokenizer, capsys)
         asked = [body for _, body in server.requests]
     rows = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
     said = " ".join(capsys.readouterr().out.split())
-    assert len(rows) == 6 and all(row["messages"][0]["content"].startswith("Please tell me") for row in rows)
+    assert len(rows) == 6 and all(
+        row["messages"][0]["content"].startswith("Please tell me") for row in rows
+    )
     assert tokenizer.decode(asked[0]["prompt"]) == "<|im_start|>user\n"
     assert len({body["seed"] for body in asked}) == len(asked) >= 8
-    assert 257 in asked[0]["stop_token_ids"] and asked[0]["temperature"] == 0.8 and asked[0]["max_tokens"] == 256
+    assert (
+        257 in asked[0]["stop_token_ids"]
+        and asked[0]["temperature"] == 0.8
+        and asked[0]["max_tokens"] == 256
+    )
     assert "dropped: failed request: token ids" in said and "dropped: unfinished" in said
 
 
@@ -440,5 +591,8 @@ def test_a_server_without_ids_cannot_continue_an_open_turn(target_dir, tmp_path,
     with Server() as server:
         assert write(target_dir, tmp_path / "p.jsonl", "--url", server.url) == 2
     assert "source=magpie needs servers that exchange token ids" in capsys.readouterr().err
-    assert write(target_dir, tmp_path / "p.jsonl", "--url", "http://127.0.0.1:1", "--dtype", "float32") == 2
+    assert (
+        write(target_dir, tmp_path / "p.jsonl", "--url", "http://127.0.0.1:1", "--dtype", "float32")
+        == 2
+    )
     assert "dtype and device are for a target that runs here" in capsys.readouterr().err

@@ -45,11 +45,25 @@ def generate(target_dir, tmp_path, capsys):
         rows = []
         for key, turns in conversations.items():
             answered = [m for turn in turns for m in (("user", turn), ("assistant", "x"))]
-            rows.append({"id": key, "messages": [{"role": role, "content": text} for role, text in answered]})
+            rows.append(
+                {
+                    "id": key,
+                    "messages": [{"role": role, "content": text} for role, text in answered],
+                }
+            )
         prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        words = ["--target", str(target_dir), "--prompts", str(prompts), "--output", str(tmp_path / name)]
+        words = [
+            "--target",
+            str(target_dir),
+            "--prompts",
+            str(prompts),
+            "--output",
+            str(tmp_path / name),
+        ]
         urls = [word for url in urls for word in ("--url", url)]
-        status = cli.main(["generate", *words, "--backend", "openai", *urls, "--max-new-tokens", "64"])
+        status = cli.main(
+            ["generate", *words, "--backend", "openai", *urls, "--max-new-tokens", "64"]
+        )
         said = capsys.readouterr()
         lines = (said.err if status else said.out).strip().splitlines()
         return status, [line for line in lines if not line.startswith(("wrote ", "next: "))][-1]
@@ -60,14 +74,22 @@ def generate(target_dir, tmp_path, capsys):
 
 def stored(folder) -> dict[str, dict]:
     """Records by id; no id is stored twice."""
-    rows = [json.loads(line) for part in folder.glob("part-*.jsonl") for line in part.read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for part in folder.glob("part-*.jsonl")
+        for line in part.read_text().splitlines()
+    ]
     assert len({row["id"] for row in rows}) == len(rows)
     return {row["id"]: row for row in rows}
 
 
 def listed(folder) -> dict[str, dict]:
     path = folder / "failed-0000.jsonl"
-    return {row["id"]: row for row in map(json.loads, path.read_text().splitlines())} if path.is_file() else {}
+    return (
+        {row["id"]: row for row in map(json.loads, path.read_text().splitlines())}
+        if path.is_file()
+        else {}
+    )
 
 
 @pytest.mark.thorough
@@ -79,7 +101,8 @@ def test_every_fault_costs_its_conversation_only(generate, tokenizer):
         status, line = generate(mixed, server.url)
         assert status == 0
         assert re.search(
-            rf"^failed: {len(FAULTS)} conversations \(.*malformed 9.*\), listed in \S+/failed-0000.jsonl; run the", line
+            rf"^failed: {len(FAULTS)} conversations \(.*malformed 9.*\), listed in \S+/failed-0000.jsonl; run the",
+            line,
         )
         tries = {fault: server.struck[fault] for fault in FAULTS}
     assert {fault for fault, count in tries.items() if count == 6} == RETRIED
@@ -89,7 +112,9 @@ def test_every_fault_costs_its_conversation_only(generate, tokenizer):
     assert {key.removeprefix("bad ") for key in failed} == set(FAULTS)
     for fault in FAULTS:
         row = failed[f"bad {fault}"]
-        assert row["reason"] == (REASON_OF.get(fault) or f"HTTP {302 if fault == 'redirect' else fault}"), fault
+        assert row["reason"] == (
+            REASON_OF.get(fault) or f"HTTP {302 if fault == 'redirect' else fault}"
+        ), fault
         assert len(row["detail"]) <= 200 and row["detail"].isprintable()
     assert failed["bad redirect"]["detail"] == "redirects to http://127.0.0.1:9/v1"
     assert failed["bad 413"]["detail"] == '{"error": {"message": "no\\nway"}}'
@@ -110,19 +135,26 @@ def test_every_fault_costs_its_conversation_only(generate, tokenizer):
 @pytest.mark.thorough
 @pytest.mark.parametrize("count", [300, pytest.param(2000, marks=pytest.mark.slow)])
 def test_a_run_at_30_percent_faults_stores_or_lists_each(generate, tokenizer, monkeypatch, count):
-    monkeypatch.setattr(backends, "_TIMEOUT", 1.0)  # what a busy machine answers later counts as a fault
+    monkeypatch.setattr(
+        backends, "_TIMEOUT", 1.0
+    )  # what a busy machine answers later counts as a fault
     conversations = {f"c{i}": [f"q{i}"] if i % 8 else [f"q{i}", f"and {i}"] for i in range(count)}
     with FaultyServer(share=0.3) as server:
         status, line = generate(conversations, server.url)
         struck = sum(server.struck.values())
         assert status == 0 and struck > 0.25 * len(server.requests) > 0.25 * count
-    done, failed = stored(generate.folder), listed(generate.folder)
+    done = stored(generate.folder)
+    failed = listed(generate.folder)
     assert set(done) | set(failed) == set(conversations) and not set(done) & set(failed)
-    assert 0 < len(failed) < 0.4 * count and line.startswith(f"failed: {len(failed)} conversations (")
+    assert 0 < len(failed) < 0.4 * count and line.startswith(
+        f"failed: {len(failed)} conversations ("
+    )
     for key, turns in conversations.items():
         if key in done:
             record = done[key]
-            answers = [tokenizer.decode(record["tokens"][start:end]) for start, end in record["spans"]]
+            answers = [
+                tokenizer.decode(record["tokens"][start:end]) for start, end in record["spans"]
+            ]
             assert answers == [f"reply to {turn}<|im_end|>" for turn in turns], key
     with FaultyServer(share=0.3, seed=1) as server:  # faults go on
         status, line = generate(conversations, server.url)
@@ -145,10 +177,22 @@ def test_a_run_at_30_percent_faults_stores_or_lists_each(generate, tokenizer, mo
         ({"models": (404, b"<html>")}, "lists no models (HTTP 404: <html>); name one with --model"),
         ({"models": (200, b'{"data": []}')}, "lists no models (malformed: data=[]"),
         ({"models": (500, b"")}, "lists no models (HTTP 500); name one"),
-        ({"share": 1, "faults": ["404"]}, "32 conversations in a row failed, the last with HTTP 404: {"),
-        ({"share": 1, "faults": ["503"]}, "32 conversations in a row failed, the last with HTTP 503: {"),
-        ({"share": 1, "faults": ["HTML"]}, "32 conversations in a row failed, the last with not JSON: <html>"),
-        ({"share": 1, "faults": ["hang"]}, "32 conversations in a row failed, the last with time-out: no reply in 5 s"),
+        (
+            {"share": 1, "faults": ["404"]},
+            "32 conversations in a row failed, the last with HTTP 404: {",
+        ),
+        (
+            {"share": 1, "faults": ["503"]},
+            "32 conversations in a row failed, the last with HTTP 503: {",
+        ),
+        (
+            {"share": 1, "faults": ["HTML"]},
+            "32 conversations in a row failed, the last with not JSON: <html>",
+        ),
+        (
+            {"share": 1, "faults": ["hang"]},
+            "32 conversations in a row failed, the last with time-out: no reply in 5 s",
+        ),
     ],
     ids=["key", "no list", "empty list", "500", "unknown model", "busy", "another server", "hang"],
 )
@@ -209,7 +253,10 @@ def test_pauses_that_servers_ask_for():
     def reply(text):
         return backends.httpx.Response(429, headers={"Retry-After": text})
 
-    pauses = [backends._retry_after(reply(text)) for text in ("7", "0.5", "1e9", "-3", "nan", "inf", "soon", "")]
+    pauses = [
+        backends._retry_after(reply(text))
+        for text in ("7", "0.5", "1e9", "-3", "nan", "inf", "soon", "")
+    ]
     assert pauses == [7, 0.5, 60, 0, 0, 60, 0, 0]
     assert backends._retry_after(reply("Fri, 31 Dec 2100 23:59:59 GMT")) == 60
     assert backends._retry_after(reply("Wed, 21 Oct 2015 07:28:00 GMT")) == 0
@@ -224,7 +271,9 @@ def test_the_list_of_failures(tmp_path):
         failures.add(key, BadReply(reason, "line one\nline \ud800 two \x1b[31m"))
     assert str(failures) == "HTTP 500 2, not JSON 1"
     rows = [json.loads(line) for line in failures.path.read_text().splitlines()]
-    assert [row["id"] for row in rows] == ["old", "a", "b", "c"] and rows[1]["detail"] == "line one line   two  [31m"
+    assert [row["id"] for row in rows] == ["old", "a", "b", "c"] and rows[1][
+        "detail"
+    ] == "line one line   two  [31m"
     (tmp_path / "failed-0007.jsonl").write_text('{"id": "a", "reason": "x"}\n')
     failures.settle({"a", "old", "c"})
     assert [json.loads(line)["id"] for line in failures.path.read_text().splitlines()] == ["b"]

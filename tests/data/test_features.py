@@ -36,12 +36,16 @@ def loss_of(data, target, stored: bool, loss: str = "kl"):
     """The loss of a drafter on all rows, its gradient, and how the target's part was come by."""
     records = load_records(data)
     rows, _ = training_rows(records, 2048, 0, 0)
-    drafter = make_drafter(target, torch.arange(10, 250), ttt_steps=3, feature_layers=LAYERS, loss=loss)
+    drafter = make_drafter(
+        target, torch.arange(10, 250), ttt_steps=3, feature_layers=LAYERS, loss=loss
+    )
     found = FeatureStore.open(data, LAYERS) if stored else None
     source = TargetSource(target, LAYERS, drafter.kept_ids, found, list(records["id"]))
     batch = Batch.of(collate(list(rows)))
     features, wanted, row_of = source(batch)
-    step = drafter(StepInputs(batch, target.embed(batch.input_ids), features, wanted, row_of, 100.0))
+    step = drafter(
+        StepInputs(batch, target.embed(batch.input_ids), features, wanted, row_of, 100.0)
+    )
     step.loss.backward()
     return step.loss.detach(), drafter.fc.weight.grad, source.hits, step.metrics
 
@@ -61,7 +65,11 @@ def test_stored_and_online_losses_are_the_same(data, target_dir, options, rtol, 
     online = loss_of(data, target, stored=False)
     assert extract(data, *options) == 0
     said = capsys.readouterr().out
-    assert "layers 1,2,3" in said and "6 of 6 conversations to do, about 0.000 GB" in said and "GB are free" in said
+    assert (
+        "layers 1,2,3" in said
+        and "6 of 6 conversations to do, about 0.000 GB" in said
+        and "GB are free" in said
+    )
     offline = loss_of(data, target, stored=True)
     assert offline[2] == {"memory": 0, "stored": 6, "online": 0} and online[2]["online"] == 6
     for ours, theirs in ((offline[0], online[0]), (offline[1], online[1])):
@@ -86,7 +94,9 @@ def test_few_likeliest_tokens_come_close(data, target_dir):
 
 
 @pytest.mark.thorough
-def test_other_settings_and_full_disks_are_refused_before_anything_is_written(data, capsys, monkeypatch):
+def test_other_settings_and_full_disks_are_refused_before_anything_is_written(
+    data, capsys, monkeypatch
+):
     assert extract(data) == 0
     assert extract(data, "--top-k", "4") == 2
     assert "holds features with top_k=0, this run has top_k=4" in capsys.readouterr().err
@@ -118,7 +128,9 @@ main(sys.argv[1:])
 @pytest.mark.thorough
 def test_killed_in_the_middle_of_a_shard_it_goes_on(data, capsys):
     words = ["features", "--data", str(data), "--layers", "1,2,3", "--dtype", "float32"]
-    killed = subprocess.run([sys.executable, "-c", KILL, *words], cwd=ROOT, capture_output=True, text=True)
+    killed = subprocess.run(
+        [sys.executable, "-c", KILL, *words], cwd=ROOT, capture_output=True, text=True
+    )
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
     assert len(FeatureStore.open(data, LAYERS)) == 2 and list((data / "features").glob(".part-*"))
     assert main(words) == 0

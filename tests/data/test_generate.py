@@ -19,13 +19,19 @@ from tests.data.templates.families import FOLDER
 def chat(key: str, *users: str, system: str = "") -> dict:
     messages = [{"role": "system", "content": system}] if system else []
     for user in users:
-        messages += [{"role": "user", "content": user}, {"role": "assistant", "content": "to be dropped"}]
+        messages += [
+            {"role": "user", "content": user},
+            {"role": "assistant", "content": "to be dropped"},
+        ]
     return {"id": key, "messages": messages, "source": "test"}
 
 
 @pytest.fixture
 def prompts(tmp_path):
-    rows = [chat(f"c{i}", *["say", "more", "again"][: 1 + i % 3], system="be kind" * (i % 2)) for i in range(12)]
+    rows = [
+        chat(f"c{i}", *["say", "more", "again"][: 1 + i % 3], system="be kind" * (i % 2))
+        for i in range(12)
+    ]
     rows += [{"id": f"t{i}", "text": "once upon " * (i + 1)} for i in range(3)]
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -47,7 +53,17 @@ def generate(target, prompts, output, *more: str) -> int:
     # "auto" would take bfloat16 on CPUs that multiply it natively, where rounding depends on a row's neighbors.
     fixed = ["--max-new-tokens", "20", "--max-length", "400", "--slots", "4", "--dtype", "float32"]
     return cli.main(
-        ["generate", "--target", str(target), "--prompts", str(prompts), "--output", str(output), *fixed, *more]
+        [
+            "generate",
+            "--target",
+            str(target),
+            "--prompts",
+            str(prompts),
+            "--output",
+            str(output),
+            *fixed,
+            *more,
+        ]
     )
 
 
@@ -55,7 +71,15 @@ def generate(target, prompts, output, *more: str) -> int:
 def test_conversations_are_stored_with_provenance(chatty_dir, prompts, tmp_path, capsys):
     assert (
         generate(
-            chatty_dir, prompts, tmp_path / "out", "--features", "1,3", "--temperature", "1.5", "--dtype", "float32"
+            chatty_dir,
+            prompts,
+            tmp_path / "out",
+            "--features",
+            "1,3",
+            "--temperature",
+            "1.5",
+            "--dtype",
+            "float32",
         )
         == 0
     )
@@ -79,7 +103,9 @@ def test_conversations_are_stored_with_provenance(chatty_dir, prompts, tmp_path,
             messages = [{"role": "system", "content": "be kind"}] if i % 2 else []
             for user, (start, end) in zip(["say", "more", "again"], row["spans"], strict=False):
                 messages.append({"role": "user", "content": user})
-                opening = target.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+                opening = target.tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True
+                )
                 assert target.tokenizer.decode(row["tokens"][:start]) == opening
                 said = target.tokenizer.decode(row["tokens"][start : end - 1])
                 messages.append({"role": "assistant", "content": said})
@@ -87,11 +113,15 @@ def test_conversations_are_stored_with_provenance(chatty_dir, prompts, tmp_path,
     stored = FeatureStore.open(tmp_path / "out", (1, 3))
     for key, row in rows.items():
         want = target.forward(torch.tensor([row["tokens"][:-1]]), (1, 3))
-        torch.testing.assert_close(stored.get(key)["features"].float(), want.features[0].float(), rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(
+            stored.get(key)["features"].float(), want.features[0].float(), rtol=1e-2, atol=1e-3
+        )
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["conversations"] == 15
     assert summary["this_run"]["response_tokens"] == summary["response_tokens"]
-    assert summary["truncated_share"] == pytest.approx(summary["truncated"] / summary["responses"], abs=1e-3)
+    assert summary["truncated_share"] == pytest.approx(
+        summary["truncated"] / summary["responses"], abs=1e-3
+    )
 
 
 @pytest.mark.thorough
@@ -104,7 +134,10 @@ def test_resumed_run_equals_an_uninterrupted_one(chatty_dir, prompts, tmp_path, 
     capsys.readouterr()
     assert generate(chatty_dir, prompts, tmp_path / "torn") == 0
     assert "this run: 9 conversations" in capsys.readouterr().out
-    whole, torn = (sorted(load_records(tmp_path / name), key=lambda row: row["id"]) for name in ("whole", "torn"))
+    whole, torn = (
+        sorted(load_records(tmp_path / name), key=lambda row: row["id"])
+        for name in ("whole", "torn")
+    )
     assert whole == torn
     assert generate(chatty_dir, prompts, tmp_path / "torn") == 0
     assert "this run: 0 conversations" in capsys.readouterr().out
@@ -123,8 +156,11 @@ def check_shares(output) -> None:
 
 @pytest.mark.thorough
 def test_answers_follow_the_targets_generation_config(chatty_dir, prompts, tmp_path, capsys):
-    path, rules = chatty_dir / "generation_config.json", {"no_repeat_ngram_size": 2, "min_new_tokens": 4}
-    path.write_text(json.dumps({**json.loads(path.read_text()), "repetition_penalty": 1.3, **rules}))
+    path = chatty_dir / "generation_config.json"
+    rules = {"no_repeat_ngram_size": 2, "min_new_tokens": 4}
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "repetition_penalty": 1.3, **rules})
+    )
     assert generate(chatty_dir, prompts, tmp_path / "out", "--temperature", "0") == 0
     sampling = read_meta(tmp_path / "out")["sampling"]
     assert sampling["repetition_penalty"] == 1.3
@@ -134,7 +170,9 @@ def test_answers_follow_the_targets_generation_config(chatty_dir, prompts, tmp_p
         for start, end in row["spans"]:
             ids = torch.tensor([row["tokens"][:start]])
             stops = {"eos_token_id": 257, "pad_token_id": 257, "max_new_tokens": end - start}
-            want = target.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **stops)
+            want = target.model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, **stops
+            )
             assert row["tokens"][start:end] == want[0, start:].tolist()
 
 
@@ -149,9 +187,28 @@ def test_processes_share_the_work(chatty_dir, prompts, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_processes_share_the_work_at_the_same_time(chatty_dir, prompts, tmp_path):
-    command = [sys.executable, "-m", "drafttrain.cli", "generate", "--target", str(chatty_dir), "--slots", "4"]
-    command += ["--prompts", str(prompts), "--output", str(tmp_path / "out"), "--max-new-tokens", "8"]
-    running = [subprocess.Popen(command, env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"}) for rank in range(2)]
+    command = [
+        sys.executable,
+        "-m",
+        "drafttrain.cli",
+        "generate",
+        "--target",
+        str(chatty_dir),
+        "--slots",
+        "4",
+    ]
+    command += [
+        "--prompts",
+        str(prompts),
+        "--output",
+        str(tmp_path / "out"),
+        "--max-new-tokens",
+        "8",
+    ]
+    running = [
+        subprocess.Popen(command, env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"})
+        for rank in range(2)
+    ]
     assert [process.wait() for process in running] == [0, 0]
     check_shares(tmp_path / "out")
 
@@ -164,7 +221,9 @@ def test_another_world_size_goes_on(chatty_dir, prompts, tmp_path, monkeypatch):
     monkeypatch.delenv("RANK")
     monkeypatch.delenv("WORLD_SIZE")
     assert generate(chatty_dir, prompts, tmp_path / "out") == 0
-    lines = [line for part in (tmp_path / "out").glob("part-*") for line in part.read_text().splitlines()]
+    lines = [
+        line for part in (tmp_path / "out").glob("part-*") for line in part.read_text().splitlines()
+    ]
     assert len(lines) == 15 == len(load_records(tmp_path / "out"))
 
 
@@ -178,7 +237,12 @@ def test_budgets_cut_and_mark(target_dir, prompts, tmp_path):
 
 def test_long_prompts_are_dropped_and_counted(target_dir, tmp_path, capsys):
     path = tmp_path / "prompts.jsonl"
-    path.write_text(json.dumps({"id": "long", "text": "x" * 390}) + "\n" + json.dumps({"id": "ok", "text": "x"}) + "\n")
+    path.write_text(
+        json.dumps({"id": "long", "text": "x" * 390})
+        + "\n"
+        + json.dumps({"id": "ok", "text": "x"})
+        + "\n"
+    )
     assert generate(target_dir, path, tmp_path / "out") == 0
     assert "dropped: prompt too long 1" in capsys.readouterr().out
     assert list(load_records(tmp_path / "out")["id"]) == ["ok"]
@@ -192,8 +256,14 @@ def test_long_prompts_are_dropped_and_counted(target_dir, tmp_path, capsys):
         ('{"text": "a"}\n', r'prompts.jsonl line 1: needs an "id"'),
         ('{"id": "a"}\n', r'prompts.jsonl line 1: needs "text", or "messages"'),
         ('{"id": "a", "messages": [{"role": "user"}]}\n', r'needs "text", or "messages" as a list'),
-        ('{"id": "a", "messages": [{"role": "system", "content": "b"}]}\n', r"no message has the role user"),
-        ('{"id": "a", "text": "b"}\n\n{"id": "a", "text": "c"}\n', r"prompts.jsonl line 3: id='a' occurs twice"),
+        (
+            '{"id": "a", "messages": [{"role": "system", "content": "b"}]}\n',
+            r"no message has the role user",
+        ),
+        (
+            '{"id": "a", "text": "b"}\n\n{"id": "a", "text": "c"}\n',
+            r"prompts.jsonl line 3: id='a' occurs twice",
+        ),
     ],
 )
 def test_bad_prompts(target_dir, tmp_path, capsys, lines, message):
@@ -209,7 +279,10 @@ def test_bad_prompts(target_dir, tmp_path, capsys, lines, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--features", "2,99"], "features='2,99' must be none, default, wide, or distinct layers from 0 to 4"),
+        (
+            ["--features", "2,99"],
+            "features='2,99' must be none, default, wide, or distinct layers from 0 to 4",
+        ),
         (["--features", "x"], "features='x' must be none, default"),
         (["--features", "1", "--backend", "openai"], "features='1' needs --backend local"),
         (["--slots", "many"], "--slots='many' must be auto or a whole number from 1"),
@@ -223,13 +296,20 @@ def test_bad_options(target_dir, prompts, tmp_path, capsys, options, message):
     assert message in capsys.readouterr().err
 
 
-def test_other_settings_missing_prompts_and_overwrite(target_dir, prompts, tmp_path, capsys, monkeypatch):
+def test_other_settings_missing_prompts_and_overwrite(
+    target_dir, prompts, tmp_path, capsys, monkeypatch
+):
     assert generate(target_dir, tmp_path / "none.jsonl", tmp_path / "out") == 2
     assert "no such file" in capsys.readouterr().err
     assert generate(target_dir, prompts, tmp_path / "out", "--max-tokens", "1") == 0
     assert generate(target_dir, prompts, tmp_path / "out", "--seed", "5") == 2
     assert "begun with sampling.seed=0, this run has sampling.seed=5" in capsys.readouterr().err
-    assert generate(target_dir, prompts, tmp_path / "out", "--seed", "5", "--overwrite", "--max-tokens", "1") == 0
+    assert (
+        generate(
+            target_dir, prompts, tmp_path / "out", "--seed", "5", "--overwrite", "--max-tokens", "1"
+        )
+        == 0
+    )
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert generate(target_dir, prompts, tmp_path / "out", "--overwrite") == 2
     assert "overwrite=True with several processes" in capsys.readouterr().err
@@ -253,7 +333,9 @@ def test_glue_continues_exactly_what_the_template_renders(target):
         conversation.accept([*text_ids(target.tokenizer, reply), 257], "stop")
         more = conversation.next_turn(renderer, 1000)
         assert (more is None) == (reply == "third")
-    rendered = text_ids(target.tokenizer, target.tokenizer.apply_chat_template(messages, tokenize=False))
+    rendered = text_ids(
+        target.tokenizer, target.tokenizer.apply_chat_template(messages, tokenize=False)
+    )
     assert rendered[: len(conversation.tokens)] == conversation.tokens
 
 
@@ -270,10 +352,16 @@ def test_conversation_ends_where_the_template_rewrites_history(target):
 
 def test_conversation_ends_where_the_template_drops_an_answers_reasoning(target):
     turns = [[{"role": "user", "content": "one"}], [{"role": "user", "content": "two"}]]
-    dropping = target.tokenizer.chat_template.replace("message['content']", "message['content'].split('</think>')[-1]")
+    dropping = target.tokenizer.chat_template.replace(
+        "message['content']", "message['content'].split('</think>')[-1]"
+    )
     for template, goes in ((target.tokenizer.chat_template, True), (dropping, False)):
         target.tokenizer.chat_template = template
-        for answer, stays in (("plain", True), (" padded \n", True), ("<think>\nwhy\n</think>\n\nso", goes)):
+        for answer, stays in (
+            ("plain", True),
+            (" padded \n", True),
+            ("<think>\nwhy\n</think>\n\nso", goes),
+        ):
             it = Conversation("a", "", turns)
             it.open(renderer := ChatRenderer(target))
             it.accept([*text_ids(target.tokenizer, answer), 257], "stop")
@@ -310,10 +398,28 @@ def test_base_models_need_text(target_dir, prompts, tmp_path, capsys):
 
 def test_existing_conversations_keep_their_answers(target_dir, tmp_path, capsys):
     rows = [
-        {"id": "a", "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello you"}]},
+        {
+            "id": "a",
+            "messages": [
+                {"role": "user", "content": "hi"},
+                {"role": "assistant", "content": "hello you"},
+            ],
+        },
         {"conversations": [{"from": "human", "value": "one"}, {"from": "gpt", "value": "two"}]},
-        {"id": "long", "messages": [{"role": "user", "content": "x" * 90}, {"role": "assistant", "content": "never"}]},
-        {"id": "cut", "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y" * 90}]},
+        {
+            "id": "long",
+            "messages": [
+                {"role": "user", "content": "x" * 90},
+                {"role": "assistant", "content": "never"},
+            ],
+        },
+        {
+            "id": "cut",
+            "messages": [
+                {"role": "user", "content": "x"},
+                {"role": "assistant", "content": "y" * 90},
+            ],
+        },
     ]
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -348,17 +454,25 @@ def test_existing_conversations_in_several_rows_are_counted_once(target_dir, tmp
 
 def test_prompts_that_the_template_does_not_read_name_the_fix(target_dir, tmp_path, capsys):
     tools = [{"type": "function", "function": {"name": "look_up", "parameters": {}}}]
-    rows = [{"id": id, "messages": [{"role": "user", "content": "hi"}], "tools": tools} for id in "ab"]
+    rows = [
+        {"id": id, "messages": [{"role": "user", "content": "hi"}], "tools": tools} for id in "ab"
+    ]
     path = tmp_path / "tools.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert generate(target_dir, path, tmp_path / "out") == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "no prompt could be rendered; change those prompts" in error and "does not read `tools`; drop them;" in error
+    assert (
+        "no prompt could be rendered; change those prompts" in error
+        and "does not read `tools`; drop them;" in error
+    )
     del rows[0]["tools"]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert generate(target_dir, path, tmp_path / "out") == 0
     *_, last, _, _ = capsys.readouterr().out.splitlines()
-    assert last.startswith("failed: 1 conversation (chat template 1)") and "change those prompts" in last
+    assert (
+        last.startswith("failed: 1 conversation (chat template 1)")
+        and "change those prompts" in last
+    )
     assert "run the same command again" not in last
 
 
@@ -374,8 +488,14 @@ def test_existing_conversations_that_teach_nothing(target_dir, tmp_path, capsys,
     path.write_text(json.dumps(row) + "\n")
     assert generate(target_dir, path, tmp_path / "out", "--backend", "existing") == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: no row can be used (unusable row 1; the last: ") and message in error
-    answered = {"id": "good", "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
+    assert (
+        error.startswith("error: no row can be used (unusable row 1; the last: ")
+        and message in error
+    )
+    answered = {
+        "id": "good",
+        "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}],
+    }
     path.write_text(json.dumps(row) + "\n" + json.dumps(answered) + "\n")
     assert generate(target_dir, path, tmp_path / "out", "--backend", "existing") == 0
     out = tmp_path / "out"
@@ -386,4 +506,7 @@ def test_existing_conversations_that_teach_nothing(target_dir, tmp_path, capsys,
     listed = json.loads((out / "failed-0000.jsonl").read_text())
     assert listed["id"] == "q" and message in listed["detail"]
     assert wrote == f"wrote {out}"
-    assert then == f"next: drafttrain train RECIPE target={target_dir} data={out} output_dir={tmp_path / 'drafter'}"
+    assert (
+        then
+        == f"next: drafttrain train RECIPE target={target_dir} data={out} output_dir={tmp_path / 'drafter'}"
+    )

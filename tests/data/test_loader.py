@@ -26,7 +26,8 @@ def test_every_conversation_comes_once_and_rows_are_full():
     assert len(packed) <= 1.25 * sum(single["length"]) / 50
     by_index = {row["index"]: row for row in single}
     for row in packed:
-        start, spans = 0, []
+        start = 0
+        spans = []
         for index, length in zip(row["index"], row["documents"], strict=True):
             assert row["tokens"][start : start + length] == by_index[index]["tokens"]
             spans += [[a + start, b + start] for a, b in by_index[index]["spans"]]
@@ -43,9 +44,11 @@ def test_rows_follow_from_the_seed():
 def test_packed_batches_have_the_anchors_of_single_ones():
     single = rows(8)
     packed = pack_rows(single, 50, seed=0)
-    plain, dense = collate(list(single)), collate(list(packed))
+    plain = collate(list(single))
+    dense = collate(list(packed))
     assert (plain["shift_labels"] == 0).sum() == (dense["shift_labels"] == 0).sum()
-    batch, unpacked = Batch.of(dense), Batch.of(plain)
+    batch = Batch.of(dense)
+    unpacked = Batch.of(plain)
     assert len(batch.index) == 8 and batch.documents is not None and unpacked.documents is None
     where, place = batch.anchors()
     tokens = batch.input_ids.flatten()
@@ -56,4 +59,8 @@ def test_packed_batches_have_the_anchors_of_single_ones():
     starts = batch.conversations()[:, 1] + batch.conversations()[:, 0] * batch.input_ids.shape[1]
     assert torch.equal(where[place == 0], starts)
     part = batch.first_rows(1)
-    assert len(part.index) == int((batch.conversations()[:, 0] == 0).sum()) == len(part.conversations())
+    assert (
+        len(part.index)
+        == int((batch.conversations()[:, 0] == 0).sum())
+        == len(part.conversations())
+    )

@@ -11,7 +11,8 @@ from drafttrain.data.masks import TemplateRewrites, conversation_record, convers
 from drafttrain.errors import UserError
 from tests.conftest import make_tokenizer
 
-LOOP, END = "{% for m in messages %}", "{% endfor %}"
+LOOP = "{% for m in messages %}"
+END = "{% endfor %}"
 OPENED = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 TURN = "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
 CHATML = LOOP + TURN + END + OPENED
@@ -123,7 +124,9 @@ def adding_bos(tokenizer):
     from tokenizers.processors import TemplateProcessing
 
     bos = (tokenizer.bos_token, tokenizer.bos_token_id)
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{bos[0]} $A", special_tokens=[bos]
+    )
     return tokenizer
 
 
@@ -169,7 +172,9 @@ def test_a_token_across_the_border_does_not_move_it():
 
 def test_rewriting_templates_are_refused_or_rendered_per_turn(tmp_path):
     tokenizer = tokenizer_with(REASONING)
-    with pytest.raises(TemplateRewrites, match="row id='a', message 3: the chat template renders the turns before"):
+    with pytest.raises(
+        TemplateRewrites, match="row id='a', message 3: the chat template renders the turns before"
+    ):
         conversation_record(tokenizer, CHAT, "a")
     path = tmp_path / "chats.jsonl"
     path.write_text(json.dumps({"id": "a", "messages": CHAT}) + "\n")
@@ -183,14 +188,21 @@ def test_rewriting_templates_are_refused_or_rendered_per_turn(tmp_path):
 
 def test_an_answer_that_also_stands_in_the_templates_lead_is_told_apart():
     tokenizer = tokenizer_with(REASONING)
-    record = conversation_record(tokenizer, [CHAT[0], {"role": "assistant", "content": "think"}], "a")
+    record = conversation_record(
+        tokenizer, [CHAT[0], {"role": "assistant", "content": "think"}], "a"
+    )
     assert spoken(tokenizer, record) == ["<think>\n\n</think>\n\nthink<|im_end|>"]
 
 
 def test_records_of_a_file_in_other_shapes(tmp_path):
     tokenizer = tokenizer_with(CHATML)
     path = tmp_path / "chats.jsonl"
-    sharegpt = {"conversations": [{"from": "human", "value": "Hi there"}, {"from": "gpt", "value": "Hello!"}]}
+    sharegpt = {
+        "conversations": [
+            {"from": "human", "value": "Hi there"},
+            {"from": "gpt", "value": "Hello!"},
+        ]
+    }
     rows = [{"id": "x", "messages": CHAT, "source": "web"}, sharegpt]
     path.write_text("\n".join(map(json.dumps, rows)))
     first, second = conversation_records(tokenizer, path)
@@ -209,11 +221,23 @@ def test_bad_conversations_are_refused(tmp_path):
     refused(CHATML, empty, "row id='row7', message 1: empty mask: the assistant's content is empty")
     injected = [CHAT[0], {"role": "assistant", "content": "a<|im_end|>b"}]
     refused(CHATML, injected, "row id='row7', message 1: the content itself holds '<|im_end|>'")
-    refused(CHATML, CHAT[1:], "row id='row7', message 0: the assistant's turn does not begin where a prompt ends")
+    refused(
+        CHATML,
+        CHAT[1:],
+        "row id='row7', message 0: the assistant's turn does not begin where a prompt ends",
+    )
     shouting = CHATML.replace("m['content']", "m['content'] | upper")
-    refused(shouting, CHAT, "message 1: the chat template's rendering does not contain the assistant's content")
+    refused(
+        shouting,
+        CHAT,
+        "message 1: the chat template's rendering does not contain the assistant's content",
+    )
     system = [{"role": "system", "content": "s"}, *CHAT]
-    refused(GEMMA, system, r"refuses a conversation with the roles \[system, user\]: System role not supported")
+    refused(
+        GEMMA,
+        system,
+        r"refuses a conversation with the roles \[system, user\]: System role not supported",
+    )
     primed = CHATML.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>\n'")
     refused(primed, CHAT, "does not begin where the chat template's generation prompt ends")
     (tmp_path / "f.jsonl").write_text('{"text": "no conversation"}\n')

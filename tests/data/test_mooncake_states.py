@@ -31,7 +31,8 @@ from tests.data.fake_state_server import FakeStateServer
 from tests.data.test_served_features import engine, stored
 from tests.training.test_train import write_data
 
-SERVED, ROW = (1, 2, 3, 4), list(range(5, 40))
+SERVED = (1, 2, 3, 4)
+ROW = list(range(5, 40))
 
 
 class MooncakeIntegrityError(RuntimeError):
@@ -56,11 +57,15 @@ class FakeStore:
     def get_sample(self, manifest: dict, timeout: float) -> dict[str, torch.Tensor]:
         found = self.objects.get(manifest["handle"])
         if self.away:
-            raise RuntimeError(f"Mooncake is_exist failed for key={manifest['handle']} with status=-900")
+            raise RuntimeError(
+                f"Mooncake is_exist failed for key={manifest['handle']} with status=-900"
+            )
         if found is None:
             raise TimeoutError(f"Timed out waiting for Mooncake key: {manifest['handle']}")
         if isinstance(found, str):
-            raise MooncakeIntegrityError(f"Mooncake producer error for key={manifest['handle']}: {found}")
+            raise MooncakeIntegrityError(
+                f"Mooncake producer error for key={manifest['handle']}: {found}"
+            )
         return found
 
     def delete_sample(self, handle: str) -> None:
@@ -82,7 +87,13 @@ class FakeMooncakeServer(FakeStateServer):
             FakeStore.objects[handle] = f"{fault} producer tensor"
         elif fault != "lost":
             FakeStore.objects[handle] = self.made
-        manifest = {"handle": handle, "version": 1, "tensors": {}, "metadata": {}, "record": self.record}
+        manifest = {
+            "handle": handle,
+            "version": 1,
+            "tensors": {},
+            "metadata": {},
+            "record": self.record,
+        }
         return {**reply, "kv_transfer_params": manifest}
 
     def write(self, ids: torch.Tensor, states: torch.Tensor, fault: str) -> Path:
@@ -99,7 +110,8 @@ def target() -> Target:
 
 @pytest.fixture
 def server(tmp_path, target, monkeypatch):
-    package, module = ModuleType("hs_connectors"), ModuleType("hs_connectors.mooncake_store")
+    package = ModuleType("hs_connectors")
+    module = ModuleType("hs_connectors.mooncake_store")
     module.MooncakeHiddenStatesStore = FakeStore
     module.MooncakeStoreConfig = lambda host, **settings: {"local_hostname": host, **settings}
     monkeypatch.setitem(sys.modules, "hs_connectors", package)
@@ -108,7 +120,9 @@ def server(tmp_path, target, monkeypatch):
         monkeypatch.setattr(FakeStore, name, value)
     monkeypatch.setattr(state_client, "_FIRST_PAUSE", 0.002)
     monkeypatch.setattr(state_client, "_LONGEST_PAUSE", 0.02)
-    without = functools.partial(state_client.httpx.Client, verify=False)  # reading certificates takes 0.1 s
+    without = functools.partial(
+        state_client.httpx.Client, verify=False
+    )  # reading certificates takes 0.1 s
     monkeypatch.setattr(state_client.httpx, "Client", without)
     with FakeMooncakeServer(target, tmp_path / "states", SERVED) as running:
         running.record = {
@@ -126,7 +140,8 @@ def client(server, target):
 
 
 def assert_states(client: StateClient, target: Target) -> None:
-    ours, got = target.forward(torch.tensor([ROW]), client.layers), client.request(ROW)
+    ours = target.forward(torch.tensor([ROW]), client.layers)
+    got = client.request(ROW)
     torch.testing.assert_close(got.features, ours.features[0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(got.last_hidden, ours.last_hidden[0], rtol=1e-5, atol=1e-6)
 
@@ -134,7 +149,11 @@ def assert_states(client: StateClient, target: Target) -> None:
 def test_states_are_the_targets_own_and_no_object_stays(client, server, target):
     assert_states(client, target)
     assert len(server.requests) == 3 and not FakeStore.objects  # two of the proof
-    given = {"local_hostname": "127.0.0.1", "master_server_address": "127.0.0.1:50051", "protocol": "tcp"}
+    given = {
+        "local_hostname": "127.0.0.1",
+        "master_server_address": "127.0.0.1:50051",
+        "protocol": "tcp",
+    }
     assert FakeStore.configs == [{**given, "global_segment_size": 0, "local_buffer_size": 0}]
 
 
@@ -145,7 +164,11 @@ def test_a_lost_or_refused_object_costs_retries_and_then_is_one_line(client, ser
     assert_states(client, target)
     assert not FakeStore.objects
     server.always = fault
-    fix = "serve the target in bfloat16" if fault == "Non-finite" else "give the store more memory: --mooncake-gib"
+    fix = (
+        "serve the target in bfloat16"
+        if fault == "Non-finite"
+        else "give the store more memory: --mooncake-gib"
+    )
     with pytest.raises(UserError, match=f"in every try; {fix}") as raised:
         client.request(ROW)
     assert "\n" not in str(raised.value)
@@ -156,19 +179,28 @@ def test_a_master_that_is_away_is_waited_for_and_named(client, server, target, m
     FakeStore.away = True
     threading.Timer(0.1, setattr, (FakeStore, "away", False)).start()
     assert_states(client, target)
-    FakeStore.away, client.patience = True, 0.1
-    with pytest.raises(UserError, match=r"is_exist failed .* start it again with the same serve-target command"):
+    FakeStore.away = True
+    client.patience = 0.1
+    with pytest.raises(
+        UserError, match=r"is_exist failed .* start it again with the same serve-target command"
+    ):
         client.request(ROW)
 
 
-def test_a_server_that_started_again_unnoticed_is_proven_again_over_the_same_connection(client, server, target):
+def test_a_server_that_started_again_unnoticed_is_proven_again_over_the_same_connection(
+    client, server, target
+):
     assert_states(client, target)
     server.record = {**server.record, "started": 2}
     assert_states(client, target)
-    assert len(server.requests) == 3 + 4 and len(FakeStore.configs) == 1  # one reply refused, then proof and row
+    assert (
+        len(server.requests) == 3 + 4 and len(FakeStore.configs) == 1
+    )  # one reply refused, then proof and row
     server.record = {**server.record, "started": 3}
     server.computes = make_target(seed=1)
-    with pytest.raises(UserError, match=r"does not serve target 'tiny': its log-probabilities differ .* by \d"):
+    with pytest.raises(
+        UserError, match=r"does not serve target 'tiny': its log-probabilities differ .* by \d"
+    ):
         client.request(ROW)
 
 
@@ -192,11 +224,14 @@ def test_a_reply_that_announces_nothing_or_another_name_is_refused(client, serve
 
 def test_a_folder_for_a_store_and_a_missing_package_are_refused(server, target, monkeypatch):
     with pytest.raises(
-        UserError, match=r"states_dir='/mnt' is for servers with a folder; url=.* uses Mooncake; drop it"
+        UserError,
+        match=r"states_dir='/mnt' is for servers with a folder; url=.* uses Mooncake; drop it",
     ):
         StateClient([server.url], target, (1,), states_dir="/mnt").prove()
     monkeypatch.setitem(sys.modules, "hs_connectors.mooncake_store", None)
-    with pytest.raises(UserError, match=r"needs another package here .*pip install 'drafttrain\[mooncake\]'"):
+    with pytest.raises(
+        UserError, match=r"needs another package here .*pip install 'drafttrain\[mooncake\]'"
+    ):
         StateClient([server.url], target, (1,)).prove()
 
 
@@ -211,16 +246,38 @@ def test_the_own_address_is_that_of_the_way_to_the_master(monkeypatch):
 
 def serve(tmp_path, target_dir, *more: str, mooncake: str = "") -> int:
     python = engine(tmp_path, gpu=True, mooncake=mooncake)
-    return main(["serve-target", "--target", str(target_dir), "--layers", "3,1", "--engine-python", python, *more])
+    return main(
+        [
+            "serve-target",
+            "--target",
+            str(target_dir),
+            "--layers",
+            "3,1",
+            "--engine-python",
+            python,
+            *more,
+        ]
+    )
 
 
 def test_the_command_has_store_and_record(tmp_path, target_dir, capsys):
-    words = ["--transport", "mooncake", "--mooncake-master", "10.0.0.5:50051", "--mooncake-gib", "0.5", "--dry-run"]
+    words = [
+        "--transport",
+        "mooncake",
+        "--mooncake-master",
+        "10.0.0.5:50051",
+        "--mooncake-gib",
+        "0.5",
+        "--dry-run",
+    ]
     assert serve(tmp_path, target_dir, *words) == 0
     said = capsys.readouterr().out
     transfer = json.loads(said.split("--kv-transfer-config '")[1].split("'")[0])
     extra = transfer["kv_connector_extra_config"]
-    assert said.startswith("PYTHONPATH=") and transfer["kv_connector_module_path"] == "drafttrain_mooncake_states"
+    assert (
+        said.startswith("PYTHONPATH=")
+        and transfer["kv_connector_module_path"] == "drafttrain_mooncake_states"
+    )
     assert extra["mooncake"]["master_server_address"] == "10.0.0.5:50051"
     assert extra["mooncake"]["global_segment_size"] == 2**29
     assert extra["record"]["layers"] == [1, 3, 4] and extra["record"]["master"] == "10.0.0.5:50051"
@@ -229,10 +286,22 @@ def test_the_command_has_store_and_record(tmp_path, target_dir, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--mooncake-master", "h:1"], "mooncake_master='h:1' belongs to --transport mooncake; give that too"),
-        (["--transport", "mooncake"], "mooncake_master='' is not HOST:PORT; name where mooncake_master runs"),
-        (["--transport", "mooncake", "--states-dir", "/x"], "states_dir='/x' belongs to --transport folder; drop it"),
-        (["--transport", "mooncake", "--mooncake-master", "h:1"], "cannot use Mooncake (no libibverbs)"),
+        (
+            ["--mooncake-master", "h:1"],
+            "mooncake_master='h:1' belongs to --transport mooncake; give that too",
+        ),
+        (
+            ["--transport", "mooncake"],
+            "mooncake_master='' is not HOST:PORT; name where mooncake_master runs",
+        ),
+        (
+            ["--transport", "mooncake", "--states-dir", "/x"],
+            "states_dir='/x' belongs to --transport folder; drop it",
+        ),
+        (
+            ["--transport", "mooncake", "--mooncake-master", "h:1"],
+            "cannot use Mooncake (no libibverbs)",
+        ),
     ],
 )
 def test_flags_that_do_not_go_together_are_one_line(tmp_path, target_dir, words, message, capsys):
@@ -242,7 +311,9 @@ def test_flags_that_do_not_go_together_are_one_line(tmp_path, target_dir, words,
 
 def test_a_master_that_does_not_answer_is_named_before_vllm_starts():
     port = free_port()
-    with pytest.raises(UserError, match=f"'127.0.0.1:{port}' does not answer .*: mooncake_master --rpc_port {port}"):
+    with pytest.raises(
+        UserError, match=f"'127.0.0.1:{port}' does not answer .*: mooncake_master --rpc_port {port}"
+    ):
         MooncakeStore(f"127.0.0.1:{port}").check()
 
 
@@ -250,31 +321,67 @@ def test_a_master_that_does_not_answer_is_named_before_vllm_starts():
 
 # Interpreters with hs-connectors and mooncake-transfer-engine: vLLM's, and one with drafttrain's packages too. The folder of the
 # second one has mooncake_master.
-VLLM, CLIENT = os.environ.get("VLLM_PYTHON", ""), os.environ.get("MOONCAKE_PYTHON", "")
+VLLM = os.environ.get("VLLM_PYTHON", "")
+CLIENT = os.environ.get("MOONCAKE_PYTHON", "")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (VLLM and CLIENT), reason="VLLM_PYTHON and MOONCAKE_PYTHON are not set")
 def test_vllms_states_through_a_real_store_are_the_local_ones(tmp_path, monkeypatch):
-    for name, value in {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}.items():
+    for name, value in {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }.items():
         monkeypatch.setenv(name, os.environ.get(name, value))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     target = Target.load("smollm2-135m", "float32", "cpu")
     data = write_data(tmp_path / "data", target, rows=8)
-    port, master = free_port(), f"127.0.0.1:{free_port()}"
+    port = free_port()
+    master = f"127.0.0.1:{free_port()}"
     begin = [CLIENT, "-m", "drafttrain.cli"]
-    serve = [*begin, "serve-target", "--target", "smollm2-135m", "--layers", "2,15,27", "--engine-python", VLLM]
+    serve = [
+        *begin,
+        "serve-target",
+        "--target",
+        "smollm2-135m",
+        "--layers",
+        "2,15,27",
+        "--engine-python",
+        VLLM,
+    ]
     serve += ["--transport", "mooncake", "--mooncake-master", master, "--mooncake-gib", "0.25"]
-    flags = ["--port", str(port), "--dtype", "float32", "--max-model-len", "2048", "--enforce-eager"]
-    words = ["features", "--data", str(data), "--layers", "2,15,27", "--dtype", "float32", "--device", "cpu"]
+    flags = [
+        "--port",
+        str(port),
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "2048",
+        "--enforce-eager",
+    ]
+    words = [
+        "features",
+        "--data",
+        str(data),
+        "--layers",
+        "2,15,27",
+        "--dtype",
+        "float32",
+        "--device",
+        "cpu",
+    ]
     words += ["--store-dtype", "float32", "--target", "smollm2-135m"]
     store = [str(Path(CLIENT).with_name("mooncake_master")), "--rpc_port", master.split(":")[1]]
     with (
         started([*store, "--metrics_port", str(free_port())]) as runs_store,
-        started([*serve, "--", *flags], lambda: listens(int(master.split(":")[1]), runs_store)) as runs,
+        started(
+            [*serve, "--", *flags], lambda: listens(int(master.split(":")[1]), runs_store)
+        ) as runs,
     ):
         until(lambda: listens(port, runs))
-        subprocess.run([*begin, *words, "--backend", "vllm", "--url", f"http://127.0.0.1:{port}"], check=True)
+        subprocess.run(
+            [*begin, *words, "--backend", "vllm", "--url", f"http://127.0.0.1:{port}"], check=True
+        )
         runs.send_signal(signal.SIGINT)
         assert runs.wait(60) == 128 + signal.SIGINT
     theirs = stored(data, (2, 15, 27))
@@ -285,7 +392,9 @@ def test_vllms_states_through_a_real_store_are_the_local_ones(tmp_path, monkeypa
 
 
 @contextmanager
-def started(words: list[str], first: Callable[[], bool] = lambda: True) -> Iterator[subprocess.Popen[bytes]]:
+def started(
+    words: list[str], first: Callable[[], bool] = lambda: True
+) -> Iterator[subprocess.Popen[bytes]]:
     """A process that is started when `first` holds, and ends with the block."""
     until(first)
     process = subprocess.Popen(words)

@@ -11,7 +11,14 @@ import pytest
 from drafttrain.cli import main
 from drafttrain.data import filters
 from drafttrain.data import prompts as module
-from drafttrain.data.filters import Filter, NearDuplicates, PromptLimits, is_readable, is_repetitive, stable_id
+from drafttrain.data.filters import (
+    Filter,
+    NearDuplicates,
+    PromptLimits,
+    is_readable,
+    is_repetitive,
+    stable_id,
+)
 from drafttrain.data.magpie import BUILTIN_OPENINGS, PromptWriter, load_openings
 from drafttrain.data.prompts import parse_columns, write_prompts
 from drafttrain.data.row_formats import parse_row
@@ -56,10 +63,22 @@ def prompts(*args):
             {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
             [("user", "a"), ("assistant", "b")],
         ),
-        ({"conversations": [{"from": "gpt", "value": "x"}, {"from": "human", "value": "a"}]}, [("user", "a")]),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, [("user", "a")]),
-        ({"system": "s", "messages": [{"role": "user", "content": "a"}]}, [("system", "s"), ("user", "a")]),
-        ({"instruction": "a", "input": "b", "output": "c"}, [("user", "a\n\nb"), ("assistant", "c")]),
+        (
+            {"conversations": [{"from": "gpt", "value": "x"}, {"from": "human", "value": "a"}]},
+            [("user", "a")],
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
+            [("user", "a")],
+        ),
+        (
+            {"system": "s", "messages": [{"role": "user", "content": "a"}]},
+            [("system", "s"), ("user", "a")],
+        ),
+        (
+            {"instruction": "a", "input": "b", "output": "c"},
+            [("user", "a\n\nb"), ("assistant", "c")],
+        ),
         ({"prompt": "a"}, [("user", "a")]),
         ({"text": "a"}, "a"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
@@ -104,7 +123,12 @@ def test_reasons_to_drop(tokenizer):
 
 
 def test_answers_are_checked_for_contamination_too():
-    row = {"messages": [{"role": "user", "content": "some question"}, {"role": "assistant", "content": "a b c d"}]}
+    row = {
+        "messages": [
+            {"role": "user", "content": "some question"},
+            {"role": "assistant", "content": "a b c d"},
+        ]
+    }
     assert not Filter(PromptLimits(), ["a b c d e"], 3).keeps(row)
     assert Filter(PromptLimits(), ["a b x c d"], 3).keeps(row)
 
@@ -126,7 +150,9 @@ def test_near_duplicates_are_found_after_the_tables_have_grown(monkeypatch):
     assert not any(map(near.seen, texts)) and near.count == 2500 and len(near.signatures) == 4096
     assert all(near.seen(text + " more") for text in texts[::50])
     monkeypatch.setattr(filters, "_LONGEST", 1)  # only the newest text of a bucket is compared
-    alike = [f"{texts[0]} {' '.join(f'{i}x{j}' for j in range(14))}" for i in range(40)]  # share half of their runs
+    alike = [
+        f"{texts[0]} {' '.join(f'{i}x{j}' for j in range(14))}" for i in range(40)
+    ]  # share half of their runs
     assert not any(map(near.seen, alike)) and near.seen(alike[-1])
 
 
@@ -143,9 +169,16 @@ def test_ids_depend_on_content_only():
 
 
 def test_a_rows_own_id_stays(tmp_path, capsys):
-    rows = [{"id": 7, "prompt": distinct(1)}, {"id": "a/b", "prompt": distinct(2)}, {"id": None, "prompt": distinct(3)}]
-    rows.append({"id": "a/b", "prompt": distinct(2)})  # a duplicate, dropped before ids are compared
-    source, output = write_lines(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    rows = [
+        {"id": 7, "prompt": distinct(1)},
+        {"id": "a/b", "prompt": distinct(2)},
+        {"id": None, "prompt": distinct(3)},
+    ]
+    rows.append(
+        {"id": "a/b", "prompt": distinct(2)}
+    )  # a duplicate, dropped before ids are compared
+    source = write_lines(tmp_path / "in.jsonl", rows)
+    output = tmp_path / "out.jsonl"
     assert prompts("--source", "file", "--input", source, "--output", output) == 0
     ids = {row["id"] for row in lines(output)}
     assert {"7", "a/b"} < ids and len(ids) == 3
@@ -156,7 +189,10 @@ def test_a_rows_own_id_stays(tmp_path, capsys):
     ]
     twice = write_lines(tmp_path / "twice.jsonl", [rows[0], {"id": "7", "prompt": distinct(2)}])
     assert prompts("--source", "file", "--input", twice, "--output", tmp_path / "other.jsonl") == 2
-    assert "source=twice.jsonl: id='7' occurs twice; make ids unique, or drop them" in capsys.readouterr().err
+    assert (
+        "source=twice.jsonl: id='7' occurs twice; make ids unique, or drop them"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "other.jsonl").exists()
 
 
@@ -164,17 +200,35 @@ def test_a_rows_own_id_stays(tmp_path, capsys):
 
 
 def test_file_source_end_to_end(tmp_path, capsys):
-    rows = [{"prompt": distinct(i)} for i in range(20)] + [{"turns": [distinct(3)]}, {"label": 1}, {"text": "tiny"}]
+    rows = [{"prompt": distinct(i)} for i in range(20)] + [
+        {"turns": [distinct(3)]},
+        {"label": 1},
+        {"text": "tiny"},
+    ]
     rows.append({"turns": ["Tell me about the seven wonders of the ancient world in order"]})
     source = write_lines(tmp_path / "in.jsonl", rows)
     exclude = write_lines(
-        tmp_path / "eval.jsonl", [{"turns": ["Name the seven wonders of the ancient world in order."]}]
+        tmp_path / "eval.jsonl",
+        [{"turns": ["Name the seven wonders of the ancient world in order."]}],
     )
     output = tmp_path / "out" / "prompts.jsonl"
-    args = ("--source", "file", "--input", source, "--output", output, "--exclude", exclude, "--seed", 1)
+    args = (
+        "--source",
+        "file",
+        "--input",
+        source,
+        "--output",
+        output,
+        "--exclude",
+        exclude,
+        "--seed",
+        1,
+    )
     assert prompts(*args) == 0
     kept = lines(output)
-    assert sorted(row["messages"][0]["content"] for row in kept) == sorted(distinct(i) for i in range(20))
+    assert sorted(row["messages"][0]["content"] for row in kept) == sorted(
+        distinct(i) for i in range(20)
+    )
     assert [row["messages"][0]["content"] for row in kept] != [distinct(i) for i in range(20)]
     assert len({row["id"] for row in kept}) == 20
     assert {row["source"] for row in kept} == {"in.jsonl"}
@@ -211,7 +265,15 @@ def test_own_suites_are_kept_clear_of_by_default(tmp_path):
 def test_dataset_source_with_mapped_columns(tmp_path, capsys):
     (tmp_path / "set").mkdir()
     write_lines(tmp_path / "set" / "train.jsonl", [{"ask": distinct(i), "n": i} for i in range(30)])
-    args = ("--source", tmp_path / "set", "--count", 7, "--output", tmp_path / "out.jsonl", "--columns")
+    args = (
+        "--source",
+        tmp_path / "set",
+        "--count",
+        7,
+        "--output",
+        tmp_path / "out.jsonl",
+        "--columns",
+    )
     assert prompts(*args, "prompt=question") == 2
     assert "has no column 'question'; it has ask, n" in capsys.readouterr().err
     assert prompts(*args, "prompt=ask") == 0
@@ -222,7 +284,16 @@ def test_dataset_source_with_mapped_columns(tmp_path, capsys):
 
 def test_token_limits_use_the_targets_tokenizer(tmp_path, target_dir):
     source = write_lines(tmp_path / "in.jsonl", [{"prompt": "a" * 40}, {"prompt": "b" * 60}])
-    args = ("--source", "file", "--input", source, "--output", tmp_path / "out.jsonl", "--max-tokens", 50)
+    args = (
+        "--source",
+        "file",
+        "--input",
+        source,
+        "--output",
+        tmp_path / "out.jsonl",
+        "--max-tokens",
+        50,
+    )
     assert prompts(*args, "--target", target_dir) == 0
     assert [row["messages"][0]["content"] for row in lines(tmp_path / "out.jsonl")] == ["a" * 40]
 
@@ -244,13 +315,17 @@ def test_the_frame_comes_from_the_template(target):
     tokenizer.chat_template = None
     assert write().prefix_ids == [tokenizer.bos_token_id]
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    with pytest.raises(UserError, match="target='tiny': its chat template has no opening for a user's turn"):
+    with pytest.raises(
+        UserError, match="target='tiny': its chat template has no opening for a user's turn"
+    ):
         write()
 
 
 def finished(target, text, stop=True, key="0"):
     ids = target.tokenizer(text, add_special_tokens=False)["input_ids"]
-    return Finished(key, ids + [target.tokenizer.eos_token_id] * stop, "stop" if stop else "length", [])
+    return Finished(
+        key, ids + [target.tokenizer.eos_token_id] * stop, "stop" if stop else "length", []
+    )
 
 
 def test_what_a_writer_makes_of_answers(target):
@@ -269,7 +344,9 @@ def test_what_a_writer_makes_of_answers(target):
 
 
 def test_templates_that_end_a_turn_in_plain_text(target):
-    target.tokenizer.chat_template = "{% for m in messages %}[ASK] {{ m['content'] }} [/ASK]{% endfor %}"
+    target.tokenizer.chat_template = (
+        "{% for m in messages %}[ASK] {{ m['content'] }} [/ASK]{% endfor %}"
+    )
     writer = PromptWriter(target, [], 0.0, 64, seed=0)
     assert writer.prompt(finished(target, "Why? [/ASK] Because", stop=False)) == user("Why?")
     assert writer.prompt(finished(target, "Why", stop=False)) == "unfinished"
@@ -279,7 +356,9 @@ def test_models_without_a_template_write_beginnings(target):
     target.tokenizer.chat_template = None
     writer = PromptWriter(target, [], 0.0, 64, seed=0)
     text = "The river ran past the old mi"
-    assert writer.prompt(finished(target, text, stop=False)) == {"text": "The river ran past the old"}
+    assert writer.prompt(finished(target, text, stop=False)) == {
+        "text": "The river ran past the old"
+    }
     limits = {request.max_new_tokens for request in itertools.islice(writer.requests(0), 50)}
     assert min(limits) >= 16
     assert max(limits) <= 64
@@ -298,7 +377,10 @@ def test_openings(tmp_path, target):
     with pytest.raises(UserError, match=r"openings='/nowhere' cannot be read"):
         load_openings("/nowhere")
     writer = PromptWriter(target, ["Why"], 0.5, 64, seed=3)
-    opened = [len(request.prompt_ids) > len(writer.prefix_ids) for request in itertools.islice(writer.requests(0), 400)]
+    opened = [
+        len(request.prompt_ids) > len(writer.prefix_ids)
+        for request in itertools.islice(writer.requests(0), 400)
+    ]
     assert 150 < sum(opened) < 250
 
 
@@ -306,14 +388,18 @@ class FakeEngine:
     """Answers request n with a text made of n; every fifth is unfinished; stops the world after `life` answers."""
 
     def __init__(self, target, life=10**9):
-        self.target, self.life, self.keys = target, life, []
+        self.target = target
+        self.life = life
+        self.keys = []
 
     def run(self, requests, sampling, seed):
         for request in requests:
             if len(self.keys) == self.life:
                 raise KeyboardInterrupt
             self.keys.append(int(request.key))
-            yield finished(self.target, distinct(self.keys[-1]), self.keys[-1] % 5 != 4, request.key)
+            yield finished(
+                self.target, distinct(self.keys[-1]), self.keys[-1] % 5 != 4, request.key
+            )
 
 
 def magpie(target, engine, path, count, minutes=None, settings=None):
@@ -321,7 +407,13 @@ def magpie(target, engine, path, count, minutes=None, settings=None):
     keep = Filter(PromptLimits())
     with closing(JsonlLog(path, settings or {"seed": 0})) as log:
         return write_prompts(
-            writer, lambda start: engine.run(writer.requests(start), None, 0), log, keep, count, minutes, 0
+            writer,
+            lambda start: engine.run(writer.requests(start), None, 0),
+            log,
+            keep,
+            count,
+            minutes,
+            0,
         ), keep
 
 
@@ -337,7 +429,9 @@ def test_magpie_stops_at_the_count_and_goes_on_after_a_kill(tmp_path, target):
     resumed, keep_resumed = magpie(target, second, tmp_path / "b.partial", 24)
     assert second.keys[0] == 13
     assert (resumed, keep_resumed.dropped) == (whole, keep.dropped)
-    with pytest.raises(UserError, match=r"b.partial was begun with seed=0; use those, or give --overwrite"):
+    with pytest.raises(
+        UserError, match=r"b.partial was begun with seed=0; use those, or give --overwrite"
+    ):
         magpie(target, second, tmp_path / "b.partial", 24, settings={"seed": 1})
 
 
@@ -357,7 +451,18 @@ def test_the_magpie_command(tmp_path, target_dir, monkeypatch, capsys):
 
     monkeypatch.setattr(responses, "ResponseEngine", engine)
     output = tmp_path / "p.jsonl"
-    args = ["--source", "magpie", "--target", target_dir, "--output", output, "--count", 9, "--slots", 8]
+    args = [
+        "--source",
+        "magpie",
+        "--target",
+        target_dir,
+        "--output",
+        output,
+        "--count",
+        9,
+        "--slots",
+        8,
+    ]
     assert prompts(*args, "--openings", "none") == 0
     assert made[0][0] == 8
     assert {row["source"] for row in lines(output)} == {"magpie"}
@@ -372,7 +477,9 @@ def test_requests_run_on_the_real_engine(target, template):
         target.tokenizer.chat_template = None
     writer = PromptWriter(target, load_openings("builtin"), 0.5, 24, seed=0)
     engine = ResponseEngine(target, slots=4, max_length=writer.max_length)
-    results = list(itertools.islice(engine.run(writer.requests(3), SamplingParams(1.0, 0, 0.9), 0), 8))
+    results = list(
+        itertools.islice(engine.run(writer.requests(3), SamplingParams(1.0, 0, 0.9), 0), 8)
+    )
     assert all(3 <= int(result.key) < 16 and 0 < len(result.tokens) <= 24 for result in results)
     assert len({result.key for result in results}) == 8
     assert all(isinstance(writer.prompt(result), (str, dict)) for result in results)
@@ -386,26 +493,56 @@ def test_requests_run_on_the_real_engine(target, template):
     [
         (("--source", "magpie"), "source=magpie needs --target"),
         (("--source", "file"), "source=file needs --input"),
-        (("--source", "file", "--input", "x.jsonl", "--url", "http://a"), "url is for source=magpie"),
-        (("--source", "file", "--input", "x.jsonl", "--max-tokens", 5), "min_tokens and max_tokens need --target"),
-        (("--source", "file", "--input", "x.jsonl", "--count", 0), "--count='0' must be a whole number from 1"),
-        (("--source", "file", "--input", "x.jsonl", "--ngram", 0), "--ngram='0' must be a whole number from 1"),
-        (("--source", "file", "--input", "x.jsonl", "--max-chars", 5), "max_chars=5 is below min_chars=10"),
+        (
+            ("--source", "file", "--input", "x.jsonl", "--url", "http://a"),
+            "url is for source=magpie",
+        ),
+        (
+            ("--source", "file", "--input", "x.jsonl", "--max-tokens", 5),
+            "min_tokens and max_tokens need --target",
+        ),
+        (
+            ("--source", "file", "--input", "x.jsonl", "--count", 0),
+            "--count='0' must be a whole number from 1",
+        ),
+        (
+            ("--source", "file", "--input", "x.jsonl", "--ngram", 0),
+            "--ngram='0' must be a whole number from 1",
+        ),
+        (
+            ("--source", "file", "--input", "x.jsonl", "--max-chars", 5),
+            "max_chars=5 is below min_chars=10",
+        ),
         (
             ("--source", "file", "--input", "x.jsonl", "--opening-share", 2),
             "--opening-share='2' must be a number from 0 to 1",
         ),
-        (("--source", "file", "--input", "x.jsonl", "--slots", 0), "--slots='0' must be a whole number from 1"),
+        (
+            ("--source", "file", "--input", "x.jsonl", "--slots", 0),
+            "--slots='0' must be a whole number from 1",
+        ),
         (
             ("--source", "file", "--input", "x.jsonl", "--max-prompt-tokens", 2),
             "max_prompt_tokens=2 must be at least 8",
         ),
-        (("--source", "file", "--input", "no.jsonl"), "--input='no.jsonl' must be an existing file"),
+        (
+            ("--source", "file", "--input", "no.jsonl"),
+            "--input='no.jsonl' must be an existing file",
+        ),
         (("--source", "file", "--input", "bad.jsonl"), "bad.jsonl line 2: not JSON"),
-        (("--source", "file", "--input", "list.jsonl"), "list.jsonl line 1: list instead of a JSON object per line"),
+        (
+            ("--source", "file", "--input", "list.jsonl"),
+            "list.jsonl line 1: list instead of a JSON object per line",
+        ),
         (("--source", "file", "--input", "latin.jsonl"), "latin.jsonl line 1: not UTF-8 text"),
-        (("--source", "file", "--input", "none.jsonl"), "source=file: no prompt is left (unknown format 1)"),
-        (("--source", "file", "--input", "empty.jsonl"), "source=file: no prompt is left (the source is empty)"),
+        (
+            ("--source", "file", "--input", "none.jsonl"),
+            "source=file: no prompt is left (unknown format 1)",
+        ),
+        (
+            ("--source", "file", "--input", "empty.jsonl"),
+            "source=file: no prompt is left (the source is empty)",
+        ),
         (
             ("--source", "file", "--input", "x.jsonl", "--exclude", "none.jsonl"),
             "exclude=none.jsonl: no row in a known format",

@@ -22,7 +22,8 @@ from drafttrain.target.attention import LAST
 from tests.conftest import make_target
 from tests.data.fake_state_server import FakeStateServer
 
-LAYERS, SERVED = (1, 3, LAST), (1, 2, 3, 4)
+LAYERS = (1, 3, LAST)
+SERVED = (1, 2, 3, 4)
 ROWS = [list(range(5 + i, 40 + 3 * i)) for i in range(12)]
 
 
@@ -31,7 +32,9 @@ def quick(monkeypatch):
     monkeypatch.setattr(state_client, "_FIRST_PAUSE", 0.002)
     monkeypatch.setattr(state_client, "_LONGEST_PAUSE", 0.02)
     monkeypatch.setattr(state_transports, "_SETTLE", 0.02)
-    without = functools.partial(state_client.httpx.Client, verify=False)  # reading certificates takes 0.1 s
+    without = functools.partial(
+        state_client.httpx.Client, verify=False
+    )  # reading certificates takes 0.1 s
     monkeypatch.setattr(state_client.httpx, "Client", without)
 
 
@@ -68,7 +71,9 @@ def left(server: FakeStateServer) -> set[str]:
 
 def test_states_are_the_targets_own_and_no_file_stays(client, server, target):
     client.prove()
-    assert client.gaps[server.url] < 1e-4 and len(server.requests) == 2  # ids from all over the vocabulary, and a text
+    assert (
+        client.gaps[server.url] < 1e-4 and len(server.requests) == 2
+    )  # ids from all over the vocabulary, and a text
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda row: assert_states(client, target, row), ROWS))
     assert sorted(map(len, server.requests[2:])) == sorted(map(len, ROWS)) and not left(server)
@@ -87,7 +92,19 @@ def test_several_servers_share_the_rows(tmp_path, target):
     servers[1].stop()
 
 
-FAULTS = ["torn file", "no file", "NaN", "other row", "link", "late file", "503", "500", "reset", "429", "too short"]
+FAULTS = [
+    "torn file",
+    "no file",
+    "NaN",
+    "other row",
+    "link",
+    "late file",
+    "503",
+    "500",
+    "reset",
+    "429",
+    "too short",
+]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -101,16 +118,25 @@ def test_a_fault_costs_a_retry_and_nothing_else(client, server, target, fault):
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("torn file", r"torn file: .*cannot be read.* in every try; free space in its --states-dir"),
+        (
+            "torn file",
+            r"torn file: .*cannot be read.* in every try; free space in its --states-dir",
+        ),
         ("no file", "no file: .*was announced and is not there in every try"),
         ("link", "torn file: .*cannot be read"),
-        ("NaN", r"not finite: states of 35 tokens hold NaN or infinity in every try; serve the target in bfloat16"),
+        (
+            "NaN",
+            r"not finite: states of 35 tokens hold NaN or infinity in every try; serve the target in bfloat16",
+        ),
         ("other row", "other tokens: states of 35 tokens that are not the row's in every try"),
         (
             "wrong width",
             r"hands out states \[35, 4, 31\] torch.float32 of 35 tokens, its record .* announces 4 layers of width 32",
         ),
-        ("outside", "names the file '/etc/hosts.safetensors', which is no file of states in its folder"),
+        (
+            "outside",
+            "names the file '/etc/hosts.safetensors', which is no file of states in its folder",
+        ),
         ("no states", "hands out no states; start it with: drafttrain serve-target --target tiny"),
         ("400", r"HTTP 400: .*way.*; see the server's log"),
         ("bad JSON", "not JSON.*; see the server's log"),
@@ -124,9 +150,15 @@ def test_a_fault_that_stays_is_one_line_with_the_fix(client, server, fault, mess
     assert "\n" not in str(raised.value) and os.path.exists("/etc/hosts")
 
 
-def test_a_row_without_tokens_needs_no_server_and_long_outages_no_longer_pauses(client, server, target):
+def test_a_row_without_tokens_needs_no_server_and_long_outages_no_longer_pauses(
+    client, server, target
+):
     empty = client.request([])
-    assert empty.features.shape == (0, 3 * 32) and empty.last_hidden.shape == (0, 32) and not server.requests
+    assert (
+        empty.features.shape == (0, 3 * 32)
+        and empty.last_hidden.shape == (0, 32)
+        and not server.requests
+    )
     client.servers[0].failures = 5000
     server.faults.append("503")
     assert_states(client, target, ROWS[0])
@@ -143,7 +175,9 @@ def test_requests_that_fail_together_lengthen_the_pause_once(client, monkeypatch
     server.rests_until = 0.0
     with suppress(BadReply), client._in_flight(server):
         raise BadReply("connection lost", "and again", retry=True)
-    assert server.failures == 2 and random.getstate() == before, "a checkpoint holds this generator's state"
+    assert server.failures == 2 and random.getstate() == before, (
+        "a checkpoint holds this generator's state"
+    )
 
 
 def test_a_server_that_stays_away_is_named_with_the_time(client, server):
@@ -151,7 +185,8 @@ def test_a_server_that_stays_away_is_named_with_the_time(client, server):
     client.patience = 0.1
     server.stop()
     with pytest.raises(
-        UserError, match=r"no connection: .* \(asked for 0 s\); start it again with the same serve-target"
+        UserError,
+        match=r"no connection: .* \(asked for 0 s\); start it again with the same serve-target",
     ):
         client.request(ROWS[0])
 
@@ -165,11 +200,15 @@ def test_a_restart_is_waited_for_and_the_server_proven_again(client, server, tar
     server.stop()
     server.computes = make_target(seed=1)
     server.start()
-    with pytest.raises(UserError, match=r"does not serve target 'tiny': its log-probabilities differ .* by \d"):
+    with pytest.raises(
+        UserError, match=r"does not serve target 'tiny': its log-probabilities differ .* by \d"
+    ):
         client.request(ROWS[0])
 
 
-def test_a_server_that_started_again_unnoticed_is_proven_by_the_time_of_its_record(client, server, target):
+def test_a_server_that_started_again_unnoticed_is_proven_by_the_time_of_its_record(
+    client, server, target
+):
     assert_states(client, target, ROWS[0])
     server.computes = make_target(seed=1)
     write_record(server.folder, target, SERVED)
@@ -186,8 +225,14 @@ def scaled_norm() -> Target:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda it: setattr(it, "computes", make_target(seed=1)), r"log-probabilities differ .* by \d.*allowed"),
-        (lambda it: setattr(it, "computes", scaled_norm()), r"log-probabilities differ .* by 0\.\d"),
+        (
+            lambda it: setattr(it, "computes", make_target(seed=1)),
+            r"log-probabilities differ .* by \d.*allowed",
+        ),
+        (
+            lambda it: setattr(it, "computes", scaled_norm()),
+            r"log-probabilities differ .* by 0\.\d",
+        ),
         (lambda it: setattr(it, "shift", -1), r"log-probabilities differ .* by \d"),
         (
             lambda it: setattr(it, "tokenizer", lambda text: {"input_ids": [5, 6]}),
@@ -198,7 +243,10 @@ def scaled_norm() -> Target:
             lambda it: write_record(it.folder, make_target(hidden=64), SERVED),
             "announces hidden_size=64, the target has",
         ),
-        (lambda it: write_record(it.folder, it.announces, (1, 2, 4)), "layers 1,2,4, and 1,3,4 .* --layers 1,3,4"),
+        (
+            lambda it: write_record(it.folder, it.announces, (1, 2, 4)),
+            "layers 1,2,4, and 1,3,4 .* --layers 1,3,4",
+        ),
         (lambda it: (it.folder / RECORD).unlink(), f"states_dir='.*{RECORD}' cannot be read"),
         (lambda it: (it.folder / RECORD).write_text("{"), "is not JSON"),
     ],
@@ -216,7 +264,9 @@ def test_the_embedding_is_compared_where_layer_0_is_asked_for(tmp_path, target):
     with FakeStateServer(target, tmp_path / "states", (0, 4)) as server:
         client = StateClient([server.url], target, (0,))
         assert_states(client, target, ROWS[0])
-        server.answer = lambda body, fault: _with_layer_0(FakeStateServer.answer(server, body, fault), other, server)
+        server.answer = lambda body, fault: _with_layer_0(
+            FakeStateServer.answer(server, body, fault), other, server
+        )
         write_record(server.folder, target, (0, 4))
         with pytest.raises(UserError, match=r"its input embedding differs by 0\.\d+ of its norm"):
             client.request(ROWS[0])
@@ -238,18 +288,22 @@ def test_a_folder_under_another_path_and_one_that_is_not_here(tmp_path, server, 
     elsewhere = tmp_path / "mounted"
     server.write = lambda ids, states, fault: "/nowhere/cmpl-1.safetensors"
     with pytest.raises(
-        UserError, match="'/nowhere', which this machine does not see; mount that folder, and name it here with"
+        UserError,
+        match="'/nowhere', which this machine does not see; mount that folder, and name it here with",
     ):
         StateClient([server.url], target, LAYERS).prove()
     os.rename(server.folder, elsewhere)
     server.write = lambda ids, states, fault: _moved(server, elsewhere, ids, states)
-    assert_states(StateClient([server.url], target, LAYERS, states_dir=str(elsewhere)), target, ROWS[0])
+    assert_states(
+        StateClient([server.url], target, LAYERS, states_dir=str(elsewhere)), target, ROWS[0]
+    )
     assert set(os.listdir(elsewhere)) == {RECORD}
 
 
 def _moved(server: FakeStateServer, elsewhere, ids, states):
     """Writes where the client looks, and names the path that the server sees."""
-    own, server.folder = server.folder, elsewhere
+    own = server.folder
+    server.folder = elsewhere
     path = FakeStateServer.write(server, ids, states, "")
     server.folder = own
     return own / path.name
@@ -259,13 +313,16 @@ def test_longer_rows_than_the_server_reads_are_refused_before_they_are_sent(clie
     server.longest = 60
     client.prove()
     with pytest.raises(
-        UserError, match="reads rows of at most 59 tokens, one has 60; start it with -- --max-model-len 61"
+        UserError,
+        match="reads rows of at most 59 tokens, one has 60; start it with -- --max-model-len 61",
     ):
         client.request(list(range(60)))
 
 
 def test_addresses_are_checked_and_credentials_are_not_shown(target):
-    with pytest.raises(UserError, match="url='localhost:8000' is not an address; write http://HOST:PORT"):
+    with pytest.raises(
+        UserError, match="url='localhost:8000' is not an address; write http://HOST:PORT"
+    ):
         StateClient(["localhost:8000"], target, LAYERS)
     with pytest.raises(UserError, match="url='' is not an address"):
         StateClient([], target, LAYERS)

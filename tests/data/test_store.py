@@ -13,7 +13,15 @@ import torch
 
 from drafttrain.data import record_cache
 from drafttrain.data import store as store_module
-from drafttrain.data.store import FeatureStore, FeatureWriter, ShardWriter, Store, check_space, load_records, read_meta
+from drafttrain.data.store import (
+    FeatureStore,
+    FeatureWriter,
+    ShardWriter,
+    Store,
+    check_space,
+    load_records,
+    read_meta,
+)
 from drafttrain.errors import UserError
 from drafttrain.target.attention import LAST
 
@@ -33,7 +41,13 @@ META = {
 
 def record(key: str, tokens: int = 6) -> dict:
     spans = [[2, tokens]]
-    return {"id": key, "tokens": list(range(tokens)), "spans": spans, "finish": ["stop"], "source": "test"}
+    return {
+        "id": key,
+        "tokens": list(range(tokens)),
+        "spans": spans,
+        "finish": ["stop"],
+        "source": "test",
+    }
 
 
 def write(directory, keys, rank=0):
@@ -51,7 +65,12 @@ def test_round_trip(tmp_path):
     meta = read_meta(tmp_path / "d")
     assert meta["target"] == META["target"]
     assert meta["format"] == 1
-    assert meta["counts"] == {"conversations": 3, "responses": 3, "response_tokens": 12, "truncated": 0}
+    assert meta["counts"] == {
+        "conversations": 3,
+        "responses": 3,
+        "response_tokens": 12,
+        "truncated": 0,
+    }
 
 
 def test_what_grew_is_read_anew(tmp_path):
@@ -101,7 +120,10 @@ def test_killed_process_leaves_whole_lines(tmp_path):
             {"sampling": {"temperature": 0.5, "seed": 0}},
             r"begun with sampling.temperature=1.0.*sampling.temperature=0.5",
         ),
-        ({"target": {**META["target"], "tokenizer": "xyz"}}, r"target.tokenizer='abc'.*'xyz'.*--overwrite"),
+        (
+            {"target": {**META["target"], "tokenizer": "xyz"}},
+            r"target.tokenizer='abc'.*'xyz'.*--overwrite",
+        ),
         ({"features": None}, r"this run has features(.layers)?=None"),
     ],
 )
@@ -115,10 +137,15 @@ def test_other_settings_are_refused(tmp_path, change, message):
 
 def test_foreign_folder_and_running_writer(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(UserError, match=r"holds other files \(thesis.tex\); choose an empty folder"):
+    with pytest.raises(
+        UserError, match=r"holds other files \(thesis.tex\); choose an empty folder"
+    ):
         Store(tmp_path, META, overwrite=True)
     assert (tmp_path / "thesis.tex").exists()
-    with Store(tmp_path / "d", META), pytest.raises(UserError, match="is being written by another process"):
+    with (
+        Store(tmp_path / "d", META),
+        pytest.raises(UserError, match="is being written by another process"),
+    ):
         Store(tmp_path / "d", META)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot be written"):
@@ -126,7 +153,10 @@ def test_foreign_folder_and_running_writer(tmp_path):
 
 
 def test_unreadable_data(tmp_path):
-    with pytest.raises(UserError, match=r"is not a data set \(it holds no meta.json\); make one: drafttrain generate"):
+    with pytest.raises(
+        UserError,
+        match=r"is not a data set \(it holds no meta.json\); make one: drafttrain generate",
+    ):
         load_records(tmp_path)
     write(tmp_path, [])
     with pytest.raises(UserError, match=r"is empty.*run drafttrain generate"):
@@ -150,21 +180,36 @@ def test_a_scan_of_line_ends_counts_what_reading_all_counts(tmp_path, monkeypatc
             store.append(row)
         assert store.done_ids() == {row["id"] for row in odd}
         parsed = []
-        monkeypatch.setattr(record_cache, "parse_line", lambda line, *rest: parsed.append(line) or json.loads(line))
+        monkeypatch.setattr(
+            record_cache, "parse_line", lambda line, *rest: parsed.append(line) or json.loads(line)
+        )
         store.append(record("e"))
         assert len(store.done_ids()) == 4 and not parsed, "tokens are not parsed"
-        with (tmp_path / "part-0007.jsonl").open("w") as other:  # another writer's order of keys and spaces
-            other.write(json.dumps({"source": "", **record("f")}) + "\n\n" + json.dumps(record("g"))[:-3])
+        with (tmp_path / "part-0007.jsonl").open(
+            "w"
+        ) as other:  # another writer's order of keys and spaces
+            other.write(
+                json.dumps({"source": "", **record("f")}) + "\n\n" + json.dumps(record("g"))[:-3]
+            )
         assert store.done_ids() == {row["id"] for row in odd} | {"e", "f"} and len(parsed) == 1
-        assert store.finish() == {"conversations": 5, "responses": 5, "response_tokens": 20, "truncated": 1}
+        assert store.finish() == {
+            "conversations": 5,
+            "responses": 5,
+            "response_tokens": 20,
+            "truncated": 1,
+        }
 
 
-@pytest.mark.parametrize("end", [b'"spans":[[0,2]],"finish":["stop"]', b'"spans":[[0]],"finish":["stop"],"source":""}'])
+@pytest.mark.parametrize(
+    "end", [b'"spans":[[0,2]],"finish":["stop"]', b'"spans":[[0]],"finish":["stop"],"source":""}']
+)
 def test_a_damaged_end_is_an_error(tmp_path, end):
     write(tmp_path, ["a"])
     with (tmp_path / "part-0000.jsonl").open("ab") as part:
         part.write(b'{"id":"b","tokens":[1,2],' + end + b"\n")
-    with pytest.raises(UserError, match=r"part-0000.jsonl line 2: .*; delete that line to redo its conversation"):
+    with pytest.raises(
+        UserError, match=r"part-0000.jsonl line 2: .*; delete that line to redo its conversation"
+    ):
         Store(tmp_path, META).done_ids()
 
 
@@ -177,7 +222,9 @@ def test_full_disk_keeps_whole_lines(tmp_path, monkeypatch):
         return write_bytes(file, data[:10])
 
     monkeypatch.setattr(store_module.os, "write", short_write)
-    with pytest.raises(UserError, match=r"no space left.*1 conversations of this run are kept.*same command again"):
+    with pytest.raises(
+        UserError, match=r"no space left.*1 conversations of this run are kept.*same command again"
+    ):
         store.append(record("b"))
     monkeypatch.undo()
     store.append(record("b"))
@@ -198,7 +245,9 @@ def test_space_is_checked_before(tmp_path, monkeypatch):
 
 def states(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(5, 8, generator=generator).bfloat16(), torch.randn(5, 4, generator=generator).bfloat16()
+    return torch.randn(5, 8, generator=generator).bfloat16(), torch.randn(
+        5, 4, generator=generator
+    ).bfloat16()
 
 
 def test_features_appear_with_their_records(tmp_path):
@@ -206,7 +255,9 @@ def test_features_appear_with_their_records(tmp_path):
     writer = FeatureWriter(store, shard_bytes=240)  # two conversations of 120 bytes
     for i in range(5):
         writer.append(record(f"c/{i}"), *states(i))
-        assert len(store.done_ids()) == (i + 1) // 2 * 2, "a record is stored once its shard is complete"
+        assert len(store.done_ids()) == (i + 1) // 2 * 2, (
+            "a record is stored once its shard is complete"
+        )
     writer.flush()
     store.close()
     assert len(list((tmp_path / "features").glob("*.safetensors"))) == 3
@@ -287,13 +338,25 @@ def test_many_shards_are_read_with_few_open_and_none_stays_mapped(tmp_path, monk
     (directory / "features").mkdir(parents=True)
     writer = ShardWriter(directory / "features", 0, shard_bytes=1)
     for i in range(12):
-        writer.add(f"c{i}", features=torch.full((2, 4), float(i)), last_hidden=torch.full((2, 2), float(i)))
+        writer.add(
+            f"c{i}", features=torch.full((2, 4), float(i)), last_hidden=torch.full((2, 2), float(i))
+        )
     store = FeatureStore(directory, None, 0, 2, 2, 10)
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda i: store.get(f"c{i % 12}"), range(48)))
     assert all(
-        (got["features"] == i % 12).all() and (got["last_hidden"] == i % 12).all() for i, got in enumerate(found)
+        (got["features"] == i % 12).all() and (got["last_hidden"] == i % 12).all()
+        for i, got in enumerate(found)
     )
     maps = Path("/proc/self/maps")
     if maps.exists():
-        assert len({line.split()[-1] for line in maps.read_text().splitlines() if str(directory) in line}) <= 3
+        assert (
+            len(
+                {
+                    line.split()[-1]
+                    for line in maps.read_text().splitlines()
+                    if str(directory) in line
+                }
+            )
+            <= 3
+        )

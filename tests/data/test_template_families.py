@@ -23,7 +23,10 @@ NO_TOOLS = dict.fromkeys(PATHS, (0, "the chat template does not read `tools`"))
 PARTLY = {
     ("Llama 3", "parallel calls"): ONE_CALL,
     ("gpt-oss", "parallel calls"): {
-        "engine": (1, "other_tool_calls"),  # the target writes one call, the recorded results answer two
+        "engine": (
+            1,
+            "other_tool_calls",
+        ),  # the target writes one call, the recorded results answer two
         "ids": (1, "other_tool_calls"),
         "text": (0, "tool calls: the chat template does not write the tool calls"),
         "existing": (0, "message 1: the chat template refuses .*content or thinking, not both"),

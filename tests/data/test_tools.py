@@ -25,7 +25,8 @@ from tests.conftest import make_tokenizer
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"type": "function", "function": {"name": "Get Weather", "parameters": SCHEMA}}
 CALL = {"type": "function", "function": {"name": "Get Weather", "arguments": {"city": "Rome"}}}
-ASKED, SUNNY = {"role": "user", "content": "Rome?"}, {"role": "tool", "content": '{"sky": "sun"}'}
+ASKED = {"role": "user", "content": "Rome?"}
+SUNNY = {"role": "tool", "content": '{"sky": "sun"}'}
 # Reasoning, calls as JSON, tools and a switch; earlier reasoning is dropped.
 TEMPLATE = (
     "{% if tools %}{{ '<|im_start|>tools ' + tools | tojson + '<|im_end|>\n' }}{% endif %}"
@@ -113,9 +114,14 @@ def test_bad_rows_are_one_line(tmp_path, change, message):
 
 def test_what_a_template_would_ignore_is_refused():
     tokenizer = tokenizer_with(TEMPLATE)
-    with pytest.raises(TemplateRefuses, match="'enable_thinking' is no variable of the chat template; it has thinking"):
+    with pytest.raises(
+        TemplateRefuses,
+        match="'enable_thinking' is no variable of the chat template; it has thinking",
+    ):
         render_text(tokenizer, [ASKED], inputs=ChatInputs(kwargs={"enable_thinking": False}))
-    assert render_text(tokenizer, [ASKED], True, ChatInputs(kwargs={"thinking": False})).endswith("<t></t>")
+    assert render_text(tokenizer, [ASKED], True, ChatInputs(kwargs={"thinking": False})).endswith(
+        "<t></t>"
+    )
     plain = make_tokenizer()
     with pytest.raises(TemplateRefuses, match="does not read `tools`"):
         render_text(plain, [ASKED], inputs=ChatInputs([TOOL]))
@@ -125,17 +131,26 @@ def test_what_a_template_would_ignore_is_refused():
 
 @pytest.mark.parametrize("written", ["call.function.arguments | tojson", "call.function.arguments"])
 def test_arguments_come_as_the_template_reads_them(written):
-    tokenizer = tokenizer_with(TEMPLATE.replace("call.function | tojson", f"call.function.name + ' ' + {written}"))
-    said = render_text(tokenizer, [ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}])
+    tokenizer = tokenizer_with(
+        TEMPLATE.replace("call.function | tojson", f"call.function.name + ' ' + {written}")
+    )
+    said = render_text(
+        tokenizer, [ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    )
     assert '<call>Get Weather {"city": "Rome"}<|im_end|>' in said
 
 
 def test_the_python_api_passes_tools_and_variables(target):
     target.tokenizer.chat_template = TEMPLATE
     options = {"tools": [TOOL], "chat_template_kwargs": {"thinking": False}, "max_new_tokens": 1}
-    plain, more = generate(target, [ASKED], max_new_tokens=1), generate(target, [ASKED], **options)
+    plain = generate(target, [ASKED], max_new_tokens=1)
+    more = generate(target, [ASKED], **options)
     whole = render_text(target.tokenizer, [ASKED], True, ChatInputs([TOOL], {"thinking": False}))
-    assert more.stats.prompt_tokens == len(text_ids(target.tokenizer, whole)) > plain.stats.prompt_tokens
+    assert (
+        more.stats.prompt_tokens
+        == len(text_ids(target.tokenizer, whole))
+        > plain.stats.prompt_tokens
+    )
     with pytest.raises(UserError, match="tools and chat_template_kwargs need a chat as prompt"):
         generate(target, "text", **options)
     with pytest.raises(UserError, match=r"prompt: tools\.0\.function: field required"):
@@ -145,24 +160,35 @@ def test_the_python_api_passes_tools_and_variables(target):
 def test_the_format_of_answers_is_derived():
     tokenizer = tokenizer_with(TEMPLATE)
     form = answer_format(tokenizer, ChatInputs())
-    assert (form.opening, form.between, form.lead, form.follow) == ("<t>", "</t>", '<call>{"name":"', '"')
+    assert (form.opening, form.between, form.lead, form.follow) == (
+        "<t>",
+        "</t>",
+        '<call>{"name":"',
+        '"',
+    )
     ids = text_ids(tokenizer, "<t>so</t>yes")
     assert form.reasoning_tokens(tokenizer, ids) == ids.index(form.closing) + 1
     assert form.reasoning_tokens(tokenizer, ids[:2]) == 2, "cut within the reasoning"
     assert form.reasoning_tokens(tokenizer, text_ids(tokenizer, "yes </t>")) == 0
     assert answer_format(tokenizer, ChatInputs(kwargs={"thinking": False})).opening is None
     opened = tokenizer_with(
-        TEMPLATE.replace("'<t></t>' if thinking is false else ''", "'<t>'").replace("m.reasoning_content", "0")
+        TEMPLATE.replace("'<t></t>' if thinking is false else ''", "'<t>'").replace(
+            "m.reasoning_content", "0"
+        )
     )
     form = answer_format(opened, ChatInputs())  # the prompt opens what no history keeps
     assert form.opening == "" and form.reasoning_tokens(opened, text_ids(opened, "so</t>yes")) == 3
     answer = {"role": "assistant", "content": "yes", "reasoning_content": "so"}
-    assert rendered_answer(opened, [ASKED], answer, ChatInputs()) == ("so\n</t>\n\nyes<|im_end|>", "<|im_end|>")
+    assert rendered_answer(opened, [ASKED], answer, ChatInputs()) == (
+        "so\n</t>\n\nyes<|im_end|>",
+        "<|im_end|>",
+    )
 
 
 def conversation(target: Target, *recorded: dict) -> tuple[Conversation, ChatRenderer]:
     row = {"id": "a", "messages": [ASKED, *recorded], "tools": [TOOL]}
-    it, renderer = Conversation.from_row(row, "row"), ChatRenderer(target)
+    it = Conversation.from_row(row, "row")
+    renderer = ChatRenderer(target)
     it.open(renderer)
     return it, renderer
 
@@ -170,8 +196,14 @@ def conversation(target: Target, *recorded: dict) -> tuple[Conversation, ChatRen
 @pytest.mark.parametrize("called", ["Get Weather", "get time", ""])
 def test_a_recorded_result_follows_the_recorded_calls_only(target, called):
     target.tokenizer = tokenizer_with(TEMPLATE)
-    it, renderer = conversation(target, {"role": "assistant", "content": "", "tool_calls": [CALL]}, SUNNY)
-    said = f'<t>hm</t><call>{{"name": "{called}", "arguments": {{"city": "Oslo"}}}}' if called else "Sunny."
+    it, renderer = conversation(
+        target, {"role": "assistant", "content": "", "tool_calls": [CALL]}, SUNNY
+    )
+    said = (
+        f'<t>hm</t><call>{{"name": "{called}", "arguments": {{"city": "Oslo"}}}}'
+        if called
+        else "Sunny."
+    )
     it.accept([*text_ids(target.tokenizer, said), renderer.closing_id], "stop")
     glue = it.next_turn(renderer, 2000)
     if called == "Get Weather":  # with other arguments: they may differ
@@ -185,8 +217,16 @@ def test_a_recorded_result_follows_the_recorded_calls_only(target, called):
 
 def test_a_row_ends_where_the_template_rewrites_it(target):
     target.tokenizer = tokenizer = tokenizer_with(TEMPLATE)
-    row = {"id": "a", "messages": [ASKED, {"role": "assistant", "content": "-"}, {"role": "user", "content": "Why?"}]}
-    it, renderer = Conversation.from_row(row, "row"), ChatRenderer(target)
+    row = {
+        "id": "a",
+        "messages": [
+            ASKED,
+            {"role": "assistant", "content": "-"},
+            {"role": "user", "content": "Why?"},
+        ],
+    }
+    it = Conversation.from_row(row, "row")
+    renderer = ChatRenderer(target)
     it.open(renderer)
     it.accept([*text_ids(tokenizer, "<t>hm</t>Sun."), renderer.closing_id], "stop")
     assert it.next_turn(renderer, 2000) is None
@@ -195,8 +235,13 @@ def test_a_row_ends_where_the_template_rewrites_it(target):
     rest = it.rest(renderer, 2000)
     rest.accept([*text_ids(tokenizer, "No reason."), renderer.closing_id], "stop")
     assert rest.next_turn(renderer, 2000) is None and rest.rest(renderer, 2000) is None
-    first, last = it.record(renderer), rest.record(renderer)
-    assert (first["id"], first["part"], first["reasoning"]) == ("a/0", 0, [len(text_ids(tokenizer, "<t>hm</t>"))])
+    first = it.record(renderer)
+    last = rest.record(renderer)
+    assert (first["id"], first["part"], first["reasoning"]) == (
+        "a/0",
+        0,
+        [len(text_ids(tokenizer, "<t>hm</t>"))],
+    )
     assert last["id"] == "a" and "part" not in last and last["reasoning"] == [0]
     assert "assistant\nSun.<|im_end|>" in tokenizer.decode(last["tokens"][: last["spans"][0][0]])
 
@@ -224,29 +269,38 @@ def test_rows_of_the_local_engine_are_as_served(target_dir, tmp_path, capsys, bu
     assert cli.main([*args, *budget]) == 0
     stored = {row["id"]: row for row in load_records(tmp_path / "out")}
     counts = read_meta(tmp_path / "out")["counts"]
-    assert counts.get("rows", counts["conversations"]) == len(stored) and counts["conversations"] == len(
-        {key.partition("/")[0] for key in stored}
+    assert counts.get("rows", counts["conversations"]) == len(stored) and counts[
+        "conversations"
+    ] == len({key.partition("/")[0] for key in stored})
+    assert all(key.partition("/")[0] in stored for key in stored), (
+        "a conversation's last row has the plain id"
     )
-    assert all(key.partition("/")[0] in stored for key in stored), "a conversation's last row has the plain id"
     assert "rows" in counts or budget
-    assert (f"{len(stored)} rows, because the chat template rewrites" in capsys.readouterr().out) == (
-        len(stored) > counts["conversations"]
-    )
+    assert (
+        f"{len(stored)} rows, because the chat template rewrites" in capsys.readouterr().out
+    ) == (len(stored) > counts["conversations"])
     target = Target.load(str(target_dir), "float32")
-    tokenizer, held = target.tokenizer, FeatureStore.open(tmp_path / "out", (1,))
+    tokenizer = target.tokenizer
+    held = FeatureStore.open(tmp_path / "out", (1,))
     for key, row in stored.items():
         name, _, part = key.partition("/")
         turn = (
             int(part)
             if part
-            else max([-1, *(int(k.partition("/")[2]) for k in stored if k.startswith(f"{name}/"))]) + 1
+            else max([-1, *(int(k.partition("/")[2]) for k in stored if k.startswith(f"{name}/"))])
+            + 1
         )
         ((start, _),) = row["spans"]
-        users = "".join("<|im_start|>user\n-<|im_end|>\n<|im_start|>assistant\n-<|im_end|>\n" for _ in range(turn))
+        users = "".join(
+            "<|im_start|>user\n-<|im_end|>\n<|im_start|>assistant\n-<|im_end|>\n"
+            for _ in range(turn)
+        )
         last = f"<|im_start|>user\n{rows[int(name[1:])][turn]}<|im_end|>\n<|im_start|>assistant\n"
         assert tokenizer.decode(row["tokens"][:start]) == users + last
         want = target.forward(torch.tensor([row["tokens"][:-1]]), (1,)).features[0]
-        torch.testing.assert_close(held.get(key)["features"].float(), want.float(), rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(
+            held.get(key)["features"].float(), want.float(), rtol=1e-2, atol=1e-3
+        )
 
 
 @pytest.mark.parametrize(
@@ -269,23 +323,41 @@ def test_reasoning_that_a_template_keeps_as_content_is_not_counted_as_none(answe
 
 
 def test_the_loss_leaves_out_reasoning_where_asked():
-    rows = Dataset.from_list([{"id": "a", "tokens": [1] * 9, "spans": [[2, 5], [6, 9]], "reasoning": [2, 0]}])
+    rows = Dataset.from_list(
+        [{"id": "a", "tokens": [1] * 9, "spans": [[2, 5], [6, 9]], "reasoning": [2, 0]}]
+    )
     assert without_reasoning(rows, "d")["spans"] == [[[4, 5], [6, 9]]]
-    with pytest.raises(UserError, match="loss_on='answer', but 1 of 2 rows of data='d' do not say which tokens"):
+    with pytest.raises(
+        UserError, match="loss_on='answer', but 1 of 2 rows of data='d' do not say which tokens"
+    ):
         without_reasoning(Dataset.from_list([*rows, {**rows[0], "reasoning": None}]), "d")
 
 
 def test_counts_of_reasoning_are_checked(tmp_path, target):
     with Store(tmp_path, {"target": target.identity()}) as store:
         store.append(
-            {"id": "a", "tokens": [1, 2, 3], "spans": [[1, 3]], "finish": ["stop"], "source": "", "reasoning": [3]}
+            {
+                "id": "a",
+                "tokens": [1, 2, 3],
+                "spans": [[1, 3]],
+                "finish": ["stop"],
+                "source": "",
+                "reasoning": [3],
+            }
         )
-    with pytest.raises(UserError, match=r"line 1: reasoning=\[3\]: there must be one count for each span"):
+    with pytest.raises(
+        UserError, match=r"line 1: reasoning=\[3\]: there must be one count for each span"
+    ):
         load_records(tmp_path)
 
 
 def test_other_template_variables_than_the_datas_are_a_finding():
     training = {"data_set": {"chat_template_kwargs": {"thinking": False}}}
-    assert "add --chat-template-kwargs '{\"thinking\": false}'" in other_template_kwargs({}, training)["advice"]
+    assert (
+        "add --chat-template-kwargs '{\"thinking\": false}'"
+        in other_template_kwargs({}, training)["advice"]
+    )
     assert other_template_kwargs({"thinking": False}, training) is None
-    assert other_template_kwargs({"thinking": False}, {}) is None, "an earlier release did not record them"
+    assert other_template_kwargs({"thinking": False}, {}) is None, (
+        "an earlier release did not record them"
+    )

@@ -39,12 +39,20 @@ def server(tmp_path):
         str(port),
     ]
     command += ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]
-    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
+    settings = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "HF_HUB_OFFLINE": "1",
+    }
     environment = {**os.environ, **settings}
     environment.pop("PYTHONPATH", None)
-    with (tmp_path / "server.log").open("wb") as log, subprocess.Popen(command, env=environment, stderr=log) as process:
+    with (
+        (tmp_path / "server.log").open("wb") as log,
+        subprocess.Popen(command, env=environment, stderr=log) as process,
+    ):
         try:
-            url, until = f"http://127.0.0.1:{port}", time.monotonic() + LIMIT
+            url = f"http://127.0.0.1:{port}"
+            until = time.monotonic() + LIMIT
             while True:
                 try:
                     httpx.get(f"{url}/v1/models").raise_for_status()
@@ -61,13 +69,16 @@ def server(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not PYTHON, reason="VLLM_PYTHON is not set")
 def test_stored_ids_are_the_served_ids(server, tmp_path, monkeypatch, capsys):
-    plain, served = OpenAIBackend._send, []
+    plain = OpenAIBackend._send
+    served = []
 
     def send(self, method, url, body, schema):
         reply = plain(self, method, url, body, schema)
         if url.endswith("/completions") and body["max_tokens"] > 1:
             choice = reply["choices"][0]
-            served.append((choice["prompt_token_ids"], choice["token_ids"], choice["finish_reason"]))
+            served.append(
+                (choice["prompt_token_ids"], choice["token_ids"], choice["finish_reason"])
+            )
         return reply
 
     monkeypatch.setattr(OpenAIBackend, "_send", send)
@@ -75,8 +86,21 @@ def test_stored_ids_are_the_served_ids(server, tmp_path, monkeypatch, capsys):
     rows = [{"id": f"c{i}", "messages": [m for text in users[: 1 + i % 3] for m in (
         {"role": "user", "content": f"{text} {i}"}, {"role": "assistant", "content": "x"})]} for i in range(9)]  # fmt: skip
     path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"id": "text", "text": "once"}]))
-    options = ["--backend", "openai", "--url", server, "--max-new-tokens", "40", "--max-length", "500", "--top-k", "40"]
+    path.write_text(
+        "".join(json.dumps(row) + "\n" for row in [*rows, {"id": "text", "text": "once"}])
+    )
+    options = [
+        "--backend",
+        "openai",
+        "--url",
+        server,
+        "--max-new-tokens",
+        "40",
+        "--max-length",
+        "500",
+        "--top-k",
+        "40",
+    ]
     command = [
         "generate",
         "--target",
@@ -97,5 +121,8 @@ def test_stored_ids_are_the_served_ids(server, tmp_path, monkeypatch, capsys):
     assert len(records) == 10 and sorted(stored) == sorted(served)
     assert all((ids[-1] == 257) == (finish == "stop") for _, ids, finish in stored)
     tokenizer = make_target(layers=1).tokenizer
-    again = [tokenizer(tokenizer.decode(ids), add_special_tokens=False)["input_ids"] for _, ids, _ in stored]
+    again = [
+        tokenizer(tokenizer.decode(ids), add_special_tokens=False)["input_ids"]
+        for _, ids, _ in stored
+    ]
     assert again != [ids for _, ids, _ in stored], "text would have lost some of them"

@@ -13,7 +13,13 @@ from tests.drafters.overfitting import overfit
 from tests.drafters.test_eagle3 import make_batch, run_step, step_inputs
 from tests.drafters.test_eagle3_flags import packed_batch
 
-TREES = ("chain:3", "fanout:3x2x1", "dynamic:4,3,10", "paths:0,1,0-0,0-1,0-0-0", "chain:5@stop=0.01")
+TREES = (
+    "chain:3",
+    "fanout:3x2x1",
+    "dynamic:4,3,10",
+    "paths:0,1,0-0,0-1,0-0-0",
+    "chain:5@stop=0.01",
+)
 
 
 def make_kind(kind, target, kept=None, shake=False, **options):
@@ -40,7 +46,11 @@ def check_training(drafter, target, learned=0.5):
     assert first.loss.isfinite()
     first.loss.backward()
     for name, parameter in drafter.named_parameters():
-        assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.abs().sum() > 0, name
+        assert (
+            parameter.grad is not None
+            and parameter.grad.isfinite().all()
+            and parameter.grad.abs().sum() > 0
+        ), name
     enough = lambda step: bool((step.metrics["loss"] < learned * first.metrics["loss"]).all())  # noqa: E731
     step = overfit(drafter, step_inputs(drafter, target, batch), enough, lr=1e-2, most=60)
     assert enough(step), (first.metrics, step.metrics)
@@ -59,7 +69,9 @@ def check_packed_rows(drafter, target):
     for name in one.metrics:
         torch.testing.assert_close(one.metrics[name], other.metrics[name], rtol=1e-4, atol=1e-4)
     for mine, theirs in zip(grads, packed_grads, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5 * max(1.0, float(mine.abs().max())))
+        torch.testing.assert_close(
+            mine, theirs, rtol=1e-3, atol=1e-5 * max(1.0, float(mine.abs().max()))
+        )
 
 
 def check_parity(make, target, depth=4):
@@ -75,7 +87,9 @@ def check_parity(make, target, depth=4):
             decoder.pack()
             decoder.bind(target)
         decoder.uses_text = False  # training knows nothing of it
-        session = decoder.start(prefix[: anchor + 1], max_length=13)  # so that the buffers have to grow
+        session = decoder.start(
+            prefix[: anchor + 1], max_length=13
+        )  # so that the buffers have to grow
         session.extend(prefix[1 : anchor - 2], features[: anchor - 3])  # in pieces, as rounds do
         session.extend(prefix[anchor - 2 : anchor + 2], features[anchor - 3 : anchor + 1])
         trees.append(session.propose(TreeSpec.parse(f"chain:{depth}")))
@@ -107,14 +121,22 @@ def check_trees(drafter, target):
         return session.propose(TreeSpec.parse(text), sampler)
 
     kept = set(drafter.kept_ids.tolist())
-    for text, size in (("none", 0), ("chain:3", 3), ("fanout:3x2x1", 15), ("dynamic:4,3,10", 10), ("paths:0,1,0-1", 3)):
+    for text, size in (
+        ("none", 0),
+        ("chain:3", 3),
+        ("fanout:3x2x1", 15),
+        ("dynamic:4,3,10", 10),
+        ("paths:0,1,0-1", 3),
+    ):
         tree = draft(text)
         assert len(tree) == size, text
         assert all(parent < i for i, parent in enumerate(tree.parents))
         pairs = list(zip(tree.parents, tree.tokens.tolist(), strict=True))
         assert len(set(pairs)) == len(pairs) and set(tree.tokens.tolist()) <= kept
-    wide, chain = draft("fanout:3x2x2"), draft("chain:3")
-    node, score = -1, []
+    wide = draft("fanout:3x2x2")
+    chain = draft("chain:3")
+    node = -1
+    score = []
     for token in chain.tokens.tolist():
         node = next(i for i, p in enumerate(wide.parents) if p == node and wide.tokens[i] == token)
         score.append(wide.log_probs[node])
@@ -134,12 +156,17 @@ def check_trees(drafter, target):
 def check_lossless(drafter, target):
     """Greedy speculative text is greedy text in every tree: each prompt in a ragged batch, and one of them alone, in turn."""
     prompts = [[5, 9, 11, 9, 11, 30], [7, 3, 250, 8, 1, 2, 99, 100, 4], [61, 60]]
-    plain = [generate(target, None, prompt, max_new_tokens=16, eos_ids=()).tokens for prompt in prompts]
+    plain = [
+        generate(target, None, prompt, max_new_tokens=16, eos_ids=()).tokens for prompt in prompts
+    ]
     for number, text in enumerate(TREES):
-        spec, turn = TreeSpec.parse(text), number % len(prompts)
+        spec = TreeSpec.parse(text)
+        turn = number % len(prompts)
         alone = generate(target, drafter, prompts[turn], max_new_tokens=16, spec=spec, eos_ids=())
         assert alone.tokens == plain[turn], text
-        together = generate_batch(target, drafter, prompts, max_new_tokens=16, spec=spec, eos_ids=(), max_rows=3)
+        together = generate_batch(
+            target, drafter, prompts, max_new_tokens=16, spec=spec, eos_ids=(), max_rows=3
+        )
         assert [each.tokens for each in together] == plain, text
 
 
@@ -147,7 +174,10 @@ def check_round_trip(drafter, target, folder):
     drafter.save_pretrained(folder)
     loaded = load_drafter(str(folder), target)
     plain = type(drafter).from_pretrained(folder)
-    assert torch.equal(plain.kept_ids, drafter.kept_ids) and plain.feature_layers == drafter.feature_layers
+    assert (
+        torch.equal(plain.kept_ids, drafter.kept_ids)
+        and plain.feature_layers == drafter.feature_layers
+    )
     plain.bind(target)
     a, b = (run_step(d.eval(), target, make_batch()).loss for d in (drafter, plain))
     torch.testing.assert_close(a, b)

@@ -23,14 +23,23 @@ from transformers import (
 
 from tests.conftest import make_tokenizer
 
-H, HEADS, LAYERS, VOCAB, EPS = 32, 4, 4, 300, 1e-6
+H = 32
+HEADS = 4
+LAYERS = 4
+VOCAB = 300
+EPS = 1e-6
 COMMON = {
     "hidden_size": H, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "vocab_size": VOCAB, "intermediate_size": 48,
     "max_position_embeddings": 4096, "rms_norm_eps": EPS, "initializer_range": 0.2, "bos_token_id": 256, "eos_token_id": 257,
     "pad_token_id": 257, "tie_word_embeddings": False,
 }  # fmt: skip
 GATED = {
-    **{"num_key_value_heads": 2, "head_dim": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2},
+    **{
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+    },
     **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
 }
@@ -41,11 +50,22 @@ QWEN_MOE = {
     "shared_expert_intermediate_size": 20,
 }
 ROUTED = {
-    **{"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1},
+    **{
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 1,
+    },
     **{"first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True},
 }
 LATENT = {
-    **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12},
+    **{
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+    },
     **{"num_key_value_heads": HEADS, "n_group": 4, "topk_group": 2},
 }
 GLM = {
@@ -72,10 +92,16 @@ class Family(NamedTuple):
 
 
 FAMILIES = {
-    "qwen3-next": Family(Qwen3NextConfig, Qwen3NextForCausalLM, {**GATED, **QWEN_MOE}, "mtp.", "layers.0."),
+    "qwen3-next": Family(
+        Qwen3NextConfig, Qwen3NextForCausalLM, {**GATED, **QWEN_MOE}, "mtp.", "layers.0."
+    ),
     "qwen3.5": Family(Qwen3_5TextConfig, Qwen3_5ForCausalLM, GATED, "mtp.", "layers.0."),
-    "deepseek-v3": Family(DeepseekV3Config, DeepseekV3ForCausalLM, {**ROUTED, **LATENT}, f"model.layers.{LAYERS}.", ""),
-    "glm-4-moe": Family(Glm4MoeConfig, Glm4MoeForCausalLM, {**ROUTED, **GLM}, f"model.layers.{LAYERS}.", ""),
+    "deepseek-v3": Family(
+        DeepseekV3Config, DeepseekV3ForCausalLM, {**ROUTED, **LATENT}, f"model.layers.{LAYERS}.", ""
+    ),
+    "glm-4-moe": Family(
+        Glm4MoeConfig, Glm4MoeForCausalLM, {**ROUTED, **GLM}, f"model.layers.{LAYERS}.", ""
+    ),
 }
 NAMES = {
     "mtp.": ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
@@ -91,12 +117,16 @@ def module_tensors(name):
         return around + size * torch.randn(*shape, generator=generator)
 
     family = FAMILIES[name]
-    gated, one = family.module == "mtp.", 0.0 if family.module == "mtp." else 1.0
-    e, kv = family.values.get("head_dim", 0), family.values["num_key_value_heads"]
+    gated = family.module == "mtp."
+    one = 0.0 if family.module == "mtp." else 1.0
+    e = family.values.get("head_dim", 0)
+    kv = family.values["num_key_value_heads"]
     first, second, project, norm = NAMES[family.module]
     around = {f"{each}.weight": random(H, around=one) for each in (first, second, norm)}
     around[f"{project}.weight"] = random(H, 2 * H)
-    layer = {f"{each}_layernorm.weight": random(H, around=one) for each in ("input", "post_attention")}
+    layer = {
+        f"{each}_layernorm.weight": random(H, around=one) for each in ("input", "post_attention")
+    }
     shapes = {
         "q_proj": ((2 if gated else 1) * HEADS * e, H),
         "k_proj": (kv * e, H),
@@ -111,7 +141,10 @@ def module_tensors(name):
     layer |= {f"self_attn.{key}.weight": random(*shape) for key, shape in shapes.items()}
     layer |= {f"self_attn.{key}.weight": random(size, around=one) for key, size in norms.items()}
     if name == "glm-4-moe":
-        layer |= {f"self_attn.{key}.bias": random(shapes[key][0]) for key in ("q_proj", "k_proj", "v_proj")}
+        layer |= {
+            f"self_attn.{key}.bias": random(shapes[key][0])
+            for key in ("q_proj", "k_proj", "v_proj")
+        }
 
     def mlp(where, inner):
         return {f"{where}.gate_proj.weight": random(inner, H), f"{where}.up_proj.weight": random(inner, H),
@@ -127,7 +160,10 @@ def module_tensors(name):
         if gated:
             layer |= {**mlp("mlp.shared_expert", 20), "mlp.shared_expert_gate.weight": random(1, H)}
         else:
-            layer |= {**mlp("mlp.shared_experts", 24), "mlp.gate.e_score_correction_bias": random(experts)}
+            layer |= {
+                **mlp("mlp.shared_experts", 24),
+                "mlp.gate.e_score_correction_bias": random(experts),
+            }
     return {**around, **{family.layer + key: weight for key, weight in layer.items()}}
 
 
@@ -144,7 +180,8 @@ def write_checkpoint(name, folder, more=None):
     model.save_pretrained(folder)
     make_tokenizer(VOCAB).save_pretrained(folder)
     tensors = module_tensors(name)
-    path, files = folder / "model.safetensors", {family.module + key: weight for key, weight in tensors.items()}
+    path = folder / "model.safetensors"
+    files = {family.module + key: weight for key, weight in tensors.items()}
     if family.module != "mtp.":  # these files repeat the target's embedding and head
         own = load_file(path)
         files[f"{family.module}embed_tokens.weight"] = own["model.embed_tokens.weight"].clone()
@@ -159,15 +196,26 @@ def write_checkpoint(name, folder, more=None):
 def reference(name, tensors, embeds, states, positions):
     """[t, h] embeddings and target states of one row -> [t, h] the module's normed output."""
     family, (first, second, project, norm) = FAMILIES[name], NAMES[FAMILIES[name].module]
-    shift = 1.0 if family.module == "mtp." else 0.0  # these families store the factors of norms minus one
+    shift = (
+        1.0 if family.module == "mtp." else 0.0
+    )  # these families store the factors of norms minus one
 
     def normed(x, key):
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * (tensors[f"{key}.weight"] + shift)
+        return (
+            x
+            * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+            * (tensors[f"{key}.weight"] + shift)
+        )
 
     weights = {key.removeprefix(family.layer): weight for key, weight in tensors.items()}
-    x = torch.cat((normed(embeds, first), normed(states, second)), dim=-1) @ tensors[f"{project}.weight"].T
+    x = (
+        torch.cat((normed(embeds, first), normed(states, second)), dim=-1)
+        @ tensors[f"{project}.weight"].T
+    )
     attention = latent_attention if name == "deepseek-v3" else grouped_attention
-    x = x + attention(weights, normed(x, family.layer + "input_layernorm"), positions, family.values, shift)
+    x = x + attention(
+        weights, normed(x, family.layer + "input_layernorm"), positions, family.values, shift
+    )
     x = x + mixture(weights, normed(x, family.layer + "post_attention_layernorm"), family.values)
     return normed(x, norm)
 
@@ -187,41 +235,57 @@ def angles(positions, width):
 def halves(x, positions, width):
     """Rotates the first `width` entries of heads x [t, heads, e], entry i with i + width / 2."""
     angle = angles(positions, width)[:, None]
-    a, b, rest = x[..., : width // 2], x[..., width // 2 : width], x[..., width:]
-    return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), rest), dim=-1)
+    a = x[..., : width // 2]
+    b = x[..., width // 2 : width]
+    rest = x[..., width:]
+    return torch.cat(
+        (a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), rest), dim=-1
+    )
 
 
 def attended(query, key, value):
     """Causal attention of heads [t, heads, e], [t, kv, e], [t, kv, ev] -> [t, heads * ev]."""
     groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    key = key.repeat_interleave(groups, 1)
+    value = value.repeat_interleave(groups, 1)
     scores = torch.einsum("qhe,khe->hqk", query, key) * query.shape[-1] ** -0.5
     scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), -torch.inf)
     return torch.einsum("hqk,khe->qhe", scores.softmax(-1), value).flatten(1)
 
 
 def grouped_attention(weights, x, positions, values, shift):
-    e, width = values["head_dim"], int(values["head_dim"] * values["rope_parameters"]["partial_rotary_factor"])
+    e = values["head_dim"]
+    width = int(values["head_dim"] * values["rope_parameters"]["partial_rotary_factor"])
     query = linear(weights, "self_attn.q_proj", x).view(len(x), HEADS, -1)
     query, gate = query[..., :e], query[..., e:]  # the gate is there in Qwen3-Next and Qwen3.5
     key, value = (linear(weights, f"self_attn.{part}_proj", x).view(len(x), -1, e) for part in "kv")
-    query, key = (rms(part, weights[f"self_attn.{n}_norm.weight"], shift) for part, n in ((query, "q"), (key, "k")))
+    query, key = (
+        rms(part, weights[f"self_attn.{n}_norm.weight"], shift)
+        for part, n in ((query, "q"), (key, "k"))
+    )
     out = attended(halves(query, positions, width), halves(key, positions, width), value)
     return linear(weights, "self_attn.o_proj", out * gate.flatten(1).sigmoid() if shift else out)
 
 
 def latent_attention(weights, x, positions, values, shift):
-    nope, rope = values["qk_nope_head_dim"], values["qk_rope_head_dim"]
+    nope = values["qk_nope_head_dim"]
+    rope = values["qk_rope_head_dim"]
 
     def pairs(x):  # entries 2i and 2i + 1 rotate together
         angle = angles(positions, rope)[:, None]
-        a, b = x[..., 0::2], x[..., 1::2]
-        return torch.stack((a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()), dim=-1).flatten(-2)
+        a = x[..., 0::2]
+        b = x[..., 1::2]
+        return torch.stack(
+            (a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()), dim=-1
+        ).flatten(-2)
 
-    latent = rms(linear(weights, "self_attn.q_a_proj", x), weights["self_attn.q_a_layernorm.weight"])
+    latent = rms(
+        linear(weights, "self_attn.q_a_proj", x), weights["self_attn.q_a_layernorm.weight"]
+    )
     query = linear(weights, "self_attn.q_b_proj", latent).view(len(x), HEADS, nope + rope)
     compressed = linear(weights, "self_attn.kv_a_proj_with_mqa", x)
-    latent, shared = compressed[:, : values["kv_lora_rank"]], compressed[:, None, values["kv_lora_rank"] :]
+    latent = compressed[:, : values["kv_lora_rank"]]
+    shared = compressed[:, None, values["kv_lora_rank"] :]
     latent = rms(latent, weights["self_attn.kv_a_layernorm.weight"])
     both = linear(weights, "self_attn.kv_b_proj", latent).view(len(x), HEADS, -1)
     key = torch.cat((both[..., :nope], pairs(shared).expand(-1, HEADS, -1)), dim=-1)
@@ -240,21 +304,32 @@ def dense(weights, where, x):
 def mixture(weights, x, values):
     if "mlp.gate.weight" not in weights:
         return dense(weights, "mlp", x)
-    products, count = linear(weights, "mlp.gate", x), values["num_experts_per_tok"]
-    if "mlp.gate.e_score_correction_bias" in weights:  # sigmoid scores; the bias chooses and does not weigh
+    products = linear(weights, "mlp.gate", x)
+    count = values["num_experts_per_tok"]
+    if (
+        "mlp.gate.e_score_correction_bias" in weights
+    ):  # sigmoid scores; the bias chooses and does not weigh
         scores = products.sigmoid()
         choice = scores + weights["mlp.gate.e_score_correction_bias"]
         groups = choice.view(len(x), values["n_group"], -1)
         best = groups.topk(2, dim=-1).values.sum(-1).topk(values["topk_group"], dim=-1).indices
         allowed = torch.zeros(len(x), values["n_group"]).scatter_(1, best, 1.0).bool()
-        chosen = groups.masked_fill(~allowed[..., None], -torch.inf).flatten(1).topk(count, dim=-1).indices
+        chosen = (
+            groups.masked_fill(~allowed[..., None], -torch.inf)
+            .flatten(1)
+            .topk(count, dim=-1)
+            .indices
+        )
         shares = scores.gather(1, chosen)
         shares = shares / shares.sum(-1, keepdim=True) * values["routed_scaling_factor"]
         shared = dense(weights, "mlp.shared_experts", x)
     else:
         shares, chosen = products.softmax(-1).topk(count, dim=-1)
         shares = shares / shares.sum(-1, keepdim=True)
-        shared = dense(weights, "mlp.shared_expert", x) * linear(weights, "mlp.shared_expert_gate", x).sigmoid()
+        shared = (
+            dense(weights, "mlp.shared_expert", x)
+            * linear(weights, "mlp.shared_expert_gate", x).sigmoid()
+        )
     rows = [
         sum(
             share * dense(weights, f"mlp.experts.{int(i)}", x[t : t + 1])[0]

@@ -79,7 +79,8 @@ def blocks() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    folder, target = tmp_path_factory.mktemp("kind"), make_target()
+    folder = tmp_path_factory.mktemp("kind")
+    target = make_target()
     target.model.save_pretrained(folder / "target")
     target.tokenizer.save_pretrained(folder / "target")
     data = write_data(folder / "data", target)
@@ -91,18 +92,24 @@ def built(tmp_path_factory):
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DRAFTTRAIN_KINDS": str(folder / "kinds")}
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment, cwd=ROOT)
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, env=environment, cwd=ROOT
+    )
 
 
 @pytest.mark.thorough
 def test_the_page_builds_a_kind(built):
     folder, target, data = built
-    recipe, out = folder / "kinds" / "bigram.yaml", folder / "out"
+    recipe = folder / "kinds" / "bigram.yaml"
+    out = folder / "out"
     text = recipe.read_text()
     for key, value in {"target": target, "data": data, "output_dir": out, "max_steps": 30}.items():
         text = re.sub(rf"^{key}: .*$", f"{key}: {value}", text, flags=re.M)
     text = text.replace("{width: 64}", "{width: 32}")
-    recipe.write_text(text + "dtype: float32\nuse_cpu: true\nlearning_rate: 0.01\nvalidation: 0.1\ndecode_prompts: 0\n")
+    recipe.write_text(
+        text
+        + "dtype: float32\nuse_cpu: true\nlearning_rate: 0.01\nvalidation: 0.1\ndecode_prompts: 0\n"
+    )
     done = run(folder, "-c", SCRIPT, str(out), str(recipe), str(target))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "the kind works"
@@ -113,4 +120,7 @@ def test_a_name_that_exists_twice_is_an_error(tmp_path):
     (tmp_path / "kinds" / "ngram").mkdir(parents=True)
     (tmp_path / "kinds" / "ngram" / "model.py").write_text("KIND = None\n")
     done = run(tmp_path, "-c", "from drafttrain.drafters.registry import kinds; kinds()")
-    assert done.returncode != 0 and "UserError: DRAFTTRAIN_KINDS: kind 'ngram' exists twice" in done.stderr
+    assert (
+        done.returncode != 0
+        and "UserError: DRAFTTRAIN_KINDS: kind 'ngram' exists twice" in done.stderr
+    )

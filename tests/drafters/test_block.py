@@ -77,17 +77,28 @@ def begun(drafter, target, prefix, max_length=64):
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", [{}, {"train_head": True, "weighting": "dpace"}])
-def test_every_parameter_gets_a_finite_gradient_and_a_batch_can_be_overfitted(target, kind, options):
-    drafter, batch = make_drafter(kind, target, torch.arange(300), **options), make_batch((12, 9))
+def test_every_parameter_gets_a_finite_gradient_and_a_batch_can_be_overfitted(
+    target, kind, options
+):
+    drafter = make_drafter(kind, target, torch.arange(300), **options)
+    batch = make_batch((12, 9))
     first = run_step(drafter, target, batch)
     first.loss.backward()
     for name, parameter in drafter.named_parameters():
-        assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.abs().sum() > 0, name
+        assert (
+            parameter.grad is not None
+            and parameter.grad.isfinite().all()
+            and parameter.grad.abs().sum() > 0
+        ), name
     assert ("lm_head.weight" in dict(drafter.named_parameters())) == bool(options)
 
     def learned(step):
-        share = {name: step.metrics[name].sum() / step.metrics["count"].sum() for name in step.metrics}
-        return share["agree"] > 0.8 and (kind is not DSpark or (share["confidence"] - share["alpha"]).abs() < 0.1)
+        share = {
+            name: step.metrics[name].sum() / step.metrics["count"].sum() for name in step.metrics
+        }
+        return share["agree"] > 0.8 and (
+            kind is not DSpark or (share["confidence"] - share["alpha"]).abs() < 0.1
+        )
 
     step = overfit(drafter, step_inputs(drafter, target, batch), learned, lr=5e-3, most=100)
     assert learned(step), step.metrics
@@ -95,7 +106,8 @@ def test_every_parameter_gets_a_finite_gradient_and_a_batch_can_be_overfitted(ta
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "packed", [False, pytest.param(True, marks=pytest.mark.skipif(cpu_kernels() is None, reason="C"))]
+    "packed",
+    [False, pytest.param(True, marks=pytest.mark.skipif(cpu_kernels() is None, reason="C"))],
 )
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
 @pytest.mark.parametrize("kind", KINDS)
@@ -116,17 +128,22 @@ def test_training_at_depth_k_is_what_decoding_says_there(target, kind, options, 
     while tree.parents[path[0]] >= 0:
         path.insert(0, tree.parents[path[0]])
     assert len(path) == depth
-    ids = torch.cat((torch.arange(7), prefix, tree.tokens[path]))[None]  # the conversation stands behind another one
+    ids = torch.cat((torch.arange(7), prefix, tree.tokens[path]))[
+        None
+    ]  # the conversation stands behind another one
     documents = torch.tensor([[0, 0, 7], [0, 7, ids.shape[1] - 7]])
     mask = torch.zeros_like(ids, dtype=torch.bool)
     mask[0, 7 + len(prefix) - 1 :] = True
     batch = Batch(ids, torch.tensor([ids.shape[1]]), mask, torch.tensor([0, 1]), documents)
-    seen, readout = [], drafter.readout
+    seen = []
+    readout = drafter.readout
     drafter.readout = lambda *args: seen.append(readout(*args)) or seen[-1]
     step = run_step(drafter, target, batch)
     assert step.metrics["count"].tolist() == [depth - k for k in range(depth)]
     hidden, head = seen[0]
-    log_q = (hidden[:depth] @ head.T).log_softmax(-1)  # of the first anchor, the prefix's last token but one
+    log_q = (hidden[:depth] @ head.T).log_softmax(
+        -1
+    )  # of the first anchor, the prefix's last token but one
     wanted = log_q.gather(1, tree.tokens[path][:, None] - 40).flatten()
     if kind is DSpark:
         wanted = wanted + drafter.confidence(hidden[:depth]).sigmoid().log().flatten()
@@ -135,7 +152,8 @@ def test_training_at_depth_k_is_what_decoding_says_there(target, kind, options, 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_padding_and_packing_change_nothing(target, kind):
-    drafter, whole = shaken(kind, target), make_batch((17, 11, 30, 9), start=2)
+    drafter = shaken(kind, target)
+    whole = make_batch((17, 11, 30, 9), start=2)
     results = []
     for batch in (whole, packed_batch(whole, [[2, 0], [3, 1]])):
         drafter.zero_grad()
@@ -147,12 +165,15 @@ def test_padding_and_packing_change_nothing(target, kind):
     for name in one.metrics:
         torch.testing.assert_close(one.metrics[name], other.metrics[name], rtol=1e-4, atol=1e-4)
     for mine, theirs in zip(grads, packed_grads, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5 * max(1.0, float(mine.abs().max())))
+        torch.testing.assert_close(
+            mine, theirs, rtol=1e-3, atol=1e-5 * max(1.0, float(mine.abs().max()))
+        )
 
 
 @pytest.mark.thorough
 def test_a_share_of_the_blocks_has_the_same_loss_in_expectation(target):
-    drafter, batch = shaken(DFlash, target, anchor_share=0.3), make_batch((40, 33))
+    drafter = shaken(DFlash, target, anchor_share=0.3)
+    batch = make_batch((40, 33))
     every = run_step(drafter, target, batch)
     drafter.train()
     torch.manual_seed(0)
@@ -160,7 +181,9 @@ def test_a_share_of_the_blocks_has_the_same_loss_in_expectation(target):
     counts = [int(step.metrics["count"][0]) for step in some]
     anchors = int(every.metrics["count"][0])
     assert {int(0.3 * anchors), int(0.3 * anchors) + 1} == set(counts)
-    torch.testing.assert_close(torch.stack([step.loss for step in some]).mean(), every.loss, rtol=0.03, atol=0)
+    torch.testing.assert_close(
+        torch.stack([step.loss for step in some]).mean(), every.loss, rtol=0.03, atol=0
+    )
     drafter.config.anchor_share = 1e-6  # no block at all: a loss of zero, with gradients
     step = run_step(drafter, target, batch)
     step.loss.backward()
@@ -177,7 +200,9 @@ def test_dpace_weighs_by_how_far_the_block_is_right(target):
     assert anchors.tolist() == [2, 3, 4, 5, 6] and live.sum(1).tolist() == [4, 4, 3, 2, 1]
     hidden = torch.randn(14, 32, generator=torch.Generator().manual_seed(0)) * 0.1
     at = row_of.flatten()[(anchors[:, None] + 1 + torch.arange(4))[live]]
-    weights = drafter.weigh(live, scale, hidden, drafter.head.weight, rows, at).split(live.sum(1).tolist())
+    weights = drafter.weigh(live, scale, hidden, drafter.head.weight, rows, at).split(
+        live.sum(1).tolist()
+    )
     q = drafter.logits(hidden).softmax(-1).gather(1, rows.sampled_at(at)[:, None]).flatten()
     smooth = (0.75 * q + 0.25).split(live.sum(1).tolist())
     for weight, row in zip(weights, smooth, strict=True):
@@ -187,7 +212,8 @@ def test_dpace_weighs_by_how_far_the_block_is_right(target):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "text", ["chain:9", "fanout:3x2x1", "dynamic:4,5,12", "paths:0,1,0-0,1-2,0-0-1", "chain:4@stop=0.3"]
+    "text",
+    ["chain:9", "fanout:3x2x1", "dynamic:4,5,12", "paths:0,1,0-0,1-2,0-0-1", "chain:4@stop=0.3"],
 )
 def test_trees_are_well_formed_and_go_no_deeper_than_the_block(target, kind, text):
     drafter = shaken(kind, target)
@@ -198,29 +224,40 @@ def test_trees_are_well_formed_and_go_no_deeper_than_the_block(target, kind, tex
     pairs = list(zip(tree.parents, tree.tokens.tolist(), strict=True))
     assert len(set(pairs)) == len(pairs)
     assert all(
-        tree.log_probs[node] <= tree.log_probs[parent] for node, parent in enumerate(tree.parents) if parent >= 0
+        tree.log_probs[node] <= tree.log_probs[parent]
+        for node, parent in enumerate(tree.parents)
+        if parent >= 0
     )
     if text == "chain:9":
         assert tree.depths == [1, 2, 3, 4]
 
 
-WIDE = TreeSpec("fanout", 2, (200, 200), 200, 40_200)  # every token; larger than the text form allows
+WIDE = TreeSpec(
+    "fanout", 2, (200, 200), 200, 40_200
+)  # every token; larger than the text form allows
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_drawn_trees_say_what_they_were_drawn_from(target, kind):
-    drafter, params = shaken(kind, target), SamplingParams(temperature=0.8, top_k=20)
+    drafter = shaken(kind, target)
+    params = SamplingParams(temperature=0.8, top_k=20)
     session = begun(drafter, target, make_batch((9,)).input_ids[0])
-    tree = session.propose(TreeSpec.parse("fanout:3x2@sample"), Sampler(params, torch.Generator().manual_seed(1)))
+    tree = session.propose(
+        TreeSpec.parse("fanout:3x2@sample"), Sampler(params, torch.Generator().manual_seed(1))
+    )
     wide = begun(drafter, target, make_batch((9,)).input_ids[0]).propose(WIDE)
     log_q = {(wide.parents[n], int(wide.tokens[n])): wide.log_probs[n] for n in range(len(wide))}
     first = {int(wide.tokens[n]): n for n in range(200)}
     for node, parent in enumerate(tree.parents):
         above = first[int(tree.tokens[parent])] if parent >= 0 else -1
-        scores = torch.stack([log_q[above, token] for token in KEPT.tolist()])  # up to a constant: path and confidence
+        scores = torch.stack(
+            [log_q[above, token] for token in KEPT.tolist()]
+        )  # up to a constant: path and confidence
         q = probabilities(scores[None], params)[0]
-        torch.testing.assert_close(tree.proposal.probs[tree.proposal.rows[node]], q, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(
+            tree.proposal.probs[tree.proposal.rows[node]], q, rtol=1e-3, atol=1e-5
+        )
 
 
 @pytest.mark.thorough
@@ -238,11 +275,19 @@ def test_drawn_trees_say_what_they_were_drawn_from(target, kind):
     ],
 )
 def test_greedy_output_is_the_targets_own_alone_and_in_a_batch(target, kind, text):
-    drafter, spec = shaken(kind, target), TreeSpec.parse(text)
+    drafter = shaken(kind, target)
+    spec = TreeSpec.parse(text)
     prompts = [make_batch((n,), seed=n).input_ids[0] for n in (5, 13, 9)]
-    plain = [generate(target, None, prompt, max_new_tokens=12, eos_ids=[]).tokens for prompt in prompts]
-    alone = [generate(target, drafter, prompt, max_new_tokens=12, spec=spec, eos_ids=[]) for prompt in prompts]
-    batch = generate_batch(target, drafter, prompts, max_new_tokens=12, spec=spec, eos_ids=[], max_rows=2)
+    plain = [
+        generate(target, None, prompt, max_new_tokens=12, eos_ids=[]).tokens for prompt in prompts
+    ]
+    alone = [
+        generate(target, drafter, prompt, max_new_tokens=12, spec=spec, eos_ids=[])
+        for prompt in prompts
+    ]
+    batch = generate_batch(
+        target, drafter, prompts, max_new_tokens=12, spec=spec, eos_ids=[], max_rows=2
+    )
     assert [one.tokens for one in alone] == [one.tokens for one in batch] == plain
     assert [one.stats.accepted for one in alone] == [one.stats.accepted for one in batch]
 
@@ -254,11 +299,14 @@ def test_save_and_load_round_trip(target, tmp_path, kind, options):
     drafter.save_pretrained(tmp_path)
     loaded = load_drafter(str(tmp_path), target)
     assert type(loaded) is kind and loaded.feature_layers == drafter.feature_layers
-    prefix, spec = make_batch((9,)).input_ids[0], TreeSpec.parse("fanout:3x2x2")
+    prefix = make_batch((9,)).input_ids[0]
+    spec = TreeSpec.parse("fanout:3x2x2")
     trees = [begun(one, target, prefix).propose(spec) for one in (drafter, loaded)]
     assert torch.equal(trees[0].tokens, trees[1].tokens)
     torch.testing.assert_close(trees[0].log_probs, trees[1].log_probs, rtol=1e-4, atol=1e-5)
-    with pytest.raises(UserError, match=r"trained for target 'tiny' with num_layers=4.*has num_layers=6"):
+    with pytest.raises(
+        UserError, match=r"trained for target 'tiny' with num_layers=4.*has num_layers=6"
+    ):
         loaded.bind(make_target(layers=6))
 
 

@@ -33,7 +33,8 @@ def test_the_block_computes_the_map_it_was_given(mask):
     source = TargetSource(target, drafter.feature_layers, drafter.kept_ids)
     explained = block_start(drafter, batches, source)
     assert 0.1 < explained <= 1.0
-    reads, readout = [], drafter.readout
+    reads = []
+    readout = drafter.readout
     drafter.readout = lambda *args: reads.append(args[0]) or readout(*args)
     run_step(drafter, target, batches[0])
     _, rows, row_of = source(batches[0])
@@ -47,7 +48,9 @@ def test_the_block_computes_the_map_it_was_given(mask):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", [DFlash, DSpark, DFlash2])
-@pytest.mark.parametrize("options", [{}, {"num_key_value_heads": 1}, {"num_hidden_layers": 3, "head_dim": 4}])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_key_value_heads": 1}, {"num_hidden_layers": 3, "head_dim": 4}]
+)
 def test_the_start_beats_copied_weights_and_every_parameter_still_learns(kind, options):
     target = lifelike_target()
     drafter = make_drafter(kind, target, **options)

@@ -39,20 +39,27 @@ def files_run() -> Iterator[set[str]]:
 
 def test_a_training_step_runs_three_files():
     target = make_target(hidden=64)
-    drafter, batch = make_kind("eagle3", target), make_batch()
+    drafter = make_kind("eagle3", target)
+    batch = make_batch()
     with files_run() as found:
         run_step(drafter, target, batch)
     assert found == {"eagle3/model.py", "common/layer_model.py", "common/layers.py"}
 
 
-@pytest.mark.skipif(cpu_kernels() is None, reason="without a C compiler a depth runs the layers in torch")
+@pytest.mark.skipif(
+    cpu_kernels() is None, reason="without a C compiler a depth runs the layers in torch"
+)
 @pytest.mark.parametrize("tree", ["chain:3", "dynamic:4,3,8"])
 def test_a_decoding_round_runs_four_files(tmp_path, tree):
     target = make_target(hidden=64)
     make_kind("eagle3", target).save_pretrained(tmp_path)
-    decoder = Decoder(target.pack(), load_drafter(str(tmp_path), target), spec=TreeSpec.parse(tree), eos_ids=())
+    decoder = Decoder(
+        target.pack(), load_drafter(str(tmp_path), target), spec=TreeSpec.parse(tree), eos_ids=()
+    )
     rounds = decoder.stream([[1, 2, 3, 4, 5]], max_new_tokens=30)
     next(rounds), next(rounds)  # the prompt, and the first round, which allocates
     with files_run() as found:
         next(rounds)
-    assert found == {f"common/{name}.py" for name in ("layer_model", "layer_session", "layers", "tree_growth")}
+    assert found == {
+        f"common/{name}.py" for name in ("layer_model", "layer_session", "layers", "tree_growth")
+    }

@@ -30,7 +30,9 @@ def test_merging_unites_paths_and_shares_beginnings():
     assert len(both) == 5 and all(parent < node for node, parent in enumerate(both.parents))
     assert both.log_probs.exp().tolist() == pytest.approx([0.6, 0.3, 0.2, 0.4, 0.1])
     assert both.matched == {3, 4}  # node 0 is in both trees
-    assert both.part([0, 2, 3]).matched == {2} and both.with_probes([5, 9], [-1, 0], 9)[0].matched == {3, 4}
+    assert both.part([0, 2, 3]).matched == {2} and both.with_probes([5, 9], [-1, 0], 9)[
+        0
+    ].matched == {3, 4}
 
 
 def test_the_likeliest_nodes_of_both_trees_share_the_budget():
@@ -45,7 +47,10 @@ class Fixed(Drafter):
     """A drafter whose every session proposes the same tree; counts how often it is asked."""
 
     def __init__(self, tree: TokenTree):
-        self.tree, self.kind, self.feature_layers, self.asked = tree, "fixed", (), 0
+        self.tree = tree
+        self.kind = "fixed"
+        self.feature_layers = ()
+        self.asked = 0
 
     def start(self, prompt_ids, max_length):
         return None
@@ -77,7 +82,13 @@ def test_the_likelihood_of_a_match_decides_who_drafts(chance, text, asked, want)
 
 
 @pytest.mark.parametrize(
-    ("text", "kept"), [("dynamic:2,2,2", 2), ("dynamic:2,2,2@match=9", 4), ("dynamic:2,2,4", 4), ("chain:6@match=9", 6)]
+    ("text", "kept"),
+    [
+        ("dynamic:2,2,2", 2),
+        ("dynamic:2,2,2@match=9", 4),
+        ("dynamic:2,2,4", 4),
+        ("chain:6@match=9", 6),
+    ],
 )
 def test_beyond_the_trees_size_a_match_keeps_what_is_likely(text, kept):
     chances = torch.tensor([0.9, 0.8, 0.5, 0.2, 0.09, 0.05, 0.04])
@@ -94,7 +105,10 @@ def test_combined_drafting_keeps_the_budget_and_the_output(target):
     plain = generate(target, None, prompt, max_new_tokens=40, eos_ids=()).tokens
     for text in ("dynamic:4,3,8", "dynamic:2,2,2@match=11", "chain:3", "fanout:2x2", "chain:1"):
         spec = TreeSpec.parse(text)
-        assert generate(target, drafter, prompt, max_new_tokens=40, spec=spec, eos_ids=()).tokens == plain
+        assert (
+            generate(target, drafter, prompt, max_new_tokens=40, spec=spec, eos_ids=()).tokens
+            == plain
+        )
         session = drafter.start(prompt, 100)
         features = target.forward(prompt[None], drafter.feature_layers).features[0]
         session.extend(prompt[1:], features[:-1])

@@ -24,10 +24,12 @@ def make_text(target, limit=4, kept=KEPT):
 
 def test_recent_tokens_join_with_the_targets_logits():
     target = make_target()
-    text, reads = make_text(target), torch.randn(3, target.hidden_size)
+    text = make_text(target)
+    reads = torch.randn(3, target.hidden_size)
     logits = target.head(reads)  # [3, v]
     text.read([1, 50, 2, 3, 1])
-    drafted, first = text.shape(logits[:, KEPT], reads), text.ids
+    drafted = text.shape(logits[:, KEPT], reads)
+    first = text.ids
     assert first[len(KEPT) :].tolist() == [1, 2, 3]
     torch.testing.assert_close(drafted, logits[:, first])
 
@@ -41,12 +43,15 @@ def test_recent_tokens_join_with_the_targets_logits():
 
 
 def test_rows_follow_what_training_moved_all_kept_rows_by():
-    target, shift = make_target(), torch.randn(64)[: make_target().hidden_size] * 0.1
+    target = make_target()
+    shift = torch.randn(64)[: make_target().hidden_size] * 0.1
     rows = target.head_weight.detach()
     text = ContextVocabulary(target, KEPT, 8).open(1.5 * rows[KEPT] + shift)
     text.read([7])
     reads = torch.randn(2, target.hidden_size)
-    torch.testing.assert_close(text.shape(reads.new_zeros(2, 200), reads)[:, 200], reads @ (1.5 * rows[7] + shift))
+    torch.testing.assert_close(
+        text.shape(reads.new_zeros(2, 200), reads)[:, 200], reads @ (1.5 * rows[7] + shift)
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -59,15 +64,20 @@ def test_each_sequence_has_its_own_tokens_and_text_stays_the_targets(kind):
     plain = [generate(target, None, prompt, max_new_tokens=12).tokens for prompt in prompts]
     drafted: list[list[set[int]]] = [[], []]
     for text in ("chain:3", "dynamic:3,3,6"):
-        spec, sessions = TreeSpec.parse(text), []
-        features = [target.forward(prompt[None], drafter.feature_layers).features[0] for prompt in prompts]
+        spec = TreeSpec.parse(text)
+        sessions = []
+        features = [
+            target.forward(prompt[None], drafter.feature_layers).features[0] for prompt in prompts
+        ]
         for together in (True, False):
             sessions = [drafter.start(prompt[:-1], 32) for prompt in prompts]
             groups = [range(4)] if together else [[0], [1], [2], [3]]
             trees = []
             for rows in groups:
                 own = [sessions[row] for row in rows]
-                drafter.extend_all(own, [prompts[row][1:] for row in rows], [features[row][:-1] for row in rows])
+                drafter.extend_all(
+                    own, [prompts[row][1:] for row in rows], [features[row][:-1] for row in rows]
+                )
                 trees += drafter.propose_all(own, [spec] * len(own), [None] * len(own))
             drafted[not together] = [set(tree.tokens.tolist()) for tree in trees]
         assert drafted[0] == drafted[1]
@@ -93,14 +103,18 @@ def test_sampled_trees_record_the_distribution_that_they_were_drawn_from(kind):
         tree = session.propose(TreeSpec.parse("chain:2@sample"), sampler)
     q = torch.cat([probabilities(logits, sampler.params) for logits in seen])
     torch.testing.assert_close(tree.proposal.probs, q)
-    assert tree.proposal.kept_ids.tolist() == session.ids.tolist() and q.shape[1] == len(session.ids) > len(KEPT)
+    assert tree.proposal.kept_ids.tolist() == session.ids.tolist() and q.shape[1] == len(
+        session.ids
+    ) > len(KEPT)
 
 
 def test_a_head_of_its_own_gets_no_tokens_and_refuses_a_number():
     target = make_target()
     own = torch.randn(len(KEPT), target.hidden_size)
     assert ContextVocabulary(target, KEPT, 0).open(own) is None
-    with pytest.raises(UserError, match="extra_vocab_size=8: the drafter's head did not begin as the target's"):
+    with pytest.raises(
+        UserError, match="extra_vocab_size=8: the drafter's head did not begin as the target's"
+    ):
         ContextVocabulary(target, KEPT, 8).open(own)
     with pytest.raises(UserError, match="keeps the whole vocabulary; set 0"):
         make_text(target, 8, kept=torch.arange(target.vocab_size))

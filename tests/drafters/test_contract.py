@@ -36,7 +36,14 @@ TRAINED = [kind for kind in KINDS if kind_class(kind).trainable]
 RECIPES = Path(__file__).parents[2] / "configs" / "smollm2-135m"
 # What a kind cannot do without; all others are built from their defaults.
 NEEDED: dict[str, dict[str, Any]] = {"draft_model": {"layers": [0, 3]}}
-TREES = ("chain:3", "fanout:3x2x1", "dynamic:4,3,8", "paths:0,1,0-0,1-0,0-0-1", "chain:4@stop=0.2", "none")
+TREES = (
+    "chain:3",
+    "fanout:3x2x1",
+    "dynamic:4,3,8",
+    "paths:0,1,0-0,1-0,0-0-1",
+    "chain:4@stop=0.2",
+    "none",
+)
 PROMPTS = ([5, 9, 11, 9, 11, 30, 2, 9, 11, 4], [7, 8, 7, 8, 7], [60, 3, 90, 14, 15, 92, 65])
 NEW = 14
 MOST_STEPS = 300
@@ -89,8 +96,11 @@ def metrics_of(drafter: Any, prompt: list[int], answer: list[int]) -> dict[str, 
 
 
 def learned(steps: list[Any]) -> bool:
-    first, last = steps[0], steps[-1]
-    return bool(last.loss < 0.3 * first.loss and last.metrics["agree"][0] > 0.7 * last.metrics["count"][0])
+    first = steps[0]
+    last = steps[-1]
+    return bool(
+        last.loss < 0.3 * first.loss and last.metrics["agree"][0] > 0.7 * last.metrics["count"][0]
+    )
 
 
 @functools.cache
@@ -101,12 +111,15 @@ def overfitted(kind: str) -> tuple[Any, list[Any], dict[str, float]]:
     inputs = inputs_of(drafter, rows_of(list(zip(PROMPTS, answers(), strict=True))))
     trainable = {name: value for name, value in drafter.named_parameters() if value.requires_grad}
     optimizer = torch.optim.AdamW(trainable.values(), lr=1e-2, weight_decay=0.0)
-    steps, seen = [], dict.fromkeys(trainable, 0.0)
+    steps = []
+    seen = dict.fromkeys(trainable, 0.0)
     for number in range(MOST_STEPS):
         optimizer.zero_grad()
         step = drafter(inputs)
         step.loss.backward()
-        if number < 3:  # a factor that starts as zero keeps the other one's gradient from it for a step
+        if (
+            number < 3
+        ):  # a factor that starts as zero keeps the other one's gradient from it for a step
             for name, value in trainable.items():
                 assert value.grad is not None, f"{name} has no gradient"
                 seen[name] += float(value.grad.abs().sum())
@@ -172,7 +185,9 @@ def test_one_batch_is_overfitted_with_a_gradient_on_every_parameter(kind):
         assert step.loss.isfinite() and all(
             step.metrics[name].isfinite().all() for name in ("count", "loss", "alpha", "agree")
         )
-    assert learned(steps), f"after {len(steps)} steps: {steps[0].loss} -> {steps[-1].loss}, {steps[-1].metrics}"
+    assert learned(steps), (
+        f"after {len(steps)} steps: {steps[0].loss} -> {steps[-1].loss}, {steps[-1].metrics}"
+    )
 
 
 @pytest.mark.thorough
@@ -181,7 +196,9 @@ def test_training_step_k_is_what_decoding_computes_at_depth_k(kind, decoding):
     """Both are asked about the same paths: -log q of their last token, by the loss and by what the token was drawn from."""
     trainer = build(kind, loss="ce").eval()
     trainer.load_state_dict(overfitted(kind)[0].state_dict())
-    decoder, prompt, root = decoding(kind), list(PROMPTS[0]), answers()[0][0]
+    decoder = decoding(kind)
+    prompt = list(PROMPTS[0])
+    root = answers()[0][0]
     spec = TreeSpec.parse("fanout:2x1x1@sample")
     sampler = Sampler(SamplingParams(temperature=1.0), torch.Generator().manual_seed(1))
     tree = session_at(decoder, prompt, root).propose(spec, sampler)
@@ -205,7 +222,9 @@ def test_training_step_k_is_what_decoding_computes_at_depth_k(kind, decoding):
 
 
 # Language models draft for other vocabularies, see test_vocabularies.
-@pytest.mark.parametrize("kind", [kind for kind in TRAINED if not kind_class(kind).loads_language_models])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in TRAINED if not kind_class(kind).loads_language_models]
+)
 def test_another_targets_drafter_is_refused(kind):
     other = make_target(layers=3, hidden=16, vocab_size=300, seed=1)
     vocabulary = other.tokenizer.get_vocab()
@@ -245,7 +264,8 @@ def test_trees_are_well_formed_alone_and_together(kind, decoding):
     for text in TREES:
         spec = TreeSpec.parse(text)
         ready = [
-            session_at(drafter, list(prompt), answer[0]) for prompt, answer in zip(PROMPTS, answers(), strict=True)
+            session_at(drafter, list(prompt), answer[0])
+            for prompt, answer in zip(PROMPTS, answers(), strict=True)
         ]
         together = drafter.propose_all(ready, [spec] * len(ready), [None] * len(ready))
         for prompt, answer, tree in zip(PROMPTS, answers(), together, strict=True):
@@ -260,10 +280,13 @@ def test_trees_are_well_formed_alone_and_together(kind, decoding):
 @pytest.mark.parametrize("kind", TRAINED)
 def test_drawn_tokens_follow_the_q_that_is_reported(kind, decoding):
     """How often the likeliest token was drawn, against the sum of its probabilities: within four standard deviations."""
-    drafter, spec = decoding(kind), TreeSpec.parse("chain:2@sample")
+    drafter = decoding(kind)
+    spec = TreeSpec.parse("chain:2@sample")
     sampler = Sampler(SamplingParams(temperature=3.0), torch.Generator().manual_seed(2))
     session = session_at(drafter, list(PROMPTS[0]), answers()[0][0])
-    hits, expected, variance = 0, 0.0, 0.0
+    hits = 0
+    expected = 0.0
+    variance = 0.0
     for _ in range(100):
         tree = session.propose(spec, sampler)
         assert tree.proposal is not None
@@ -278,7 +301,8 @@ def test_drawn_tokens_follow_the_q_that_is_reported(kind, decoding):
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_decoding_is_the_targets_own(kind, decoding):
     """Alone and in a ragged batch where rows join late; the overfitted drafter has something accepted."""
-    drafter, rounds = decoding(kind), []
+    drafter = decoding(kind)
+    rounds = []
     for text in ("chain:3", "fanout:3x2x1", "dynamic:4,3,8@cut=0.01"):
         spec = TreeSpec.parse(text)
         made = generate_batch(
@@ -304,7 +328,13 @@ def test_sampling_by_rule_spends_the_targets_own_numbers(kind, decoding):
     """Trees chosen by a rule leave the text of a seed as it is; drawn ones are checked in tests/decode."""
     hot = SamplingParams(temperature=0.9, top_k=20)
     want = generate(
-        the_target(packed=True), None, PROMPTS[0], max_new_tokens=NEW, sampling=hot, seed=4, eos_ids=()
+        the_target(packed=True),
+        None,
+        PROMPTS[0],
+        max_new_tokens=NEW,
+        sampling=hot,
+        seed=4,
+        eos_ids=(),
     ).tokens
     spec = TreeSpec.parse("fanout:3x2")
     got = generate(
@@ -322,10 +352,13 @@ def test_sampling_by_rule_spends_the_targets_own_numbers(kind, decoding):
 
 @pytest.mark.parametrize("kind", TRAINED)
 def test_what_is_saved_is_what_was_trained(kind, decoding):
-    loaded, trained = decoding(kind), overfitted(kind)[0]
+    loaded = decoding(kind)
+    trained = overfitted(kind)[0]
     assert loaded.kind == kind == trained.kind and loaded.feature_layers == trained.feature_layers
     assert torch.equal(loaded.kept_ids, trained.kept_ids)
-    a, b = (metrics_of(drafter, list(PROMPTS[1]), answers()[1])["loss"] for drafter in (trained, loaded))
+    a, b = (
+        metrics_of(drafter, list(PROMPTS[1]), answers()[1])["loss"] for drafter in (trained, loaded)
+    )
     torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
 
 

@@ -15,7 +15,17 @@ from drafttrain.drafters.registry import kind_class, kinds
 from drafttrain.errors import UserError
 
 PACKAGE = Path(__file__).resolve().parents[2] / "drafttrain"
-FOLDERS = ("drafters", "training", "inference", "evaluation", "tuning", "export", "hub", "reports", "data")
+FOLDERS = (
+    "drafters",
+    "training",
+    "inference",
+    "evaluation",
+    "tuning",
+    "export",
+    "hub",
+    "reports",
+    "data",
+)
 FILES = [path for folder in FOLDERS for path in sorted((PACKAGE / folder).rglob("*.py"))]
 FILES += [PACKAGE / "train.py", PACKAGE / "api.py"]
 # Names that hold a drafter, a kind's class or a session; `self.model` of a trainer is a drafter too.
@@ -23,7 +33,15 @@ DRAFTERS = {"drafter", "drafters", "kind", "main", "side", "part", "head", "trai
 MODELS = {"model"}  # a drafter in training/ and train.py
 SESSIONS = {"session", "sessions"}
 # What PyTorch and transformers give every trained drafter besides the contract.
-MODULE = set(dir(nn.Module)) | {"config", "config_class", "device", "dtype", "kept_ids", "embed", "save_pretrained"}
+MODULE = set(dir(nn.Module)) | {
+    "config",
+    "config_class",
+    "device",
+    "dtype",
+    "kept_ids",
+    "embed",
+    "save_pretrained",
+}
 MODULE |= {"gradient_checkpointing_enable"}
 # Attributes that one kind's files or CombinedDrafter's users read on an object whose class they know.
 KNOWN = {"main", "side"}
@@ -37,7 +55,9 @@ def last_name(node: ast.expr) -> str:
         return last_name(node.value)
     if isinstance(node, ast.Call):
         name = last_name(node.func)
-        return {"kind_class": "kind", "unwrap_model": "model", "load_drafter": "drafter"}.get(name, "")
+        return {"kind_class": "kind", "unwrap_model": "model", "load_drafter": "drafter"}.get(
+            name, ""
+        )
     return node.id if isinstance(node, ast.Name) else ""
 
 
@@ -81,7 +101,11 @@ def used(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def public(cls: type) -> set[str]:
-    names = {name for one in cls.__mro__[:-1] for name in [*vars(one), *vars(one).get("__annotations__", {})]}
+    names = {
+        name
+        for one in cls.__mro__[:-1]
+        for name in [*vars(one), *vars(one).get("__annotations__", {})]
+    }
     return {name for name in names if not name.startswith("_")}
 
 
@@ -89,16 +113,33 @@ def public(cls: type) -> set[str]:
 def test_what_others_use_on_a_drafter_is_declared():
     declared = public(Drafter) | KNOWN | MODULE
     outside = [path for path in FILES if "drafters" not in path.parts[len(PACKAGE.parts) :]]
-    found = {(attr, str(path.name)) for path in outside for name, attr in used(path) if name == "drafter"}
-    allowed = declared | {"folder", "target", "lower", "split", "partition", "rpartition", "startswith", "endswith"}
+    found = {
+        (attr, str(path.name)) for path in outside for name, attr in used(path) if name == "drafter"
+    }
+    allowed = declared | {
+        "folder",
+        "target",
+        "lower",
+        "split",
+        "partition",
+        "rpartition",
+        "startswith",
+        "endswith",
+    }
     assert sorted(pair for pair in found if pair[0] not in allowed) == []
 
 
 def test_what_others_use_on_a_session_is_declared():
     outside = [path for path in FILES if path.parent.name in ("inference", "tuning", "evaluation")]
     found = {(attr, path) for path in outside for name, attr in used(path) if name == "session"}
-    own = {"replay.py": {"main", "side", "track"}}  # attributes of the session class that the file defines itself
-    unknown = {(attr, path.name) for attr, path in found if attr not in public(Session) | own.get(path.name, set())}
+    own = {
+        "replay.py": {"main", "side", "track"}
+    }  # attributes of the session class that the file defines itself
+    unknown = {
+        (attr, path.name)
+        for attr, path in found
+        if attr not in public(Session) | own.get(path.name, set())
+    }
     assert unknown == set()
 
 
@@ -129,7 +170,13 @@ def test_the_defaults():
             return Session()
 
     bare = Bare()
-    assert (bare.trainable, bare.feature_layers, bare.probes, bare.chain_depth, bare.vocabulary) == (
+    assert (
+        bare.trainable,
+        bare.feature_layers,
+        bare.probes,
+        bare.chain_depth,
+        bare.vocabulary,
+    ) == (
         False,
         (),
         0,
@@ -139,7 +186,11 @@ def test_the_defaults():
     assert bare.solve_start([], None) is None and bare.suggest_tree([], None) is None
     assert bare.load_checkpoint("nowhere") is False
     bare.pack(), bare.bind(None), bare.check_packing()
-    for call in (lambda: Bare.begin(None, "target", {}, "kl"), lambda: Bare.native(None, None, {}), bare.as_target):
+    for call in (
+        lambda: Bare.begin(None, "target", {}, "kl"),
+        lambda: Bare.native(None, None, {}),
+        bare.as_target,
+    ):
         with pytest.raises(UserError, match="bare"):
             call()
     session = bare.start(None, 0)

@@ -33,7 +33,12 @@ def exported(target, folder, **options):
         {},
         {"mask_token_id": 290},
         {"train_head": True, "kept": torch.arange(300)},
-        {"kept": torch.arange(300), "num_hidden_layers": 3, "num_key_value_heads": 4, "head_dim": 6},
+        {
+            "kept": torch.arange(300),
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 4,
+            "head_dim": 6,
+        },
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
         {"sliding_window": 9, "mask_token_id": 290},
     ],
@@ -55,7 +60,10 @@ def test_the_files_alone_give_our_blocks(target, tmp_path, options):
 def test_what_is_lost_on_the_way_is_noticed(target, tmp_path):
     drafter, config = exported(target, tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
-    changed = {**weights, "layers.1.self_attn.k_norm.weight": weights["layers.1.self_attn.k_norm.weight"] * 2}
+    changed = {
+        **weights,
+        "layers.1.self_attn.k_norm.weight": weights["layers.1.self_attn.k_norm.weight"] * 2,
+    }
     save_file(changed, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="computes something else"):
         compare_blocks(drafter, target, tmp_path, config)
@@ -72,7 +80,9 @@ def test_what_vllm_cannot_compute_is_refused_with_every_reason(target, tmp_path)
 
 
 def test_windows_are_written_for_engines_that_compute_them(target, tmp_path):
-    _, config = exported(target, tmp_path, sliding_window=9, mask_token_id=290, kept=torch.arange(300))
+    _, config = exported(
+        target, tmp_path, sliding_window=9, mask_token_id=290, kept=torch.arange(300)
+    )
     own = config["dflash_config"]  # vLLM symmetrizes the window of a layer that is not causal
     assert own["use_swa"] and own["swa_window_size"] == 9 and own["causal"] is False
     trained = find_drafter(str(tmp_path / "ours"))

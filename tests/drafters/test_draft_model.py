@@ -7,7 +7,14 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PhiConfig, PhiForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+)
 
 from drafttrain.batch import Batch, anchors_by_depth
 from drafttrain.drafters.base import StepInputs
@@ -26,7 +33,12 @@ from tests.drafters.test_eagle3 import make_batch, step_inputs
 from tests.drafters.test_eagle3_flags import packed_batch
 from tests.inference.fakes import FAMILIES, VOCAB, family
 
-SHAPES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+SHAPES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 BEGINNINGS = {
     "layers": ("target", {"layers": [0, 2]}),
     "shared": ("target", {"layers": [0, 3], "embedding": "shared"}),
@@ -48,7 +60,9 @@ def other_rows(target, rows, seed=2):
     """A drafter of the target's vocabulary whose embedding is padded to other rows."""
     torch.manual_seed(seed)
     config = LlamaConfig(vocab_size=rows, initializer_range=0.3, tie_word_embeddings=True, **SHAPES)
-    drafter = DraftModel(LlamaForCausalLM(config), make_tokenizer(min(rows, 290)), DraftModelConfig())
+    drafter = DraftModel(
+        LlamaForCausalLM(config), make_tokenizer(min(rows, 290)), DraftModelConfig()
+    )
     drafter.bind(target)
     return drafter
 
@@ -85,7 +99,8 @@ def test_every_trained_parameter_gets_a_finite_gradient(target, name):
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["random", "lora"])
 def test_a_batch_can_be_overfitted(target, name):
-    drafter, batch = make_drafter(target, name).train(), make_batch()
+    drafter = make_drafter(target, name).train()
+    batch = make_batch()
     first = run_step(drafter, target, batch)
 
     def learned(step):
@@ -96,25 +111,38 @@ def test_a_batch_can_be_overfitted(target, name):
             return step.loss < 0.3 * first.loss
         return step.loss < 0.05 * first.loss and agree > 0.75
 
-    step = overfit(drafter, step_inputs(drafter, target, batch), learned, lr=2e-2 if name == "lora" else 1e-2, most=80)
+    step = overfit(
+        drafter,
+        step_inputs(drafter, target, batch),
+        learned,
+        lr=2e-2 if name == "lora" else 1e-2,
+        most=80,
+    )
     assert learned(step), (first, step)
 
 
 @pytest.mark.parametrize("biased", [False, True])
 def test_the_loss_is_the_divergence_of_the_models_own_logits(target, biased):
     """Straight from two transformers forwards: KL at response tokens whose successor is in the response."""
-    drafter, batch = make_drafter(target), make_batch()
+    drafter = make_drafter(target)
+    batch = make_batch()
     if biased:  # Phi's head has a bias
         torch.manual_seed(0)
-        lm = PhiForCausalLM(PhiConfig(vocab_size=300, bos_token_id=1, eos_token_id=2, pad_token_id=2, **SHAPES))
+        lm = PhiForCausalLM(
+            PhiConfig(vocab_size=300, bos_token_id=1, eos_token_id=2, pad_token_id=2, **SHAPES)
+        )
         torch.nn.init.normal_(lm.lm_head.bias)
         drafter = DraftModel(lm, target.tokenizer, DraftModelConfig())
         drafter.bind(target)
     step = run_step(drafter, target, batch)
-    want, alpha, count = 0.0, 0.0, 0
+    want = 0.0
+    alpha = 0.0
+    count = 0
     for row, length in enumerate(batch.lengths.tolist()):
         ids = batch.input_ids[row : row + 1, :length]
-        p, q = (model(input_ids=ids).logits[0].log_softmax(-1) for model in (target.model, drafter.lm))
+        p, q = (
+            model(input_ids=ids).logits[0].log_softmax(-1) for model in (target.model, drafter.lm)
+        )
         mask = batch.response_mask[row, :length]
         at = (mask[:-1] & mask[1:]).nonzero().squeeze(1)
         want += (p.exp() * (p - q)).sum(-1)[at].sum()
@@ -128,26 +156,39 @@ def test_the_loss_is_the_divergence_of_the_models_own_logits(target, biased):
 
 
 def test_padding_changes_nothing(target):
-    drafter, both = make_drafter(target), make_batch((17, 11))
+    drafter = make_drafter(target)
+    both = make_batch((17, 11))
     together = run_step(drafter, target, both)
     total = 0.0
     for row, length in enumerate((17, 11)):
-        part = Batch(*(t[row : row + 1] for t in (both.input_ids, both.lengths, both.response_mask, both.index)))
-        part.input_ids, part.response_mask = part.input_ids[:, :length], part.response_mask[:, :length]
+        part = Batch(
+            *(
+                t[row : row + 1]
+                for t in (both.input_ids, both.lengths, both.response_mask, both.index)
+            )
+        )
+        part.input_ids, part.response_mask = (
+            part.input_ids[:, :length],
+            part.response_mask[:, :length],
+        )
         total += run_step(drafter, target, part).metrics["loss"]
     torch.testing.assert_close(together.metrics["loss"], total, rtol=1e-4, atol=1e-4)
 
 
 def test_pretraining_is_next_token_cross_entropy(target):
-    drafter, batch = make_drafter(target, "random", loss="next_token"), make_batch((17, 11))
+    drafter = make_drafter(target, "random", loss="next_token")
+    batch = make_batch((17, 11))
     step = run_step(drafter, target, batch, NoTarget())
     step.loss.backward()
-    want, count = 0.0, 0
+    want = 0.0
+    count = 0
     for row in range(2):
         logits = drafter.lm(input_ids=batch.input_ids[row : row + 1]).logits[0]
         mask = batch.response_mask[row]
         at = (mask[:-1] & mask[1:]).nonzero().squeeze(1)
-        want += torch.nn.functional.cross_entropy(logits[at], batch.input_ids[row, at + 1], reduction="sum")
+        want += torch.nn.functional.cross_entropy(
+            logits[at], batch.input_ids[row, at + 1], reduction="sum"
+        )
         count += len(at)
     torch.testing.assert_close(step.loss, want / count, rtol=1e-5, atol=1e-5)
     assert all(p.grad.abs().sum() > 0 for p in drafter.parameters())
@@ -159,7 +200,9 @@ def test_gradient_checkpointing_changes_no_gradient(target):
         drafter = make_drafter(target).train()
         if on:
             drafter.gradient_checkpointing_enable()
-            assert any(getattr(module, "gradient_checkpointing", False) for module in drafter.modules())
+            assert any(
+                getattr(module, "gradient_checkpointing", False) for module in drafter.modules()
+            )
         run_step(drafter, target, make_batch()).loss.backward()
         grads.append([parameter.grad for parameter in drafter.parameters()])
     for ours, theirs in zip(*grads, strict=True):
@@ -199,23 +242,32 @@ def gradients(drafter, target, batch, source=None):
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gemma2"])
 def test_packed_rows_train_as_single_ones_in_any_family(name):
     target, _ = family(name)
-    drafter = DraftModel.begin(target, "target", {"layers": [0, 1]}, "kl").eval()  # some families drop out
+    drafter = DraftModel.begin(
+        target, "target", {"layers": [0, 1]}, "kl"
+    ).eval()  # some families drop out
     drafter.bind(target)
     drafter.check_packing()
     whole = make_batch((17, 11, 9), start=2)
     whole.input_ids %= VOCAB
     packed = packed_batch(whole, [[1, 0], [2]])
-    (one, grads), (other, packed_grads) = (gradients(drafter, target, batch) for batch in (whole, packed))
+    (one, grads), (other, packed_grads) = (
+        gradients(drafter, target, batch) for batch in (whole, packed)
+    )
     assert one.metrics["count"] == other.metrics["count"] > 10
     torch.testing.assert_close(one.loss, other.loss, rtol=1e-4, atol=1e-5)
     for mine, theirs in zip(grads, packed_grads, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4 * max(1.0, float(mine.abs().max())))
+        torch.testing.assert_close(
+            mine, theirs, rtol=1e-3, atol=1e-4 * max(1.0, float(mine.abs().max()))
+        )
 
 
 def test_packed_rows_pretrain_as_single_ones_and_may_be_checkpointed(target):
-    drafter, whole = make_drafter(target, "random", loss="next_token").train(), make_batch((17, 11, 9), start=0)
+    drafter = make_drafter(target, "random", loss="next_token").train()
+    whole = make_batch((17, 11, 9), start=0)
     packed = packed_batch(whole, [[1, 0], [2]])
-    packed.response_mask[packed.documents[:, 0], packed.documents[:, 1]] = False  # as collate has it
+    packed.response_mask[packed.documents[:, 0], packed.documents[:, 1]] = (
+        False  # as collate has it
+    )
     one, grads = gradients(drafter, target, whole, NoTarget())
     drafter.gradient_checkpointing_enable()
     other, packed_grads = gradients(drafter, target, packed, NoTarget())
@@ -226,7 +278,9 @@ def test_packed_rows_pretrain_as_single_ones_and_may_be_checkpointed(target):
 
 def test_a_model_that_lets_neighbours_in_is_not_packed(target, monkeypatch):
     drafter = make_drafter(target)
-    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda positions: None)
+    monkeypatch.setattr(
+        "transformers.masking_utils.find_packed_sequence_indices", lambda positions: None
+    )
     drafter.check_packing()
     monkeypatch.setattr("drafttrain.drafters.draft_model.model.apart", contextlib.nullcontext)
     with pytest.raises(UserError, match=r"packing=true, but LlamaForCausalLM has masks of its own"):
@@ -246,7 +300,9 @@ def session_after(drafter, ids, pieces=1):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("packed", [False, pytest.param(True, marks=needs_compiler)])
-@pytest.mark.parametrize("text", ["chain:4", "fanout:3x2x2", "dynamic:4,3,10", "paths:0,1,0-0,0-1,1-0,0-0-0"])
+@pytest.mark.parametrize(
+    "text", ["chain:4", "fanout:3x2x2", "dynamic:4,3,10", "paths:0,1,0-0,0-1,1-0,0-0-0"]
+)
 def test_every_node_gets_what_the_model_says_after_its_path(target, text, packed):
     """Parity with training: the trained forward over prefix and path gives the log-probabilities of the tree."""
     drafter = make_drafter(target).eval()
@@ -266,7 +322,9 @@ def test_every_node_gets_what_the_model_says_after_its_path(target, text, packed
             node = tree.parents[node]
         whole = torch.cat((ids, tree.tokens[path]))
         log_probs = plain.lm(input_ids=whole[None]).logits[0].log_softmax(-1)
-        want = sum(log_probs[len(ids) - 1 + i, token] for i, token in enumerate(tree.tokens[path].tolist()))
+        want = sum(
+            log_probs[len(ids) - 1 + i, token] for i, token in enumerate(tree.tokens[path].tolist())
+        )
         torch.testing.assert_close(tree.log_probs[path[-1]], want, rtol=1e-3, atol=1e-3)
 
 
@@ -279,17 +337,29 @@ def test_rounds_leave_what_a_fresh_reading_gives(window):
         from transformers import MistralConfig, MistralForCausalLM
 
         torch.manual_seed(4)
-        config = MistralConfig(vocab_size=300, num_key_value_heads=1, initializer_range=0.3, **SHAPES, **options)
-        drafter = DraftModel(MistralForCausalLM(config).eval(), target.tokenizer, DraftModelConfig())
+        config = MistralConfig(
+            vocab_size=300, num_key_value_heads=1, initializer_range=0.3, **SHAPES, **options
+        )
+        drafter = DraftModel(
+            MistralForCausalLM(config).eval(), target.tokenizer, DraftModelConfig()
+        )
         drafter.bind(target)
     else:
         drafter = make_drafter(target).eval()
     text = make_batch((12,)).input_ids[0]
     session = session_after(drafter, text)
     generator = torch.Generator().manual_seed(0)
-    for spec in ("fanout:3x2x2", "chain:3", "dynamic:4,3,12", "none", "fanout:3x2x2", "dynamic:4,3,12"):
+    for spec in (
+        "fanout:3x2x2",
+        "chain:3",
+        "dynamic:4,3,12",
+        "none",
+        "fanout:3x2x2",
+        "dynamic:4,3,12",
+    ):
         tree = session.propose(TreeSpec.parse(spec))
-        node, new = -1, []
+        node = -1
+        new = []
         while True:  # a random path down the tree, then some other token
             children = [i for i, parent in enumerate(tree.parents) if parent == node]
             if not children or (new and torch.rand(1, generator=generator) < 0.3):
@@ -303,15 +373,20 @@ def test_rounds_leave_what_a_fresh_reading_gives(window):
         assert session.cache.lengths == fresh.cache.lengths == [len(text) - 1]
         torch.testing.assert_close(session.root, fresh.root, rtol=1e-4, atol=1e-4)
         for layer in range(drafter.runner.num_layers):
-            for ours, theirs in zip(session.cache._layers[layer], fresh.cache._layers[layer], strict=True):
-                torch.testing.assert_close(ours[:, : len(text)], theirs[:, : len(text)], rtol=1e-4, atol=1e-4)
+            for ours, theirs in zip(
+                session.cache._layers[layer], fresh.cache._layers[layer], strict=True
+            ):
+                torch.testing.assert_close(
+                    ours[:, : len(text)], theirs[:, : len(text)], rtol=1e-4, atol=1e-4
+                )
 
 
 def test_accepted_tokens_are_not_read_again(target):
     drafter = make_drafter(target).eval()
     session = session_after(drafter, make_batch((12,)).input_ids[0])
     tree = session.propose(TreeSpec.parse("chain:4"))
-    sizes, forward = [], drafter.runner.forward
+    sizes = []
+    forward = drafter.runner.forward
     drafter.runner.forward = lambda ids, *rest: sizes.append(ids.shape[1]) or forward(ids, *rest)
     session.extend(torch.cat((tree.tokens[:3], torch.tensor([7]))), torch.empty(4, 0))
     assert sizes == [1]
@@ -349,8 +424,12 @@ def test_another_one_with_the_same_weights_drafts_the_same(target, name):
     other = drafter.blank()
     other.load_state_dict(drafter.state_dict())
     other.bind(target)
-    trees = [generate(target, model.eval(), [5, 6, 7], max_new_tokens=9).stats.accepted for model in (drafter, other)]
-    prompt, features = torch.arange(5, 17), torch.empty(11, 0)
+    trees = [
+        generate(target, model.eval(), [5, 6, 7], max_new_tokens=9).stats.accepted
+        for model in (drafter, other)
+    ]
+    prompt = torch.arange(5, 17)
+    features = torch.empty(11, 0)
     for model in (drafter, other):
         session = model.start(prompt, 64)
         session.extend(prompt[1:], features)
@@ -361,7 +440,9 @@ def test_another_one_with_the_same_weights_drafts_the_same(target, name):
 def test_a_model_that_is_the_target_is_always_right(target):
     drafter = DraftModel.begin(target, "target", {"layers": [0, 1, 2, 3]}, "kl").eval()
     drafter.bind(target)
-    done = generate(target, drafter, [5, 6, 7], max_new_tokens=21, spec=TreeSpec.parse("chain:3"), eos_ids=())
+    done = generate(
+        target, drafter, [5, 6, 7], max_new_tokens=21, spec=TreeSpec.parse("chain:3"), eos_ids=()
+    )
     assert done.stats.accepted == [3] * 5
     drawn = generate(
         target, drafter, [5, 6, 7], max_new_tokens=21, spec=TreeSpec.parse("fanout:2x1x1@sample"),
@@ -390,7 +471,9 @@ def test_beyond_what_it_reads_nothing_is_drafted():
     drafter = DraftModel(LlamaForCausalLM(config).eval(), target.tokenizer, DraftModelConfig())
     drafter.bind(target)
     want = generate(target, None, [5, 6, 7], max_new_tokens=40, eos_ids=()).tokens
-    done = generate(target, drafter, [5, 6, 7], max_new_tokens=40, spec=TreeSpec.parse("chain:3"), eos_ids=())
+    done = generate(
+        target, drafter, [5, 6, 7], max_new_tokens=40, spec=TreeSpec.parse("chain:3"), eos_ids=()
+    )
     assert done.tokens == want and done.stats.offered[0] == 3 and done.stats.offered[-1] == 0
 
 
@@ -401,7 +484,8 @@ def test_beyond_what_it_reads_nothing_is_drafted():
 @pytest.mark.parametrize("rows", [288, 320])
 def test_rows_that_pad_the_vocabulary_do_no_harm(target, rows):
     """The target has 300 rows. Loss over the common ones, proposals of common ones, committed ones of any."""
-    drafter, batch = other_rows(target, rows), make_batch()
+    drafter = other_rows(target, rows)
+    batch = make_batch()
     batch.input_ids[0, 6:9] = torch.tensor([299, 289, 298])
     common = min(rows, 300)
     assert torch.equal(drafter.kept_ids, torch.arange(common))
@@ -419,7 +503,10 @@ def test_rows_that_pad_the_vocabulary_do_no_harm(target, rows):
         )  # fmt: skip
         assert len(done.tokens) == 20
         if temperature == 0:
-            assert done.tokens == generate(target, None, [5, 299, 7], max_new_tokens=20, eos_ids=()).tokens
+            assert (
+                done.tokens
+                == generate(target, None, [5, 299, 7], max_new_tokens=20, eos_ids=()).tokens
+            )
     assert drafter.as_target().vocab_size == common
 
 
@@ -465,7 +552,9 @@ def test_it_is_saved_as_a_plain_checkpoint(target, name, tmp_path):
         torch.manual_seed(1)
         base = DraftModel.begin(target, "target", {"layers": [0, 2]}, "kl").lm
         with_adapter = PeftModel.from_pretrained(base, tmp_path / "adapter")
-        torch.testing.assert_close(with_adapter(ids).logits, theirs(ids).logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            with_adapter(ids).logits, theirs(ids).logits, rtol=1e-4, atol=1e-4
+        )
     fresh = make_drafter(target, name)
     fresh.load_checkpoint(tmp_path)
     state = fresh.state_dict()
@@ -476,7 +565,9 @@ def test_it_is_saved_as_a_plain_checkpoint(target, name, tmp_path):
 def test_any_causal_language_model_is_a_drafter(target, target_dir):
     drafter = load_drafter(str(target_dir), target)
     assert drafter.kind == kind_of(str(target_dir)) == "draft_model"
-    done = generate(target, drafter, [5, 6, 7], max_new_tokens=13, spec=TreeSpec.parse("chain:3"), eos_ids=())
+    done = generate(
+        target, drafter, [5, 6, 7], max_new_tokens=13, spec=TreeSpec.parse("chain:3"), eos_ids=()
+    )
     assert done.stats.accepted == [3] * 3
 
 
@@ -496,10 +587,14 @@ def test_a_drafter_of_bfloat16_streams_int8_and_stays_lossless(target_dir, dtype
 
     exact = Target.load(str(target_dir), dtype).pack()
     drafter = load_drafter(str(target_dir), exact)
-    linear = [drafter.lm.model.layers[0].self_attn.q_proj.weight, drafter.lm.model.layers[1].mlp.down_proj.weight]
+    linear = [
+        drafter.lm.model.layers[0].self_attn.q_proj.weight,
+        drafter.lm.model.layers[1].mlp.down_proj.weight,
+    ]
     form = torch.int8 if dtype == "bfloat16" else torch.float32
     assert [pack_panels(weight.detach()).dtype for weight in linear] == [form] * 2
-    prompt, spec = [5, 6, 7], TreeSpec.parse("chain:3")
+    prompt = [5, 6, 7]
+    spec = TreeSpec.parse("chain:3")
     plain = generate(exact, None, prompt, max_new_tokens=24, eos_ids=())
     done = generate(exact, drafter, prompt, max_new_tokens=24, spec=spec, eos_ids=())
     assert done.tokens == plain.tokens

@@ -29,14 +29,18 @@ EVERYTHING = {"num_hidden_layers": 2, "qk_norm": True, "attention_bias": True, "
 
 @pytest.mark.thorough
 def test_training(target):
-    check_training(make_kind("eagle1", target, feature_noise=0.0, token_weight=1.0), target, learned=0.8)
+    check_training(
+        make_kind("eagle1", target, feature_noise=0.0, token_weight=1.0), target, learned=0.8
+    )
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kept", [KEPT, None], ids=["pruned", "whole"])
 @pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["plain", "everything"])
 def test_both_halves_are_one_forward(target, kept, options):
-    check_parity(lambda: make_kind("eagle1", target, kept, shake=True, ttt_steps=4, **options), target)
+    check_parity(
+        lambda: make_kind("eagle1", target, kept, shake=True, ttt_steps=4, **options), target
+    )
 
 
 def test_packed_rows(target):
@@ -58,8 +62,10 @@ def test_round_trip_without_embedding_and_head(target, tmp_path):
 
 def test_the_loss_is_regression_and_divergence(target):
     weights = {"regression": 0.7, "token_weight": 0.3}
-    drafter, batch = make_kind("eagle1", target, KEPT, shake=True, **weights), make_batch()
-    states, step = [], drafter.step
+    drafter = make_kind("eagle1", target, KEPT, shake=True, **weights)
+    batch = make_batch()
+    states = []
+    step = drafter.step
     drafter.step = lambda *args: states.append(step(*args)) or states[-1]
     out = run_step(drafter, target, batch)
     anchors = anchors_by_depth(batch.response_mask, 1)[0]
@@ -87,7 +93,9 @@ def test_the_head_is_the_targets_scaled_as_the_target_scales_it():
         drafter = make_kind("eagle1", target, kept)
         state = torch.randn(3, target.hidden_size)
         torch.testing.assert_close(drafter.logits(state), target.head(state)[:, kept])
-        torch.testing.assert_close(F.linear(state, drafter.head_weight), target.head(state)[:, kept])
+        torch.testing.assert_close(
+            F.linear(state, drafter.head_weight), target.head(state)[:, kept]
+        )
 
 
 @pytest.mark.thorough
@@ -96,7 +104,9 @@ def test_the_closed_form_start_explains_states_and_beats_copied_weights():
     drafter = make_kind("eagle1", target, feature_noise=0.0)
     batches = [make_batch((60, 50), seed=seed) for seed in range(20)]
     before = run_step(drafter, target, batches[0])
-    explained = drafter.solve_start(batches, TargetSource(target, drafter.feature_layers, drafter.kept_ids))
+    explained = drafter.solve_start(
+        batches, TargetSource(target, drafter.feature_layers, drafter.kept_ids)
+    )
     after = run_step(drafter, target, batches[0])
     assert 0.1 < explained <= 1.0
     assert after.loss < before.loss and after.metrics["loss"] < before.metrics["loss"]
@@ -107,8 +117,12 @@ def test_what_cannot_work_is_said(target):
         Eagle1Config.for_target(target, regression=-1.0)
     drafter = make_kind("eagle1", target)
     rows = StoredTopK(*(torch.zeros(1, 1) for _ in range(2)), torch.zeros(1), torch.zeros(1))
-    with pytest.raises(UserError, match=r"regression=1.0: the data's features hold likeliest tokens but no states"):
-        drafter.other_loss(torch.zeros(1, 32), rows, torch.zeros(1, dtype=torch.long), torch.ones(1))
+    with pytest.raises(
+        UserError, match=r"regression=1.0: the data's features hold likeliest tokens but no states"
+    ):
+        drafter.other_loss(
+            torch.zeros(1, 32), rows, torch.zeros(1, dtype=torch.long), torch.ones(1)
+        )
     target.softcap = 30.0
     with pytest.raises(UserError, match="caps its logits"):
         drafter.bind(target)

@@ -57,14 +57,22 @@ def test_anchors_are_nested_and_end_before_the_response_does():
 
 @pytest.mark.thorough
 def test_every_parameter_gets_a_finite_gradient_and_a_batch_can_be_overfitted(target):
-    drafter, batch = make_drafter(target), make_batch()
+    drafter = make_drafter(target)
+    batch = make_batch()
     first = run_step(drafter, target, batch)
     first.loss.backward()
     for name, parameter in drafter.named_parameters():
-        assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.abs().sum() > 0, name
+        assert (
+            parameter.grad is not None
+            and parameter.grad.isfinite().all()
+            and parameter.grad.abs().sum() > 0
+        ), name
 
     def learned(step):
-        return step.loss < 0.1 * first.loss and (step.metrics["agree"] / step.metrics["count"])[0] > 0.9
+        return (
+            step.loss < 0.1 * first.loss
+            and (step.metrics["agree"] / step.metrics["count"])[0] > 0.9
+        )
 
     step = overfit(drafter, step_inputs(drafter, target, batch), learned, lr=5e-3, most=300)
     assert learned(step), (first, step)
@@ -72,17 +80,21 @@ def test_every_parameter_gets_a_finite_gradient_and_a_batch_can_be_overfitted(ta
 
 def test_gradients_pass_through_all_depths(target):
     """The gradient along a direction is the slope of the loss, to which later depths contribute through earlier ones."""
-    drafter, batch = make_drafter(target, ttt_steps=4, depth_decay=1.0), make_batch()
+    drafter = make_drafter(target, ttt_steps=4, depth_decay=1.0)
+    batch = make_batch()
     inputs = step_inputs(drafter, target, batch)
     drafter(inputs).loss.backward()
-    weight, losses = drafter.fc.weight, []
+    weight = drafter.fc.weight
+    losses = []
     direction = weight.grad / weight.grad.norm()
     for sign in (1, -1):
         with torch.no_grad():
             weight += sign * 1e-2 * direction
             losses.append(drafter(inputs).loss)
             weight -= sign * 1e-2 * direction
-    torch.testing.assert_close((losses[0] - losses[1]) / 2e-2, weight.grad.norm(), rtol=1e-2, atol=0)
+    torch.testing.assert_close(
+        (losses[0] - losses[1]) / 2e-2, weight.grad.norm(), rtol=1e-2, atol=0
+    )
 
 
 def test_padding_changes_nothing(target):
@@ -91,12 +103,23 @@ def test_padding_changes_nothing(target):
     both = make_batch((17, 11))
     alone = []
     for row, length in enumerate((17, 11)):
-        part = Batch(*(t[row : row + 1] for t in (both.input_ids, both.lengths, both.response_mask, both.index)))
-        part.input_ids, part.response_mask = part.input_ids[:, :length], part.response_mask[:, :length]
+        part = Batch(
+            *(
+                t[row : row + 1]
+                for t in (both.input_ids, both.lengths, both.response_mask, both.index)
+            )
+        )
+        part.input_ids, part.response_mask = (
+            part.input_ids[:, :length],
+            part.response_mask[:, :length],
+        )
         alone.append(run_step(drafter, target, part))
     for name in together.metrics:
         torch.testing.assert_close(
-            together.metrics[name], alone[0].metrics[name] + alone[1].metrics[name], rtol=1e-4, atol=1e-4
+            together.metrics[name],
+            alone[0].metrics[name] + alone[1].metrics[name],
+            rtol=1e-4,
+            atol=1e-4,
         )
 
 
@@ -105,7 +128,9 @@ def test_padding_changes_nothing(target):
 def test_training_step_k_is_what_the_decoder_computes_at_depth_k(target, options, packed):
     """Drafts a chain after a prefix, then trains on the prefix with that chain as its continuation: states must agree."""
     depth = 4
-    drafter, decoder = (make_drafter(target, torch.arange(40, 240), ttt_steps=depth, **options).eval() for _ in "td")
+    drafter, decoder = (
+        make_drafter(target, torch.arange(40, 240), ttt_steps=depth, **options).eval() for _ in "td"
+    )
     if packed:  # the kernels of decoding on a CPU are that forward too
         decoder.pack()
         assert decoder.midlayer.native is not None
@@ -127,7 +152,8 @@ def test_training_step_k_is_what_the_decoder_computes_at_depth_k(target, options
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[:, :2] = False
     batch = Batch(ids, torch.tensor([ids.shape[1]]), mask, torch.tensor([0]))
-    trained, step = [], drafter.step
+    trained = []
+    step = drafter.step
     drafter.step = lambda *args: trained.append(step(*args)) or trained[-1]
     run_step(drafter, target, batch)
     for k, anchors in enumerate(anchors_by_depth(mask, depth)):
@@ -139,7 +165,12 @@ def test_trees_have_the_asked_shape_and_distinct_siblings(target):
     drafter = make_drafter(target, kept=torch.arange(40, 240))
     prefix = make_batch((9,)).input_ids[0]
     features = target.forward(prefix[None], drafter.feature_layers).features[0]
-    for text, size in (("chain:3", 3), ("fanout:3x2x1", 3 + 6 + 6), ("dynamic:4,3,10", 10), ("none", 0)):
+    for text, size in (
+        ("chain:3", 3),
+        ("fanout:3x2x1", 3 + 6 + 6),
+        ("dynamic:4,3,10", 10),
+        ("none", 0),
+    ):
         session = drafter.start(prefix[:-1], 32)
         session.extend(prefix[1:], features[:-1])
         tree = session.propose(TreeSpec.parse(text))
@@ -161,8 +192,10 @@ def test_tree_nodes_see_only_their_own_path(target):
         s.extend(prefix[1:], features[:-1])
         return s
 
-    wide, chain = session().propose(TreeSpec.parse("fanout:3x2x2")), session().propose(TreeSpec.parse("chain:3"))
-    node, score = -1, []
+    wide = session().propose(TreeSpec.parse("fanout:3x2x2"))
+    chain = session().propose(TreeSpec.parse("chain:3"))
+    node = -1
+    score = []
     for token in chain.tokens.tolist():
         node = next(i for i, p in enumerate(wide.parents) if p == node and wide.tokens[i] == token)
         score.append(wide.log_probs[node])
@@ -173,7 +206,10 @@ def test_save_and_load_round_trip(target, tmp_path):
     drafter = make_drafter(target, kept=torch.arange(40, 240))
     drafter.save_pretrained(tmp_path)
     loaded = Eagle3.from_pretrained(tmp_path)
-    assert torch.equal(loaded.kept_ids, drafter.kept_ids) and loaded.feature_layers == drafter.feature_layers
+    assert (
+        torch.equal(loaded.kept_ids, drafter.kept_ids)
+        and loaded.feature_layers == drafter.feature_layers
+    )
     loaded.bind(target)
     a, b = (run_step(d, target, make_batch()).loss for d in (drafter, loaded))
     torch.testing.assert_close(a, b)
@@ -182,7 +218,9 @@ def test_save_and_load_round_trip(target, tmp_path):
 def test_a_drafter_for_another_target_is_refused(target):
     drafter = make_drafter(target)
     other = make_target(layers=6)
-    with pytest.raises(UserError, match=r"trained for target 'tiny' with num_layers=4.*has num_layers=6"):
+    with pytest.raises(
+        UserError, match=r"trained for target 'tiny' with num_layers=4.*has num_layers=6"
+    ):
         drafter.bind(other)
 
 
@@ -193,13 +231,20 @@ def test_untrained_drafter_starts_from_the_target(target):
     assert torch.equal(gemma_like, target.layers[-1].self_attn.q_proj.weight)
 
 
-def test_a_frozen_head_stays_the_targets_and_follows_the_recipe_when_it_is_continued(target, tmp_path):
+def test_a_frozen_head_stays_the_targets_and_follows_the_recipe_when_it_is_continued(
+    target, tmp_path
+):
     kept = torch.arange(0, 300, 2)
     options = {"draft_vocab_size": len(kept), "ttt_steps": 2}
-    drafter = Eagle3.begin(target, "target", {**options, "train_head": False}, "kl", lambda size: kept)
+    drafter = Eagle3.begin(
+        target, "target", {**options, "train_head": False}, "kl", lambda size: kept
+    )
     drafter.bind(target)
-    source, batch = TargetSource(target, drafter.feature_layers, kept), make_batch()
-    drafter(StepInputs(batch, target.embed(batch.input_ids), *source(batch), total=1.0)).loss.backward()
+    source = TargetSource(target, drafter.feature_layers, kept)
+    batch = make_batch()
+    drafter(
+        StepInputs(batch, target.embed(batch.input_ids), *source(batch), total=1.0)
+    ).loss.backward()
     assert drafter.lm_head.weight.grad is None and not drafter.lm_head.weight.requires_grad
     assert torch.equal(drafter.lm_head.weight, target.head_weight[kept].float())
     drafter.save_pretrained(tmp_path)
@@ -217,4 +262,6 @@ def test_a_frozen_head_stays_the_targets_and_follows_the_recipe_when_it_is_conti
 )
 def test_a_frozen_head_that_is_not_the_targets_is_refused(target, init, options, message):
     with pytest.raises(UserError, match=message):
-        Eagle3.begin(target, init, {"train_head": False, **options}, "kl", lambda size: torch.arange(10))
+        Eagle3.begin(
+            target, init, {"train_head": False, **options}, "kl", lambda size: torch.arange(10)
+        )

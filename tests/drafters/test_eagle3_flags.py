@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from drafttrain.batch import Batch, anchors_by_depth
@@ -20,7 +26,12 @@ from drafttrain.training.feature_sources import TargetSource
 from tests.conftest import make_target, make_tokenizer
 from tests.drafters.test_eagle3 import make_batch, make_drafter, run_step
 
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
@@ -65,7 +76,9 @@ def shaken(target, **options):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "everything" if len(o) > 9 else "-".join(map(str, o)))
+@pytest.mark.parametrize(
+    "options", OPTIONS, ids=lambda o: "everything" if len(o) > 9 else "-".join(map(str, o))
+)
 def test_training_step_k_is_decoding_at_depth_k(target, options):
     depth = 4
     drafter = shaken(target, **options)
@@ -73,16 +86,21 @@ def test_training_step_k_is_decoding_at_depth_k(target, options):
     features = target.forward(prefix[None], drafter.feature_layers).features[0]
     anchor = len(prefix) - 2
 
-    decoded, trees, step = [], [], drafter.step
+    decoded = []
+    trees = []
+    step = drafter.step
     for packed in (False, True) if cpu_kernels() is not None else (False,):
         decoder = shaken(target, **options)
         if packed:
             decoder.pack()
             plain = options.get("attention_bias") or options.get("mlp_bias")
             assert (decoder.midlayer.native is None) == bool(plain)
-        states, run = [], decoder.step
+        states = []
+        run = decoder.step
         decoder.step = lambda *args, states=states, run=run: states.append(run(*args)) or states[-1]
-        session = decoder.start(prefix[: anchor + 1], max_length=13)  # so that the buffers have to grow
+        session = decoder.start(
+            prefix[: anchor + 1], max_length=13
+        )  # so that the buffers have to grow
         session.extend(prefix[1 : anchor - 2], features[: anchor - 3])  # in pieces, as rounds do
         session.extend(prefix[anchor - 2 : anchor + 2], features[anchor - 3 : anchor + 1])
         trees.append(session.propose(TreeSpec.parse(f"chain:{depth}")))
@@ -105,10 +123,13 @@ def test_training_step_k_is_decoding_at_depth_k(target, options):
             torch.testing.assert_close(trained[k][row], states[k], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_hidden_layers": 2}, EVERYTHING], ids=["plain", "layers", "everything"])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_hidden_layers": 2}, EVERYTHING], ids=["plain", "layers", "everything"]
+)
 def test_packed_rows_give_the_loss_and_gradients_of_single_ones(target, options):
     lengths = (17, 11, 30, 9)
-    drafter, whole = shaken(target, **options), make_batch(lengths, start=2)
+    drafter = shaken(target, **options)
+    whole = make_batch(lengths, start=2)
     packed = packed_batch(whole, [[2, 0], [3, 1]])
     results = []
     for batch in (whole, packed):
@@ -121,12 +142,15 @@ def test_packed_rows_give_the_loss_and_gradients_of_single_ones(target, options)
     for name in one.metrics:
         torch.testing.assert_close(one.metrics[name], other.metrics[name], rtol=1e-4, atol=1e-4)
     for mine, theirs in zip(grads, packed_grads, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5 * max(1.0, float(mine.abs().max())))
+        torch.testing.assert_close(
+            mine, theirs, rtol=1e-3, atol=1e-5 * max(1.0, float(mine.abs().max()))
+        )
 
 
 @pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["plain", "everything"])
 def test_responses_shorter_than_the_depths_train_as_far_as_they_go(target, options):
-    drafter, batch = shaken(target, **options), make_batch((12, 9))
+    drafter = shaken(target, **options)
+    batch = make_batch((12, 9))
     batch.response_mask[:] = False
     batch.response_mask[0, 4:7] = True  # anchors at two depths out of four
     step = run_step(drafter, target, batch)
@@ -139,7 +163,8 @@ def packed_batch(whole: Batch, rows: list[list[int]]) -> Batch:
     """The conversations of an unpacked batch, several per row."""
     lengths = whole.lengths.tolist()
     s = max(sum(lengths[i] for i in row) for row in rows)
-    ids, mask = torch.zeros(len(rows), s, dtype=torch.long), torch.zeros(len(rows), s, dtype=torch.bool)
+    ids = torch.zeros(len(rows), s, dtype=torch.long)
+    mask = torch.zeros(len(rows), s, dtype=torch.bool)
     documents = []
     for r, members in enumerate(rows):
         start = 0
@@ -180,18 +205,26 @@ def test_the_closed_form_start_serves_every_option(options):
     drafter = make_drafter(target, **{"head_dim": 8, "ttt_steps": 3, **options})
     batches = [make_batch((60, 50), seed=seed) for seed in range(20)]
     before = run_step(drafter, target, batches[0])
-    explained = linear_start(drafter, batches, TargetSource(target, drafter.feature_layers, drafter.kept_ids))
+    explained = linear_start(
+        drafter, batches, TargetSource(target, drafter.feature_layers, drafter.kept_ids)
+    )
     after = run_step(drafter, target, batches[0])
     assert 0.1 < explained <= 1.0
     assert after.loss < before.loss
     assert (after.metrics["alpha"] > before.metrics["alpha"]).all()  # at every depth
 
 
-@pytest.mark.parametrize("parameters", [YARN, LLAMA3, {"rope_type": "linear", "rope_theta": 5e3, "factor": 3.0}])
+@pytest.mark.parametrize(
+    "parameters", [YARN, LLAMA3, {"rope_type": "linear", "rope_theta": 5e3, "factor": 3.0}]
+)
 def test_rotary_tables_are_those_of_transformers(parameters):
     positions = torch.arange(0, 200, 7)
     config = LlamaConfig(
-        hidden_size=32, num_attention_heads=2, head_dim=16, max_position_embeddings=64, rope_parameters=dict(parameters)
+        hidden_size=32,
+        num_attention_heads=2,
+        head_dim=16,
+        max_position_embeddings=64,
+        rope_parameters=dict(parameters),
     )
     wanted = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])
     ours = Rotary(16, parameters).tables(positions, torch.float32)
@@ -204,14 +237,25 @@ def test_a_target_of_qwen3_hands_on_its_query_norms_and_long_context():
         "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300, "tie_word_embeddings": True,
     }  # fmt: skip
-    model = Qwen3ForCausalLM(Qwen3Config(**shape, rope_parameters=dict(YARN), max_position_embeddings=64))
+    model = Qwen3ForCausalLM(
+        Qwen3Config(**shape, rope_parameters=dict(YARN), max_position_embeddings=64)
+    )
     torch.nn.init.normal_(model.model.layers[-1].self_attn.q_norm.weight)
     target = Target.wrap(model, make_tokenizer(300), name="qwen3", dtype=torch.float32)
     drafter = make_drafter(target)
-    assert drafter.config.qk_norm and drafter.config.rope_parameters["factor"] == 4.0 and drafter.config.head_dim == 16
-    torch.testing.assert_close(drafter.midlayer.self_attn.q_norm.weight, target.layers[-1].self_attn.q_norm.weight)
+    assert (
+        drafter.config.qk_norm
+        and drafter.config.rope_parameters["factor"] == 4.0
+        and drafter.config.head_dim == 16
+    )
+    torch.testing.assert_close(
+        drafter.midlayer.self_attn.q_norm.weight, target.layers[-1].self_attn.q_norm.weight
+    )
     assert torch.equal(drafter.lm_head.weight.detach(), target.embed_weight)  # the tied head
-    assert make_drafter(target, rope_theta=7e3).config.rope_parameters == {"rope_type": "default", "rope_theta": 7e3}
+    assert make_drafter(target, rope_theta=7e3).config.rope_parameters == {
+        "rope_type": "default",
+        "rope_theta": 7e3,
+    }
     assert run_step(drafter, target, make_batch()).loss.isfinite()
     assert not Eagle3Config.for_target(make_target()).qk_norm
 
@@ -227,8 +271,13 @@ def test_checkpoints_in_one_file_and_in_several(tmp_path, shard):
     drafter.save_pretrained(tmp_path / "drafter", max_shard_size=shard)
     assert (len(list((tmp_path / "drafter").glob("*.safetensors"))) > 1) == (shard == "20KB")
     again = Eagle3.from_pretrained(tmp_path / "drafter").eval()
-    kept, read = drafter.config.to_dict(), again.config.to_dict()
-    assert {name for name in kept if kept[name] != read[name]} <= {"_name_or_path", "dtype", "feature_layers"}
+    kept = drafter.config.to_dict()
+    read = again.config.to_dict()
+    assert {name for name in kept if kept[name] != read[name]} <= {
+        "_name_or_path",
+        "dtype",
+        "feature_layers",
+    }
     assert again.feature_layers == drafter.feature_layers
     again.bind(loaded)
     a, b = (run_step(d, loaded, make_batch()).loss for d in (drafter, again))
@@ -247,22 +296,29 @@ def test_soft_capped_targets_are_what_the_drafter_learns():
     torch.manual_seed(0)
     reference = Gemma2ForCausalLM(Gemma2Config(**shape, final_logit_softcapping=2.0)).eval()
     target = Target.wrap(reference, make_tokenizer(300), name="gemma2", dtype=torch.float32)
-    drafter, batch = make_drafter(target).eval(), make_batch((12,))
+    drafter = make_drafter(target).eval()
+    batch = make_batch((12,))
     logits = AutoModelForCausalLM.from_config(reference.config)
     logits.load_state_dict(reference.state_dict())
     p = logits.eval()(batch.input_ids).logits.softmax(-1)[0].detach()
-    states, step = [], drafter.step
+    states = []
+    step = drafter.step
     drafter.step = lambda *args: states.append(step(*args)) or states[-1]
     out = run_step(drafter, target, batch)
     anchors = anchors_by_depth(batch.response_mask, 1)[0]
     q = drafter.logits(states[0]).softmax(-1)
-    torch.testing.assert_close(out.metrics["alpha"][0], torch.minimum(p[anchors + 1], q).sum(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        out.metrics["alpha"][0], torch.minimum(p[anchors + 1], q).sum(), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type='longrope' is not one of default, linear"),
+        (
+            {"rope_parameters": {"rope_type": "longrope"}},
+            "rope_type='longrope' is not one of default, linear",
+        ),
         ({"hidden_act": "silo"}, "hidden_act='silo' is no activation"),
         ({"sliding_window": 4}, "sliding_window=4 must be larger than ttt_steps=4"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0"),

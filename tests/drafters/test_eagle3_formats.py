@@ -17,8 +17,11 @@ from drafttrain.formats.weights import write_checkpoint
 from tests.conftest import make_target
 from tests.engine_arithmetic.eagle3 import compare_steps
 
-SPECULATORS, FLAT = "vllm", "sglang"  # the format of each form
-VLLM, SGLANG = ENGINES["vLLM"], ENGINES["SGLang"]
+# the format of each form
+SPECULATORS = "vllm"
+FLAT = "sglang"
+VLLM = ENGINES["vLLM"]
+SGLANG = ENGINES["SGLang"]
 
 
 def make_head(target, **options) -> Eagle3:
@@ -34,7 +37,9 @@ def make_head(target, **options) -> Eagle3:
 
 
 def write_eagle3(head, folder, form, dtype=torch.bfloat16, speculative_tokens=3, target_name=""):
-    config = SHIPPING.engine_config(head, form, ExportRequest(folder, dtype, target_name, speculative_tokens))
+    config = SHIPPING.engine_config(
+        head, form, ExportRequest(folder, dtype, target_name, speculative_tokens)
+    )
     return write_checkpoint(folder, config, SHIPPING.engine_weights(head, config), dtype)
 
 
@@ -46,15 +51,29 @@ def target():
 @pytest.mark.parametrize("form", [SPECULATORS, FLAT])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"draft_vocab_size": 0}, {"feature_layers": (1, 3, 6)}, {"rope_theta": 123.0, "num_key_value_heads": 1}],
+    [
+        {},
+        {"draft_vocab_size": 0},
+        {"feature_layers": (1, 3, 6)},
+        {"rope_theta": 123.0, "num_key_value_heads": 1},
+    ],
 )
 def test_there_and_back(target, tmp_path, form, options):
     head = make_head(target, **options)
     write_eagle3(head, tmp_path, form, dtype=torch.float32)
     back = SHIPPING.read(tmp_path, target.identity())
     assert back.state_dict().keys() == head.state_dict().keys()
-    assert all(torch.equal(back.state_dict()[name], value) for name, value in head.state_dict().items())
-    for name in ("feature_layers", "head_dim", "num_key_value_heads", "rope_theta", "rms_norm_eps", "target"):
+    assert all(
+        torch.equal(back.state_dict()[name], value) for name, value in head.state_dict().items()
+    )
+    for name in (
+        "feature_layers",
+        "head_dim",
+        "num_key_value_heads",
+        "rope_theta",
+        "rms_norm_eps",
+        "target",
+    ):
         assert getattr(back.config, name) == getattr(head.config, name), name
     found = compare_steps(head, tmp_path)
     assert found["same_tokens"] and found["max_log_prob_difference"] < 1e-4
@@ -65,10 +84,15 @@ def test_there_and_back(target, tmp_path, form, options):
 def test_a_changed_weight_or_key_is_noticed(target, tmp_path, form):
     head = make_head(target)
     write_eagle3(head, tmp_path, form, dtype=torch.float32)
-    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
-    weights, described = load_file(file), json.loads(config.read_text())
+    file = tmp_path / "model.safetensors"
+    config = tmp_path / "config.json"
+    weights = load_file(file)
+    described = json.loads(config.read_text())
     layer = described["transformer_layer_config"] if form == SPECULATORS else described
-    for change in ({"rms_norm_eps": 0.1}, {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}):
+    for change in (
+        {"rms_norm_eps": 0.1},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}},
+    ):
         before = {key: layer[key] for key in change}
         layer.update(change)
         config.write_text(json.dumps(described))
@@ -101,10 +125,18 @@ def test_names_and_keys_are_the_engines(target, tmp_path):
     assert config["architectures"] == ["Eagle3Speculator"]
     assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 6]
     assert config["transformer_layer_config"]["model_type"] == "llama"
-    assert "rope_scaling" not in config["transformer_layer_config"]  # null there erases rope_parameters in vLLM
+    assert (
+        "rope_scaling" not in config["transformer_layer_config"]
+    )  # null there erases rope_parameters in vLLM
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 5
     assert config["speculators_config"]["verifier"]["name_or_path"] == "user/target"
-    for flag in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "tie_word_embeddings"):
+    for flag in (
+        "norm_before_residual",
+        "norm_before_fc",
+        "fc_norm",
+        "norm_output",
+        "tie_word_embeddings",
+    ):
         assert config[flag] is False
     flat = json.loads((tmp_path / "f" / "config.json").read_text())
     assert flat["architectures"] == ["LlamaForCausalLMEagle3"]
@@ -117,14 +149,17 @@ def test_names_and_keys_are_the_engines(target, tmp_path):
     assert torch.equal(weights["t2d"].nonzero()[:, 0], head.kept_ids)
     assert not {"embed_tokens.weight", "kept_ids"} & weights.keys()
     assert "layers.0.self_attn.o_proj.weight" in load_file(tmp_path / "s" / "model.safetensors")
-    assert "d2t" not in load_file(write_eagle3(make_head(target, draft_vocab_size=0), tmp_path / "w", FLAT)[1])
+    assert "d2t" not in load_file(
+        write_eagle3(make_head(target, draft_vocab_size=0), tmp_path / "w", FLAT)[1]
+    )
 
 
 def test_stored_rotary_frequencies_must_be_the_configs(target, tmp_path):
     """Some trainers store them; dropping others than those of the config would change what the head computes."""
     head = make_head(target, rope_theta=5000.0)
     _, file = write_eagle3(head, tmp_path, FLAT)
-    weights, stored = load_file(file), head.rotary.frequencies
+    weights = load_file(file)
+    stored = head.rotary.frequencies
     assert stored.shape == (head.config.head_dim // 2,) and stored[0] == 1.0
     save_file({**weights, "midlayer.self_attn.rotary_emb.inv_freq": stored.bfloat16()}, file)
     assert SHIPPING.read(tmp_path, target.identity()).config.rope_theta == 5000.0
@@ -140,10 +175,15 @@ def test_what_a_form_cannot_say_is_refused_with_every_reason(target, tmp_path):
     assert not (tmp_path / "x").exists()
     two = make_head(target, feature_layers=(3, 6))
     assert unsupported_features(two, VLLM) == unsupported_features(two, SGLANG) == []
-    assert unsupported_features(two, SGLANG.of_release("0.5.11"))[0].endswith("fc takes three; SGLang 0.5.12 does not")
+    assert unsupported_features(two, SGLANG.of_release("0.5.11"))[0].endswith(
+        "fc takes three; SGLang 0.5.12 does not"
+    )
     write_eagle3(two, tmp_path / "two", FLAT, dtype=torch.float32)
     described = json.loads((tmp_path / "two" / "config.json").read_text())
-    assert described["architectures"] == ["LlamaForCausalLMEagle3"] and described["num_aux_hidden_states"] == 2
+    assert (
+        described["architectures"] == ["LlamaForCausalLMEagle3"]
+        and described["num_aux_hidden_states"] == 2
+    )
     assert compare_steps(two, tmp_path / "two")["same_tokens"]
     other = make_head(make_target(layers=8), hidden_size=64)
     assert "needs both of one width" in unsupported_features(other, VLLM)[0]
@@ -153,9 +193,16 @@ def test_imports_of_others_checkpoints(target, tmp_path):
     """Published variants: prefixes, copies of the target's weights, other spellings of rope, SGLang's layer numbers."""
     head = make_head(target, feature_layers=(2, 4, 6))
     write_eagle3(head, tmp_path, FLAT, dtype=torch.float32)
-    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
-    weights, described = load_file(file), json.loads(config.read_text())
-    for key in ("rope_parameters", "num_aux_hidden_states", "target_hidden_size", "eagle_aux_hidden_state_layer_ids"):
+    file = tmp_path / "model.safetensors"
+    config = tmp_path / "config.json"
+    weights = load_file(file)
+    described = json.loads(config.read_text())
+    for key in (
+        "rope_parameters",
+        "num_aux_hidden_states",
+        "target_hidden_size",
+        "eagle_aux_hidden_state_layer_ids",
+    ):
         described.pop(key)
     described |= {"rope_theta": 77.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
     config.write_text(json.dumps(described))
@@ -184,16 +231,26 @@ def test_variants_of_published_configs(target, tmp_path):
     """Nested layer keys with other spellings, integer tables, shards; and what would compute something else."""
     head = make_head(target, feature_layers=(2, 4, 6))
     write_eagle3(head, tmp_path, SPECULATORS, dtype=torch.float16)
-    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
-    weights, described = load_file(file), json.loads(config.read_text())
+    file = tmp_path / "model.safetensors"
+    config = tmp_path / "config.json"
+    weights = load_file(file)
+    described = json.loads(config.read_text())
     layer = described["transformer_layer_config"]
     for key in ("rope_parameters", "num_aux_hidden_states", "attention_bias", "mlp_bias"):
         layer.pop(key)
     for key in ("norm_before_residual", "fc_norm", "norm_output", "embed_requires_grad"):
         described.pop(key)
-    layer |= {"rope_theta": 77.0, "rope_scaling": None, "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"}}
+    layer |= {
+        "rope_theta": 77.0,
+        "rope_scaling": None,
+        "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},
+    }
     config.write_text(json.dumps(described))
-    weights |= {"d2t": weights["d2t"].int(), "t2d": weights["t2d"].long(), "verifier_norm.weight": torch.ones(32)}
+    weights |= {
+        "d2t": weights["d2t"].int(),
+        "t2d": weights["t2d"].long(),
+        "verifier_norm.weight": torch.ones(32),
+    }
     names = sorted(weights)
     shards = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
     for shard, held in shards.items():
@@ -203,16 +260,23 @@ def test_variants_of_published_configs(target, tmp_path):
     file.unlink()
     back = SHIPPING.read(tmp_path, target.identity())
     assert back.config.norm_before_residual is True  # what vLLM takes where this form does not say
-    assert (back.config.rope_parameters["rope_theta"], back.config.feature_layers) == (77.0, (2, 4, 6))
+    assert (back.config.rope_parameters["rope_theta"], back.config.feature_layers) == (
+        77.0,
+        (2, 4, 6),
+    )
     assert back.fc.weight.dtype == torch.float16
     for name, value in head.state_dict().items():
-        assert torch.equal(back.state_dict()[name], value.half() if value.is_floating_point() else value), name
+        assert torch.equal(
+            back.state_dict()[name], value.half() if value.is_floating_point() else value
+        ), name
     for change, message in (
         ({"logit_scale": 0.5}, "logit_scale=0.5"),
         ({"norm_before_fc": True}, "norm_before_fc"),
         ({"embed_requires_grad": True}, "trained an embedding of its own"),
     ):
-        config.write_text(json.dumps({**described, "transformer_layer_config": {**layer, **change}, **change}))
+        config.write_text(
+            json.dumps({**described, "transformer_layer_config": {**layer, **change}, **change})
+        )
         with pytest.raises(UserError, match=message):
             SHIPPING.read(tmp_path, target.identity())
     (tmp_path / "model-2.safetensors").unlink()
@@ -229,7 +293,9 @@ def test_pickles_are_read_only_on_demand_and_only_tensors(target, tmp_path):
     torch.save(weights, tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"pickle, which can run code when loaded.*--allow-pickle"):
         SHIPPING.read(tmp_path, target.identity())
-    assert torch.equal(SHIPPING.read(tmp_path, target.identity(), allow_pickle=True).fc.weight, head.fc.weight)
+    assert torch.equal(
+        SHIPPING.read(tmp_path, target.identity(), allow_pickle=True).fc.weight, head.fc.weight
+    )
 
     class Evil:
         def __reduce__(self):
@@ -256,7 +322,13 @@ FLAGS = [
             "original_max_position_embeddings": 64,
         }
     },
-    {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5}},
+    {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 5000.0,
+            "partial_rotary_factor": 0.5,
+        }
+    },
 ]
 
 
@@ -271,7 +343,9 @@ def test_every_flag_is_written_read_and_computed(target, tmp_path, form, flags):
     for name, value in flags.items():
         found = getattr(back.config, name)
         assert {**found, **value} == found if isinstance(value, dict) else found == value, name
-    assert all(torch.equal(back.state_dict()[name], value) for name, value in head.state_dict().items())
+    assert all(
+        torch.equal(back.state_dict()[name], value) for name, value in head.state_dict().items()
+    )
     assert compare_steps(head, tmp_path / "a")["same_tokens"]
     assert compare_steps(back, tmp_path / "a")["same_tokens"]
     assert unsupported_features(head, VLLM) == []
@@ -280,13 +354,20 @@ def test_every_flag_is_written_read_and_computed(target, tmp_path, form, flags):
     assert (unsupported_features(head, SGLANG) == []) == (plain or newer)
     assert (unsupported_features(head, SGLANG.of_release("0.5.11")) == []) == plain
     tensorrt = flags.keys() <= {"fc_norm", "norm_output", "attention_bias", "mlp_bias"}
-    assert (unsupported_features(head, ENGINES["TensorRT-LLM, Triton"]) == []) == (plain or tensorrt)
+    assert (unsupported_features(head, ENGINES["TensorRT-LLM, Triton"]) == []) == (
+        plain or tensorrt
+    )
     if form == FLAT and not (plain or newer):
         described = json.loads((tmp_path / "a" / "config.json").read_text())
         assert described["architectures"] == [
             "Eagle3Qwen3ForCausalLM" if "qk_norm" in flags else "Eagle3LlamaForCausalLM"
         ]
-    unweighted = set(flags) & {"norm_before_residual", "norm_output", "sliding_window", "rope_parameters"}
+    unweighted = set(flags) & {
+        "norm_before_residual",
+        "norm_output",
+        "sliding_window",
+        "rope_parameters",
+    }
     for name in unweighted:
         setattr(head.config, name, None if name == "rope_parameters" else 0)
     if unweighted:
@@ -298,7 +379,9 @@ def test_every_flag_is_written_read_and_computed(target, tmp_path, form, flags):
 @pytest.mark.thorough
 @pytest.mark.parametrize("form", [SPECULATORS, FLAT])
 @pytest.mark.parametrize(
-    "options", [{}, {"draft_vocab_size": 0}, {"feature_layers": (1, 6)}, *FLAGS], ids=lambda options: "+".join(options)
+    "options",
+    [{}, {"draft_vocab_size": 0}, {"feature_layers": (1, 6)}, *FLAGS],
+    ids=lambda options: "+".join(options),
 )
 def test_export_import_and_export_again_gives_the_same_bytes(target, tmp_path, form, options):
     write_eagle3(make_head(target, **options), tmp_path / "a", form)

@@ -19,7 +19,9 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_early_steps_train_the_first_depth_alone(target, kind):
-    drafter = make_kind(kind, target, torch.arange(40, 240), later_depths_from=0.5, **KINDS[kind]).train()
+    drafter = make_kind(
+        kind, target, torch.arange(40, 240), later_depths_from=0.5, **KINDS[kind]
+    ).train()
     batch = make_batch((30, 25))
 
     def step(progress: float):
@@ -27,12 +29,18 @@ def test_early_steps_train_the_first_depth_alone(target, kind):
         drafter.progress = progress
         return run_step(drafter, target, batch)
 
-    late, early = step(0.5), step(0.4)
+    late = step(0.5)
+    early = step(0.4)
     early.loss.backward()
     assert (late.metrics["count"] > 0).all()
-    assert early.metrics["count"].tolist() == [late.metrics["count"][0], *[0] * (drafter.config.ttt_steps - 1)]
+    assert early.metrics["count"].tolist() == [
+        late.metrics["count"][0],
+        *[0] * (drafter.config.ttt_steps - 1),
+    ]
     torch.testing.assert_close(early.loss * early.metrics["count"][0], early.metrics["loss"][0])
-    assert all(parameter.grad is not None for parameter in drafter.parameters())  # DDP waits for each
+    assert all(
+        parameter.grad is not None for parameter in drafter.parameters()
+    )  # DDP waits for each
     drafter.eval()
     assert (step(0.0).metrics["count"] > 0).all()  # held-out acceptance is of all depths
 

@@ -17,25 +17,36 @@ from tests.drafters.test_eagle3 import make_batch, make_drafter
 
 
 @pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 6}, {"num_hidden_layers": 2, "sliding_window": 9}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"sliding_window": 6}, {"num_hidden_layers": 2, "sliding_window": 9}], ids=str
+)
 def test_kernel_and_torch_draft_the_same_trees_alone_and_together(monkeypatch, options):
     target = make_target(hidden=64)  # heads of 16, which the kernel serves
     drafter = make_drafter(target, **options).eval()
     ids = make_batch((9, 14, 30)).input_ids
     prefixes = [row[:length] for row, length in zip(ids, (9, 14, 30), strict=True)]
-    features = [target.forward(prefix[None], drafter.feature_layers).features[0] for prefix in prefixes]
+    features = [
+        target.forward(prefix[None], drafter.feature_layers).features[0] for prefix in prefixes
+    ]
 
     def draft(text, rows):
         """After the prompt and two more tokens, in sessions whose buffers have to grow."""
         sessions = [drafter.start(prefixes[row][:-3], len(prefixes[row])) for row in rows]
         for cut in (slice(0, -2), slice(-2, None)):
-            new = [prefixes[row][1:][cut] for row in rows], [features[row][:-1][cut] for row in rows]
+            new = (
+                [prefixes[row][1:][cut] for row in rows],
+                [features[row][:-1][cut] for row in rows],
+            )
             drafter.extend_all(sessions, *new)
         return drafter.propose_all(sessions, [TreeSpec.parse(text)] * len(rows), [None] * len(rows))
 
     served = []
     attend = CpuPlan.attend
-    monkeypatch.setattr(CpuPlan, "attend", lambda plan, *args, **kw: served.append(plan) or attend(plan, *args, **kw))
+    monkeypatch.setattr(
+        CpuPlan,
+        "attend",
+        lambda plan, *args, **kw: served.append(plan) or attend(plan, *args, **kw),
+    )
     for text in ("chain:4", "fanout:3x2x2", "dynamic:4,3,9"):
         kinds = [draft(text, range(3)), [draft(text, [row])[0] for row in range(3)]]
         calls = len(served)
@@ -45,7 +56,9 @@ def test_kernel_and_torch_draft_the_same_trees_alone_and_together(monkeypatch, o
         assert len(served) == calls > 0
         for trees in kinds[1:]:
             for tree, other in zip(kinds[0], trees, strict=True):
-                assert tree.tokens.tolist() == other.tokens.tolist() and tree.parents == other.parents
+                assert (
+                    tree.tokens.tolist() == other.tokens.tolist() and tree.parents == other.parents
+                )
                 torch.testing.assert_close(tree.log_probs, other.log_probs, rtol=1e-4, atol=1e-4)
 
 
@@ -73,10 +86,15 @@ def test_kernel_and_torch_draft_the_same_trees_alone_and_together(monkeypatch, o
 def test_the_kernel_for_a_depth_is_the_one_forward(monkeypatch, kind, options, expected):
     calls = []
     for name in ("read", "run", "trees", "store_context"):
-        function, word = getattr(DraftStep, name), name.removeprefix("store_")
-        monkeypatch.setattr(DraftStep, name, lambda *args, f=function, word=word: calls.append(word) or f(*args))
+        function = getattr(DraftStep, name)
+        word = name.removeprefix("store_")
+        monkeypatch.setattr(
+            DraftStep, name, lambda *args, f=function, word=word: calls.append(word) or f(*args)
+        )
     target = make_target(hidden=64)
-    check_parity(lambda: make_kind(kind, target, torch.arange(40, 240), shake=True, **options), target)
+    check_parity(
+        lambda: make_kind(kind, target, torch.arange(40, 240), shake=True, **options), target
+    )
     assert " ".join(calls) == expected, "both times that tokens were committed, and the tree"
     drafter = make_kind(kind, target, torch.arange(40, 240), shake=True, **options)
     drafter.pack()
@@ -84,7 +102,8 @@ def test_the_kernel_for_a_depth_is_the_one_forward(monkeypatch, kind, options, e
 
 
 @pytest.mark.parametrize(
-    "packed", [False, pytest.param(True, marks=pytest.mark.skipif(cpu_kernels() is None, reason="C"))]
+    "packed",
+    [False, pytest.param(True, marks=pytest.mark.skipif(cpu_kernels() is None, reason="C"))],
 )
 @pytest.mark.parametrize(
     ("kind", "options"),
@@ -105,9 +124,14 @@ def test_a_window_bounds_the_cache_and_changes_no_tree(monkeypatch, kind, option
     features = [target.forward(row[None], drafter.feature_layers).features[0] for row in rows]
 
     def draft():
-        sessions, trees, at = [drafter.start(row[:5], 400) for row in rows], [], 0
+        sessions = [drafter.start(row[:5], 400) for row in rows]
+        trees = []
+        at = 0
         for count in (40, *[1, 4, 2, 3] * 10):
-            new = [row[at + 1 : at + 1 + count] for row in rows], [part[at : at + count] for part in features]
+            new = (
+                [row[at + 1 : at + 1 + count] for row in rows],
+                [part[at : at + count] for part in features],
+            )
             drafter.extend_all(sessions, *new)
             at += count
             trees += drafter.propose_all(sessions, [TreeSpec.parse("fanout:2x2")] * 2, [None] * 2)
@@ -117,7 +141,9 @@ def test_a_window_bounds_the_cache_and_changes_no_tree(monkeypatch, kind, option
     sessions, trees = draft()
     for session in sessions:
         assert session.dropped > 90 and session.length + session.dropped == 140
-        assert session.capacity == session.layers[0][0].shape[1] <= 2 * options["sliding_window"] + 64
+        assert (
+            session.capacity == session.layers[0][0].shape[1] <= 2 * options["sliding_window"] + 64
+        )
     monkeypatch.setattr(LayerSession, "trim", lambda session: None)
     whole, others = draft()
     assert whole[0].length == 140 and not whole[0].dropped

@@ -23,14 +23,17 @@ def test_least_squares_finds_the_map_from_batches():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "options", [{"num_key_value_heads": 4}, {}, {"num_attention_heads": 8, "num_key_value_heads": 8}]
+    "options",
+    [{"num_key_value_heads": 4}, {}, {"num_attention_heads": 8, "num_key_value_heads": 8}],
 )
 def test_the_start_beats_copied_weights_and_every_parameter_still_learns(options):
     target = make_target(hidden=32)
     drafter = make_drafter(target, **{"head_dim": 8, **options})
     batches = [make_batch((60, 50), seed=seed) for seed in range(20)]
     before = run_step(drafter, target, batches[0]).loss
-    explained = linear_start(drafter, batches, TargetSource(target, drafter.feature_layers, drafter.kept_ids))
+    explained = linear_start(
+        drafter, batches, TargetSource(target, drafter.feature_layers, drafter.kept_ids)
+    )
     step = run_step(drafter, target, batches[0])
     assert 0.1 < explained <= 1.0
     assert step.loss < before
@@ -50,7 +53,8 @@ def test_attention_looks_at_its_own_token():
     seen = {}
 
     def watch(module, args, kwargs=None):
-        query, key = args[0], args[1]
+        query = args[0]
+        key = args[1]
         seen["self"] = (query * key).sum(-1).mean()
         seen["other"] = (query * key.roll(7, 0)).sum(-1).mean()
         return query.flatten(1)

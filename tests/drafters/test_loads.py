@@ -36,7 +36,11 @@ def edit(folder, change=None, name="model.safetensors", **keys):
     if change is not None:
         tensors = load_file(folder / name)
         change(tensors)
-        save_file({key: value.contiguous() for key, value in tensors.items()}, folder / name, {"format": "pt"})
+        save_file(
+            {key: value.contiguous() for key, value in tensors.items()},
+            folder / name,
+            {"format": "pt"},
+        )
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **keys}))
 
@@ -54,16 +58,36 @@ FIRST = "model.layers.0.self_attn.q_proj.weight"
 @pytest.mark.parametrize(
     ("change", "keys", "message"),
     [
-        (None, {"num_hidden_layers": 99}, "does not describe its files, which lack weights model.layers.10"),
-        (None, {"num_hidden_layers": 3}, "does not describe its files, which have unknown weights model.layers.3"),
+        (
+            None,
+            {"num_hidden_layers": 99},
+            "does not describe its files, which lack weights model.layers.10",
+        ),
+        (
+            None,
+            {"num_hidden_layers": 3},
+            "does not describe its files, which have unknown weights model.layers.3",
+        ),
         (None, {"attention_bias": True}, "which lack weights model.layers.0.self_attn.k_proj.bias"),
         (None, {"intermediate_size": 7}, "which have another shape of weights model.layers.0.mlp"),
         (None, {"hidden_size": 2**20}, "promises .* weights, but its files have"),
-        (None, {"num_hidden_layers": 10**12}, "num_hidden_layers=1000000000000 in config.json must be 1 to 1000"),
+        (
+            None,
+            {"num_hidden_layers": 10**12},
+            "num_hidden_layers=1000000000000 in config.json must be 1 to 1000",
+        ),
         (lambda tensors: tensors.pop(FIRST), {}, f"which lack weights {FIRST}"),
-        (lambda tensors: tensors.update(extra=torch.ones(2)), {}, "which have unknown weights extra"),
+        (
+            lambda tensors: tensors.update(extra=torch.ones(2)),
+            {},
+            "which have unknown weights extra",
+        ),
         (spoil(FIRST, float("nan")), {}, f"{FIRST} holds values that are not finite"),
-        (spoil("model.embed_tokens.weight", float("inf")), {}, "embed_tokens.weight holds values that are not finite"),
+        (
+            spoil("model.embed_tokens.weight", float("inf")),
+            {},
+            "embed_tokens.weight holds values that are not finite",
+        ),
     ],
 )
 def test_a_target_whose_files_are_not_what_its_config_says(tmp_path, change, keys, message):
@@ -76,10 +100,19 @@ def test_a_target_whose_files_are_not_what_its_config_says(tmp_path, change, key
 
 def test_parts_that_no_language_model_reads_are_left_out(tmp_path):
     """Towers of other modalities, prediction modules and buffers of earlier versions."""
-    folder, one = copied(tmp_path, "target"), torch.ones(2)
-    names = ("vision_tower.x.weight", "mtp.fc.weight", "model.layers.0.self_attn.rotary_emb.inv_freq")
-    module = {f"model.layers.8.{name}": one.clone() for name in ("eh_proj.weight", "mlp.up_proj.weight")}
-    edit(folder, lambda tensors: tensors.update({**{name: one.clone() for name in names}, **module}))
+    folder = copied(tmp_path, "target")
+    one = torch.ones(2)
+    names = (
+        "vision_tower.x.weight",
+        "mtp.fc.weight",
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+    )
+    module = {
+        f"model.layers.8.{name}": one.clone() for name in ("eh_proj.weight", "mlp.up_proj.weight")
+    }
+    edit(
+        folder, lambda tensors: tensors.update({**{name: one.clone() for name in names}, **module})
+    )
     assert Target.load(str(folder), "float32", "cpu").num_layers == 8
 
 
@@ -90,25 +123,52 @@ DRAFTER_CASES = [
         {},
         "lacks weights: midlayer.self_attn.q",
     ),
-    ("eagle3", lambda tensors: tensors.update(extra=torch.ones(1)), {}, "has unknown weights: extra"),
+    (
+        "eagle3",
+        lambda tensors: tensors.update(extra=torch.ones(1)),
+        {},
+        "has unknown weights: extra",
+    ),
     ("eagle3", None, {"drafter_kind": "medusa"}, "lacks weights: blocks|kind"),
     ("eagle3", None, {"num_hidden_layers": 2}, "lacks weights: layers.1"),
-    ("eagle3", None, {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 must be a whole number"),
+    (
+        "eagle3",
+        None,
+        {"num_hidden_layers": 10**9},
+        "num_hidden_layers=1000000000 must be a whole number",
+    ),
     ("eagle3", None, {"hidden_size": 32}, "has shape|must be"),
     ("eagle3", None, {"target": None}, "config.json records no target.hidden_size"),
     ("eagle3", spoil("fc.weight", float("nan")), {}, "fc.weight holds values that are not finite"),
-    ("medusa", spoil("lm_heads.0.weight", float("inf")), {}, "lm_heads.0.weight holds values that are not finite"),
+    (
+        "medusa",
+        spoil("lm_heads.0.weight", float("inf")),
+        {},
+        "lm_heads.0.weight holds values that are not finite",
+    ),
     ("eagle1", spoil("kept_ids", -1), {}, "the kept ids"),
     ("eagle3", spoil("kept_ids", 10**6), {}, "must be ascending ids of the target's 262 tokens"),
-    ("eagle3", lambda tensors: tensors["kept_ids"].copy_(tensors["kept_ids"].flip(0)), {}, "must be ascending ids"),
+    (
+        "eagle3",
+        lambda tensors: tensors["kept_ids"].copy_(tensors["kept_ids"].flip(0)),
+        {},
+        "must be ascending ids",
+    ),
     ("eagle3", lambda tensors: tensors["kept_ids"].fill_(5), {}, "each once"),
-    ("draft_model", lambda tensors: tensors.pop("model.norm.weight"), {}, "which lack weights model.norm.weight"),
+    (
+        "draft_model",
+        lambda tensors: tensors.pop("model.norm.weight"),
+        {},
+        "which lack weights model.norm.weight",
+    ),
     ("draft_model", None, {"num_hidden_layers": 1}, "which have unknown weights model.layers.1"),
 ]
 
 
 @pytest.mark.parametrize(("kind", "change", "keys", "message"), DRAFTER_CASES)
-def test_a_drafter_whose_files_are_not_what_its_config_says(target, tmp_path, kind, change, keys, message):
+def test_a_drafter_whose_files_are_not_what_its_config_says(
+    target, tmp_path, kind, change, keys, message
+):
     folder = copied(tmp_path, f"drafters/{kind}")
     edit(folder, change, **keys)
     with pytest.raises(UserError, match=message) as found:
@@ -118,7 +178,10 @@ def test_a_drafter_whose_files_are_not_what_its_config_says(target, tmp_path, ki
 
 def test_an_imported_embedding_is_the_targets_or_refused(tmp_path):
     folder = copied(tmp_path, "exports/eagle3_sglang")
-    identity = {**Target.load(str(FIXTURES / "target"), "float32", "cpu").identity(), "name": str(FIXTURES / "target")}
+    identity = {
+        **Target.load(str(FIXTURES / "target"), "float32", "cpu").identity(),
+        "name": str(FIXTURES / "target"),
+    }
     own = load_file(FIXTURES / "target" / "model.safetensors")["model.embed_tokens.weight"]
     edit(folder, lambda tensors: tensors.update({"embed_tokens.weight": own.bfloat16()}))
     assert SHIPPING.read(folder, identity).config.vocab_size == len(own)
@@ -129,13 +192,16 @@ def test_an_imported_embedding_is_the_targets_or_refused(tmp_path):
 
 def test_a_learned_mask_is_not_published_as_a_pickle(target, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(FIXTURES)
-    trained, kind = find_drafter("drafters/dflash"), shipping("dflash")
+    trained = find_drafter("drafters/dflash")
+    kind = shipping("dflash")
     assert trained.config.get("mask_token_id") is None
     files = kind.publish(trained, ExportRequest(tmp_path, torch.float32, "some/target"))
     assert [name for name, _ in files] == ["model.safetensors"] and not list(tmp_path.rglob("*.pt"))
     assert "pickles are not published" in capsys.readouterr().out
     vllm = next(
-        recipe for recipe in recipes(trained, "me/it", "some/target", published=True) if recipe.engine == "vLLM"
+        recipe
+        for recipe in recipes(trained, "me/it", "some/target", published=True)
+        if recipe.engine == "vLLM"
     )
     assert "drafttrain export --drafter me/it --format vllm --output it-vllm" in vllm.commands
 

@@ -20,7 +20,8 @@ def test_training_and_decoding_see_the_same_window(target, kind):
 
 
 def test_positions_move_together_and_the_first_four_stay():
-    place, part = torch.cat([torch.arange(n) for n in (40, 3, 25)]), Part(68)
+    place = torch.cat([torch.arange(n) for n in (40, 3, 25)])
+    part = Part(68)
     assert torch.equal(moved(place, 0, part), place)
     offsets = set()
     for _ in range(20):
@@ -39,7 +40,9 @@ def test_distances_to_the_first_tokens_are_all_that_an_offset_changes(target, ki
     losses = {}
     for window in (0, 8):
         for offset in (0, 500):
-            drafter = make_kind(kind, target, sliding_window=window, position_offset=offset, **options)
+            drafter = make_kind(
+                kind, target, sliding_window=window, position_offset=offset, **options
+            )
             torch.manual_seed(0)
             losses[window, offset] = run_step(drafter.train(), target, batch).loss
     torch.testing.assert_close(losses[8, 0], losses[8, 500], rtol=1e-4, atol=1e-5)

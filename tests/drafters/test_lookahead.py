@@ -44,7 +44,9 @@ def test_the_window_is_a_tree_whose_columns_become_ngrams():
     )  # only what follows the ends of columns counts, and one was not asked
     assert session.rows[:2] == [[20, 21, 22], [30, 31, 32]] and session.rows[2][:2] == [40, 41]
     assert (
-        list(session.pool[9]) == [(20, 30, 40)] and list(session.pool[11]) == [(21, 31, 41)] and 12 not in session.pool
+        list(session.pool[9]) == [(20, 30, 40)]
+        and list(session.pool[11]) == [(21, 31, 41)]
+        and 12 not in session.pool
     )
     session.extend(torch.tensor([60, 11]), nothing(2))
     assert session.probe()[0][:2] == [21, 22] and session.rows[0][0] == 11
@@ -92,7 +94,9 @@ def test_the_text_of_a_seed_is_plain_decodings():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["lookahead", "ngram+lookahead", "lookahead:window=3,ngram=3+ngram"])
+@pytest.mark.parametrize(
+    "name", ["lookahead", "ngram+lookahead", "lookahead:window=3,ngram=3+ngram"]
+)
 @pytest.mark.parametrize("count", [1, 3, 24])
 def test_probes_reach_no_further_than_the_answer(name, count):
     """The last rounds have no room for the whole window, and the context none for a token more."""
@@ -104,10 +108,14 @@ def test_probes_reach_no_further_than_the_answer(name, count):
         spec = TreeSpec.parse(text)
         decoder = Decoder(target, drafter, spec=spec, eos_ids=(), max_rows=2)
         sizes = []
-        decoder.observer = lambda row, tree, verdict, logits, sizes=sizes: sizes.append((len(tree), tree.probes))
+        decoder.observer = lambda row, tree, verdict, logits, sizes=sizes: sizes.append(
+            (len(tree), tree.probes)
+        )
         made = decoder.generate(prompts, max_new_tokens=count)
         assert [one.tokens for one in made] == [one.tokens for one in want]
-        assert all(nodes - probes <= spec.budget and probes <= drafter.probes for nodes, probes in sizes)
+        assert all(
+            nodes - probes <= spec.budget and probes <= drafter.probes for nodes, probes in sizes
+        )
         assert count < 24 or any(probes for _, probes in sizes)
 
 

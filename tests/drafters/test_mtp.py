@@ -64,7 +64,9 @@ def test_round_trip(target, tmp_path, options):
 
 def test_a_frozen_head_takes_no_capped_logits(target, monkeypatch):
     monkeypatch.setattr(target, "softcap", 30.0)
-    with pytest.raises(UserError, match=r"train_head=false: target 'tiny' caps its logits.*train_head=true"):
+    with pytest.raises(
+        UserError, match=r"train_head=false: target 'tiny' caps its logits.*train_head=true"
+    ):
         make_kind("mtp", target, KEPT, train_head=False)
 
 
@@ -84,7 +86,9 @@ def test_the_closed_form_start_beats_copied_weights_at_every_depth(modules):
     drafter = make_kind("mtp", target, modules=modules, ttt_steps=3)
     batches = [make_batch((60, 50), seed=seed) for seed in range(20)]
     before = run_step(drafter, target, batches[0])
-    explained = drafter.solve_start(batches, TargetSource(target, drafter.feature_layers, drafter.kept_ids))
+    explained = drafter.solve_start(
+        batches, TargetSource(target, drafter.feature_layers, drafter.kept_ids)
+    )
     after = run_step(drafter, target, batches[0])
     assert 0.1 < explained <= 1.0
     assert (after.metrics["loss"] < before.metrics["loss"]).all()
@@ -123,7 +127,11 @@ def native_tensors(drafter, form, layers=4):
             tensors[module + layer + ours.removeprefix("layer.")] = weight.clone()
         elif ours.removesuffix(".weight") in ("enorm", "hnorm", "eh_proj", "norm"):
             stem = ours.removesuffix(".weight")
-            weight = torch.cat(weight.chunk(2, dim=1)[::-1], dim=1) if swapped and stem == "eh_proj" else weight
+            weight = (
+                torch.cat(weight.chunk(2, dim=1)[::-1], dim=1)
+                if swapped and stem == "eh_proj"
+                else weight
+            )
             tensors[f"{module}{names.get(stem, stem)}.weight"] = weight.clone()
     return tensors
 
@@ -145,7 +153,8 @@ def test_native_modules_are_taken_over(target, target_dir, form):
     drafter = MTP.native(loaded, torch.arange(target.vocab_size), {})
     drafter.bind(loaded)
     assert drafter.config.intermediate_size == 48
-    ours, expected = drafter.state_dict(), theirs.state_dict()
+    ours = drafter.state_dict()
+    expected = theirs.state_dict()
     for name, weight in expected.items():
         torch.testing.assert_close(ours[name], weight, msg=name)
     pruned = MTP.native(loaded, KEPT, {"modules": 2})
@@ -174,7 +183,10 @@ def test_a_native_module_predicts_as_it_did(target, target_dir):
             "self_attn.indexer.wk.weight",
             "no self_attn.indexer.wk.weight, nor a layer of the target's class: unknown are self_attn",
         ),
-        ("mlp.up_proj.weight_scale_inv", "mlp.up_proj.weight_scale_inv of target .* scales a weight that is not FP8"),
+        (
+            "mlp.up_proj.weight_scale_inv",
+            "mlp.up_proj.weight_scale_inv of target .* scales a weight that is not FP8",
+        ),
         ("embed_tokens.weight", "embed_tokens.weight of target .* is not the target's embedding"),
     ],
 )
@@ -188,10 +200,17 @@ def test_native_modules_of_other_kinds_are_refused(target, target_dir, extra, me
 def test_fp8_blocks_and_heads_of_their_own_are_read(target, target_dir, capsys):
     """DeepSeek publishes FP8 blocks with factors; a module may have a head of its own; a second module is named."""
     tensors = native_tensors(make_kind("mtp", target, shake=True), "deepseek")
-    name, head = "model.layers.4.mlp.up_proj.weight", torch.randn(target.vocab_size, 32)
+    name = "model.layers.4.mlp.up_proj.weight"
+    head = torch.randn(target.vocab_size, 32)
     plain = tensors[name]  # [64, 32]: one block
-    tensors[name], tensors[f"{name}_scale_inv"] = (plain / 0.01).to(torch.float8_e4m3fn), torch.full((1, 1), 0.01)
-    more = {"model.layers.4.shared_head.head.weight": head, "model.layers.5.eh_proj.weight": torch.zeros(2)}
+    tensors[name], tensors[f"{name}_scale_inv"] = (
+        (plain / 0.01).to(torch.float8_e4m3fn),
+        torch.full((1, 1), 0.01),
+    )
+    more = {
+        "model.layers.4.shared_head.head.weight": head,
+        "model.layers.5.eh_proj.weight": torch.zeros(2),
+    }
     loaded = with_native(target_dir, {**tensors, **more})
     drafter = MTP.native(loaded, KEPT, {})
     ours = drafter.blocks[0].layer.mlp.up_proj.weight
@@ -199,7 +218,9 @@ def test_fp8_blocks_and_heads_of_their_own_are_read(target, target_dir, capsys):
     torch.testing.assert_close(ours, plain, rtol=0.1, atol=0.01)
     assert torch.equal(drafter.lm_head.weight, head[KEPT])
     assert "has several prediction modules; the first serves all depths" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"train_head=false: the prediction module .* has a head of its own"):
+    with pytest.raises(
+        UserError, match=r"train_head=false: the prediction module .* has a head of its own"
+    ):
         MTP.native(loaded, KEPT, {"train_head": False})
 
 
@@ -214,7 +235,9 @@ def test_the_class_decides_where_tensors_fit_a_plain_layer_too(target, target_di
         GraniteConfig(**sizes, num_key_value_heads=2, num_hidden_layers=4, residual_multiplier=0.4)
     )
     model.save_pretrained(target_dir)
-    loaded = with_native(target_dir, native_tensors(make_kind("mtp", target, shake=True), "deepseek"))
+    loaded = with_native(
+        target_dir, native_tensors(make_kind("mtp", target, shake=True), "deepseek")
+    )
     layer = MTP.native(loaded, KEPT, {}).blocks[0].layer
     assert isinstance(layer, OwnLayer) and layer.layer.residual_multiplier == 0.4
 

@@ -35,9 +35,15 @@ def test_a_module_computes_what_is_published(name, tmp_path):
     with torch.no_grad():
         ours = drafter.step(drafter.fuse(states), embeds, positions, [causal])
         last = drafter.step(
-            drafter.fuse(states), embeds, positions, [lambda q, k, v: causal_rows(q, k, v)], torch.tensor([8])
+            drafter.fuse(states),
+            embeds,
+            positions,
+            [lambda q, k, v: causal_rows(q, k, v)],
+            torch.tensor([8]),
         )
-    torch.testing.assert_close(ours, reference(name, tensors, embeds, states, positions), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        ours, reference(name, tensors, embeds, states, positions), rtol=1e-4, atol=1e-5
+    )
     torch.testing.assert_close(last, ours[8:], rtol=1e-4, atol=1e-5)
 
 
@@ -65,12 +71,21 @@ def test_both_halves_are_one_forward(name, tmp_path):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_config_alone_gives_the_shapes_of_the_checkpoints_module(name, tmp_path):
     write_checkpoint(name, tmp_path)
-    held = MTP.native(load_shell(str(tmp_path), "float32", weights=True), ALL, {"train_head": False})
+    held = MTP.native(
+        load_shell(str(tmp_path), "float32", weights=True), ALL, {"train_head": False}
+    )
     with torch.device("meta"):
-        target = Target.wrap(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path)), None, name=name)
+        target = Target.wrap(
+            AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path)), None, name=name
+        )
         options = MTP.native_options(target)
-        planned = MTP(MTP.config_class.for_target(target, draft_vocab_size=VOCAB, train_head=False, **options))
-    shapes = [{part: weight.shape for part, weight in each.state_dict().items()} for each in (held, planned)]
+        planned = MTP(
+            MTP.config_class.for_target(target, draft_vocab_size=VOCAB, train_head=False, **options)
+        )
+    shapes = [
+        {part: weight.shape for part, weight in each.state_dict().items()}
+        for each in (held, planned)
+    ]
     assert shapes[0] == shapes[1]
     for key in options.keys() - {"target_layer"}:
         assert getattr(held.config, key) == getattr(planned.config, key), key
@@ -100,7 +115,11 @@ def test_training_goes_on_decodes_and_is_saved(name, tmp_path):
     before = run_step(drafter, target, make_batch())
     before.loss.backward()
     for part, parameter in drafter.named_parameters():
-        assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.abs().sum() > 0, part
+        assert (
+            parameter.grad is not None
+            and parameter.grad.isfinite().all()
+            and parameter.grad.abs().sum() > 0
+        ), part
     optimizer = torch.optim.Adam(drafter.parameters(), lr=5e-3)
     for _ in range(12):
         optimizer.zero_grad()
@@ -114,17 +133,25 @@ def test_training_goes_on_decodes_and_is_saved(name, tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "name", [name if name == "deepseek-v3" else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+    "name",
+    [
+        name if name == "deepseek-v3" else pytest.param(name, marks=pytest.mark.slow)
+        for name in FAMILIES
+    ],
 )
 def test_an_export_is_the_familys_own_layout(name, tmp_path):
     """Trained or not, all tensors return under their names, and the export drafts what the drafter does."""
-    target, tensors = tmp_path / "target", write_checkpoint(name, tmp_path / "target")
+    target = tmp_path / "target"
+    tensors = write_checkpoint(name, tmp_path / "target")
     shell = load_shell(str(target), "float32", weights=True)
     drafter = begin(shell, train_head=False)
     drafter.save_pretrained(tmp_path / "drafter")
-    trained, form = find_drafter(str(tmp_path / "drafter")), FAMILIES[name]
+    trained = find_drafter(str(tmp_path / "drafter"))
+    form = FAMILIES[name]
     out = tmp_path / "out"
-    check_expressible(trained, "vllm").write(trained, "vllm", ExportRequest(out, torch.float32, str(target)))
+    check_expressible(trained, "vllm").write(
+        trained, "vllm", ExportRequest(out, torch.float32, str(target))
+    )
     written = load_file(out / "model.safetensors")
     assert written.keys() == {form.module + key for key in tensors}
     for key, weight in tensors.items():
@@ -144,7 +171,9 @@ def test_an_export_is_the_familys_own_layout(name, tmp_path):
 def test_what_engines_cannot_load_of_it(tmp_path):
     target = tmp_path / "target"
     write_checkpoint("qwen3.5", target)
-    begin(load_shell(str(target), "float32", weights=True), modules=2).save_pretrained(tmp_path / "drafter")
+    begin(load_shell(str(target), "float32", weights=True), modules=2).save_pretrained(
+        tmp_path / "drafter"
+    )
     trained = find_drafter(str(tmp_path / "drafter"))
     reasons = " ".join(shipping("mtp").unsupported(trained, "vllm"))
     assert "train_head=true" in reasons and "modules=2" in reasons and "model_type" not in reasons

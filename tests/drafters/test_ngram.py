@@ -79,18 +79,23 @@ def test_trees_are_well_formed_and_within_the_spec(tokens, spec):
 
 
 def test_a_sequence_learns_how_far_its_matches_can_be_trusted():
-    trusted, fooled = session_after([1, 2, 3, 4] * 2), session_after([1, 2, 3, 4] * 2)
+    trusted = session_after([1, 2, 3, 4] * 2)
+    fooled = session_after([1, 2, 3, 4] * 2)
     features = torch.empty(12, 0)
     trusted.extend(torch.tensor([1, 2, 3, 4] * 3), features)
     fooled.extend(torch.tensor([1, 9, 3, 8, 1, 7, 3, 6, 1, 5, 3, 9]), features)
     spec = TreeSpec.parse("chain:1")
-    before, sure, unsure = (s.propose(spec).log_probs.exp().item() for s in (session_after([1, 2, 1]), trusted, fooled))
+    before, sure, unsure = (
+        s.propose(spec).log_probs.exp().item() for s in (session_after([1, 2, 1]), trusted, fooled)
+    )
     assert before == pytest.approx(1 / 3)  # a match of one token, about which nothing is known yet
     assert unsure < before < 0.8 < sure < 1
 
 
 def test_probabilities_never_rise_along_a_path_and_siblings_share_one():
-    tree = session_after([1, 2, 5, 6, 1, 2, 5, 7, 1, 2, 8, 8, 1, 2], min_n=2).propose(TreeSpec.parse("dynamic:2,4,6"))
+    tree = session_after([1, 2, 5, 6, 1, 2, 5, 7, 1, 2, 8, 8, 1, 2], min_n=2).propose(
+        TreeSpec.parse("dynamic:2,4,6")
+    )
     chances = tree.log_probs.exp().tolist()
     for node, parent in enumerate(tree.parents):
         siblings = [chances[i] for i in range(len(tree)) if tree.parents[i] == parent]

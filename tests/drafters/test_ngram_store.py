@@ -34,7 +34,8 @@ def test_counts_are_those_of_a_plain_loop(documents, max_n, block):
         for n in range(1, max_n + 1):
             for i in range(len(document) - n):
                 wanted.setdefault(tuple(document[i : i + n]), Counter())[document[i + n]] += 1
-    whole, module._BLOCK = module._BLOCK, block
+    whole = module._BLOCK
+    module._BLOCK = block
     try:
         table = NgramTable.build(documents, max_n)
     finally:
@@ -60,7 +61,12 @@ def test_names_and_files(target, tmp_path):
     file = tmp_path / "store.safetensors"
     NgramTable.build(CORPUS).save(file, tokenizer_fingerprint(target.tokenizer))
     drafter = load_drafter(f"ngram_store:{file},grow=true,min_n=3", target)
-    assert (drafter.kind, drafter.table.max_n, drafter.min_n, drafter.memory is not None) == ("ngram_store", 4, 3, True)
+    assert (drafter.kind, drafter.table.max_n, drafter.min_n, drafter.memory is not None) == (
+        "ngram_store",
+        4,
+        3,
+        True,
+    )
     both = load_drafter(f"{tmp_path / 'head'}+ngram_store:{file}", target)
     assert both.kind == "eagle3+ngram_store" and both.side.min_n == 2
     assert load_drafter("ngram:5", target).max_n == 5
@@ -74,12 +80,21 @@ def test_names_and_files(target, tmp_path):
         ("ngram:size=3", "'size' is no option of ngram; there are max_n, min_n"),
         ("ngram:max_n=x", "max_n='x' is no int; write for example ngram:max_n=8"),
         ("ngram_store:grow=maybe", "grow='maybe' is no bool"),
-        ("ngram_store:max_n=2", "'max_n' is no option of ngram_store; there are file, grow, min_n, min_p"),
+        (
+            "ngram_store:max_n=2",
+            "'max_n' is no option of ngram_store; there are file, grow, min_n, min_p",
+        ),
         ("ngram_store:min_p=1.5", "min_p at least 0 and below 1"),
         ("ngram_store:/no/file", "'/no/file' cannot be read"),
         ("ngram_store:{tmp}/other.safetensors", "is no n-gram store; build one"),
-        ("ngram_store:{tmp}/foreign.safetensors", "was built with tokenizer 'abc', but target 'tiny' has"),
-        ("ngram+ngram_store:{tmp}/foreign.safetensors", "was built with tokenizer 'abc', but target 'tiny' has"),
+        (
+            "ngram_store:{tmp}/foreign.safetensors",
+            "was built with tokenizer 'abc', but target 'tiny' has",
+        ),
+        (
+            "ngram+ngram_store:{tmp}/foreign.safetensors",
+            "was built with tokenizer 'abc', but target 'tiny' has",
+        ),
     ],
 )
 def test_bad_names_are_named(target, tmp_path, name, message):
@@ -92,7 +107,13 @@ def test_bad_names_are_named(target, tmp_path, name, message):
 def test_the_command_counts_data_sets_and_texts(target, target_dir, tmp_path, capsys):
     fingerprint = tokenizer_fingerprint(target.tokenizer)
     with Store(tmp_path / "data", {"target": target.identity()}, 0) as data:
-        row = {"id": "a", "tokens": [9, 8, 1, 2, 1, 2, 30], "spans": [[2, 6]], "finish": ["stop"], "source": "test"}
+        row = {
+            "id": "a",
+            "tokens": [9, 8, 1, 2, 1, 2, 30],
+            "spans": [[2, 6]],
+            "finish": ["stop"],
+            "source": "test",
+        }
         data.append(row)
     file = str(tmp_path / "out" / "store.safetensors")
     assert cli.main(["ngram-store", "--data", str(tmp_path / "data"), "--output", file]) == 0
@@ -107,7 +128,15 @@ def test_the_command_counts_data_sets_and_texts(target, target_dir, tmp_path, ca
     (tmp_path / "c.txt").write_text("abab\nabab\n")
     a, b = target.tokenizer("ab").input_ids
     for name in ("c.jsonl", "c.txt"):
-        arguments = ["ngram-store", "--text", str(tmp_path / name), "--target", str(target_dir), "--output", file]
+        arguments = [
+            "ngram-store",
+            "--text",
+            str(tmp_path / name),
+            "--target",
+            str(target_dir),
+            "--output",
+            file,
+        ]
         assert cli.main(arguments) == 0
         assert NgramTable.load(file)[0].likeliest((a,))[0] == (b, 1.0)
         assert load_drafter(f"ngram_store:{file}", target)
@@ -119,7 +148,10 @@ def test_the_command_counts_data_sets_and_texts(target, target_dir, tmp_path, ca
         ([], "give either --data DIR or --text FILE"),
         (["--text", "{tmp}/empty.txt"], "needs --target"),
         (["--data", "/no/data"], "data='/no/data' is not a data set"),
-        (["--text", "/no/file.txt", "--target", "{target}"], "--text='/no/file.txt' must be an existing file"),
+        (
+            ["--text", "/no/file.txt", "--target", "{target}"],
+            "--text='/no/file.txt' must be an existing file",
+        ),
         (["--text", "{tmp}/empty.txt", "--target", "{target}"], "has no two tokens in a row"),
         (["--text", "{tmp}/bad.jsonl", "--target", "{target}"], "line 1: no text and no messages"),
     ],

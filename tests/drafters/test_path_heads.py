@@ -29,7 +29,10 @@ FORMS = [
     ("hydra", {}),
     ("hydra", {"blocks": 2, "shared_head": True, "num_heads": 3}),
     ("mlp_speculator", {}),
-    ("mlp_speculator", {"tie_weights": True, "scale_input": False, "inner_dim": 24, "n_predict": 4}),
+    (
+        "mlp_speculator",
+        {"tie_weights": True, "scale_input": False, "inner_dim": 24, "n_predict": 4},
+    ),
     ("mlp_speculator", {"inner_dim": 48, "n_predict": 1, "tie_weights": True}),
 ]
 KINDS = ["medusa", "hydra", "mlp_speculator"]
@@ -45,7 +48,11 @@ def make_heads(target, kind, kept=None, spread=0.3, **options):
     drafter = cls(cls.config_class.for_target(target, draft_vocab_size=len(kept), **options))
     drafter.initialize(target, kept)
     for parameter in drafter.parameters():
-        parameter.data += spread * parameter.data.std().nan_to_num(1.0).clamp(min=0.1) * torch.randn_like(parameter)
+        parameter.data += (
+            spread
+            * parameter.data.std().nan_to_num(1.0).clamp(min=0.1)
+            * torch.randn_like(parameter)
+        )
     drafter.bind(target)
     return drafter.eval()
 
@@ -62,15 +69,25 @@ def drafting(drafter, target, length=9):
 
 @pytest.mark.thorough
 @every_form
-def test_every_parameter_gets_a_finite_gradient_and_a_batch_can_be_overfitted(target, kind, options):
-    drafter, batch = make_heads(target, kind, spread=0.0, **options), make_batch()
+def test_every_parameter_gets_a_finite_gradient_and_a_batch_can_be_overfitted(
+    target, kind, options
+):
+    drafter = make_heads(target, kind, spread=0.0, **options)
+    batch = make_batch()
     first = run_step(drafter, target, batch)
     first.loss.backward()
     for name, parameter in drafter.named_parameters():
-        assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.abs().sum() > 0, name
+        assert (
+            parameter.grad is not None
+            and parameter.grad.isfinite().all()
+            and parameter.grad.abs().sum() > 0
+        ), name
 
     def learned(step):
-        return step.loss < 0.2 * first.loss and (step.metrics["agree"] / step.metrics["count"]).min() > 0.7
+        return (
+            step.loss < 0.2 * first.loss
+            and (step.metrics["agree"] / step.metrics["count"]).min() > 0.7
+        )
 
     step = overfit(drafter, step_inputs(drafter, target, batch), learned, lr=2e-2, most=70)
     assert learned(step), (first, step)
@@ -85,9 +102,12 @@ def test_training_step_k_is_what_the_decoder_computes_at_depth_k(target, kind, o
     if packed:
         pack(decoder)
     prefix = make_batch((9,)).input_ids[0]
-    decoded, predict = [], decoder.predict
+    decoded = []
+    predict = decoder.predict
     # The top tokens of a packed head are all tokens of this vocabulary.
-    decoder.predict = lambda state, depth, _: decoded.append(all_logits(predict(state, depth, 200))) or decoded[-1]
+    decoder.predict = lambda state, depth, _: (
+        decoded.append(all_logits(predict(state, depth, 200))) or decoded[-1]
+    )
     tree = drafting(decoder, target).propose(TreeSpec.parse("chain:9"))
     assert len(tree) == len(decoded) == drafter.depths
 
@@ -106,13 +126,16 @@ def test_training_step_k_is_what_the_decoder_computes_at_depth_k(target, kind, o
 def all_logits(made):
     """Logits [n, d] of a prediction that may be the top d tokens."""
     return (
-        torch.zeros_like(made.log_probs).scatter_(1, made.ids, made.log_probs) if isinstance(made, Likeliest) else made
+        torch.zeros_like(made.log_probs).scatter_(1, made.ids, made.log_probs)
+        if isinstance(made, Likeliest)
+        else made
     )
 
 
 def test_depth_k_is_aligned_with_the_target_two_tokens_beyond_the_anchor(target):
     """A Medusa at its start says at every depth what the target's head says at the anchor itself."""
-    drafter, batch = make_heads(target, "medusa", spread=0.0, num_heads=2), make_batch((9,))
+    drafter = make_heads(target, "medusa", spread=0.0, num_heads=2)
+    batch = make_batch((9,))
     output = target.forward(batch.input_ids, drafter.feature_layers)
     assert torch.equal(output.features, output.last_hidden)
     p = target.head(output.last_hidden)[0].log_softmax(-1)
@@ -121,7 +144,9 @@ def test_depth_k_is_aligned_with_the_target_two_tokens_beyond_the_anchor(target)
         torch.testing.assert_close(drafter.logits(state, k).log_softmax(-1), p[anchors])
         assert batch.response_mask[0, anchors + 1].all() and batch.response_mask[0, at + 1].all()
     loss = [(p[3 + k : 7].exp() * (p[3 + k : 7] - p[2 : 6 - k])).sum() for k in (0, 1)]
-    step = run_step(drafter, target, Batch(batch.input_ids, batch.lengths, _only(9, 3, 8), batch.index))
+    step = run_step(
+        drafter, target, Batch(batch.input_ids, batch.lengths, _only(9, 3, 8), batch.index)
+    )
     torch.testing.assert_close(step.metrics["loss"], torch.stack(loss), rtol=1e-3, atol=1e-3)
 
 
@@ -133,12 +158,19 @@ def _only(length, start, end):
 
 @every_kind
 def test_packed_rows_and_padding_change_nothing(target, kind):
-    drafter, both = make_heads(target, kind), make_batch((17, 11))
+    drafter = make_heads(target, kind)
+    both = make_batch((17, 11))
     mask = both.response_mask.clone()
     together = run_step(drafter, target, both)
     ids = torch.cat((both.input_ids[0], both.input_ids[1, :11]))[None]
     documents = torch.tensor([[0, 0, 17], [0, 17, 11]])
-    packed = Batch(ids, torch.tensor([28]), torch.cat((mask[0], mask[1, :11]))[None], torch.tensor([0, 1]), documents)
+    packed = Batch(
+        ids,
+        torch.tensor([28]),
+        torch.cat((mask[0], mask[1, :11]))[None],
+        torch.tensor([0, 1]),
+        documents,
+    )
     other = run_step(drafter, target, packed)
     for name, value in together.metrics.items():
         torch.testing.assert_close(other.metrics[name], value, rtol=1e-4, atol=1e-4)
@@ -147,7 +179,12 @@ def test_packed_rows_and_padding_change_nothing(target, kind):
 @every_kind
 def test_trees_hold_the_probabilities_of_their_paths(target, kind):
     """Every path of every tree, drafted again as a fixed path of its own, has the same probability."""
-    drafter = make_heads(target, kind, torch.arange(40, 240), **({} if kind == "mlp_speculator" else {"num_heads": 3}))
+    drafter = make_heads(
+        target,
+        kind,
+        torch.arange(40, 240),
+        **({} if kind == "mlp_speculator" else {"num_heads": 3}),
+    )
     shapes = {
         "chain:3": 3, "chain:8": 3, "fanout:3x2x1": 15, "dynamic:4,3,10": 10, "paths:0,1,0-0,0-2,0-2-1,1-0-0-0,1-0,1-0-0": 7,
         "none": 0,
@@ -161,7 +198,8 @@ def test_trees_hold_the_probabilities_of_their_paths(target, kind):
             path = [node]
             while tree.parents[path[0]] >= 0:
                 path.insert(0, tree.parents[path[0]])
-            now, score = state, 0.0
+            now = state
+            score = 0.0
             for k, step in enumerate(path):
                 log_q = drafter.logits(now, k)[0].log_softmax(-1)
                 score += float(log_q[tree.tokens[step] - 40].detach())
@@ -190,7 +228,10 @@ def test_decoding_is_lossless_and_batches_change_nothing(target, kind):
     plain = [generate(target, None, prompt, max_new_tokens=10).tokens for prompt in prompts]
     for text in ("chain:5", "dynamic:3,3,9", "paths:0,1,0-0,0-1,1-0"):
         spec = TreeSpec.parse(text)
-        alone = [generate(target, drafter, prompt, spec=spec, max_new_tokens=10).tokens for prompt in prompts]
+        alone = [
+            generate(target, drafter, prompt, spec=spec, max_new_tokens=10).tokens
+            for prompt in prompts
+        ]
         assert alone == plain, text
         decoder = Decoder(target, drafter, spec=spec, max_rows=2)
         assert [made.tokens for made in decoder.generate(prompts, max_new_tokens=10)] == plain, text
@@ -223,12 +264,15 @@ def test_save_and_load_round_trip(target, kind, tmp_path):
     assert torch.equal(loaded.kept_ids, drafter.kept_ids)
     a, b = (run_step(d, target, make_batch()).loss for d in (drafter, loaded))
     assert torch.equal(a, b)
-    with pytest.raises(UserError, match=r"trained for target 'tiny' with num_layers=4.*has num_layers=6"):
+    with pytest.raises(
+        UserError, match=r"trained for target 'tiny' with num_layers=4.*has num_layers=6"
+    ):
         loaded.bind(make_target(layers=6))
 
 
 @pytest.mark.parametrize(
-    ("kind", "option"), [("medusa", "num_heads"), ("hydra", "blocks"), ("mlp_speculator", "n_predict")]
+    ("kind", "option"),
+    [("medusa", "num_heads"), ("hydra", "blocks"), ("mlp_speculator", "n_predict")],
 )
 def test_impossible_sizes_are_refused(target, kind, option):
     with pytest.raises(UserError, match=f"{option}=0 must be a whole number from 1"):
@@ -256,7 +300,8 @@ def test_likeliest_paths_are_those_of_highest_product():
 @pytest.mark.thorough
 @every_kind
 def test_the_default_tree_follows_what_is_right_on_held_out_data(target, kind):
-    drafter, batch = make_heads(target, kind, spread=0.05, tree_nodes=7), make_batch((20, 20))
+    drafter = make_heads(target, kind, spread=0.05, tree_nodes=7)
+    batch = make_batch((20, 20))
     source = TargetSource(target, drafter.feature_layers, drafter.kept_ids)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=2e-2)
     for _ in range(40):
@@ -271,25 +316,42 @@ def test_the_default_tree_follows_what_is_right_on_held_out_data(target, kind):
 
 def test_stored_last_states_serve_without_the_target(target, tmp_path):
     """Every data set with features has them, whatever layers it stores."""
-    features, last = torch.randn(5, 64), torch.randn(5, 32)
-    meta = {"target": target.identity(), "sampling": {}, "features": {"layers": [1, 2], "dtype": "float32"}}
+    features = torch.randn(5, 64)
+    last = torch.randn(5, 32)
+    meta = {
+        "target": target.identity(),
+        "sampling": {},
+        "features": {"layers": [1, 2], "dtype": "float32"},
+    }
     with Store(tmp_path, meta) as store:
         writer = FeatureWriter(store)
-        record = {"id": "a", "tokens": [1, 2, 3, 4, 5, 6], "spans": [[2, 6]], "finish": ["stop"], "source": "test"}
+        record = {
+            "id": "a",
+            "tokens": [1, 2, 3, 4, 5, 6],
+            "spans": [[2, 6]],
+            "finish": ["stop"],
+            "source": "test",
+        }
         writer.append(record, features, last)
         writer.flush()
     drafter = make_heads(target, "medusa")
     found = FeatureStore.open(tmp_path, drafter.feature_layers).get("a")
-    assert torch.equal(found["features"].float(), last) and torch.equal(found["last_hidden"].float(), last)
+    assert torch.equal(found["features"].float(), last) and torch.equal(
+        found["last_hidden"].float(), last
+    )
     both = FeatureStore.open(tmp_path, (2, *drafter.feature_layers)).get("a")["features"]
     assert torch.equal(both.float(), torch.cat((features[:, 32:], last), dim=-1))
 
 
 @pytest.mark.thorough
-def test_a_training_run_starts_by_least_squares_and_leaves_a_tree(target, target_dir, tmp_path, capsys):
+def test_a_training_run_starts_by_least_squares_and_leaves_a_tree(
+    target, target_dir, tmp_path, capsys
+):
     drafter = {"draft_vocab_size": 255, "num_heads": 2, "tree_nodes": 5}
     data = write_data(tmp_path / "data", target)
-    words = write_recipe(tmp_path, target_dir, data, kind="medusa", drafter=drafter, decode_prompts=0)
+    words = write_recipe(
+        tmp_path, target_dir, data, kind="medusa", drafter=drafter, decode_prompts=0
+    )
     assert main(["train", *words]) == 0
     out = capsys.readouterr().out
     assert "least-squares start" in out and "default tree" in out

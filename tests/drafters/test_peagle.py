@@ -30,7 +30,9 @@ def test_training(target):
     check_training(make_kind("peagle", target), target, learned=0.9)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_hidden_layers": 2}, EVERYTHING], ids=["plain", "layers", "everything"])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_hidden_layers": 2}, EVERYTHING], ids=["plain", "layers", "everything"]
+)
 def test_both_halves_are_one_forward(target, options):
     check_parity(lambda: make_peagle(target, **options), target)
 
@@ -68,7 +70,8 @@ def test_all_depths_of_all_sessions_come_from_one_step(target):
     sessions = [drafter.start(prefix[:-1], 32) for _ in range(3)]
     for session, end in zip(sessions, (9, 7, 8), strict=True):
         session.extend(prefix[1:end], features[: end - 1])
-    calls, step = [], drafter.step
+    calls = []
+    step = drafter.step
     drafter.step = lambda *args: calls.append(len(args[0])) or step(*args)
     specs = [TreeSpec.parse(text) for text in ("chain:5", "none", "dynamic:3,2,5")]
     trees = drafter.propose_all(sessions, specs, [None] * 3)
@@ -86,7 +89,10 @@ def test_later_depths_do_not_know_the_drafted_tokens(target):
     session = drafter.start(prefix[:-1], 32)
     session.extend(prefix[1:], features[:-1])
     tree = session.propose(TreeSpec.parse("fanout:3x2"))
-    below = [[tree.tokens[i].item() for i, p in enumerate(tree.parents) if p == parent] for parent in range(3)]
+    below = [
+        [tree.tokens[i].item() for i, p in enumerate(tree.parents) if p == parent]
+        for parent in range(3)
+    ]
     assert below[0] == below[1] == below[2]
 
 
@@ -96,7 +102,13 @@ def test_the_closed_form_start_beats_copied_weights():
     drafter = make_kind("peagle", target)
     batches = [make_batch((60, 50), seed=seed) for seed in range(20)]
     before = run_step(drafter, target, batches[0])
-    assert 0.1 < drafter.solve_start(batches, TargetSource(target, drafter.feature_layers, drafter.kept_ids)) <= 1.0
+    assert (
+        0.1
+        < drafter.solve_start(
+            batches, TargetSource(target, drafter.feature_layers, drafter.kept_ids)
+        )
+        <= 1.0
+    )
     after = run_step(drafter, target, batches[0])
     assert after.loss < before.loss and after.metrics["loss"][0] < before.metrics["loss"][0]
 

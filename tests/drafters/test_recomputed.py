@@ -29,7 +29,8 @@ def target():
     ],
 )
 def test_layers_that_are_computed_again_give_the_same_gradients(target, kind, options, autocast):
-    results, kept = [], []
+    results = []
+    kept = []
     for checkpointing in (False, True):
         drafter = make_kind(kind, target, **options).train()
         if checkpointing:
@@ -41,11 +42,16 @@ def test_layers_that_are_computed_again_give_the_same_gradients(target, kind, op
             saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
             return x
 
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x), torch.autocast("cpu", enabled=autocast):
+        with (
+            torch.autograd.graph.saved_tensors_hooks(note, lambda x: x),
+            torch.autocast("cpu", enabled=autocast),
+        ):
             step = run_step(drafter, target, make_batch((40, 30)))
         step.loss.backward()
         kept.append(sum(saved.values()))
-        results.append((step.loss.detach(), {name: x.grad for name, x in drafter.named_parameters()}))
+        results.append(
+            (step.loss.detach(), {name: x.grad for name, x in drafter.named_parameters()})
+        )
     (loss, grads), (again, others) = results
     assert torch.equal(loss, again) and kept[1] < 0.8 * kept[0], kept
     for name, grad in grads.items():

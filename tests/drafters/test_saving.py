@@ -31,9 +31,13 @@ def saved(tmp_path_factory):
 
 
 def assert_same_files(folder, other):
-    assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in other.iterdir())
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        path.name for path in other.iterdir()
+    )
     want, found = (Drafter.from_pretrained(each).state_dict() for each in (folder, other))
-    assert want.keys() == found.keys() and all(torch.equal(value, found[name]) for name, value in want.items())
+    assert want.keys() == found.keys() and all(
+        torch.equal(value, found[name]) for name, value in want.items()
+    )
 
 
 @pytest.mark.parametrize("kind", contract.TRAINED)
@@ -64,9 +68,13 @@ def test_the_class_of_a_kind_loads_that_kind(kind, saved):
     cls = kind_class(kind)
     made = cls.from_pretrained(saved(kind), torch_dtype="bfloat16", device="cpu")
     assert type(made) is type(Drafter.from_pretrained(str(saved(kind)))) is cls
-    assert {weight.dtype for weight in made.parameters()} == {torch.bfloat16} and made.kept_ids.dtype == torch.long
+    assert {weight.dtype for weight in made.parameters()} == {
+        torch.bfloat16
+    } and made.kept_ids.dtype == torch.long
     other = contract.TRAINED[contract.TRAINED.index(kind) - 1]
-    with pytest.raises(UserError, match=f"is of kind '{kind}', not '{other}'; use Drafter.from_pretrained"):
+    with pytest.raises(
+        UserError, match=f"is of kind '{kind}', not '{other}'; use Drafter.from_pretrained"
+    ):
         kind_class(other).from_pretrained(saved(kind))
 
 
@@ -102,9 +110,15 @@ def test_mistakes_are_named(saved, target_dir, target):
 def test_targets_load_as_in_transformers(target_dir, target, capfd):
     capfd.readouterr()
     made = Target.from_pretrained(target_dir, torch_dtype=torch.float32, device=torch.device("cpu"))
-    assert made._packed and made.compute_dtype == torch.float32 and Target.from_pretrained(made) is made
+    assert (
+        made._packed
+        and made.compute_dtype == torch.float32
+        and Target.from_pretrained(made) is made
+    )
     assert capfd.readouterr() == ("", ""), "a library call is quiet"
-    other = Target.from_pretrained(str(target_dir), dtype="auto", tokenizer=target.tokenizer, packed=False)
+    other = Target.from_pretrained(
+        str(target_dir), dtype="auto", tokenizer=target.tokenizer, packed=False
+    )
     assert other.tokenizer is target.tokenizer and not other._packed
     wrapped = Target.from_pretrained(target.model, tokenizer=target.tokenizer)
     assert wrapped.model is target.model and wrapped.tokenizer is target.tokenizer
@@ -131,9 +145,13 @@ def test_uploads_and_revisions(kind, saved, target_dir, tmp_path):
             "HF_TOKEN": TOKEN, "NO_PROXY": "*", "no_proxy": "*",
         }  # fmt: skip
         command = [sys.executable, "-c", UPLOAD, str(saved(kind)), str(target_dir)]
-        done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True)
+        done = subprocess.run(
+            command, env={**os.environ, **settings}, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         held = {name: repository for (_, name), repository in server.repositories.items()}
-        files = {name: {*list(repository.commits.values())[-1]} for name, repository in held.items()}
+        files = {
+            name: {*list(repository.commits.values())[-1]} for name, repository in held.items()
+        }
     own = {path.name for path in saved(kind).iterdir()}
     assert own <= files["writer/head"] & files["writer/other"] and held["writer/other"].private

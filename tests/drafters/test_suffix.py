@@ -31,7 +31,9 @@ def session_after(drafter, prompt, answer=()):
 
 
 def propose(tokens, spec, answer=(), **options):
-    return session_after(SuffixDrafter(**{"min_p": 0.0, **options}), tokens, answer).propose(TreeSpec.parse(spec))
+    return session_after(SuffixDrafter(**{"min_p": 0.0, **options}), tokens, answer).propose(
+        TreeSpec.parse(spec)
+    )
 
 
 def stored(tmp_path, documents, fingerprint=""):
@@ -43,7 +45,9 @@ def test_the_longest_occurrence_goes_first_and_then_the_most_recent():
     assert propose([1, 2, 3, 4, 9, 3, 7, 1, 2, 3], "chain:2").tokens.tolist() == [4, 9]
     assert propose([1, 2, 5, 1, 2, 6, 8, 1, 2], "chain:2").tokens.tolist() == [6, 8]
     # Six tokens agree before the first 7, and five, as many as the index looks up, before the second.
-    assert propose([9, 1, 2, 3, 4, 5, 7, 8, 1, 2, 3, 4, 5, 6, 9, 1, 2, 3, 4, 5], "chain:1").tokens.tolist() == [7]
+    assert propose(
+        [9, 1, 2, 3, 4, 5, 7, 8, 1, 2, 3, 4, 5, 6, 9, 1, 2, 3, 4, 5], "chain:1"
+    ).tokens.tolist() == [7]
 
 
 def test_a_match_that_reaches_the_end_repeats():
@@ -73,7 +77,9 @@ def test_a_copy_goes_on_behind_a_change():
 @given(
     tokens=st.lists(st.integers(0, 3), min_size=2, max_size=60),
     begin=st.integers(1, 60),
-    spec=st.sampled_from(["chain:4", "fanout:3x2x2", "dynamic:5,3,11", "dynamic:8,2,5@stop=0.2", "paths:0,1,0-0"]),
+    spec=st.sampled_from(
+        ["chain:4", "fanout:3x2x2", "dynamic:5,3,11", "dynamic:8,2,5@stop=0.2", "paths:0,1,0-0"]
+    ),
 )
 def test_trees_are_well_formed_and_within_the_spec(tokens, begin, spec):
     spec = TreeSpec.parse(spec)
@@ -111,7 +117,10 @@ def test_answers_are_remembered_only_where_asked_for():
     for memory, known in ((0, []), (100, [7, 8])):
         drafter = SuffixDrafter(memory=memory, min_p=0.0)
         session_after(drafter, [1, 2, 3], [4, 5, 6, 7, 8])
-        assert session_after(drafter, [9, 5, 6]).propose(TreeSpec.parse("chain:2")).tokens.tolist() == known
+        assert (
+            session_after(drafter, [9, 5, 6]).propose(TreeSpec.parse("chain:2")).tokens.tolist()
+            == known
+        )
         # Prompts are not remembered.
         assert len(session_after(drafter, [9, 1, 2]).propose(TreeSpec.parse("chain:2"))) == 0
 
@@ -137,13 +146,16 @@ def test_the_memory_is_bounded_and_lets_texts_go():
 
 def test_threads_share_a_memory():
     """Each token of an answer follows the one before it in memory too, whatever other threads add in between."""
-    drafter, failures = SuffixDrafter(memory=10_000, min_p=0.0), []
+    drafter = SuffixDrafter(memory=10_000, min_p=0.0)
+    failures = []
 
     def serve(base):
         try:
             for _ in range(20):
                 session_after(drafter, [base, base], list(range(base, base + 20)))
-                tree = session_after(drafter, [9, base + 3, base + 4]).propose(TreeSpec.parse("chain:3"))
+                tree = session_after(drafter, [9, base + 3, base + 4]).propose(
+                    TreeSpec.parse("chain:3")
+                )
                 assert tree.tokens.tolist() == [base + 5, base + 6, base + 7]
         except Exception as error:  # a thread's own would be lost
             failures.append(error)
@@ -161,22 +173,35 @@ def test_a_corpus_fills_what_the_sequence_does_not_know(tmp_path):
     assert paths(propose([8, 2], "chain:2", file=file)) == {(3,), (3, 5)}
     assert propose([9, 2, 3], "fanout:2", file=file).tokens.tolist() == [5, 4]
     # What the sequence itself has shown goes first.
-    assert propose([1, 2, 3, 6, 8, 1, 2, 3, 6, 1, 2, 3], "fanout:2", file=file).tokens.tolist()[0] == 6
+    assert (
+        propose([1, 2, 3, 6, 8, 1, 2, 3, 6, 1, 2, 3], "fanout:2", file=file).tokens.tolist()[0] == 6
+    )
     assert len(propose([8, 6], "dynamic:3,3,8", file=file)) == 0
 
 
 @pytest.mark.thorough
 def test_greedy_output_does_not_change(target, tmp_path):
     prompts = [[5, 9, 11, 9, 11], [7], [3, 3, 3, 8]]
-    want = [generate(target, None, prompt, max_new_tokens=24, eos_ids=()).tokens for prompt in prompts]
+    want = [
+        generate(target, None, prompt, max_new_tokens=24, eos_ids=()).tokens for prompt in prompts
+    ]
     answers = [prompt + tokens for prompt, tokens in zip(prompts, want, strict=True)]
-    knowing = load_drafter(f"suffix:{stored(tmp_path, answers, tokenizer_fingerprint(target.tokenizer))}", target)
-    growing, combined = SuffixDrafter(memory=1000), CombinedDrafter(make_drafter(target).eval(), knowing)
+    knowing = load_drafter(
+        f"suffix:{stored(tmp_path, answers, tokenizer_fingerprint(target.tokenizer))}", target
+    )
+    growing = SuffixDrafter(memory=1000)
+    combined = CombinedDrafter(make_drafter(target).eval(), knowing)
     for drafter in (knowing, growing, combined):
         for spec in ("chain:4", "dynamic:4,3,9"):
             for _ in range(2):
                 got = generate_batch(
-                    target, drafter, prompts, max_new_tokens=24, spec=TreeSpec.parse(spec), eos_ids=(), max_rows=2
+                    target,
+                    drafter,
+                    prompts,
+                    max_new_tokens=24,
+                    spec=TreeSpec.parse(spec),
+                    eos_ids=(),
+                    max_rows=2,
                 )
                 assert [generation.tokens for generation in got] == want
             if drafter is not combined:  # the second time, the answers are known

@@ -12,10 +12,22 @@ from drafttrain.drafters.common.tree_growth import GrowingTree, grow_trees
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.ops.sampling import Sampler, SamplingParams
 
-VOCAB, CPU = 12, torch.device("cpu")
+VOCAB = 12
+CPU = torch.device("cpu")
 SHAPES = st.one_of(
-    st.sampled_from(["chain:1", "chain:5", "fanout:3x2x1", "fanout:20x1", "paths:0,1,0-0,0-2,1-1,0-0-0", "paths:2,0"]),
-    st.tuples(st.integers(1, 6), st.integers(1, 14), st.integers(1, 60)).map(lambda n: "dynamic:{},{},{}".format(*n)),
+    st.sampled_from(
+        [
+            "chain:1",
+            "chain:5",
+            "fanout:3x2x1",
+            "fanout:20x1",
+            "paths:0,1,0-0,0-2,1-1,0-0-0",
+            "paths:2,0",
+        ]
+    ),
+    st.tuples(st.integers(1, 6), st.integers(1, 14), st.integers(1, 60)).map(
+        lambda n: "dynamic:{},{},{}".format(*n)
+    ),
 )
 
 
@@ -23,10 +35,13 @@ class Table:
     """Logits below a node, and its confidence, by the node's path."""
 
     def __init__(self, seed, confident, alike):
-        self.seed, self.confident, self.alike = seed, confident, alike
+        self.seed = seed
+        self.confident = confident
+        self.alike = alike
 
     def __call__(self, paths):
-        rows, chances = [], []
+        rows = []
+        chances = []
         for path in paths:
             state = torch.Generator().manual_seed(hash((self.seed, *path)) % 2**31)
             values = torch.randn(VOCAB, generator=state, dtype=torch.float32) * 3
@@ -49,11 +64,16 @@ def on_host(spec, table, max_depth, sampler=None):
 
 
 def on_device(spec, tables, max_depth, params=None, uniforms=None):
-    growth, opened = TensorGrowth(spec, VOCAB, max_depth, CPU), [[()] for _ in tables]
+    growth = TensorGrowth(spec, VOCAB, max_depth, CPU)
+    opened = [[()] for _ in tables]
 
     def logits():
         made = [table(paths) for table, paths in zip(tables, opened, strict=True)]
-        return tuple(map(torch.stack, zip(*made, strict=True))) if tables[0].confident else torch.stack(made)
+        return (
+            tuple(map(torch.stack, zip(*made, strict=True)))
+            if tables[0].confident
+            else torch.stack(made)
+        )
 
     def ask(_depth, tokens, parents):
         for row, paths in enumerate(opened):
@@ -78,7 +98,8 @@ def test_nodes_are_those_of_the_host(shape, stop, seeds, confident, alike, max_d
     tables = [Table(seed, confident, alike) for seed in seeds]
     growth, grown = on_device(spec, tables, max_depth)
     for row, table in enumerate(tables):
-        want, n = on_host(spec, table, max_depth), int(grown.counts[row])
+        want = on_host(spec, table, max_depth)
+        n = int(grown.counts[row])
         assert grown.tokens[row, :n].tolist() == want.tokens.tolist()
         assert grown.parents[row, :n].tolist() == want.parents
         torch.testing.assert_close(grown.scores[row, :n].float(), want.log_probs)
@@ -87,18 +108,31 @@ def test_nodes_are_those_of_the_host(shape, stop, seeds, confident, alike, max_d
 
 @pytest.mark.parametrize("confident", [False, True])
 def test_drawn_chains_are_those_of_the_host(confident):
-    spec, params = TreeSpec.parse("chain:6@sample"), SamplingParams(0.8, top_p=0.9)
-    table, state = Table(3, confident, False), lambda: torch.Generator().manual_seed(5)
+    spec = TreeSpec.parse("chain:6@sample")
+    params = SamplingParams(0.8, top_p=0.9)
+    table = Table(3, confident, False)
+
+    def state():
+        return torch.Generator().manual_seed(5)
+
     want = on_host(spec, table, None, Sampler(params, state()))
-    uniforms = torch.rand(1, 6, dtype=torch.float64, generator=state())  # as the host's numbers, drawn one by one
+    uniforms = torch.rand(
+        1, 6, dtype=torch.float64, generator=state()
+    )  # as the host's numbers, drawn one by one
     _, grown = on_device(spec, [table], None, params, uniforms)
-    assert grown.tokens[0].tolist() == want.tokens.tolist() and grown.parents[0].tolist() == want.parents
+    assert (
+        grown.tokens[0].tolist() == want.tokens.tolist()
+        and grown.parents[0].tolist() == want.parents
+    )
     torch.testing.assert_close(grown.scores[0].float(), want.log_probs)
     torch.testing.assert_close(grown.proposals[0], want.proposal.probs)
 
 
 def test_what_needs_the_host_is_not_served():
-    served = {text: TensorGrowth.serves(TreeSpec.parse(text)) for text in ("chain:3@sample", "dynamic:3,3,8@stop=0.1")}
+    served = {
+        text: TensorGrowth.serves(TreeSpec.parse(text))
+        for text in ("chain:3@sample", "dynamic:3,3,8@stop=0.1")
+    }
     assert all(served.values())
     for text in ("none", "fanout:2x2@sample", "chain:3@sample@stop=0.2"):
         assert not TensorGrowth.serves(TreeSpec.parse(text))

@@ -34,7 +34,9 @@ def session_after(drafter, tokens):
 
 def tell(session, tokens, *shares):
     """The target predicts these tokens after the root."""
-    session.read_predictions(NO_TREE, [(list(tokens), list(shares) or [0.5, 0.3, 0.1, 0.1][: len(tokens)])])
+    session.read_predictions(
+        NO_TREE, [(list(tokens), list(shares) or [0.5, 0.3, 0.1, 0.1][: len(tokens)])]
+    )
 
 
 def commit(session, *tokens):
@@ -88,11 +90,16 @@ def test_probabilities_follow_what_was_right():
 
 
 @given(
-    predicted=st.lists(st.permutations(range(5)).map(lambda tokens: tokens[:3]), min_size=1, max_size=30),
-    spec=st.sampled_from(["chain:4", "fanout:3x2x2", "dynamic:5,3,11", "dynamic:8,2,5@stop=0.2", "paths:0,1,0-0"]),
+    predicted=st.lists(
+        st.permutations(range(5)).map(lambda tokens: tokens[:3]), min_size=1, max_size=30
+    ),
+    spec=st.sampled_from(
+        ["chain:4", "fanout:3x2x2", "dynamic:5,3,11", "dynamic:8,2,5@stop=0.2", "paths:0,1,0-0"]
+    ),
 )
 def test_trees_are_well_formed_and_within_the_spec(predicted, spec):
-    spec, session = TreeSpec.parse(spec), session_after(TokenRecyclingDrafter(min_p=0.0), [1])
+    spec = TreeSpec.parse(spec)
+    session = session_after(TokenRecyclingDrafter(min_p=0.0), [1])
     for tokens in predicted:
         tell(session, tokens)
         commit(session, tokens[0])
@@ -102,7 +109,11 @@ def test_trees_are_well_formed_and_within_the_spec(predicted, spec):
     assert len(set(pairs)) == len(pairs)
     for node, parent in enumerate(tree.parents):
         assert parent < node
-        assert spec.stop <= tree.log_probs[node].exp() <= (tree.log_probs[parent].exp() if parent >= 0 else 1)
+        assert (
+            spec.stop
+            <= tree.log_probs[node].exp()
+            <= (tree.log_probs[parent].exp() if parent >= 0 else 1)
+        )
     for depth, width in enumerate(spec.fanout):
         for node in range(-1, len(tree)):
             if (0 if node < 0 else tree.depths[node]) == depth:
@@ -127,7 +138,8 @@ def test_a_memory_is_bounded_and_forgets_the_oldest():
 
 
 def test_threads_share_a_memory():
-    drafter, failures = TokenRecyclingDrafter(context=2, memory=500, min_p=0.0), []
+    drafter = TokenRecyclingDrafter(context=2, memory=500, min_p=0.0)
+    failures = []
 
     def serve(base):
         try:
@@ -150,19 +162,26 @@ def test_a_target_without_history_is_learned_completely():
     """Where the next token depends on the last one only, a cycle that was decoded once is drafted to the tree's full depth."""
     target = MarkovTarget(vocab=40, seed=3)
     plain = generate(target, None, [0], max_new_tokens=80).tokens
-    got = generate(target, TokenRecyclingDrafter(), [0], max_new_tokens=80, spec=TreeSpec.parse("chain:4"))
+    got = generate(
+        target, TokenRecyclingDrafter(), [0], max_new_tokens=80, spec=TreeSpec.parse("chain:4")
+    )
     assert got.tokens == plain
     assert set(got.stats.accepted[-6:-1]) == {4}
 
 
-@pytest.mark.parametrize("name", ["token_recycling", "token_recycling+ngram", "lookahead+token_recycling:width=2"])
+@pytest.mark.parametrize(
+    "name", ["token_recycling", "token_recycling+ngram", "lookahead+token_recycling:width=2"]
+)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_the_text_is_plain_decodings(name, temperature):
     """Alone, beside n-grams and beside probes; on many rows at once; with rounds that draft nothing (@adapt)."""
     target = MarkovTarget(vocab=8, seed=1) if temperature else make_target(layers=2)
-    drafter, prompts = load_drafter(name, target), [[5, 6, 5, 6, 5, 6, 5], [7, 3, 1], list(range(8))]
+    drafter = load_drafter(name, target)
+    prompts = [[5, 6, 5, 6, 5, 6, 5], [7, 3, 1], list(range(8))]
     options = {"sampling": SamplingParams(temperature), "eos_ids": ()}
-    want = [one.tokens for one in Decoder(target, None, **options).generate(prompts, max_new_tokens=40)]
+    want = [
+        one.tokens for one in Decoder(target, None, **options).generate(prompts, max_new_tokens=40)
+    ]
     for text in ("dynamic:3,2,6", "dynamic:6,4,20", "chain:3@adapt"):
         for rows in (1, 3):
             decoder = Decoder(target, drafter, spec=TreeSpec.parse(text), max_rows=rows, **options)
@@ -172,7 +191,9 @@ def test_the_text_is_plain_decodings(name, temperature):
 
 
 def test_sessions_read_the_targets_predictions_at_every_node(monkeypatch):
-    target, seen, logits_of = make_target(layers=2), [], []
+    target = make_target(layers=2)
+    seen = []
+    logits_of = []
     read = TokenRecyclingSession.read_predictions
 
     def spy(session, tree, predictions):
@@ -180,21 +201,30 @@ def test_sessions_read_the_targets_predictions_at_every_node(monkeypatch):
         read(session, tree, predictions)
 
     monkeypatch.setattr(TokenRecyclingSession, "read_predictions", spy)
-    drafter = CombinedDrafter(make_drafter(target), untrained("token_recycling:context=4,width=3", beside=True))
+    drafter = CombinedDrafter(
+        make_drafter(target), untrained("token_recycling:context=4,width=3", beside=True)
+    )
     decoder = Decoder(
         target, drafter, spec=TreeSpec.parse("dynamic:6,6,40"), eos_ids=()
     )  # more rows than the kernel's top-k
     decoder.observer = lambda index, tree, verdict, logits: logits_of.append(logits.clone())
     prompt = [3, 1, 4, 1, 5]
     made = decoder.generate([prompt], max_new_tokens=30)[0]
-    assert len(seen) >= made.stats.target_passes - 1 > 3, "the last round may have no room for a tree"
-    text, end = [*prompt, *made.tokens], len(prompt)
-    for (before, tree, predictions), logits, kept in zip(seen, logits_of, made.stats.accepted, strict=False):
+    assert len(seen) >= made.stats.target_passes - 1 > 3, (
+        "the last round may have no room for a tree"
+    )
+    text = [*prompt, *made.tokens]
+    end = len(prompt)
+    for (before, tree, predictions), logits, kept in zip(
+        seen, logits_of, made.stats.accepted, strict=False
+    ):
         assert before == tuple(text[: end + 1][-4:])
         assert len(predictions) == 1 + len(tree) == len(logits)
         values, ids = logits.topk(3, dim=-1)
         assert [tokens for tokens, _ in predictions] == ids.tolist()
-        torch.testing.assert_close(torch.tensor([shares for _, shares in predictions]), values.softmax(-1))
+        torch.testing.assert_close(
+            torch.tensor([shares for _, shares in predictions]), values.softmax(-1)
+        )
         end += kept + 1
     assert any(len(tree) > 32 for _, tree, _ in seen)
 
@@ -222,5 +252,7 @@ def test_what_cannot_work_is_refused():
             TokenRecyclingDrafter(**options)
     target = make_target(layers=2)
     for name in ("token_recycling", "token_recycling+ngram"):
-        with pytest.raises(UserError, match="learns from its own rounds, so trees cannot be predicted"):
+        with pytest.raises(
+            UserError, match="learns from its own rounds, so trees cannot be predicted"
+        ):
             search_tree(target, load_drafter(name, target), [[1, 2, 3]], TuneSettings())

@@ -25,7 +25,9 @@ class TableDrafter:
     """Its next token depends on the last two: logits [v, v, v]. Remembers what it was asked to open."""
 
     def __init__(self, seed=0, scale=1.5):
-        self.table = scale * torch.randn(VOCAB, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed))
+        self.table = scale * torch.randn(
+            VOCAB, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)
+        )
         self.root = (0, 0)
 
     def tree(self, text, sampler=None, kept_ids=None):
@@ -34,8 +36,12 @@ class TableDrafter:
         def advance(tokens, parents):
             assert all(parent < len(self.ends) for parent in parents)
             above = [self.ends[parent] if parent >= 0 else self.root for parent in parents]
-            self.ends += [(pair[1], token) for pair, token in zip(above, tokens.tolist(), strict=True)]
-            return torch.stack([self.table[end] for end in self.ends[len(self.ends) - len(parents) :]])
+            self.ends += [
+                (pair[1], token) for pair, token in zip(above, tokens.tolist(), strict=True)
+            ]
+            return torch.stack(
+                [self.table[end] for end in self.ends[len(self.ends) - len(parents) :]]
+            )
 
         return expand(TreeSpec.parse(text), self.table[self.root], advance, kept_ids, sampler)
 
@@ -49,7 +55,9 @@ class TableDrafter:
 
 
 def sampler(seed=0, **params):
-    return Sampler(SamplingParams(**{"temperature": 1.0, **params}), torch.Generator().manual_seed(seed))
+    return Sampler(
+        SamplingParams(**{"temperature": 1.0, **params}), torch.Generator().manual_seed(seed)
+    )
 
 
 def ranks(tree):
@@ -75,7 +83,8 @@ def test_rule_trees_hold_the_likeliest_tokens(text):
 
 @pytest.mark.parametrize("option", ["", "@sample"])
 def test_fixed_shapes(option):
-    drafter, draws = TableDrafter(), sampler()
+    drafter = TableDrafter()
+    draws = sampler()
     assert ranks(drafter.tree("chain:3" + option, draws)) == [(0,), (0, 0), (0, 0, 0)]
     want = [(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1), (0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
     assert ranks(drafter.tree("fanout:2x2x1" + option, draws)) == want
@@ -94,7 +103,8 @@ def test_fixed_trees_may_leave_out_ranks():
 
 @pytest.mark.parametrize("text", [f"{text}@sample" for text in FIXED])
 def test_drawn_trees_say_what_they_were_drawn_from(text):
-    drafter, draws = TableDrafter(), sampler(top_k=4, top_p=0.95, min_p=0.02, temperature=1.3)
+    drafter = TableDrafter()
+    draws = sampler(top_k=4, top_p=0.95, min_p=0.02, temperature=1.3)
     tree = drafter.tree(text, draws)
     pairs = list(zip(tree.parents, tree.tokens.tolist(), strict=True))
     assert len(set(pairs)) == len(pairs)
@@ -108,19 +118,27 @@ def test_drawn_trees_say_what_they_were_drawn_from(text):
 
 @pytest.mark.thorough
 def test_drawn_siblings_follow_successive_sampling():
-    drafter, draws = TableDrafter(), sampler(3)
+    drafter = TableDrafter()
+    draws = sampler(3)
     count = 2000
     seen = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
     for _ in range(count):
         seen[tuple(drafter.tree("fanout:2@sample", draws).tokens)] += 1
     q = drafter.table[drafter.root].double().softmax(-1)
     want = (q[:, None] * q[None] / (1 - q[:, None]) * count).fill_diagonal_(0)
-    assert chisquare([*seen[want >= 5], seen[want < 5].sum()], [*want[want >= 5], want[want < 5].sum()]).pvalue > 1e-3
+    assert (
+        chisquare(
+            [*seen[want >= 5], seen[want < 5].sum()], [*want[want >= 5], want[want < 5].sum()]
+        ).pvalue
+        > 1e-3
+    )
 
 
 def test_a_seed_fixes_the_draws():
     drafter = TableDrafter()
-    trees = [drafter.tree("fanout:2x2x2@sample", sampler(seed)).tokens.tolist() for seed in (1, 1, 2)]
+    trees = [
+        drafter.tree("fanout:2x2x2@sample", sampler(seed)).tokens.tolist() for seed in (1, 1, 2)
+    ]
     assert trees[0] == trees[1] != trees[2]
 
 
@@ -136,7 +154,9 @@ def test_kept_ids_name_target_tokens_and_go_with_the_proposal():
     drafter = TableDrafter()
     plain, mapped = (drafter.tree("fanout:2x2@sample", sampler(), ids) for ids in (None, kept))
     assert torch.equal(mapped.tokens, kept[plain.tokens])
-    assert mapped.proposal.kept_ids is kept and torch.equal(mapped.proposal.probs, plain.proposal.probs)
+    assert mapped.proposal.kept_ids is kept and torch.equal(
+        mapped.proposal.probs, plain.proposal.probs
+    )
 
 
 @pytest.mark.parametrize("budget", [1, 2, 4, 7])
@@ -161,7 +181,8 @@ def test_paths_that_fell_out_of_the_budget_are_not_opened_and_the_tree_stays_the
 @pytest.mark.parametrize("stop", [0.02, 0.1, 0.4])
 def test_unlikely_paths_are_not_continued(text, stop):
     drafter = TableDrafter()
-    whole, cut = drafter.tree(text, sampler(4)), drafter.tree(f"{text}@stop={stop}", sampler(4))
+    whole = drafter.tree(text, sampler(4))
+    cut = drafter.tree(f"{text}@stop={stop}", sampler(4))
     opened = {parent for parent in cut.parents if parent >= 0}
     assert all(cut.log_probs[node].exp() >= stop for node in opened)
     assert len(cut) < len(whole) or stop < 0.4
@@ -170,11 +191,14 @@ def test_unlikely_paths_are_not_continued(text, stop):
         assert opened == {node for node in likely if cut.depths[node] < TreeSpec.parse(text).depth}
 
 
-@pytest.mark.parametrize("text", ["chain:5", "fanout:3x2x2x1", "dynamic:5,3,14", "paths:0,1,0-0,0-1,1-0"])
+@pytest.mark.parametrize(
+    "text", ["chain:5", "fanout:3x2x2x1", "dynamic:5,3,14", "paths:0,1,0-0,0-1,1-0"]
+)
 @pytest.mark.parametrize("least", [0.02, 0.1, 0.4, 0.99])
 def test_a_cut_leaves_the_likely_nodes_of_the_tree(text, least):
     drafter = TableDrafter()
-    whole, grown = drafter.tree(text), drafter.tree(f"{text}@cut={least}")
+    whole = drafter.tree(text)
+    grown = drafter.tree(f"{text}@cut={least}")
     assert len(grown) < len(whole) or least < 0.4  # what can only grow unlikely nodes is not opened
     left = grown.prune(9, least)
     wanted = [node for node in range(len(whole)) if whole.log_probs[node].exp() >= least]
@@ -189,8 +213,12 @@ def test_drawn_trees_of_a_trained_kind(target):
     drafter = make_drafter(target, kept=torch.arange(40, 240))
     prefix = make_batch((9,)).input_ids[0]
     session = drafter.start(prefix[:-1], 32)
-    session.extend(prefix[1:], target.forward(prefix[None], drafter.feature_layers).features[0, :-1])
-    trees = [session.propose(TreeSpec.parse("fanout:3x2@sample"), sampler(seed)) for seed in (1, 1, 2)]
+    session.extend(
+        prefix[1:], target.forward(prefix[None], drafter.feature_layers).features[0, :-1]
+    )
+    trees = [
+        session.propose(TreeSpec.parse("fanout:3x2@sample"), sampler(seed)) for seed in (1, 1, 2)
+    ]
     assert trees[0].tokens.tolist() == trees[1].tokens.tolist() != trees[2].tokens.tolist()
     assert trees[0].proposal.probs.shape == (4, 200)
 
@@ -253,7 +281,10 @@ def test_paths_may_come_from_a_file(tmp_path):
         ("chain:3@match=0", "'match=0' is no option"),
         ("chain:3@match=x", "'match=x' is no option"),
         ("chain:3@cut=1", "'cut=1' is no option"),
-        ("chain:3@cut=0.1@sample", "@cut drops tokens after drawing them, which biases; use @stop=0.1"),
+        (
+            "chain:3@cut=0.1@sample",
+            "@cut drops tokens after drawing them, which biases; use @stop=0.1",
+        ),
         ("dynamic:5,8,24@sample", "drops tokens after drawing them"),
         ("paths:0,2@sample", "without a gap"),
     ],
@@ -264,6 +295,8 @@ def test_bad_specs_are_named(text, message):
 
 
 def test_greedy_decoding_cannot_draw():
-    with pytest.raises(UserError, match="tree='chain:3@sample' draws its tokens, but temperature=0 is greedy"):
+    with pytest.raises(
+        UserError, match="tree='chain:3@sample' draws its tokens, but temperature=0 is greedy"
+    ):
         TreeSpec.parse("chain:3@sample").check(SamplingParams())
     TreeSpec.parse("chain:3@sample").check(SamplingParams(0.5))

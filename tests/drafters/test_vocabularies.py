@@ -8,7 +8,15 @@ import random
 import pytest
 import torch
 from scipy.stats import chisquare
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from drafttrain.batch import TokenTree
@@ -48,7 +56,11 @@ KINDS = ["byte_level", "sentencepiece", "llama"]
 
 def train_tokenizer(kind: str, text: str, size: int = 420, special: tuple[str, ...] = ("<|end|>",)):
     """Byte-level BPE; SentencePiece's marks with byte tokens; the same with BOS and a space before every text (Llama 2)."""
-    first = list(special) if kind == "byte_level" else ["<s>", *special, *(f"<0x{i:02X}>" for i in range(256))]
+    first = (
+        list(special)
+        if kind == "byte_level"
+        else ["<s>", *special, *(f"<0x{i:02X}>" for i in range(256))]
+    )
     tokenizer = Tokenizer(models.BPE(byte_fallback=kind != "byte_level", unk_token=None))
     alphabet = pre_tokenizers.ByteLevel.alphabet() if kind == "byte_level" else []
     if kind == "byte_level":
@@ -58,15 +70,24 @@ def train_tokenizer(kind: str, text: str, size: int = 420, special: tuple[str, .
         steps = [normalizers.Replace(" ", "▁")]
         back = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
         if kind == "llama":
-            steps, back = [normalizers.Prepend("▁"), *steps], [*back, decoders.Strip(" ", 1, 0)]
-        tokenizer.normalizer, tokenizer.decoder = normalizers.Sequence(steps), decoders.Sequence(back)
+            steps = [normalizers.Prepend("▁"), *steps]
+            back = [*back, decoders.Strip(" ", 1, 0)]
+        tokenizer.normalizer, tokenizer.decoder = (
+            normalizers.Sequence(steps),
+            decoders.Sequence(back),
+        )
         tokenizer.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
     tokenizer.train_from_iterator(
-        text.split("\n"), trainers.BpeTrainer(vocab_size=size, special_tokens=first, initial_alphabet=alphabet)
+        text.split("\n"),
+        trainers.BpeTrainer(vocab_size=size, special_tokens=first, initial_alphabet=alphabet),
     )
-    if kind != "byte_level":  # training marks byte tokens as special, which published tokenizers do not
+    if (
+        kind != "byte_level"
+    ):  # training marks byte tokens as special, which published tokenizers do not
         content = json.loads(tokenizer.to_str())
-        content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] <= len(special)]
+        content["added_tokens"] = [
+            token for token in content["added_tokens"] if token["id"] <= len(special)
+        ]
         tokenizer = Tokenizer.from_str(json.dumps(content))
     named = {"bos_token": "<s>"} if kind != "byte_level" else {}
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special[0], **named)
@@ -76,7 +97,9 @@ def train_tokenizer(kind: str, text: str, size: int = 420, special: tuple[str, .
     else:
         from tokenizers.processors import TemplateProcessing
 
-        fast.backend_tokenizer.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+        fast.backend_tokenizer.post_processor = TemplateProcessing(
+            "<s> $A", special_tokens=[("<s>", 0)]
+        )
     return fast
 
 
@@ -84,7 +107,9 @@ def train_tokenizer(kind: str, text: str, size: int = 420, special: tuple[str, .
 def tokenizers():
     return {
         "byte_level": train_tokenizer("byte_level", PROSE * 3),
-        "sentencepiece": train_tokenizer("sentencepiece", CODE * 3, special=("<|end|>", "<|only|>")),
+        "sentencepiece": train_tokenizer(
+            "sentencepiece", CODE * 3, special=("<|end|>", "<|only|>")
+        ),
         "llama": train_tokenizer("llama", (PROSE + CODE) * 2),
         "other": train_tokenizer("byte_level", CODE * 3, size=350),
     }
@@ -109,7 +134,9 @@ def target_of(tokenizer, seed=0):
 
 
 def drafter_of(tokenizer, target, mode="auto", seed=1):
-    drafter = DraftModel(model_of(tokenizer, seed), tokenizer, DraftModelConfig(vocabulary_match=mode), "small").eval()
+    drafter = DraftModel(
+        model_of(tokenizer, seed), tokenizer, DraftModelConfig(vocabulary_match=mode), "small"
+    ).eval()
     drafter.bind(target)
     return drafter
 
@@ -127,9 +154,14 @@ def test_tokens_are_their_bytes(tokenizers, kind):
         assert side.text(ids).removeprefix(b" " * side.spaced) == text.encode(), text
     assert all((False, bytes([i])) in side.ids for i in range(256))
     assert side.spaced == (kind == "llama") and side.prefix == ([0] if kind == "llama" else [])
-    assert side.pieces[-1] == b"" and side.pieces[tokenizer.convert_tokens_to_ids("<table>")] == b"<table>"
+    assert (
+        side.pieces[-1] == b""
+        and side.pieces[tokenizer.convert_tokens_to_ids("<table>")] == b"<table>"
+    )
     broken = "🙂".encode()[:3]
-    assert side.text(side.write(b"the " + broken)).removeprefix(b" " * side.spaced) == b"the " + broken
+    assert (
+        side.text(side.write(b"the " + broken)).removeprefix(b" " * side.spaced) == b"the " + broken
+    )
 
 
 def test_special_tokens_match_special_tokens_only(tokenizers):
@@ -152,7 +184,10 @@ def test_a_tokenizer_without_bytes_is_refused(tokenizers):
     words = Tokenizer(models.WordPiece({"[UNK]": 0, "the": 1}, unk_token="[UNK]"))
     words.decoder = decoders.WordPiece()
     fast = PreTrainedTokenizerFast(tokenizer_object=words)
-    with pytest.raises(UserError, match=r"the tokenizer of 'words' decodes by WordPiece; use one that is byte-level"):
+    with pytest.raises(
+        UserError,
+        match=r"the tokenizer of 'words' decodes by WordPiece; use one that is byte-level",
+    ):
         TokenBytes(fast, 2, "words")
 
 
@@ -177,17 +212,27 @@ def test_text_is_written_as_its_surroundings_ask(tokenizers, kind):
 
 @pytest.mark.parametrize(
     ("target", "own"),
-    [("byte_level", "sentencepiece"), ("sentencepiece", "byte_level"), ("llama", "other"), ("byte_level", "llama")],
+    [
+        ("byte_level", "sentencepiece"),
+        ("sentencepiece", "byte_level"),
+        ("llama", "other"),
+        ("byte_level", "llama"),
+    ],
 )
 def test_committed_text_is_at_any_time_what_the_tokenizer_writes_at_once(tokenizers, target, own):
-    pair, draw = pair_of(tokenizers[target], tokenizers[own]), random.Random(0)
+    pair = pair_of(tokenizers[target], tokenizers[own])
+    draw = random.Random(0)
     ids = tokenizers[target]("\n".join(TEXTS) + PROSE)["input_ids"][:160]
-    text, done = CommittedText(pair), 0
+    text = CommittedText(pair)
+    done = 0
     while done < len(ids):
-        count, before = draw.choice([1, 1, 2, 5]), list(text.ids)
+        count = draw.choice([1, 1, 2, 5])
+        before = list(text.ids)
         kept = text.extend(ids[done : done + count])
         done += count
-        begun = len(pair.target.prefix) if ids[: len(pair.target.prefix)] == pair.target.prefix else 0
+        begun = (
+            len(pair.target.prefix) if ids[: len(pair.target.prefix)] == pair.target.prefix else 0
+        )
         data = pair.target.text(ids[begun:done]).removeprefix(b" " * pair.target.spaced)
         assert bytes(text.data) == data
         assert text.ids == [*pair.own.prefix, *pair.own.write(data)]
@@ -195,16 +240,22 @@ def test_committed_text_is_at_any_time_what_the_tokenizer_writes_at_once(tokeniz
 
 
 @pytest.mark.parametrize("mode", ["tokens", "text"])
-@pytest.mark.parametrize(("theirs", "own"), [("byte_level", "sentencepiece"), ("llama", "byte_level")])
+@pytest.mark.parametrize(
+    ("theirs", "own"), [("byte_level", "sentencepiece"), ("llama", "byte_level")]
+)
 def test_rounds_leave_what_a_fresh_reading_gives(tokenizers, theirs, own, mode):
     target = target_of(tokenizers[theirs])
-    drafter, draw = drafter_of(tokenizers[own], target, mode), random.Random(1)
+    drafter = drafter_of(tokenizers[own], target, mode)
+    draw = random.Random(1)
     ids = torch.tensor(tokenizers[theirs](TEXTS[0] + TEXTS[3])["input_ids"])
     session = session_after(drafter, ids, pieces=3)
     for spec in ("chain:3", "fanout:3x2", "dynamic:3,3,8", "none", "chain:4", "dynamic:4,3,12"):
         tree = session.propose(TreeSpec.parse(spec))
-        node, new = -1, []
-        while children := [i for i, parent in enumerate(tree.parents) if parent == node]:  # a path down the tree
+        node = -1
+        new = []
+        while children := [
+            i for i, parent in enumerate(tree.parents) if parent == node
+        ]:  # a path down the tree
             node = draw.choice(children)
             new.append(int(tree.tokens[node]))
         new.append(draw.randrange(len(tokenizers[theirs])))
@@ -222,14 +273,19 @@ def test_rounds_leave_what_a_fresh_reading_gives(tokenizers, theirs, own, mode):
 def test_drafts_by_tokens_are_the_shared_ones_with_the_restricted_distribution(tokenizers):
     target = target_of(tokenizers["byte_level"])
     drafter = drafter_of(tokenizers["sentencepiece"], target, "tokens")
-    pair, ids = drafter.pair, torch.tensor(tokenizers["byte_level"](PROSE)["input_ids"])
+    pair = drafter.pair
+    ids = torch.tensor(tokenizers["byte_level"](PROSE)["input_ids"])
     session = session_after(drafter, ids)
     tree = session.propose(TreeSpec.parse("fanout:4x2"))
-    logits = drafter.lm(torch.tensor([session.text.ids])).logits[0, -1][pair.own_ids].log_softmax(-1)
+    logits = (
+        drafter.lm(torch.tensor([session.text.ids])).logits[0, -1][pair.own_ids].log_softmax(-1)
+    )
     best = logits.topk(4)
     assert tree.tokens[:4].tolist() == pair.kept_ids[best.indices].tolist()
     torch.testing.assert_close(tree.log_probs[:4], best.values, rtol=1e-4, atol=1e-4)
-    below = drafter.lm(torch.tensor([[*session.text.ids, int(pair.own_ids[best.indices[0]])]])).logits[0, -1]
+    below = drafter.lm(
+        torch.tensor([[*session.text.ids, int(pair.own_ids[best.indices[0]])]])
+    ).logits[0, -1]
     assert int(tree.tokens[4]) == int(pair.kept_ids[below[pair.own_ids].argmax()])
 
 
@@ -245,13 +301,20 @@ def test_drafts_by_text_are_what_the_targets_tokenizer_writes(tokenizers):
         torch.tensor([-0.1 * (i + 1) for i in range(len(path))] + [-2.0] * len(ships)),
     )  # fmt: skip
     made = text.rewrite(tree, TreeSpec.parse("dynamic:9,4,64"))
-    written = [pair.target.write_behind(b" count the", words) for words in (b" waves and", b" ships")]
+    written = [
+        pair.target.write_behind(b" count the", words) for words in (b" waves and", b" ships")
+    ]
     for ids in written:
         assert made.match(ids[:9]) == len(ids[:9])
-    assert len(made) == len({tuple(ids[:n]) for ids in written for n in range(1, 1 + min(9, len(ids)))})
-    node, first = -1, pair.target.text(written[0][:1])
+    assert len(made) == len(
+        {tuple(ids[:n]) for ids in written for n in range(1, 1 + min(9, len(ids)))}
+    )
+    node = -1
+    first = pair.target.text(written[0][:1])
     node = next(
-        i for i, (p, t) in enumerate(zip(made.parents, made.tokens, strict=True)) if (p, t) == (-1, written[0][0])
+        i
+        for i, (p, t) in enumerate(zip(made.parents, made.tokens, strict=True))
+        if (p, t) == (-1, written[0][0])
     )
     needed = next(n for n in range(1, 9) if len(pair.own.text(waves[:n])) >= len(first))
     torch.testing.assert_close(made.log_probs[node], torch.tensor(-0.1 * needed))
@@ -283,8 +346,12 @@ def permuted(target, mode, eos="<|im_end|>"):
 def test_the_target_itself_in_other_ids_is_right_as_far_as_its_choices_have_bytes(target, mode):
     """Bytes only, so every text is written in one way; tokens of several bytes would be written otherwise."""
     drafter = permuted(target, mode)
-    assert len(drafter.pair.kept_ids) == 300 and not torch.equal(drafter.pair.kept_ids, drafter.pair.own_ids)
-    done = generate(target, drafter, [5, 6, 7], max_new_tokens=25, spec=TreeSpec.parse("chain:3"), eos_ids=())
+    assert len(drafter.pair.kept_ids) == 300 and not torch.equal(
+        drafter.pair.kept_ids, drafter.pair.own_ids
+    )
+    done = generate(
+        target, drafter, [5, 6, 7], max_new_tokens=25, spec=TreeSpec.parse("chain:3"), eos_ids=()
+    )
     assert done.tokens == generate(target, None, [5, 6, 7], max_new_tokens=25, eos_ids=()).tokens
     assert done.stats.accepted_length > 3.4
 
@@ -297,12 +364,16 @@ def test_the_end_of_an_answer_is_drafted_whatever_its_name(mode):
     target.model.lm_head.weight.data[eos] *= 6
     drafter = permuted(target, mode, eos="</s>")
     own = dict(zip(drafter.pair.kept_ids.tolist(), drafter.pair.own_ids.tolist(), strict=True))
-    assert own[eos] == drafter.tokenizer.eos_token_id and drafter.pair.own.pieces[own[eos]] == b"</s>"
+    assert (
+        own[eos] == drafter.tokenizer.eos_token_id and drafter.pair.own.pieces[own[eos]] == b"</s>"
+    )
     prompt = [5, 6, 7]
     want = generate(target, None, prompt, max_new_tokens=25)
     done = generate(target, drafter, prompt, max_new_tokens=25, spec=TreeSpec.parse("chain:3"))
     assert done.tokens == want.tokens and want.tokens[-1] == eos and 3 < len(want.tokens) < 25
-    assert done.stats.accepted[-1] > 0, "the last round's tokens, EOS the last of them, were drafted"
+    assert done.stats.accepted[-1] > 0, (
+        "the last round's tokens, EOS the last of them, were drafted"
+    )
 
 
 def test_names_that_another_token_has_already_are_left_alone(tokenizers):
@@ -310,7 +381,11 @@ def test_names_that_another_token_has_already_are_left_alone(tokenizers):
     other = train_tokenizer("byte_level", CODE * 3, size=350, special=("<|stop|>", "<|end|>"))
     pair = pair_of(tokenizers["byte_level"], other)
     own = dict(zip(pair.kept_ids.tolist(), pair.own_ids.tolist(), strict=True))
-    assert own[tokenizers["byte_level"].eos_token_id] == other.convert_tokens_to_ids("<|end|>") != other.eos_token_id
+    assert (
+        own[tokenizers["byte_level"].eos_token_id]
+        == other.convert_tokens_to_ids("<|end|>")
+        != other.eos_token_id
+    )
     assert other.eos_token_id not in own.values()
 
 
@@ -330,15 +405,25 @@ def test_greedy_decoding_is_lossless_alone_and_together(tokenizers, theirs, own,
     prompts = [tokenizers[theirs](text)["input_ids"] for text in TEXTS]
     plain = generate_batch(target, None, prompts, max_new_tokens=7, eos_ids=(), max_rows=7)
     done = generate_batch(
-        target, drafter, prompts, max_new_tokens=7, spec=TreeSpec.parse("dynamic:3,3,8"), eos_ids=(), max_rows=4
+        target,
+        drafter,
+        prompts,
+        max_new_tokens=7,
+        spec=TreeSpec.parse("dynamic:3,3,8"),
+        eos_ids=(),
+        max_rows=4,
     )
     assert [each.tokens for each in done] == [each.tokens for each in plain]
-    alone = generate(target, drafter, prompts[0], max_new_tokens=7, spec=TreeSpec.parse("fanout:3x2"), eos_ids=())
+    alone = generate(
+        target, drafter, prompts[0], max_new_tokens=7, spec=TreeSpec.parse("fanout:3x2"), eos_ids=()
+    )
     assert alone.tokens == plain[0].tokens
     if mode == "text":  # guesses by a rule: the same random numbers as plain decoding
         sampling = SamplingParams(temperature=1.0)
         plain, drafted = (
-            generate(target, each, prompts[1], max_new_tokens=6, eos_ids=(), sampling=sampling, spec=spec)
+            generate(
+                target, each, prompts[1], max_new_tokens=6, eos_ids=(), sampling=sampling, spec=spec
+            )
             for each, spec in ((None, None), (drafter, TreeSpec.parse("chain:3@sample")))
         )
         assert plain.tokens == drafted.tokens
@@ -346,20 +431,31 @@ def test_greedy_decoding_is_lossless_alone_and_together(tokenizers, theirs, own,
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("mode", "spec"), [("tokens", "fanout:2x1@sample"), pytest.param("text", "dynamic:2,2,4", marks=pytest.mark.slow)]
+    ("mode", "spec"),
+    [
+        ("tokens", "fanout:2x1@sample"),
+        pytest.param("text", "dynamic:2,2,4", marks=pytest.mark.slow),
+    ],
 )
 def test_sampled_tokens_follow_the_target(mode, spec):
     """Joint frequencies of three tokens against exact probabilities. The drafter shares half of its tokens, and names EOS
     otherwise, which the target often draws."""
     count = 240
     target = make_target(layers=1, hidden=16, initializer_range=0.15)
-    prompt, eos, head = [65, 70, 75], target.tokenizer.eos_token_id, target.model.lm_head.weight.data
+    prompt = [65, 70, 75]
+    eos = target.tokenizer.eos_token_id
+    head = target.model.lm_head.weight.data
     head[eos] = 0.95 * head[target.model(torch.tensor([prompt])).logits[0, -1].argmax()]
     drafter = permuted(target, mode, eos="</s>")
     with torch.no_grad():
         for weight in drafter.lm.parameters():
-            weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2)))
-    drafter.pair.kept_ids, drafter.pair.own_ids = drafter.pair.kept_ids[1::2], drafter.pair.own_ids[1::2]
+            weight.add_(
+                0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2))
+            )
+    drafter.pair.kept_ids, drafter.pair.own_ids = (
+        drafter.pair.kept_ids[1::2],
+        drafter.pair.own_ids[1::2],
+    )
     drafter.kept_ids = drafter.pair.kept_ids
     sampling = SamplingParams(temperature=1.3, top_k=2)
     done = generate_batch(
@@ -381,7 +477,9 @@ def test_sampled_tokens_follow_the_target(mode, spec):
     seen = dict.fromkeys(expected, 0)
     for each in done:
         seen[tuple(each.tokens)] += 1
-    assert eos in drafter.kept_ids.tolist() and sum(eos in each.tokens for each in done) > count / 10
+    assert (
+        eos in drafter.kept_ids.tolist() and sum(eos in each.tokens for each in done) > count / 10
+    )
     scale = count / sum(expected.values())
     assert chisquare(list(seen.values()), [scale * p for p in expected.values()]).pvalue > 1e-3
 
@@ -394,7 +492,10 @@ def test_the_choice_is_stated_with_the_overlap(tokenizers, caplog):
     target = target_of(tokenizers["byte_level"])
     few = drafter_of(tokenizers["sentencepiece"], target)
     line = caplog.text
-    assert few.vocabulary is None and few.fit()["vocabulary"]["drafts_by"] == "text, drawn trees by tokens"
+    assert (
+        few.vocabulary is None
+        and few.fit()["vocabulary"]["drafts_by"] == "text, drawn trees by tokens"
+    )
     assert (
         f"drafts by text, drawn trees by tokens (vocabulary_match=auto): it shares {len(few.kept_ids)} of 'tiny'"
         in line
@@ -410,7 +511,11 @@ def test_the_choice_is_stated_with_the_overlap(tokenizers, caplog):
     assert session.propose(TreeSpec.parse("fanout:2x1"), sampler).proposal is None
     many = permuted(make_target(), "auto")
     assert many.pair.way == "tokens" and torch.equal(many.vocabulary, many.pair.kept_ids)
-    assert many.fit()["vocabulary"]["shared_of_target"] == many.fit()["vocabulary"]["shared_of_text"] == 1.0
+    assert (
+        many.fit()["vocabulary"]["shared_of_target"]
+        == many.fit()["vocabulary"]["shared_of_text"]
+        == 1.0
+    )
     plain = DraftModel(make_target().model, make_tokenizer(), DraftModelConfig())
     caplog.clear()
     plain.bind(make_target())
@@ -420,8 +525,13 @@ def test_the_choice_is_stated_with_the_overlap(tokenizers, caplog):
     assert "set vocabulary_match: text" in diagnose_vocabulary(results)["advice"]
     nothing = Tokenizer(models.BPE({"☃": 0}, []))
     nothing.decoder = decoders.Metaspace()
-    with pytest.raises(UserError, match=r"vocabulary_match=tokens, but the two vocabularies share no token; use text"):
-        drafter_of(PreTrainedTokenizerFast(tokenizer_object=nothing, eos_token="☃"), target, "tokens")
+    with pytest.raises(
+        UserError,
+        match=r"vocabulary_match=tokens, but the two vocabularies share no token; use text",
+    ):
+        drafter_of(
+            PreTrainedTokenizerFast(tokenizer_object=nothing, eos_token="☃"), target, "tokens"
+        )
 
 
 @pytest.mark.thorough
@@ -436,11 +546,19 @@ def test_a_folder_drafts_and_is_exported_with_both_tokenizers(tokenizers, tmp_pa
     want = generate(target, None, prompt, max_new_tokens=6, eos_ids=()).tokens
     for drafting in (again, load_drafter(f"{tmp_path}+ngram", target)):
         spec = TreeSpec.parse("dynamic:3,3,8")
-        assert generate(target, drafting, prompt, max_new_tokens=6, spec=spec, eos_ids=()).tokens == want
+        assert (
+            generate(target, drafting, prompt, max_new_tokens=6, spec=spec, eos_ids=()).tokens
+            == want
+        )
     other = load_drafter(f"{tmp_path}:vocabulary_match=text+ngram", target)
-    assert other.main.pair.way == "text" and split_name(f"{tmp_path}:vocabulary_match=text+ngram")[0] == str(tmp_path)
+    assert other.main.pair.way == "text" and split_name(f"{tmp_path}:vocabulary_match=text+ngram")[
+        0
+    ] == str(tmp_path)
     for more, message in (
-        ("vocabulary_match=words", "drafter.vocabulary_match='words' must be one of auto, tokens, text"),
+        (
+            "vocabulary_match=words",
+            "drafter.vocabulary_match='words' must be one of auto, tokens, text",
+        ),
         ("layers=1", "'layers' is no option of a draft_model; there are vocabulary_match"),
     ):
         with pytest.raises(UserError, match=message):
@@ -450,7 +568,10 @@ def test_a_folder_drafts_and_is_exported_with_both_tokenizers(tokenizers, tmp_pa
     trained = find_drafter(str(tmp_path))
     kind = shipping(trained.kind)
     assert not kind.shares_vocabulary(trained, target)
-    assert kind.options(trained)["vLLM"] == {"method": "draft_model", "use_heterogeneous_vocab": True}
+    assert kind.options(trained)["vLLM"] == {
+        "method": "draft_model",
+        "use_heterogeneous_vocab": True,
+    }
     assert kind.options(trained)["transformers"]
     for form, named in (("sglang", "SGLang"), ("gguf", "llama.cpp")):
         (reason,) = kind.unsupported(trained, form)
@@ -476,31 +597,42 @@ def test_training_is_the_divergence_over_shared_tokens_where_both_tokens_end(tok
     """Against two transformers forwards over each conversation's own tokens."""
     target = target_of(tokenizers["byte_level"])
     drafter = drafter_of(tokenizers["other"], target, "tokens")
-    pair, batch = drafter.pair, make_batch((17, 11))
+    pair = drafter.pair
+    batch = make_batch((17, 11))
     for row, (text, length) in enumerate(zip((PROSE, CODE), (17, 11), strict=True)):
-        batch.input_ids[row, :length] = torch.tensor(tokenizers["byte_level"](text)["input_ids"][:length])
+        batch.input_ids[row, :length] = torch.tensor(
+            tokenizers["byte_level"](text)["input_ids"][:length]
+        )
     source = TargetSource(target, (), drafter.kept_ids)
     features, rows, row_of = source(batch)
     inputs = StepInputs(batch, target.embed(batch.input_ids), features, rows, row_of, 10)
     step = drafter(inputs)
     step.loss.backward()
-    total, count = torch.zeros(()), 0
+    total = torch.zeros(())
+    count = 0
     for row, length in enumerate((17, 11)):
-        ids, mask = batch.input_ids[row, :length], batch.response_mask[row, :length]
+        ids = batch.input_ids[row, :length]
+        mask = batch.response_mask[row, :length]
         own = pair.own.write(pair.target.text(ids.tolist()))
-        p, q = target.model(ids[None]).logits[0], drafter.lm(torch.tensor([own])).logits[0]
+        p = target.model(ids[None]).logits[0]
+        q = drafter.lm(torch.tensor([own])).logits[0]
         for t in (mask[:-1] & mask[1:]).nonzero().flatten().tolist():
             end = len(pair.target.text(ids[: t + 1].tolist()))
             found = [j for j in range(len(own)) if len(pair.own.text(own[: j + 1])) == end]
             if found:
-                log_p, log_q = p[t][pair.kept_ids].log_softmax(-1), q[found[0]][pair.own_ids].log_softmax(-1)
-                total, count = total + (log_p.exp() * (log_p - log_q)).sum(), count + 1
+                log_p = p[t][pair.kept_ids].log_softmax(-1)
+                log_q = q[found[0]][pair.own_ids].log_softmax(-1)
+                total = total + (log_p.exp() * (log_p - log_q)).sum()
+                count = count + 1
     assert int(step.metrics["count"][0]) == count > 5
     torch.testing.assert_close(step.loss, total / 10, rtol=1e-4, atol=1e-5)
     assert drafter.lm.lm_head.weight.grad.abs().sum() > 0
     with pytest.raises(
-        UserError, match=r"loss=next_token: 'small' has another vocabulary than the target.*set loss=kl"
+        UserError,
+        match=r"loss=next_token: 'small' has another vocabulary than the target.*set loss=kl",
     ):
         drafter(StepInputs(batch, inputs.embeds, *NoTarget()(batch), 10))
-    with pytest.raises(UserError, match=r"on_policy: 'small' has another vocabulary than the target"):
+    with pytest.raises(
+        UserError, match=r"on_policy: 'small' has another vocabulary than the target"
+    ):
         drafter.as_target()

@@ -17,7 +17,8 @@ from drafttrain.errors import UserError
 from drafttrain.target import Target
 
 _MASK_FILE = "mask_embedding.pt"
-_PROMPT, _KEPT = 24, 3
+_PROMPT = 24
+_KEPT = 3
 TOLERANCE = 1e-3  # of log-probabilities in float32
 
 
@@ -32,28 +33,41 @@ class EngineBlock:
     """
 
     def __init__(self, folder: Path, config: dict[str, Any], embed: Any, head: Tensor):
-        self.c, self.embed = config, embed
+        self.c = config
+        self.embed = embed
         weights = load_file(folder / "model.safetensors")
         shift = weights.pop("d2t", torch.zeros(config["draft_vocab_size"], dtype=torch.long))
         self.target_ids = torch.arange(len(shift)) + shift
         self.w = {name: value.float() for name, value in weights.items()}
         self.head = self.w.pop("lm_head.weight", head.float())
-        shapes, wanted = {name: tuple(value.shape) for name, value in self.w.items()}, self._expected()
+        shapes = {name: tuple(value.shape) for name, value in self.w.items()}
+        wanted = self._expected()
         if shapes != wanted or len(self.head) != len(shift):
-            wrong = sorted({name for name, _ in shapes.items() ^ wanted.items()}) or ["lm_head.weight"]
-            raise UserError(f"{str(folder)!r}: {', '.join(wrong)} is not what vLLM's class has; export anew")
+            wrong = sorted({name for name, _ in shapes.items() ^ wanted.items()}) or [
+                "lm_head.weight"
+            ]
+            raise UserError(
+                f"{str(folder)!r}: {', '.join(wrong)} is not what vLLM's class has; export anew"
+            )
         self.mask_token = config["dflash_config"]["mask_token_id"]
         self.mask: Tensor | None = None
         if (folder / _MASK_FILE).is_file():
             self.mask = torch.load(folder / _MASK_FILE, weights_only=True)["embedding"].float()
         self.rotary = Rotary(config["head_dim"], config["rope_parameters"])
-        self.context: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(config["num_hidden_layers"])]
+        self.context: list[list[tuple[Tensor, Tensor]]] = [
+            [] for _ in range(config["num_hidden_layers"])
+        ]
 
     def _expected(self) -> dict[str, tuple[int, ...]]:
         c = self.c
-        h, inner, e = c["hidden_size"], c["intermediate_size"], c["head_dim"]
-        heads, kv = c["num_attention_heads"] * e, c["num_key_value_heads"] * e
-        found: dict[str, tuple[int, ...]] = {"fc.weight": (h, h * len(c["dflash_config"]["target_layer_ids"]))}
+        h = c["hidden_size"]
+        inner = c["intermediate_size"]
+        e = c["head_dim"]
+        heads = c["num_attention_heads"] * e
+        kv = c["num_key_value_heads"] * e
+        found: dict[str, tuple[int, ...]] = {
+            "fc.weight": (h, h * len(c["dflash_config"]["target_layer_ids"]))
+        }
         found |= {"hidden_norm.weight": (h,), "norm.weight": (h,)}
         layer: dict[str, tuple[int, ...]] = {
             "input_layernorm": (h,), "post_attention_layernorm": (h,), "self_attn.q_proj": (heads, h),
@@ -62,7 +76,9 @@ class EngineBlock:
             "mlp.down_proj": (h, inner),
         }  # fmt: skip
         return found | {
-            f"layers.{i}.{name}.weight": shape for i in range(c["num_hidden_layers"]) for name, shape in layer.items()
+            f"layers.{i}.{name}.weight": shape
+            for i in range(c["num_hidden_layers"])
+            for name, shape in layer.items()
         }
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
@@ -71,7 +87,9 @@ class EngineBlock:
 
     def _heads(self, x: Tensor, layer: int, name: str, positions: Tensor | None) -> Tensor:
         """One of q, k, v of a layer: [heads, t, e], normed and rotated but for v."""
-        out = F.linear(x, self.w[f"layers.{layer}.self_attn.{name}_proj.weight"]).view(len(x), -1, self.c["head_dim"])
+        out = F.linear(x, self.w[f"layers.{layer}.self_attn.{name}_proj.weight"]).view(
+            len(x), -1, self.c["head_dim"]
+        )
         if positions is not None:
             out = self._norm(out, f"layers.{layer}.self_attn.{name}_norm")
             out = rotate(out, *self.rotary.tables(positions, out.dtype))
@@ -82,7 +100,9 @@ class EngineBlock:
         states = self._norm(F.linear(features, self.w["fc.weight"]), "hidden_norm")
         positions = torch.arange(begin, begin + len(states))
         for layer, kept in enumerate(self.context):
-            kept.append((self._heads(states, layer, "k", positions), self._heads(states, layer, "v", None)))
+            kept.append(
+                (self._heads(states, layer, "k", positions), self._heads(states, layer, "v", None))
+            )
 
     def draft(self, token: Tensor, begin: int) -> Tensor:
         """[block_size - 1, d] log-probabilities behind the last committed token, which stands at position `begin`."""
@@ -98,20 +118,31 @@ class EngineBlock:
             own = self._heads(x, i, "k", positions), self._heads(x, i, "v", None)
             keys, values = (torch.cat(parts, dim=1) for parts in zip(*kept, own, strict=True))
             keys, values = (part.repeat_interleave(groups, dim=0) for part in (keys, values))
-            scores = self._heads(x, i, "q", positions) @ keys.transpose(1, 2) * self.c["head_dim"] ** -0.5
-            if window := self.c["dflash_config"].get("use_swa") and self.c["dflash_config"]["swa_window_size"]:
+            scores = (
+                self._heads(x, i, "q", positions)
+                @ keys.transpose(1, 2)
+                * self.c["head_dim"] ** -0.5
+            )
+            if (
+                window := self.c["dflash_config"].get("use_swa")
+                and self.c["dflash_config"]["swa_window_size"]
+            ):
                 distance = positions[:, None] - torch.arange(begin + size)
                 scores = scores.masked_fill(distance.abs() >= window, float("-inf"))
             attended = (scores.softmax(-1) @ values).transpose(0, 1).flatten(1)
             state = state + F.linear(attended, self.w[f"layers.{i}.self_attn.o_proj.weight"])
             x = self._norm(state, f"layers.{i}.post_attention_layernorm")
-            gate, up = (F.linear(x, self.w[f"layers.{i}.mlp.{name}_proj.weight"]) for name in ("gate", "up"))
+            gate, up = (
+                F.linear(x, self.w[f"layers.{i}.mlp.{name}_proj.weight"]) for name in ("gate", "up")
+            )
             state = state + F.linear(F.silu(gate) * up, self.w[f"layers.{i}.mlp.down_proj.weight"])
         return F.linear(self._norm(state, "norm")[1:], self.head).log_softmax(-1)
 
 
 @torch.no_grad()
-def compare_blocks(drafter: BlockDrafter, target: Target, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+def compare_blocks(
+    drafter: BlockDrafter, target: Target, folder: Path, config: dict[str, Any]
+) -> dict[str, Any]:
     """Drafts two blocks on random features both ways: after a prompt, and after tokens that the target committed.
 
     Args:
@@ -135,7 +166,9 @@ def compare_blocks(drafter: BlockDrafter, target: Target, folder: Path, config: 
     total = _PROMPT + _KEPT
     features = torch.randn(total, ours.fc.in_features, generator=made)
     tokens = torch.randint(drafter.config.vocab_size, (total + 1,), generator=made)
-    session, worst, begin = ours.start(tokens[:_PROMPT], total + 1), 0.0, 0
+    session = ours.start(tokens[:_PROMPT], total + 1)
+    worst = 0.0
+    begin = 0
     for end in (_PROMPT, total):
         session.extend(tokens[begin + 1 : end + 1], features[begin:end])
         engine.read(features[begin:end], begin)

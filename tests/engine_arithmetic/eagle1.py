@@ -16,7 +16,8 @@ from drafttrain.drafters.eagle1.model import Eagle1
 from drafttrain.errors import UserError
 from drafttrain.formats.weights import read_weights
 
-_PROMPT, _DEPTH = 24, 4
+_PROMPT = 24
+_DEPTH = 4
 TOLERANCE = 1e-3  # of states, relative to their size, in float32
 
 
@@ -26,7 +27,9 @@ class EngineEagle1:
     def __init__(self, folder: Path):
         described = json.loads((folder / "config.json").read_text())
         keys = {
-            key: value for key, value in described.items() if key not in ("architectures", "model_type", "rope_scaling")
+            key: value
+            for key, value in described.items()
+            if key not in ("architectures", "model_type", "rope_scaling")
         }
         config = LlamaConfig(**{**keys, "attn_implementation": "eager"})
         weights = read_weights(folder)
@@ -34,7 +37,9 @@ class EngineEagle1:
         biased = described["architectures"] == ["LlamaForCausalLMEagle"]
         model = nn.Module()
         model.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=biased)
-        model.layers = nn.ModuleList(LlamaDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        model.layers = nn.ModuleList(
+            LlamaDecoderLayer(config, i) for i in range(config.num_hidden_layers)
+        )
         first: Any = model.layers[0]
         first.input_layernorm = nn.Identity()
         try:
@@ -68,23 +73,29 @@ def compare_states(drafter: Eagle1, exported: Path, seed: int = 0) -> dict[str, 
     Raises:
         UserError: the files do not hold what an engine looks for, or the states differ.
     """
-    head, ours = EngineEagle1(exported), drafter
+    head = EngineEagle1(exported)
+    ours = drafter
     ours.to(head.dtype).float().eval()  # type: ignore[arg-type, call-arg]
-    h, made = ours.config.hidden_size, torch.Generator().manual_seed(seed)
-    table, rows = torch.randn(64, h, generator=made), torch.randn(len(ours.kept_ids), h, generator=made)
+    h = ours.config.hidden_size
+    made = torch.Generator().manual_seed(seed)
+    table = torch.randn(64, h, generator=made)
+    rows = torch.randn(len(ours.kept_ids), h, generator=made)
     ours.embed = lambda ids: table[ids % len(table)]
     linear = torch.nn.Linear(h, len(rows), bias=False)
     linear.weight.data = rows
     ours.frozen, ours.score = [linear], linear.forward
-    states, step = [], ours.step
+    states = []
+    step = ours.step
     ours.step = lambda *args: states.append(step(*args)) or states[-1]  # type: ignore[func-returns-value, method-assign]
     features = torch.randn(_PROMPT, h, generator=made)
     tokens = torch.randint(ours.config.vocab_size, (_PROMPT + 1,), generator=made)
     session = ours.start(tokens[:_PROMPT], _PROMPT + _DEPTH)
     session.extend(tokens[1:], features)
     tree = session.propose(TreeSpec.parse(f"chain:{_DEPTH}"))
-    embeds, hidden = ours.embed(torch.cat((tokens[1:], tree.tokens))), features
-    worst, size = 0.0, 0.0
+    embeds = ours.embed(torch.cat((tokens[1:], tree.tokens)))
+    hidden = features
+    worst = 0.0
+    size = 0.0
     for k in range(_DEPTH):
         theirs = head.states(embeds[: len(hidden)], hidden)[-1]
         worst = max(worst, float((theirs - states[k][-1]).abs().max()))

@@ -23,7 +23,9 @@ Engine = Callable[[dict[str, Any], dict[str, Tensor], Tensor, Tensor], list[Tens
 
 
 @torch.no_grad()
-def compare_heads(drafter: PathHeads, exported: Path, engine: Engine, seed: int = 0) -> dict[str, Any]:
+def compare_heads(
+    drafter: PathHeads, exported: Path, engine: Engine, seed: int = 0
+) -> dict[str, Any]:
     """Computes all depths on random states and tokens from the exported files alone, and with our drafter.
 
     Args:
@@ -42,12 +44,15 @@ def compare_heads(drafter: PathHeads, exported: Path, engine: Engine, seed: int 
     hidden = torch.randn(_ANCHORS, ours.config.hidden_size, generator=made)
     tokens = torch.randint(ours.config.vocab_size, (_ANCHORS, ours.depths), generator=made)
     try:
-        theirs = engine(read_config(exported), {name: w.float() for name, w in weights.items()}, hidden, tokens)
+        theirs = engine(
+            read_config(exported), {name: w.float() for name, w in weights.items()}, hidden, tokens
+        )
     except (KeyError, RuntimeError) as error:
         raise UserError(
             f"{str(exported)!r} lacks what an engine looks for, or in another shape ({error}); export anew"
         ) from error
-    worst, same = 0.0, 0 < len(theirs) <= ours.depths
+    worst = 0.0
+    same = 0 < len(theirs) <= ours.depths
     state = ours.enter(hidden, tokens[:, 0])
     for k, logits in enumerate(theirs):
         state = ours.advance(state, tokens[:, k], k) if k else state
@@ -63,18 +68,27 @@ def compare_heads(drafter: PathHeads, exported: Path, engine: Engine, seed: int 
     return {"depth": len(theirs), "max_log_prob_difference": worst, "same_tokens": same}
 
 
-def medusa_steps(config: dict[str, Any], weights: dict[str, Tensor], hidden: Tensor, tokens: Tensor) -> list[Tensor]:
+def medusa_steps(
+    config: dict[str, Any], weights: dict[str, Tensor], hidden: Tensor, tokens: Tensor
+) -> list[Tensor]:
     """What vLLM computes; see `Engine`."""
     found = []
     for i in range(config["num_heads"]):
         x = hidden
         for j in range(config["num_hidden_layers"]):
             x = x + F.silu(F.linear(x, weights[f"blocks.{i}.layers.{j}.weight"]))
-        found.append(F.linear(x, weights["lm_head.weight" if config["original_lm_head"] else f"lm_heads.{i}.weight"]))
+        found.append(
+            F.linear(
+                x,
+                weights["lm_head.weight" if config["original_lm_head"] else f"lm_heads.{i}.weight"],
+            )
+        )
     return found
 
 
-def mlp_steps(config: dict[str, Any], weights: dict[str, Tensor], hidden: Tensor, tokens: Tensor) -> list[Tensor]:
+def mlp_steps(
+    config: dict[str, Any], weights: dict[str, Tensor], hidden: Tensor, tokens: Tensor
+) -> list[Tensor]:
     """What engines compute; see `Engine`."""
     n = config["n_predict"]
     state_weight = 0.5 ** (0.5 / n)

@@ -19,6 +19,8 @@ if __name__ == "__main__":
     params.n_ctx, params.port, params.warmup = 256, 0, False
     server = llama.Server(params)
     body = json.dumps({"content": job["text"], "add_special": False}).encode()
-    request = urllib.request.Request(f"{server.listening_address}/tokenize", body, {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        f"{server.listening_address}/tokenize", body, {"Content-Type": "application/json"}
+    )
     with urllib.request.urlopen(request) as reply, open(job["answer"], "w") as file:
         json.dump(json.load(reply), file)

@@ -16,7 +16,8 @@ from drafttrain.files import write_json
 from drafttrain.formats.weights import read_config, read_weights
 from tests.engine_arithmetic.eagle3 import EngineHead
 
-_PROMPT, _DEPTH = 24, 4
+_PROMPT = 24
+_DEPTH = 4
 TOLERANCE = 1e-3  # of log-probabilities in float32
 
 
@@ -33,7 +34,8 @@ def compare_depths(drafter: PEagle, exported: Path, seed: int = 0) -> dict[str, 
     Raises:
         UserError: the files do not hold what an engine looks for, or the outputs differ.
     """
-    described, weights = read_config(exported), read_weights(exported)
+    described = read_config(exported)
+    weights = read_weights(exported)
     mask = weights.pop("mask_hidden").float().view(1, -1)
     with tempfile.TemporaryDirectory() as folder:  # but for the masks it is an EAGLE-3 head
         save_file(weights, Path(folder) / "model.safetensors")
@@ -41,7 +43,8 @@ def compare_depths(drafter: PEagle, exported: Path, seed: int = 0) -> dict[str, 
         head = EngineHead(Path(folder))
     ours: Any = drafter
     ours.to(head.dtype).float().eval()
-    config, made = ours.config, torch.Generator().manual_seed(seed)
+    config = ours.config
+    made = torch.Generator().manual_seed(seed)
     table = torch.randn(64, config.target_hidden_size, generator=made)
     ours.embed = lambda ids: table[ids % len(table)]
     features = torch.randn(_PROMPT, mask.shape[1], generator=made)

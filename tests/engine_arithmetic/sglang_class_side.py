@@ -54,7 +54,8 @@ def parameter(*shape, shards=()):
     made = nn.Parameter(torch.zeros(*shape), requires_grad=False)
     made.weight_loader, made.shards, begin = write, {}, 0
     for name, size in shards:
-        made.shards[name], begin = (begin, size), begin + size
+        made.shards[name] = (begin, size)
+        begin = begin + size
     return made
 
 
@@ -73,7 +74,10 @@ class Anything(nn.Module):
 class Linear(Anything):
     def __init__(self, input_size, output_size, bias=True, **_):
         super().__init__()
-        self.weight, self.bias = parameter(output_size, input_size), parameter(output_size) if bias else None
+        self.weight, self.bias = (
+            parameter(output_size, input_size),
+            parameter(output_size) if bias else None,
+        )
 
 
 class Stacked(Anything):
@@ -84,9 +88,12 @@ class Stacked(Anything):
 
 
 class QKV(Stacked):
-    def __init__(self, hidden_size, head_size, total_num_heads, total_num_kv_heads=None, bias=True, **_):
+    def __init__(
+        self, hidden_size, head_size, total_num_heads, total_num_kv_heads=None, bias=True, **_
+    ):
         super().__init__()
-        queries, keys = total_num_heads * head_size, (total_num_kv_heads or total_num_heads) * head_size
+        queries = total_num_heads * head_size
+        keys = (total_num_kv_heads or total_num_heads) * head_size
         self.make(hidden_size, [("q", queries), ("k", keys), ("v", keys)], bias)
 
 
@@ -154,7 +161,9 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def find_spec(self, name, path=None, target=None):
         if name in REAL:
-            return importlib.util.spec_from_file_location(name, self.root / (name.replace(".", "/") + ".py"))
+            return importlib.util.spec_from_file_location(
+                name, self.root / (name.replace(".", "/") + ".py")
+            )
         if name.partition(".")[0] in ("sglang", "sgl_kernel", "msgspec", "sgl_kernel_npu"):
             return importlib.util.spec_from_loader(name, self, is_package=True)
         return None
@@ -168,7 +177,8 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def loaded(folder: str) -> dict[str, object]:
     described = json.loads((Path(folder) / "config.json").read_text())
-    config, name = AutoConfig.from_pretrained(folder), described["architectures"][0]
+    config = AutoConfig.from_pretrained(folder)
+    name = described["architectures"][0]
     module = importlib.import_module(f"sglang.srt.models.{MODULES[name]}")
     model = getattr(module, name)(config)
     # Plain torch parameters have no loader of their own, which the default one serves.
@@ -181,7 +191,11 @@ def loaded(folder: str) -> dict[str, object]:
     except Exception as error:
         found["error"] = f"{type(error).__name__}: {error}"
     missing = [key for key, value in model.named_parameters() if id(value) not in REACHED]
-    return {**found, "missing": sorted(missing), "unused": sorted(k for k, v in weights.items() if id(v) not in USED)}
+    return {
+        **found,
+        "missing": sorted(missing),
+        "unused": sorted(k for k, v in weights.items() if id(v) not in USED),
+    }
 
 
 def main() -> None:

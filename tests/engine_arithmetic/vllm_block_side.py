@@ -35,9 +35,12 @@ def main() -> None:
 
     def attend(self, query, key, value, *_, **__):
         """A block over its context and all of itself."""
-        query, key, value = (part.view(len(part), -1, self.head_size).transpose(0, 1) for part in (query, key, value))
+        query, key, value = (
+            part.view(len(part), -1, self.head_size).transpose(0, 1) for part in (query, key, value)
+        )
         before = [part.transpose(0, 1) for part in context[self.layer_name]]
-        key, value = torch.cat((before[0], key), 1), torch.cat((before[1], value), 1)
+        key = torch.cat((before[0], key), 1)
+        value = torch.cat((before[1], value), 1)
         out = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, scale=self.impl.scale, enable_gqa=True
         )
@@ -50,9 +53,13 @@ def main() -> None:
 
     Attention.forward = attend
     DFlashQwen3Model._normalize_context_k = normalize
-    VllmConfig._validate_v2_model_runner = lambda self: None  # it asks for Triton, and no runner is made
+    VllmConfig._validate_v2_model_runner = lambda self: (
+        None
+    )  # it asks for Triton, and no runner is made
     if not torch.accelerator.is_available():
-        torch.accelerator.empty_cache = lambda: None  # which vLLM calls after loading, and torch refuses on a CPU
+        torch.accelerator.empty_cache = lambda: (
+            None
+        )  # which vLLM calls after loading, and torch refuses on a CPU
     found = []
     for number, folder in enumerate(job["heads"]):
         with open(f"{folder}/config.json") as file:
@@ -63,7 +70,11 @@ def main() -> None:
             dtype="float32",
             max_model_len=256,
             enforce_eager=True,
-            speculative_config={"method": "dspark", "model": folder, "num_speculative_tokens": depth},
+            speculative_config={
+                "method": "dspark",
+                "model": folder,
+                "num_speculative_tokens": depth,
+            },
         ).create_engine_config()
         with set_current_vllm_config(config), torch.no_grad():
             if number == 0:
@@ -80,15 +91,22 @@ def main() -> None:
                 assert layer.self_attn.causal is False
             hf = config.speculative_config.draft_model_config.hf_config
             given = load_file(f"{folder}.inputs.safetensors")
-            features, root = given["features"], given["root"]
+            features = given["features"]
+            root = given["root"]
             places = torch.arange(len(features))
             states = model.combine_hidden_states(features)
             model.precompute_and_store_context_kv(states, places, places)
             anchor = getattr(hf, "sample_from_anchor", True)  # as the speculator reads it
             size = depth if anchor else depth + 1
             masks = torch.full((size - 1,), get_parallel_drafting_token_id(hf))
-            out = model(torch.cat((root, masks)), torch.arange(len(features), len(features) + size))[-depth:]
-            base, previous, tokens, rows, confidence = model.compute_draft_logits(out), root, [], [], []
+            out = model(
+                torch.cat((root, masks)), torch.arange(len(features), len(features) + size)
+            )[-depth:]
+            base = model.compute_draft_logits(out)
+            previous = root
+            tokens = []
+            rows = []
+            confidence = []
             for k in range(depth):
                 embed = model.markov_embed(previous)
                 logits = base[k : k + 1] + model.markov_bias(embed)
@@ -96,8 +114,15 @@ def main() -> None:
                 confidence.append(model.compute_confidence(out[k : k + 1], embed))
                 tokens.append(previous)
                 rows.append(logits.log_softmax(-1)[0])
-        outputs = {"tokens": torch.cat(tokens), "log_probs": torch.stack(rows), "confidence": torch.cat(confidence)}
-        save_file({name: value.contiguous() for name, value in outputs.items()}, f"{folder}.outputs.safetensors")
+        outputs = {
+            "tokens": torch.cat(tokens),
+            "log_probs": torch.stack(rows),
+            "confidence": torch.cat(confidence),
+        }
+        save_file(
+            {name: value.contiguous() for name, value in outputs.items()},
+            f"{folder}.outputs.safetensors",
+        )
         found.append({"class": type(model).__name__})
     with open(job["answer"], "w") as file:
         json.dump({"heads": found, "version": vllm.__version__}, file)

@@ -30,12 +30,16 @@ def main() -> None:
 
     def attend(self, query, key, value, *_, **__):
         """query [t, heads * e] after the keys and values of earlier calls, from position 0 on."""
-        query, key, value = (part.view(len(part), -1, self.head_size).transpose(0, 1) for part in (query, key, value))
+        query, key, value = (
+            part.view(len(part), -1, self.head_size).transpose(0, 1) for part in (query, key, value)
+        )
         before = seen.get(self.layer_name)
         if before is not None:
-            key, value = torch.cat((before[0], key), 1), torch.cat((before[1], value), 1)
+            key = torch.cat((before[0], key), 1)
+            value = torch.cat((before[1], value), 1)
         seen[self.layer_name] = key, value
-        count, total = query.shape[1], key.shape[1]
+        count = query.shape[1]
+        total = key.shape[1]
         distance = torch.arange(total - count, total)[:, None] - torch.arange(total)
         mask = distance >= 0
         if self.sliding_window:
@@ -47,7 +51,9 @@ def main() -> None:
 
     Attention.forward = attend
     if not torch.accelerator.is_available():
-        torch.accelerator.empty_cache = lambda: None  # which vLLM calls after loading, and torch refuses on a CPU
+        torch.accelerator.empty_cache = lambda: (
+            None
+        )  # which vLLM calls after loading, and torch refuses on a CPU
     found = []
     for number, folder in enumerate(job["heads"]):
         config = EngineArgs(
@@ -61,18 +67,23 @@ def main() -> None:
             if number == 0:
                 init_distributed_environment(1, 0, f"file://{job['answer']}.ranks", 0, "gloo")
                 initialize_model_parallel()
-            model = get_model(vllm_config=config, model_config=config.speculative_config.draft_model_config)
+            model = get_model(
+                vllm_config=config, model_config=config.speculative_config.draft_model_config
+            )
             given = load_file(f"{folder}.inputs.safetensors")
             # The engine puts the target's embedding here.
             model.model.embed_tokens.weight.data[: len(given["table"])] = given["table"]
             seen.clear()
-            tokens, positions = given["tokens"], torch.arange(len(given["tokens"]))
+            tokens = given["tokens"]
+            positions = torch.arange(len(given["tokens"]))
             logits = []
             hidden = model.combine_hidden_states(given["features"])
             for _ in range(2):
                 out, state = model(tokens, positions, hidden)
                 logits.append(model.compute_logits(out[-1:])[0])
-                tokens, positions, hidden = logits[-1].argmax()[None], positions[-1:] + 1, state[-1:]
+                tokens = logits[-1].argmax()[None]
+                positions = positions[-1:] + 1
+                hidden = state[-1:]
         save_file({"logits": torch.stack(logits)}, f"{folder}.outputs.safetensors")
         described = config.speculative_config.draft_model_config.hf_config
         layers = getattr(described, "eagle_aux_hidden_state_layer_ids", None) or []

@@ -44,14 +44,35 @@ def compare(script, monkeypatch):
 
 
 @pytest.mark.thorough
-def test_all_kinds_are_compared_and_failures_stop_nothing(compare, target, target_dir, suite, tmp_path, capsys):  # noqa: F811
+def test_all_kinds_are_compared_and_failures_stop_nothing(
+    compare,
+    target,
+    target_dir,
+    suite,  # noqa: F811
+    tmp_path,
+    capsys,
+):
     data = write_data(tmp_path / "data", target)
     recipes = tmp_path / "recipes"
     recipes.mkdir()
-    common = {"per_device_train_batch_size": 4, "use_cpu": True, "dtype": "float32", "decode_prompts": 1}
+    common = {
+        "per_device_train_batch_size": 4,
+        "use_cpu": True,
+        "dtype": "float32",
+        "decode_prompts": 1,
+    }
     good = {"kind": "eagle3", "output_dir": "x", "drafter": {"ttt_steps": 2}, **common}
     (recipes / "eagle3.yaml").write_text(yaml.safe_dump(good))
-    words = ["--target", str(target_dir), "--data", str(data), "--minutes", "0.02", "--recipes", str(recipes)]
+    words = [
+        "--target",
+        str(target_dir),
+        "--data",
+        str(data),
+        "--minutes",
+        "0.02",
+        "--recipes",
+        str(recipes),
+    ]
     words += [
         "--kinds",
         "eagle3",
@@ -76,29 +97,46 @@ def test_all_kinds_are_compared_and_failures_stop_nothing(compare, target, targe
     assert summary == json.loads(args.output.read_text())
     assert summary["settings"] == ["T=0 chain:2", "T=1 chain:2"]
     done = summary["trainings"]["eagle3"]
-    assert done["steps"] > 0 and done["tokens_seen"] > 0 and done["tokens_per_second"] > 0 and done["parameters"] > 0
+    assert (
+        done["steps"] > 0
+        and done["tokens_seen"] > 0
+        and done["tokens_per_second"] > 0
+        and done["parameters"] > 0
+    )
     assert "no recipe" in summary["trainings"]["draft_model"]["error"]
     assert list(summary["drafters"]) == ["ngram", "eagle3", "eagle3+ngram"]
     for entry in summary["drafters"].values():
         assert list(entry["cells"]) == summary["settings"]
         for cell in entry["cells"].values():
-            assert cell["accepted_length"] >= 1 and cell["speedup"] > 0 and cell["drafting_ms_per_round"] >= 0
+            assert (
+                cell["accepted_length"] >= 1
+                and cell["speedup"] > 0
+                and cell["drafting_ms_per_round"] >= 0
+            )
             low, high = cell["accepted_length_interval"]
             assert low <= cell["accepted_length"] <= high
         assert entry["cells"]["T=0 chain:2"]["identical_outputs"] == 1.0
     assert summary["drafters"]["eagle3"]["cells"]["T=1 chain:2"]["tree"] == "chain:2@sample"
-    assert str(tmp_path) not in json.dumps({**summary, "command": [], "target": "", "data": "", "suite": ""})
+    assert str(tmp_path) not in json.dumps(
+        {**summary, "command": [], "target": "", "data": "", "suite": ""}
+    )
     table = args.table.read_text()
     assert table.count("| eagle3+ngram |") == 2 and "| draft_model | failed: no recipe" in table
     assert args.plot.stat().st_size > 1000
     page = args.page.read_text()
     assert page.startswith("before\n") and page.endswith("after\n") and "old table" not in page
     assert "| drafter | parameters (M) | chain:2: accepted | beyond `eagle3` | speed-up |" in page
-    beyond = summary["drafters"]["eagle3+ngram"]["cells"]["T=0 chain:2"]["beyond"]["accepted_length"]
-    lengths = [
-        summary["drafters"][name]["cells"]["T=0 chain:2"]["accepted_length"] for name in ("eagle3+ngram", "eagle3")
+    beyond = summary["drafters"]["eagle3+ngram"]["cells"]["T=0 chain:2"]["beyond"][
+        "accepted_length"
     ]
-    assert beyond[0] == pytest.approx(lengths[0] - lengths[1], abs=2e-4) and beyond[1] <= beyond[0] <= beyond[2]
+    lengths = [
+        summary["drafters"][name]["cells"]["T=0 chain:2"]["accepted_length"]
+        for name in ("eagle3+ngram", "eagle3")
+    ]
+    assert (
+        beyond[0] == pytest.approx(lengths[0] - lengths[1], abs=2e-4)
+        and beyond[1] <= beyond[0] <= beyond[2]
+    )
     assert "beyond" not in summary["drafters"]["eagle3"]["cells"]["T=0 chain:2"]
 
     # A cell that is lost is measured again, and a recipe that comes is trained; nothing else runs.
@@ -141,11 +179,14 @@ def test_differences_are_paired(script):
 def test_trainings_share_cores_but_no_core_is_shared(script, tmp_path, monkeypatch):
     free = sorted(os.sched_getaffinity(0))
     words = ["--data", "d", "--minutes", "1", "--output", str(tmp_path / "out.json")]
-    with pytest.raises(UserError, match=r"cores=\[999\]: this process may use .*; choose among them"):
+    with pytest.raises(
+        UserError, match=r"cores=\[999\]: this process may use .*; choose among them"
+    ):
         script.arguments([*words, "--cores", "999"])
     args = script.arguments([*words, "--cores", str(free[0])])
     args.cores = [7, 8]
-    busy, seen = set(), []
+    busy = set()
+    seen = []
 
     def train(kind, args, core):
         assert core not in busy
@@ -168,7 +209,14 @@ def test_a_core_and_cpu_time_reach_the_training(script, tmp_path):
     log = tmp_path / "one.log"
     core = min(os.sched_getaffinity(0))
     script.execute(
-        [sys.executable, "-c", "import os; print(os.sched_getaffinity(0), os.environ['OMP_NUM_THREADS'])"], log, 1, core
+        [
+            sys.executable,
+            "-c",
+            "import os; print(os.sched_getaffinity(0), os.environ['OMP_NUM_THREADS'])",
+        ],
+        log,
+        1,
+        core,
     )
     assert log.read_text() == f"{{{core}}} 1\n"
     inner = tmp_path / "inner.py"

@@ -10,7 +10,9 @@ from drafttrain.evaluation.metrics import by_category, summarize
 from tests.evaluation.test_metrics import record, side
 
 
-def prompt(category="chat", accepted=1, seconds=1.0, prompt_tokens=50, covered=1.0, draft=0.1, offered=2):
+def prompt(
+    category="chat", accepted=1, seconds=1.0, prompt_tokens=50, covered=1.0, draft=0.1, offered=2
+):
     """A prompt of 10 rounds that accept `accepted` of `offered` tokens; plain decoding takes 0.1 s a token."""
     tokens = 1 + 10 * (1 + accepted)
     ours = side(tokens, seconds, [(accepted, offered, 10)], draft=draft, target=0.5)
@@ -31,7 +33,10 @@ def results_of(records, temperature=0.0, **more):
         "kind": "eagle3",
         "suite": "s",
         "dtype": "float32",
-        "decoding": {"temperature": temperature, "tree": {"spec": "chain:2", "shape": "chain", "sampled": False}},
+        "decoding": {
+            "temperature": temperature,
+            "tree": {"spec": "chain:2", "shape": "chain", "sampled": False},
+        },
         "overall": summarize(records),
         "categories": by_category(records),
         "prompts": records,
@@ -40,14 +45,20 @@ def results_of(records, temperature=0.0, **more):
 
 
 def causes(records, training=None, others=(), **more):
-    return {finding["cause"]: finding for finding in diagnose(results_of(records, **more), training, others)}
+    return {
+        finding["cause"]: finding
+        for finding in diagnose(results_of(records, **more), training, others)
+    }
 
 
 def test_nothing_is_wrong_with_a_good_drafter():
     found = causes([prompt(accepted=2)] * 12, {"held_out": {"eval_agree@1": 0.9}})
     assert list(found) == ["verdict"]
     assert "above 80 %: draft more" in found["verdict"]["figures"]
-    assert "3.10x as fast as plain decoding (95 % interval 3.10 to 3.10, 12 prompts)" in found["verdict"]["figures"]
+    assert (
+        "3.10x as fast as plain decoding (95 % interval 3.10 to 3.10, 12 prompts)"
+        in found["verdict"]["figures"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,19 +78,25 @@ def test_measurement_goes_before_the_rule():
 
 def test_a_verdict_needs_an_interval_beyond_one():
     def advice(*seconds, accepted=1):
-        return causes([prompt(accepted=accepted, seconds=each) for each in seconds])["verdict"]["advice"]
+        return causes([prompt(accepted=accepted, seconds=each) for each in seconds])["verdict"][
+            "advice"
+        ]
 
     assert advice(1.0, 1.1, 0.9, 1.0) == "it pays here"
     assert advice(0.5, 5.0, 0.6, 4.0).startswith("inconclusive: 4 prompts")  # from 0.4x to 4x
     assert advice(0.5, 0.5, 0.5).startswith("inconclusive: 3 prompts"), "too few, however fast"
     assert "slows" in advice(4.0, 5.0, 4.0, 6.0)
     nothing = advice(0.5, 0.5, 0.5, 0.5, accepted=0)
-    assert nothing.startswith("it does not pay: no drafted token was accepted"), "the clock is wrong, not the drafter"
+    assert nothing.startswith("it does not pay: no drafted token was accepted"), (
+        "the clock is wrong, not the drafter"
+    )
 
 
 def test_low_everywhere_against_training_is_a_mismatch():
     training = {"held_out": {"eval_agree@1": 0.6}, "config": {"target": "other"}}
-    found = causes([prompt(accepted=0), prompt("code", accepted=0)], training)["tokenizer or template mismatch"]
+    found = causes([prompt(accepted=0), prompt("code", accepted=0)], training)[
+        "tokenizer or template mismatch"
+    ]
     assert "0.60 right on held-out" in found["figures"]
     assert "trained for 'other', used with 't'" in found["figures"]
 
@@ -95,7 +112,10 @@ def test_low_in_one_category_against_training_is_the_domain():
 
 def noisy(category, accepted, seconds, count=4):
     """Prompts whose speed varies by a third."""
-    return [prompt(category, accepted=accepted, seconds=seconds * (0.75, 1.25)[number % 2]) for number in range(count)]
+    return [
+        prompt(category, accepted=accepted, seconds=seconds * (0.75, 1.25)[number % 2])
+        for number in range(count)
+    ]
 
 
 def test_advice_on_categories_is_corrected_for_their_number():
@@ -117,7 +137,10 @@ def test_what_slows_down_is_judged_against_the_faster_baseline():
     records = [prompt("chat", accepted=2)] * 4 + [prompt("code", accepted=0, seconds=1.0)] * 4
     for each in records:
         tokens = each["sides"]["drafter"]["tokens"]
-        each["sides"]["hf_generate"] = {"tokens": tokens, "seconds": 0.05 * tokens}  # twice as fast as our own
+        each["sides"]["hf_generate"] = {
+            "tokens": tokens,
+            "seconds": 0.05 * tokens,
+        }  # twice as fast as our own
     results = results_of(records)
     assert results["categories"]["code"]["speedup"] == {"autoregressive": 1.1, "hf_generate": 0.55}
     assert slow_categories(results) == ("code",)
@@ -149,8 +172,13 @@ def test_acceptance_that_falls_by_depth():
     records = [prompt(accepted=1, offered=3)] * 5 + [prompt(accepted=2, offered=3)]
     found = causes(records, {"config": {"drafter": {"ttt_steps": 2}}})["acceptance falls by depth"]
     assert "1.00 0.17 0.00 by depth" in found["figures"]
-    assert "trained for 2 depths, drafts 3" in found["figures"] and "train more depths" in found["advice"]
-    assert "train" not in causes(records, kind="ngram")["acceptance falls by depth"]["advice"].replace("drafttrain", "")
+    assert (
+        "trained for 2 depths, drafts 3" in found["figures"]
+        and "train more depths" in found["advice"]
+    )
+    assert "train" not in causes(records, kind="ngram")["acceptance falls by depth"][
+        "advice"
+    ].replace("drafttrain", "")
 
 
 def test_long_context():
@@ -190,5 +218,8 @@ def test_slow_kinds_are_switched_off_in_the_drafters_folder(tmp_path, capsys):
     (folder / "decoding.json").write_text('{"tree": "chain:4", "off": ["chat", "poetry", "maths"]}')
     assert cli.main([*arguments, f"{folder}+ngram"]) == 0
     # chat pays again, code does not, poetry was decoded plainly and maths not asked: both stay
-    assert json.loads((folder / "decoding.json").read_text()) == {"tree": "chain:4", "off": ["code", "maths", "poetry"]}
+    assert json.loads((folder / "decoding.json").read_text()) == {
+        "tree": "chain:4",
+        "off": ["code", "maths", "poetry"],
+    }
     assert "verdict" in capsys.readouterr().out

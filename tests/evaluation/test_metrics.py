@@ -49,13 +49,21 @@ def test_acceptance_by_depth():
 
 
 def test_histogram_of_rounds():
-    assert accepted_length_histogram(Counter({(0, 0): 1, (0, 2): 1, (1, 2): 1, (2, 2): 2})) == [0, 2, 1, 2]
+    assert accepted_length_histogram(Counter({(0, 0): 1, (0, 2): 1, (1, 2): 1, (2, 2): 2})) == [
+        0,
+        2,
+        1,
+        2,
+    ]
     assert summarize([record("a", OURS, PLAIN)])["accepted_length_histogram"] == [0, 2, 1, 2]
     assert sum(accepted_length_histogram(Counter())) == 0
 
 
 def test_a_depth_that_nothing_reached_is_zero():
-    assert acceptance_by_depth(Counter({(0, 2): 3})) == {"conditional": [0.0, 0.0], "joint": [0.0, 0.0]}
+    assert acceptance_by_depth(Counter({(0, 2): 3})) == {
+        "conditional": [0.0, 0.0],
+        "joint": [0.0, 0.0],
+    }
 
 
 def test_figures_by_hand():
@@ -85,8 +93,11 @@ def test_claims_are_made_against_the_faster_baseline():
 
 
 def test_rates_are_of_totals_not_means_of_rates():
-    quick, slow = side(10, 1.0, [(0, 0, 9)]), side(10, 9.0, [(0, 0, 9)])
-    assert summarize([record("a", quick, PLAIN), record("a", slow, PLAIN)])["tokens_per_second"] == 2.0
+    quick = side(10, 1.0, [(0, 0, 9)])
+    slow = side(10, 9.0, [(0, 0, 9)])
+    assert (
+        summarize([record("a", quick, PLAIN), record("a", slow, PLAIN)])["tokens_per_second"] == 2.0
+    )
 
 
 def test_without_baselines():
@@ -98,13 +109,23 @@ def test_without_baselines():
 
 def test_an_answer_of_one_token_has_no_rounds():
     got = summarize([{"category": "a", "sides": {"drafter": side(1, 0.2)}, "identical": {}}])
-    assert (got["accepted_length"], got["acceptance_rate"], got["tpot_ms"]["p50"]) == (0.0, 0.0, 0.0)
+    assert (got["accepted_length"], got["acceptance_rate"], got["tpot_ms"]["p50"]) == (
+        0.0,
+        0.0,
+        0.0,
+    )
 
 
 def test_categories_keep_their_order_and_share_of_identical_outputs():
-    got = by_category([record("b", OURS, PLAIN), record("a", OURS, PLAIN, same=False), record("b", OURS, PLAIN)])
+    got = by_category(
+        [record("b", OURS, PLAIN), record("a", OURS, PLAIN, same=False), record("b", OURS, PLAIN)]
+    )
     assert list(got) == ["b", "a"]
-    assert (got["b"]["prompts"], got["b"]["identical_outputs"], got["a"]["identical_outputs"]) == (2, 1.0, 0.0)
+    assert (got["b"]["prompts"], got["b"]["identical_outputs"], got["a"]["identical_outputs"]) == (
+        2,
+        1.0,
+        0.0,
+    )
 
 
 def test_intervals_hold_what_other_prompts_would_give():

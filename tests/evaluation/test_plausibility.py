@@ -49,17 +49,32 @@ def slower(factor: float, side: str) -> dict:
 @pytest.mark.parametrize(
     ("results", "reason"),
     [
-        (slower(5, "autoregressive"), "autoregressive makes .* tokens/s from prompt to prompt, .*x apart"),
+        (
+            slower(5, "autoregressive"),
+            "autoregressive makes .* tokens/s from prompt to prompt, .*x apart",
+        ),
         (slower(5, "hf_generate"), "hf_generate makes"),
         (
             {"predicted_speedup": 1.3, "measured_speedup": 1.0},
             "predicted 1.30x and measured 1.00x, more than 25% apart",
         ),
-        ({"tree": "chain:2", "tuned": {"predicted_speedup": 1.0, "measured_speedup": 1.5}}, "predicted 1.00x"),
-        (changed(overall__tokens_per_second=float("nan")), "overall.tokens_per_second=nan is not finite"),
+        (
+            {"tree": "chain:2", "tuned": {"predicted_speedup": 1.0, "measured_speedup": 1.5}},
+            "predicted 1.00x",
+        ),
+        (
+            changed(overall__tokens_per_second=float("nan")),
+            "overall.tokens_per_second=nan is not finite",
+        ),
         (changed(overall__tokens_per_second=-3.0), "is negative"),
-        (changed(overall__speedup={"autoregressive": 40.0}), "40.00x over plain decoding is more than"),
-        (changed(overall__speedup={"hf_generate": 40.0}), "is not the ratio of its tokens per second"),
+        (
+            changed(overall__speedup={"autoregressive": 40.0}),
+            "40.00x over plain decoding is more than",
+        ),
+        (
+            changed(overall__speedup={"hf_generate": 40.0}),
+            "is not the ratio of its tokens per second",
+        ),
         ({"cells": [{"speedup": float("inf")}]}, "cells.0.speedup=inf is not finite"),
     ],
 )
@@ -100,6 +115,13 @@ def test_the_table_and_the_page_show_them(capsys):
     results = slower(5, "autoregressive")
     print_results(results)
     assert "implausible: autoregressive makes" in capsys.readouterr().out
-    html = page([results], run_names([results], ["a.json"]), [], [[identity_line(results), *warnings_of(results)]])
+    html = page(
+        [results],
+        run_names([results], ["a.json"]),
+        [],
+        [[identity_line(results), *warnings_of(results)]],
+    )
     assert "Implausible: autoregressive makes" in html and 'class="bad"' in html
-    assert "Implausible" not in page([RESULTS], ["a"], [], [[identity_line(RESULTS), *warnings_of(RESULTS)]])
+    assert "Implausible" not in page(
+        [RESULTS], ["a"], [], [[identity_line(RESULTS), *warnings_of(RESULTS)]]
+    )

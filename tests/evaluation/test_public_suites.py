@@ -34,7 +34,14 @@ ROWS = {
         "level": 1,
         "unique_id": "test/prealgebra/1.json",
     },
-    "aime_2024": {"id": 60, "problem": "Find x.", "solution": "204", "answer": "204", "url": "", "year": "2024"},
+    "aime_2024": {
+        "id": 60,
+        "problem": "Find x.",
+        "solution": "204",
+        "answer": "204",
+        "url": "",
+        "year": "2024",
+    },
     "aime_2025": {"problem": "Find y.", "answer": "70", "id": "0"},
     "livecodebench": {
         "question_title": "A. Sum",
@@ -54,7 +61,9 @@ ROWS = {
     },
     "bfcl": {
         "id": "live_multiple_3-2-0",
-        "question": [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Square 3."}]],
+        "question": [
+            [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Square 3."}]
+        ],
         "function": [
             {
                 "name": "math.square",
@@ -70,7 +79,12 @@ ROWS = {
             }
         ],
     },
-    "alpaca": {"instruction": "Sort these.", "input": "c, a", "output": "a, c", "text": "Below is ..."},
+    "alpaca": {
+        "instruction": "Sort these.",
+        "input": "c, a",
+        "output": "a, c",
+        "text": "Below is ...",
+    },
     "cnn_dm": {"article": "It rained.", "highlights": "Rain.", "id": "f001"},
     "speed_bench": {
         "question_id": "q-1",
@@ -93,12 +107,16 @@ EXPECTED = {
     "livecodebench": Question(
         "1873_A",
         "easy",
-        ("Solve this task with a Python program.\n\nAdd two numbers.\n\nRead from stdin and write to stdout.",),
+        (
+            "Solve this task with a Python program.\n\nAdd two numbers.\n\nRead from stdin and write to stdout.",
+        ),
     ),
     "longbench": Question(
         "66f3",
         "Single-Document QA",
-        ("A long story.\n\nWho?\n(A) a\n(B) b\n(C) c\n(D) d\n\nAnswer with a letter, and say why in a few sentences.",),
+        (
+            "A long story.\n\nWho?\n(A) a\n(B) b\n(C) c\n(D) d\n\nAnswer with a letter, and say why in a few sentences.",
+        ),
     ),
     "bfcl": Question(
         "live_multiple_3-2-0",
@@ -116,7 +134,11 @@ EXPECTED = {
                             "type": "object",
                             "properties": {
                                 "x": {"type": "number"},
-                                "type": {"type": "array", "items": {"type": "string"}, "default": {"a": 1}},
+                                "type": {
+                                    "type": "array",
+                                    "items": {"type": "string"},
+                                    "default": {"a": 1},
+                                },
                             },
                             "required": ["x"],
                         },
@@ -168,7 +190,9 @@ def test_longbench_of_the_first_version_and_starter_code(tmp_path):
     assert question == Question("1f", "qasper", ("A story.\n\nSummarize it.",))
     row = {**ROWS["livecodebench"], "starter_code": "class Solution:"}
     (question,) = load_suite(f"livecodebench:{write(tmp_path / 'c.jsonl', row)}").questions
-    assert "```python\nclass Solution:\n```" in question.turns[0] and "stdin" not in question.turns[0]
+    assert (
+        "```python\nclass Solution:\n```" in question.turns[0] and "stdin" not in question.turns[0]
+    )
 
 
 def test_alpaca_without_input(tmp_path):
@@ -228,9 +252,18 @@ def bfcl_folder(folder):
         "question": [*turns, [], turns[0]],
         "involved_classes": ["GorillaFileSystem"],
     }
-    row |= {"path": ["GorillaFileSystem.ls"], "missed_function": {"2": ["sort"]}, "initial_config": {}}
+    row |= {
+        "path": ["GorillaFileSystem.ls"],
+        "missed_function": {"2": ["sort"]},
+        "initial_config": {},
+    }
     functions = [
-        {"name": name, "description": f"Runs {name}.", "parameters": {"type": "dict", "properties": {}}, "response": {}}
+        {
+            "name": name,
+            "description": f"Runs {name}.",
+            "parameters": {"type": "dict", "properties": {}},
+            "response": {},
+        }
         for name in ("ls", "sort", "cat")
     ]
     for name in ("multi_turn_func_doc", "possible_answer"):
@@ -239,7 +272,10 @@ def bfcl_folder(folder):
     write(folder / "BFCL_v3_multi_turn_miss_func.json", row)
     write(folder / "BFCL_v3_live_multiple.json", ROWS["bfcl"])
     write(folder / "BFCL_v3_rest.json", {"id": "rest_0"})
-    write(folder / "possible_answer" / "BFCL_v3_live_multiple.json", {"id": "live_multiple_3-2-0", "ground_truth": []})
+    write(
+        folder / "possible_answer" / "BFCL_v3_live_multiple.json",
+        {"id": "live_multiple_3-2-0", "ground_truth": []},
+    )
     return folder
 
 
@@ -251,21 +287,32 @@ def test_bfcl_as_the_hub_keeps_it(tmp_path, monkeypatch):
     assert [tool["function"]["name"] for tool in second.inputs.tools] == ["ls", "cat"]
     assert second.inputs.tools[0]["function"].keys() == {"name", "description", "parameters"}
     asked = {}
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, **more: asked.update(more) or str(folder))
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda repo, **more: asked.update(more) or str(folder)
+    )
     assert load_suite("bfcl").digest == load_suite(f"bfcl:{folder}").digest
-    assert asked["repo_type"] == "dataset" and "multi_turn_func_doc/*.json" in asked["allow_patterns"]
+    assert (
+        asked["repo_type"] == "dataset" and "multi_turn_func_doc/*.json" in asked["allow_patterns"]
+    )
 
 
 def test_bfcl_without_what_it_needs(tmp_path):
     folder = bfcl_folder(tmp_path / "hub")
-    (folder / "multi_turn_func_doc" / "gorilla_file_system.json").rename(tmp_path / "elsewhere.json")
+    (folder / "multi_turn_func_doc" / "gorilla_file_system.json").rename(
+        tmp_path / "elsewhere.json"
+    )
     bfcl._functions.cache_clear()
-    with pytest.raises(UserError, match=r"no .*gorilla_file_system\.json, which describes functions; give the folder"):
+    with pytest.raises(
+        UserError,
+        match=r"no .*gorilla_file_system\.json, which describes functions; give the folder",
+    ):
         load_suite(f"bfcl:{folder / 'BFCL_v3_multi_turn_miss_func.json'}")
     with pytest.raises(UserError, match="no folder with files as BFCL_v"):
         load_suite(f"bfcl:{tmp_path}")
     path = write(tmp_path / "row.json", {**ROWS["bfcl"], "function": [{"name": "f"}]})
-    with pytest.raises(UserError, match="row 1 has the keys id, question, function, which is not bfcl's format"):
+    with pytest.raises(
+        UserError, match="row 1 has the keys id, question, function, which is not bfcl's format"
+    ):
         load_suite(f"bfcl:{path}")
 
 
@@ -277,7 +324,8 @@ def test_offline_says_what_to_do(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     with pytest.raises(
-        UserError, match=r"(?s)^suite='gsm8k': source='openai/gsm8k' cannot be read \(Couldn't [^\n]*gsm8k:FILE$"
+        UserError,
+        match=r"(?s)^suite='gsm8k': source='openai/gsm8k' cannot be read \(Couldn't [^\n]*gsm8k:FILE$",
     ):
         load_suite("gsm8k")
 
@@ -289,7 +337,10 @@ def test_offline_says_what_to_do(monkeypatch):
         ([{"question": "a"}, {"question": " "}], "row 2: turns.0="),
         ([["a"]], "row 1 has the keys of a list"),
         ([{"turns": "abc"}], "row 1: turns=.abc.: input should be a valid list"),
-        ([{"turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM ..."]}, {"turns": ["a"]}], "1 rows hold only a note"),
+        (
+            [{"turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM ..."]}, {"turns": ["a"]}],
+            "1 rows hold only a note",
+        ),
         ([], "holds no questions"),
     ],
 )

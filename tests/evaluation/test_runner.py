@@ -49,7 +49,10 @@ def command(target_dir, suite, tmp_path):
             "output": tmp_path / "results.json",
             **changes,
         }
-        return ["eval", *(part for key, value in options.items() for part in (f"--{key}", str(value)))]
+        return [
+            "eval",
+            *(part for key, value in options.items() for part in (f"--{key}", str(value))),
+        ]
 
     return arguments
 
@@ -85,19 +88,32 @@ def test_results_hold_what_was_measured(command, tmp_path, capsys):
     assert list(results["categories"]) == ["chat", "code"]
     assert overall["identical_outputs"] == overall["identical_to_hf_generate"] == 1.0
     assert set(overall["speedup"]) == set(overall["baselines"]) == {"autoregressive", "hf_generate"}
-    assert [(r["question_id"], r["turn"]) for r in results["prompts"]] == [("q1", 0), ("q1", 1), ("q2", 0), ("q3", 0)]
-    tokens = [{side["tokens"] for side in record["sides"].values()} for record in results["prompts"]]
+    assert [(r["question_id"], r["turn"]) for r in results["prompts"]] == [
+        ("q1", 0),
+        ("q1", 1),
+        ("q2", 0),
+        ("q3", 0),
+    ]
+    tokens = [
+        {side["tokens"] for side in record["sides"].values()} for record in results["prompts"]
+    ]
     assert all(len(counts) == 1 for counts in tokens)
     assert results["prompts"][1]["prompt_tokens"] > results["prompts"][0]["prompt_tokens"]
     assert not (tmp_path / "results.json.partial.jsonl").exists()
     shown = capsys.readouterr().out
     assert "accepted length" in shown
-    assert "identical to plain decoding on 4 of 4 prompts; identical to transformers generate on 4 of 4" in shown
+    assert (
+        "identical to plain decoding on 4 of 4 prompts; identical to transformers generate on 4 of 4"
+        in shown
+    )
 
 
 @pytest.mark.thorough
 def test_tools_of_a_suite_are_measured_by_category(command, target_dir, tmp_path, capsys):
-    tool = {"type": "function", "function": {"name": "look_up", "description": "Looks up.", "parameters": {}}}
+    tool = {
+        "type": "function",
+        "function": {"name": "look_up", "description": "Looks up.", "parameters": {}},
+    }
     rows = [{**row, "tools": [tool]} for row in QUESTIONS]
     path = tmp_path / "tools.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -110,8 +126,14 @@ def test_tools_of_a_suite_are_measured_by_category(command, target_dir, tmp_path
     assert cli.main(command(output=tmp_path / "plain.json", **options)) == 0
     plain = json.loads((tmp_path / "plain.json").read_text())
     assert with_tools["suite_digest"] != plain["suite_digest"]
-    assert {name: part["prompts"] for name, part in with_tools["categories"].items()} == {"chat": 3, "code": 1}
-    counts = [[record["prompt_tokens"] for record in results["prompts"]] for results in (with_tools, plain)]
+    assert {name: part["prompts"] for name, part in with_tools["categories"].items()} == {
+        "chat": 3,
+        "code": 1,
+    }
+    counts = [
+        [record["prompt_tokens"] for record in results["prompts"]]
+        for results in (with_tools, plain)
+    ]
     assert all(more > len(json.dumps(tool)) + less for more, less in zip(*counts, strict=True))
 
 
@@ -141,7 +163,11 @@ def test_batches_give_the_same_answers_on_every_side(command, tmp_path, capsys, 
     assert cli.main(command(**{"batch-size": size})) == 0
     results = read(tmp_path)
     assert results["decoding"]["batch_size"] == size
-    assert results["overall"]["identical_outputs"] == results["overall"]["identical_to_hf_generate"] == 1.0
+    assert (
+        results["overall"]["identical_outputs"]
+        == results["overall"]["identical_to_hf_generate"]
+        == 1.0
+    )
     for one, many in zip(alone["prompts"], results["prompts"], strict=True):
         for key in ("question_id", "turn", "prompt_tokens", "identical"):
             assert one[key] == many[key]
@@ -156,7 +182,14 @@ def test_batches_give_the_same_answers_on_every_side(command, tmp_path, capsys, 
 
 @pytest.mark.thorough
 def test_sampled_runs_compare_no_tokens(command, tmp_path, capsys):
-    changes = {"temperature": 0.8, "top-k": 20, "top-p": 0.9, "min-p": 0.01, "limit": 2, "tree": "chain:2@sample"}
+    changes = {
+        "temperature": 0.8,
+        "top-k": 20,
+        "top-p": 0.9,
+        "min-p": 0.01,
+        "limit": 2,
+        "tree": "chain:2@sample",
+    }
     assert cli.main(command(**changes)) == 0
     overall = read(tmp_path)["overall"]
     assert overall["identical_outputs"] is None
@@ -169,18 +202,30 @@ def test_a_repetition_penalty_is_the_same_for_every_side(command, tmp_path):
     assert cli.main(command(**{"repetition-penalty": 1.5, "min-p": 0.1, "limit": 2})) == 0
     results = read(tmp_path)
     assert (results["decoding"]["repetition_penalty"], results["decoding"]["min_p"]) == (1.5, 0.1)
-    assert results["overall"]["identical_outputs"] == results["overall"]["identical_to_hf_generate"] == 1.0
+    assert (
+        results["overall"]["identical_outputs"]
+        == results["overall"]["identical_to_hf_generate"]
+        == 1.0
+    )
 
 
 @pytest.mark.thorough
 def test_every_side_follows_the_targets_generation_config(command, target_dir, tmp_path):
     path = target_dir / "generation_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "repetition_penalty": 1.5, "suppress_tokens": [3]}))
+    path.write_text(
+        json.dumps(
+            {**json.loads(path.read_text()), "repetition_penalty": 1.5, "suppress_tokens": [3]}
+        )
+    )
     assert cli.main(command(limit=2)) == 0
     results = read(tmp_path)
     assert results["decoding"]["repetition_penalty"] == 1.5
     assert results["decoding"]["generation_config"] == {"suppress_tokens": [3]}
-    assert results["overall"]["identical_outputs"] == results["overall"]["identical_to_hf_generate"] == 1.0
+    assert (
+        results["overall"]["identical_outputs"]
+        == results["overall"]["identical_to_hf_generate"]
+        == 1.0
+    )
     outputs = [record["outputs"] for record in results["prompts"] if "outputs" in record]
     assert not outputs
 
@@ -216,7 +261,8 @@ def test_the_order_of_sides_rotates(command, tmp_path, monkeypatch):
 
 @pytest.mark.thorough
 def test_an_interrupted_run_goes_on(command, tmp_path, monkeypatch):
-    original, seen = runner.answer, []
+    original = runner.answer
+    seen = []
 
     def stop_at_the_second(plan, batch, sides):
         (question,) = batch.values()
@@ -238,7 +284,12 @@ def test_an_interrupted_run_goes_on(command, tmp_path, monkeypatch):
     assert not partial.exists()
 
 
-RECORD = {"question_id": "a", "turn": 0, "prompt_tokens": 5, **metrics.record("chat", metrics.OURS, metrics.PLAIN)}
+RECORD = {
+    "question_id": "a",
+    "turn": 0,
+    "prompt_tokens": 5,
+    **metrics.record("chat", metrics.OURS, metrics.PLAIN),
+}
 
 
 def test_other_settings_do_not_reuse_records(tmp_path):
@@ -250,7 +301,9 @@ def test_other_settings_do_not_reuse_records(tmp_path):
     same = PartialResults(output, "one")
     assert same.records == {"0:a": [RECORD]}
     assert same.tree == {"tree": "chain:2", "tree_search": []}
-    with pytest.raises(runner.UserError, match=r"r.json.partial.jsonl' is being written by another process"):
+    with pytest.raises(
+        runner.UserError, match=r"r.json.partial.jsonl' is being written by another process"
+    ):
         PartialResults(output, "one")
     same.close()
     other = PartialResults(output, "two")
@@ -277,10 +330,17 @@ def test_the_runner_takes_any_search(target, suite, tmp_path):
         calls.append(exclude)
         return TreeSpec.parse("chain:2"), [{"tree": "chain:2"}]
 
-    settings = runner.EvalSettings("tiny", "ngram", tmp_path / "r.json", tree="auto", max_new_tokens=4, baselines=())
-    results = runner.evaluate(settings, target, load_drafter("ngram", target), load_suite(str(suite)), search)
+    settings = runner.EvalSettings(
+        "tiny", "ngram", tmp_path / "r.json", tree="auto", max_new_tokens=4, baselines=()
+    )
+    results = runner.evaluate(
+        settings, target, load_drafter("ngram", target), load_suite(str(suite)), search
+    )
     assert calls == [{"hello there", "and again", "print(1)", "hi"}]
-    assert (results["decoding"]["tree"]["spec"], results["tree_search"]) == ("chain:2", [{"tree": "chain:2"}])
+    assert (results["decoding"]["tree"]["spec"], results["tree_search"]) == (
+        "chain:2",
+        [{"tree": "chain:2"}],
+    )
     assert json.loads((tmp_path / "r.json").read_text())["tree_search"] == results["tree_search"]
 
 
@@ -288,9 +348,13 @@ def test_the_runner_takes_any_search(target, suite, tmp_path):
 def test_auto_takes_the_tree_that_was_predicted_fastest(command, tmp_path, monkeypatch):
     search = tuning.search_tree
     monkeypatch.setattr(
-        eval_command, "search_tree", lambda *args: search(*args[:3], replace(args[3], tokens=16, cycles=1))
+        eval_command,
+        "search_tree",
+        lambda *args: search(*args[:3], replace(args[3], tokens=16, cycles=1)),
     )
-    rows = [{"messages": [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]}]
+    rows = [
+        {"messages": [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]}
+    ]
     rows += [{"text": "hello there"}, {"text": "x y z"}]  # the first is in the suite
     calibration = tmp_path / "prompts.jsonl"
     calibration.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -298,7 +362,9 @@ def test_auto_takes_the_tree_that_was_predicted_fastest(command, tmp_path, monke
     results = read(tmp_path)
     table = results["tree_search"]
     assert results["decoding"]["tree"]["spec"] == table[0]["tree"]
-    rates = [row["tokens_per_second"] for row in table]  # of those within a factor of SAME the simpler tree comes first
+    rates = [
+        row["tokens_per_second"] for row in table
+    ]  # of those within a factor of SAME the simpler tree comes first
     assert all(rate * tuning.SAME * 1.0001 >= max(rates[i:]) for i, rate in enumerate(rates))
     assert {row["tree"]: row["predicted_speedup"] for row in table}["none"] == 1.0
 
@@ -308,7 +374,9 @@ def test_a_drafter_folder_may_name_its_tree(tmp_path):
     (tmp_path / "decoding.json").write_text('{"tree": "dynamic:4,6,16"}')
     assert default_tree(str(tmp_path)) == "dynamic:4,6,16"
     (tmp_path / "decoding.json").write_text("{}")
-    with pytest.raises(runner.UserError, match=r"decoding.json.*tree: field required; .* or pass a tree"):
+    with pytest.raises(
+        runner.UserError, match=r"decoding.json.*tree: field required; .* or pass a tree"
+    ):
         default_tree(str(tmp_path))
 
 
@@ -319,20 +387,32 @@ def test_kinds_that_decoding_json_switches_off_are_decoded_plainly(command, targ
     make_drafter(own, kept=torch.arange(200)).save_pretrained(folder)
     (folder / "decoding.json").write_text('{"tree": "dynamic:2,4,8", "off": ["chat"]}')
     arguments = [
-        part for part in command(drafter=folder, baselines="autoregressive") if part not in ("--tree", "chain:3")
+        part
+        for part in command(drafter=folder, baselines="autoregressive")
+        if part not in ("--tree", "chain:3")
     ]
     for size in ("1", "4"):
         assert cli.main([*arguments, "--batch-size", size]) == 0
         results = read(tmp_path)
-        chat, code = results["categories"]["chat"], results["categories"]["code"]
+        chat = results["categories"]["chat"]
+        code = results["categories"]["code"]
         assert (chat["accepted_length"], chat["draft_fraction"]) == (1.0, 0.0)
         assert code["draft_fraction"] > 0
-        assert [record.get("speculation", True) for record in results["prompts"]] == [False, False, True, False]
-        assert all(0 <= record["covered"] <= 1 and record["memory"] > 0 for record in results["prompts"])
+        assert [record.get("speculation", True) for record in results["prompts"]] == [
+            False,
+            False,
+            True,
+            False,
+        ]
+        assert all(
+            0 <= record["covered"] <= 1 and record["memory"] > 0 for record in results["prompts"]
+        )
         assert results["overall"]["peak_memory_mb"] > 1
         assert results["diagnosis"][0]["cause"] == "verdict"
         (tmp_path / "results.json").unlink()
-    assert cli.main([*arguments, "--tree", "chain:2"]) == 0  # a tree that is named measures every kind
+    assert (
+        cli.main([*arguments, "--tree", "chain:2"]) == 0
+    )  # a tree that is named measures every kind
     assert read(tmp_path)["categories"]["chat"]["draft_fraction"] > 0
 
 
@@ -341,9 +421,15 @@ def test_kinds_that_decoding_json_switches_off_are_decoded_plainly(command, targ
     ("changes", "message"),
     [
         ({"batch-size": 0}, "--batch-size='0' must be a whole number from 1"),
-        ({"baselines": "vllm"}, "baselines='vllm': 'vllm' is not one of autoregressive, hf_generate"),
+        (
+            {"baselines": "vllm"},
+            "baselines='vllm': 'vllm' is not one of autoregressive, hf_generate",
+        ),
         ({"tree": "bush:3"}, "tree='bush:3' is not a tree"),
-        ({"tree": "chain:3@sample"}, "tree='chain:3@sample' draws its tokens, but temperature=0 is greedy"),
+        (
+            {"tree": "chain:3@sample"},
+            "tree='chain:3@sample' draws its tokens, but temperature=0 is greedy",
+        ),
         ({"temperature": -1}, "--temperature='-1' must be a number from 0"),
         ({"min-p": 2}, "--min-p='2' must be a number from 0 to 1"),
         ({"suite": "nowhere"}, "suite='nowhere' is neither a file nor a known suite"),
@@ -352,7 +438,10 @@ def test_kinds_that_decoding_json_switches_off_are_decoded_plainly(command, targ
         ({"target": "/no/such/model"}, "target='/no/such/model': no model folder"),
         ({"drafter": "/no/such/drafter"}, "drafter='/no/such/drafter': no such folder"),
         ({"max-new-tokens": 0}, "--max-new-tokens='0' must be a whole number from 1"),
-        ({"tree": "auto", "calibrate": "/no/file"}, "--calibrate='/no/file' must be an existing file"),
+        (
+            {"tree": "auto", "calibrate": "/no/file"},
+            "--calibrate='/no/file' must be an existing file",
+        ),
         ({"output": "/proc/nowhere/r.json"}, "output='/proc/nowhere/r.json' cannot be written"),
     ],
 )
@@ -379,7 +468,9 @@ def test_the_reference_model_is_untouched_and_in_the_dtype_asked_for(target_dir,
     loaded = []
     load = runner.AutoModelForCausalLM.from_pretrained
     monkeypatch.setattr(
-        runner.AutoModelForCausalLM, "from_pretrained", lambda *a, **k: loaded.append(load(*a, **k)) or loaded[0]
+        runner.AutoModelForCausalLM,
+        "from_pretrained",
+        lambda *a, **k: loaded.append(load(*a, **k)) or loaded[0],
     )
     side = runner.hf_sides(target, runner.SamplingParams(), ["hf_generate"])["hf_generate"]
     (model,) = loaded
@@ -401,7 +492,9 @@ def test_the_line_about_identity_says_what_the_dtype_means():
 
 
 def test_texts_are_kept_where_outputs_differ(target):
-    plan = runner.EvalPlan(target, None, TreeSpec.parse("none"), runner.EvalSettings(max_new_tokens=4))
+    plan = runner.EvalPlan(
+        target, None, TreeSpec.parse("none"), runner.EvalSettings(max_new_tokens=4)
+    )
     ids = {text: target.tokenizer(text).input_ids for text in ("same", "other")}
 
     def says(*texts):

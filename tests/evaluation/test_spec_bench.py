@@ -18,7 +18,9 @@ class Inputs(dict):
 
 
 @torch.inference_mode()
-def spec_bench_loop(model, tokenizer, forward_func, questions, max_new_tokens, num_choices=1, **kwargs):
+def spec_bench_loop(
+    model, tokenizer, forward_func, questions, max_new_tokens, num_choices=1, **kwargs
+):
     """What evaluation/eval.py does with the function: conversations turn by turn, seeds per choice, the record kept."""
     model.eval()
     rows = []
@@ -26,10 +28,14 @@ def spec_bench_loop(model, tokenizer, forward_func, questions, max_new_tokens, n
         choices = []
         for index in range(num_choices):
             torch.manual_seed(index)
-            text, choice = (
-                "",
-                {"index": index, "turns": [], "decoding_steps": [], "new_tokens": [], "accept_lengths": []},
-            )
+            text = ""
+            choice = {
+                "index": index,
+                "turns": [],
+                "decoding_steps": [],
+                "new_tokens": [],
+                "accept_lengths": [],
+            }
             for turn in question["turns"]:
                 text += f"USER: {turn} ASSISTANT: "
                 inputs = tokenizer([text], return_tensors="pt")
@@ -38,7 +44,10 @@ def spec_bench_loop(model, tokenizer, forward_func, questions, max_new_tokens, n
                 )
                 answer = output_ids[0][len(inputs.input_ids[0]) :]
                 assert len(answer) == int(new_token)
-                assert output_ids[0][: len(inputs.input_ids[0])].tolist() == inputs.input_ids[0].tolist()
+                assert (
+                    output_ids[0][: len(inputs.input_ids[0])].tolist()
+                    == inputs.input_ids[0].tolist()
+                )
                 output = tokenizer.decode(answer)
                 choice["turns"].append(output)
                 choice["decoding_steps"].append(int(step))
@@ -46,11 +55,16 @@ def spec_bench_loop(model, tokenizer, forward_func, questions, max_new_tokens, n
                 choice["accept_lengths"].extend(accept_lengths)
                 text += output
             choices.append(choice)
-        rows.append(json.loads(json.dumps({"question_id": question["question_id"], "choices": choices})))
+        rows.append(
+            json.loads(json.dumps({"question_id": question["question_id"], "choices": choices}))
+        )
     return rows
 
 
-QUESTIONS = [{"question_id": 1, "turns": ["one two one two", "again"]}, {"question_id": 2, "turns": ["aaaa aaaa"]}]
+QUESTIONS = [
+    {"question_id": 1, "turns": ["one two one two", "again"]},
+    {"question_id": 2, "turns": ["aaaa aaaa"]},
+]
 
 
 @pytest.fixture
@@ -65,7 +79,9 @@ def test_our_decoder_runs_in_their_loop(parts):
     drafted = spec_bench_loop(
         model, tokenizer, forward_function(model, tokenizer, "ngram", tree="chain:3"), QUESTIONS, 24
     )
-    plain = spec_bench_loop(model, tokenizer, forward_function(model, tokenizer, "none"), QUESTIONS, 24)
+    plain = spec_bench_loop(
+        model, tokenizer, forward_function(model, tokenizer, "none"), QUESTIONS, 24
+    )
     for ours, theirs in zip(drafted, plain, strict=True):
         (choice,), (baseline,) = ours["choices"], theirs["choices"]
         assert choice["turns"] == baseline["turns"]
@@ -79,7 +95,10 @@ def test_our_decoder_runs_in_their_loop(parts):
 def test_choices_follow_the_seed_of_the_loop(parts):
     model, tokenizer = parts
     forward = forward_function(model, tokenizer, "none", sampling=SamplingParams(temperature=5.0))
-    first, second = (spec_bench_loop(model, tokenizer, forward, QUESTIONS[1:], 16, num_choices=2) for _ in range(2))
+    first, second = (
+        spec_bench_loop(model, tokenizer, forward, QUESTIONS[1:], 16, num_choices=2)
+        for _ in range(2)
+    )
     assert first == second
     assert first[0]["choices"][0]["turns"] != first[0]["choices"][1]["turns"]
 
@@ -99,8 +118,14 @@ def test_padding_is_no_prompt_and_batches_are_refused(parts):
 
 @pytest.mark.parametrize(
     ("accepted", "new_tokens", "lengths"),
-    [([2, 0, 1], 7, [3, 1, 2]), ([2, 2], 6, [3, 2]), ([], 1, [])],  # the second: EOS was the last drafted token
+    [
+        ([2, 0, 1], 7, [3, 1, 2]),
+        ([2, 2], 6, [3, 2]),
+        ([], 1, []),
+    ],  # the second: EOS was the last drafted token
 )
 def test_lengths_of_rounds(accepted, new_tokens, lengths):
-    stats = Stats(new_tokens=new_tokens, accepted=accepted, offered=accepted, target_passes=len(accepted))
+    stats = Stats(
+        new_tokens=new_tokens, accepted=accepted, offered=accepted, target_passes=len(accepted)
+    )
     assert committed(stats) == lengths

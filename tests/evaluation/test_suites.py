@@ -17,7 +17,10 @@ def write(path, rows):
 
 
 def test_fastchat_rows_by_path(tmp_path):
-    rows = [{"question_id": 81, "category": "writing", "turns": ["a", "b"], "reference": ["x"]}, {"turns": ["c"]}]
+    rows = [
+        {"question_id": 81, "category": "writing", "turns": ["a", "b"], "reference": ["x"]},
+        {"turns": ["c"]},
+    ]
     suite = load_suite(write(tmp_path / "mine.jsonl", rows))
     assert suite.questions == (Question("81", "writing", ("a", "b")), Question("1", "all", ("c",)))
 
@@ -26,12 +29,16 @@ def test_suites_by_name(tmp_path, monkeypatch):
     write(tmp_path / "chat.jsonl", [{"turns": ["hello"]}])
     monkeypatch.setattr(suites, "suites_folder", lambda: tmp_path)
     assert load_suite("chat").questions[0].turns == ("hello",)
-    with pytest.raises(UserError, match=r"suite='nope' is neither a file nor a known suite \(chat, spec_bench, "):
+    with pytest.raises(
+        UserError, match=r"suite='nope' is neither a file nor a known suite \(chat, spec_bench, "
+    ):
         load_suite("nope")
 
 
 def test_the_digest_follows_the_content(tmp_path):
-    digests = {load_suite(write(tmp_path / "a.jsonl", [{"turns": [text]}])).digest for text in ("x", "y")}
+    digests = {
+        load_suite(write(tmp_path / "a.jsonl", [{"turns": [text]}])).digest for text in ("x", "y")
+    }
     assert len(digests) == 2
 
 
@@ -40,7 +47,10 @@ def test_the_digest_follows_the_content(tmp_path):
     [
         ("", "holds no questions"),
         ("{broken", "line 1: not JSON"),
-        ('{"turns": ["a"]}\n{"turns": []}', "line 2: turns=\\[\\]: list should have at least 1 item"),
+        (
+            '{"turns": ["a"]}\n{"turns": []}',
+            "line 2: turns=\\[\\]: list should have at least 1 item",
+        ),
         ('{"text": "a"}', "line 1: turns: field required; correct or delete"),
         ('{"turns": ["a", ""]}', "line 1: turns.1='': string should match"),
         ('{"turns": ["a"], "tools": {}}', "line 1: tools=\\{\\}: input should be a valid array"),
@@ -49,7 +59,10 @@ def test_the_digest_follows_the_content(tmp_path):
             '{"turns": ["a"], "opening": [{"role": "tool", "content": "x"}]}',
             "line 1: opening.0.role='tool': input should be",
         ),
-        ('{"turns": ["a"], "chat_template_kwargs": 1}', "line 1: chat_template_kwargs=1: input should be an object"),
+        (
+            '{"turns": ["a"], "chat_template_kwargs": 1}',
+            "line 1: chat_template_kwargs=1: input should be an object",
+        ),
         ("[1]", "line 1: the content=.*should be an object"),
     ],
 )
@@ -79,13 +92,18 @@ def test_turns_follow_answers_through_the_chat_template(tokenizer):
 
 def test_base_models_get_plain_text(tokenizer):
     tokenizer.chat_template = None
-    assert tokenizer.decode(Question("q", "all", ("one", "two")).prompt(tokenizer, ["1"])) == "one\n\n1\n\ntwo"
+    assert (
+        tokenizer.decode(Question("q", "all", ("one", "two")).prompt(tokenizer, ["1"]))
+        == "one\n\n1\n\ntwo"
+    )
 
 
 ROW = {
     "turns": ["one", "two"],
     "opening": [{"role": "system", "content": "Be kind."}],
-    "tools": [{"type": "function", "function": {"name": "look_up", "description": "", "parameters": {}}}],
+    "tools": [
+        {"type": "function", "function": {"name": "look_up", "description": "", "parameters": {}}}
+    ],
     "chat_template_kwargs": {"enable_thinking": False},
 }
 
@@ -94,13 +112,23 @@ def test_tools_and_template_variables_reach_the_prompt(tmp_path):
     tokenizer = next(family for family in FAMILIES if family.name == "Qwen3").tokenizer
     path = write(tmp_path / "a.jsonl", [ROW, {"turns": ["one"]}])
     with_tools, plain = load_suite(path).questions
-    messages = [*ROW["opening"], {"role": "user", "content": "one"}, {"role": "assistant", "content": "1"}]
+    messages = [
+        *ROW["opening"],
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "1"},
+    ]
     messages.append({"role": "user", "content": "two"})
     expected = tokenizer.apply_chat_template(
-        messages, tools=ROW["tools"], enable_thinking=False, add_generation_prompt=True, return_dict=False
+        messages,
+        tools=ROW["tools"],
+        enable_thinking=False,
+        add_generation_prompt=True,
+        return_dict=False,
     )
     assert with_tools.prompt(tokenizer, ["1"]) == expected
-    assert "look_up" in tokenizer.decode(expected) and tokenizer.decode(expected).endswith("</think>\n\n")
+    assert "look_up" in tokenizer.decode(expected) and tokenizer.decode(expected).endswith(
+        "</think>\n\n"
+    )
     request = {key: ROW[key] for key in ("tools", "chat_template_kwargs")}
     assert with_tools.request() == {"messages": messages[:2], **request}
     assert plain.request() == {"messages": messages[1:2]}
@@ -110,12 +138,17 @@ def test_tools_and_template_variables_reach_the_prompt(tmp_path):
 def test_defaults_apply_where_a_row_says_nothing(tmp_path):
     path = write(tmp_path / "a.jsonl", [ROW, {"turns": ["one"]}])
     own, plain = (load_suite(path, given) for given in ({"enable_thinking": True}, None))
-    assert [question.inputs.kwargs["enable_thinking"] for question in own.questions] == [False, True]
+    assert [question.inputs.kwargs["enable_thinking"] for question in own.questions] == [
+        False,
+        True,
+    ]
     assert plain.questions[1].inputs == ChatInputs() and own.digest != plain.digest
 
 
 def test_a_template_that_ignores_tools_is_refused(tmp_path, tokenizer):
-    question = load_suite(write(tmp_path / "a.jsonl", [{**ROW, "chat_template_kwargs": {}}])).questions[0]
+    question = load_suite(
+        write(tmp_path / "a.jsonl", [{**ROW, "chat_template_kwargs": {}}])
+    ).questions[0]
     with pytest.raises(UserError, match="chat template does not read `tools`"):
         question.prompt(tokenizer)
 

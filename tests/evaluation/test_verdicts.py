@@ -47,12 +47,18 @@ def test_states_and_their_boundaries(interval, prompts, state):
     found = judge(1.2, interval, prompts)
     assert found.state == state
     word = {PAYS: "it pays", LOSES: "it does not pay", OPEN: "inconclusive"}[state]
-    assert found.advice.startswith(word) and found.text.startswith("1.20x as fast as plain decoding (")
-    assert judge(1.2, interval, prompts, accepted=0.0).state == LOSES, "without acceptance nothing can pay"
+    assert found.advice.startswith(word) and found.text.startswith(
+        "1.20x as fast as plain decoding ("
+    )
+    assert judge(1.2, interval, prompts, accepted=0.0).state == LOSES, (
+        "without acceptance nothing can pay"
+    )
 
 
 def test_how_many_prompts_would_do():
-    assert prompts_needed([0.9, 1.4], 10) == 38  # in logarithms 0.2209 about 0.1156: 10 * 3.65, and one more
+    assert (
+        prompts_needed([0.9, 1.4], 10) == 38
+    )  # in logarithms 0.2209 about 0.1156: 10 * 3.65, and one more
     assert "about 38 would tell" in judge(1.12, [0.9, 1.4], 10).advice
     assert prompts_needed([0.95, 1.0501], 10) is None, "thousands, for nothing"
     assert "too small to matter" in judge(1.0, [0.95, 1.0501], 10).advice
@@ -68,7 +74,9 @@ def test_that_many_prompts_do_tell():
     for start in range(0, 400, 10):
         figures = summarize(pool[start : start + 10])
         found = verdict_of(figures)
-        if found.state == OPEN and (needed := prompts_needed(figures["confidence"]["speedup"]["autoregressive"], 10)):
+        if found.state == OPEN and (
+            needed := prompts_needed(figures["confidence"]["speedup"]["autoregressive"], 10)
+        ):
             named.append(needed)
     assert 20 < np.median(named) < 120
     assert verdict_of(summarize(pool[: 2 * int(np.median(named))])).state == PAYS
@@ -86,7 +94,9 @@ def test_the_verdict_is_on_the_faster_baseline():
 def test_nothing_drafted_and_no_baseline_have_no_verdict():
     plain = record("a", side(21, 2.0, [(0, 0, 20)]), side(21, 2.1, [(0, 0, 20)]))
     found = verdict_of(summarize([plain] * 6))
-    assert (found.state, found.figures) == ("", "") and found.advice.startswith("nothing was drafted")
+    assert (found.state, found.figures) == ("", "") and found.advice.startswith(
+        "nothing was drafted"
+    )
     alone = {**prompt(1.0), "sides": {"drafter": prompt(1.0)["sides"]["drafter"]}}
     assert verdict_of(summarize([alone] * 6)).advice.startswith("no plain baseline was run")
 
@@ -96,14 +106,17 @@ def test_intervals_cover_what_they_say():
     random = np.random.default_rng(1)
     hits = 0
     for _ in range(300):
-        seconds, speedups = random.uniform(0.5, 1.5, 6), np.exp(random.normal(0, 0.25, 6))
+        seconds = random.uniform(0.5, 1.5, 6)
+        speedups = np.exp(random.normal(0, 0.25, 6))
         drawn = draws(6, int(random.integers(1 << 30)))
         low, high = ends((seconds * speedups)[drawn].sum(1) / seconds[drawn].sum(1), 6)
         hits += low <= np.exp(0.25**2 / 2) <= high
     assert 0.89 <= hits / 300 <= 0.98
 
 
-@pytest.mark.parametrize(("freedom", "quantile"), [(3, 3.182), (5, 2.571), (12, 2.179), (1000, 1.962)])
+@pytest.mark.parametrize(
+    ("freedom", "quantile"), [(3, 3.182), (5, 2.571), (12, 2.179), (1000, 1.962)]
+)
 def test_students_quantiles(freedom, quantile):
     assert student(0.975, freedom) == pytest.approx(quantile, rel=0.01)
 
@@ -114,9 +127,12 @@ def test_more_comparisons_widen():
 
 
 def test_accepted_below_needs_more_than_noise():
-    good, bad = [prompt(1.0, 1)] * 6, [prompt(1.0, 0)] * 6
+    good = [prompt(1.0, 1)] * 6
+    bad = [prompt(1.0, 0)] * 6
     assert accepted_below(bad, good, 0.85) and not accepted_below(good, bad, 0.85)
-    assert not accepted_below(good, good, 0.85) and not accepted_below(bad[:3] + good[:3], good[:3] + bad[:3], 0.85)
+    assert not accepted_below(good, good, 0.85) and not accepted_below(
+        bad[:3] + good[:3], good[:3] + bad[:3], 0.85
+    )
 
 
 def test_prompts_of_a_batch_count_once():
@@ -137,7 +153,9 @@ def test_prompts_of_a_batch_count_once():
 
 
 def cell(speedup, low=None, high=None):
-    interval = {"confidence": {"speedup": {"autoregressive": [low, high]}}, "prompts": 9} if low else {}
+    interval = (
+        {"confidence": {"speedup": {"autoregressive": [low, high]}}, "prompts": 9} if low else {}
+    )
     return {"speedup_vs_fastest": speedup, "speedup": {"autoregressive": speedup}, **interval}
 
 
@@ -148,7 +166,10 @@ def cell(speedup, low=None, high=None):
         ((1.5, 0.9), "stops paying between batch size 1 and 4"),
         ((0.9, 1.2), "starts paying between batch size 1 and 4"),
         ((0.9, 0.8), "pays at no batch size from 1 to 4"),
-        ((1.5, 0.9, 1.1), "stops paying between batch size 1 and 4, starts paying between batch size 4 and 16"),
+        (
+            (1.5, 0.9, 1.1),
+            "stops paying between batch size 1 and 4, starts paying between batch size 4 and 16",
+        ),
         ((None, 0.9), "does not pay at batch size 4, the only one"),
         ((1.2,), "pays at batch size 1, the only one"),
         ((None, None), "not measured"),
@@ -161,13 +182,22 @@ def test_crossovers_in_words(speedups, words):
 
 def test_a_crossover_names_where_it_is_not_sure():
     points = [(1, cell(1.5, 1.3, 1.7)), (2, cell(1.1, 0.9, 1.3)), (4, cell(0.7, 0.6, 0.8))]
-    assert crossover("batch size", points) == "stops paying between batch size 1 and 4 (inconclusive at 2)"
-    assert crossover("batch size", points[1:2] * 2).startswith("inconclusive at every batch size measured")
+    assert (
+        crossover("batch size", points)
+        == "stops paying between batch size 1 and 4 (inconclusive at 2)"
+    )
+    assert crossover("batch size", points[1:2] * 2).startswith(
+        "inconclusive at every batch size measured"
+    )
 
 
 def test_runs_are_compared_on_common_prompts_against_their_own_plain_decoding():
     def run(seconds, plain, questions):
-        return {"prompts": [prompt(seconds * (1 + 0.1 * q), question=str(q), plain=plain) for q in questions]}
+        return {
+            "prompts": [
+                prompt(seconds * (1 + 0.1 * q), question=str(q), plain=plain) for q in questions
+            ]
+        }
 
     ratio, prompts = against(run(1.0, 2.0, range(6)), run(1.0, 4.0, range(1, 9)))
     assert prompts == 5

@@ -17,7 +17,8 @@ RESULTS = Path(__file__).parents[1] / "fixtures" / "results"
 
 def write_sweep(path, rows):
     cells = [
-        {"cell": {"batch_size": size}, "spec": spec, "speedup_vs_fastest": speedup} for size, spec, speedup in rows
+        {"cell": {"batch_size": size}, "spec": spec, "speedup_vs_fastest": speedup}
+        for size, spec, speedup in rows
     ]
     path.write_text(json.dumps({"axes": {}, "cells": cells, "crossover": []}))
     return path
@@ -45,10 +46,14 @@ def test_the_fastest_chain_of_each_batch_size(tmp_path):
     tree = TreeSpec.parse("dynamic:4,4,8")
     flags = _settings("SGLang", "D", tree, {"speculative-algorithm": "EAGLE3"}, schedule)
     assert "--speculative-eagle-topk 1" in flags and "--speculative-num-steps 3" in flags
-    assert "--speculative-adaptive --speculative-adaptive-config adaptive.json" in flags.replace(" \\\n ", "")
+    assert "--speculative-adaptive --speculative-adaptive-config adaptive.json" in flags.replace(
+        " \\\n ", ""
+    )
     kept = json.loads(_settings("vLLM", "D", tree, {"method": "eagle3"}, schedule))
     assert kept["num_speculative_tokens_per_batch_size"][0] == [1, 15, 3]
-    fixed = json.loads(_settings("vLLM", "D", tree, {"method": "dflash", "num_speculative_tokens": 7}, schedule))
+    fixed = json.loads(
+        _settings("vLLM", "D", tree, {"method": "dflash", "num_speculative_tokens": 7}, schedule)
+    )
     assert fixed == {"method": "dflash", "model": "D", "num_speculative_tokens": 7}
 
 

@@ -17,7 +17,12 @@ from tests.engine_arithmetic.eagle1 import compare_states
 from tests.engine_arithmetic.peagle import compare_depths
 
 KEPT = torch.arange(40, 240)
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 
 
 def trained(tmp_path, kind, **options):
@@ -30,19 +35,25 @@ def trained(tmp_path, kind, **options):
 @pytest.mark.thorough
 @pytest.mark.parametrize("form", ["vllm", "sglang"])
 @pytest.mark.parametrize(
-    "options", [{}, {"num_hidden_layers": 2, "attention_bias": True, "rope_parameters": YARN}], ids=len
+    "options",
+    [{}, {"num_hidden_layers": 2, "attention_bias": True, "rope_parameters": YARN}],
+    ids=len,
 )
 def test_eagle1_files_compute_what_the_drafter_does(tmp_path, form, options):
     head = trained(tmp_path, "eagle1", **options)
     kind = check_expressible(head, form)
     kind.write(head, form, ExportRequest(tmp_path / "out", torch.float32))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["architectures"] == [{"vllm": "EagleLlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}[form]]
+    assert config["architectures"] == [
+        {"vllm": "EagleLlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}[form]
+    ]
     weights = load_file(tmp_path / "out" / "model.safetensors")
     assert weights["fc.weight"].shape == (32, 64) and ("fc.bias" in weights) == (form == "sglang")
     assert "layers.0.input_layernorm.weight" not in weights
     assert ("layers.1.input_layernorm.weight" in weights) == (options.get("num_hidden_layers") == 2)
-    assert not [name for name in weights if "embed" in name or "lm_head" in name or name.startswith("norm")]
+    assert not [
+        name for name in weights if "embed" in name or "lm_head" in name or name.startswith("norm")
+    ]
     assert compare_states(head.load(), tmp_path / "out")["max_state_difference"] < 1e-3
     assert kind.check(head, tmp_path / "out")["max_state_difference"] < 1e-5
     weights["layers.0.mlp.up_proj.weight"] *= 1.5
@@ -54,27 +65,43 @@ def test_eagle1_files_compute_what_the_drafter_does(tmp_path, form, options):
 
 
 def test_eagle1_says_what_engines_lack(tmp_path):
-    head = trained(tmp_path, "eagle1", qk_norm=True, sliding_window=6, hidden_act="gelu_pytorch_tanh", mlp_bias=True)
+    head = trained(
+        tmp_path,
+        "eagle1",
+        qk_norm=True,
+        sliding_window=6,
+        hidden_act="gelu_pytorch_tanh",
+        mlp_bias=True,
+    )
     reasons = " ".join(shipping("eagle1").unsupported(head, "sglang"))
     for word in ("hidden_act", "sliding_window", "qk_norm", "mlp_bias"):
         assert word in reasons
     assert "mlp_bias" not in " ".join(shipping("eagle1").unsupported(head, "vllm"))
-    assert shipping("eagle1").unsupported(head, "gguf") == ["no gguf format is known for kind 'eagle1'"]
+    assert shipping("eagle1").unsupported(head, "gguf") == [
+        "no gguf format is known for kind 'eagle1'"
+    ]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "options", [{}, {"num_hidden_layers": 2, "qk_norm": True, "norm_before_residual": True}], ids=len
+    "options",
+    [{}, {"num_hidden_layers": 2, "qk_norm": True, "norm_before_residual": True}],
+    ids=len,
 )
 def test_peagle_files_compute_what_the_drafter_does(tmp_path, options):
     head = trained(tmp_path, "peagle", mask_token_id=7, **options)
     kind = check_expressible(head, "vllm")
     kind.write(head, "vllm", ExportRequest(tmp_path / "out", torch.float32, depth=4))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["architectures"] == ["PEagleSpeculator"] and config["speculators_model_type"] == "peagle"
+    assert (
+        config["architectures"] == ["PEagleSpeculator"]
+        and config["speculators_model_type"] == "peagle"
+    )
     assert config["mask_token_id"] == 7 and config["speculators_config"]["algorithm"] == "peagle"
     weights = load_file(tmp_path / "out" / "model.safetensors")
-    assert weights["mask_hidden"].shape == (1, 1, 96) and weights["layers.0.self_attn.q_proj.weight"].shape == (32, 64)
+    assert weights["mask_hidden"].shape == (1, 1, 96) and weights[
+        "layers.0.self_attn.q_proj.weight"
+    ].shape == (32, 64)
     assert compare_depths(head.load(), tmp_path / "out")["max_log_prob_difference"] < 1e-3
     assert kind.check(head, tmp_path / "out")["max_log_prob_difference"] < 1e-5
     weights["mask_hidden"] *= -1
@@ -92,16 +119,29 @@ def test_mtp_files_compute_what_the_drafter_does(tmp_path):
     target.model.save_pretrained(tmp_path / "target")
     target.tokenizer.save_pretrained(tmp_path / "target")
     kind = check_expressible(head, "vllm")
-    kind.write(head, "vllm", ExportRequest(tmp_path / "out", torch.float32, source=str(tmp_path / "target")))
+    kind.write(
+        head,
+        "vllm",
+        ExportRequest(tmp_path / "out", torch.float32, source=str(tmp_path / "target")),
+    )
     wide = trained(tmp_path / "wide", "mtp", train_head=False, num_key_value_heads=4)
     with pytest.raises(UserError, match=r"num_key_value_heads=4 \(there 2\); train it without"):
-        kind.write(wide, "vllm", ExportRequest(tmp_path / "out2", torch.float32, source=str(tmp_path / "target")))
+        kind.write(
+            wide,
+            "vllm",
+            ExportRequest(tmp_path / "out2", torch.float32, source=str(tmp_path / "target")),
+        )
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["architectures"] == ["MiMoForCausalLM"] and config["num_nextn_predict_layers"] == 1
+    assert (
+        config["architectures"] == ["MiMoForCausalLM"] and config["num_nextn_predict_layers"] == 1
+    )
     weights = load_file(tmp_path / "out" / "model.safetensors")
-    place, block = "model.mtp_layers.0.", head.load().blocks[0]
+    place = "model.mtp_layers.0."
+    block = head.load().blocks[0]
     assert all(name.startswith(place) for name in weights)
-    state, embed = weights[f"{place}input_proj.weight"].chunk(2, dim=1)  # the state's half comes first there
+    state, embed = weights[f"{place}input_proj.weight"].chunk(
+        2, dim=1
+    )  # the state's half comes first there
     assert torch.equal(torch.cat((embed, state), dim=1), block.eh_proj.weight)
     assert torch.equal(weights[f"{place}hidden_layernorm.weight"], block.hnorm.weight)
     assert not weights[f"{place}self_attn.k_proj.bias"].any()
@@ -110,7 +150,10 @@ def test_mtp_files_compute_what_the_drafter_does(tmp_path):
         ("input_proj.weight", "computes something else"),
         ("self_attn.q_proj.bias", "a bias is not zero"),
     ):
-        save_file({**weights, place + name: weights[place + name] + 1.0}, tmp_path / "out" / "model.safetensors")
+        save_file(
+            {**weights, place + name: weights[place + name] + 1.0},
+            tmp_path / "out" / "model.safetensors",
+        )
         with pytest.raises(UserError, match=said):
             kind.check(head, tmp_path / "out")
 
@@ -118,10 +161,17 @@ def test_mtp_files_compute_what_the_drafter_does(tmp_path):
 def test_what_vllm_cannot_run_of_mtp(tmp_path):
     head = trained(tmp_path, "mtp", modules=2, qk_norm=True, attention_bias=True)
     reasons = " ".join(shipping("mtp").unsupported(head, "vllm"))
-    assert all(word in reasons for word in ("train_head=true", "modules=2", "qk_norm", "attention_bias"))
+    assert all(
+        word in reasons for word in ("train_head=true", "modules=2", "qk_norm", "attention_bias")
+    )
 
 
 def test_what_no_engine_reads_is_refused(tmp_path):
-    assert "fc_norm" in shipping("peagle").unsupported(trained(tmp_path / "p", "peagle", fc_norm=True), "vllm")[0]
+    assert (
+        "fc_norm"
+        in shipping("peagle").unsupported(trained(tmp_path / "p", "peagle", fc_norm=True), "vllm")[
+            0
+        ]
+    )
     with pytest.raises(UserError, match="out of the target's own checkpoint"):
         check_expressible(trained(tmp_path / "m", "mtp"), "sglang")

@@ -45,28 +45,48 @@ def test_a_kind_without_a_module_is_published_in_our_own_format_and_nowhere_else
     args = ["--drafter", str(drafter)]
     for form in FORMATS:
         assert main(["export", *args, "--format", form, "--output", str(tmp_path / "x")]) == 2
-        assert f"format='{form}' cannot express this drafter: no {form} format is known" in capsys.readouterr().err
+        assert (
+            f"format='{form}' cannot express this drafter: no {form} format is known"
+            in capsys.readouterr().err
+        )
     assert not (tmp_path / "x").exists()
     assert main(["verify", *args]) == 2
     assert "no engine format is known for kind 'eagle3'" in capsys.readouterr().err
-    push = ["push", *args, "--repo", "some/one", "--without-evaluation", "--dry-run", "--base-model", "a/b"]
+    push = [
+        "push",
+        *args,
+        "--repo",
+        "some/one",
+        "--without-evaluation",
+        "--dry-run",
+        "--base-model",
+        "a/b",
+    ]
     assert main([*push, "--output", str(tmp_path / "out")]) == 0
     card = (tmp_path / "out" / "README.md").read_text()
     assert "of kind eagle3, an unrecorded number of parameters" in card
     assert card.count("not served") == len(ENGINES) and "out = generate(" in card
     back = load_trained(str(tmp_path / "out"))
-    assert torch.equal(back.kept_ids, load_trained(str(drafter)).kept_ids) and back.config.target["name"] == "a/b"
+    assert (
+        torch.equal(back.kept_ids, load_trained(str(drafter)).kept_ids)
+        and back.config.target["name"] == "a/b"
+    )
 
 
 def test_formats_beside_our_own_are_fetched_from_their_folder(drafter, monkeypatch):
     trained = find_drafter(str(drafter))
-    by_engine = {recipe.engine: recipe for recipe in recipes(trained, "some/one", "a/b", published=True)}
+    by_engine = {
+        recipe.engine: recipe for recipe in recipes(trained, "some/one", "a/b", published=True)
+    }
     assert (
-        by_engine["vLLM"].commands.startswith("vllm serve a/b") and '"model": "some/one"' in by_engine["vLLM"].commands
+        by_engine["vLLM"].commands.startswith("vllm serve a/b")
+        and '"model": "some/one"' in by_engine["vLLM"].commands
     )
     assert "is no language model of its own" in by_engine["transformers"].reasons[0]
     first, second, third = by_engine["llama.cpp"].commands.splitlines()[:3]
-    assert first == "hf download some/one draft.gguf --local-dir some/one" and "a/b as GGUF" in second
+    assert (
+        first == "hf download some/one draft.gguf --local-dir some/one" and "a/b as GGUF" in second
+    )
     assert third.startswith("llama-server -m target.gguf --spec-type draft-eagle3 ")
     monkeypatch.setattr(type(shipping("eagle3")), "in_root", ())
     monkeypatch.setattr(
@@ -74,10 +94,15 @@ def test_formats_beside_our_own_are_fetched_from_their_folder(drafter, monkeypat
         "options",
         lambda self, trained: {"vLLM": {"method": "medusa", "num_speculative_tokens": 2}},
     )
-    by_engine = {recipe.engine: recipe for recipe in recipes(trained, "some/one", "a/b", 5, published=True)}
+    by_engine = {
+        recipe.engine: recipe for recipe in recipes(trained, "some/one", "a/b", 5, published=True)
+    }
     first, second = by_engine["vLLM"].commands.splitlines()
     assert first == 'hf download some/one --include "vllm/*" --local-dir some/one'
-    assert '"model": "some/one/vllm", "num_speculative_tokens": 2' in second and '"method": "medusa"' in second
+    assert (
+        '"model": "some/one/vllm", "num_speculative_tokens": 2' in second
+        and '"method": "medusa"' in second
+    )
     assert by_engine["SGLang"].reasons == ["it knows no drafter of kind eagle3"]
 
 
@@ -96,9 +121,14 @@ def test_engines_that_draft_chains_get_the_best_chain(drafter):
     }
 
     def tokens(*results):
-        by_engine = {each.engine: each.commands for each in recipes(trained, "some/one", "a/b", results=results)}
+        by_engine = {
+            each.engine: each.commands
+            for each in recipes(trained, "some/one", "a/b", results=results)
+        }
         assert "--speculative-num-steps 6" in by_engine["SGLang"] or tree not in results
-        assert ("dynamic_tree_max_topK: 4" in by_engine["TensorRT-LLM, Triton"]) == (tree in results)
+        assert ("dynamic_tree_max_topK: 4" in by_engine["TensorRT-LLM, Triton"]) == (
+            tree in results
+        )
         return json.loads(by_engine["vLLM"].partition("'")[2].rstrip("'"))["num_speculative_tokens"]
 
     assert tokens(chain, tree) == 2 and tokens(chain) == 2 and tokens(tree) == 6
@@ -111,9 +141,26 @@ def test_engines_that_draft_chains_get_the_best_chain(drafter):
 def test_a_checkpoint_of_no_kind_is_refused_with_what_is_read(tmp_path, capsys):
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
-    assert main(["import", "--checkpoint", str(tmp_path / "c"), "--target", "x", "--output", str(tmp_path / "o")]) == 2
+    assert (
+        main(
+            [
+                "import",
+                "--checkpoint",
+                str(tmp_path / "c"),
+                "--target",
+                "x",
+                "--output",
+                str(tmp_path / "o"),
+            ]
+        )
+        == 2
+    )
     printed = capsys.readouterr().err
-    assert "GPT2LMHeadModel" in printed and "import reads DFlash drafters" in printed and "EAGLE-3 heads" in printed
+    assert (
+        "GPT2LMHeadModel" in printed
+        and "import reads DFlash drafters" in printed
+        and "EAGLE-3 heads" in printed
+    )
 
 
 @pytest.mark.thorough
@@ -124,13 +171,19 @@ def test_draft_models_with_more_tokens_than_the_target(tmp_path):
     for name, built in (("target", target), ("draft", draft)):
         built.model.save_pretrained(tmp_path / name)
         built.tokenizer.save_pretrained(tmp_path / name)
-    meta = {"drafter_kind": "draft_model", "target": {"name": str(tmp_path / "target"), "vocab_size": 300}}
+    meta = {
+        "drafter_kind": "draft_model",
+        "target": {"name": str(tmp_path / "target"), "vocab_size": 300},
+    }
     (tmp_path / "draft" / "drafttrain.json").write_text(json.dumps(meta))
     trained = find_drafter(str(tmp_path / "draft"))
     kind = shipping("draft_model")
     made = {recipe.engine: recipe for recipe in recipes(trained, "some/draft", "a/b")}
     assert '"use_heterogeneous_vocab": true' in made["vLLM"].commands
-    assert "takes it, earlier releases" in kind.unsupported(trained, "vllm", ENGINES["vLLM"].of_release("0.31.0"))[0]
+    assert (
+        "takes it, earlier releases"
+        in kind.unsupported(trained, "vllm", ENGINES["vLLM"].of_release("0.31.0"))[0]
+    )
     assert (
         "stops at it since 0.5.15" in made["SGLang"].reasons[0]
         and "by token id" in made["TensorRT-LLM, Triton"].reasons[0]
@@ -142,7 +195,11 @@ def test_draft_models_with_more_tokens_than_the_target(tmp_path):
     ids = torch.arange(20, 32)[None]
     words = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     plain = target.model.generate(ids, **words)
-    both = {"assistant_model": draft.model, "tokenizer": target.tokenizer, "assistant_tokenizer": draft.tokenizer}
+    both = {
+        "assistant_model": draft.model,
+        "tokenizer": target.tokenizer,
+        "assistant_tokenizer": draft.tokenizer,
+    }
     assert torch.equal(target.model.generate(ids, **words, **both), plain)
     with pytest.raises(ValueError, match="have different tokenizers"):
         target.model.generate(ids, **words, assistant_model=draft.model)

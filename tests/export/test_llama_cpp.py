@@ -82,13 +82,21 @@ def test_every_round_is_ours(tmp_path, family, kind, options):
     shipped.write(trained, "gguf", ExportRequest(tmp_path / "out", torch.float32))
     assert shipped.check(trained, tmp_path / "out")["same_tokens"]
     file = write_gguf(tmp_path / "hf", tmp_path / "target.gguf", "float32")
-    job = engine_runs.EngineJob(target, "float32", prompts, 128, shipped.block_depth(trained) or 3, PYTHON)
+    job = engine_runs.EngineJob(
+        target, "float32", prompts, 128, shipped.block_depth(trained) or 3, PYTHON
+    )
     spec_type = str(shipped.options(trained)["llama.cpp"]["spec-type"])
     theirs = engine_runs.llama_cpp(job, file, tmp_path / "out" / GGUF_NAME, spec_type)
     loaded = load_drafter(str(tmp_path / "drafter"), target)
     assert loaded is not None
     mine = engine_runs.ours(job, loaded)
-    print(kind, mine["accepted_length"], theirs["accepted_length"], theirs["accepted"], theirs["offered"])
+    print(
+        kind,
+        mine["accepted_length"],
+        theirs["accepted_length"],
+        theirs["accepted"],
+        theirs["offered"],
+    )
     assert theirs["tokens"] == mine["tokens"] == texts
     assert theirs["accepted_length"] == pytest.approx(mine["accepted_length"], rel=0.02)
     assert mine["accepted_length"] > 1.3
@@ -97,15 +105,15 @@ def test_every_round_is_ours(tmp_path, family, kind, options):
 @pytest.mark.parametrize("parts", list(RULES), ids=RULES.get)
 def test_text_is_cut_as_the_tokenizer_cuts_it(tmp_path, parts):
     """Every pair of neighboring bytes of the text is a merge, so a cut elsewhere gives other tokens."""
-    text = (
-        "Hello  WORLDly iPhone's I'LL x1234567 3.14\n\n  def f(a,b):\n\treturn a/b //\n été ÉTÉ naïve 中文字 ... !?\n"
-    )
+    text = "Hello  WORLDly iPhone's I'LL x1234567 3.14\n\n  def f(a,b):\n\treturn a/b //\n été ÉTÉ naïve 中文字 ... !?\n"
     if RULES[parts] not in (
         "tekken",
         "gpt-4o",
     ):  # llama.cpp's own forms of these two take no combining marks into words
         text += " नमस्ते"
-    symbols = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)[0][0]
+    symbols = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(
+        text
+    )[0][0]
     pairs = list(dict.fromkeys(pairwise(symbols)))
     vocab = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     for left, right in pairs:
@@ -120,8 +128,13 @@ def test_text_is_cut_as_the_tokenizer_cuts_it(tmp_path, parts):
         steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
     raw.pre_tokenizer = pre_tokenizers.Sequence(steps)
     raw.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<|im_start|>", eos_token="<|im_end|>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, bos_token="<|im_start|>", eos_token="<|im_end|>"
+    )
     make_checkpoint(tmp_path / "hf", "llama", tokenizer, vocab_size=len(tokenizer))
     file = write_gguf(tmp_path / "hf", tmp_path / "m.gguf", "float32")
     job = {"target": str(file), "text": text}
-    assert engine_runs.run_side(PYTHON, SIDE, job, dict(os.environ))["tokens"] == tokenizer(text).input_ids
+    assert (
+        engine_runs.run_side(PYTHON, SIDE, job, dict(os.environ))["tokens"]
+        == tokenizer(text).input_ids
+    )

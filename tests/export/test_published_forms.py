@@ -38,7 +38,13 @@ LAYER: dict[str, Any] = {
     "rope_theta": 10000.0, "sliding_window": None, "tie_word_embeddings": False, "transformers_version": "4.57.1",
     "use_cache": True, "use_sliding_window": False, "vocab_size": 300,
 }  # fmt: skip
-EAGLE = {**LAYER, "model_type": "llama", "num_hidden_layers": 1, "draft_vocab_size": 150, "torch_dtype": "bfloat16"}
+EAGLE = {
+    **LAYER,
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "draft_vocab_size": 150,
+    "torch_dtype": "bfloat16",
+}
 BLOCK = {**LAYER, "model_type": "qwen3", "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "dtype": "bfloat16",
          "num_target_layers": 8}  # fmt: skip
 IDS = {"mask_token_id": 290, "target_layer_ids": [1, 3, 4]}
@@ -117,7 +123,10 @@ def modelopt_markov(state, drafter):
 
 
 def speculators_block(state, drafter):
-    head = {"lm_head.weight": drafter.head.weight, "embed_tokens.weight": drafter.own_target.embed_weight.clone()}
+    head = {
+        "lm_head.weight": drafter.head.weight,
+        "embed_tokens.weight": drafter.own_target.embed_weight.clone(),
+    }
     return {**blocks(state, drafter), **head, **tables(drafter)}
 
 
@@ -134,12 +143,15 @@ def plain(state, drafter):
 
 def medusa(state, drafter):
     return {
-        re.sub(r"^blocks\.(\d)\.(\d)\.linear", r"blocks.\1.layers.\2", k): v for k, v in plain(state, drafter).items()
+        re.sub(r"^blocks\.(\d)\.(\d)\.linear", r"blocks.\1.layers.\2", k): v
+        for k, v in plain(state, drafter).items()
     }
 
 
 def accelerator(state, drafter):
-    return {f"speculator.{k.replace('lm_heads', 'head')}": v for k, v in plain(state, drafter).items()}
+    return {
+        f"speculator.{k.replace('lm_heads', 'head')}": v for k, v in plain(state, drafter).items()
+    }
 
 
 def speculators(kind, layer, **keys):
@@ -151,7 +163,8 @@ def speculators(kind, layer, **keys):
     return {**own, "transformer_layer_config": layer, **keys}
 
 
-KEPT_ALL, WHOLE = {"kept": KEPT}, {"kept": torch.arange(300)}
+KEPT_ALL = {"kept": KEPT}
+WHOLE = {"kept": torch.arange(300)}
 FIRST = {"feature_layers": (2, 4, 5), "mask_token_id": 290}
 CASES = [
     Case("SafeAILab EAGLE-3", "LlamaForCausalLM", "eagle3", KEPT_ALL, {**EAGLE, "architectures": ["LlamaForCausalLM"]}, midlayer),
@@ -226,7 +239,13 @@ CASES = [
           "vocab_size": 300}, accelerator),
 ]  # fmt: skip
 # One case per way of reading in the quick run; the others differ from one of them in names.
-QUICK = {"SafeAILab EAGLE-3", "NVIDIA ModelOpt", "z-lab DFlash", "SafeAILab EAGLE-1", "IBM accelerators"}
+QUICK = {
+    "SafeAILab EAGLE-3",
+    "NVIDIA ModelOpt",
+    "z-lab DFlash",
+    "SafeAILab EAGLE-1",
+    "IBM accelerators",
+}
 MARKED = [
     pytest.param(
         case,
@@ -277,25 +296,46 @@ def make(case: Case, target: Target) -> Any:
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", MARKED)
 def test_a_published_form_is_read_drafts_and_is_written_again(target, tmp_path, capsys, case):
-    drafter, folder = make(case, target), tmp_path / "published"
+    drafter = make(case, target)
+    folder = tmp_path / "published"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(case.config))
-    weights = {name: value.detach().clone() for name, value in case.rename(drafter.state_dict(), drafter).items()}
+    weights = {
+        name: value.detach().clone()
+        for name, value in case.rename(drafter.state_dict(), drafter).items()
+    }
     save_file(weights, folder / "model.safetensors")
-    command = ["import", "--checkpoint", str(folder), "--target", str(target.path), "--output", str(tmp_path / "ours")]
+    command = [
+        "import",
+        "--checkpoint",
+        str(folder),
+        "--target",
+        str(target.path),
+        "--output",
+        str(tmp_path / "ours"),
+    ]
     assert main(command) == 0, capsys.readouterr().err
-    trained, back = find_drafter(str(tmp_path / "ours")), load_drafter(str(tmp_path / "ours"), target)
+    trained = find_drafter(str(tmp_path / "ours"))
+    back = load_drafter(str(tmp_path / "ours"), target)
     assert trained.kind == case.kind and torch.equal(back.kept_ids, drafter.kept_ids)
-    prefix, spec = make_batch((9,)).input_ids[0], TreeSpec.parse("fanout:3x2")
+    prefix = make_batch((9,)).input_ids[0]
+    spec = TreeSpec.parse("fanout:3x2")
     trees = [begun(one, target, prefix).propose(spec) for one in (drafter.eval(), back)]
     assert trees[0].tokens.tolist() == trees[1].tokens.tolist()
     torch.testing.assert_close(trees[0].log_probs, trees[1].log_probs, rtol=1e-4, atol=1e-4)
     wanted = generate(target, None, prefix, max_new_tokens=8, eos_ids=[]).tokens
-    assert generate(target, back, prefix, max_new_tokens=8, spec=TreeSpec.parse("chain:3"), eos_ids=[]).tokens == wanted
+    assert (
+        generate(
+            target, back, prefix, max_new_tokens=8, spec=TreeSpec.parse("chain:3"), eos_ids=[]
+        ).tokens
+        == wanted
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "config", "message"), REFUSED, ids=lambda value: value if isinstance(value, str) else ""
+    ("name", "config", "message"),
+    REFUSED,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_is_not_computed_is_one_line(target, tmp_path, capsys, name, config, message):
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -316,5 +356,7 @@ def test_what_is_not_computed_is_one_line(target, tmp_path, capsys, name, config
 
 def test_the_page_lists_what_is_tried():
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| `?(\w+)`? \|", PAGE.read_text(), re.MULTILINE)
-    assert {(p, f.replace("`", ""), k) for p, f, k in rows} >= {(case.project, case.form, case.kind) for case in CASES}
+    assert {(p, f.replace("`", ""), k) for p, f, k in rows} >= {
+        (case.project, case.form, case.kind) for case in CASES
+    }
     assert all(name in PAGE.read_text() for name, _, _ in REFUSED)

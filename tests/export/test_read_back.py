@@ -10,7 +10,13 @@ from safetensors.torch import load_file, save_file
 
 from drafttrain.cli import main
 from drafttrain.drafters.registry import kind_class
-from drafttrain.drafters.shipping import ExportRequest, check_expressible, find_drafter, shipped_kinds, shipping
+from drafttrain.drafters.shipping import (
+    ExportRequest,
+    check_expressible,
+    find_drafter,
+    shipped_kinds,
+    shipping,
+)
 from drafttrain.errors import UserError
 from drafttrain.formats.weights import write_checkpoint
 from drafttrain.target import Target
@@ -46,7 +52,11 @@ CASES = [
     ("dflash", "vllm", {"train_head": True, "mask_token_id": 290}),
     ("dspark", "vllm", {"markov_rank": 8, "sample_from_anchor": True}),
     ("dspark", "sglang", {"markov_rank": 8, "mask_token_id": 290, "kept": torch.arange(300)}),
-    ("dflash2", "vllm", {"markov_rank": 8, "mask_token_id": 290, "kept": torch.arange(300), "selector_top_k": 9}),
+    (
+        "dflash2",
+        "vllm",
+        {"markov_rank": 8, "mask_token_id": 290, "kept": torch.arange(300), "selector_top_k": 9},
+    ),
     ("dflash2", "sglang", {"markov_rank": 8, "mask_token_id": 290, "kept": torch.arange(300)}),
 ]
 
@@ -68,40 +78,63 @@ def exported(target, tmp_path, kind, form, dtype=torch.bfloat16, **options):
     else:
         drafter = make_kind(kind, target, KEPT, shake=True, **options)
     drafter.save_pretrained(tmp_path / "drafter")
-    trained, folder = find_drafter(str(tmp_path / "drafter")), tmp_path / "exported"
-    check_expressible(trained, form).write(trained, form, ExportRequest(folder, dtype, str(target.path)))
+    trained = find_drafter(str(tmp_path / "drafter"))
+    folder = tmp_path / "exported"
+    check_expressible(trained, form).write(
+        trained, form, ExportRequest(folder, dtype, str(target.path))
+    )
     return trained, folder
 
 
 def test_every_kind_with_a_format_of_its_own_is_tried():
     # GGUF files: tests/drafters/test_gguf_heads.py.
-    kinds = {kind for kind in shipped_kinds() if shipping(kind).formats.keys() - {"gguf"}} - {"draft_model"}
+    kinds = {kind for kind in shipped_kinds() if shipping(kind).formats.keys() - {"gguf"}} - {
+        "draft_model"
+    }
     assert kinds == KEYS.keys() == {kind for kind, _, _ in CASES}
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("kind", "form", "options"), CASES, ids=lambda value: value if isinstance(value, str) else len(value)
+    ("kind", "form", "options"),
+    CASES,
+    ids=lambda value: value if isinstance(value, str) else len(value),
 )
 def test_an_export_drafts_what_the_drafter_does(target, tmp_path, kind, form, options):
     trained, folder = exported(target, tmp_path, kind, form, **options)
     found = shipping(kind).check(trained, folder)
-    assert KEYS[kind] <= found.keys() and found["same_tokens"] and found["max_log_prob_difference"] < 1e-5
-    weights, file = load_file(folder / "model.safetensors"), folder / "model.safetensors"
+    assert (
+        KEYS[kind] <= found.keys()
+        and found["same_tokens"]
+        and found["max_log_prob_difference"] < 1e-5
+    )
+    weights = load_file(folder / "model.safetensors")
+    file = folder / "model.safetensors"
     name = next(name for name, value in weights.items() if value.dtype == torch.bfloat16)
     for changed, message in (
         ({**weights, "extra": torch.zeros(1)}, "has unknown weights: extra"),
-        ({**weights, name: weights[name] * float("nan")}, f"{name} holds values that are not finite"),
-        ({**weights, name: weights[name].float()}, f"{name} has dtype torch.float32, must be torch.bfloat16"),
+        (
+            {**weights, name: weights[name] * float("nan")},
+            f"{name} holds values that are not finite",
+        ),
+        (
+            {**weights, name: weights[name].float()},
+            f"{name} has dtype torch.float32, must be torch.bfloat16",
+        ),
         ({**weights, name: torch.cat((weights[name], weights[name]))}, "has shape"),
-        ({key: value for key, value in weights.items() if key != name}, f"lacks weights: .*{name.split('.')[-2]}"),
+        (
+            {key: value for key, value in weights.items() if key != name},
+            f"lacks weights: .*{name.split('.')[-2]}",
+        ),
     ):
         save_file(changed, file)
         with pytest.raises(UserError, match=message):
             shipping(kind).check(trained, folder)
     save_file(weights, file)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat17", "dtype": "bfloat17"}))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "torch_dtype": "bfloat17", "dtype": "bfloat17"})
+    )
     with pytest.raises(UserError, match="names dtype='bfloat17'"):
         shipping(kind).check(trained, folder)
 
@@ -109,8 +142,13 @@ def test_an_export_drafts_what_the_drafter_does(target, tmp_path, kind, form, op
 def test_copies_of_a_shared_module_are_one(target, tmp_path):
     trained, folder = exported(target, tmp_path, "mlp_speculator", "vllm", tie_weights=True)
     weights = load_file(folder / "model.safetensors")
-    save_file({**weights, "emb.1.weight": weights["emb.1.weight"] + 1}, folder / "model.safetensors")
-    with pytest.raises(UserError, match=r"computes something else: emb.1.weight differs from the copy that shares it"):
+    save_file(
+        {**weights, "emb.1.weight": weights["emb.1.weight"] + 1}, folder / "model.safetensors"
+    )
+    with pytest.raises(
+        UserError,
+        match=r"computes something else: emb.1.weight differs from the copy that shares it",
+    ):
         shipping("mlp_speculator").check(trained, folder)
 
 
@@ -125,8 +163,13 @@ def test_what_the_drafter_lacks_must_be_silent(target, tmp_path):
 def test_a_frozen_head_is_the_targets(target, tmp_path):
     trained, folder = exported(target, tmp_path, "dflash", "vllm")
     weights = load_file(folder / "model.safetensors")
-    save_file({**weights, "lm_head.weight": weights["lm_head.weight"].roll(1, 0)}, folder / "model.safetensors")
-    with pytest.raises(UserError, match=r"computes something else: lm_head.weight is not the target's"):
+    save_file(
+        {**weights, "lm_head.weight": weights["lm_head.weight"].roll(1, 0)},
+        folder / "model.safetensors",
+    )
+    with pytest.raises(
+        UserError, match=r"computes something else: lm_head.weight is not the target's"
+    ):
         shipping("dflash").check(trained, folder)
     save_file(weights, folder / "model.safetensors")
     (folder / "mask_embedding.pt").unlink()
@@ -143,8 +186,12 @@ def test_an_export_of_another_drafter_is_an_error_of_the_user(target, tmp_path, 
     folder = tmp_path / "target"
     other.model.save_pretrained(folder)
     other.tokenizer.save_pretrained(folder)
-    _, wrong = exported(Target.load(str(folder), "float32", "cpu"), tmp_path / "other", kind, "vllm")
-    with pytest.raises(UserError, match=r"does not fit|computes something else|is for a target with"):
+    _, wrong = exported(
+        Target.load(str(folder), "float32", "cpu"), tmp_path / "other", kind, "vllm"
+    )
+    with pytest.raises(
+        UserError, match=r"does not fit|computes something else|is for a target with"
+    ):
         shipping(kind).check(trained, wrong)
     foreign = "medusa" if kind != "medusa" else "eagle1"
     _, wrong = exported(target, tmp_path / "foreign", foreign, "vllm")
@@ -155,13 +202,27 @@ def test_an_export_of_another_drafter_is_an_error_of_the_user(target, tmp_path, 
 @pytest.mark.thorough
 def test_import_checks_and_keeps_an_exported_head(target, tmp_path, capsys):
     trained, folder = exported(target, tmp_path, "eagle3", "vllm", torch.float32, norm_output=True)
-    command = ["import", "--checkpoint", str(folder), "--target", str(target.path), "--output", str(tmp_path / "ours")]
+    command = [
+        "import",
+        "--checkpoint",
+        str(folder),
+        "--target",
+        str(target.path),
+        "--output",
+        str(tmp_path / "ours"),
+    ]
     assert main(command) == 0
     assert "an EAGLE-3 head (arXiv 2503.01840), one decoder layer" in capsys.readouterr().out
-    back, own = find_drafter(str(tmp_path / "ours")).load(), trained.load()
-    assert back.config.norm_output and all(torch.equal(back.state_dict()[k], v) for k, v in own.state_dict().items())
+    back = find_drafter(str(tmp_path / "ours")).load()
+    own = trained.load()
+    assert back.config.norm_output and all(
+        torch.equal(back.state_dict()[k], v) for k, v in own.state_dict().items()
+    )
     weights = load_file(folder / "model.safetensors")
-    save_file({**weights, "norm.weight": weights["norm.weight"] * float("nan")}, folder / "model.safetensors")
+    save_file(
+        {**weights, "norm.weight": weights["norm.weight"] * float("nan")},
+        folder / "model.safetensors",
+    )
     assert main([*command[:-1], str(tmp_path / "none")]) == 2
     assert "norm.weight holds values that are not finite" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
@@ -169,15 +230,28 @@ def test_import_checks_and_keeps_an_exported_head(target, tmp_path, capsys):
 
 def test_an_output_that_cannot_be_written_is_named(target, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"output='.*file/below' cannot be written \(Not a directory\)"):
+    with pytest.raises(
+        UserError, match=r"output='.*file/below' cannot be written \(Not a directory\)"
+    ):
         write_checkpoint(tmp_path / "file" / "below", {}, {}, torch.float32)
 
 
 def test_verify_writes_the_figures(target, tmp_path, capsys):
     exported(target, tmp_path, "eagle3", "vllm")
     report = tmp_path / "verify.json"
-    command = ["verify", "--drafter", str(tmp_path / "drafter"), "--engine", "none", "--output", str(report)]
+    command = [
+        "verify",
+        "--drafter",
+        str(tmp_path / "drafter"),
+        "--engine",
+        "none",
+        "--output",
+        str(report),
+    ]
     assert main(command) == 0
-    assert "as an engine loads them, they compute what the drafter does (rounds 2, depth 4" in capsys.readouterr().out
+    assert (
+        "as an engine loads them, they compute what the drafter does (rounds 2, depth 4"
+        in capsys.readouterr().out
+    )
     found = json.loads(report.read_text())
     assert KEYS["eagle3"] == found["files"].keys() and "versions" in found and "command" in found

@@ -24,7 +24,8 @@ from tests.drafters.test_block import shaken
 
 WHEEL = os.environ.get("SGLANG_WHEEL", "")
 SIDE = Path(engine_arithmetic.__file__).with_name("sglang_class_side.py")
-KEPT, WHOLE = torch.arange(0, 300, 2), torch.arange(300)
+KEPT = torch.arange(0, 300, 2)
+WHOLE = torch.arange(300)
 BLOCK = {"kept": WHOLE, "feature_layers": (2, 4, 5), "mask_token_id": 290}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("eagle1", {"kept": WHOLE, "num_hidden_layers": 2}), ("eagle1", {"kept": WHOLE, "fc_bias": True, "attention_bias": True}),
@@ -43,7 +44,8 @@ def test_sglang_takes_every_tensor_of_what_its_release_supports(tmp_path):
     built.model.save_pretrained(tmp_path / "target")
     built.tokenizer.save_pretrained(tmp_path / "target")
     target = Target.load(str(tmp_path / "target"), "float32", "cpu")
-    engine, folders = ENGINES["SGLang"].of_release(Path(WHEEL).name.split("-")[1]), []
+    engine = ENGINES["SGLang"].of_release(Path(WHEEL).name.split("-")[1])
+    folders = []
     for number, (kind, options) in enumerate(CASES):
         own = dict(options)
         block = kind in ("dflash", "dspark")
@@ -56,12 +58,25 @@ def test_sglang_takes_every_tensor_of_what_its_release_supports(tmp_path):
         trained = find_drafter(str(tmp_path / f"{number}-ours"))
         if shipping(kind).unsupported(trained, "sglang", engine):
             continue
-        shipping(kind).write(trained, "sglang", ExportRequest(tmp_path / str(number), torch.float32, target.name))
+        shipping(kind).write(
+            trained, "sglang", ExportRequest(tmp_path / str(number), torch.float32, target.name)
+        )
         folders.append(str(tmp_path / str(number)))
     answer = run_side(sys.executable, SIDE, {"wheel": WHEEL, "heads": folders}, dict(os.environ))
     print(
-        engine.release, [(Path(folder).name, loaded) for folder, loaded in zip(folders, answer["heads"], strict=True)]
+        engine.release,
+        [
+            (Path(folder).name, loaded)
+            for folder, loaded in zip(folders, answer["heads"], strict=True)
+        ],
     )
     for folder, loaded in zip(folders, answer["heads"], strict=True):
-        assert not loaded["error"] and set(loaded["missing"]) <= LENT, (CASES[int(Path(folder).name)], loaded)
-        assert set(loaded["unused"]) <= {"d2t", "t2d", *(f"layers.{i}.hidden_norm.weight" for i in range(1, 9))}, loaded
+        assert not loaded["error"] and set(loaded["missing"]) <= LENT, (
+            CASES[int(Path(folder).name)],
+            loaded,
+        )
+        assert set(loaded["unused"]) <= {
+            "d2t",
+            "t2d",
+            *(f"layers.{i}.hidden_norm.weight" for i in range(1, 9)),
+        }, loaded

@@ -44,7 +44,10 @@ def test_a_tiny_drafter_of_each_kind_is_verified_in_transformers(tmp_path, monke
         row = rows[kind, "transformers"]
         assert row["verdict"] == "same" and row["same_text"] == row["prompts"] == 2 and row["loads"]
         assert row["accepted_length"] == row["ours"] > 1.2 and row["rounds"] < 18
-    assert rows["medusa", "transformers"]["verdict"].startswith("unsupported") and "│" in capsys.readouterr().out
+    assert (
+        rows["medusa", "transformers"]["verdict"].startswith("unsupported")
+        and "│" in capsys.readouterr().out
+    )
     assert not list(tmp_path.glob("*.partial.jsonl"))
 
 
@@ -62,7 +65,10 @@ def answers(target, change=0, fewer=0):
     """What an engine's side returns for a job: our greedy tokens, `change` added to the last one."""
 
     def side(python, script, job, environment):
-        made = [generate(target, None, prompt, max_new_tokens=job["tokens"]).tokens for prompt in job["prompts"]]
+        made = [
+            generate(target, None, prompt, max_new_tokens=job["tokens"]).tokens
+            for prompt in job["prompts"]
+        ]
         made[-1][-1] += change
         rounds = sum(len(each) - 1 for each in made) - fewer
         return {"tokens": made, "rounds": rounds, "runs": [], "counters": {}, "version": "9.9"}
@@ -72,23 +78,49 @@ def answers(target, change=0, fewer=0):
 
 def test_every_engine_has_a_row(pair, tmp_path, monkeypatch, capsys):
     target, head = pair
-    output, calls = tmp_path / "m.json", []
+    output = tmp_path / "m.json"
+    calls = []
     monkeypatch.setattr(
-        verify_export, "missing", lambda python, package: "" if package == "vllm" else "no such package"
+        verify_export,
+        "missing",
+        lambda python, package: "" if package == "vllm" else "no such package",
     )
 
     def run(side, *more):
         monkeypatch.setattr(engine_runs, "run_side", lambda *args: calls.append(1) or side(*args))
-        args = [*RUN, "--drafter", str(head), "--dtype", "float32", "--engine", "all", "--output", str(output)]
+        args = [
+            *RUN,
+            "--drafter",
+            str(head),
+            "--dtype",
+            "float32",
+            "--engine",
+            "all",
+            "--output",
+            str(output),
+        ]
         return main([*args, *more])
 
     assert run(answers(target, change=1)) == 1  # another text, in float32
     captured = capsys.readouterr()
-    assert "eagle3 in vLLM: differs: 1 other texts" in captured.err and "2 prompts say little" in captured.err
+    assert (
+        "eagle3 in vLLM: differs: 1 other texts" in captured.err
+        and "2 prompts say little" in captured.err
+    )
     rows = rows_of(output)
-    assert [engine for _, engine in rows] == ["vLLM", "SGLang", "TensorRT-LLM, Triton", "llama.cpp", "transformers"]
+    assert [engine for _, engine in rows] == [
+        "vLLM",
+        "SGLang",
+        "TensorRT-LLM, Triton",
+        "llama.cpp",
+        "transformers",
+    ]
     vllm = rows["eagle3", "vLLM"]
-    assert vllm["release"] == "9.9" and vllm["same_text"] == 1 and vllm["accepted_length"] == vllm["ours"] == 1.0
+    assert (
+        vllm["release"] == "9.9"
+        and vllm["same_text"] == 1
+        and vllm["accepted_length"] == vllm["ours"] == 1.0
+    )
     assert "drafttrain does not start it" in rows["eagle3", "SGLang"]["verdict"]
     assert "no such package" in rows["eagle3", "llama.cpp"]["verdict"]
     assert rows["eagle3", "transformers"]["verdict"].startswith("unsupported by release")
@@ -101,13 +133,16 @@ def test_every_engine_has_a_row(pair, tmp_path, monkeypatch, capsys):
         raise UserError("the engine stopped (exit code 3)")
 
     assert run(stops) == 1
-    assert rows_of(output)["eagle3", "vLLM"]["verdict"] == "failed: the engine stopped (exit code 3)"
+    assert (
+        rows_of(output)["eagle3", "vLLM"]["verdict"] == "failed: the engine stopped (exit code 3)"
+    )
     assert run(answers(target)) == 0 and len(calls) == 4
 
 
 def test_an_interrupted_run_keeps_its_rows(pair, tmp_path, monkeypatch):
     target, head = pair
-    output, calls = tmp_path / "m.json", []
+    output = tmp_path / "m.json"
+    calls = []
     monkeypatch.setattr(verify_export, "missing", lambda python, package: "")
 
     def side(python, script, job, environment):
@@ -118,27 +153,53 @@ def test_an_interrupted_run_keeps_its_rows(pair, tmp_path, monkeypatch):
         return {**answers(target)(python, script, job, environment), **more}
 
     monkeypatch.setattr(engine_runs, "run_side", side)
-    args = [*RUN, "--drafter", str(head), "--dtype", "float32", "--engine", "all", "--output", str(output)]
+    args = [
+        *RUN,
+        "--drafter",
+        str(head),
+        "--dtype",
+        "float32",
+        "--engine",
+        "all",
+        "--output",
+        str(output),
+    ]
     assert main(args) == 130 and not output.exists()
     assert main(args) == 0 and calls == ["vllm_side", "llama_side", "llama_side"]
     rows = rows_of(output)
     assert rows["eagle3", "vLLM"]["verdict"] == rows["eagle3", "llama.cpp"]["verdict"] == "same"
-    assert json.loads(output.read_text())["vllm"]["version"] == "9.9" and not list(tmp_path.glob("*.partial.jsonl"))
+    assert json.loads(output.read_text())["vllm"]["version"] == "9.9" and not list(
+        tmp_path.glob("*.partial.jsonl")
+    )
 
 
 @pytest.mark.thorough
 def test_a_draft_model_with_another_vocabulary_runs_in_transformers(tmp_path, capsys):
     target = tiny_drafters.tiny_target(tmp_path / "target")
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     LlamaForCausalLM(LlamaConfig(**shape, vocab_size=300)).save_pretrained(tmp_path / "draft")
     make_tokenizer(300).save_pretrained(tmp_path / "draft")
     output = tmp_path / "m.json"
-    args = ["--drafter", str(tmp_path / "draft"), "--target", str(tmp_path / "target"), "--dtype", "float32"]
+    args = [
+        "--drafter",
+        str(tmp_path / "draft"),
+        "--target",
+        str(tmp_path / "target"),
+        "--dtype",
+        "float32",
+    ]
     assert main([*RUN, *args, "--engine", "transformers", "--output", str(output)]) == 0
     row = rows_of(output)["draft_model", "transformers"]
     assert row["verdict"] == "same" and row["same_text"] == 2 and row["ours"] is None
-    assert load_drafter(str(tmp_path / "draft"), target).fit()["vocabulary"]["drafts_by"] == "tokens"
+    assert (
+        load_drafter(str(tmp_path / "draft"), target).fit()["vocabulary"]["drafts_by"] == "tokens"
+    )
     assert isinstance(target, Target) and "no run here" in capsys.readouterr().out
 
 
@@ -158,7 +219,11 @@ def test_flags_that_do_not_go_together_are_refused(pair, tmp_path, capsys):
         assert wanted in capsys.readouterr().err
     assert main(["export", "--drafter", "ngram", "--target", "a/b"]) == 0
     printed = capsys.readouterr().out
-    assert '"method": "ngram"' in printed and '"method": "suffix"' in printed and "arctic-inference" in printed
+    assert (
+        '"method": "ngram"' in printed
+        and '"method": "suffix"' in printed
+        and "arctic-inference" in printed
+    )
     assert main(["export", "--drafter", "ngram", "--output", str(tmp_path / "x")]) == 2
     assert main(["export", "--drafter", "lookahead"]) == 2
     assert "they have settings for ngram" in capsys.readouterr().err
@@ -168,8 +233,14 @@ def test_flags_that_do_not_go_together_are_refused(pair, tmp_path, capsys):
 def test_an_engine_that_is_stopped_leaves_no_process(tmp_path, monkeypatch):
     script = tmp_path / "side.py"
     started = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '60'])\n"
-    script.write_text(f"{started}open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid))\ntime.sleep(60)")
-    for seconds in (1, 8, 64):  # a busy machine needs longer to start the engine that is to be stopped
+    script.write_text(
+        f"{started}open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid))\ntime.sleep(60)"
+    )
+    for seconds in (
+        1,
+        8,
+        64,
+    ):  # a busy machine needs longer to start the engine that is to be stopped
         monkeypatch.setattr(engine_runs, "_TIMEOUT", seconds)
         with pytest.raises(UserError, match=rf"side.py was stopped after {seconds} s"):
             engine_runs.run_side(sys.executable, script, {}, dict(os.environ))
@@ -180,21 +251,36 @@ def test_an_engine_that_is_stopped_leaves_no_process(tmp_path, monkeypatch):
 
 
 def test_the_script_prints_its_commands():
-    script = ["bash", "scripts/verify_engines_cpu.sh", "--dry-run", "out", "runs/a/", "--", "--prompts", "6"]
+    script = [
+        "bash",
+        "scripts/verify_engines_cpu.sh",
+        "--dry-run",
+        "out",
+        "runs/a/",
+        "--",
+        "--prompts",
+        "6",
+    ]
     done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, check=True)
     first, second = done.stdout.splitlines()
     pythons = "--engine-python vllm=.venv-vllm/bin/python llama.cpp=.venv-llama/bin/python"
     assert first == f"drafttrain verify --all-kinds --engine all {pythons} --output out/kinds.json"
-    assert second.startswith("drafttrain verify --drafter runs/a --dtype float32 --prompts 6 --engine all")
+    assert second.startswith(
+        "drafttrain verify --drafter runs/a --dtype float32 --prompts 6 --engine all"
+    )
     assert second.endswith("--output out/a.json")
 
 
 def test_the_docs_table_is_the_measured_one():
-    spec = importlib.util.spec_from_file_location("verify_table", ROOT / "scripts" / "verify_table.py")
+    spec = importlib.util.spec_from_file_location(
+        "verify_table", ROOT / "scripts" / "verify_table.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert module.PAGE.read_text() == module.page(json.loads(module.MATRIX.read_text())), "run scripts/verify_table.py"
+    assert module.PAGE.read_text() == module.page(json.loads(module.MATRIX.read_text())), (
+        "run scripts/verify_table.py"
+    )
 
 
 def test_of_an_engines_traceback_the_exception_is_shown():
@@ -214,10 +300,20 @@ pydantic_core.ValidationError: 1 validation error for Config
 def test_an_engine_that_needs_a_gpu_is_not_started_without_one(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     kind = SimpleNamespace(
-        needs_gpu=("vLLM",), verifiable={"vllm": "vllm"}, options=lambda _: {"vLLM": {}}, unsupported=lambda *_: []
+        needs_gpu=("vLLM",),
+        verifiable={"vllm": "vllm"},
+        options=lambda _: {"vLLM": {}},
+        unsupported=lambda *_: [],
     )
     rows = DrafterRows.__new__(DrafterRows)
-    rows.job, rows.kind, rows.form = SimpleNamespace(trained=SimpleNamespace(kind="dspark")), kind, ""
+    rows.job, rows.kind, rows.form = (
+        SimpleNamespace(trained=SimpleNamespace(kind="dspark")),
+        kind,
+        "",
+    )
     monkeypatch.setattr(rows, "prove", lambda form: Path(form))
     row = rows.row(ENGINES["vLLM"], python="python")
-    assert row["verdict"].startswith("not run here (it drafts with dspark on GPUs only)") and row["loads"] is None
+    assert (
+        row["verdict"].startswith("not run here (it drafts with dspark on GPUs only)")
+        and row["loads"] is None
+    )

@@ -42,10 +42,12 @@ def test_vllm_loads_and_computes_every_variant(tmp_path):
     target.model.save_pretrained(tmp_path / "target")
     target.tokenizer.save_pretrained(tmp_path / "target")
     made = torch.Generator().manual_seed(0)
-    table, cases = torch.randn(300, 128, generator=made), []
+    table = torch.randn(300, 128, generator=made)
+    cases = []
     for number, options in enumerate(VARIANTS):
         for form in (SPECULATORS, FLAT):
-            head, folder = make_head(target, **options), tmp_path / f"{number}-{form}"
+            head = make_head(target, **options)
+            folder = tmp_path / f"{number}-{form}"
             write_eagle3(head, folder, form, dtype=torch.float32, target_name="target")
             count = len(head.config.feature_layers)
             inputs = {"table": table, "tokens": torch.randint(300, (17,), generator=made),
@@ -58,7 +60,9 @@ def test_vllm_loads_and_computes_every_variant(tmp_path):
     answer = run_side(PYTHON, SIDE, job, environment)
     wrong = []
     for (options, head, folder, inputs), loaded in zip(cases, answer["heads"], strict=True):
-        assert loaded["class"] == ("Eagle3Qwen3ForCausalLM" if options.get("qk_norm") else "Eagle3LlamaForCausalLM")
+        assert loaded["class"] == (
+            "Eagle3Qwen3ForCausalLM" if options.get("qk_norm") else "Eagle3LlamaForCausalLM"
+        )
         if "feature_layers" in options:
             assert loaded["feature_layers"] == list(options["feature_layers"])
         head.embed = lambda ids: table[ids]
@@ -80,18 +84,24 @@ def test_vllm_loads_and_computes_every_variant(tmp_path):
 @pytest.mark.skipif(not PYTHON, reason="VLLM_PYTHON is not set")
 def test_vllm_loads_and_computes_dspark_blocks(tmp_path):
     """Tokens, probabilities and confidences of whole blocks; the runner of this method needs a GPU."""
-    target, made, cases = make_target(layers=8, hidden=128), torch.Generator().manual_seed(0), []
+    target = make_target(layers=8, hidden=128)
+    made = torch.Generator().manual_seed(0)
+    cases = []
     target.model.save_pretrained(tmp_path / "target")
     target.tokenizer.save_pretrained(tmp_path / "target")
     target.name = target.path = str(tmp_path / "target")
     for number, options in enumerate(BLOCKS):
-        options = {"feature_layers": (2, 4, 5), "kept": torch.arange(300), "markov_rank": 16, **options}
-        drafter, folder = shaken(DSpark, target, **options), tmp_path / str(number)
+        options = {
+            "feature_layers": (2, 4, 5),
+            "kept": torch.arange(300),
+            "markov_rank": 16,
+            **options,
+        }
+        drafter = shaken(DSpark, target, **options)
+        folder = tmp_path / str(number)
         drafter.save_pretrained(tmp_path / f"{number}-ours")
-        trained, request = (
-            find_drafter(str(tmp_path / f"{number}-ours")),
-            ExportRequest(folder, torch.float32, target.name),
-        )
+        trained = find_drafter(str(tmp_path / f"{number}-ours"))
+        request = ExportRequest(folder, torch.float32, target.name)
         shipping("dspark").write(trained, "vllm", request)
         assert shipping("dspark").check(trained, folder)["same_tokens"]
         tokens = torch.randint(300, (18,), generator=made)

@@ -9,7 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafttrain.drafters.shipping import ExportRequest, check_expressible, find_drafter, shipping, whole_rows
+from drafttrain.drafters.shipping import (
+    ExportRequest,
+    check_expressible,
+    find_drafter,
+    shipping,
+    whole_rows,
+)
 from drafttrain.errors import UserError
 from drafttrain.export.export_drafter import run
 from drafttrain.export.export_drafter_flags import add_arguments
@@ -21,7 +27,10 @@ FORMS = [
     ("medusa", {}),
     ("medusa", {"blocks": 2, "shared_head": True, "num_heads": 3}),
     ("mlp_speculator", {"inner_dim": 48}),
-    ("mlp_speculator", {"tie_weights": True, "scale_input": False, "inner_dim": 24, "n_predict": 4}),
+    (
+        "mlp_speculator",
+        {"tie_weights": True, "scale_input": False, "inner_dim": 24, "n_predict": 4},
+    ),
     ("mlp_speculator", {"tie_weights": True, "n_predict": 1}),
 ]
 
@@ -29,7 +38,9 @@ FORMS = [
 def exported(target, tmp_path, kind, dtype=torch.float32, depth=3, **options):
     make_heads(target, kind, KEPT, **options).save_pretrained(tmp_path / "ours")
     trained = find_drafter(str(tmp_path / "ours"))
-    check_expressible(trained, "vllm").write(trained, "vllm", ExportRequest(tmp_path / "theirs", dtype, depth=depth))
+    check_expressible(trained, "vllm").write(
+        trained, "vllm", ExportRequest(tmp_path / "theirs", dtype, depth=depth)
+    )
     return trained, tmp_path / "theirs"
 
 
@@ -49,17 +60,37 @@ def test_the_files_alone_compute_what_the_drafter_does(target, tmp_path, kind, o
 
 def test_names_and_shapes_are_those_of_vllms_classes(target, tmp_path):
     _, folder = exported(target, tmp_path / "medusa", "medusa", depth=2)
-    shapes = {name: tuple(weight.shape) for name, weight in load_file(folder / "model.safetensors").items()}
+    shapes = {
+        name: tuple(weight.shape)
+        for name, weight in load_file(folder / "model.safetensors").items()
+    }
     one = {"blocks.{}.layers.0.weight": (32, 32), "lm_heads.{}.weight": (300, 32)}
     assert shapes == {name.format(i): shape for i in range(2) for name, shape in one.items()}
     config = json.loads((folder / "config.json").read_text())
-    assert config["architectures"] == ["MedusaModel"] and config["num_heads"] == 2 and config["num_hidden_layers"] == 1
+    assert (
+        config["architectures"] == ["MedusaModel"]
+        and config["num_heads"] == 2
+        and config["num_hidden_layers"] == 1
+    )
 
     _, folder = exported(target, tmp_path / "mlp", "mlp_speculator", inner_dim=24)
-    shapes = {name: tuple(weight.shape) for name, weight in load_file(folder / "model.safetensors").items()}
-    one = {"emb.{}.weight": (300, 24), "head.{}.weight": (300, 24), "ln.{}.weight": (24,), "ln.{}.bias": (24,)}
+    shapes = {
+        name: tuple(weight.shape)
+        for name, weight in load_file(folder / "model.safetensors").items()
+    }
+    one = {
+        "emb.{}.weight": (300, 24),
+        "head.{}.weight": (300, 24),
+        "ln.{}.weight": (24,),
+        "ln.{}.bias": (24,),
+    }
     expected = {name.format(i): shape for i in range(3) for name, shape in one.items()}
-    assert shapes == {**expected, "proj.0.weight": (24, 32), "proj.1.weight": (24, 24), "proj.2.weight": (24, 24)}
+    assert shapes == {
+        **expected,
+        "proj.0.weight": (24, 32),
+        "proj.1.weight": (24, 24),
+        "proj.2.weight": (24, 24),
+    }
     config = json.loads((folder / "config.json").read_text())
     assert len(config["top_k_tokens_per_head"]) == config["n_predict"] == 3
 
@@ -84,7 +115,8 @@ def test_a_changed_or_missing_weight_is_found(target, tmp_path, kind):
 
 def test_tokens_beyond_the_drafters_vocabulary_are_never_the_likeliest():
     generator = torch.Generator().manual_seed(0)
-    head, kept = torch.randn(5, 8, generator=generator), torch.tensor([1, 3, 4, 8, 9])
+    head = torch.randn(5, 8, generator=generator)
+    kept = torch.tensor([1, 3, 4, 8, 9])
     logits = torch.randn(200, 8, generator=generator) @ whole_rows(head, kept, 12).T
     assert set(logits.argmax(-1).tolist()) == set(kept.tolist())
 
@@ -94,7 +126,9 @@ def test_more_tokens_than_heads_are_refused(target, tmp_path):
         exported(target, tmp_path, "medusa", depth=5)
 
 
-def test_by_default_an_engine_is_told_to_draft_no_more_than_there_are_heads(target, tmp_path, capsys):
+def test_by_default_an_engine_is_told_to_draft_no_more_than_there_are_heads(
+    target, tmp_path, capsys
+):
     exported(target, tmp_path, "medusa", depth=2, num_heads=2)
     folder = tmp_path / "again"
     args = argparse.ArgumentParser()
@@ -107,6 +141,7 @@ def test_by_default_an_engine_is_told_to_draft_no_more_than_there_are_heads(targ
 
 def test_hydra_is_refused_with_the_reason(target, tmp_path):
     with pytest.raises(
-        UserError, match=r"format='vllm' cannot express this drafter: Hydra heads read the drafted tokens"
+        UserError,
+        match=r"format='vllm' cannot express this drafter: Hydra heads read the drafted tokens",
     ):
         exported(target, tmp_path, "hydra")

@@ -55,9 +55,13 @@ FAMILIES = {
     "llama3": lambda **more: LlamaForCausalLM(
         LlamaConfig(**SHAPE | more, rope_parameters=LLAMA3, tie_word_embeddings=False)
     ),
-    "qwen2": lambda **more: Qwen2ForCausalLM(Qwen2Config(**{**SHAPE, "head_dim": 8, **more}, rope_parameters=ROPE)),
+    "qwen2": lambda **more: Qwen2ForCausalLM(
+        Qwen2Config(**{**SHAPE, "head_dim": 8, **more}, rope_parameters=ROPE)
+    ),
     "qwen3": lambda **more: Qwen3ForCausalLM(
-        Qwen3Config(**{**SHAPE, "head_dim": 128, **more}, rope_parameters=ROPE, tie_word_embeddings=False)
+        Qwen3Config(
+            **{**SHAPE, "head_dim": 128, **more}, rope_parameters=ROPE, tie_word_embeddings=False
+        )
     ),
     # 128 and 256 are what transformers' loader takes for granted in these families
     "gemma3": lambda **more: Gemma3ForCausalLM(
@@ -68,7 +72,10 @@ FAMILIES = {
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Bytes, two merges, two chat markers."""
-    vocab = {symbol: i for i, symbol in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ", "he"])}
+    vocab = {
+        symbol: i
+        for i, symbol in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ", "he"])
+    }
     raw = Tokenizer(models.BPE(vocab=vocab, merges=[("Ċ", "Ċ"), ("h", "e")]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
@@ -94,7 +101,9 @@ def make_checkpoint(folder, family: str, tokenizer=None, **shape):
 def test_logits_come_back(tmp_path, family):
     model = make_checkpoint(tmp_path / "hf", family)
     path = write_gguf(tmp_path / "hf", tmp_path / "out" / "m.gguf", "bfloat16")
-    back = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    back = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    ).eval()
     ids = torch.arange(1, 41)[None]
     with torch.no_grad():
         torch.testing.assert_close(back(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
@@ -106,7 +115,9 @@ def test_llama3_frequencies(tmp_path):
 
     model = make_checkpoint(tmp_path / "hf", "llama3")
     path = write_gguf(tmp_path / "hf", tmp_path / "m.gguf", "float32")
-    found = {tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors}["rope_freqs.weight"]
+    found = {tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors}[
+        "rope_freqs.weight"
+    ]
     plain = 1.0 / 5000.0 ** (torch.arange(0, 16, 2) / 16)
     wanted, _ = ROPE_INIT_FUNCTIONS["llama3"](model.config, torch.device("cpu"))
     torch.testing.assert_close(plain / torch.tensor(found), wanted)
@@ -116,7 +127,10 @@ def test_llama3_frequencies(tmp_path):
 def split_tokenizer(pattern: str):
     tokenizer = make_tokenizer()
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(False, use_regex=False),
+        ]
     )
     return tokenizer
 
@@ -128,7 +142,9 @@ def test_the_rule_for_cutting_text_is_recognised_or_refused(tmp_path):
             path = write_gguf(tmp_path / name, tmp_path / name / "m.gguf", "float32")
             assert gguf.GGUFReader(path).get_field("tokenizer.ggml.pre").contents() == name
     make_checkpoint(tmp_path / "odd", "llama", split_tokenizer(r"\d"))
-    with pytest.raises(UserError, match=r"cuts text by \['\\\\d'\], for which no name of llama.cpp is known"):
+    with pytest.raises(
+        UserError, match=r"cuts text by \['\\\\d'\], for which no name of llama.cpp is known"
+    ):
         write_gguf(tmp_path / "odd", tmp_path / "odd.gguf", "float32")
     assert not (tmp_path / "odd.gguf").exists()
 
@@ -152,15 +168,26 @@ def test_scores_give_the_order_of_merges(tmp_path):
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"<0x{i:02X}>": 3 + i for i in range(256)}}
     for text in ("▁", "a", "b", "c", "ab", "bc", "▁a"):
         vocab[text] = len(vocab)
-    model = models.BPE(vocab=vocab, merges=[("b", "c"), ("a", "b"), ("▁", "a")], byte_fallback=True, unk_token="<unk>")
+    model = models.BPE(
+        vocab=vocab,
+        merges=[("b", "c"), ("a", "b"), ("▁", "a")],
+        byte_fallback=True,
+        unk_token="<unk>",
+    )
     raw = Tokenizer(model)
     raw.normalizer = normalizers.Replace(" ", "▁")
-    raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    raw.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
     make_checkpoint(tmp_path / "hf", "llama", tokenizer)
     path = write_gguf(tmp_path / "hf", tmp_path / "m.gguf", "float32")
     reader = gguf.GGUFReader(path)
-    scores, types = (reader.get_field(f"tokenizer.ggml.{name}").contents() for name in ("scores", "token_type"))
+    scores, types = (
+        reader.get_field(f"tokenizer.ggml.{name}").contents() for name in ("scores", "token_type")
+    )
     assert reader.get_field("tokenizer.ggml.model").contents() == "llama"
     assert scores[vocab["bc"]] > scores[vocab["ab"]] > scores[vocab["▁a"]]
     assert types[vocab["<0x41>"]] == 6 and types[1] == 3 and types[vocab["a"]] == 1
@@ -195,14 +222,28 @@ def test_export_and_verify_of_a_draft_model(tmp_path, capsys, form):
     (tmp_path / "hf" / "drafttrain.json").write_text(json.dumps(described))
     args = ["--drafter", str(tmp_path / "hf")]
     assert (
-        main(["export", *args, "--format", form, "--output", str(tmp_path / "out"), "--speculative-tokens", "5"]) == 0
+        main(
+            [
+                "export",
+                *args,
+                "--format",
+                form,
+                "--output",
+                str(tmp_path / "out"),
+                "--speculative-tokens",
+                "5",
+            ]
+        )
+        == 0
     )
     printed = capsys.readouterr().out
     if form == "gguf":
         assert "--spec-draft-n-max 5" in printed and "draft.gguf" in printed
     else:
         assert (
-            '"method": "draft_model"' in printed and '"num_speculative_tokens": 5' in printed and "user/big" in printed
+            '"method": "draft_model"' in printed
+            and '"num_speculative_tokens": 5' in printed
+            and "user/big" in printed
         )
         assert "drafter_kind" not in (tmp_path / "out" / "config.json").read_text()
         assert AutoTokenizer.from_pretrained(tmp_path / "out")("ab").input_ids
@@ -222,12 +263,23 @@ def test_a_downloaded_draft_model_is_compared_with_the_target_of_the_command(tmp
     vocabulary = state["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (tmp_path / "big" / "tokenizer.json").write_text(json.dumps(state))
-    command = ["export", "--drafter", str(tmp_path / "hf"), "--output", str(tmp_path / "out"), "--format", "sglang"]
+    command = [
+        "export",
+        "--drafter",
+        str(tmp_path / "hf"),
+        "--output",
+        str(tmp_path / "out"),
+        "--format",
+        "sglang",
+    ]
     assert main([*command, "--target", str(tmp_path / "big")]) == 2
     assert "the draft model has another vocabulary than its target" in capsys.readouterr().err
     assert main([*command, "--target", str(tmp_path / "same")]) == 0
     assert main([*command, "--target", "user/elsewhere"]) == 0
-    assert "target='user/elsewhere' cannot be read here: vocabularies are not compared" in capsys.readouterr().err
+    assert (
+        "target='user/elsewhere' cannot be read here: vocabularies are not compared"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_draft_model_with_another_vocabulary_is_for_engines_that_translate(tmp_path, capsys):

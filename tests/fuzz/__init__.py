@@ -95,7 +95,9 @@ TEXT_FAULTS = (
     Fault("UTF-16", lambda content, random: content.decode("utf-8", "replace").encode("utf-16")),
     Fault("latin-1", lambda content, random: content + "é".encode("latin-1")),
     Fault("byte order mark", lambda content, random: b"\xef\xbb\xbf" + content),
-    Fault("line separators", lambda content, random: content.replace(b" ", "\u2028\x85".encode(), 1)),
+    Fault(
+        "line separators", lambda content, random: content.replace(b" ", "\u2028\x85".encode(), 1)
+    ),
     Fault("deep nesting", lambda content, random: b"[" * 100_000),
 )
 
@@ -116,7 +118,18 @@ WRONG_VALUES = {
     "another type": (None, True, 3, 2.5, "abc", "", [], ["x"], {}, {"a": 1}, [[1]]),
     "not finite": (float("nan"), float("inf"), -float("inf")),
     "out of range": (-1, 0, -0.5, 2, 1e9, 10**12, 10**30, -(10**30), 2**31, 2**63, 1e308, 1e-320),
-    "odd text": ("\ud800", "\x00", "a\nb", "\u2028", "[/bold]", "[red]x", "../../x", "~", "%s{0}", "é" * 500),
+    "odd text": (
+        "\ud800",
+        "\x00",
+        "a\nb",
+        "\u2028",
+        "[/bold]",
+        "[red]x",
+        "../../x",
+        "~",
+        "%s{0}",
+        "é" * 500,
+    ),
 }
 # The same as words of a command line or values of an override.
 WRONG_WORDS = {
@@ -139,14 +152,42 @@ WRONG_WORDS = {
         "-",
     ),
     "not finite": ("nan", "inf", "-inf", ".nan", ".inf", "1e999", "NaN"),
-    "out of range": ("-1", "0", "-0.5", "1.5", "2", "1e9", "99999999999", "9" * 30, "-" + "9" * 30, "1e-320"),
-    "odd text": ("\ud800", "a\nb", "\u2028", "[/bold]", "../../x", "~", "%s{0}", "é" * 500, "1" * 5000, "\u0663"),
+    "out of range": (
+        "-1",
+        "0",
+        "-0.5",
+        "1.5",
+        "2",
+        "1e9",
+        "99999999999",
+        "9" * 30,
+        "-" + "9" * 30,
+        "1e-320",
+    ),
+    "odd text": (
+        "\ud800",
+        "a\nb",
+        "\u2028",
+        "[/bold]",
+        "../../x",
+        "~",
+        "%s{0}",
+        "é" * 500,
+        "1" * 5000,
+        "\u0663",
+    ),
 }
 
 
 def _places(value: Any, place: tuple = ()) -> Iterator[tuple]:
     """Every key and index in nested lists and objects."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, inner in items:
         yield (*place, key)
         yield from _places(inner, (*place, key))
@@ -166,7 +207,11 @@ def _change(value: Any, random: Random, change: Callable[[Any, Any], None]) -> A
 
 def _wrong(name: str) -> Fault:
     def apply(value: Any, random: Random) -> Any:
-        return _change(value, random, lambda holder, key: holder.__setitem__(key, random.choice(WRONG_VALUES[name])))
+        return _change(
+            value,
+            random,
+            lambda holder, key: holder.__setitem__(key, random.choice(WRONG_VALUES[name])),
+        )
 
     return Fault(name, apply)
 

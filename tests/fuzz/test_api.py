@@ -14,7 +14,16 @@ from tests.conftest import make_target
 from tests.fuzz import WRONG_VALUES, fuzz, outcome
 
 VALUES = [(name, value) for name, values in WRONG_VALUES.items() for value in values]
-NUMBERS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "batch_size")
+NUMBERS = (
+    "max_new_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "seed",
+    "batch_size",
+)
 OTHERS = ("stop", "category", "tree", "drafter")
 IDS = [5, 6, 7]
 
@@ -30,7 +39,11 @@ def test_arguments(tiny, name, fault):
     options = {"max_new_tokens": 2, name: fault[1]}
     if name == "max_new_tokens" and isinstance(fault[1], int) and fault[1] > 1000:
         return  # a length that is valid
-    outcome("API", fault[0], lambda: generate(tiny, IDS, **{"drafter": "ngram", "tree": "chain:2", **options}))
+    outcome(
+        "API",
+        fault[0],
+        lambda: generate(tiny, IDS, **{"drafter": "ngram", "tree": "chain:2", **options}),
+    )
 
 
 PROMPTS = [None, 3, 2.5, True, "", [], [[]], [""], ["a", 3], [None], [1.5, 2], [True, False], [10**30], [-1], [300], [1, None],
@@ -51,7 +64,9 @@ def test_prompts(tiny, call, prompt):
         "API",
         "prompt",
         lambda: (
-            list(call(tiny, prompt, max_new_tokens=1) or ()) if call is stream else call(tiny, prompt, max_new_tokens=1)
+            list(call(tiny, prompt, max_new_tokens=1) or ())
+            if call is stream
+            else call(tiny, prompt, max_new_tokens=1)
         ),
     )
 
@@ -79,12 +94,19 @@ def test_prompts(tiny, call, prompt):
     ],
 )
 def test_each_mistake_is_one_line(tiny, prompt, options, message):
-    assert message in outcome("API", "named", lambda: generate(tiny, prompt, **{"max_new_tokens": 2, **options}))
+    assert message in outcome(
+        "API", "named", lambda: generate(tiny, prompt, **{"max_new_tokens": 2, **options})
+    )
 
 
 def test_numbers_of_other_libraries_are_numbers(tiny):
     want = generate(tiny, IDS, max_new_tokens=3, temperature=1.0, seed=4).tokens
-    options = {"max_new_tokens": np.int64(3), "temperature": np.float32(1), "seed": torch.tensor(4), "top_p": 1}
+    options = {
+        "max_new_tokens": np.int64(3),
+        "temperature": np.float32(1),
+        "seed": torch.tensor(4),
+        "top_p": 1,
+    }
     for ids in (
         np.array(IDS),
         torch.tensor(IDS),
@@ -102,7 +124,9 @@ def test_sampling_fields(field):
         outcome("API", name, lambda value=value: SamplingParams(**{field: value}))
 
 
-@pytest.mark.parametrize("value", [None, 3, 2.5, [], {}, "", "a\0b", "\ud800", "/no/such/folder"], ids=repr)
+@pytest.mark.parametrize(
+    "value", [None, 3, 2.5, [], {}, "", "a\0b", "\ud800", "/no/such/folder"], ids=repr
+)
 def test_names(tiny, value, tmp_path):
     assert outcome("API", "model", lambda: generate(value, IDS))
     if value is not None:
@@ -110,5 +134,9 @@ def test_names(tiny, value, tmp_path):
         assert outcome("API", "evaluate", lambda: evaluate(value, "ngram", tmp_path / "r.json"))
     for option in ("limit", "tree", "seed", "dtype", "device", "no_such_option"):
         assert outcome(
-            "API", "evaluate", lambda option=option: evaluate("/no/target", "ngram", tmp_path / "r", **{option: value})
+            "API",
+            "evaluate",
+            lambda option=option: evaluate(
+                "/no/target", "ngram", tmp_path / "r", **{option: value}
+            ),
         )

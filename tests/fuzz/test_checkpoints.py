@@ -79,6 +79,8 @@ def test_a_checkpoint_without_a_file_is_not_used(run, name, capsys):
     assert said.count("\n") == 1 and "checkpoint-4 is damaged and not used" in said
     assert name.partition(".")[0][:9] in said or "safetensors" in said
     (run / "checkpoint-2" / "optimizer.pt").write_bytes(b"")
-    with pytest.raises(UserError, match="all checkpoints are damaged; start again with resume=false"):
+    with pytest.raises(
+        UserError, match="all checkpoints are damaged; start again with resume=false"
+    ):
         find(run)
     assert (run / "checkpoint-2").is_dir() and (run / "checkpoint-4").is_dir()

@@ -92,7 +92,8 @@ def test_bytes_of_lines(folders, fault, seed):
 @fuzz(examples=25)
 @given(fault=json_faults(), seed=seeds())
 def test_values_of_lines(folders, fault, seed):
-    folder, random = restored(folders["data"]), Random(seed)
+    folder = restored(folders["data"])
+    random = Random(seed)
     path = folder / "part-0000.jsonl"
     rows = [json.loads(line) for line in path.read_text().split("\n") if line]
     at = random.randrange(len(rows))
@@ -101,14 +102,17 @@ def test_values_of_lines(folders, fault, seed):
     outcome("data set: lines", fault.name, lambda: use(folder))
 
 
-TORN = [fault for fault in FILE_FAULTS if fault.name in ("cut off", "empty", "another file", "twice")]
+TORN = [
+    fault for fault in FILE_FAULTS if fault.name in ("cut off", "empty", "another file", "twice")
+]
 
 
 @fuzz(examples=8)
 @given(fault=st.sampled_from(TORN), seed=seeds())
 def test_a_torn_cache_is_built_again(folders, fault, seed):
     """Arrow files have no checksums, so changed values within a sound structure go unseen."""
-    folder, random = folders["data"], Random(seed)
+    folder = folders["data"]
+    random = Random(seed)
     restored(folder)
     before = training_rows(load_records(folder), 64, 0.1, 0)[0][:]
     path = random.choice(sorted((folder / "arrow").glob("*.arrow")))
@@ -132,7 +136,9 @@ def test_bytes_of_shards(folders, name, fault, seed):
         stored = FeatureStore.open(folder, LAYERS)
         for key in list(stored._where):
             found = stored.get(key)
-            assert found["features"].shape[1] == 3 * 16 and found["features"].float().isfinite().all()
+            assert (
+                found["features"].shape[1] == 3 * 16 and found["features"].float().isfinite().all()
+            )
 
     outcome("data set: shards of states", fault.name, call)
 
@@ -140,9 +146,15 @@ def test_bytes_of_shards(folders, name, fault, seed):
 TENSORS = {
     "missing": lambda tensors, key: tensors.pop(key),
     "another shape": lambda tensors, key: tensors.__setitem__(key, tensors[key][:-1].contiguous()),
-    "more dimensions": lambda tensors, key: tensors.__setitem__(key, tensors[key][None].contiguous()),
-    "not finite": lambda tensors, key: tensors.__setitem__(key, torch.full_like(tensors[key].float(), torch.nan)),
-    "out of range": lambda tensors, key: tensors.__setitem__(key, torch.full_like(tensors[key], -5)),
+    "more dimensions": lambda tensors, key: tensors.__setitem__(
+        key, tensors[key][None].contiguous()
+    ),
+    "not finite": lambda tensors, key: tensors.__setitem__(
+        key, torch.full_like(tensors[key].float(), torch.nan)
+    ),
+    "out of range": lambda tensors, key: tensors.__setitem__(
+        key, torch.full_like(tensors[key], -5)
+    ),
     "another type": lambda tensors, key: tensors.__setitem__(key, tensors[key].bool()),
     "empty": lambda tensors, key: tensors.__setitem__(key, tensors[key][:0].contiguous()),
 }
@@ -188,8 +200,12 @@ def test_values_of_features_json(folders, fault, seed):
 
 
 def test_a_read_only_data_set_is_cached_elsewhere(tmp_path, monkeypatch, capfd):
-    folder = shutil.copytree(FIXTURES / "data", tmp_path / "data", ignore=shutil.ignore_patterns("arrow"))
-    (folder / "arrow").write_text("a file in the way: the tests may run as root, whom no mode stops")
+    folder = shutil.copytree(
+        FIXTURES / "data", tmp_path / "data", ignore=shutil.ignore_patterns("arrow")
+    )
+    (folder / "arrow").write_text(
+        "a file in the way: the tests may run as root, whom no mode stops"
+    )
     monkeypatch.setenv("DRAFTTRAIN_CACHE", str(tmp_path / "cache"))
     assert len(load_records(folder)) == 16 and list((tmp_path / "cache").rglob("*.arrow"))
     assert capfd.readouterr() == ("", "")

@@ -21,7 +21,8 @@ from drafttrain.flags import CommandParser
 from tests.fuzz import WRONG_WORDS, fuzz, outcome, wrong_words
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
-PROMPTS, RESULTS = str(FIXTURES / "prompts.jsonl"), str(next((FIXTURES / "results").glob("*.json")))
+PROMPTS = str(FIXTURES / "prompts.jsonl")
+RESULTS = str(next((FIXTURES / "results").glob("*.json")))
 RECIPE = str(FIXTURES / "run.yaml")
 DRAFTER = str(FIXTURES / "drafters" / "eagle3")
 TARGET = ["--target", str(FIXTURES / "target")]
@@ -90,7 +91,10 @@ def actions(command: str) -> list[argparse.Action]:
 
 
 FLAGS = [
-    (command, action.option_strings[0]) for command in COMMANDS for action in actions(command) if action.option_strings
+    (command, action.option_strings[0])
+    for command in COMMANDS
+    for action in actions(command)
+    if action.option_strings
 ]
 # What a flag may hold as it is; every other value has a kind.
 FREE = {"--prompt", "--note", "--url", "--url2", "--model", "--model2", "--api-key-env", "--subset", "--split", "--columns",
@@ -138,15 +142,23 @@ def test_every_value_has_a_kind(command):
     for action in actions(command):
         name = (action.option_strings or [action.dest])[0]
         valueless = action.nargs == 0 or action.choices is not None
-        assert action.type not in (int, float, Path, str), f"{command} {name}: use a kind of drafttrain/values.py"
-        described = hasattr(action.type, "rule") or name in FREE or action.dest in ("name", "overrides", "device")
+        assert action.type not in (int, float, Path, str), (
+            f"{command} {name}: use a kind of drafttrain/values.py"
+        )
+        described = (
+            hasattr(action.type, "rule")
+            or name in FREE
+            or action.dest in ("name", "overrides", "device")
+        )
         assert valueless or described, f"{command} {name} takes any text"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_valid_words_get_through(folder, command, capsys):
     text = outcome("flag", "none", lambda: run(folder, [command, *NEEDED[command]], capsys))
-    assert "stub" in text or "/no/" in text or "HF_HUB_OFFLINE" in text or not text, text  # the last is how tests run
+    assert "stub" in text or "/no/" in text or "HF_HUB_OFFLINE" in text or not text, (
+        text
+    )  # the last is how tests run
 
 
 @fuzz(examples=250)
@@ -161,13 +173,17 @@ def test_flags(folder, capsys, flag, word):
 @given(flag=st.sampled_from(FLAGS), word=wrong_words())
 def test_flags_with_the_value_as_the_next_word(folder, capsys, flag, word):
     command, name = flag
-    outcome("flag", word[0], lambda: run(folder, [command, *NEEDED[command], name, word[1]], capsys))
+    outcome(
+        "flag", word[0], lambda: run(folder, [command, *NEEDED[command], name, word[1]], capsys)
+    )
 
 
 @fuzz(examples=60)
 @given(command=st.sampled_from(["train", "fetch", "report", "diagnose", ""]), word=wrong_words())
 def test_words_without_a_flag(folder, capsys, command, word):
-    outcome("flag", word[0], lambda: run(folder, [command, word[1]] if command else [word[1]], capsys))
+    outcome(
+        "flag", word[0], lambda: run(folder, [command, word[1]] if command else [word[1]], capsys)
+    )
 
 
 def test_numbers_stay_in_their_ranges(folder):
@@ -187,15 +203,24 @@ def test_numbers_stay_in_their_ranges(folder):
     ("words", "message"),
     [
         (["evla"], "unknown command 'evla'; did you mean eval"),
-        (["eval", *BOTH, "--limt", "3"], "'--limt' is no flag of this command; did you mean --limit"),
+        (
+            ["eval", *BOTH, "--limt", "3"],
+            "'--limt' is no flag of this command; did you mean --limit",
+        ),
         (["eval", *BOTH, "--limit", "-1"], r"--limit='-1' must be a whole number from 1 to"),
         (["eval", *BOTH, "--limit"], "--limit expected one argument"),
-        (["eval", *BOTH, "--device", "tpu"], "--device='tpu' is not one of auto, cpu.*this machine has"),
+        (
+            ["eval", *BOTH, "--device", "tpu"],
+            "--device='tpu' is not one of auto, cpu.*this machine has",
+        ),
         (["eval", *BOTH, "--device", "cuda:77"], "--device='cuda:77' is not one of"),
         (["eval", *BOTH, "--device", "mps"], "--device='mps' is not one of"),
         (["eval", *BOTH, "--device", "meta"], "--device='meta' is not one of"),
         (["eval", *BOTH, "--tree", "fanout:1000x1000"], "is too large"),
-        (["eval", *BOTH, "--temperature", "nan"], "--temperature='nan' must be a number from 0 to 1000"),
+        (
+            ["eval", *BOTH, "--temperature", "nan"],
+            "--temperature='nan' must be a number from 0 to 1000",
+        ),
         (["eval", "--drafter", "ngram"], "--target must be given; see drafttrain eval --help"),
         (["eval", *BOTH, "--seed", "-1"], "--seed='-1' must be"),
         (["eval", *BOTH, "--limit", "\u0663"], "--limit='\u0663' must be"),
@@ -207,7 +232,10 @@ def test_numbers_stay_in_their_ranges(folder):
             ["generate", *TARGET, "--prompts", PROMPTS, "--output", "OUT", "--backend", "cloud"],
             "--backend='cloud' is not one of",
         ),
-        (["train", RECIPE, "--max-stps", "4"], "unknown config key 'max_stps'.*did you mean max_steps"),
+        (
+            ["train", RECIPE, "--max-stps", "4"],
+            "unknown config key 'max_stps'.*did you mean max_steps",
+        ),
         (["train", RECIPE, "--resume", "perhaps"], "resume='perhaps' must be true or false"),
     ],
 )

@@ -57,7 +57,9 @@ def loaded(folder):
 def decode(target: Target) -> None:
     for sampling in (SamplingParams(), SamplingParams(1.0)):
         spec = TreeSpec.parse("chain:3")
-        generate(target, NgramDrafter(), [3, 4, 3, 4, 3], max_new_tokens=5, spec=spec, sampling=sampling)
+        generate(
+            target, NgramDrafter(), [3, 4, 3, 4, 3], max_new_tokens=5, spec=spec, sampling=sampling
+        )
 
 
 def load(folder: Path, target: Target) -> None:
@@ -69,7 +71,8 @@ def load(folder: Path, target: Target) -> None:
 @fuzz(examples=60)
 @given(fault=json_faults(), seed=seeds())
 def test_values(fault, seed, folder, loaded):
-    random, content = Random(seed), VALID
+    random = Random(seed)
+    content = VALID
     for _ in range(random.choice((1, 1, 3))):
         content = fault.apply(content, random)
     (folder / "generation_config.json").write_text(json.dumps(content))
@@ -79,7 +82,9 @@ def test_values(fault, seed, folder, loaded):
 @fuzz(examples=40)
 @given(fault=text_faults() | file_faults(), seed=seeds())
 def test_bytes(fault, seed, folder, loaded):
-    (folder / "generation_config.json").write_bytes(fault.apply(json.dumps(VALID).encode(), Random(seed)))
+    (folder / "generation_config.json").write_bytes(
+        fault.apply(json.dumps(VALID).encode(), Random(seed))
+    )
     outcome("target: generation_config.json", fault.name, lambda: load(folder, loaded))
 
 
@@ -98,7 +103,9 @@ def test_token_ids_outside_the_vocabulary_are_refused(key, value, folder):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 261, key: value}))
     for load_target in (load_shell, lambda name: Target.load(name, "float32", "cpu")):
         said = outcome(
-            "target: generation_config.json", "token id", lambda load_target=load_target: load_target(str(folder))
+            "target: generation_config.json",
+            "token id",
+            lambda load_target=load_target: load_target(str(folder)),
         )
         assert key in said and ("100000" in said or "-1" in said)
 

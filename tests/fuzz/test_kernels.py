@@ -44,7 +44,11 @@ Args = dict[str, Any]
 
 
 def _dtype(x: Tensor, random: Random) -> Tensor:
-    return x.to(random.choice([torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.complex64]))
+    return x.to(
+        random.choice(
+            [torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.complex64]
+        )
+    )
 
 
 def _shape(x: Tensor, random: Random) -> Tensor:
@@ -66,7 +70,8 @@ def _shape(x: Tensor, random: Random) -> Tensor:
 
 def _strides(x: Tensor, random: Random) -> Tensor:
     """The same values at other places in memory."""
-    axis, other = random.randrange(x.dim()), random.randrange(x.dim())
+    axis = random.randrange(x.dim())
+    other = random.randrange(x.dim())
     swapped = x.transpose(axis, other).contiguous().transpose(axis, other)
     spread = torch.stack((x, x), dim=axis + 1).select(axis + 1, 0)
     return random.choice([swapped, spread])
@@ -97,7 +102,9 @@ def spoil(args: Args, fault: str, random: Random) -> Args:
 
     def replaced(value: Any, place: tuple) -> Any:
         if place:
-            return [replaced(item, place[1:]) if i == place[0] else item for i, item in enumerate(value)]
+            return [
+                replaced(item, place[1:]) if i == place[0] else item for i, item in enumerate(value)
+            ]
         return FAULTS[fault](value, random)
 
     found = [(name, place) for name, value in args.items() for place in places(value)]
@@ -112,7 +119,9 @@ def guarded(random: Random, *sizes: int) -> Tensor:
     count = torch.Size(sizes).numel()
     whole = torch.full((count + 2 * 4096,), GUARD)
     middle = whole[4096 : 4096 + count]
-    middle.copy_(torch.randn(count, generator=torch.Generator().manual_seed(random.randrange(2**31))))
+    middle.copy_(
+        torch.randn(count, generator=torch.Generator().manual_seed(random.randrange(2**31)))
+    )
     GUARDS.append((whole, count))
     return middle.view(sizes)
 
@@ -129,7 +138,10 @@ def draw(random: Random, *sizes: int) -> Tensor:
 
 def linear(random: Random):
     weight = draw(random, random.choice([1, 31, 32, 70]), random.choice([1, 16, 33]))
-    args = {"x": draw(random, random.choice([0, 1, 3, 13, 40]), weight.shape[1]), "out": len(weight)}
+    args = {
+        "x": draw(random, random.choice([0, 1, 3, 13, 40]), weight.shape[1]),
+        "out": len(weight),
+    }
     panels = pack_panels(weight)
     return (
         args,
@@ -159,7 +171,11 @@ def rms_norm(random: Random):
 
 
 def highest(random: Random):
-    return {"logits": draw(random, 4, random.choice([1, 5, 300]))}, argmax, lambda logits: logits.argmax(-1)
+    return (
+        {"logits": draw(random, 4, random.choice([1, 5, 300]))},
+        argmax,
+        lambda logits: logits.argmax(-1),
+    )
 
 
 def top(random: Random):
@@ -172,7 +188,9 @@ def top(random: Random):
     def call(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
         values, ids = top_log_probs(logits, width)
         near = logits.is_meta or same(logits.float().log_softmax(-1).gather(-1, ids), values)
-        return values, reference(logits, width)[1] if near else ids  # equal values may come in any order
+        return values, reference(logits, width)[
+            1
+        ] if near else ids  # equal values may come in any order
 
     return args, call, reference
 
@@ -204,11 +222,22 @@ def moves(random: Random):
 
 
 def attention(random: Random):
-    kv_heads, group, e, ve = random.choice([1, 2]), random.choice([1, 3]), 16, random.choice([16, 32])
+    kv_heads = random.choice([1, 2])
+    group = random.choice([1, 3])
+    e = 16
+    ve = random.choice([16, 32])
     parents = [random.randrange(-1, i) for i in range(random.randint(0, 6))]
-    n, heads, prefix = len(parents) + 1, kv_heads * group, random.choice([0, 5, 20])
+    n = len(parents) + 1
+    heads = kv_heads * group
+    prefix = random.choice([0, 5, 20])
     new = [draw(random, n, kv_heads, e), draw(random, n, kv_heads, ve)]
-    args = {"query": draw(random, n, heads, e), "new": new, "slot": 2, "prefix": prefix, "parents": parents}
+    args = {
+        "query": draw(random, n, heads, e),
+        "new": new,
+        "slot": 2,
+        "prefix": prefix,
+        "parents": parents,
+    }
     args |= {
         "keys": guarded(random, kv_heads, prefix + n + 4, e),
         "values": guarded(random, kv_heads, prefix + n + 4, ve),
@@ -217,17 +246,22 @@ def attention(random: Random):
 
     def call(query, keys, values, new, slot, prefix, parents, sinks, window):
         plan = CpuPlan([(slot, TreeLayout(prefix, parents))])
-        return plan.attend(query, keys, values, tuple(new), scaling=0.25, window=window, softcap=None, sinks=sinks)
+        return plan.attend(
+            query, keys, values, tuple(new), scaling=0.25, window=window, softcap=None, sinks=sinks
+        )
 
     def reference(query, keys, values, new, slot, prefix, parents, sinks, window):
-        layout, end = TreeLayout(prefix, parents), slot + prefix + len(parents) + 1
+        layout = TreeLayout(prefix, parents)
+        end = slot + prefix + len(parents) + 1
         assert slot >= 0 and window >= 0
         rows = [buffer[:, slot:end].clone() for buffer in (keys, values)]
         for row, fresh in zip(rows, new, strict=True):
             row[:, prefix:] = fresh.transpose(0, 1)
         first, mask = layout.mask(window or None, query.shape[1] // len(keys), query)
         form = {"scaling": 0.25, "window": None, "softcap": None, "sinks": sinks}
-        out = tree_attention._attend(query.transpose(0, 1)[None], *(row[None, :, first:] for row in rows), mask, form)
+        out = tree_attention._attend(
+            query.transpose(0, 1)[None], *(row[None, :, first:] for row in rows), mask, form
+        )
         return out.transpose(1, 2)
 
     return args, call, reference
@@ -237,10 +271,16 @@ def make_layer(random: Random, width: int = 32, hidden: int = 32, e: int = 16) -
     linear = lambda out, wide: types.SimpleNamespace(  # noqa: E731
         weight=draw(random, out, wide) / 6, bias=None, in_features=wide, out_features=out
     )
-    attention = types.SimpleNamespace(head_dim=e, q_proj=linear(2 * e, width), k_proj=linear(e, width))
+    attention = types.SimpleNamespace(
+        head_dim=e, q_proj=linear(2 * e, width), k_proj=linear(e, width)
+    )
     attention.v_proj, attention.o_proj = linear(e, width), linear(hidden, 2 * e)
-    mlp = types.SimpleNamespace(gate_proj=linear(48, hidden), up_proj=linear(48, hidden), down_proj=linear(hidden, 48))
-    return DecoderLayer(attention, mlp, e, 1e-5, mlp_norm=torch.ones(hidden), input_norm=torch.ones(width))
+    mlp = types.SimpleNamespace(
+        gate_proj=linear(48, hidden), up_proj=linear(48, hidden), down_proj=linear(hidden, 48)
+    )
+    return DecoderLayer(
+        attention, mlp, e, 1e-5, mlp_norm=torch.ones(hidden), input_norm=torch.ones(width)
+    )
 
 
 def project(random: Random):
@@ -263,21 +303,37 @@ def finish(random: Random):
 
 def new_layer(random: Random):
     """A layer's own weights, each of which may be wrong."""
-    x, table = draw(random, 3, 32), draw(random, 3, 16)
+    x = draw(random, 3, 32)
+    table = draw(random, 3, 16)
     linear = lambda weight: types.SimpleNamespace(  # noqa: E731
-        weight=weight, bias=None, in_features=weight.shape[-1] if weight.dim() else 0, out_features=len(weight)
+        weight=weight,
+        bias=None,
+        in_features=weight.shape[-1] if weight.dim() else 0,
+        out_features=len(weight),
     )
-    args = {name: draw(random, out, 32) for name, out in (("q", 32), ("k", 16), ("v", 16), ("o", 32))}
+    args = {
+        name: draw(random, out, 32) for name, out in (("q", 32), ("k", 16), ("v", 16), ("o", 32))
+    }
     args |= {"gate": draw(random, 48, 32), "up": draw(random, 48, 32), "down": draw(random, 32, 48)}
-    args |= {"mlp_norm": torch.ones(32), "input_norm": torch.ones(32), "query_norm": torch.ones(16), "rotary_dim": 16}
+    args |= {
+        "mlp_norm": torch.ones(32),
+        "input_norm": torch.ones(32),
+        "query_norm": torch.ones(16),
+        "rotary_dim": 16,
+    }
 
     def call(q, k, v, o, gate, up, down, rotary_dim, **norms):
         attention = types.SimpleNamespace(
             head_dim=16, q_proj=linear(q), k_proj=linear(k), v_proj=linear(v), o_proj=linear(o)
         )
-        mlp = types.SimpleNamespace(gate_proj=linear(gate), up_proj=linear(up), down_proj=linear(down))
-        layer, y = DecoderLayer(attention, mlp, rotary_dim, 1e-5, **norms), x.clone()
-        query, _, _ = layer.project(x, table[:, :rotary_dim].contiguous(), table[:, :rotary_dim].contiguous())
+        mlp = types.SimpleNamespace(
+            gate_proj=linear(gate), up_proj=linear(up), down_proj=linear(down)
+        )
+        layer = DecoderLayer(attention, mlp, rotary_dim, 1e-5, **norms)
+        y = x.clone()
+        query, _, _ = layer.project(
+            x, table[:, :rotary_dim].contiguous(), table[:, :rotary_dim].contiguous()
+        )
         layer.finish(y, query.contiguous())
         return y
 
@@ -285,10 +341,23 @@ def new_layer(random: Random):
 
 
 def layers(random: Random):
-    stack = LayerStack([made := make_layer(random), make_layer(random)], [PLAIN, {**PLAIN, "window": 3}], [0, 0])
-    parents, prefix = [-1, 0, 0], 5
-    args = {"x": draw(random, 4, 32), "tables": [draw(random, 4, 16), draw(random, 4, 16)], "wanted": [0, 2]}
-    args |= {"parents": parents, "prefix": prefix, "capacity": 12, "kv_heads": made.kv_heads, "e": 16}
+    stack = LayerStack(
+        [made := make_layer(random), make_layer(random)], [PLAIN, {**PLAIN, "window": 3}], [0, 0]
+    )
+    parents = [-1, 0, 0]
+    prefix = 5
+    args = {
+        "x": draw(random, 4, 32),
+        "tables": [draw(random, 4, 16), draw(random, 4, 16)],
+        "wanted": [0, 2],
+    }
+    args |= {
+        "parents": parents,
+        "prefix": prefix,
+        "capacity": 12,
+        "kv_heads": made.kv_heads,
+        "e": 16,
+    }
 
     def call(x, tables, wanted, parents, prefix, capacity, kv_heads, e):
         if not 0 <= capacity < 1000 or kv_heads > 100 or e > 100:
@@ -304,7 +373,13 @@ def layers(random: Random):
     def reference(**changed):
         fixed = {key: args[key] for key in ("kv_heads", "e")}
         assert changed["capacity"] >= changed["prefix"] + len(changed["parents"]) + 1
-        return call(**{**changed, **fixed, "capacity": 12 if changed["prefix"] == 5 else changed["capacity"]})
+        return call(
+            **{
+                **changed,
+                **fixed,
+                "capacity": 12 if changed["prefix"] == 5 else changed["capacity"],
+            }
+        )
 
     return args, call, reference
 
@@ -318,14 +393,18 @@ def draft(random: Random):
 
     def call(embeds, states, prefix, window, tables, parents, buffers):
         plan = CpuPlan([(0, TreeLayout(prefix, parents))])
-        return list(step.run(embeds, states, tuple(tables), [KeyStore([tuple(buffers)])], plan, window))
+        return list(
+            step.run(embeds, states, tuple(tables), [KeyStore([tuple(buffers)])], plan, window)
+        )
 
     def reference(embeds, states, prefix, window, tables, parents, buffers):
-        layout, end = TreeLayout(prefix, parents), prefix + len(parents) + 1
+        layout = TreeLayout(prefix, parents)
+        end = prefix + len(parents) + 1
         x = F.linear(torch.cat((embeds, states), -1), weights.project)
         query, *new = layer.project(x, *(table[layout.positions()[0]] for table in tables))
         rows = [
-            torch.cat((buffer[:, :prefix], part.transpose(0, 1)), 1) for buffer, part in zip(buffers, new, strict=True)
+            torch.cat((buffer[:, :prefix], part.transpose(0, 1)), 1)
+            for buffer, part in zip(buffers, new, strict=True)
         ]
         assert all(buffer.shape[1] >= end for buffer in buffers)
         first, mask = layout.mask(window or None, 2, query)
@@ -352,18 +431,33 @@ def draft_head(random: Random):
 
 def draft_trees(random: Random):
     """Committed tokens are read in one call, and a tree grows in another."""
-    weights = DraftWeights(32, 32, 1e-5, norm=torch.ones(32), project=draw(random, 32, 64), fuse=draw(random, 32, 40))
-    step, head = DraftStep([make_layer(random)], weights), DraftHead(draw(random, 90, 32))
+    weights = DraftWeights(
+        32, 32, 1e-5, norm=torch.ones(32), project=draw(random, 32, 64), fuse=draw(random, 32, 40)
+    )
+    step = DraftStep([make_layer(random)], weights)
+    head = DraftHead(draw(random, 90, 32))
     shape = TreeShape(3, 2, 4, (), -torch.inf)
-    args = {"table": draw(random, 200, 32), "kept_ids": torch.arange(10, 100), "features": draw(random, 4, 40)}
-    args |= {"tokens": torch.arange(4), "tables": [draw(random, 12, 1, 16), draw(random, 12, 1, 16)]}
+    args = {
+        "table": draw(random, 200, 32),
+        "kept_ids": torch.arange(10, 100),
+        "features": draw(random, 4, 40),
+    }
+    args |= {
+        "tokens": torch.arange(4),
+        "tables": [draw(random, 12, 1, 16), draw(random, 12, 1, 16)],
+    }
     args |= {"buffers": [guarded(random, 1, 11, 16), guarded(random, 1, 11, 16)]}
 
     def call(table, kept_ids, features, tokens, tables, buffers):
-        stores, tables = [KeyStore([tuple(buffers)])], tuple(tables)
+        stores = [KeyStore([tuple(buffers)])]
+        tables = tuple(tables)
         states, reads = step.read(tokens, features, [4], [2], table, tables, stores, 0)
         made = step.trees(head, shape, table, kept_ids, tables, stores, [6], 0, states, reads)
-        return [states, reads, *((torch.from_numpy(ids), above, torch.from_numpy(p)) for ids, above, p in made)]
+        return [
+            states,
+            reads,
+            *((torch.from_numpy(ids), above, torch.from_numpy(p)) for ids, above, p in made),
+        ]
 
     return args, call, None
 
@@ -396,7 +490,19 @@ def cache(random: Random):
 
 
 WRAPPERS = [
-    *(linear, panels, packed_linear, rms_norm, highest, top, rows_of_logits, moves, attention, project, finish),
+    *(
+        linear,
+        panels,
+        packed_linear,
+        rms_norm,
+        highest,
+        top,
+        rows_of_logits,
+        moves,
+        attention,
+        project,
+        finish,
+    ),
     *(new_layer, layers, draft, draft_head, draft_trees, cache),
 ]
 
@@ -459,7 +565,9 @@ def main(count: int) -> None:
             except Exception as error:
                 failed += 1
                 print(
-                    f"{wrapper.__name__}, {fault}, case {number}: {type(error).__name__}: {error}"[:500],
+                    f"{wrapper.__name__}, {fault}, case {number}: {type(error).__name__}: {error}"[
+                        :500
+                    ],
                     file=sys.stderr,
                 )
     sys.exit(f"{failed} cases failed" if failed else 0)

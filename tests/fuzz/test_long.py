@@ -12,6 +12,16 @@ import pytest
 
 @pytest.mark.slow
 def test_many_more_examples():
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-m", "not slow", str(Path(__file__).parent)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "2",
+        "-m",
+        "not slow",
+        str(Path(__file__).parent),
+    ]
     scaled = {**os.environ, "FUZZ_SCALE": os.environ.get("FUZZ_SCALE", "20")}
     subprocess.run(command, check=True, env=scaled)

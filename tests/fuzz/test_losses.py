@@ -37,7 +37,11 @@ def test_mutated_losses(text, seed):
     random = Random(seed)
     for _ in range(random.randint(1, 3)):
         at = random.randrange(len(text) + 1)
-        text = text[:at] + random.choice(ALPHABET) * random.choice((1, 1, 300)) + text[at + random.randint(0, 3) :]
+        text = (
+            text[:at]
+            + random.choice(ALPHABET) * random.choice((1, 1, 300))
+            + text[at + random.randint(0, 3) :]
+        )
     outcome("loss", "mutated", lambda: parse(text))
 
 
@@ -48,7 +52,8 @@ def test_wrong_words(form, word):
 
 
 @pytest.mark.parametrize(
-    "text", ["nan*kl", "1e-320*kl", "kl@1e-320", "js:0", "js:\u0663", "1e400*kl", "+".join(["kl"] * 5000)]
+    "text",
+    ["nan*kl", "1e-320*kl", "kl@1e-320", "js:0", "js:\u0663", "1e400*kl", "+".join(["kl"] * 5000)],
 )
 def test_numbers_out_of_range(text):
     assert outcome("loss", "out of range", lambda: parse(text))

@@ -88,7 +88,17 @@ OWN = {
     ("ngram-store", "store's"),
     *(
         (name, f"{name}'s")
-        for name in ["generate", "train", "import", "export", "sweep", "eval", "tune", "trace", "prompts"]
+        for name in [
+            "generate",
+            "train",
+            "import",
+            "export",
+            "sweep",
+            "eval",
+            "tune",
+            "trace",
+            "prompts",
+        ]
     ),
 }
 
@@ -106,11 +116,22 @@ def _link(name: str, to: str | Path) -> Path:
 def home(tmp_path_factory):
     """The files of an earlier version, and a user's own."""
     root = shutil.copytree(FIXTURES, tmp_path_factory.mktemp("outputs") / "home")
-    shutil.copytree(root / "drafters" / "eagle3", root / "imported", ignore=shutil.ignore_patterns("training.json"))
+    shutil.copytree(
+        root / "drafters" / "eagle3",
+        root / "imported",
+        ignore=shutil.ignore_patterns("training.json"),
+    )
     shutil.copytree(root / "drafters" / "eagle3", root / "adapted" / "version-0001")
     state = {"first": str(root / "drafters" / "eagle3"), "places": [], "allowance": 1.0}
     (root / "adapted" / "state.jsonl").write_text(json.dumps(state) + "\n")
-    for name in ("config.json", "model.safetensors", "meta.json", "README.md", "results.json", "thesis.txt"):
+    for name in (
+        "config.json",
+        "model.safetensors",
+        "meta.json",
+        "README.md",
+        "results.json",
+        "thesis.txt",
+    ):
         (root / "foreign").mkdir(exist_ok=True)
         (root / "foreign" / name).write_text('{"mine": 1}\n')
     (root / "readonly").mkdir(mode=0o500)
@@ -118,8 +139,14 @@ def home(tmp_path_factory):
 
 
 def hashes(root: Path) -> dict[str, str]:
-    files = (path for path in root.rglob("*") if path.is_file() and not path.is_symlink() and "arrow" not in path.parts)
-    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    files = (
+        path
+        for path in root.rglob("*")
+        if path.is_file() and not path.is_symlink() and "arrow" not in path.parts
+    )
+    return {
+        str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files
+    }
 
 
 def run(command: str, output: str) -> None:
@@ -156,17 +183,23 @@ def test_every_command_that_writes_is_here():
     ending=st.sampled_from(["", "", ".json", ".html", ".png"]),
 )
 def test_no_file_changes_that_a_command_did_not_write(home, command, kind, ending):
-    if (kind == "read-only" and os.geteuid() == 0) or (command.startswith("train") and kind in NOT_YAML):
+    if (kind == "read-only" and os.geteuid() == 0) or (
+        command.startswith("train") and kind in NOT_YAML
+    ):
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)
         patch.setenv("HOME", str(home / "readonly" / ".." / "homes"))
         patch.setattr(sys, "argv", ["drafttrain"])
-        patch.setattr(Target, "load", _stop)  # what follows takes long, and writes into what has been checked
+        patch.setattr(
+            Target, "load", _stop
+        )  # what follows takes long, and writes into what has been checked
         patch.setattr(os, "nice", lambda by: 0)  # of adapt, for the whole process
         patch.setattr("drafttrain.serving.bench.measure", _stop)
         patch.setattr("drafttrain.tuning.plan.plan", _stop)
-        patch.setattr("drafttrain.reports.charts._save", lambda rows, output, *_, **__: _picture(output))
+        patch.setattr(
+            "drafttrain.reports.charts._save", lambda rows, output, *_, **__: _picture(output)
+        )
         os.makedirs("homes", exist_ok=True)
         before = hashes(home)
         output = str(OUTPUTS[kind](Path(COMMANDS[command][1])))
@@ -174,8 +207,17 @@ def test_no_file_changes_that_a_command_did_not_write(home, command, kind, endin
         said = outcome("outputs", kind, lambda: run(command, output))
         after = hashes(home)
         changed = {name for name in before if before[name] != after.get(name)}
-        assert not changed or (command.split()[0], kind) in OWN, (command, kind, output, changed, said)
-        assert not [name for name in after if "/.partial" in name or name.startswith(".partial")], (command, kind)
+        assert not changed or (command.split()[0], kind) in OWN, (
+            command,
+            kind,
+            output,
+            changed,
+            said,
+        )
+        assert not [name for name in after if "/.partial" in name or name.startswith(".partial")], (
+            command,
+            kind,
+        )
         for name in after.keys() - before.keys():
             (home / name).unlink()
         for name in changed:

@@ -18,7 +18,16 @@ from drafttrain.drafters.registry import kind_class, kinds
 from drafttrain.train import setup
 from drafttrain.training import arguments
 from drafttrain.training.on_policy import OnPolicyOptions
-from tests.fuzz import WRONG_VALUES, Fault, fuzz, json_faults, outcome, seeds, text_faults, wrong_words
+from tests.fuzz import (
+    WRONG_VALUES,
+    Fault,
+    fuzz,
+    json_faults,
+    outcome,
+    seeds,
+    text_faults,
+    wrong_words,
+)
 
 VALID = {
     "kind": "eagle3",
@@ -39,7 +48,9 @@ OWN = [one.name for one in fields(TrainConfig) if one.name != "trainer"]
 EVERY = sorted({*OWN, *arguments.KEYS} - {"output_dir", "push_to_hub", "use_cpu"})
 CONFIGS = [of for kind in kinds() if (of := getattr(kind_class(kind), "config_class", None))]
 OF_KINDS = {f"drafter.{name}" for of in CONFIGS for name in vars(of()) if not name.startswith("_")}
-OPTIONS = sorted({*OF_KINDS, *(f"on_policy.{one.name}" for one in fields(OnPolicyOptions)), "on_policy.x"})
+OPTIONS = sorted(
+    {*OF_KINDS, *(f"on_policy.{one.name}" for one in fields(OnPolicyOptions)), "on_policy.x"}
+)
 RANGED = (*OWN, *TrainerKeys.__dataclass_fields__)
 
 
@@ -70,7 +81,10 @@ def test_files(recipe, fault: Fault, seed):
 @fuzz(examples=100)
 @given(fault=json_faults(), seed=seeds())
 def test_values_inside(recipe, fault: Fault, seed):
-    recipe.write_text(yaml.safe_dump(fault.apply(VALID, Random(seed)), allow_unicode=False), errors="surrogatepass")
+    recipe.write_text(
+        yaml.safe_dump(fault.apply(VALID, Random(seed)), allow_unicode=False),
+        errors="surrogatepass",
+    )
     outcome("recipe", fault.name, lambda: setup(str(recipe), []))
 
 
@@ -105,7 +119,9 @@ ODD = {
 @pytest.mark.parametrize("fault", ODD)
 def test_odd_yaml(recipe, fault):
     recipe.write_text(ODD[fault])
-    assert outcome("recipe", "odd YAML", lambda: load(recipe, ["target=t", "data=d", "output_dir=o"]))
+    assert outcome(
+        "recipe", "odd YAML", lambda: load(recipe, ["target=t", "data=d", "output_dir=o"])
+    )
 
 
 @fuzz(examples=150)
@@ -163,7 +179,10 @@ def test_override_keys(recipe, name, word):
         (["deepspeed=missing.json"], "deepspeed='missing.json' cannot be read"),
         (["report_to=foo"], "report_to='foo' is not one of none, all"),
         (["lr_scheduler_type=foo"], "TrainingArguments: .*change that key"),
-        (["gradient_checkpointing_kwargs=abc"], "gradient_checkpointing_kwargs='abc' must be key: value pairs"),
+        (
+            ["gradient_checkpointing_kwargs=abc"],
+            "gradient_checkpointing_kwargs='abc' must be key: value pairs",
+        ),
         (["lr_scheduler_kwargs=abc"], "lr_scheduler_kwargs='abc' must be key: value pairs"),
         (
             ['activation_checkpointing_kwargs="{\\"use_reentrant\\": true}"'],

@@ -23,7 +23,8 @@ from tests.fuzz import fuzz, json_faults, outcome, seeds, text_faults
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 RESULTS = {
-    name: json.loads((FIXTURES / "results" / f"{name}.json").read_text()) for name in ("eagle3", "off", "sampled")
+    name: json.loads((FIXTURES / "results" / f"{name}.json").read_text())
+    for name in ("eagle3", "off", "sampled")
 }
 SWEEP = json.loads((FIXTURES / "results" / "sweep" / "summary.json").read_text())
 TARGET = estimate.Sizes(1e9)
@@ -55,7 +56,9 @@ def use(path: Path) -> None:
     against(content, RESULTS["off"])
     identity_line(content)
     profile = estimate.profile_of(load_results(str(path)))
-    estimate.print_rows([estimate.estimate(TARGET, 1e8, profile, DEVICE, 4, 64, 2.0, 1.0)], DEVICE, profile)
+    estimate.print_rows(
+        [estimate.estimate(TARGET, 1e8, profile, DEVICE, 4, 64, 2.0, 1.0)], DEVICE, profile
+    )
     check_results(TRAINED, str(path), content)
 
 
@@ -104,7 +107,11 @@ def test_cells_of_a_sweep(path, fault, seed):
         results = sweep.finished(path, cell["sweep"]["key"])
         if results is not None:
             figures = {name: results["overall"].get(name) for name in sweep.FIGURES}
-            row = {"cell": results["sweep"]["cell"], "spec": results["decoding"]["tree"]["spec"], **figures}
+            row = {
+                "cell": results["sweep"]["cell"],
+                "spec": results["decoding"]["tree"]["spec"],
+                **figures,
+            }
             sweep.crossovers([row])
 
     outcome("sweep's cell", fault.name, call)
@@ -115,7 +122,11 @@ def test_cells_of_a_sweep(path, fault, seed):
 def test_values_of_training_json(path, fault, seed):
     record = json.loads((FIXTURES / "run" / "training.json").read_text())
     path.with_name("training.json").write_text(json.dumps(fault.apply(record, Random(seed))))
-    outcome("training.json", fault.name, lambda: diagnose(RESULTS["sampled"], read_training(path.parent)))
+    outcome(
+        "training.json",
+        fault.name,
+        lambda: diagnose(RESULTS["sampled"], read_training(path.parent)),
+    )
 
 
 @fuzz(examples=40)
@@ -130,7 +141,8 @@ def test_partial_logs(path, fault, damage, seed):
         content = "".join(json.dumps(row) + "\n" for row in fault.apply(rows, random)).encode()
         name = fault.name
     else:
-        content, name = damage.apply(content, random), damage.name
+        content = damage.apply(content, random)
+        name = damage.name
     log.write_bytes(content)
 
     def call():
@@ -143,26 +155,52 @@ def test_partial_logs(path, fault, damage, seed):
 
 
 @pytest.mark.parametrize("command", ["report", "diagnose", "estimate", "push"])
-@pytest.mark.parametrize("content", ["[]", '{"cells": []}', '{"overall": {}}', json.dumps(SWEEP), "null", "NaN"])
+@pytest.mark.parametrize(
+    "content", ["[]", '{"cells": []}', '{"overall": {}}', json.dumps(SWEEP), "null", "NaN"]
+)
 def test_other_content_is_refused_by_every_command(tmp_path, monkeypatch, capsys, command, content):
     (tmp_path / "r.json").write_text(content)
     monkeypatch.chdir(tmp_path)
     words = {
         "report": ["report", "r.json", "--output", "r.png"],
         "diagnose": ["diagnose", "r.json"],
-        "estimate": ["estimate", "--results", "r.json", "--target-params", "1e9", "--drafter-params", "1e8"],
-        "push": ["push", "--drafter", TRAINED.folder.as_posix(), "--repo", "a/b", "--results", "r.json", "--dry-run"],
+        "estimate": [
+            "estimate",
+            "--results",
+            "r.json",
+            "--target-params",
+            "1e9",
+            "--drafter-params",
+            "1e8",
+        ],
+        "push": [
+            "push",
+            "--drafter",
+            TRAINED.folder.as_posix(),
+            "--repo",
+            "a/b",
+            "--results",
+            "r.json",
+            "--dry-run",
+        ],
     }[command]
     assert cli.main(words) == 2
-    assert capsys.readouterr().err.count("\n") == 1 and [path.name for path in tmp_path.iterdir()] == ["r.json"]
+    assert capsys.readouterr().err.count("\n") == 1 and [
+        path.name for path in tmp_path.iterdir()
+    ] == ["r.json"]
 
 
 def test_categories_are_shown_as_they_are(capsys):
     names = ["[/bold]", "[red]x[/red]", ":smile:", "[link=http://a]", "é" * 30]
-    content = {**RESULTS["eagle3"], "categories": dict.fromkeys(names, RESULTS["eagle3"]["categories"]["chat"])}
+    content = {
+        **RESULTS["eagle3"],
+        "categories": dict.fromkeys(names, RESULTS["eagle3"]["categories"]["chat"]),
+    }
     content |= {"target": "[/]", "drafter": "[bold]d"}
     print_results(content)
-    print_findings([*diagnose(content), {"cause": "[red]", "figures": "[/red]", "advice": ":x:", "off": []}])
+    print_findings(
+        [*diagnose(content), {"cause": "[red]", "figures": "[/red]", "advice": ":x:", "off": []}]
+    )
     shown = capsys.readouterr().out
     for name in (*names[:4], "[/] + [bold]d", "[red]: [/red]", ":x:"):
         assert name in shown
@@ -171,7 +209,9 @@ def test_categories_are_shown_as_they_are(capsys):
 def test_a_tuned_result_is_printed_as_it_is(capsys):
     device = estimate.Device("[/bold]", 1e12, 1e14, 1e11, 1e-5)
     profile = estimate.profile_of(RESULTS["eagle3"])
-    estimate.print_rows([estimate.estimate(TARGET, 1e8, profile, device, 1, 64, 2.0, None)], device, profile)
+    estimate.print_rows(
+        [estimate.estimate(TARGET, 1e8, profile, device, 1, 64, 2.0, None)], device, profile
+    )
     assert "[/bold]: estimate" in capsys.readouterr().out
 
 
@@ -181,7 +221,11 @@ def test_values_of_a_targets_config(path, fault, seed):
     config = json.loads((FIXTURES / "target" / "config.json").read_text())
     file = path.with_name("config.json")
     file.write_text(json.dumps(fault.apply(config, Random(seed))))
-    outcome("estimate: config.json", fault.name, lambda: estimate.sizes_of(estimate.target_config(str(file))))
+    outcome(
+        "estimate: config.json",
+        fault.name,
+        lambda: estimate.sizes_of(estimate.target_config(str(file))),
+    )
 
 
 def test_a_drafter_with_torn_weights_is_not_counted(tmp_path):

@@ -22,7 +22,8 @@ from drafttrain.hub.upload import check_private
 from tests.fuzz import fuzz, outcome, seeds
 
 ROOT = Path(__file__).resolve().parents[2]
-ALNUM, HEX = string.ascii_letters + string.digits, "0123456789abcdef"
+ALNUM = string.ascii_letters + string.digits
+HEX = "0123456789abcdef"
 
 
 def word(random: Random, letters: str, count: int) -> str:
@@ -40,9 +41,15 @@ KINDS: dict[str, Callable[[Random], tuple[str, str]]] = {
     "sk-ant-": lambda r: ("{}", "sk-ant-api03-" + word(r, ALNUM, 90)),
     "ghp_": lambda r: ("{}", f"gh{r.choice('opsur')}_" + word(r, ALNUM, 36)),
     "github_pat_": lambda r: ("{}", "github_pat_" + word(r, ALNUM, 22) + "_" + word(r, ALNUM, 59)),
-    "AKIA": lambda r: ("{}", r.choice(["AKIA", "ASIA"]) + word(r, string.ascii_uppercase + "234567", 16)),
+    "AKIA": lambda r: (
+        "{}",
+        r.choice(["AKIA", "ASIA"]) + word(r, string.ascii_uppercase + "234567", 16),
+    ),
     "AIza": lambda r: ("{}", "AIza" + word(r, ALNUM + "_", 35)),
-    "xox": lambda r: ("{}", f"xox{r.choice('bpars')}-" + word(r, string.digits, 12) + "-" + word(r, ALNUM, 24)),
+    "xox": lambda r: (
+        "{}",
+        f"xox{r.choice('bpars')}-" + word(r, string.digits, 12) + "-" + word(r, ALNUM, 24),
+    ),
     "glpat-": lambda r: ("{}", "glpat-" + word(r, ALNUM, 20)),
     "private key": lambda r: (
         "{}\nMIIEvQIBADANBgkq",
@@ -60,11 +67,17 @@ KINDS: dict[str, Callable[[Random], tuple[str, str]]] = {
 # Where a secret may stand: the file's name and its content around the text.
 PLACES: dict[str, Callable[[str, Path], None]] = {
     "README.md": lambda text, path: path.write_text(f"# Card\n\nSee {text} for more\n"),
-    "meta.json": lambda text, path: path.write_text(json.dumps({"a": [1, {"b": f"x\n{text}\ty"}]}, indent=1)),
-    "part-0000.jsonl": lambda text, path: path.write_text('{"id": 1}\n' + json.dumps({"text": f"({text})"}) + "\n"),
+    "meta.json": lambda text, path: path.write_text(
+        json.dumps({"a": [1, {"b": f"x\n{text}\ty"}]}, indent=1)
+    ),
+    "part-0000.jsonl": lambda text, path: path.write_text(
+        '{"id": 1}\n' + json.dumps({"text": f"({text})"}) + "\n"
+    ),
     "recipe.yaml": lambda text, path: path.write_text(f"data: runs\nnote: {text}\n"),
     "NOTICE": lambda text, path: path.write_text(f"{text}\n"),
-    "model.safetensors": lambda text, path: save_file({"w": torch.zeros(2)}, str(path), {"note": f"at {text}."}),
+    "model.safetensors": lambda text, path: save_file(
+        {"w": torch.zeros(2)}, str(path), {"note": f"at {text}."}
+    ),
     "draft.gguf": lambda text, path: path.write_bytes(
         b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(text)) + text.encode() + bytes(999)
     ),
@@ -77,7 +90,9 @@ def test_a_push_stops_at_every_kind_in_every_file(kind, name, seed, tmp_path_fac
     around, secret = KINDS[kind](Random(seed))
     folder = tmp_path_factory.mktemp("folder")
     PLACES[name](around.format(secret), folder / name)
-    text = outcome(f"search before a push: {name}", kind, lambda: check_private(folder, [Path(name)]))
+    text = outcome(
+        f"search before a push: {name}", kind, lambda: check_private(folder, [Path(name)])
+    )
     assert name in text and "looks like a" in text, (kind, secret)
     assert secret not in text
 
@@ -87,13 +102,20 @@ def test_a_push_stops_at_every_kind_in_every_file(kind, name, seed, tmp_path_fac
 def test_no_kind_is_recorded_or_shown(kind, seed, tmp_path_factory):
     around, secret = KINDS[kind](Random(seed))
     text = around.format(secret)
-    content = {"command": ["drafttrain", "x", f"--url={text}", text], "deep": [{"note": f"before {text} after"}]}
+    content = {
+        "command": ["drafttrain", "x", f"--url={text}", text],
+        "deep": [{"note": f"before {text} after"}],
+    }
     path = tmp_path_factory.mktemp("folder") / "results.json"
     write_json(path, content)
     log = JsonlLog(path.with_suffix(".jsonl"), content)
     log.close()
     JsonlLog(path.with_suffix(".jsonl"), content).close()  # the same settings again
-    written = path.read_text() + path.with_suffix(".jsonl").read_text() + str(UserError(f"url={text!r} is wrong"))
+    written = (
+        path.read_text()
+        + path.with_suffix(".jsonl").read_text()
+        + str(UserError(f"url={text!r} is wrong"))
+    )
     assert secret not in written, written
     assert outcome("recorded JSON and errors", kind, lambda: None) == ""
     assert redact(redact(text)) == redact(text)
@@ -104,7 +126,17 @@ def test_no_kind_is_recorded_or_shown(kind, seed, tmp_path_factory):
 def test_values_of_secret_names_are_hidden_whatever_they_look_like(seed):
     random = Random(seed)
     secret = word(random, ALNUM + "+/._", random.randint(5, 40))
-    name = random.choice(["api_key", "api-key", "hub_token", "hf-token", "wandb_api_key", "password", "client_secret"])
+    name = random.choice(
+        [
+            "api_key",
+            "api-key",
+            "hub_token",
+            "hf-token",
+            "wandb_api_key",
+            "password",
+            "client_secret",
+        ]
+    )
     for value in (
         [f"--{name}", secret],
         [f"--{name}={secret}"],
@@ -149,7 +181,10 @@ def test_ordinary_errors_stay_as_they_are(text):
 @given(seed=seeds())
 def test_ids_and_hashes_are_no_secrets(seed):
     random = Random(seed)
-    row = {"id": word(random, HEX, random.choice([16, 32, 40, 64])), "tokens": random.choices(range(50000), k=200)}
+    row = {
+        "id": word(random, HEX, random.choice([16, 32, 40, 64])),
+        "tokens": random.choices(range(50000), k=200),
+    }
     row |= {
         "revision": word(random, HEX, 40),
         "text": word(random, ALNUM + "    +/=", 2000),
@@ -165,7 +200,11 @@ OWN = ("eval/results", "eval/suites", "tests/fixtures", "docs", "drafttrain", "c
 @pytest.mark.thorough
 @pytest.mark.parametrize("folder", OWN)
 def test_our_own_files_hold_no_secrets(folder):
-    files = [path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    files = [
+        path
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    ]
     assert files
     for path in files:
         for line in path.read_bytes().decode(errors="replace").splitlines():

@@ -22,10 +22,22 @@ from drafttrain.serving.bench import figures
 from drafttrain.serving.client import Answer, Server, ask, connect, parse_metrics, speculation
 from tests.conftest import make_target
 from tests.data.faulty_server import chat, completion
-from tests.fuzz import JSON_FAULTS, Fault, file_faults, fuzz, json_faults, outcome, seeds, text_faults
+from tests.fuzz import (
+    JSON_FAULTS,
+    Fault,
+    file_faults,
+    fuzz,
+    json_faults,
+    outcome,
+    seeds,
+    text_faults,
+)
 
 URL = "http://server:1"
-MODELS = {"object": "list", "data": [{"id": "tiny", "object": "model", "max_model_len": 100}, {"id": "other"}]}
+MODELS = {
+    "object": "list",
+    "data": [{"id": "tiny", "object": "model", "max_model_len": 100}, {"id": "other"}],
+}
 HEADERS = ({}, {"content-encoding": "gzip"}, {"content-encoding": "deflate"}, {"retry-after": "x"},
            {"content-type": "text/html; charset=hex"}, {"location": "\xff"}, {"content-length": "3"})  # fmt: skip
 STATUSES = (200, 200, 200, 201, 204, 301, 400, 403, 404, 413, 429, 500, 503, 599, 999)
@@ -41,7 +53,9 @@ def settings():
 @pytest.fixture(scope="module")
 def server():
     """What httpx's clients talk to: `server.respond` answers every request."""
-    fake, patch, client = SimpleNamespace(respond=None), pytest.MonkeyPatch(), httpx.Client
+    fake = SimpleNamespace(respond=None)
+    patch = pytest.MonkeyPatch()
+    client = httpx.Client
     transport = httpx.MockTransport(lambda request: fake.respond(request))
     patch.setattr(httpx, "Client", lambda **options: client(transport=transport))
     patch.setattr(backends, "_FIRST_PAUSE", 0.0)
@@ -57,12 +71,19 @@ def damaged(fault: Fault, value: object, random: Random) -> bytes:
     return fault.apply(json.dumps(value).encode(), random)
 
 
-def reply(content: bytes, status: int = 200, headers: dict[str, str] | None = None) -> httpx.Response:
+def reply(
+    content: bytes, status: int = 200, headers: dict[str, str] | None = None
+) -> httpx.Response:
     raw = [(name.encode(), value.encode("latin-1")) for name, value in (headers or {}).items()]
     return httpx.Response(status, headers=raw, stream=httpx.ByteStream(content))
 
 
-def answer(settings: ResponseSettings, server: SimpleNamespace, text: bool, bad: Callable[[], httpx.Response]) -> None:
+def answer(
+    settings: ResponseSettings,
+    server: SimpleNamespace,
+    text: bool,
+    bad: Callable[[], httpx.Response],
+) -> None:
     """Asks for a conversation. Of two turns the first gets a good reply; texts have one."""
 
     def respond(request: httpx.Request) -> httpx.Response:
@@ -75,25 +96,38 @@ def answer(settings: ResponseSettings, server: SimpleNamespace, text: bool, bad:
 
     server.respond = respond
     messages = [{"role": role, "content": "hi"} for role in ("user", "assistant", "user")]
-    it = Conversation.from_row({"id": "a", "text": "once"} if text else {"id": "a", "messages": messages}, "here")
+    it = Conversation.from_row(
+        {"id": "a", "text": "once"} if text else {"id": "a", "messages": messages}, "here"
+    )
     it.open(settings.renderer)
     ((ended, problem),) = OpenAIBackend([URL], "", settings).run([it], lambda: False)
     if problem is None:  # a complete record of the target's tokens
         record = ended.record(settings.renderer)
         json.dumps(record, ensure_ascii=False).encode()
-        assert len(record["spans"]) == len(record["finish"]) == ended.total_turns or record["finish"][-1] == "length"
+        assert (
+            len(record["spans"]) == len(record["finish"]) == ended.total_turns
+            or record["finish"][-1] == "length"
+        )
         assert len(record["tokens"]) <= settings.max_length
         assert all(type(token) is int and 0 <= token < 300 for token in record["tokens"])
         assert set(record["finish"]) <= {"stop", "length"}
     else:
-        assert isinstance(problem, BadReply) and problem.reason.isprintable() and problem.detail.isprintable()
+        assert (
+            isinstance(problem, BadReply)
+            and problem.reason.isprintable()
+            and problem.detail.isprintable()
+        )
         assert len(problem.reason) < 20 and len(str(problem)) < 250
 
 
 @pytest.mark.thorough
 @fuzz(examples=150)
 @given(
-    fault=FAULTS, seed=seeds(), text=st.booleans(), status=st.sampled_from(STATUSES), headers=st.sampled_from(HEADERS)
+    fault=FAULTS,
+    seed=seeds(),
+    text=st.booleans(),
+    status=st.sampled_from(STATUSES),
+    headers=st.sampled_from(HEADERS),
 )
 def test_completions(settings, server, fault, seed, text, status, headers):
     bad = damaged(fault, completion("fine") if text else chat("fine"), Random(seed))
@@ -105,7 +139,9 @@ def test_completions(settings, server, fault, seed, text, status, headers):
 
 @pytest.mark.thorough
 @fuzz(examples=60)
-@given(fault=FAULTS, seed=seeds(), status=st.sampled_from(STATUSES), headers=st.sampled_from(HEADERS))
+@given(
+    fault=FAULTS, seed=seeds(), status=st.sampled_from(STATUSES), headers=st.sampled_from(HEADERS)
+)
 def test_lists_of_models(settings, server, fault, seed, status, headers):
     bad = damaged(fault, MODELS, Random(seed))
     server.respond = lambda request: reply(bad, status, headers)
@@ -119,8 +155,22 @@ def test_lists_of_models(settings, server, fault, seed, status, headers):
 
 
 EVENTS = [
-    {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}], "usage": None},
-    {"choices": [{"index": 0, "delta": {"content": "two tokens"}, "token_ids": [1, 2], "logprobs": {"content": []}}]},
+    {
+        "choices": [
+            {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        ],
+        "usage": None,
+    },
+    {
+        "choices": [
+            {
+                "index": 0,
+                "delta": {"content": "two tokens"},
+                "token_ids": [1, 2],
+                "logprobs": {"content": []},
+            }
+        ]
+    },
     {"choices": [{"index": 0, "delta": {"reasoning_content": "hm"}}]},
     {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]},
     {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9}},
@@ -130,13 +180,19 @@ EVENTS = [
 @pytest.mark.thorough
 @fuzz(examples=150)
 @given(
-    fault=FAULTS, seed=seeds(), whole=st.booleans(), status=st.sampled_from(STATUSES), headers=st.sampled_from(HEADERS)
+    fault=FAULTS,
+    seed=seeds(),
+    whole=st.booleans(),
+    status=st.sampled_from(STATUSES),
+    headers=st.sampled_from(HEADERS),
 )
 def test_streams(fault, seed, whole, status, headers):
     random = Random(seed)
     events = [json.dumps(event).encode() for event in EVENTS]
     if not whole or fault in JSON_FAULTS:
-        which, status, headers = random.randrange(len(events)), 200, {}
+        which = random.randrange(len(events))
+        status = 200
+        headers = {}
         events[which] = damaged(fault, EVENTS[which], random)
     stream = b"".join(b"data: " + event + b"\n\n" for event in events) + b"data: [DONE]\n\n"
     if whole and fault not in JSON_FAULTS:
@@ -150,7 +206,10 @@ def test_streams(fault, seed, whole, status, headers):
     def run() -> None:
         answer = asyncio.run(bench())
         cell = figures([answer, Answer([0.1, 0.2], 2, True, 0.3)], 1.0)
-        assert json.loads(json.dumps(cell, allow_nan=False, ensure_ascii=False).encode())["requests"] == 2
+        assert (
+            json.loads(json.dumps(cell, allow_nan=False, ensure_ascii=False).encode())["requests"]
+            == 2
+        )
         assert answer.detail.isprintable() and (answer.error or answer.chunks)
 
     outcome("server: streams", fault.name, run)
@@ -175,12 +234,19 @@ def test_metrics_pages(fault, seed, number, label):
     lines = PAGE.splitlines()
     at = random.randrange(1, len(lines))
     name, _, value = lines[at].rpartition(" ")
-    lines[at] = f"{name.replace('position=', 'position=' + number + '9')} {value}" if label else f"{name} {number}"
+    lines[at] = (
+        f"{name.replace('position=', 'position=' + number + '9')} {value}"
+        if label
+        else f"{name} {number}"
+    )
     torn = fault.apply("\n".join(lines).encode(), random).decode(errors="replace")
 
     def run() -> None:
         for page in ("\n".join(lines), torn):
-            for before, after in ((parse_metrics(page), parse_metrics(PAGE)), ({}, parse_metrics(page))):
+            for before, after in (
+                (parse_metrics(page), parse_metrics(PAGE)),
+                ({}, parse_metrics(page)),
+            ):
                 json.dumps(speculation(before, after), allow_nan=False)
 
     outcome("server: metrics", fault.name, run)

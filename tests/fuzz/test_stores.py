@@ -66,7 +66,11 @@ def test_columns(tmp_path, target, name, fault):
     save_file(arrays, tmp_path / "s.safetensors", about)
     said = outcome("ngram store", fault, lambda: use(tmp_path / "s.safetensors", target))
     # The order of a context's entries and the size of a count change the drafts only, never what is accepted.
-    harmless = (name, fault) in {("tokens", "descending"), ("counts", "descending"), ("counts", "out of range")}
+    harmless = (name, fault) in {
+        ("tokens", "descending"),
+        ("counts", "descending"),
+        ("counts", "out of range"),
+    }
     assert harmless or "s.safetensors" in said
 
 
@@ -74,7 +78,11 @@ def test_columns(tmp_path, target, name, fault):
 @pytest.mark.parametrize("value", ["", "0", "-1", "nan", "abc", None])
 def test_metadata(tmp_path, target, key, value):
     about = {**ABOUT, "tokenizer": NgramTable.load(STORE)[1], key: value}
-    save_file(load_file(STORE), tmp_path / "s.safetensors", {k: v for k, v in about.items() if v is not None})
+    save_file(
+        load_file(STORE),
+        tmp_path / "s.safetensors",
+        {k: v for k, v in about.items() if v is not None},
+    )
     assert outcome("ngram store", "metadata", lambda: use(tmp_path / "s.safetensors", target))
 
 
@@ -82,6 +90,10 @@ def test_a_store_of_a_larger_vocabulary_is_refused(tmp_path):
     from drafttrain.target import tokenizer_fingerprint
 
     small = make_target(vocab_size=300)
-    NgramTable.build([[1, 2, 299, 1, 2, 350]]).save(tmp_path / "s.safetensors", tokenizer_fingerprint(small.tokenizer))
-    with pytest.raises(UserError, match="holds token 350, which is outside target 'tiny''s vocabulary of 300"):
+    NgramTable.build([[1, 2, 299, 1, 2, 350]]).save(
+        tmp_path / "s.safetensors", tokenizer_fingerprint(small.tokenizer)
+    )
+    with pytest.raises(
+        UserError, match="holds token 350, which is outside target 'tiny''s vocabulary of 300"
+    ):
         SuffixDrafter(str(tmp_path / "s.safetensors")).bind(small)

@@ -29,7 +29,10 @@ from tests.fuzz import fuzz, json_faults, outcome, seeds, text_faults
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 TARGET = make_target()
 ANSWERED = [
-    {"id": str(i), "messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes."}]}
+    {
+        "id": str(i),
+        "messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes."}],
+    }
     for i in range(2)
 ]
 
@@ -75,8 +78,16 @@ WITH_TOOLS = [
     {"turns": ["How?"]},
 ]
 BFCL = [
-    {"id": "live_simple_1-0-0", "question": [[{"role": "user", "content": "Why?"}]], "function": [FUNCTION]},
-    {"id": "simple_2", "question": [[{"role": "user", "content": "Oh?"}], []], "function": [FUNCTION] * 2},
+    {
+        "id": "live_simple_1-0-0",
+        "question": [[{"role": "user", "content": "Why?"}]],
+        "function": [FUNCTION],
+    },
+    {
+        "id": "simple_2",
+        "question": [[{"role": "user", "content": "Oh?"}], []],
+        "function": [FUNCTION] * 2,
+    },
 ]
 
 
@@ -91,7 +102,15 @@ def collected(path: Path) -> None:
     parser = ArgumentParser()
     prompts_flags.add_arguments(parser)
     output = path.with_name(f"{chance.random()}.out")
-    words = ["--source", "file", "--input", str(path), "--output", str(output), "--no-exclude-suites"]
+    words = [
+        "--source",
+        "file",
+        "--input",
+        str(path),
+        "--output",
+        str(output),
+        "--no-exclude-suites",
+    ]
     prompts.run(parser.parse_args(words))
     list(prompts.evaluation_texts([path], False))
 
@@ -110,10 +129,22 @@ READERS = {
     "generate --prompts": (conversations, rows_of("prompts.jsonl")[:3]),
     "generate --prompts, tools": (conversations, [CALLING]),
     "prompts --source file, tools": (collected, [CALLING]),
-    "generate --backend existing": (lambda path: list(conversation_records(TARGET.tokenizer, path)), ANSWERED),
-    "tune --calibrate": (lambda path: calibration_prompts(TARGET, str(path), {}), rows_of("chats.jsonl")),
-    "ngram-store --text": (lambda path: list(texts(path, TARGET.tokenizer)), [{"text": "one"}, *ANSWERED]),
-    "data=FILE.jsonl": (lambda path: load_text(str(path), TARGET, 16), [{"text": "one two"}, {"text": "three"}]),
+    "generate --backend existing": (
+        lambda path: list(conversation_records(TARGET.tokenizer, path)),
+        ANSWERED,
+    ),
+    "tune --calibrate": (
+        lambda path: calibration_prompts(TARGET, str(path), {}),
+        rows_of("chats.jsonl"),
+    ),
+    "ngram-store --text": (
+        lambda path: list(texts(path, TARGET.tokenizer)),
+        [{"text": "one"}, *ANSWERED],
+    ),
+    "data=FILE.jsonl": (
+        lambda path: load_text(str(path), TARGET, 16),
+        [{"text": "one two"}, {"text": "three"}],
+    ),
 }
 
 
@@ -145,8 +176,13 @@ def test_values_of_rows(path, border, fault, seed):
 def test_a_line_separator_within_a_text_ends_no_line(path, border):
     """U+2028 and U+0085 end a line for str.splitlines, not in JSON lines."""
     read, rows = READERS[border]
-    changed = [json.loads(json.dumps(row).replace("?", "\\u2028?").replace("Name ", "Name\\u2028 ")) for row in rows]
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in changed), encoding="utf-8")
+    changed = [
+        json.loads(json.dumps(row).replace("?", "\\u2028?").replace("Name ", "Name\\u2028 "))
+        for row in rows
+    ]
+    path.write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in changed), encoding="utf-8"
+    )
     assert outcome(border, "line separators", lambda: read(path)) == ""
 
 
@@ -193,11 +229,14 @@ def test_bytes_of_plain_text(path, fault, seed):
 @fuzz(examples=30)
 @given(fault=json_faults(), damage=text_faults(), seed=seeds())
 def test_a_tree_in_a_file(path, fault, damage, seed):
-    random, paths = Random(seed), [[0], [1], [0, 0], [0, 1], [0, 0, 0]]
+    random = Random(seed)
+    paths = [[0], [1], [0, 0], [0, 1], [0, 0, 0]]
     file = path.with_name("tree.json")
     name = random.choice([fault, damage]).name
     changed = (
-        json.dumps(fault.apply(paths, random)).encode() if name == fault.name else damage.apply(b"[[0], [1]]", random)
+        json.dumps(fault.apply(paths, random)).encode()
+        if name == fault.name
+        else damage.apply(b"[[0], [1]]", random)
     )
     file.write_bytes(changed)
     outcome("tree paths:FILE.json", name, lambda: str(TreeSpec.parse(f"paths:{file}")))
@@ -207,7 +246,8 @@ def test_a_tree_in_a_file(path, fault, damage, seed):
 @given(fault=json_faults(), seed=seeds())
 def test_a_log_of_written_prompts(path, fault, seed):
     """FILE.partial of `prompts --source magpie`."""
-    log, settings = path.with_name("p.partial"), {"seed": 0}
+    log = path.with_name("p.partial")
+    settings = {"seed": 0}
     result = {"messages": [{"role": "user", "content": "Name a river."}]}
     rows = [settings, {"number": 0, "result": result}, {"number": 1, "result": "empty"}]
     log.write_text("".join(json.dumps(row) + "\n" for row in fault.apply(rows, Random(seed))))
@@ -227,7 +267,9 @@ def test_a_summary_of_prompts(path, fault, seed):
     output = path.with_name("done.jsonl")
     output.write_text("{}\n")
     summary = json.loads((FIXTURES / "prompts.jsonl.summary.json").read_text())
-    output.with_name("done.jsonl.summary.json").write_text(json.dumps(fault.apply(summary, Random(seed))))
+    output.with_name("done.jsonl.summary.json").write_text(
+        json.dumps(fault.apply(summary, Random(seed)))
+    )
     parser = ArgumentParser()
     prompts_flags.add_arguments(parser)
     args = parser.parse_args(["--source", "file", "--input", str(path), "--output", str(output)])

@@ -29,7 +29,11 @@ def mutated(text: str, random: Random) -> str:
     for _ in range(random.randint(1, 4)):
         at, end = sorted(random.randrange(len(text) + 1) for _ in range(2))
         piece = random.choice(
-            (random.choice(ALPHABET), random.choice(ALPHABET) * random.choice((1, 50, 2000)), text[at:end] * 3)
+            (
+                random.choice(ALPHABET),
+                random.choice(ALPHABET) * random.choice((1, 50, 2000)),
+                text[at:end] * 3,
+            )
         )
         text = text[:at] + piece + random.choice((text[at:], text[end:]))
     return text
@@ -37,7 +41,9 @@ def mutated(text: str, random: Random) -> str:
 
 def parse(text: str) -> None:
     spec = TreeSpec.parse(text)
-    assert 0 <= max(spec.budget, spec.most, len(spec.paths)) <= MOST_NODES and spec.depth <= MOST_DEPTH
+    assert (
+        0 <= max(spec.budget, spec.most, len(spec.paths)) <= MOST_NODES and spec.depth <= MOST_DEPTH
+    )
     assert len(spec.fanout) <= MOST_DEPTH and TreeSpec.parse(str(spec)) == spec
     if spec.shape != "none":
         assert all(smaller.budget <= spec.budget for smaller in spec.smaller())
@@ -57,7 +63,8 @@ def test_mutated_specs(text, seed):
 
 @fuzz(examples=60)
 @given(
-    text=st.sampled_from(("", "chain:", "fanout:2x", "paths:", "chain:3@stop=", "chain:3@match=")), word=wrong_words()
+    text=st.sampled_from(("", "chain:", "fanout:2x", "paths:", "chain:3@stop=", "chain:3@match=")),
+    word=wrong_words(),
 )
 def test_wrong_words(text, word):
     outcome("tree", word[0], lambda: parse(text + word[1]))
@@ -65,7 +72,8 @@ def test_wrong_words(text, word):
 
 @pytest.mark.parametrize("text", TOO_LARGE, ids=lambda text: text[:24])
 def test_large_trees_are_refused_at_once(text):
-    began, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began = time.process_time()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(UserError, match=r"is too large: a tree has at most|is no option"):
         TreeSpec.parse(text)
     assert time.process_time() - began < 2
@@ -73,7 +81,12 @@ def test_large_trees_are_refused_at_once(text):
 
 
 def test_the_largest_trees_are_taken():
-    for text in ("chain:256", "fanout:1024", "dynamic:256,256,1024", "paths:" + ",".join(map(str, range(1024)))):
+    for text in (
+        "chain:256",
+        "fanout:1024",
+        "dynamic:256,256,1024",
+        "paths:" + ",".join(map(str, range(1024))),
+    ):
         parse(text)
 
 
@@ -86,7 +99,13 @@ def test_tree_files(fault: Fault, seed, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "text", ["paths:~nobody/tree.json", "paths:a\0b.json", "paths:" + "é" * 500 + ".json", "paths:/tmp.json"]
+    "text",
+    [
+        "paths:~nobody/tree.json",
+        "paths:a\0b.json",
+        "paths:" + "é" * 500 + ".json",
+        "paths:/tmp.json",
+    ],
 )
 def test_names_of_tree_files(text):
     assert outcome("tree file", "name", lambda: parse(text))

@@ -17,7 +17,16 @@ from safetensors.torch import load, load_file, save, save_file
 from drafttrain.drafters.registry import decoding_settings, load_drafter
 from drafttrain.export import import_drafter
 from drafttrain.target import Target, load_shell
-from tests.fuzz import JSON_FAULTS, Fault, file_faults, fuzz, json_faults, outcome, seeds, text_faults
+from tests.fuzz import (
+    JSON_FAULTS,
+    Fault,
+    file_faults,
+    fuzz,
+    json_faults,
+    outcome,
+    seeds,
+    text_faults,
+)
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 KINDS = sorted(path.name for path in (FIXTURES / "drafters").glob("*"))
@@ -48,10 +57,22 @@ def _set(value):
 
 TENSOR_FAULTS = (
     _tensors("tensor missing", lambda tensors, key, tensor, random: tensors.pop(key)),
-    _tensors("tensor renamed", lambda tensors, key, tensor, random: tensors.update({f"{key}.x": tensors.pop(key)})),
-    _tensors("tensor added", lambda tensors, key, tensor, random: tensors.update({f"{key}_2": tensor.clone()})),
-    _tensors("another shape", lambda tensors, key, tensor, random: tensors.update({key: torch.cat((tensor, tensor))})),
-    _tensors("flattened", lambda tensors, key, tensor, random: tensors.update({key: tensor.reshape(1, -1)})),
+    _tensors(
+        "tensor renamed",
+        lambda tensors, key, tensor, random: tensors.update({f"{key}.x": tensors.pop(key)}),
+    ),
+    _tensors(
+        "tensor added",
+        lambda tensors, key, tensor, random: tensors.update({f"{key}_2": tensor.clone()}),
+    ),
+    _tensors(
+        "another shape",
+        lambda tensors, key, tensor, random: tensors.update({key: torch.cat((tensor, tensor))}),
+    ),
+    _tensors(
+        "flattened",
+        lambda tensors, key, tensor, random: tensors.update({key: tensor.reshape(1, -1)}),
+    ),
     _tensors("NaN", _set(float("nan"))),
     _tensors("infinite", _set(float("-inf"))),
 )
@@ -67,7 +88,8 @@ def changed(original, folder, name, fault, seed):
     """A copy of a folder with one faulty file."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(original, folder)
-    file, random = folder / name, Random(seed)
+    file = folder / name
+    random = Random(seed)
     if fault in JSON_FAULTS:
         file.write_text(json.dumps(fault.apply(json.loads(file.read_text()), random)))
     else:
@@ -104,7 +126,9 @@ def test_target_weights(fault, seed, folder):
 @pytest.mark.thorough
 @fuzz(examples=8)
 @given(
-    fault=st.one_of(text_faults(), json_faults()), name=st.sampled_from(["config", "generation_config"]), seed=seeds()
+    fault=st.one_of(text_faults(), json_faults()),
+    name=st.sampled_from(["config", "generation_config"]),
+    seed=seeds(),
 )
 def test_target_config(fault, name, seed, folder):
     changed(FIXTURES / "target", folder, f"{name}.json", fault, seed)
@@ -120,25 +144,40 @@ def test_shell_config(fault, seed, folder):
 
 @pytest.mark.thorough
 @fuzz(examples=4)
-@given(fault=text_faults(), name=st.sampled_from(["tokenizer.json", "tokenizer_config.json"]), seed=seeds())
+@given(
+    fault=text_faults(),
+    name=st.sampled_from(["tokenizer.json", "tokenizer_config.json"]),
+    seed=seeds(),
+)
 def test_target_tokenizer(fault, name, seed, folder):
     changed(FIXTURES / "target", folder, name, fault, seed)
-    outcome("target: tokenizer files", fault.name, lambda: Target.load(str(folder), "float32", "cpu"))
+    outcome(
+        "target: tokenizer files", fault.name, lambda: Target.load(str(folder), "float32", "cpu")
+    )
 
 
 @pytest.mark.thorough
 @fuzz(examples=8)
-@given(fault=st.one_of(text_faults(), json_faults()), seed=seeds(), sharded=st.sampled_from(["target", "eagle3_vllm"]))
+@given(
+    fault=st.one_of(text_faults(), json_faults()),
+    seed=seeds(),
+    sharded=st.sampled_from(["target", "eagle3_vllm"]),
+)
 def test_index(fault, seed, sharded, folder, tmp_path_factory):
     original = tmp_path_factory.mktemp("sharded") / "it"
-    shutil.copytree(FIXTURES / ("target" if sharded == "target" else f"exports/{sharded}"), original)
+    shutil.copytree(
+        FIXTURES / ("target" if sharded == "target" else f"exports/{sharded}"), original
+    )
     tensors = load_file(original / "model.safetensors")
     (original / "model.safetensors").unlink()
     names = sorted(tensors)
     parts = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
     for part, mine in parts.items():
         save_file({name: tensors[name] for name in mine}, original / part, {"format": "pt"})
-    index = {"metadata": {}, "weight_map": {name: part for part, mine in parts.items() for name in mine}}
+    index = {
+        "metadata": {},
+        "weight_map": {name: part for part, mine in parts.items() for name in mine},
+    }
     (original / "model.safetensors.index.json").write_text(json.dumps(index))
     changed(original, folder, "model.safetensors.index.json", fault, seed)
     if sharded == "target":

@@ -71,7 +71,10 @@ def moved(drafter: Any, target: Target) -> Any:
         return CombinedDrafter(moved(drafter.main, target), moved(drafter.side, target))
     if isinstance(drafter, torch.nn.Module):
         base = contract.the_target()
-        held = {id(base): base, id(base.model): base.model}  # `bind` replaces what the drafter holds of its target
+        held = {
+            id(base): base,
+            id(base.model): base.model,
+        }  # `bind` replaces what the drafter holds of its target
         drafter = copy.deepcopy(drafter, held).to(target.device)
     else:
         drafter = copy.copy(drafter)
@@ -90,7 +93,9 @@ def training_step(drafter: Any, target: Target, batch: Batch, autocast: bool = F
     torch.manual_seed(7)  # of kinds that draw noise
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
         features, rows, row_of = source(batch)
-        step = drafter(StepInputs(batch, target.embed(batch.input_ids), features, rows, row_of, total=20))
+        step = drafter(
+            StepInputs(batch, target.embed(batch.input_ids), features, rows, row_of, total=20)
+        )
     step.loss.backward()
     return step
 
@@ -122,7 +127,10 @@ def count_rounds(
     inner = Engine.round
 
     def round_(engine: Engine) -> Iterator[Any]:
-        syncs, calls, captures, before = Counter(gpu.syncs), Counter(gpu.calls), gpu.captures, len(engine.active)
+        syncs = Counter(gpu.syncs)
+        calls = Counter(gpu.calls)
+        captures = gpu.captures
+        before = len(engine.active)
         news = list(inner(engine))
         if before:
             whole = gpu.captures == captures and len(engine.active) == before
@@ -131,7 +139,13 @@ def count_rounds(
 
     sampling = SamplingParams(temperature)
     decoder = Decoder(
-        target, drafter, spec=TreeSpec.parse(tree), sampling=sampling, eos_ids=(), max_rows=batch, graphs=True
+        target,
+        drafter,
+        spec=TreeSpec.parse(tree),
+        sampling=sampling,
+        eos_ids=(),
+        max_rows=batch,
+        graphs=True,
     )
     prompts = [[*contract.PROMPTS[i % len(contract.PROMPTS)], i] for i in range(batch)]
     with pytest.MonkeyPatch.context() as patch:
@@ -141,9 +155,14 @@ def count_rounds(
             decoder.generate(prompts, max_new_tokens=10)
     kept = [(syncs, calls) for syncs, calls, whole in counted[1:] if whole]
     if not kept:
-        raise RuntimeError(f"no round of {tree} at batch {batch} without a capture or the end of a sequence")
+        raise RuntimeError(
+            f"no round of {tree} at batch {batch} without a capture or the end of a sequence"
+        )
     syncs, calls = (sum(parts, Counter()) for parts in zip(*kept, strict=True))
-    return Rounds(*({line: n / len(kept) for line, n in one.most_common()} for one in (syncs, calls)), len(kept))
+    return Rounds(
+        *({line: n / len(kept) for line, n in one.most_common()} for one in (syncs, calls)),
+        len(kept),
+    )
 
 
 def _show(name: str, counts: dict[str, float], lines: int) -> None:
@@ -152,18 +171,34 @@ def _show(name: str, counts: dict[str, float], lines: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kind", action="append", choices=DECODERS, help="all unless given; repeat it for several")
-    parser.add_argument("--tree", action="append", help=f"repeat it for several; {' and '.join(TREES)} unless given")
-    parser.add_argument("--batch", type=int, action="append", help="sequences at a time; 1 and 8 unless given")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--kind", action="append", choices=DECODERS, help="all unless given; repeat it for several"
+    )
+    parser.add_argument(
+        "--tree", action="append", help=f"repeat it for several; {' and '.join(TREES)} unless given"
+    )
+    parser.add_argument(
+        "--batch", type=int, action="append", help="sequences at a time; 1 and 8 unless given"
+    )
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--lines", type=int, default=15, help="lines of the source to print per count")
+    parser.add_argument(
+        "--lines", type=int, default=15, help="lines of the source to print per count"
+    )
     parser.add_argument("--training", action="store_true", help="training steps instead of rounds")
-    parser.add_argument("--budgets", action="store_true", help="all kinds, both; writes the table that the tests read")
+    parser.add_argument(
+        "--budgets",
+        action="store_true",
+        help="all kinds, both; writes the table that the tests read",
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     drafters = {kind: drafter_of(kind) for kind in args.kind or DECODERS}
-    batch, rounds, training = training_batch(), {}, {}
+    batch = training_batch()
+    rounds = {}
+    training = {}
     with PretendGpu() as gpu:
         target = moved_target()
         for kind, drafter in drafters.items() if args.training or args.budgets else ():
@@ -181,7 +216,9 @@ def main() -> None:
             rounds[kind] = {tree: {} for tree in args.tree or TREES}
             for tree, by_batch in rounds[kind].items():
                 for size in args.batch or (1, 8):
-                    made = count_rounds(gpu, target, moved(drafter, target), tree, size, args.temperature)
+                    made = count_rounds(
+                        gpu, target, moved(drafter, target), tree, size, args.temperature
+                    )
                     syncs, calls = made.total
                     by_batch[size] = {"syncs": round(syncs, 1), "calls": round(calls)}
                     print(

@@ -18,7 +18,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}  # bytes a program may use
+SHARED = {
+    80: 166_912,
+    86: 101_376,
+    89: 101_376,
+    90: 232_448,
+    100: 232_448,
+    120: 101_376,
+}  # bytes a program may use
 _DRIVER = """
 int cuInit(unsigned flags) { return 100; }
 int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) { *flags = 0; *active = 0; return 0; }
@@ -46,7 +53,10 @@ def environment(folder: Path) -> dict[str, str]:
     ):
         command = [compiler, "-shared", "-fPIC", *flags, "-", "-o", str(folder / name)]
         subprocess.run(command, input=text, text=True, check=True)
-    caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
+    caches = {
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+    }
     loads = {"LD_PRELOAD": str(folder / "count.so"), "DRIVER": str(folder / "libcuda.so.1")}
     return {**loads, **caches, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
@@ -60,8 +70,18 @@ def pretend(capability: int) -> None:
 
     major, minor = divmod(capability, 10)
     facts = SimpleNamespace(
-        **{"name": "pretend", "major": major, "minor": minor, "multi_processor_count": 132, "warp_size": 32},
-        **{"total_memory": 80 * 2**30, "regs_per_multiprocessor": 65536, "max_threads_per_multi_processor": 2048},
+        **{
+            "name": "pretend",
+            "major": major,
+            "minor": minor,
+            "multi_processor_count": 132,
+            "warp_size": 32,
+        },
+        **{
+            "total_memory": 80 * 2**30,
+            "regs_per_multiprocessor": 65536,
+            "max_threads_per_multi_processor": 2048,
+        },
         **{
             "shared_memory_per_block_optin": SHARED[capability],
             "shared_memory_per_block": 49152,
@@ -83,8 +103,14 @@ def pretend(capability: int) -> None:
     )
     numbers = lambda value: lambda *_, **__: value  # noqa: E731
     answers: dict[str, Any] = {
-        **{name: numbers(None) for name in ("_lazy_init", "set_device", "synchronize", "set_rng_state")},
-        **{name: numbers(0) for name in ("current_device", "_exchange_device", "_maybe_exchange_device")},
+        **{
+            name: numbers(None)
+            for name in ("_lazy_init", "set_device", "synchronize", "set_rng_state")
+        },
+        **{
+            name: numbers(0)
+            for name in ("current_device", "_exchange_device", "_maybe_exchange_device")
+        },
         **{name: numbers(True) for name in ("is_available", "is_initialized", "is_bf16_supported")},
         **{
             "device_count": numbers(1),
@@ -101,11 +127,25 @@ def pretend(capability: int) -> None:
         setattr(torch.cuda, name, answer)
     for name in ("get_rng_state", "set_rng_state", "current_device"):
         setattr(torch.cuda.random, name, answers[name])
-    for name, value in {"_cuda_getDevice": 0, "_cuda_getDeviceCount": 1, "_cuda_getCurrentRawStream": 0}.items():
+    for name, value in {
+        "_cuda_getDevice": 0,
+        "_cuda_getDeviceCount": 1,
+        "_cuda_getCurrentRawStream": 0,
+    }.items():
         setattr(torch._C, name, numbers(value))
     stated = {
-        **{"is_available": True, "get_compute_capability": capability, "is_triton_capable": True, "device_count": 1},
-        **{"raise_if_triton_unavailable": None, "get_raw_stream": 0, "exchange_device": 0, "maybe_exchange_device": 0},
+        **{
+            "is_available": True,
+            "get_compute_capability": capability,
+            "is_triton_capable": True,
+            "device_count": 1,
+        },
+        **{
+            "raise_if_triton_unavailable": None,
+            "get_raw_stream": 0,
+            "exchange_device": 0,
+            "maybe_exchange_device": 0,
+        },
         **{
             "current_device": 0,
             "set_device": None,
@@ -153,7 +193,11 @@ def lowered(dtype: str, width: int, heads: int = 8, kv_heads: int = 2) -> list[t
     torch._dynamo.reset()
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
-            make = lambda n, h: torch.randn(n, h, width, dtype=getattr(torch, dtype), device="cuda:0").requires_grad_()  # noqa: E731
+
+            def make(n, h):
+                made = torch.randn(n, h, width, dtype=getattr(torch, dtype), device="cuda:0")
+                return made.requires_grad_()
+
             own = torch.arange(1100, device="cuda:0")[:700]
             spans = Spans(own * 0, own, own * 0)
             span_attention_gpu(make(700, heads), make(1100, kv_heads), make(1100, kv_heads), spans)
@@ -186,7 +230,10 @@ def shared_memory(source: str, name: str, capability: int) -> int:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
         meta = found["triton_meta"]
         constants = meta.get("constants", {})
-        signature = {key: "constexpr" if key in constants else kind for key, kind in meta["signature"].items()}
+        signature = {
+            key: "constexpr" if key in constants else kind
+            for key, kind in meta["signature"].items()
+        }
         code = ASTSource(found["function"], signature, constants, meta["configs"][0])
         options = {"num_warps": found["num_warps"], "num_stages": found["num_stages"]}
         compiled = triton.compile(code, target=GPUTarget("cuda", capability, 32), options=options)
@@ -204,7 +251,10 @@ def main(words: list[str]) -> None:
     for word in words:
         dtype, width, capability = word.split(":")
         pretend(int(capability))
-        sizes = [shared_memory(source, name, int(capability)) for name, source in lowered(dtype, int(width))]
+        sizes = [
+            shared_memory(source, name, int(capability))
+            for name, source in lowered(dtype, int(width))
+        ]
         print(
             dtype,
             width,

@@ -37,9 +37,17 @@ _WAITING = {
     *(aten.nonzero.default, aten.masked_select.default, aten.equal.default, aten.bincount.default),
     *(aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default),
 }
-_REPEATS = {aten.repeat_interleave.Tensor, aten.repeat_interleave.self_Tensor}  # wait unless output_size is given
+_REPEATS = {
+    aten.repeat_interleave.Tensor,
+    aten.repeat_interleave.self_Tensor,
+}  # wait unless output_size is given
 _INDEXING = {
-    *(aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default),
+    *(
+        aten.index.Tensor,
+        aten.index_put.default,
+        aten.index_put_.default,
+        aten._index_put_impl_.default,
+    ),
     aten._unsafe_index.Tensor,
 }
 _ROOT = Path(__file__).parents[2]
@@ -55,7 +63,13 @@ class PretendTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, data: Tensor, device: torch.device) -> PretendTensor:
         made = torch.Tensor._make_wrapper_subclass(
-            cls, data.size(), data.stride(), data.storage_offset(), dtype=data.dtype, layout=data.layout, device=device
+            cls,
+            data.size(),
+            data.stride(),
+            data.storage_offset(),
+            dtype=data.dtype,
+            layout=data.layout,
+            device=device,
         )
         made.data_on_cpu = data
         return made
@@ -71,7 +85,9 @@ class PretendTensor(torch.Tensor):
         return ["data_on_cpu"], self.device
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], device: torch.device, size: Any, stride: Any) -> PretendTensor:
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], device: torch.device, size: Any, stride: Any
+    ) -> PretendTensor:
         return PretendTensor(inner["data_on_cpu"], device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -92,7 +108,9 @@ class PretendTensor(torch.Tensor):
         return self.data_on_cpu.tolist()
 
     def numpy(self, **_: Any) -> Any:
-        raise TypeError(f"can't convert {self.device} device type tensor to numpy; use Tensor.cpu() first")
+        raise TypeError(
+            f"can't convert {self.device} device type tensor to numpy; use Tensor.cpu() first"
+        )
 
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.data_on_cpu.untyped_storage()
@@ -152,8 +170,13 @@ class PretendGpu(TorchDispatchMode):
         interpret: bool = False,
     ) -> None:
         super().__init__()
-        self.devices, self.capability, self.shared, self.interpret = devices, capability, shared, interpret
-        self.current, self.streams, self.memory = 0, 0, 80 * 2**30
+        self.devices = devices
+        self.capability = capability
+        self.shared = shared
+        self.interpret = interpret
+        self.current = 0
+        self.streams = 0
+        self.memory = 80 * 2**30
         self.recording: list[Callable[[], object]] | None = None
         self.strict = False  # torch.cuda.set_sync_debug_mode("error")
         self._outputs: list[Tensor] = []  # of the capture
@@ -170,11 +193,17 @@ class PretendGpu(TorchDispatchMode):
         from tests.gpu import pretend_cuda
 
         if _active or torch.cuda.is_available():
-            raise RuntimeError("a pretend GPU works alone: neither beside another one nor beside a real one")
+            raise RuntimeError(
+                "a pretend GPU works alone: neither beside another one nor beside a real one"
+            )
         set_device_guard()
         self._hooks.enter_context(cuda_hooks())
-        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") first makes a CPU tensor
-        torch._C._set_multithreading_enabled(False)  # backward runs here, not in a thread of a device
+        torch._C._set_only_lift_cpu_tensors(
+            True
+        )  # torch.tensor(..., device="cuda") first makes a CPU tensor
+        torch._C._set_multithreading_enabled(
+            False
+        )  # backward runs here, not in a thread of a device
         pretend_cuda.install(self, self._patches)
         self._patches.setattr(threading.Thread, "run", _run_thread(threading.Thread.run))
         _active.append(self)
@@ -215,14 +244,16 @@ class PretendGpu(TorchDispatchMode):
 
     def begin_capture(self) -> list[Callable[[], object]]:
         self.captures += 1
-        self.recording, self._outputs = [], []
+        self.recording = []
+        self._outputs = []
         return self.recording
 
     def end_capture(self) -> None:
         """What a capture made holds nothing until the first replay."""
         for made in self._outputs:
             made.fill_(float("nan") if made.is_floating_point() else 0)
-        self.recording, self._outputs = None, []
+        self.recording = None
+        self._outputs = []
 
     # -- operations ------------------------------------------------------------------------------------------------------
 
@@ -244,13 +275,17 @@ class PretendGpu(TorchDispatchMode):
         if func is aten._to_copy.default:
             return self._copy_to(args[0], device, dict(kwargs))
         if func is aten.copy_.default:
-            return self._copy_into(args[0], args[1], kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
+            return self._copy_into(
+                args[0], args[1], kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
+            )
         self._check_devices(func, args, flat, ours)
         if func in _WAITING or (func in _REPEATS and kwargs.get("output_size") is None):
             self.wait(func.overloadpacket.__name__)
         generator = kwargs.get("generator")
         if generator is not None and generator.device.type == "cpu":
-            raise RuntimeError(f"Expected a 'cuda' device type for generator but found 'cpu' at {place()}")
+            raise RuntimeError(
+                f"Expected a 'cuda' device type for generator but found 'cpu' at {place()}"
+            )
         return self._compute(func, args, kwargs, self._full(device) if device else ours[0].device)
 
     def _full(self, device: torch.device) -> torch.device:
@@ -259,9 +294,15 @@ class PretendGpu(TorchDispatchMode):
             raise RuntimeError(f"CUDA error: invalid device ordinal {index}")
         return torch.device("cuda", index)
 
-    def _copy_to(self, source: Tensor, device: torch.device | None, options: dict[str, Any]) -> Tensor:
+    def _copy_to(
+        self, source: Tensor, device: torch.device | None, options: dict[str, Any]
+    ) -> Tensor:
         waits = not options.pop("non_blocking", False)
-        options = {name: value for name, value in options.items() if name not in ("device", "pin_memory", "layout")}
+        options = {
+            name: value
+            for name, value in options.items()
+            if name not in ("device", "pin_memory", "layout")
+        }
         if isinstance(source, PretendTensor) and device is not None and device.type == "cpu":
             self.wait("to the host")
             return aten._to_copy.default(source.data_on_cpu, **options)
@@ -283,14 +324,18 @@ class PretendGpu(TorchDispatchMode):
         plain(into).copy_(plain(source))
         return into
 
-    def _check_devices(self, func: Any, args: tuple[Any, ...], flat: list[Tensor], ours: list[PretendTensor]) -> None:
+    def _check_devices(
+        self, func: Any, args: tuple[Any, ...], flat: list[Tensor], ours: list[PretendTensor]
+    ) -> None:
         if func in _INDEXING:
             on_gpu = isinstance(args[0], PretendTensor)
             for index in args[1]:
                 if index is None:
                     continue
                 if not on_gpu and isinstance(index, PretendTensor):
-                    raise RuntimeError(f"indices should be on the CPU as the indexed tensor is, at {place()}")
+                    raise RuntimeError(
+                        f"indices should be on the CPU as the indexed tensor is, at {place()}"
+                    )
                 if on_gpu and not isinstance(index, PretendTensor):
                     self.wait("index upload")
                 if on_gpu and index.dtype in (torch.bool, torch.uint8):
@@ -299,27 +344,38 @@ class PretendGpu(TorchDispatchMode):
             flat = [args[0], *(x for x in args[2:3] if isinstance(x, Tensor))]
             ours = [x for x in flat if isinstance(x, PretendTensor)] or ours
         single = func not in (aten.cat.default, aten.stack.default)  # numbers of the host may mix
-        others = [x for x in flat if not isinstance(x, PretendTensor) and not (single and x.dim() == 0)]
+        others = [
+            x for x in flat if not isinstance(x, PretendTensor) and not (single and x.dim() == 0)
+        ]
         if others and func is not aten.lift_fresh.default:
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, found {others[0].device}: {func} {place()}"
             )
         devices = {x.device for x in ours if x.dim()} or {x.device for x in ours}
         if len(devices) > 1:
-            raise RuntimeError(f"Expected all tensors to be on the same device, found {devices}: {func} at {place()}")
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, found {devices}: {func} at {place()}"
+            )
 
     def _compute(self, func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
         """Runs it on the data; wraps what is new, returns what it was given to write to."""
         schema = func._schema
         dropped = ("pin_memory", "non_blocking", "device")
-        args_, kwargs_ = plain(args), {name: plain(x) for name, x in kwargs.items() if name not in dropped}
+        args_ = plain(args)
+        kwargs_ = {name: plain(x) for name, x in kwargs.items() if name not in dropped}
         if "device" in kwargs:
             kwargs_["device"] = torch.device("cpu")
         run = _SUBSTITUTES.get(func, func)
-        written = [i for i, x in enumerate(schema.arguments) if x.alias_info is not None and x.alias_info.is_write]
+        written = [
+            i
+            for i, x in enumerate(schema.arguments)
+            if x.alias_info is not None and x.alias_info.is_write
+        ]
         if written:
             self.call(lambda: run(*args_, **kwargs_))
-            given = [args[i] if i < len(args) else kwargs.get(schema.arguments[i].name) for i in written]
+            given = [
+                args[i] if i < len(args) else kwargs.get(schema.arguments[i].name) for i in written
+            ]
             returned = given[: len(schema.returns)]
             return None if not returned else returned[0] if len(returned) == 1 else tuple(returned)
         out = run(*args_, **kwargs_)
@@ -327,7 +383,9 @@ class PretendGpu(TorchDispatchMode):
             self.calls[place()] += 1
             if self.recording is not None:
                 self._record(lambda: run(*args_, **kwargs_), out, *args_, *kwargs_.values())
-        on_cpu = "device" in kwargs and torch.device(kwargs["device"]).type == "cpu"  # new_zeros(..., device="cpu")
+        on_cpu = (
+            "device" in kwargs and torch.device(kwargs["device"]).type == "cpu"
+        )  # new_zeros(..., device="cpu")
         return out if on_cpu else _wrapped(out, device)
 
     def _record(self, run: Callable[[], Any], out: Any, *inputs: Any) -> None:
@@ -348,7 +406,11 @@ class _InThread(TorchDispatchMode):
     """The pretend GPU in a thread that was started while it is open: modes are a thread's own."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _active[-1].dispatch(func, args, kwargs or {}) if _active else func(*args, **(kwargs or {}))
+        return (
+            _active[-1].dispatch(func, args, kwargs or {})
+            if _active
+            else func(*args, **(kwargs or {}))
+        )
 
 
 def _run_thread(run: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
@@ -379,7 +441,11 @@ def place() -> str:
 def _shown(file: str) -> str:
     """The file as `place` names it; empty for files of libraries and of the harness."""
     path = Path(file)
-    if not path.is_relative_to(_ROOT) or "site-packages" in path.parts or path.name.startswith("pretend"):
+    if (
+        not path.is_relative_to(_ROOT)
+        or "site-packages" in path.parts
+        or path.name.startswith("pretend")
+    ):
         return ""
     name = path.relative_to(_ROOT)
     return str(name.relative_to("drafttrain")) if name.parts[0] == "drafttrain" else str(name)
@@ -399,7 +465,8 @@ def _rms_norm_backward(
     grad: Tensor, x: Tensor, shape: list[int], rstd: Tensor, weight: Tensor | None, mask: list[bool]
 ) -> tuple[Tensor, Tensor | None]:
     """`aten._fused_rms_norm_backward`, which exists on GPUs alone."""
-    normed, grad = x.float() * rstd, grad.float()
+    normed = x.float() * rstd
+    grad = grad.float()
     inner = grad * (1 if weight is None else weight.float())
     into = rstd * (inner - normed * (inner * normed).mean(-1, keepdim=True))
     scale = None if weight is None else (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)

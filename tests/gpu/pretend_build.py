@@ -36,9 +36,13 @@ _BEFORE = 2  # words of a table of virtual functions in front of the first one: 
 def set_device_guard() -> None:
     """Sets torch's guard that does nothing, for good: without a CUDA device no other code asks for it."""
     library = ctypes.CDLL(str(_FOLDER / "lib" / "libc10.so"))
-    guards = (ctypes.c_void_p * 2).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")  # [CPU, CUDA]
+    guards = (ctypes.c_void_p * 2).in_dll(
+        library, "_ZN3c104impl26device_guard_impl_registryE"
+    )  # [CPU, CUDA]
     zero = _METHOD(lambda *_: 0)
-    methods = (ctypes.c_void_p * 64)(*[ctypes.cast(zero, ctypes.c_void_p).value] * 64)  # all answer 0, also the count
+    methods = (ctypes.c_void_p * 64)(
+        *[ctypes.cast(zero, ctypes.c_void_p).value] * 64
+    )  # all answer 0, also the count
     guard = (ctypes.c_void_p * 1)(ctypes.addressof(methods))
     before = guards[1] = guards[1] or ctypes.addressof(guard)
     torch._C._ensureCUDADeviceGuardSet()
@@ -53,7 +57,8 @@ def cuda_hooks() -> Iterator[None]:
     find = library._ZN2at6detail12getCUDAHooksEv
     find.restype = ctypes.c_void_p
     table = ctypes.c_void_p.from_address(find())  # the object begins with the address of its table
-    original, names = table.value, _virtual_functions()
+    original = table.value
+    names = _virtual_functions()
     assert original is not None
     size = _BEFORE + len(names)
     copied = (ctypes.c_void_p * size).from_buffer_copy(
@@ -76,6 +81,8 @@ def _virtual_functions() -> list[str]:
     headers = _FOLDER / "include" / "ATen" / "detail"
     names = ["destroy", "destroy_and_free"]
     for header in ("AcceleratorHooksInterface.h", "CUDAHooksInterface.h"):
-        text = re.sub(r"#ifdef USE_ROCM.*?#endif", "", (headers / header).read_text(), flags=re.DOTALL)
+        text = re.sub(
+            r"#ifdef USE_ROCM.*?#endif", "", (headers / header).read_text(), flags=re.DOTALL
+        )
         names += re.findall(r"virtual\s[^~;{]*?(\w+)\(", text)
     return names

@@ -22,16 +22,22 @@ def install(gpu: PretendGpu, patches: pytest.MonkeyPatch) -> None:
     for name, value in (_facts(gpu) | _streams(gpu) | _graphs(gpu)).items():
         patches.setattr(torch.cuda, name, value)
     patches.setattr(torch.cuda.random, "_lazy_call", lambda run, **_: None)
-    patches.setattr(torch.cuda.random, "get_rng_state", lambda device="cuda": torch.zeros(16, dtype=torch.uint8))
+    patches.setattr(
+        torch.cuda.random, "get_rng_state", lambda device="cuda": torch.zeros(16, dtype=torch.uint8)
+    )
     patches.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
     patches.setattr(torch.accelerator, "current_stream", torch.cuda.current_stream)
     patches.setattr(torch.accelerator, "is_available", lambda check_available=False: True)
-    patches.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    patches.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda")
+    )
     _install_triton(gpu, patches)
     flex_spans._compiled_flex.cache_clear()
     patches.setattr(flex_spans, "_compiled_flex", lambda options: dense_flex)
     patches.setattr(flex_attention, "flex_attention", dense_flex)
-    patches.setattr(flex_attention, "create_block_mask", lambda sees, *_, **__: SimpleNamespace(mask_mod=sees))
+    patches.setattr(
+        flex_attention, "create_block_mask", lambda sees, *_, **__: SimpleNamespace(mask_mod=sees)
+    )
     patches.setattr(torch, "compile", lambda model=None, **_: model)
 
 
@@ -104,7 +110,9 @@ def _streams(gpu: PretendGpu) -> dict[str, Any]:
 
         def wait_stream(self, other: Stream) -> None:
             if self.device != other.device:
-                raise RuntimeError(f"a stream of {self.device} waits for one of {other.device} at {place()}")
+                raise RuntimeError(
+                    f"a stream of {self.device} waits for one of {other.device} at {place()}"
+                )
 
         def wait_event(self, event: Event) -> None:
             pass
@@ -218,7 +226,8 @@ def _install_triton(gpu: PretendGpu, patches: pytest.MonkeyPatch) -> None:
             GridExecutor(self.rewrite(), self.arg_names, grid, self.pre_run_hooks)(*args, **kwargs)
             return
         check_launch(gpu, self.__name__, tensors)
-        given, named = [plain(x) for x in args], {name: plain(x) for name, x in kwargs.items()}
+        given = [plain(x) for x in args]
+        named = {name: plain(x) for name, x in kwargs.items()}
         executor = GridExecutor(self.rewrite(), self.arg_names, grid, self.pre_run_hooks)
         gpu.call(without_pretending(lambda: executor(*given, **named)))
 
@@ -232,26 +241,42 @@ def check_launch(gpu: PretendGpu, kernel: str, tensors: list[Tensor]) -> None:
     """Raises RuntimeError where Triton would read a pointer of the host or of a device that is not the current one."""
     for tensor in tensors:
         if not isinstance(tensor, PretendTensor):
-            raise RuntimeError(f"{kernel}: pointer argument cannot be accessed from Triton (cpu tensor?) at {place()}")
+            raise RuntimeError(
+                f"{kernel}: pointer argument cannot be accessed from Triton (cpu tensor?) at {place()}"
+            )
         if tensor.device.index != gpu.current:
-            raise RuntimeError(f"{kernel} launches on cuda:{gpu.current}, a pointer is on {tensor.device} at {place()}")
+            raise RuntimeError(
+                f"{kernel} launches on cuda:{gpu.current}, a pointer is on {tensor.device} at {place()}"
+            )
 
 
 def _attend_by_reference(gpu: PretendGpu) -> Any:
     """The launch of tree attention as two calls, computed by the torch reference: the interpreter takes seconds."""
     attention = tree_attention_triton
-    checked = {(1,): lambda *tensors: check_launch(gpu, "attend_parts", list(tensors))}  # in place of the kernel
+    checked = {
+        (1,): lambda *tensors: check_launch(gpu, "attend_parts", list(tensors))
+    }  # in place of the kernel
 
-    def launch(query: Tensor, keys: Tensor, values: Tensor, plan: Any, geometry: Any = None, **form: Any) -> Tensor:
-        tensors = [query, keys, values, *(x for x in (*plan, *form.values()) if isinstance(x, Tensor))]
+    def launch(
+        query: Tensor, keys: Tensor, values: Tensor, plan: Any, geometry: Any = None, **form: Any
+    ) -> Tensor:
+        tensors = [
+            query,
+            keys,
+            values,
+            *(x for x in (*plan, *form.values()) if isinstance(x, Tensor)),
+        ]
         attention.run_kernel(checked, (1,), *tensors)
         attention._check(query, keys, values, plan, form["sinks"])
         own_plan = attention.PackedPlan._make(plain(x) for x in plan)
-        inputs, options = [plain(x) for x in (query, keys, values)], {name: plain(x) for name, x in form.items()}
+        inputs = [plain(x) for x in (query, keys, values)]
+        options = {name: plain(x) for name, x in form.items()}
         out = query.new_empty(1, query.shape[2], query.shape[1], values.shape[3])
 
         def compute() -> None:
-            out.data_on_cpu.copy_(attention.static_reference(*inputs, own_plan, **options).transpose(1, 2))
+            out.data_on_cpu.copy_(
+                attention.static_reference(*inputs, own_plan, **options).transpose(1, 2)
+            )
 
         gpu.call(without_pretending(compute))
         return out.transpose(1, 2)
@@ -279,13 +304,19 @@ def dense_flex(
     if torch.is_autocast_enabled("cuda"):
         query, key, value = (x.to(torch.get_autocast_dtype("cuda")) for x in (query, key, value))
     if not query.dtype == key.dtype == value.dtype:
-        raise ValueError(f"query {query.dtype}, key {key.dtype} and value {value.dtype} must share a dtype")
+        raise ValueError(
+            f"query {query.dtype}, key {key.dtype} and value {value.dtype} must share a dtype"
+        )
     groups = query.shape[1] // key.shape[1]
     if enable_gqa != (groups != 1):
         raise ValueError("enable_gqa must say whether there are fewer key heads than query heads")
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    rows, asks, seen = (torch.arange(n, device=query.device) for n in (len(query), query.shape[2], key.shape[2]))
-    visible = block_mask.mask_mod(rows[:, None, None, None], 0, asks[:, None], seen[None])  # broadcasts to [b, 1, t, T]
+    rows, asks, seen = (
+        torch.arange(n, device=query.device) for n in (len(query), query.shape[2], key.shape[2])
+    )
+    visible = block_mask.mask_mod(
+        rows[:, None, None, None], 0, asks[:, None], seen[None]
+    )  # broadcasts to [b, 1, t, T]
     with torch.autocast("cuda", enabled=False):
         scores = (query @ key.transpose(-1, -2)).float() * (scale or query.shape[-1] ** -0.5)
         scores = scores.masked_fill(~visible, float("-inf"))

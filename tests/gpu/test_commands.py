@@ -18,30 +18,82 @@ def run(*words) -> None:
 @pytest.mark.slow
 def test_the_commands_run_on_a_gpu(gpu, target_dir, tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("DS_ACCELERATOR")  # transformers would choose the CPU
-    prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "data"
-    prompts.write_text("".join(json.dumps({"id": f"t{i}", "text": "once upon " * (i + 1)}) + "\n" for i in range(8)))
+    prompts = tmp_path / "prompts.jsonl"
+    answers = tmp_path / "data"
+    prompts.write_text(
+        "".join(
+            json.dumps({"id": f"t{i}", "text": "once upon " * (i + 1)}) + "\n" for i in range(8)
+        )
+    )
     suite = tmp_path / "suite.jsonl"
     suite.write_text(json.dumps({"id": 0, "category": "x", "turns": ["say something"]}) + "\n")
     given = ("--target", target_dir, "--device", "cuda", "--dtype", "float32")
 
-    run("generate", *given, "--prompts", prompts, "--output", answers, "--max-new-tokens", 24, "--max-length", 200)
+    run(
+        "generate",
+        *given,
+        "--prompts",
+        prompts,
+        "--output",
+        answers,
+        "--max-new-tokens",
+        24,
+        "--max-length",
+        200,
+    )
     on_gpu = [row["tokens"] for row in load_records(answers)]
     with_cpu = tmp_path / "on_cpu"
-    words = ("--prompts", prompts, "--output", with_cpu, "--max-new-tokens", 24, "--max-length", 200)
+    words = (
+        "--prompts",
+        prompts,
+        "--output",
+        with_cpu,
+        "--max-new-tokens",
+        24,
+        "--max-length",
+        200,
+    )
     run("generate", *given[:3], "cpu", *given[4:], *words)
     assert on_gpu == [row["tokens"] for row in load_records(with_cpu)] and len(on_gpu) == 8
 
     run("features", *given, "--data", answers, "--layers", "1,2,3")
     for options in ({}, {"bf16": True, "output_dir": str(tmp_path / "bf16")}):
         gpu.reset()
-        recipe = write_recipe(tmp_path, target_dir, answers, **{"use_cpu": False, "max_steps": 3, **options})
+        recipe = write_recipe(
+            tmp_path, target_dir, answers, **{"use_cpu": False, "max_steps": 3, **options}
+        )
         run("train", *recipe)
-        assert any("training/step.py" in line or "losses/" in line for line in gpu.calls), "trained on another device"
+        assert any("training/step.py" in line or "losses/" in line for line in gpu.calls), (
+            "trained on another device"
+        )
     gpu.reset()
     drafter = ("--drafter", tmp_path / "drafter")
-    run("eval", *given, *drafter, "--suite", suite, "--max-new-tokens", 8, "--output", tmp_path / "results.json")
+    run(
+        "eval",
+        *given,
+        *drafter,
+        "--suite",
+        suite,
+        "--max-new-tokens",
+        8,
+        "--output",
+        tmp_path / "results.json",
+    )
     results = json.loads((tmp_path / "results.json").read_text())
-    assert results["overall"]["identical_outputs"] == 1 and "pretend GPU" in results["device"] and gpu.replays
-    few = ("--prompts", 2, "--max-new-tokens", 16, "--repeats", 1, "--output", tmp_path / "tune.json")
+    assert (
+        results["overall"]["identical_outputs"] == 1
+        and "pretend GPU" in results["device"]
+        and gpu.replays
+    )
+    few = (
+        "--prompts",
+        2,
+        "--max-new-tokens",
+        16,
+        "--repeats",
+        1,
+        "--output",
+        tmp_path / "tune.json",
+    )
     run("tune", *given, *drafter, "--calibrate", prompts, *few)
     assert "pretend GPU" in results["device"] and (tmp_path / "drafter" / "decoding.json").exists()

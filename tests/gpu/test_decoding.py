@@ -11,14 +11,24 @@ from tests.gpu.count import DECODERS, TREES, budgets, count_rounds, drafter_of, 
 
 SAMPLED = SamplingParams(1.0, top_p=0.9)
 
-KINDS = [kind if kind == "eagle3" else pytest.param(kind, marks=pytest.mark.slow) for kind in DECODERS]
+KINDS = [
+    kind if kind == "eagle3" else pytest.param(kind, marks=pytest.mark.slow) for kind in DECODERS
+]
 
 
 def decode(target, drafter, tree, rows, sampling, graphs=None):
     decoder = Decoder(
-        target, drafter, spec=TreeSpec.parse(tree), max_rows=rows, graphs=graphs, eos_ids=(), sampling=sampling
+        target,
+        drafter,
+        spec=TreeSpec.parse(tree),
+        max_rows=rows,
+        graphs=graphs,
+        eos_ids=(),
+        sampling=sampling,
     )
-    made = decoder.generate([list(prompt) for prompt in contract.PROMPTS[:rows]], max_new_tokens=contract.NEW)
+    made = decoder.generate(
+        [list(prompt) for prompt in contract.PROMPTS[:rows]], max_new_tokens=contract.NEW
+    )
     return [one.tokens for one in made], sum(sum(one.stats.accepted) for one in made)
 
 
@@ -44,16 +54,22 @@ def test_tokens_are_the_cpus(request):
 @pytest.mark.parametrize("kind", DECODERS)
 def test_tokens_of_every_kind_are_the_cpus(request, kind):
     greedy = [("dynamic:4,4,8", 3), ("chain:4", 1), ("fanout:3x2x1", 2)]
-    cases = [(*case, SamplingParams()) for case in greedy] + [("chain:3", 1, SAMPLED), ("chain:3@sample", 2, SAMPLED)]
+    cases = [(*case, SamplingParams()) for case in greedy] + [
+        ("chain:3", 1, SAMPLED),
+        ("chain:3@sample", 2, SAMPLED),
+    ]
     want = compare(request, kind, cases, trained=True)
-    assert kind not in contract.TRAINED or any(accepted for _, accepted in want), "accepts nothing, so commits nothing"
+    assert kind not in contract.TRAINED or any(accepted for _, accepted in want), (
+        "accepts nothing, so commits nothing"
+    )
 
 
 @pytest.mark.slow
 def test_tokens_under_the_interpreters_kernels_are_the_cpus():
     from tests.gpu.pretend import PretendGpu
 
-    trained, case = drafter_of("eagle3", trained=True), ("dynamic:3,2,5", 2, SamplingParams())
+    trained = drafter_of("eagle3", trained=True)
+    case = ("dynamic:3,2,5", 2, SamplingParams())
     want = decode(contract.the_target(), trained, *case)
     with PretendGpu(interpret=True):
         target = moved_target()

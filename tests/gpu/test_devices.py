@@ -22,19 +22,28 @@ from tests.gpu.count import moved_target
 
 def recipe(tmp_path, monkeypatch, **keys):
     """The trainer's arguments of a recipe on whatever GPUs there are."""
-    monkeypatch.delenv("DS_ACCELERATOR", raising=False)  # which the tests set, so that training does not ask for a GPU
+    monkeypatch.delenv(
+        "DS_ACCELERATOR", raising=False
+    )  # which the tests set, so that training does not ask for a GPU
     devices.usual_device.cache_clear()
     (tmp_path / "recipe.yaml").write_text("target: t\ndata: d\n")
     words = [f"{key}={value}" for key, value in {"output_dir": tmp_path / "out", **keys}.items()]
-    return arguments.training_arguments(load_config(str(tmp_path / "recipe.yaml"), words, arguments.KEYS))
+    return arguments.training_arguments(
+        load_config(str(tmp_path / "recipe.yaml"), words, arguments.KEYS)
+    )
 
 
 @pytest.mark.thorough
-def test_one_process_trains_on_one_gpu_and_says_how_to_use_all(two_gpus, tmp_path, monkeypatch, capfd, caplog):
+def test_one_process_trains_on_one_gpu_and_says_how_to_use_all(
+    two_gpus, tmp_path, monkeypatch, capfd, caplog
+):
     caplog.set_level("INFO", "drafttrain")
     args = recipe(tmp_path, monkeypatch)
     assert args.n_gpu == 1, "transformers wraps the drafter in DataParallel beyond one"
-    assert args.train_batch_size == args.per_device_train_batch_size and args.device == torch.device("cuda:0")
+    assert (
+        args.train_batch_size == args.per_device_train_batch_size
+        and args.device == torch.device("cuda:0")
+    )
     said = capfd.readouterr().err
     assert "device cuda:0: pretend GPU sm_90" in caplog.messages
     assert "2 GPUs are visible and one is used; all: accelerate launch --num_processes 2" in said
@@ -89,7 +98,13 @@ def test_auto_is_bfloat16_for_targets_on_gpus_that_multiply_it(gpu):
             False,
             "too old",
         ),
-        ("Found no NVIDIA driver on your system. Please check.", "13.0", None, True, "no NVIDIA driver"),
+        (
+            "Found no NVIDIA driver on your system. Please check.",
+            "13.0",
+            None,
+            True,
+            "no NVIDIA driver",
+        ),
         ("Found no NVIDIA driver on your system. Please check.", "13.0", None, False, ""),
         ("No CUDA GPUs are available", "13.0", "", True, ""),
         ("", None, None, True, ""),
@@ -116,7 +131,9 @@ def test_a_gpu_that_cannot_be_used_is_an_error_and_no_gpu_is_a_line(
     devices.usual_device.cache_clear()
     assert devices.resolve_device("cpu").type == "cpu", "asked for"
     if error:
-        with pytest.raises(UserError, match=rf"built for CUDA 13.0, but no GPU can be used .*{error}.*--device cpu"):
+        with pytest.raises(
+            UserError, match=rf"built for CUDA 13.0, but no GPU can be used .*{error}.*--device cpu"
+        ):
             devices.resolve_device("auto")
     else:
         caplog.set_level("INFO", "drafttrain")
@@ -134,21 +151,27 @@ def test_kernels_run_on_the_device_of_their_tensors(two_gpus):
     target = moved_target("cuda:1")
     plain = generate(make_target(), None, [5, 9, 11, 9], max_new_tokens=6).tokens
     assert generate(target, None, [5, 9, 11, 9], max_new_tokens=6).tokens == plain
-    cache, key = TreeCache(8), torch.randn(1, 2, 3, 16, device="cuda:1")
+    cache = TreeCache(8)
+    key = torch.randn(1, 2, 3, 16, device="cuda:1")
     cache.open([(0, [-1, -1])])
     form = {"scaling": 0.25, "window": None, "softcap": None, "sinks": None}
     cache.attend(0, torch.randn(1, 4, 3, 16, device="cuda:1"), key, key, **form)
     cache.commit([[0, 2]])  # moves a slot
     torch.testing.assert_close(cache.by_row(0)[0][0, :, 1].cpu(), key[0, :, 2].cpu())
-    states, head = torch.randn(3, 8, device="cuda:1"), torch.randn(40, 8, device="cuda:1")
+    states = torch.randn(3, 8, device="cuda:1")
+    head = torch.randn(40, 8, device="cuda:1")
     rows = TargetRows(states, head, (states @ head.T).logsumexp(-1), (states @ head.T).argmax(-1))
-    out = linear_divergence(states, head, rows, torch.arange(3, device="cuda:1"), torch.ones(3, device="cuda:1"))
+    out = linear_divergence(
+        states, head, rows, torch.arange(3, device="cuda:1"), torch.ones(3, device="cuda:1")
+    )
     assert out.loss.abs() < 1e-5 and torch.cuda.current_device() == 0
 
 
 def test_a_frozen_head_is_not_copied_to_another_dtype(gpu):
     head = SharedHead(torch.zeros(8, 4, dtype=torch.bfloat16, device="cuda"))
-    assert head.weight_for(torch.zeros(1, 4, device="cuda")).dtype == torch.bfloat16, "gigabytes for 128k words"
+    assert head.weight_for(torch.zeros(1, 4, device="cuda")).dtype == torch.bfloat16, (
+        "gigabytes for 128k words"
+    )
 
 
 @pytest.mark.thorough
@@ -164,7 +187,9 @@ def test_decoding_during_training_leaves_no_graphs_and_no_cache(gpu):
 
     state = SimpleNamespace(global_step=1, is_world_process_zero=True, best_metric=None)
     control = SimpleNamespace(should_save=True, should_training_stop=False, should_log=False)
-    DecodeHeldOut(trainer, 0, decode).on_step_end(SimpleNamespace(device=target.device), state, control)
+    DecodeHeldOut(trainer, 0, decode).on_step_end(
+        SimpleNamespace(device=target.device), state, control
+    )
     assert not target.idle_steps
 
 
@@ -185,7 +210,9 @@ def test_a_target_is_loaded_to_its_device(gpu, target_dir, monkeypatch):
         assert asked.get("device_map") == wanted
 
 
-def test_layers_are_computed_again_where_the_target_runs_beside_the_head(gpu, tmp_path, monkeypatch):
+def test_layers_are_computed_again_where_the_target_runs_beside_the_head(
+    gpu, tmp_path, monkeypatch
+):
     chosen = lambda **keys: recipe(tmp_path, monkeypatch, **keys).gradient_checkpointing  # noqa: E731
     assert chosen() and chosen(kind="dflash") and not chosen(gradient_checkpointing="false")
     assert not chosen(kind="medusa") and not chosen(use_cpu="true"), "no layers; no GPU"
@@ -196,7 +223,9 @@ def test_layers_are_computed_again_where_the_target_runs_beside_the_head(gpu, tm
 
 
 @pytest.mark.parametrize("units", [True, False])
-def test_without_a_gpu_the_cpu_decides_and_no_activation_is_computed_twice(tmp_path, monkeypatch, units):
+def test_without_a_gpu_the_cpu_decides_and_no_activation_is_computed_twice(
+    tmp_path, monkeypatch, units
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(arguments, "usual_device", lambda: "cpu")
     monkeypatch.setattr(arguments, "cpu_has_bfloat16", lambda: units)

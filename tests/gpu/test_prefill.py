@@ -15,12 +15,19 @@ def heads(count, length, seed, device="cuda"):
     return torch.randn(1, count, length, 16, generator=generator).bfloat16().to(device)
 
 
-@pytest.mark.parametrize("form", [{"window": 40}, {"sinks": True}, {}], ids=["window", "sinks", "beyond 2048 tokens"])
+@pytest.mark.parametrize(
+    "form", [{"window": 40}, {"sinks": True}, {}], ids=["window", "sinks", "beyond 2048 tokens"]
+)
 def test_masks_are_made_on_the_device_once_for_all_layers(gpu, form):
-    prefix, n = 300, 600
-    query, key = heads(4, n, 1), heads(2, prefix + n, 2)
-    sinks = torch.zeros(4, dtype=torch.bfloat16, device="cuda") if form.pop("sinks", False) else None
-    layout, made = TreeLayout(prefix, count=n), []
+    prefix = 300
+    n = 600
+    query = heads(4, n, 1)
+    key = heads(2, prefix + n, 2)
+    sinks = (
+        torch.zeros(4, dtype=torch.bfloat16, device="cuda") if form.pop("sinks", False) else None
+    )
+    layout = TreeLayout(prefix, count=n)
+    made = []
     gpu.reset()
     for _ in range(3):  # layers
         before = sum(gpu.calls.values())
@@ -37,7 +44,9 @@ def exact(query, key, value, scaling, softcap, sinks):
     scores = query @ key.transpose(2, 3) * scaling
     scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
     n, seen = scores.shape[2:]
-    scores = scores.masked_fill(torch.ones(n, seen, dtype=torch.bool).triu(seen - n + 1), float("-inf"))
+    scores = scores.masked_fill(
+        torch.ones(n, seen, dtype=torch.bool).triu(seen - n + 1), float("-inf")
+    )
     if sinks is not None:
         column = sinks.data_on_cpu.double().view(1, -1, 1, 1).expand(1, -1, n, 1)
         scores = torch.cat((scores, column), dim=-1)
@@ -50,7 +59,8 @@ def exact(query, key, value, scaling, softcap, sinks):
 def test_scores_are_summed_in_float32(gpu, softcap, sinks, static):
     """A score of 30 rounds to a multiple of 1/8 in bfloat16, which changes a weight by 6 %; rounding weights, by 0.4 %."""
     prefix, n = (0, 20) if static else (10, 300)
-    query, key = 4 * heads(4, n, 1), 4 * heads(2, prefix + n, 2)
+    query = 4 * heads(4, n, 1)
+    key = 4 * heads(2, prefix + n, 2)
     value = heads(2, prefix + n, 3)
     sink = torch.linspace(0, 30, 4, dtype=torch.bfloat16).to("cuda") if sinks else None
     form = {"scaling": 0.25, "window": None, "softcap": softcap, "sinks": sink}

@@ -12,9 +12,12 @@ from tests.gpu.pretend import PretendTensor
 
 
 def test_devices_do_not_mix(gpu):
-    here, there = torch.ones(3), torch.ones(3, device="cuda")
+    here = torch.ones(3)
+    there = torch.ones(3, device="cuda")
     assert there.is_cuda and there.device == torch.device("cuda:0") and not here.is_cuda
-    with pytest.raises(RuntimeError, match=r"same device.*test_pretend\.py:\d+ test_devices_do_not_mix"):
+    with pytest.raises(
+        RuntimeError, match=r"same device.*test_pretend\.py:\d+ test_devices_do_not_mix"
+    ):
         here + there
     with pytest.raises(RuntimeError, match="same device"):
         torch.cat((there, torch.tensor(1.0)[None]))
@@ -42,7 +45,12 @@ def test_devices_do_not_mix(gpu):
         (lambda x: torch.tensor([1, 2], device=x.device), 1),
         (lambda x: torch.tensor([1, 2]).to(x.device, non_blocking=True), 0),
         (lambda x: x.repeat_interleave(torch.ones(4, dtype=torch.long, device=x.device)), 1),
-        (lambda x: x.repeat_interleave(torch.ones(4, dtype=torch.long, device=x.device), output_size=4), 0),
+        (
+            lambda x: x.repeat_interleave(
+                torch.ones(4, dtype=torch.long, device=x.device), output_size=4
+            ),
+            0,
+        ),
         (lambda x: torch.cuda.synchronize(), 1),
         (lambda x: torch.cuda.current_stream().synchronize(), 1),
     ],
@@ -56,7 +64,8 @@ def test_what_the_host_waits_for(gpu, run, waits):
 
 
 def test_a_graph_computes_when_it_is_replayed(gpu):
-    given, total = torch.ones(3, device="cuda"), torch.zeros(3, device="cuda")
+    given = torch.ones(3, device="cuda")
+    total = torch.zeros(3, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
         made = (given * 2).relu()
@@ -67,8 +76,15 @@ def test_a_graph_computes_when_it_is_replayed(gpu):
         graph.replay()
     assert made.tolist() == [4, 4, 4] and total.tolist() == [6, 6, 6]
     assert gpu.replays == 2 and gpu.captures == gpu.streams == 1
-    for wait in (lambda: given.sum().item(), lambda: given[given > 0], lambda: torch.tensor([1], device="cuda")):
-        with pytest.raises(RuntimeError, match="synchronizing"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    for wait in (
+        lambda: given.sum().item(),
+        lambda: given[given > 0],
+        lambda: torch.tensor([1], device="cuda"),
+    ):
+        with (
+            pytest.raises(RuntimeError, match="synchronizing"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
             wait()
     assert gpu.recording is None
 
@@ -77,7 +93,8 @@ def test_modules_move_with_their_tied_weights_and_learn(gpu):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.RMSNorm(4), nn.Linear(4, 4))
     model[2].weight = model[0].weight
-    x, grads = torch.randn(2, 4), []
+    x = torch.randn(2, 4)
+    grads = []
     for each in (model, copy.deepcopy(model).to("cuda")):
         assert each[0].weight is each[2].weight
         each(x.to(each[0].weight.device)).pow(2).sum().backward()
@@ -85,7 +102,9 @@ def test_modules_move_with_their_tied_weights_and_learn(gpu):
     torch.testing.assert_close(grads[1], grads[0])
     optimizer = torch.optim.AdamW(each.parameters(), fused=False)
     optimizer.step()
-    assert isinstance(each[0].weight, PretendTensor) and not torch.equal(each[0].weight.cpu(), model[0].weight)
+    assert isinstance(each[0].weight, PretendTensor) and not torch.equal(
+        each[0].weight.cpu(), model[0].weight
+    )
 
 
 def test_autocast_multiplies_in_bfloat16(gpu):

@@ -37,7 +37,9 @@ def test_without_a_gpu_the_suite_says_so(monkeypatch):
     from gpu_suite import free_gigabytes
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(SystemExit, match=r"torch sees no GPU here; bash eval/gpu_suite\.sh --pretend"):
+    with pytest.raises(
+        SystemExit, match=r"torch sees no GPU here; bash eval/gpu_suite\.sh --pretend"
+    ):
         free_gigabytes(pretend=False)
 
 
@@ -51,7 +53,9 @@ def test_goals_are_judged_from_both_sides():
         ("c 0.05", "<= 0.1", "met"),
         ("d", ">= 1", "not measured"),
     ]
-    assert list(judged(step, {"status": "skipped", "why": "no room"})) == [("x", "", "", "skipped: no room")]
+    assert list(judged(step, {"status": "skipped", "why": "no room"})) == [
+        ("x", "", "", "skipped: no room")
+    ]
 
 
 @pytest.mark.slow

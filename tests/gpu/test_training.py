@@ -14,11 +14,14 @@ TOLERANCE = {False: 2e-5, True: 8e-2}
 
 
 def gradients(drafter):
-    return {name: x.grad.cpu().float() for name, x in drafter.named_parameters() if x.grad is not None}
+    return {
+        name: x.grad.cpu().float() for name, x in drafter.named_parameters() if x.grad is not None
+    }
 
 
 def compare(kind, gpu_options, autocasts):
-    drafter, batch = drafter_of(kind).train(), training_batch()
+    drafter = drafter_of(kind).train()
+    batch = training_batch()
     wanted = training_step(drafter, contract.the_target(), batch)
     want = gradients(drafter)
     drafter.zero_grad()
@@ -33,12 +36,23 @@ def compare(kind, gpu_options, autocasts):
             assert syncs <= budgets()["training"][kind], gpu.syncs
             got = gradients(on_gpu)
             assert got.keys() == want.keys()
-            torch.testing.assert_close(step.loss.cpu(), wanted.loss, rtol=TOLERANCE[autocast], atol=0)
+            torch.testing.assert_close(
+                step.loss.cpu(), wanted.loss, rtol=TOLERANCE[autocast], atol=0
+            )
             for name, value in want.items():
-                assert (got[name] - value).norm() <= TOLERANCE[autocast] * value.norm() + 1e-7, (name, autocast)
-            for name, value in wanted.metrics.items():  # sums: in bfloat16 a few anchors may agree otherwise
+                assert (got[name] - value).norm() <= TOLERANCE[autocast] * value.norm() + 1e-7, (
+                    name,
+                    autocast,
+                )
+            for (
+                name,
+                value,
+            ) in wanted.metrics.items():  # sums: in bfloat16 a few anchors may agree otherwise
                 torch.testing.assert_close(
-                    step.metrics[name].cpu(), value, rtol=0.05 if autocast else 1e-4, atol=1e-3 + 2 * autocast
+                    step.metrics[name].cpu(),
+                    value,
+                    rtol=0.05 if autocast else 1e-4,
+                    atol=1e-3 + 2 * autocast,
                 )
 
 

@@ -80,7 +80,9 @@ class _Handler(BaseHTTPRequestHandler):
     # -- plumbing -----------------------------------------------------------------------------------------------
 
     def _send(self, status: int, body: Any = None, headers: dict[str, str] | None = None) -> None:
-        data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+        data = (
+            body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+        )
         self.send_response(status)
         sent = {"Content-Length": str(len(data)), **(headers or {})}
         for name, value in sent.items():
@@ -141,7 +143,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail(401, "", "Invalid username or password.")
         else:
             self._send(
-                200, {"name": self._user, "type": "user", "auth": {"accessToken": {"role": "write"}}, "orgs": []}
+                200,
+                {
+                    "name": self._user,
+                    "type": "user",
+                    "auth": {"accessToken": {"role": "write"}},
+                    "orgs": [],
+                },
             )
 
     def create(self) -> None:
@@ -151,9 +159,15 @@ class _Handler(BaseHTTPRequestHandler):
         repo = f"{body.get('organization') or 'writer'}/{body['name']}"
         key = (body.get("type", "model") + "s", repo)
         if key in self.server.repositories:
-            self._send(409, {"url": f"{self.server.url}/{repo}", "error": "You already created this repo"})
+            self._send(
+                409, {"url": f"{self.server.url}/{repo}", "error": "You already created this repo"}
+            )
             return
-        first = {hashlib.sha1(repo.encode()).hexdigest(): {".gitattributes": b"*.safetensors filter=lfs\n"}}
+        first = {
+            hashlib.sha1(repo.encode()).hexdigest(): {
+                ".gitattributes": b"*.safetensors filter=lfs\n"
+            }
+        }
         self.server.repositories[key] = Repository(
             bool(body.get("private")) or body.get("visibility") == "private", first
         )
@@ -165,7 +179,11 @@ class _Handler(BaseHTTPRequestHandler):
             "X-Xet-Access-Token": "t",
             "X-Xet-Token-Expiration": "4102444800",
         }
-        self._send(200, {"casUrl": headers["X-Xet-Cas-Url"], "accessToken": "t", "exp": 4102444800}, headers)
+        self._send(
+            200,
+            {"casUrl": headers["X-Xet-Cas-Url"], "accessToken": "t", "exp": 4102444800},
+            headers,
+        )
 
     def xet_storage(self) -> None:
         self._body()
@@ -185,10 +203,15 @@ class _Handler(BaseHTTPRequestHandler):
         found = self._repository(kind, repo)
         if found is None or not self._may_write():
             return
-        kept, answer = found.commits[found.head], []
+        kept = found.commits[found.head]
+        answer = []
         for path in (file["path"] for file in files):
             large = path.endswith((".safetensors", ".png", ".gguf"))
-            name = hashlib.sha256(kept.get(path, b"")).hexdigest() if large else _git_oid(kept.get(path, b""))
+            name = (
+                hashlib.sha256(kept.get(path, b"")).hexdigest()
+                if large
+                else _git_oid(kept.get(path, b""))
+            )
             mode = {"uploadMode": "lfs" if large else "regular", "shouldIgnore": False}
             answer.append({"path": path, **mode, "oid": name if path in kept else None})
         self._send(200, {"files": answer})
@@ -201,7 +224,9 @@ class _Handler(BaseHTTPRequestHandler):
         for item in asked["objects"]:
             entry = {"oid": item["oid"], "size": item["size"]}
             if item["oid"] not in self.server.objects:
-                entry["actions"] = {"upload": {"href": f"{self.server.url}/lfs/{item['oid']}", "header": {}}}
+                entry["actions"] = {
+                    "upload": {"href": f"{self.server.url}/lfs/{item['oid']}", "header": {}}
+                }
             answer.append(entry)
         self._send(200, {"transfer": "basic", "objects": answer})
 
@@ -233,7 +258,9 @@ class _Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = self.server.objects[value["oid"]]
             elif line["key"] != "header":
                 raise AssertionError(f"nothing but additions is expected, not {line['key']}")
-        oid = hashlib.sha1(repr(sorted(files.items())).encode() + str(len(found.commits)).encode()).hexdigest()
+        oid = hashlib.sha1(
+            repr(sorted(files.items())).encode() + str(len(found.commits)).encode()
+        ).hexdigest()
         found.commits[oid] = files
         self._send(200, {"commitOid": oid, "commitUrl": f"{self.server.url}/{repo}/commit/{oid}"})
 
@@ -250,14 +277,26 @@ class _Handler(BaseHTTPRequestHandler):
 
     def refs(self, kind: str, repo: str) -> None:
         if found := self._repository(kind, repo):
-            tags = [{"name": n, "ref": f"refs/tags/{n}", "targetCommit": c} for n, c in found.tags.items()]
+            tags = [
+                {"name": n, "ref": f"refs/tags/{n}", "targetCommit": c}
+                for n, c in found.tags.items()
+            ]
             branches = [{"name": "main", "ref": "refs/heads/main", "targetCommit": found.head}]
             self._send(200, {"branches": branches, "tags": tags, "converts": []})
 
     def info(self, kind: str, repo: str, revision: str = "main") -> None:
         if (found := self._repository(kind, repo)) and (oid := self._revision(found, revision)):
             siblings = [{"rfilename": path} for path in found.commits[oid]]
-            self._send(200, {"id": repo, "sha": oid, "siblings": siblings, "private": found.private, "tags": []})
+            self._send(
+                200,
+                {
+                    "id": repo,
+                    "sha": oid,
+                    "siblings": siblings,
+                    "private": found.private,
+                    "tags": [],
+                },
+            )
 
     def tree(self, kind: str, repo: str, revision: str, folder: str = "") -> None:
         if (found := self._repository(kind, repo)) and (oid := self._revision(found, revision)):
@@ -309,5 +348,8 @@ _ROUTES = [
     (_API, _Handler.info),
     (r"/(?:(?P<kind>datasets)/)?(?P<repo>[^/]+/[^/]+)\.git/info/lfs/objects/batch", _Handler.batch),
     (r"/lfs/(?P<oid>[0-9a-f]{64})", _Handler.store),
-    (r"/(?:(?P<kind>datasets)/)?(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)", _Handler.resolve),
+    (
+        r"/(?:(?P<kind>datasets)/)?(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)",
+        _Handler.resolve,
+    ),
 ]

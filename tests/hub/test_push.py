@@ -42,16 +42,26 @@ def work(tmp_path_factory):
         "kind": "eagle3", "target": str(folder / "target"), "data": str(folder / "data"), "loss": "kl", "init": "target",
         "output_dir": str(folder / "drafter"), "max_length": 512, "drafter": {"ttt_steps": 4}, "trainer": {"seed": 3},
     }  # fmt: skip
-    record = {"config": config, "steps": 12, "seconds": 30.0, "parameters": 12345, "device": "cpu", "processes": 1}
+    record = {
+        "config": config,
+        "steps": 12,
+        "seconds": 30.0,
+        "parameters": 12345,
+        "device": "cpu",
+        "processes": 1,
+    }
     (folder / "drafter" / "training.json").write_text(json.dumps(record))
     (folder / "drafter" / "decoding.json").write_text('{"tree": "chain:2"}')
     with Store(
-        folder / "data", {"target": target.identity(), "sampling": {"temperature": 1.0, "max_new_tokens": 8}}
+        folder / "data",
+        {"target": target.identity(), "sampling": {"temperature": 1.0, "max_new_tokens": 8}},
     ) as store:
         for i in range(3):
             row = {"id": str(i), "tokens": [1, 2, 3, 4], "spans": [[2, 4]], "finish": ["stop"]}
             store.append({**row, "source": str(folder / "prompts.jsonl")})
-    (folder / "suite.jsonl").write_text('{"question_id": "a", "category": "chat", "turns": ["Hello there"]}\n')
+    (folder / "suite.jsonl").write_text(
+        '{"question_id": "a", "category": "chat", "turns": ["Hello there"]}\n'
+    )
     assert evaluate(folder, str(folder / "drafter"), folder / "results.json") == 0
     return folder
 
@@ -73,7 +83,9 @@ def push_command(work: Path, *more: str) -> list[str]:
 @pytest.mark.thorough
 def test_the_target_is_read_where_it_is_and_named_as_published(work, tmp_path, monkeypatch):
     """No request to the Hub: the published name of a local target is text."""
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *a, **k: pytest.fail("asked the Hub"))
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda *a, **k: pytest.fail("asked the Hub")
+    )
     target = Target.load(str(work / "target"), "float32")
     options = {"num_hidden_layers": 1, "feature_layers": (1, 4), "mask_token_id": 290}
     block = DFlash(DFlashConfig.for_target(target, draft_vocab_size=0, **options))
@@ -90,19 +102,40 @@ def test_the_target_is_read_where_it_is_and_named_as_published(work, tmp_path, m
             "--dtype",
             "float32",
         ]
-        assert main([*command, "--base-model", "someone/base", "--dry-run", "--output", str(out)]) == 0
+        assert (
+            main([*command, "--base-model", "someone/base", "--dry-run", "--output", str(out)]) == 0
+        )
     described = json.loads((tmp_path / "out-drafter" / "speculators" / "config.json").read_text())
     verifier = {"name_or_path": "someone/base", "architectures": ["LlamaForCausalLM"]}
     assert described["speculators_config"]["verifier"] == verifier
-    assert json.loads((tmp_path / "out-dflash" / "vllm" / "config.json").read_text())["num_target_layers"] == 8
+    assert (
+        json.loads((tmp_path / "out-dflash" / "vllm" / "config.json").read_text())[
+            "num_target_layers"
+        ]
+        == 8
+    )
 
 
 @pytest.mark.thorough
 def test_a_published_drafter_is_imported_as_it_was_trained(work, tmp_path):
     target = Target.load(str(work / "target"), "float32")
-    make_head(target, ttt_steps=6, depth_share=0.5, depth_decay=0.7).save_pretrained(tmp_path / "drafter")
-    push = ["push", "--drafter", str(tmp_path / "drafter"), "--repo", "writer/head", "--without-evaluation"]
-    assert main([*push, "--base-model", "someone/base", "--dry-run", "--output", str(tmp_path / "out")]) == 0
+    make_head(target, ttt_steps=6, depth_share=0.5, depth_decay=0.7).save_pretrained(
+        tmp_path / "drafter"
+    )
+    push = [
+        "push",
+        "--drafter",
+        str(tmp_path / "drafter"),
+        "--repo",
+        "writer/head",
+        "--without-evaluation",
+    ]
+    assert (
+        main(
+            [*push, "--base-model", "someone/base", "--dry-run", "--output", str(tmp_path / "out")]
+        )
+        == 0
+    )
     back = ["import", "--checkpoint", str(tmp_path / "out"), "--target", str(work / "target")]
     assert main([*back, "--output", str(tmp_path / "back")]) == 0
     config = json.loads((tmp_path / "back" / "config.json").read_text())
@@ -114,10 +147,25 @@ def test_a_card_names_the_data_of_a_training_elsewhere(work, tmp_path):
     file = tmp_path / "drafter" / "training.json"
     record = json.loads(file.read_text())
     record["config"]["data"] = "/not/here"
-    facts = {"counts": {"conversations": 77, "response_tokens": 1234}, "sampling": {"temperature": 0.7}}
+    facts = {
+        "counts": {"conversations": 77, "response_tokens": 1234},
+        "sampling": {"temperature": 0.7},
+    }
     file.write_text(json.dumps({**record, "data_set": facts}))
-    push = ["push", "--drafter", str(tmp_path / "drafter"), "--repo", "writer/head", "--without-evaluation"]
-    assert main([*push, "--base-model", "someone/base", "--dry-run", "--output", str(tmp_path / "out")]) == 0
+    push = [
+        "push",
+        "--drafter",
+        str(tmp_path / "drafter"),
+        "--repo",
+        "writer/head",
+        "--without-evaluation",
+    ]
+    assert (
+        main(
+            [*push, "--base-model", "someone/base", "--dry-run", "--output", str(tmp_path / "out")]
+        )
+        == 0
+    )
     card = (tmp_path / "out" / "README.md").read_text()
     assert "77 conversations with 1234 tokens that the target wrote itself (temperature 0.7" in card
 
@@ -125,7 +173,11 @@ def test_a_card_names_the_data_of_a_training_elsewhere(work, tmp_path):
 def test_a_card_shows_what_the_drafter_accepts_alone(work, tmp_path):
     """Engines draft without our merged matches, so a merged figure alone would promise too much."""
     alone = json.loads((work / "results.json").read_text())
-    merged = {**alone, "kind": f"{alone['kind']}+ngram", "overall": {**alone["overall"], "accepted_length": 9.0}}
+    merged = {
+        **alone,
+        "kind": f"{alone['kind']}+ngram",
+        "overall": {**alone["overall"], "accepted_length": 9.0},
+    }
     files = [tmp_path / "merged.json", tmp_path / "alone.json"]
     for file, content in zip(files, (merged, alone), strict=True):
         file.write_text(json.dumps(content))
@@ -133,7 +185,10 @@ def test_a_card_shows_what_the_drafter_accepts_alone(work, tmp_path):
     at = push.index("--results") + 1
     assert main([*push[:at], *map(str, files), *push[at + 1 :]]) == 0
     card = " ".join((tmp_path / "out" / "README.md").read_text().split())
-    assert f"alone, as engines draft with it, it accepts {alone['overall']['accepted_length']:.2f} per pass" in card
+    assert (
+        f"alone, as engines draft with it, it accepts {alone['overall']['accepted_length']:.2f} per pass"
+        in card
+    )
 
 
 @pytest.mark.thorough
@@ -198,7 +253,19 @@ def test_no_evaluation_or_a_foreign_one_is_refused(work, tmp_path, capsys):
         (tmp_path / "r.json").write_text(json.dumps({**results, **change}))
         assert main([*bare, "--results", str(tmp_path / "r.json")]) == 2
         assert message in capsys.readouterr().err
-    assert main(["push", "--drafter", str(work / "drafter"), "--repo", "noslash", "--without-evaluation"]) == 2
+    assert (
+        main(
+            [
+                "push",
+                "--drafter",
+                str(work / "drafter"),
+                "--repo",
+                "noslash",
+                "--without-evaluation",
+            ]
+        )
+        == 2
+    )
 
 
 def test_both_spellings_of_license_are_accepted(work, tmp_path, capsys):
@@ -217,7 +284,16 @@ def test_both_spellings_of_license_are_accepted(work, tmp_path, capsys):
 
 def test_private_things_are_found(tmp_path):
     assert shorten(
-        {"a": ["/home/me/run/x.json", "data=/tmp/d", "user/name", "runs/a/b+ngram", "https://a/b/c", "a / b"]}
+        {
+            "a": [
+                "/home/me/run/x.json",
+                "data=/tmp/d",
+                "user/name",
+                "runs/a/b+ngram",
+                "https://a/b/c",
+                "a / b",
+            ]
+        }
     ) == {"a": ["x.json", "data=d", "user/name", "b+ngram", "https://a/b/c", "a / b"]}
     for text, message in (
         (f"see {TOKEN}", "looks like a Hugging Face token"),
@@ -233,7 +309,10 @@ def test_private_things_are_found(tmp_path):
 
 def test_a_draft_model_is_published_with_its_gguf_file(tmp_path, capsys):
     make_checkpoint(tmp_path / "draft", "llama")
-    described = {"drafter_kind": "draft_model", "target": {"name": "someone/base", "vocab_size": 300}}
+    described = {
+        "drafter_kind": "draft_model",
+        "target": {"name": "someone/base", "vocab_size": 300},
+    }
     (tmp_path / "draft" / "drafttrain.json").write_text(json.dumps(described))
     command = [
         "push",
@@ -246,10 +325,21 @@ def test_a_draft_model_is_published_with_its_gguf_file(tmp_path, capsys):
     ]
     assert main([*command, "--output", str(tmp_path / "out")]) == 0
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert {"config.json", "model.safetensors", "tokenizer.json", "draft.gguf", "README.md"} <= names
-    assert json.loads((tmp_path / "out" / "drafttrain.json").read_text())["drafter_kind"] == "draft_model"
+    assert {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "draft.gguf",
+        "README.md",
+    } <= names
+    assert (
+        json.loads((tmp_path / "out" / "drafttrain.json").read_text())["drafter_kind"]
+        == "draft_model"
+    )
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "--spec-draft-model writer/draft/draft.gguf" in card and "assistant_model=assistant" in card
+    assert (
+        "--spec-draft-model writer/draft/draft.gguf" in card and "assistant_model=assistant" in card
+    )
 
 
 _DRIVER = """
@@ -272,7 +362,9 @@ print("=== " + json.dumps(report))
 """
 
 
-def run_against(server: HubServer, home: Path, commands: list) -> tuple[list[int], list[str], list[str]]:
+def run_against(
+    server: HubServer, home: Path, commands: list
+) -> tuple[list[int], list[str], list[str]]:
     """Commands in one process whose Hub is the server; their status, and what each printed and complained of."""
     environment = {
         **{key: value for key, value in os.environ.items() if not key.startswith("HF_")},
@@ -291,7 +383,15 @@ def run_against(server: HubServer, home: Path, commands: list) -> tuple[list[int
 def test_the_hub_from_login_to_reading_back(work, tmp_path):
     """Auth failures, an interrupted upload that resumes, an update with a tag, and an evaluation of the published drafter."""
     push = push_command(work)
-    data = ["push-data", "--data", str(work / "data"), "--repo", "writer/data", "--prompt-licence", "our own, CC0"]
+    data = [
+        "push-data",
+        "--data",
+        str(work / "data"),
+        "--repo",
+        "writer/data",
+        "--prompt-licence",
+        "our own, CC0",
+    ]
     with HubServer() as server:
         server.break_after = 1
         commands = [
@@ -316,7 +416,9 @@ def test_the_hub_from_login_to_reading_back(work, tmp_path):
         assert "the Hub does not provide it" in errors[10]
         head = server.repositories["models", "writer/head"]
         # Of three large files one had arrived before the break, and it was not sent again.
-        puts = Counter(line.rpartition("/")[2] for line in server.log if line.startswith("PUT /lfs/"))
+        puts = Counter(
+            line.rpartition("/")[2] for line in server.log if line.startswith("PUT /lfs/")
+        )
         assert puts.keys() == server.objects.keys() and len(puts) == 3
         assert min(puts.values()) == 1 and max(puts.values()) > 1
         # The first push that came through made v1, the same again changed nothing, the changed card made v2.
@@ -325,17 +427,22 @@ def test_the_hub_from_login_to_reading_back(work, tmp_path):
             *_, address, then = said.strip().splitlines()
             assert address.endswith("/writer/head/tree/v1")
             assert then == "next: drafttrain eval --target TARGET --drafter writer/head"
-        before, after = head.commits[head.tags["v1"]], head.commits[head.tags["v2"]]
+        before = head.commits[head.tags["v1"]]
+        after = head.commits[head.tags["v2"]]
         assert set(before) <= set(after) and ".gitattributes" in after
         assert b"license: mit" in after["README.md"] and b"license: mit" not in before["README.md"]
-        everything = b"".join(content for files in head.commits.values() for content in files.values())
+        everything = b"".join(
+            content for files in head.commits.values() for content in files.values()
+        )
         assert TOKEN.encode() not in everything and TOKEN not in "".join(out + errors)
         rows = server.repositories["datasets", "writer/data"].commits[
             server.repositories["datasets", "writer/data"].head
         ]
         assert rows["part-0000.jsonl"].count(b"\n") == 3 and b"our own, CC0" in rows["README.md"]
         assert str(work).encode() not in b"".join(rows.values())
-    local, hub = (json.loads(path.read_text()) for path in (work / "results.json", tmp_path / "again.json"))
+    local, hub = (
+        json.loads(path.read_text()) for path in (work / "results.json", tmp_path / "again.json")
+    )
     assert hub["kind"] == "eagle3" and hub["decoding"]["tree"]["spec"] == "chain:2"
     for key in ("accepted_length", "tokens", "target_passes", "identical_outputs"):
         assert hub["overall"][key] == local["overall"][key]

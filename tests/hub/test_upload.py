@@ -35,7 +35,14 @@ def closed_port() -> int:
 @pytest.fixture
 def online(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+    for name in (
+        "http_proxy",
+        "https_proxy",
+        "all_proxy",
+        "HTTP_PROXY",
+        "HTTPS_PROXY",
+        "ALL_PROXY",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -74,7 +81,9 @@ def test_the_proxy_of_the_environment_is_used(online, monkeypatch):
         monkeypatch.setenv("HTTP_PROXY", proxy.url)
         monkeypatch.setattr(constants, "ENDPOINT", "http://nowhere.invalid")
         upload.check_reachable("a/b")
-        assert proxy.log == ["HEAD http://nowhere.invalid"] or proxy.log == ["HEAD http://nowhere.invalid/"]
+        assert proxy.log == ["HEAD http://nowhere.invalid"] or proxy.log == [
+            "HEAD http://nowhere.invalid/"
+        ]
 
 
 def test_offline_mode_is_said(monkeypatch):
@@ -82,10 +91,14 @@ def test_offline_mode_is_said(monkeypatch):
     assert "HF_HUB_OFFLINE is set; unset it to publish, or use --dry-run" in refusal()
 
 
-CLIENT = sys.modules[HTTPError.__module__.partition(".")[0]]  # httpx or httpx2, by the Hub client's release
+CLIENT = sys.modules[
+    HTTPError.__module__.partition(".")[0]
+]  # httpx or httpx2, by the Hub client's release
 
 
-@pytest.mark.parametrize("error", [CLIENT.ConnectError("no route"), CLIENT.ReadTimeout("slow"), OSError("reset")])
+@pytest.mark.parametrize(
+    "error", [CLIENT.ConnectError("no route"), CLIENT.ReadTimeout("slow"), OSError("reset")]
+)
 def test_a_connection_that_breaks_later_is_one_line(error, monkeypatch, tmp_path):
     def broken(*_: object) -> None:
         raise error
@@ -109,7 +122,9 @@ def test_a_refused_push_leaves_no_folder_behind(tmp_path, existed):
     with pytest.raises(
         UserError, match=r"meta.json line 1 holds what looks like a Hugging Face token; remove it"
     ) as caught:
-        upload.publish(arguments(dry_run=True, output=str(out)), "push", "model", "message", prepare)
+        upload.publish(
+            arguments(dry_run=True, output=str(out)), "push", "model", "message", prepare
+        )
     assert TOKEN not in str(caught.value)
     assert not out.exists() or existed
 
@@ -156,4 +171,8 @@ def test_what_fails_in_xet_names_the_switch_that_goes_without_it(tmp_path, switc
         assert pushed.startswith("done http") and read.startswith("done ")
     else:
         assert "the upload broke off" in pushed and "the Hub does not provide it" in read
-        assert "HF_HUB_DISABLE_XET=1" in pushed and "HF_HUB_DISABLE_XET=1" in read, (pushed, read, server.log)
+        assert "HF_HUB_DISABLE_XET=1" in pushed and "HF_HUB_DISABLE_XET=1" in read, (
+            pushed,
+            read,
+            server.log,
+        )

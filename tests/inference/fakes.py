@@ -32,15 +32,21 @@ class FakeDrafter(Drafter):
     kind = "fake"
 
     def __init__(self, truth=None, agree=0.5, nodes=6, seed=0, feature_layers=(), vocab=VOCAB):
-        self.truth, self.agree, self.nodes, self.vocab = truth, agree, nodes, vocab
+        self.truth = truth
+        self.agree = agree
+        self.nodes = nodes
+        self.vocab = vocab
         self.feature_layers = feature_layers
         self.random = random.Random(seed)
         self.tokens: list[int] = []
         self.features: list[Tensor] = []
 
     def start(self, prompt_ids, max_length):
-        self.prompt, self.device = prompt_ids.tolist(), prompt_ids.device
-        self.tokens, self.features, self.max_length = self.prompt[:1], [], max_length
+        self.prompt = prompt_ids.tolist()
+        self.device = prompt_ids.device
+        self.tokens = self.prompt[:1]
+        self.features = []
+        self.max_length = max_length
         return self
 
     def extend(self, tokens, features):
@@ -50,7 +56,10 @@ class FakeDrafter(Drafter):
 
     def propose(self, spec, sampler=None):
         done = len(self.tokens) - len(self.prompt)
-        tokens, parents, depths, on_path = [], [], [], []
+        tokens = []
+        parents = []
+        depths = []
+        on_path = []
         for _ in range(self.random.randint(0, self.nodes)):
             parent = self.random.randint(-1, len(tokens) - 1)
             depth = 1 + (depths[parent] if parent >= 0 else 0)
@@ -58,12 +67,20 @@ class FakeDrafter(Drafter):
             place = done + depth - 1
             siblings = {tokens[i] for i, p in enumerate(parents) if p == parent}
             token = self.random.randrange(self.vocab)
-            if self.truth is not None and follows and place < len(self.truth) and self.random.random() < self.agree:
+            if (
+                self.truth is not None
+                and follows
+                and place < len(self.truth)
+                and self.random.random() < self.agree
+            ):
                 token = self.truth[place]
             if token in siblings:
                 continue
             on_path.append(
-                follows and self.truth is not None and place < len(self.truth) and token == self.truth[place]
+                follows
+                and self.truth is not None
+                and place < len(self.truth)
+                and token == self.truth[place]
             )
             tokens.append(token)
             parents.append(parent)
@@ -77,7 +94,8 @@ class FakeBatch(Drafter):
     kind = "fakes"
 
     def __init__(self, truths, **options):
-        self.truths, self.options = truths, options
+        self.truths = truths
+        self.options = options
         self.feature_layers = options.get("feature_layers", ())
         self.sessions = []
 
@@ -88,7 +106,9 @@ class FakeBatch(Drafter):
         return self.sessions[-1].start(prompt_ids, max_length)
 
 
-ANY = TreeSpec.parse("fanout:4x4x4")  # fake drafters choose their own shapes; only the budget counts
+ANY = TreeSpec.parse(
+    "fanout:4x4x4"
+)  # fake drafters choose their own shapes; only the budget counts
 
 
 class MarkovTarget:
@@ -151,18 +171,46 @@ _MULTIPLIED = {
     "logits_scaling": 0.5,
 }
 _ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
-_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
-_LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.1], "long_factor": [2.0, 4.0], "factor": 4.0}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1],
+    "long_factor": [2.0, 4.0],
+    "factor": 4.0,
+}
 _LINEAR = {
-    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    **{
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
-_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 4}
+_MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 4,
+}
 _MAMBA2 = {"n_groups": 1, "chunk_size": 4}
 _EXPERTS = {**_ROUTED, "num_experts": 4}
 _LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
 _BLOCKS = ["linear_attention", "hybrid", "linear_attention"]
-_EMBED = {"n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 512, "rotary_dim": 4, "vocab_size": VOCAB}
+_EMBED = {
+    "n_embd": 32,
+    "n_head": 4,
+    "n_layer": 3,
+    "n_positions": 512,
+    "rotary_dim": 4,
+    "vocab_size": VOCAB,
+}
 _EMBED |= {"bos_token_id": 1, "eos_token_id": None, "tie_word_embeddings": False}
 
 
@@ -176,11 +224,23 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "qwen2": ("qwen2", {**_GROUPED, **_MIXED, "use_sliding_window": True}),
     "qwen3": ("qwen3", {**_GROUPED, **_MIXED, "use_sliding_window": True}),
     "mistral": ("mistral", {**_GROUPED, **_WINDOW}),
-    "mixtral": ("mixtral", {**_GROUPED, **_WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral": (
+        "mixtral",
+        {**_GROUPED, **_WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "qwen3_moe": ("qwen3_moe", {**_GROUPED, **_ROUTED, "num_experts": 4, "mlp_only_layers": [1]}),
-    "gemma2": ("gemma2", {**_GROUPED, **_MIXED, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}),
-    "gemma3": ("gemma3_text", {**_GROUPED, **_MIXED, "num_key_value_heads": 1, "query_pre_attn_scalar": 8}),
-    "phi": ("phi", {**_SIZE, "intermediate_size": 48, "num_key_value_heads": 2, "partial_rotary_factor": 0.5}),
+    "gemma2": (
+        "gemma2",
+        {**_GROUPED, **_MIXED, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {**_GROUPED, **_MIXED, "num_key_value_heads": 1, "query_pre_attn_scalar": 8},
+    ),
+    "phi": (
+        "phi",
+        {**_SIZE, "intermediate_size": 48, "num_key_value_heads": 2, "partial_rotary_factor": 0.5},
+    ),
     "phi3": ("phi3", {**_GROUPED, **_WINDOW}),
     "phi3_longrope": (
         "phi3",
@@ -193,47 +253,106 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "opt": ("opt", {**_SIZE, "ffn_dim": 48, "word_embed_proj_dim": 32}),
     "opt_post_norm": (
         "opt",
-        {**_SIZE, "ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False, "enable_bias": False},
+        {
+            **_SIZE,
+            "ffn_dim": 48,
+            "word_embed_proj_dim": 16,
+            "do_layer_norm_before": False,
+            "enable_bias": False,
+        },
     ),
     "gpt2": ("gpt2", {**_SIZE, "n_inner": 48, "tie_word_embeddings": True}),
-    "gpt_neox": ("gpt_neox", {**_SIZE, "intermediate_size": 48, "rotary_pct": 0.25, "use_parallel_residual": True}),
+    "gpt_neox": (
+        "gpt_neox",
+        {**_SIZE, "intermediate_size": 48, "rotary_pct": 0.25, "use_parallel_residual": True},
+    ),
     "granite": ("granite", {**_GROUPED, **_MULTIPLIED}),
     "deepseek_v3": (
         "deepseek_v3",
-        {**_without(_GROUPED, "head_dim"), **_LATENT, **_ROUTED, "num_key_value_heads": 4, "n_routed_experts": 4}
-        | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "n_shared_experts": 1},
+        {
+            **_without(_GROUPED, "head_dim"),
+            **_LATENT,
+            **_ROUTED,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+        }
+        | {
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 16,
+            "n_shared_experts": 1,
+        },
     ),
     "gpt_oss": (
         "gpt_oss",
-        {**_GROUPED, **_MIXED, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": _YARN},
+        {
+            **_GROUPED,
+            **_MIXED,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": _YARN,
+        },
     ),
 }
 
 
 # Families that decode with their own cache.
 OWN: dict[str, tuple[str, dict]] = {
-    "qwen3_next": ("qwen3_next", {**_GROUPED, **_EXPERTS, **_LINEAR, "shared_expert_intermediate_size": 24}),
+    "qwen3_next": (
+        "qwen3_next",
+        {**_GROUPED, **_EXPERTS, **_LINEAR, "shared_expert_intermediate_size": 24},
+    ),
     "qwen3_5": ("qwen3_5_text", {**_GROUPED, **_LINEAR}),
     "falcon_h1": ("falcon_h1", {**_GROUPED, **_MAMBA, "mamba_d_ssm": 64}),
     "lfm2": (
         "lfm2",
-        {**_GROUPED, "layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
+        {
+            **_GROUPED,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "block_auto_adjust_ff_dim": False,
+        },
     ),
     "granite_hybrid": (
         "granitemoehybrid",
-        {**_GROUPED, **_MAMBA, "layer_types": _LINEAR["layer_types"], "num_local_experts": 4, "num_experts_per_tok": 2}
+        {
+            **_GROUPED,
+            **_MAMBA,
+            "layer_types": _LINEAR["layer_types"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        }
         | {"shared_intermediate_size": 24},
     ),
     "nemotron_h": (
         "nemotron_h",
-        {**_without(_GROUPED, "num_hidden_layers"), **_MAMBA2, "mamba_num_heads": 8, "mamba_head_dim": 8}
-        | {"ssm_state_size": 8, "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"]},
+        {
+            **_without(_GROUPED, "num_hidden_layers"),
+            **_MAMBA2,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+        }
+        | {
+            "ssm_state_size": 8,
+            "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"],
+        },
     ),
     "bamba": ("bamba", {**_GROUPED, **_MAMBA, "attn_layer_indices": [1]}),
     "jamba": (
         "jamba",
-        {**_GROUPED, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
-        | {"num_experts": 4, "num_experts_per_tok": 2, "mamba_d_state": 8, "use_mamba_kernels": False},
+        {
+            **_GROUPED,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+        }
+        | {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "mamba_d_state": 8,
+            "use_mamba_kernels": False,
+        },
     ),
     "mamba": ("mamba", {**_SIZE, "state_size": 8}),
     "mamba2": ("mamba2", {**_SIZE, **_MAMBA2, "state_size": 8, "num_heads": 8, "head_dim": 8}),
@@ -244,49 +363,98 @@ OWN: dict[str, tuple[str, dict]] = {
     ),
     "minimax": (
         "minimax",
-        {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": _LINEAR["layer_types"]}
+        {
+            **_GROUPED,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": _LINEAR["layer_types"],
+        }
         | {"block_size": 4},
     ),
     "kimi_linear": (
         "kimi_linear",
-        {**_GROUPED, **_EXPERTS, **_LATENT, "num_key_value_heads": 4, "layer_types": _LINEAR["layer_types"]}
+        {
+            **_GROUPED,
+            **_EXPERTS,
+            **_LATENT,
+            "num_key_value_heads": 4,
+            "layer_types": _LINEAR["layer_types"],
+        }
         | {"q_lora_rank": None, "linear_num_heads": 4, "linear_head_dim": 8},
     ),
     "rwkv": ("rwkv", {**_SIZE, "attention_hidden_size": 32, "context_length": 512}),
     "xlstm": ("xlstm", {**_SIZE, "num_heads": 4, "embedding_dim": 32, "num_blocks": 3}),
     "zamba": (
         "zamba",
-        {**_without(_GROUPED, "head_dim"), "attention_hidden_size": 64, "attention_head_dim": 16, "n_mamba_heads": 2}
+        {
+            **_without(_GROUPED, "head_dim"),
+            "attention_hidden_size": 64,
+            "attention_head_dim": 16,
+            "n_mamba_heads": 2,
+        }
         | {"layers_block_type": _BLOCKS, "mamba_d_state": 8, "use_mamba_kernels": False},
     ),
     "zamba2": (
         "zamba2",
-        {**_GROUPED, "layers_block_type": _BLOCKS, "mamba_d_state": 8, "n_mamba_heads": 8, "mamba_headdim": 8}
-        | {"mamba_ngroups": 1, "chunk_size": 4, "adapter_rank": 8, "num_mem_blocks": 1, "mamba_expand": 2},
+        {
+            **_GROUPED,
+            "layers_block_type": _BLOCKS,
+            "mamba_d_state": 8,
+            "n_mamba_heads": 8,
+            "mamba_headdim": 8,
+        }
+        | {
+            "mamba_ngroups": 1,
+            "chunk_size": 4,
+            "adapter_rank": 8,
+            "num_mem_blocks": 1,
+            "mamba_expand": 2,
+        },
     ),
     "falcon_alibi": ("falcon", {**_SIZE, "alibi": True, "multi_query": True}),
     "falcon": ("falcon", _SIZE),
     "bloom": ("bloom", {**_SIZE, "n_layer": 3, "n_head": 4}),
     "mpt": (
         "mpt",
-        {"d_model": 32, "n_heads": 4, "n_layers": 3, "vocab_size": VOCAB, "max_seq_len": 512, "expansion_ratio": 2}
+        {
+            "d_model": 32,
+            "n_heads": 4,
+            "n_layers": 3,
+            "vocab_size": VOCAB,
+            "max_seq_len": 512,
+            "expansion_ratio": 2,
+        }
         | {"tie_word_embeddings": False, "eos_token_id": None},
     ),
     "gptj": ("gptj", _EMBED),
     "codegen": ("codegen", _EMBED),
     "gpt_neo": (
         "gpt_neo",
-        {**_without(_SIZE, "num_hidden_layers", "num_attention_heads"), "num_layers": 4, "num_heads": 4}
+        {
+            **_without(_SIZE, "num_hidden_layers", "num_attention_heads"),
+            "num_layers": 4,
+            "num_heads": 4,
+        }
         | {"attention_types": [[["global", "local"], 2]], "window_size": 7},
     ),
     "llama4": (
         "llama4_text",
         {**_GROUPED, "num_hidden_layers": 4, "num_local_experts": 2, "intermediate_size_mlp": 48}
-        | {"attention_chunk_size": 7, "interleave_moe_layer_step": 2, "no_rope_layers": [1, 1, 1, 0]},
+        | {
+            "attention_chunk_size": 7,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": [1, 1, 1, 0],
+        },
     ),
     "qwen2_moe_window": (
         "qwen2_moe",
-        {**_GROUPED, **_EXPERTS, **_MIXED, "shared_expert_intermediate_size": 24, "use_sliding_window": True},
+        {
+            **_GROUPED,
+            **_EXPERTS,
+            **_MIXED,
+            "shared_expert_intermediate_size": 24,
+            "use_sliding_window": True,
+        },
     ),
 }
 
@@ -306,7 +474,9 @@ def family(name: str) -> tuple[Target, nn.Module]:
     return Target.wrap(model, None, name=name), reference
 
 
-def hf_greedy(reference: nn.Module, prompt: list[int], count: int, use_cache: bool = True) -> list[int]:
+def hf_greedy(
+    reference: nn.Module, prompt: list[int], count: int, use_cache: bool = True
+) -> list[int]:
     out = reference.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt)),

@@ -28,7 +28,10 @@ class Machine:
     """
 
     def __init__(self, free=4, each=0.05, draft=0.05, noise=0.02, seed=0):
-        self.free, self.each, self.draft, self.noise = free, each, draft, noise
+        self.free = free
+        self.each = each
+        self.draft = draft
+        self.noise = noise
         self.random = random.Random(seed)
         self.depths: list[int] = []
 
@@ -55,7 +58,14 @@ class Machine:
             read = behind if depth else 0
             behind = behind - read + rows
             done = RoundReport(
-                spec, rows, rows * (1 + depth), target + draft + 0.01 * read, draft, read, 0.01 * read, drafted
+                spec,
+                rows,
+                rows * (1 + depth),
+                target + draft + 0.01 * read,
+                draft,
+                read,
+                0.01 * read,
+                drafted,
             )
             if isinstance(pace, Adaptive):
                 pace.observe(done)
@@ -67,7 +77,8 @@ class Machine:
 @pytest.mark.parametrize("tree", ["chain:4", "chain:8", "chain:1"])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_useless_drafter_costs_less_than_three_percent(tree, seed):
-    machine, pace = Machine(free=1, seed=seed), Adaptive(TreeSpec.parse(tree))
+    machine = Machine(free=1, seed=seed)
+    pace = Adaptive(TreeSpec.parse(tree))
     seconds, tokens, plain = machine.play(pace, 600, accept=0.0)
     assert tokens == 600
     assert seconds < 1.03 * plain
@@ -77,14 +88,20 @@ def test_a_useless_drafter_costs_less_than_three_percent(tree, seed):
 @pytest.mark.thorough
 @pytest.mark.parametrize("accept", [0.6, 0.8, 0.95])
 def test_a_useful_drafter_is_used(accept):
-    fixed = min(s / t for s, t, _ in (Machine().play(TreeSpec.parse(f"chain:{k}"), 3000, accept) for k in (1, 2, 4, 8)))
+    fixed = min(
+        s / t
+        for s, t, _ in (
+            Machine().play(TreeSpec.parse(f"chain:{k}"), 3000, accept) for k in (1, 2, 4, 8)
+        )
+    )
     seconds, tokens, plain = Machine().play(Adaptive(TreeSpec.parse("chain:8")), 1000, accept)
     assert seconds / tokens < 1.06 * fixed
     assert seconds < plain
 
 
 def test_drafting_stops_when_text_gets_hard_and_comes_back():
-    machine, pace = Machine(free=1, each=0.1, draft=0.1), Adaptive(TreeSpec.parse("chain:4"))
+    machine = Machine(free=1, each=0.1, draft=0.1)
+    pace = Adaptive(TreeSpec.parse("chain:4"))
     machine.play(pace, 200, accept=0.8)
     assert sum(machine.depths[-100:]) > 250
     machine.play(pace, 400, accept=0.0)
@@ -103,7 +120,8 @@ def test_the_budget_follows_acceptance():
 
 
 def test_the_budget_follows_the_load():
-    machine, pace = Machine(free=16, each=0.1), Adaptive(TreeSpec.parse("chain:4"))
+    machine = Machine(free=16, each=0.1)
+    pace = Adaptive(TreeSpec.parse("chain:4"))
     shares = []
     for rows in (2, 16, 2):
         machine.play(pace, 200, accept=0.5, rows=rows)
@@ -127,23 +145,39 @@ def gpu(tokens):
 @pytest.mark.parametrize(("rows", "curve"), [(1, cpu), (8, cpu), (8, gpu)])
 @pytest.mark.parametrize("accept", [0.0, 0.4, 0.8])
 def test_a_steady_load_comes_near_its_best_fixed_tree(tree, rows, curve, accept):
-    runs = [play(Adaptive(TreeSpec.parse(tree)), [Load(rows, accept, curve)], 1500, seed)[0] for seed in range(2)]
+    runs = [
+        play(Adaptive(TreeSpec.parse(tree)), [Load(rows, accept, curve)], 1500, seed)[0]
+        for seed in range(2)
+    ]
     assert mean(runs) > 0.97, runs
 
 
 @pytest.mark.thorough
 def test_a_load_that_changes_is_followed():
-    loads = [Load(1, 0.8, cpu), Load(8, 0.4, cpu), Load(1, 0.0, cpu), Load(1, 0.8, cpu), Load(8, 0.8, gpu)]
+    loads = [
+        Load(1, 0.8, cpu),
+        Load(8, 0.4, cpu),
+        Load(1, 0.0, cpu),
+        Load(1, 0.8, cpu),
+        Load(8, 0.8, gpu),
+    ]
     assert min(play(Adaptive(TreeSpec.parse("dynamic:4,4,16")), loads, 1000, 0)) > 0.92
 
 
 def test_costs_between_and_beyond_what_was_measured():
     costs = Costs()
     assert (costs.at(3), costs.lowest()) == (0.0, None)
-    for at, seconds in ((2, 1.0), (6, 3.0), (6, 3.0), (6, 90.0)):  # one slow round changes no median
+    for at, seconds in (
+        (2, 1.0),
+        (6, 3.0),
+        (6, 3.0),
+        (6, 90.0),
+    ):  # one slow round changes no median
         costs.add(at, seconds)
     assert [costs.at(place) for place in (1, 2, 4, 6, 8)] == [1.0, 1.0, 2.0, 3.0, 4.0]
-    costs.add(4, 50.0)  # the first of its size: at most twice what was expected, and no more than a larger one
+    costs.add(
+        4, 50.0
+    )  # the first of its size: at most twice what was expected, and no more than a larger one
     assert costs.at(4) == 3.0
     falling = Costs()
     falling.add(1, 2.0)
@@ -153,9 +187,16 @@ def test_costs_between_and_beyond_what_was_measured():
 
 def test_what_a_smaller_tree_would_have_accepted():
     # -1 -> 0, 1; 0 -> 2; 1 -> 3; 3 -> 4
-    tree = TokenTree(torch.arange(5), [-1, -1, 0, 1, 3], torch.tensor([-0.5, -1.0, -0.7, -1.1, -1.2]))
-    specs = [TreeSpec.parse(t) for t in ("none", "dynamic:2,2,3", "dynamic:2,2,4", "dynamic:1,2,1", "dynamic:3,2,5")]
-    sizes = [np.array([getattr(spec, name) for spec in specs]) for name in ("depth", "budget", "most")]
+    tree = TokenTree(
+        torch.arange(5), [-1, -1, 0, 1, 3], torch.tensor([-0.5, -1.0, -0.7, -1.1, -1.2])
+    )
+    specs = [
+        TreeSpec.parse(t)
+        for t in ("none", "dynamic:2,2,3", "dynamic:2,2,4", "dynamic:1,2,1", "dynamic:3,2,5")
+    ]
+    sizes = [
+        np.array([getattr(spec, name) for spec in specs]) for name in ("depth", "budget", "most")
+    ]
     accepted, nodes = smaller_parts(tree, [1, 3, 4], *sizes)
     assert accepted.tolist() == [0, 1, 2, 0, 3]
     assert nodes.tolist() == [0, 3, 4, 1, 5]
@@ -168,9 +209,16 @@ def test_what_a_smaller_tree_would_have_accepted():
 
 def test_a_smaller_tree_drafts_the_likely_nodes_of_a_match_alone():
     """As `alone` does: of each tree its own number of nodes, and likely ones up to the most of a match."""
-    chain = TokenTree(torch.arange(5), list(range(-1, 4)), torch.tensor([0.9, 0.8, 0.5, 0.2, 0.05]).log())
+    chain = TokenTree(
+        torch.arange(5), list(range(-1, 4)), torch.tensor([0.9, 0.8, 0.5, 0.2, 0.05]).log()
+    )
     match = replace(chain, matched=frozenset(range(5)))
-    for text in ("dynamic:2,4,1", "dynamic:1,4,2@match=3", "dynamic:2,4,5", "dynamic:2,4,2@match=11"):
+    for text in (
+        "dynamic:2,4,1",
+        "dynamic:1,4,2@match=3",
+        "dynamic:2,4,5",
+        "dynamic:2,4,2@match=11",
+    ):
         spec = TreeSpec.parse(text)
         kept = len(alone(match.part(list(range(min(spec.most, 5)))), spec))
         sizes = [np.array([0, value]) for value in (spec.depth, spec.budget, spec.most)]
@@ -204,7 +252,12 @@ def test_outputs_do_not_depend_on_the_pace(sampling):
     truths = {tuple(prompt): tokens for prompt, tokens in zip(prompts, want, strict=True)}
     drafter = FakeBatch(truths, agree=0.6, feature_layers=(0, 2))
     decoder = Decoder(
-        target, drafter, spec=TreeSpec.parse("fanout:4x4x4@adapt"), sampling=sampling, eos_ids=(), max_rows=2
+        target,
+        drafter,
+        spec=TreeSpec.parse("fanout:4x4x4@adapt"),
+        sampling=sampling,
+        eos_ids=(),
+        max_rows=2,
     )
     for _ in range(2):
         made = decoder.generate(prompts, max_new_tokens=40, seed=3)
@@ -229,7 +282,9 @@ def test_a_paused_drafter_gets_everything_when_it_is_asked_again():
     prompt = [5, 9, 11, 9]
     want = Decoder(target, None, eos_ids=()).generate([prompt], max_new_tokens=30)[0].tokens
     drafter = FakeBatch({tuple(prompt): want}, agree=0.8, feature_layers=(1, 3))
-    decoder = Decoder(target, drafter, spec=TreeSpec.parse("fanout:4x4x4"), eos_ids=(), pace=Stutter())
+    decoder = Decoder(
+        target, drafter, spec=TreeSpec.parse("fanout:4x4x4"), eos_ids=(), pace=Stutter()
+    )
     made = decoder.generate([prompt], max_new_tokens=30)[0]
     assert made.tokens == want
     assert made.stats.accepted_length > 1.0
@@ -245,7 +300,13 @@ def test_some_requests_may_be_decoded_plainly():
     prompts = [[5, 9, 11], [7, 7, 2, 9]]
     plain = Decoder(target, None, eos_ids=(), max_rows=2).generate(prompts, max_new_tokens=20)
     truths = {tuple(prompt): made.tokens for prompt, made in zip(prompts, plain, strict=True)}
-    decoder = Decoder(target, FakeBatch(truths, agree=1.0), spec=TreeSpec.parse("fanout:4x4x4"), eos_ids=(), max_rows=2)
+    decoder = Decoder(
+        target,
+        FakeBatch(truths, agree=1.0),
+        spec=TreeSpec.parse("fanout:4x4x4"),
+        eos_ids=(),
+        max_rows=2,
+    )
     on, off = decoder.generate(prompts, max_new_tokens=20, speculate=[True, False])
     assert [on.tokens, off.tokens] == [made.tokens for made in plain]
     assert on.stats.accepted_length > 1.0

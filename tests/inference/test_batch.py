@@ -11,21 +11,40 @@ from drafttrain.drafters.combined import CombinedDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.ngram.model import NgramDrafter
 from drafttrain.errors import UserError
-from drafttrain.inference import Decoder, SamplingParams, Stats, engine, generate, generate_batch, strip_padding
+from drafttrain.inference import (
+    Decoder,
+    SamplingParams,
+    Stats,
+    engine,
+    generate,
+    generate_batch,
+    strip_padding,
+)
 from drafttrain.ops import tree_cache
 from drafttrain.ops.tree_attention import TreeLayout
 from tests.conftest import make_target
 from tests.drafters.test_eagle3 import make_drafter
 from tests.inference.fakes import ANY, FakeBatch, MarkovTarget, family, hf_greedy
 
-PROMPTS = [[5, 9, 11, 9, 11, 30, 2, 9, 11, 4, 44, 9], [7], [3, 3, 3, 8, 3, 3], list(range(20)), [59, 1, 59, 1]]
+PROMPTS = [
+    [5, 9, 11, 9, 11, 30, 2, 9, 11, 4, 44, 9],
+    [7],
+    [3, 3, 3, 8, 3, 3],
+    list(range(20)),
+    [59, 1, 59, 1],
+]
 SPECS = ("none", "chain:1", "chain:4", "fanout:3x2x1", "dynamic:4,3,9")
 
-prompt_lists = st.lists(st.lists(st.integers(0, 59), min_size=1, max_size=12), min_size=1, max_size=6)
+prompt_lists = st.lists(
+    st.lists(st.integers(0, 59), min_size=1, max_size=12), min_size=1, max_size=6
+)
 
 
 def alone(target, drafter, prompts, seed=0, **options):
-    return [generate(target, drafter, prompt, seed=seed + i, **options).tokens for i, prompt in enumerate(prompts)]
+    return [
+        generate(target, drafter, prompt, seed=seed + i, **options).tokens
+        for i, prompt in enumerate(prompts)
+    ]
 
 
 def tokens_of(generations):
@@ -44,14 +63,23 @@ def tokens_of(generations):
     eos_ids=st.lists(st.integers(0, 59), max_size=4),
     temperature=st.sampled_from([0.0, 1.2]),
 )
-def test_rows_do_not_change_each_other(prompts, seed, agree, nodes, count, max_rows, eos_ids, temperature):
+def test_rows_do_not_change_each_other(
+    prompts, seed, agree, nodes, count, max_rows, eos_ids, temperature
+):
     """Drafters that always, never or sometimes agree; EOS anywhere; more prompts than rows; greedy and sampled."""
     target = MarkovTarget(vocab=60, seed=seed % 7)
     options = {"max_new_tokens": count, "sampling": SamplingParams(temperature), "seed": seed}
     free = alone(target, None, prompts, eos_ids=(), **options)
-    want = [tokens[: next((i + 1 for i, t in enumerate(tokens) if t in eos_ids), count)] for tokens in free]
-    drafter = FakeBatch(dict(zip(map(tuple, prompts), free, strict=True)), agree=agree, nodes=nodes, seed=seed)
-    got = generate_batch(target, drafter, prompts, spec=ANY, eos_ids=eos_ids, max_rows=max_rows, **options)
+    want = [
+        tokens[: next((i + 1 for i, t in enumerate(tokens) if t in eos_ids), count)]
+        for tokens in free
+    ]
+    drafter = FakeBatch(
+        dict(zip(map(tuple, prompts), free, strict=True)), agree=agree, nodes=nodes, seed=seed
+    )
+    got = generate_batch(
+        target, drafter, prompts, spec=ANY, eos_ids=eos_ids, max_rows=max_rows, **options
+    )
     assert tokens_of(got) == want
     for generation, tokens in zip(got, want, strict=True):
         ended = tokens[-1] in eos_ids
@@ -75,13 +103,17 @@ def test_real_models_in_batches(name, prompts, seed, agree, nodes, count, max_ro
     target, _ = family(name)
     options = {"max_new_tokens": count, "eos_ids": [eos]}
     want = alone(target, None, prompts, **options)
-    drafter = FakeBatch(dict(zip(map(tuple, prompts), want, strict=True)), agree=agree, nodes=nodes, seed=seed)
+    drafter = FakeBatch(
+        dict(zip(map(tuple, prompts), want, strict=True)), agree=agree, nodes=nodes, seed=seed
+    )
     got = generate_batch(target, drafter, prompts, spec=ANY, max_rows=max_rows, **options)
     assert tokens_of(got) == want
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["llama", "gemma3", pytest.param("mistral", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma3", pytest.param("mistral", marks=pytest.mark.slow)]
+)
 def test_greedy_batches_are_what_transformers_generates(name):
     target, reference = family(name)
     want = [hf_greedy(reference, prompt, 20) for prompt in PROMPTS]
@@ -108,7 +140,9 @@ def test_eagle3_in_batches(target, spec, combined):
     options = {"max_new_tokens": 20, "eos_ids": ()}
     want = alone(target, None, PROMPTS, **options)
     for max_rows in (1, 2, 5):
-        got = generate_batch(target, drafter, PROMPTS, spec=TreeSpec.parse(spec), max_rows=max_rows, **options)
+        got = generate_batch(
+            target, drafter, PROMPTS, spec=TreeSpec.parse(spec), max_rows=max_rows, **options
+        )
         assert tokens_of(got) == want
         if max_rows == 1:
             single = [generation.stats.accepted for generation in got]
@@ -117,7 +151,10 @@ def test_eagle3_in_batches(target, spec, combined):
 
 def test_eagle3_steps_once_per_depth_for_all_rows(target):
     drafter = make_drafter(target).eval()
-    spec, steps, step = TreeSpec.parse("dynamic:4,3,30"), [], drafter.step  # room for all: no path ends early
+    # room for all: no path ends early
+    spec = TreeSpec.parse("dynamic:4,3,30")
+    steps = []
+    step = drafter.step
     sessions = []
     for prompt in PROMPTS:
         ids = torch.tensor([*prompt, 2])
@@ -141,7 +178,12 @@ def test_sampled_rows_have_their_own_seeds():
     target, _ = family("llama")
     hot = SamplingParams(1.1, 40, 0.95)
     want = alone(target, None, PROMPTS, seed=7, max_new_tokens=12, sampling=hot, eos_ids=())
-    options = {"max_new_tokens": 12, "sampling": hot, "eos_ids": (), "spec": TreeSpec.parse("dynamic:3,3,8")}
+    options = {
+        "max_new_tokens": 12,
+        "sampling": hot,
+        "eos_ids": (),
+        "spec": TreeSpec.parse("dynamic:3,3,8"),
+    }
     got = generate_batch(target, NgramDrafter(), PROMPTS, seed=7, max_rows=3, **options)
     assert tokens_of(got) == want
 
@@ -151,7 +193,9 @@ def test_rows_join_as_others_finish(monkeypatch):
     decoder = Decoder(target, None, eos_ids=(), max_rows=2)
     sizes = []
     opened = type(decoder.cache).open
-    monkeypatch.setattr(type(decoder.cache), "open", lambda self, new: sizes.append(len(new)) or opened(self, new))
+    monkeypatch.setattr(
+        type(decoder.cache), "open", lambda self, new: sizes.append(len(new)) or opened(self, new)
+    )
     list(decoder.stream(PROMPTS, max_new_tokens=5))
     assert max(sizes) == decoder.cache.rows == 2
     # Two prefills of two prompts and four rounds each, then the fifth alone.
@@ -165,13 +209,19 @@ def test_prompts_in_pieces(monkeypatch, size):
     monkeypatch.setattr(engine, "_CHUNK", size)
     target, _ = family("gemma3")
     want = alone(target, None, PROMPTS, max_new_tokens=12, eos_ids=())
-    drafter = FakeBatch(dict(zip(map(tuple, PROMPTS), want, strict=True)), agree=0.7, feature_layers=(1, 3))
-    got = generate_batch(target, drafter, PROMPTS, max_new_tokens=12, spec=ANY, eos_ids=(), max_rows=3)
+    drafter = FakeBatch(
+        dict(zip(map(tuple, PROMPTS), want, strict=True)), agree=0.7, feature_layers=(1, 3)
+    )
+    got = generate_batch(
+        target, drafter, PROMPTS, max_new_tokens=12, spec=ANY, eos_ids=(), max_rows=3
+    )
     assert tokens_of(got) == want
     for session, prompt, tokens in zip(drafter.sessions, PROMPTS, want, strict=True):
         features = torch.cat(session.features)
         assert session.tokens == (prompt + tokens)[: len(features) + 1]
-        reference = target.forward(torch.tensor([(prompt + tokens)[: len(features)]]), (1, 3)).features[0]
+        reference = target.forward(
+            torch.tensor([(prompt + tokens)[: len(features)]]), (1, 3)
+        ).features[0]
         torch.testing.assert_close(features, reference, atol=1e-4, rtol=1e-4)
 
 
@@ -180,7 +230,8 @@ def test_long_prompts_need_no_quadratic_mask(monkeypatch):
     length = 8300
     target = make_target(layers=2, hidden=16, max_position_embeddings=16384)
     prompt = torch.randint(0, 250, (length,), generator=torch.Generator().manual_seed(1)).tolist()
-    sizes, mask = [], TreeLayout.mask
+    sizes = []
+    mask = TreeLayout.mask
 
     def spy(self, *args):
         first, made = mask(self, *args)
@@ -188,11 +239,15 @@ def test_long_prompts_need_no_quadratic_mask(monkeypatch):
         return first, made
 
     monkeypatch.setattr(TreeLayout, "mask", spy)
-    got = generate_batch(target, NgramDrafter(), [prompt, prompt[:4000]], max_new_tokens=4, eos_ids=(), max_rows=2)
+    got = generate_batch(
+        target, NgramDrafter(), [prompt, prompt[:4000]], max_new_tokens=4, eos_ids=(), max_rows=2
+    )
     target.model.set_attn_implementation("sdpa")
     assert got[0].tokens == hf_greedy(target.model, prompt, 4)
     assert got[1].tokens == hf_greedy(target.model, prompt[:4000], 4)
-    assert max(sizes) <= 2 * 256 * (length + 256)  # a block of rows, for either query head of a group
+    assert max(sizes) <= 2 * 256 * (
+        length + 256
+    )  # a block of rows, for either query head of a group
 
 
 def test_shares_add_up():
@@ -202,7 +257,10 @@ def test_shares_add_up():
     list(decoder.stream(PROMPTS, max_new_tokens=12, stats=stats))
     wall = max(s.total_seconds for s in stats)
     assert 0 < sum(s.target_seconds + s.draft_seconds for s in stats) <= wall
-    assert all(s.new_tokens == 12 and s.prompt_tokens == len(p) for s, p in zip(stats, PROMPTS, strict=True))
+    assert all(
+        s.new_tokens == 12 and s.prompt_tokens == len(p)
+        for s, p in zip(stats, PROMPTS, strict=True)
+    )
     assert all(s.new_tokens == 1 + sum(a + 1 for a in s.accepted) for s in stats)
     assert decoder.memory == (decoder.cache.nbytes, str(decoder.cache))
     assert "(5 rows x 35 positions)" in decoder.memory[1]
@@ -230,10 +288,16 @@ def test_the_packed_kernel_serves_the_cache(name, monkeypatch):
     target, _ = family(name)
     options = {"max_new_tokens": 12, "eos_ids": (), "spec": TreeSpec.parse("dynamic:3,3,8")}
     want = tokens_of(generate_batch(target, NgramDrafter(), PROMPTS, max_rows=3, **options))
-    plans, calls = [], []
-    build, attend = tree_cache.PackedPlan.build, tree_cache.packed_tree_attention
+    plans = []
+    calls = []
+    build = tree_cache.PackedPlan.build
+    attend = tree_cache.packed_tree_attention
     monkeypatch.setattr(tree_cache, "_on_gpu", lambda query: True)
-    monkeypatch.setattr(tree_cache.PackedPlan, "build", lambda *args: plans.append(1) or build(*args))
-    monkeypatch.setattr(tree_cache, "packed_tree_attention", lambda *a, **k: calls.append(1) or attend(*a, **k))
+    monkeypatch.setattr(
+        tree_cache.PackedPlan, "build", lambda *args: plans.append(1) or build(*args)
+    )
+    monkeypatch.setattr(
+        tree_cache, "packed_tree_attention", lambda *a, **k: calls.append(1) or attend(*a, **k)
+    )
     assert tokens_of(generate_batch(target, NgramDrafter(), PROMPTS, max_rows=3, **options)) == want
     assert len(calls) == target.num_layers * len(plans) > 0

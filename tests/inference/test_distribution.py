@@ -38,10 +38,15 @@ IMPOSSIBLE[:, 1] = float("-inf")  # q has mass there
 
 def with_rule(drawn: TokenTree, rule: TokenTree) -> TokenTree:
     """A drawn tree and, beside its nodes, those of one that a rule chose."""
-    tokens, parents = drawn.tokens.tolist(), list(drawn.parents)
+    tokens = drawn.tokens.tolist()
+    parents = list(drawn.parents)
     where = {-1: -1}
     for node, (parent, token) in enumerate(zip(rule.parents, rule.tokens.tolist(), strict=True)):
-        known = [i for i, pair in enumerate(zip(parents, tokens, strict=True)) if pair == (where[parent], token)]
+        known = [
+            i
+            for i, pair in enumerate(zip(parents, tokens, strict=True))
+            if pair == (where[parent], token)
+        ]
         if not known:
             tokens.append(token)
             parents.append(where[parent])
@@ -60,7 +65,9 @@ class Case:
     target: Tensor = TARGET
     drafter: Tensor = DRAFTER
     kept_ids: Tensor | None = None
-    rule: tuple[int, int] | None = None  # widths of a tree of likeliest tokens that is merged into the drawn one
+    rule: tuple[int, int] | None = (
+        None  # widths of a tree of likeliest tokens that is merged into the drawn one
+    )
     replace: bool = False  # a planted bug: siblings are drawn with replacement
 
     def text(self, prompt: Tensor) -> ProcessedText | None:
@@ -75,20 +82,26 @@ class Case:
 
     def tree(self, first: list[int], second: list[list[int]], drawn: bool) -> TokenTree:
         """Nodes of both depths from drafter ids; -1 is none."""
-        q, kept = self.q(), list(range(VOCAB)) if self.kept_ids is None else self.kept_ids.tolist()
+        q = self.q()
+        kept = list(range(VOCAB)) if self.kept_ids is None else self.kept_ids.tolist()
         children = [token for token in first if token >= 0]
-        tokens, parents, rows = [kept[token] for token in children], [-1] * len(children), [0] * len(children)
+        tokens = [kept[token] for token in children]
+        parents = [-1] * len(children)
+        rows = [0] * len(children)
         for parent, below in enumerate(second[: len(children)]):
             below = [token for token in below if token >= 0]
             tokens += [kept[token] for token in below]
             parents += [parent] * len(below)
             rows += [1 + parent] * len(below)
         proposal = Proposal(q[[0] + [kept[token] for token in children]], rows, self.kept_ids)
-        return TokenTree(torch.tensor(tokens, dtype=torch.long), parents, None, proposal if drawn else None)
+        return TokenTree(
+            torch.tensor(tokens, dtype=torch.long), parents, None, proposal if drawn else None
+        )
 
     def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Drafter ids of the root's children [count, w1], and of their children [count, w1, w2]; -1 is none."""
-        q, kept = self.q(), torch.arange(VOCAB) if self.kept_ids is None else self.kept_ids
+        q = self.q()
+        kept = torch.arange(VOCAB) if self.kept_ids is None else self.kept_ids
 
         def draw(rows, width):
             if self.replace:
@@ -105,12 +118,15 @@ class Case:
         if self.rule or not self.drawn:
             widths = self.rule or self.widths
             first = q[0].topk(widths[0]).indices
-            likeliest = self.tree(first.tolist(), q[kept[first]].topk(widths[1]).indices.tolist(), False)
+            likeliest = self.tree(
+                first.tolist(), q[kept[first]].topk(widths[1]).indices.tolist(), False
+            )
         if not self.drawn:
             return [likeliest] * count
 
         first, second = self.draw(count, generator)
-        drawn, different = [], {}
+        drawn = []
+        different = {}
         for a, b in zip(first.tolist(), second.tolist(), strict=True):
             key = str((a, b))
             if key not in different:
@@ -123,8 +139,10 @@ class Case:
 def pairs(case: Case, count: int, seed: int = 0) -> tuple[Tensor, float]:
     """How often each pair of tokens came after 0, [v, v]; and the share of rounds whose first token was a drafted one."""
     generator = torch.Generator().manual_seed(seed)
-    seen, accepted = torch.zeros(VOCAB * VOCAB, dtype=torch.long), 0
-    start, nothing = torch.tensor([0]), TokenTree.empty()
+    seen = torch.zeros(VOCAB * VOCAB, dtype=torch.long)
+    accepted = 0
+    start = torch.tensor([0])
+    nothing = TokenTree.empty()
     for _ in range(count // CHUNK):
         trees = case.trees(CHUNK, generator)
         verifiers = [Verifier(case.sampling, (), generator, case.text(start)) for _ in trees]
@@ -133,7 +151,9 @@ def pairs(case: Case, count: int, seed: int = 0) -> tuple[Tensor, float]:
         accepted += sum(len(verdict.path) > 0 for verdict in verdicts)
         short = [i for i, verdict in enumerate(verdicts) if len(verdict.tokens) == 1]
         roots = torch.tensor([verdicts[i].tokens[0] for i in short])
-        more = verify_batch([verifiers[i] for i in short], [nothing] * len(short), case.target[roots])
+        more = verify_batch(
+            [verifiers[i] for i in short], [nothing] * len(short), case.target[roots]
+        )
         for i, verdict in zip(short, more, strict=True):
             verdicts[i].tokens += verdict.tokens
         both = torch.tensor([verdict.tokens[:2] for verdict in verdicts])
@@ -155,9 +175,11 @@ def p_value(seen: Tensor, probs: Tensor) -> float:
         return 0.0
     want = probs * seen.sum()
     rare = (want < 5) & (want > 0)
-    counts, expected = seen[want >= 5].double(), want[want >= 5]
+    counts = seen[want >= 5].double()
+    expected = want[want >= 5]
     if rare.any():
-        counts, expected = torch.cat((counts, seen[rare].sum()[None])), torch.cat((expected, want[rare].sum()[None]))
+        counts = torch.cat((counts, seen[rare].sum()[None]))
+        expected = torch.cat((expected, want[rare].sum()[None]))
     return float(chisquare(counts.numpy(), expected.numpy()).pvalue)
 
 
@@ -167,7 +189,9 @@ CASES = {
     "drawn_chain": Case((1, 1)),
     "drawn_fanout": Case((3, 2)),
     "impossible_for_the_target": Case((2, 1), target=IMPOSSIBLE),
-    "impossible_for_the_drafter": Case((2, 1), drafter=DRAFTER[:, [4, 0, 2]], kept_ids=torch.tensor([4, 0, 2])),
+    "impossible_for_the_drafter": Case(
+        (2, 1), drafter=DRAFTER[:, [4, 0, 2]], kept_ids=torch.tensor([4, 0, 2])
+    ),
     "warped": Case((2, 1), sampling=SamplingParams(1.2, 4, 0.9, 0.05, 1.4)),
     "drawn_and_rule": Case((1, 1), rule=(2, 1)),
 }
@@ -210,17 +234,25 @@ def bulk_pairs(case: Case, judge=try_drawn, tokens=None) -> Tensor:
     q[:, kept] = case.q().double()
     first, second = case.draw(COUNT, generator) if tokens is None else tokens
     first, second = (torch.where(ids >= 0, kept[ids], -1) for ids in (first, second))
-    last, children, chosen = torch.zeros(COUNT, dtype=torch.long), first, []
+    last = torch.zeros(COUNT, dtype=torch.long)
+    children = first
+    chosen = []
     texts = last[:, None]  # [n, L]
     for _ in range(2):
         logits = LogitsProcessorList(case.processors())(texts, case.target[last])
-        uniforms = torch.rand(COUNT, 1 + children.shape[1], dtype=torch.float64, generator=generator)
+        uniforms = torch.rand(
+            COUNT, 1 + children.shape[1], dtype=torch.float64, generator=generator
+        )
         p = judge(probabilities(logits, case.sampling).double(), q[last], children, uniforms[:, 1:])
         last = pick(p, uniforms[:, 0])
         chosen.append(last)
         texts = torch.cat((texts, last[:, None]), dim=1)
-        at = first == last[:, None]  # the child that was accepted, if any, goes on with its own children
-        children = torch.where(at.any(1, keepdim=True), second[torch.arange(COUNT), at.int().argmax(1)], -1)
+        at = (
+            first == last[:, None]
+        )  # the child that was accepted, if any, goes on with its own children
+        children = torch.where(
+            at.any(1, keepdim=True), second[torch.arange(COUNT), at.int().argmax(1)], -1
+        )
     return torch.bincount(chosen[0] * VOCAB + chosen[1], minlength=VOCAB**2).view(VOCAB, VOCAB)
 
 
@@ -235,8 +267,11 @@ def test_a_drawn_child_is_accepted_as_often_as_can_be():
     """A chain's first token with probability sum min(p, q): more is impossible, by the coupling inequality."""
     case = CASES["drawn_chain"]
     _, rate = pairs(case, 2 * CHUNK, seed=5)
-    p, q = probabilities(case.target[:1], case.sampling), case.q()[:1]
-    assert rate == pytest.approx(float(torch.minimum(p, q).sum()), abs=4 * (0.25 / (2 * CHUNK)) ** 0.5)
+    p = probabilities(case.target[:1], case.sampling)
+    q = case.q()[:1]
+    assert rate == pytest.approx(
+        float(torch.minimum(p, q).sum()), abs=4 * (0.25 / (2 * CHUNK)) ** 0.5
+    )
     assert rate > 1.2 * float((p * q).sum())
 
 
@@ -252,7 +287,9 @@ def rejection(residual=True, renormalise=True, remove=True):
             rejected = (tried & (result < 0))[:, None]
             if residual:
                 rest = p - torch.minimum(p, q)
-                p = torch.where(rejected, rest / rest.sum(1, keepdim=True) if renormalise else rest, p)
+                p = torch.where(
+                    rejected, rest / rest.sum(1, keepdim=True) if renormalise else rest, p
+                )
             if remove:
                 others = q.scatter(1, x.clamp_min(0)[:, None], 0.0)
                 q = torch.where(rejected, others / others.sum(1, keepdim=True), q)
@@ -263,7 +300,9 @@ def rejection(residual=True, renormalise=True, remove=True):
 
 @pytest.mark.thorough
 def test_the_rule_told_in_another_way_is_the_same_rule():
-    assert torch.equal(bulk_pairs(CASES["drawn_fanout"], rejection()), bulk_pairs(CASES["drawn_fanout"]))
+    assert torch.equal(
+        bulk_pairs(CASES["drawn_fanout"], rejection()), bulk_pairs(CASES["drawn_fanout"])
+    )
 
 
 @pytest.mark.thorough
@@ -283,13 +322,20 @@ def test_likeliest_tokens_passed_off_as_drawn_are_caught():
     case = Case((2, 1))
     first = case.q()[0].topk(2).indices
     second = case.q()[first].topk(1).indices
-    assert p_value(bulk_pairs(case, tokens=(first.expand(COUNT, -1), second.expand(COUNT, -1, -1))), joint(case)) < 1e-6
+    assert (
+        p_value(
+            bulk_pairs(case, tokens=(first.expand(COUNT, -1), second.expand(COUNT, -1, -1))),
+            joint(case),
+        )
+        < 1e-6
+    )
 
 
 class MarkovDrafter(Drafter):
     """Drafts by a table of logits [v, v], through `expand` as trained kinds do."""
 
-    kind, feature_layers = "markov", ()
+    kind = "markov"
+    feature_layers = ()
 
     def start(self, prompt_ids, max_length):
         return self
@@ -298,20 +344,33 @@ class MarkovDrafter(Drafter):
         self.last = int(tokens[-1])
 
     def propose(self, spec, sampler=None):
-        return expand(spec, DRAFTER[self.last], lambda tokens, parents: DRAFTER[tokens], None, sampler)
+        return expand(
+            spec, DRAFTER[self.last], lambda tokens, parents: DRAFTER[tokens], None, sampler
+        )
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("text", ["chain:2@sample", "fanout:2x2@sample@stop=0.2", "paths:0,1,0-0@sample"])
+@pytest.mark.parametrize(
+    "text", ["chain:2@sample", "fanout:2x2@sample@stop=0.2", "paths:0,1,0-0@sample"]
+)
 def test_the_whole_loop_with_drawn_trees(text):
     """One long text: pairs that follow each token. The same seed gives it again, another seed does not."""
-    target, sampling, count = MarkovTarget(VOCAB), SamplingParams(0.9, min_p=0.05), 1500
+    target = MarkovTarget(VOCAB)
+    sampling = SamplingParams(0.9, min_p=0.05)
+    count = 1500
     target.table = TARGET
 
     def run(seed, tokens):
         spec = TreeSpec.parse(text)
         return generate(
-            target, MarkovDrafter(), [0], max_new_tokens=tokens, spec=spec, sampling=sampling, seed=seed, eos_ids=()
+            target,
+            MarkovDrafter(),
+            [0],
+            max_new_tokens=tokens,
+            spec=spec,
+            sampling=sampling,
+            seed=seed,
+            eos_ids=(),
         )
 
     got = run(3, count + 1)

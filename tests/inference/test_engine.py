@@ -26,14 +26,21 @@ def llama():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "name", ["llama", "gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "mistral"))]
+    "name",
+    [
+        "llama",
+        "gemma3",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "mistral")),
+    ],
 )
 def test_greedy_is_what_transformers_generates(name):
     target, reference = family(name)
     want = hf_greedy(reference, PROMPT, 40)
     assert generate(target, None, PROMPT, max_new_tokens=40, eos_ids=()).tokens == want
     for spec in SPECS:
-        got = generate(target, NgramDrafter(), PROMPT, max_new_tokens=40, spec=TreeSpec.parse(spec), eos_ids=())
+        got = generate(
+            target, NgramDrafter(), PROMPT, max_new_tokens=40, spec=TreeSpec.parse(spec), eos_ids=()
+        )
         assert got.tokens == want, spec
     for agree, seed in ((0.0, 1), (0.6, 2), (0.6, 3), (1.0, 4)):
         drafter = FakeDrafter(want, agree, nodes=20, seed=seed, feature_layers=(0, 2, 3))
@@ -59,9 +66,13 @@ def test_any_tree_on_any_prompt_changes_nothing(name, seed, agree, nodes, prompt
     got = generate(target, drafter, prompt, max_new_tokens=count, spec=ANY, eos_ids=())
     assert got.tokens == plain
     hot = SamplingParams(1.3, 30, 0.95)
-    plain = generate(target, None, prompt, max_new_tokens=count, sampling=hot, seed=seed, eos_ids=()).tokens
+    plain = generate(
+        target, None, prompt, max_new_tokens=count, sampling=hot, seed=seed, eos_ids=()
+    ).tokens
     drafter = FakeDrafter(plain, agree, nodes, seed)
-    got = generate(target, drafter, prompt, max_new_tokens=count, spec=ANY, sampling=hot, seed=seed, eos_ids=())
+    got = generate(
+        target, drafter, prompt, max_new_tokens=count, spec=ANY, sampling=hot, seed=seed, eos_ids=()
+    )
     assert got.tokens == plain
 
 
@@ -82,7 +93,14 @@ def test_drafters_get_the_features_of_committed_tokens(llama):
 def test_never_more_than_asked_for(llama, count):
     target, _ = llama
     plain = generate(target, None, PROMPT, max_new_tokens=20, eos_ids=()).tokens
-    got = generate(target, FakeDrafter(plain, 1.0, nodes=20), PROMPT, max_new_tokens=count, spec=ANY, eos_ids=())
+    got = generate(
+        target,
+        FakeDrafter(plain, 1.0, nodes=20),
+        PROMPT,
+        max_new_tokens=count,
+        spec=ANY,
+        eos_ids=(),
+    )
     assert got.tokens == plain[:count]
     assert not got.stats.ended
 
@@ -95,7 +113,9 @@ def test_eos_ends_wherever_it_comes(llama):
         end = plain.index(plain[place])
         for seed in range(2):
             drafter = FakeDrafter(plain, 0.9, nodes=20, seed=seed)
-            got = generate(target, drafter, PROMPT, max_new_tokens=20, spec=ANY, eos_ids=[plain[place]])
+            got = generate(
+                target, drafter, PROMPT, max_new_tokens=20, spec=ANY, eos_ids=[plain[place]]
+            )
             assert got.tokens == plain[: end + 1]
             assert got.stats.ended
 
@@ -106,11 +126,18 @@ def test_stats_add_up(llama):
     assert plain.stats.accepted_length == 1.0
     assert plain.stats.target_passes == 29
     assert plain.stats.draft_seconds == 0.0
-    stats = generate(target, FakeDrafter(plain.tokens, 0.8, 12), PROMPT, max_new_tokens=30, spec=ANY, eos_ids=()).stats
+    stats = generate(
+        target, FakeDrafter(plain.tokens, 0.8, 12), PROMPT, max_new_tokens=30, spec=ANY, eos_ids=()
+    ).stats
     assert stats.prompt_tokens == len(PROMPT)
     assert stats.new_tokens == len(stats.token_seconds) == 30
     assert stats.new_tokens == 1 + sum(accepted + 1 for accepted in stats.accepted)
-    assert len(stats.accepted) == len(stats.offered) == stats.target_passes == sum(stats.rounds.values())
+    assert (
+        len(stats.accepted)
+        == len(stats.offered)
+        == stats.target_passes
+        == sum(stats.rounds.values())
+    )
     assert all(accepted <= offered for accepted, offered in stats.rounds)
     assert stats.token_seconds == sorted(stats.token_seconds)
     assert stats.prefill_seconds == stats.token_seconds[0]
@@ -123,7 +150,9 @@ def test_stream_yields_rounds(llama):
     want = generate(target, None, PROMPT, max_new_tokens=12, eos_ids=()).tokens
     stats = Stats()
     drafter = FakeDrafter(want, 0.9, 12)
-    parts = list(stream(target, drafter, PROMPT, max_new_tokens=12, spec=ANY, eos_ids=(), stats=stats))
+    parts = list(
+        stream(target, drafter, PROMPT, max_new_tokens=12, spec=ANY, eos_ids=(), stats=stats)
+    )
     assert [token for part in parts for token in part] == want
     assert [len(part) - 1 for part in parts[1:]] == stats.accepted
     assert len(parts[0]) == 1
@@ -142,8 +171,12 @@ SAMPLING = SamplingParams(0.8)
 def pair_p_value(target, pairs: int) -> float:
     """Chi-square over what two tokens follow each token, in one long sampled text of a Markov target."""
     vocab = target.table.shape[0]
-    drafter = FakeDrafter(None, nodes=5, vocab=vocab // 2)  # favours some tokens: a biased rule shows
-    tokens = generate(target, drafter, [0], max_new_tokens=2 * pairs + 1, spec=ANY, sampling=SAMPLING, seed=11).tokens
+    drafter = FakeDrafter(
+        None, nodes=5, vocab=vocab // 2
+    )  # favours some tokens: a biased rule shows
+    tokens = generate(
+        target, drafter, [0], max_new_tokens=2 * pairs + 1, spec=ANY, sampling=SAMPLING, seed=11
+    ).tokens
     counts = torch.zeros(vocab, vocab, vocab, dtype=torch.float64)
     for i in range(0, 2 * pairs, 2):
         counts[tuple(tokens[i : i + 3])] += 1
@@ -160,12 +193,18 @@ def pair_p_value(target, pairs: int) -> float:
 def redraw_without_removing(self, tree, logits):
     """A planted bug: rejected children stay in the distribution that the bonus token is drawn from."""
     drafted = tree.tokens.tolist()
-    node, path, tokens = -1, [], []
+    node = -1
+    path = []
+    tokens = []
     while True:
         p = probabilities(logits[node + 1][None], self.sampler.params)
         children = [i for i, parent in enumerate(tree.parents) if parent == node]
-        uniforms = torch.rand(len(children) + 1, dtype=torch.float64, generator=self.sampler.generator)
-        taken = [i for i, uniform in zip(children, uniforms, strict=False) if uniform < p[0, drafted[i]]]
+        uniforms = torch.rand(
+            len(children) + 1, dtype=torch.float64, generator=self.sampler.generator
+        )
+        taken = [
+            i for i, uniform in zip(children, uniforms, strict=False) if uniform < p[0, drafted[i]]
+        ]
         if not taken:
             return Verdict(path, [*tokens, int(pick(p, uniforms[-1:]))], False)
         node = taken[0]

@@ -40,7 +40,8 @@ class Dense:
     """
 
     def __init__(self, visible, positions):
-        self.visible, self.positions = visible, positions
+        self.visible = visible
+        self.positions = positions
         self.windows = set()
 
     def attend(self, layer, query, key, value, *, scaling, window, softcap, sinks):
@@ -60,9 +61,12 @@ class Dense:
 @torch.no_grad()
 def hf_states(reference, ids):
     """Logits, and hidden_states with the last layer's raw output in place of the normed one that transformers gives."""
-    decoder, last = reference.get_decoder(), {}
+    decoder = reference.get_decoder()
+    last = {}
     layers = decoder.h if hasattr(decoder, "h") else decoder.layers
-    hook = layers[-1].register_forward_hook(lambda _m, _a, out: last.update(out=out[0] if type(out) is tuple else out))
+    hook = layers[-1].register_forward_hook(
+        lambda _m, _a, out: last.update(out=out[0] if type(out) is tuple else out)
+    )
     out = reference(input_ids=ids, output_hidden_states=True, use_cache=False)
     hook.remove()
     return out.logits, torch.cat([*out.hidden_states[:-1], last["out"]], dim=-1)
@@ -81,24 +85,44 @@ def test_greedy_is_what_transformers_generates(name):
         want = hf_greedy(reference, prompt, 20)
         plain = (None, "none") if length == 3 else (NgramDrafter(), "chain:4")
         for drafter, spec in (plain, (FakeDrafter(want, 0.6, nodes=16, seed=length), str(ANY))):
-            got = generate(target, drafter, prompt, max_new_tokens=20, spec=TreeSpec.parse(spec), eos_ids=())
+            got = generate(
+                target, drafter, prompt, max_new_tokens=20, spec=TreeSpec.parse(spec), eos_ids=()
+            )
             assert got.tokens == want, (length, spec)
         assert got.stats.accepted_length > 1
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in SAMPLED else pytest.mark.slow) for n in FAMILIES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in SAMPLED else pytest.mark.slow) for n in FAMILIES]
+)
 def test_sampled_tokens_follow_transformers_distribution(name):
     """A token's place in the cumulative distribution, given what came before, is uniform (Rosenblatt's transform)."""
     target, reference = family(name)
-    prompt, count = tokens(5).tolist(), 120
-    drafter = FakeDrafter(None, nodes=4, vocab=VOCAB // 2)  # favours some tokens: a biased rule shows
-    got = generate(target, drafter, prompt, max_new_tokens=count, spec=ANY, sampling=SAMPLING, seed=5, eos_ids=())
+    prompt = tokens(5).tolist()
+    count = 120
+    drafter = FakeDrafter(
+        None, nodes=4, vocab=VOCAB // 2
+    )  # favours some tokens: a biased rule shows
+    got = generate(
+        target,
+        drafter,
+        prompt,
+        max_new_tokens=count,
+        spec=ANY,
+        sampling=SAMPLING,
+        seed=5,
+        eos_ids=(),
+    )
     sequence = torch.tensor(prompt + got.tokens)
     logits, _ = hf_states(reference, sequence[None, :-1])
 
     def places(sampling):
-        p, order = probabilities(logits[0, len(prompt) - 1 :], sampling).double().sort(descending=True, stable=True)
+        p, order = (
+            probabilities(logits[0, len(prompt) - 1 :], sampling)
+            .double()
+            .sort(descending=True, stable=True)
+        )
         drawn = (order == sequence[len(prompt) :, None]).double()
         below = (p.cumsum(-1) - p) * drawn
         jitter = torch.rand(count, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -107,14 +131,17 @@ def test_sampled_tokens_follow_transformers_distribution(name):
     u, p = places(SAMPLING)
     assert (p > 0).all(), "a token that top-k or top-p drops"
     assert kstest(u, "uniform").pvalue > 1e-3
-    assert kstest(places(SamplingParams(0.4))[0], "uniform").pvalue < 1e-3, "the test must see a wrong distribution"
+    assert kstest(places(SamplingParams(0.4))[0], "uniform").pvalue < 1e-3, (
+        "the test must see a wrong distribution"
+    )
 
 
 @pytest.mark.thorough
 @every_family
 def test_tree_rows_are_the_logits_of_their_paths(name):
     target, reference = family(name)
-    prompt, n = 12, 14
+    prompt = 12
+    n = 14
     generator = torch.Generator().manual_seed(2)
     parents = [-1, *(int(torch.randint(-1, i, (), generator=generator)) for i in range(1, n))]
     ids = tokens(prompt + n, seed=3)
@@ -147,7 +174,9 @@ def test_packed_sequences_do_not_touch_each_other(name):
     positions = torch.cat([torch.arange(len(row)) for row in rows])
     visible = torch.block_diag(*(torch.ones(len(row), len(row)).tril() for row in rows)).bool()
     layers = range(target.num_layers + 1)
-    packed = target.forward(torch.cat(rows)[None], layers, positions[None], Dense(visible, positions))
+    packed = target.forward(
+        torch.cat(rows)[None], layers, positions[None], Dense(visible, positions)
+    )
     alone = [target.forward(row[None], layers) for row in rows]
     assert_close(packed.features, torch.cat([out.features for out in alone], dim=1))
     assert_close(packed.last_hidden, torch.cat([out.last_hidden for out in alone], dim=1))
@@ -198,26 +227,49 @@ def test_longrope_ends_where_its_factors_change():
     target, reference = family("phi3_longrope")
     assert target.max_positions == 128
     prompt = tokens(120, seed=9).tolist()
-    assert generate(target, None, prompt, max_new_tokens=50, eos_ids=()).tokens == hf_greedy(reference, prompt, 8)
-    with pytest.raises(UserError, match="prompt has 128 tokens, but target 'phi3_longrope' reads at most 128"):
+    assert generate(target, None, prompt, max_new_tokens=50, eos_ids=()).tokens == hf_greedy(
+        reference, prompt, 8
+    )
+    with pytest.raises(
+        UserError, match="prompt has 128 tokens, but target 'phi3_longrope' reads at most 128"
+    ):
         generate(target, None, tokens(128).tolist(), max_new_tokens=1)
-    with pytest.raises(UserError, match="rows of 129 tokens, but target 'phi3_longrope' reads at most 128"):
+    with pytest.raises(
+        UserError, match="rows of 129 tokens, but target 'phi3_longrope' reads at most 128"
+    ):
         target.forward(tokens(1, 129), ())
 
 
 def tiny(model_type, **settings):
     config = AutoConfig.for_model(
         model_type,
-        **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 60, **settings},
+        **{
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "vocab_size": 60,
+            **settings,
+        },
     )
     return AutoModelForCausalLM.from_config(config)
 
 
 def test_sparse_windows_that_attention_is_not_told_run_as_they_are():
     """Qwen2-MoE masks by a window that it does not pass to the attention interface: packed rows would lose it."""
-    settings = {"num_key_value_heads": 2, "intermediate_size": 48, "moe_intermediate_size": 24, "num_experts": 4}
-    settings |= {"shared_expert_intermediate_size": 24, "use_sliding_window": True, "sliding_window": 7}
-    target = Target.wrap(tiny("qwen2_moe", **settings, layer_types=["sliding_attention", "full_attention"]), None)
+    settings = {
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 24,
+        "num_experts": 4,
+    }
+    settings |= {
+        "shared_expert_intermediate_size": 24,
+        "use_sliding_window": True,
+        "sliding_window": 7,
+    }
+    target = Target.wrap(
+        tiny("qwen2_moe", **settings, layer_types=["sliding_attention", "full_attention"]), None
+    )
     assert target.decoding_path == "snapshot"
     assert "does not pass its window of 7 tokens to the attention interface" in target.reason
 
@@ -241,7 +293,9 @@ def test_layers_that_mix_tokens_are_found():
     model = tiny("llama", intermediate_size=48)
     sharpen(model, seed=1)
     model.model.layers[1].mlp.register_forward_hook(shift_tokens)
-    with pytest.raises(UserError, match=r"\(LlamaForCausalLM\) computes states that change with later tokens"):
+    with pytest.raises(
+        UserError, match=r"\(LlamaForCausalLM\) computes states that change with later tokens"
+    ):
         Target.wrap(model, None)
 
 
@@ -260,7 +314,9 @@ def test_a_model_that_counts_its_own_positions_is_found():
     model.model.register_forward_pre_hook(ignore_positions, with_kwargs=True)
     target = Target.wrap(model, None)
     assert "computes other states for packed rows" in target.reason
-    assert str(target.continuation) == "rejected tokens dropped, rows one by one"  # padded rows need positions
+    assert (
+        str(target.continuation) == "rejected tokens dropped, rows one by one"
+    )  # padded rows need positions
 
 
 def test_a_mask_of_the_models_own_is_found():

@@ -32,9 +32,21 @@ PROMPTS = [[5, 9, 11, 9, 11, 30, 2, 9, 11, 4, 44, 9], [7], [30, 31, 30, 31, 30]]
 
 @functools.cache
 def make_model(seed=8):
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
-    special = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": False}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=VOCAB, max_position_embeddings=512, **special))
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+    }
+    special = {
+        "bos_token_id": 1,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+    }
+    model = LlamaForCausalLM(
+        LlamaConfig(**sizes, vocab_size=VOCAB, max_position_embeddings=512, **special)
+    )
     sharpen(model, seed)
     return model.eval()
 
@@ -50,7 +62,12 @@ def hf(settings, prompt, count=COUNT, **options):
     model = make_model()
     model.generation_config = GenerationConfig(**{"pad_token_id": 0, **copy.deepcopy(settings)})
     ids = torch.tensor([prompt])
-    options = {"do_sample": False, "attention_mask": torch.ones_like(ids), "max_new_tokens": count, **options}
+    options = {
+        "do_sample": False,
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": count,
+        **options,
+    }
     return model.generate(ids, **options)[0, len(prompt) :].tolist()
 
 
@@ -109,18 +126,29 @@ def rules() -> dict[str, dict]:
         "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
         "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 1},
         "bad_words_ids": {"bad_words_ids": [[a], [plain()[2][1]]], "eos_token_id": ends()},
-        "bad_words_ids_long": {"bad_words_ids": [[a, b], [PROMPTS[1][0], plain()[1][0]], [1, 2, 3]]},
+        "bad_words_ids_long": {
+            "bad_words_ids": [[a, b], [PROMPTS[1][0], plain()[1][0]], [1, 2, 3]]
+        },
         "sequence_bias": {"sequence_bias": [[[a], -9.0], [[plain()[2][0]], -30]]},
-        "sequence_bias_long": {"sequence_bias": [[[a, b], -30.0], [[40], 4.0], [[9, a], float("-inf")]]},
+        "sequence_bias_long": {
+            "sequence_bias": [[[a, b], -30.0], [[40], 4.0], [[9, a], float("-inf")]]
+        },
         "min_length": {"min_length": 16, "eos_token_id": ends()},
         "min_new_tokens": {"min_new_tokens": 9, "eos_token_id": ends()},
-        "min_new_tokens_over_min_length": {"min_new_tokens": 2, "min_length": 40, "eos_token_id": ends()},
+        "min_new_tokens_over_min_length": {
+            "min_new_tokens": 2,
+            "min_length": 40,
+            "eos_token_id": ends(),
+        },
         "forced_bos_token_id": {"forced_bos_token_id": 33},
         "forced_eos_token_id": {"forced_eos_token_id": 6},
         "forced_eos_token_ids": {"forced_eos_token_id": [50, 6], "eos_token_id": [6, 50]},
         "suppress_tokens": {"suppress_tokens": [a, c, 17]},
         "begin_suppress_tokens": {"begin_suppress_tokens": [plain()[i][0] for i in range(3)]},
-        "begin_after_bos": {"begin_suppress_tokens": [plain()[1][1]], "forced_bos_token_id": plain()[1][0]},
+        "begin_after_bos": {
+            "begin_suppress_tokens": [plain()[1][1]],
+            "forced_bos_token_id": plain()[1][0],
+        },
         "exponential_decay_length_penalty": {
             "exponential_decay_length_penalty": [4, 1.3],
             "eos_token_id": [ends()[0], 13],
@@ -160,13 +188,17 @@ def test_greedy_tokens_are_those_of_transformers(name):
     theirs = {**settings, "sequence_bias": biases, "repetition_penalty": penalty}
     want = [hf(theirs, prompt) for prompt in PROMPTS]
     end = settings.get("eos_token_id") or []
-    assert want != ending_in(*([end] if isinstance(end, int) else end)), "the settings change nothing"
+    assert want != ending_in(*([end] if isinstance(end, int) else end)), (
+        "the settings change nothing"
+    )
     target = tiny(settings)
     accepted = 0
     for prompts, wants in ((PROMPTS[:1], want[:1]), (PROMPTS, want)):
         for drafter, spec in drafters(target, wants, name):
             tree = TreeSpec.parse(spec)
-            made = generate_batch(target, drafter, prompts, max_new_tokens=COUNT, spec=tree, max_rows=len(prompts))
+            made = generate_batch(
+                target, drafter, prompts, max_new_tokens=COUNT, spec=tree, max_rows=len(prompts)
+            )
             assert [generation.tokens for generation in made] == wants, (spec, len(prompts))
             accepted = max(accepted, *(generation.stats.accepted_length for generation in made))
     assert accepted > 1.3
@@ -174,19 +206,27 @@ def test_greedy_tokens_are_those_of_transformers(name):
 
 def test_every_applied_key_is_tested():
     assert list(rules()) == NAMES
-    assert {key for settings in rules().values() for key in settings} >= set(AppliedKeys.__annotations__)
+    assert {key for settings in rules().values() for key in settings} >= set(
+        AppliedKeys.__annotations__
+    )
 
 
-@pytest.mark.parametrize("name", ["repetition_penalty", "suppress_tokens", "begin_suppress_tokens", "min_new_tokens"])
+@pytest.mark.parametrize(
+    "name", ["repetition_penalty", "suppress_tokens", "begin_suppress_tokens", "min_new_tokens"]
+)
 def test_streams_and_responses_apply_them_too(name):
     settings = rules()[name]
     want = [hf(settings, prompt) for prompt in PROMPTS]
     target = tiny(settings)
-    rounds = stream(target, NgramDrafter(), PROMPTS[0], max_new_tokens=COUNT, spec=TreeSpec.parse("chain:4"))
+    rounds = stream(
+        target, NgramDrafter(), PROMPTS[0], max_new_tokens=COUNT, spec=TreeSpec.parse("chain:4")
+    )
     assert list(itertools.chain.from_iterable(rounds)) == want[0]
     for slots in (1, 3):
         engine = ResponseEngine(target, slots, max_length=100)
-        requests = [ResponseRequest(str(i), ids, COUNT, target.eos_ids) for i, ids in enumerate(PROMPTS)]
+        requests = [
+            ResponseRequest(str(i), ids, COUNT, target.eos_ids) for i, ids in enumerate(PROMPTS)
+        ]
         done = {each.key: each.tokens for each in engine.run(requests, SamplingParams())}
         assert [done[str(i)] for i in range(len(PROMPTS))] == want
 
@@ -198,15 +238,22 @@ def test_a_follow_up_turn_and_a_shared_prefix_are_part_of_the_text():
         "begin_suppress_tokens": [plain()[0][0]],
         "eos_token_id": ends(),
     }
-    target, system = tiny(settings), list(range(20, 44))
+    target = tiny(settings)
+    system = list(range(20, 44))
     turns = {}
 
     def follow_up(finished):
         turns.setdefault(finished.key, []).append(finished)
         return [3, 8] if len(turns[finished.key]) == 1 else None
 
-    requests = [ResponseRequest(str(i), system + ids, 10, target.eos_ids) for i, ids in enumerate(PROMPTS)]
-    list(ResponseEngine(target, 3, max_length=100).run(requests, SamplingParams(), follow_up=follow_up))
+    requests = [
+        ResponseRequest(str(i), system + ids, 10, target.eos_ids) for i, ids in enumerate(PROMPTS)
+    ]
+    list(
+        ResponseEngine(target, 3, max_length=100).run(
+            requests, SamplingParams(), follow_up=follow_up
+        )
+    )
     for i, ids in enumerate(PROMPTS):
         first, second = turns[str(i)]
         assert first.tokens == hf(settings, system + ids, 10)
@@ -237,7 +284,10 @@ def test_without_rules_nothing_is_processed(monkeypatch):
         "suppress_tokens": [],
     }
     made = generate(
-        tiny({**harmless, "do_sample": True, "temperature": 0.6}), NgramDrafter(), PROMPTS[0], max_new_tokens=8
+        tiny({**harmless, "do_sample": True, "temperature": 0.6}),
+        NgramDrafter(),
+        PROMPTS[0],
+        max_new_tokens=8,
     )
     assert made.tokens == hf({"eos_token_id": 3}, PROMPTS[0], 8)
 
@@ -245,7 +295,12 @@ def test_without_rules_nothing_is_processed(monkeypatch):
 # -- sampling ---------------------------------------------------------------------------------------------------------
 
 SAMPLED = {
-    "reads_the_text": {"repetition_penalty": 1.8, "no_repeat_ngram_size": 2, "min_new_tokens": 1, "eos_token_id": [0]},
+    "reads_the_text": {
+        "repetition_penalty": 1.8,
+        "no_repeat_ngram_size": 2,
+        "min_new_tokens": 1,
+        "eos_token_id": [0],
+    },
     "logits_alone": {"suppress_tokens": [2], "sequence_bias": [[[1], 1.5]]},
 }
 
@@ -253,8 +308,15 @@ SAMPLED = {
 def small(settings) -> Target:
     """Six tokens, so that a distribution of pairs can be counted."""
     torch.manual_seed(1)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=6, max_position_embeddings=64, eos_token_id=None))
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    model = LlamaForCausalLM(
+        LlamaConfig(**sizes, vocab_size=6, max_position_embeddings=64, eos_token_id=None)
+    )
     sharpen(model, 4)
     model.lm_head.weight.data *= 0.4
     model.generation_config = GenerationConfig(**settings)
@@ -264,14 +326,20 @@ def small(settings) -> Target:
 def pair_probabilities(target, settings, prompt):
     """[v, v] exact, by transformers' processors at each prefix; zero after a token that ends the answer but for itself."""
     config = GenerationConfig(**settings)
-    config._eos_token_tensor = torch.tensor(settings["eos_token_id"]) if "eos_token_id" in settings else None
+    config._eos_token_tensor = (
+        torch.tensor(settings["eos_token_id"]) if "eos_token_id" in settings else None
+    )
     processors = target.model._get_logits_processor(
         config, input_ids_seq_length=len(prompt), encoder_input_ids=torch.tensor([prompt])
     )
 
     def p(text):
         ids = torch.tensor([text])
-        return processors(ids, target.head(target.forward(ids, ()).last_hidden[:, -1]))[0].softmax(-1).double()
+        return (
+            processors(ids, target.head(target.forward(ids, ()).last_hidden[:, -1]))[0]
+            .softmax(-1)
+            .double()
+        )
 
     first = p(prompt)
     return torch.stack([first[token] * p([*prompt, token]) for token in range(6)])
@@ -289,25 +357,38 @@ def pair_probabilities(target, settings, prompt):
     ],
 )
 def test_sampled_tokens_follow_the_processed_distribution(name, spec):
-    settings, prompt, count = SAMPLED[name], [4, 1, 4], 800
-    target, ends = small(settings), settings.get("eos_token_id", [])
+    settings = SAMPLED[name]
+    prompt = [4, 1, 4]
+    count = 800
+    target = small(settings)
+    ends = settings.get("eos_token_id", [])
     want = pair_probabilities(target, settings, prompt) * count
     want[ends] = 0  # a first token that ends the answer has no second one
     if spec == "responses":
         requests = [ResponseRequest(str(i), prompt, 3, ends) for i in range(count)]
-        made = [done.tokens for done in ResponseEngine(target, 100, 16).run(requests, SamplingParams(1.0))]
+        made = [
+            done.tokens
+            for done in ResponseEngine(target, 100, 16).run(requests, SamplingParams(1.0))
+        ]
     else:
-        tree, drafter = TreeSpec.parse(spec), None if spec == "none" else make_kind("eagle3", target).eval()
+        tree = TreeSpec.parse(spec)
+        drafter = None if spec == "none" else make_kind("eagle3", target).eval()
         options = {"sampling": SamplingParams(1.0), "eos_ids": ends, "max_rows": 100}
-        every = generate_batch(target, drafter, [prompt] * count, max_new_tokens=3, spec=tree, **options)
+        every = generate_batch(
+            target, drafter, [prompt] * count, max_new_tokens=3, spec=tree, **options
+        )
         assert drafter is None or sum(each.stats.accepted_length > 1 for each in every) > count / 20
         made = [each.tokens for each in every]
     seen = torch.zeros(6, 6, dtype=torch.float64)
     for first, second, *_ in (tokens for tokens in made if len(tokens) > 1):
         seen[first, second] += 1
     assert seen[want == 0].sum() == 0
-    kept, rare = want >= 5, (want < 5) & (want > 0)
-    got, expected = (torch.cat((table[kept], table[rare].sum()[None][: int(rare.any())])) for table in (seen, want))
+    kept = want >= 5
+    rare = (want < 5) & (want > 0)
+    got, expected = (
+        torch.cat((table[kept], table[rare].sum()[None][: int(rare.any())]))
+        for table in (seen, want)
+    )
     assert len(got) > 8
     assert chisquare(got, expected * got.sum() / expected.sum()).pvalue > 1e-3
 
@@ -323,13 +404,22 @@ def test_no_token_left_to_sample_is_an_error():
 
 def test_the_callers_own_penalty_wins():
     model = copy.deepcopy(make_model())
-    model.generation_config = GenerationConfig(repetition_penalty=1.7, suppress_tokens=[plain()[0][2]], pad_token_id=0)
+    model.generation_config = GenerationConfig(
+        repetition_penalty=1.7, suppress_tokens=[plain()[0][2]], pad_token_id=0
+    )
     options = {"max_new_tokens": COUNT, "drafter": "ngram", "tree": "chain:4"}
-    for penalty, same in ((None, {"repetition_penalty": 1.7}), (1.0, {}), (1.2, {"repetition_penalty": 1.2})):
+    for penalty, same in (
+        (None, {"repetition_penalty": 1.7}),
+        (1.0, {}),
+        (1.2, {"repetition_penalty": 1.2}),
+    ):
         got = drafttrain.generate(model, PROMPTS[0], repetition_penalty=penalty, **options)
         assert got.tokens == hf({"suppress_tokens": [plain()[0][2]], **same}, PROMPTS[0]), penalty
     target = tiny({"repetition_penalty": 1.7})
-    assert generate(target, None, PROMPTS[0], max_new_tokens=COUNT, rules=LogitsRules()).tokens == plain()[0]
+    assert (
+        generate(target, None, PROMPTS[0], max_new_tokens=COUNT, rules=LogitsRules()).tokens
+        == plain()[0]
+    )
 
 
 def test_a_changed_generation_config_counts_at_once():
@@ -353,29 +443,50 @@ def test_what_is_not_applied_is_named_once_per_target(caplog):
     with caplog.at_level(logging.WARNING, logger="drafttrain"):
         for _ in range(3):
             generate(target, NgramDrafter(), [5], max_new_tokens=3)
-        list(ResponseEngine(target, 2, 50).run([ResponseRequest("0", [5], 3, ())], SamplingParams()))
+        list(
+            ResponseEngine(target, 2, 50).run([ResponseRequest("0", [5], 3, ())], SamplingParams())
+        )
     (record,) = [record for record in caplog.records if record.name.startswith("drafttrain")]
     line = record.getMessage()
     assert len(line.splitlines()) == 1
-    for part in ("target 'tiny'", "temperature=0.6", "num_beams=4", "chat_format=1", "set temperature, top_p"):
+    for part in (
+        "target 'tiny'",
+        "temperature=0.6",
+        "num_beams=4",
+        "chat_format=1",
+        "set temperature, top_p",
+    ):
         assert part in line
     assert "repetition_penalty" not in line
 
 
 def test_nothing_is_said_where_everything_is_applied():
-    applied = {"eos_token_id": 3, "repetition_penalty": 1.1, "min_length": 4, "suppress_tokens": [5], "num_beams": 1}
+    applied = {
+        "eos_token_id": 3,
+        "repetition_penalty": 1.1,
+        "min_length": 4,
+        "suppress_tokens": [5],
+        "num_beams": 1,
+    }
     assert ignored_line(GenerationConfig(**applied, temperature=0.3), SamplingParams(), "t") == ""
     sampled = GenerationConfig(**applied, do_sample=True, temperature=0.3, top_p=0.9)
     assert ignored_line(sampled, SamplingParams(0.3, top_p=0.9), "t") == ""
-    assert "temperature=1.0, do_sample=True" in ignored_line(GenerationConfig(do_sample=True), SamplingParams(), "t")
-    assert "max_new_tokens and stop" in ignored_line(GenerationConfig(max_length=40), SamplingParams(), "t")
+    assert "temperature=1.0, do_sample=True" in ignored_line(
+        GenerationConfig(do_sample=True), SamplingParams(), "t"
+    )
+    assert "max_new_tokens and stop" in ignored_line(
+        GenerationConfig(max_length=40), SamplingParams(), "t"
+    )
     assert ignored_line(None, SamplingParams(), "t") == ""
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"suppress_tokens": [3, 60]}, "suppress_tokens with token id 60, outside the vocabulary of 60 tokens"),
+        (
+            {"suppress_tokens": [3, 60]},
+            "suppress_tokens with token id 60, outside the vocabulary of 60 tokens",
+        ),
         ({"bad_words_ids": [[3], [4, 99]]}, "bad_words_ids with token id 99"),
         ({"sequence_bias": [[[3, 77], 1.0]]}, "sequence_bias with token id 77"),
         ({"forced_bos_token_id": 10**30}, "forced_bos_token_id with token id 10000"),
@@ -385,7 +496,9 @@ def test_nothing_is_said_where_everything_is_applied():
     ],
 )
 def test_wrong_values_are_refused_when_the_target_is_wrapped(settings, message):
-    with pytest.raises(UserError, match=r"target='tiny': generation_config has .*" + message.replace(".", r"\.")):
+    with pytest.raises(
+        UserError, match=r"target='tiny': generation_config has .*" + message.replace(".", r"\.")
+    ):
         tiny(settings)
 
 
@@ -393,13 +506,18 @@ def test_rules_that_contradict_each_other_are_refused():
     target = tiny({})
     target.model.generation_config.suppress_tokens = [4]
     target.model.generation_config.forced_eos_token_id = 4
-    with pytest.raises(UserError, match=r"generation_config cannot be applied \(Every token in `forced_eos_token_id`"):
+    with pytest.raises(
+        UserError,
+        match=r"generation_config cannot be applied \(Every token in `forced_eos_token_id`",
+    ):
         generate(target, None, [5], max_new_tokens=3)
 
 
 def test_a_ban_of_the_end_itself_is_void_as_in_transformers():
     settings = {"bad_words_ids": [[ends()[0]]], "eos_token_id": ends()[0]}
-    assert generate(tiny(settings), None, PROMPTS[0], max_new_tokens=COUNT).tokens == hf(settings, PROMPTS[0])
+    assert generate(tiny(settings), None, PROMPTS[0], max_new_tokens=COUNT).tokens == hf(
+        settings, PROMPTS[0]
+    )
 
 
 def test_end_tokens_outside_the_vocabulary_never_occur():

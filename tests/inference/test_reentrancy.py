@@ -14,9 +14,12 @@ from drafttrain.inference.responses import ResponseEngine, ResponseRequest
 from tests.conftest import make_target
 from tests.drafters.test_eagle3 import make_drafter
 
-THREADS, ROUNDS, COUNT = 4, 3, 24
+THREADS = 4
+ROUNDS = 3
+COUNT = 24
 PROMPTS = [
-    [[7 * i + j for j in range(3 + i)], [i, 9, 11, 9, 11, 30 + i], list(range(i, i + 20))] for i in range(THREADS)
+    [[7 * i + j for j in range(3 + i)], [i, 9, 11, 9, 11, 30 + i], list(range(i, i + 20))]
+    for i in range(THREADS)
 ]
 
 
@@ -31,7 +34,9 @@ def packed():
 def decoders(target, drafting, temperature):
     spec = TreeSpec.parse("dynamic:4,4,12" if drafting else "none")
     drafter = target.head_drafter if drafting else None
-    return Decoder(target, drafter, spec=spec, sampling=SamplingParams(temperature), eos_ids=(), max_rows=2)
+    return Decoder(
+        target, drafter, spec=spec, sampling=SamplingParams(temperature), eos_ids=(), max_rows=2
+    )
 
 
 def tokens_of(decoder, prompts):

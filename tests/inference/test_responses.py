@@ -35,16 +35,22 @@ def make_gemma(window: int = 8) -> Target:
         initializer_range=0.4,
         tie_word_embeddings=False,
     )
-    return Target.wrap(Gemma3ForCausalLM(config), make_tokenizer(), name="gemma", dtype=torch.float32)
+    return Target.wrap(
+        Gemma3ForCausalLM(config), make_tokenizer(), name="gemma", dtype=torch.float32
+    )
 
 
-def make_prompts(count: int, prefix: list[int], longest: int = 40, seed: int = 1) -> list[list[int]]:
+def make_prompts(
+    count: int, prefix: list[int], longest: int = 40, seed: int = 1
+) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, longest, (count,), generator=generator).tolist()
     return [prefix + torch.randint(0, 250, (n,), generator=generator).tolist() for n in lengths]
 
 
-def hf_greedy(target: Target, prompt: list[int], max_new_tokens: int, stops: list[int]) -> list[int]:
+def hf_greedy(
+    target: Target, prompt: list[int], max_new_tokens: int, stops: list[int]
+) -> list[int]:
     ids = torch.tensor([prompt])
     out = target.model.generate(
         ids,
@@ -57,9 +63,19 @@ def hf_greedy(target: Target, prompt: list[int], max_new_tokens: int, stops: lis
     return out[0, len(prompt) :].tolist()
 
 
-def run(target: Target, requests: list[ResponseRequest], slots: int, sampling: SamplingParams | None = None, **options):
-    engine = ResponseEngine(target, slots=slots, max_length=256, feature_layers=options.pop("feature_layers", ()))
-    return {done.key: done for done in engine.run(requests, sampling or SamplingParams(0.0), **options)}
+def run(
+    target: Target,
+    requests: list[ResponseRequest],
+    slots: int,
+    sampling: SamplingParams | None = None,
+    **options,
+):
+    engine = ResponseEngine(
+        target, slots=slots, max_length=256, feature_layers=options.pop("feature_layers", ())
+    )
+    return {
+        done.key: done for done in engine.run(requests, sampling or SamplingParams(0.0), **options)
+    }
 
 
 @pytest.mark.thorough
@@ -70,7 +86,9 @@ def test_greedy_equals_transformers(make, prefix):
     prompts = make_prompts(11, prefix)
     want = {str(i): hf_greedy(target, prompt, 25 + i, STOPS) for i, prompt in enumerate(prompts)}
     assert len({len(tokens) for tokens in want.values()}) > 5, "the lengths should be ragged"
-    requests = [ResponseRequest(str(i), prompt, 25 + i, set(STOPS)) for i, prompt in enumerate(prompts)]
+    requests = [
+        ResponseRequest(str(i), prompt, 25 + i, set(STOPS)) for i, prompt in enumerate(prompts)
+    ]
     got = run(target, requests, slots=5)
     assert {key: done.tokens for key, done in got.items()} == want
     for key, done in got.items():
@@ -93,7 +111,9 @@ def test_long_prompts_are_read_in_pieces(monkeypatch):
 def test_prefix_is_computed_once_and_drain_runs_fewer_rows(monkeypatch, target):
     shapes: list[tuple[int, ...]] = []
     target.pack()  # which runs forwards of its own
-    enter = NativeBody._enter  # of prompts' forwards and of rounds, which apply the head in the same call
+    enter = (
+        NativeBody._enter
+    )  # of prompts' forwards and of rounds, which apply the head in the same call
 
     def spy(self, ids, *args):
         shapes.append(tuple(ids.shape))
@@ -101,7 +121,10 @@ def test_prefix_is_computed_once_and_drain_runs_fewer_rows(monkeypatch, target):
 
     monkeypatch.setattr(NativeBody, "_enter", spy)
     prefix = [256, *range(30)]
-    requests = [ResponseRequest(str(i), [*prefix, 40 + i, 41 + i], 60 if i == 7 else 4, {257}) for i in range(8)]
+    requests = [
+        ResponseRequest(str(i), [*prefix, 40 + i, 41 + i], 60 if i == 7 else 4, {257})
+        for i in range(8)
+    ]
     got = run(target, requests, slots=8)
     monkeypatch.undo()
     assert len(got["7"].tokens) == 60
@@ -137,7 +160,9 @@ def test_sampled_output_does_not_depend_on_neighbours(target):
 def test_captured_features_equal_the_forward(make):
     target = make()
     prompts = make_prompts(9, [256, *range(20)])
-    requests = [ResponseRequest(str(i), prompt, 9 + i, set(STOPS)) for i, prompt in enumerate(prompts)]
+    requests = [
+        ResponseRequest(str(i), prompt, 9 + i, set(STOPS)) for i, prompt in enumerate(prompts)
+    ]
     got = run(target, requests, 4, feature_layers=(1, 2, 4))
     assert len(got) == 9
     for done in got.values():
@@ -145,7 +170,9 @@ def test_captured_features_equal_the_forward(make):
         assert done.features.dtype == torch.bfloat16
         assert done.features.shape == want.features[0].shape
         torch.testing.assert_close(done.features.float(), want.features[0], rtol=1e-2, atol=1e-3)
-        torch.testing.assert_close(done.last_hidden.float(), want.last_hidden[0], rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(
+            done.last_hidden.float(), want.last_hidden[0], rtol=1e-2, atol=1e-3
+        )
 
 
 @pytest.mark.thorough
@@ -184,7 +211,9 @@ def test_length_limits(target):
     (done,) = engine.run([ResponseRequest("a", [256] * 7, 50, ())], SamplingParams(0.0))
     assert len(done.sequence) == 10
     assert done.finish_reason == "length"
-    with pytest.raises(UserError, match="max_length=4097, but target 'tiny' reads at most 4096 tokens; use"):
+    with pytest.raises(
+        UserError, match="max_length=4097, but target 'tiny' reads at most 4096 tokens; use"
+    ):
         ResponseEngine(target, max_length=4097)
     with pytest.raises(UserError, match=r"prompt 'b' has 10 tokens.*max_length=10, at most 9"):
         list(engine.run([ResponseRequest("b", [256] * 10, 5, ())], SamplingParams(0.0)))
@@ -203,13 +232,17 @@ def test_the_cache_grows_with_the_sequences(target, monkeypatch, capture):
     monkeypatch.setattr("drafttrain.inference.responses._FIRST_CAPACITY", 8)
     grown: list[int] = []
     reserve = TreeCache.reserve
-    monkeypatch.setattr(TreeCache, "reserve", lambda self, size: grown.append(size) or reserve(self, size))
+    monkeypatch.setattr(
+        TreeCache, "reserve", lambda self, size: grown.append(size) or reserve(self, size)
+    )
     for graphs in ("1", "0"):
         monkeypatch.setenv("DRAFTTRAIN_GRAPHS", graphs)
         grown.clear()
         target.idle_steps.clear()
         got = run(target, requests, 3, SamplingParams(1.0), feature_layers=capture)
-        assert {key: done.tokens for key, done in got.items()} == {key: done.tokens for key, done in want.items()}
+        assert {key: done.tokens for key, done in got.items()} == {
+            key: done.tokens for key, done in want.items()
+        }
         assert len(grown) > (graphs == "0")
         for key, done in got.items() if capture else ():
             torch.testing.assert_close(done.features, want[key].features, rtol=1e-2, atol=1e-3)
@@ -220,8 +253,12 @@ def test_runs_may_interleave(target):
     prompts = make_prompts(8, [256, 7])
     requests = [ResponseRequest(str(i), prompt, 12, {257}) for i, prompt in enumerate(prompts)]
     engine = ResponseEngine(target, slots=3, max_length=256)
-    hot, greedy = SamplingParams(1.1), SamplingParams(0.0)
-    want = [{done.key: done.tokens for done in engine.run(requests, rule, seed=4)} for rule in (hot, greedy)]
+    hot = SamplingParams(1.1)
+    greedy = SamplingParams(0.0)
+    want = [
+        {done.key: done.tokens for done in engine.run(requests, rule, seed=4)}
+        for rule in (hot, greedy)
+    ]
     got: list[dict[str, list[int]]] = [{}, {}]
     runs = [engine.run(requests, rule, seed=4) for rule in (hot, greedy)]
     for pair in zip(*runs, strict=True):

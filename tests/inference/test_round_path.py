@@ -52,7 +52,9 @@ def files_of_a_round() -> list[str]:
 
 def listed_files() -> list[str]:
     """The fenced list under the heading 'Files of a decoding round'; a line is a path and what the file does."""
-    _, found, section = ARCHITECTURE.read_text(encoding="utf-8").partition("# Files of a decoding round\n")
+    _, found, section = ARCHITECTURE.read_text(encoding="utf-8").partition(
+        "# Files of a decoding round\n"
+    )
     block = re.search(r"```\w*\n(.*?)```", section, re.DOTALL)
     assert found and block is not None, f"{ARCHITECTURE} lists the files of a decoding round"
     return [line.split()[0] for line in block.group(1).splitlines() if line.strip()]

@@ -23,17 +23,27 @@ from tests.drafters.test_eagle3 import make_drafter
 from tests.inference.fakes import ANY, OWN, VOCAB, FakeBatch, FakeDrafter, family, hf_greedy
 from tests.inference.test_families import tokens
 
-FAMILIES = [pytest.param(name, marks=[] if name in ("bloom", "lfm2") else pytest.mark.slow) for name in OWN]
-LENGTHS, COUNT = (1, 11, 70), 44
-SHIFTED = ("mamba", "mamba2", "rwkv")  # transformers' hidden_states begin with the output of the first layer
+FAMILIES = [
+    pytest.param(name, marks=[] if name in ("bloom", "lfm2") else pytest.mark.slow) for name in OWN
+]
+LENGTHS = (1, 11, 70)
+COUNT = 44
+SHIFTED = (
+    "mamba",
+    "mamba2",
+    "rwkv",
+)  # transformers' hidden_states begin with the output of the first layer
 
 
 @torch.no_grad()
 def layer_states(reference, ids):
     """Logits; each layer's input and the last one's output [b, s, (layers + 1) * h]; and transformers' hidden_states."""
-    body = next((child for child in reference.children() if isinstance(child, PreTrainedModel)), reference)
+    body = next(
+        (child for child in reference.children() if isinstance(child, PreTrainedModel)), reference
+    )
     layers = next(child for child in body.modules() if isinstance(child, torch.nn.ModuleList))
-    caught, hooks = [], []
+    caught = []
+    hooks = []
 
     def keep(_module, args, kwargs):
         caught.append(args[0] if args else kwargs["hidden_states"])
@@ -58,7 +68,9 @@ def error(ours, theirs):
 
 
 def decoded(target, drafter, spec, prompts, count, rows, **options):
-    decoder = Decoder(target, drafter, spec=TreeSpec.parse(spec), eos_ids=(), max_rows=rows, **options)
+    decoder = Decoder(
+        target, drafter, spec=TreeSpec.parse(spec), eos_ids=(), max_rows=rows, **options
+    )
     return decoder, decoder.generate(prompts, max_new_tokens=count)
 
 
@@ -123,9 +135,15 @@ def test_packed_weights_change_nothing(name):
     packed = Target.wrap(copy.deepcopy(target.model), None).pack()
     ids = tokens(1, 16, seed=7)
     torch.testing.assert_close(
-        packed.forward(ids, ()).last_hidden, target.forward(ids, ()).last_hidden, atol=1e-4, rtol=1e-4
+        packed.forward(ids, ()).last_hidden,
+        target.forward(ids, ()).last_hidden,
+        atol=1e-4,
+        rtol=1e-4,
     )
-    sides = [generate(side, None, ids[0].tolist(), max_new_tokens=9, eos_ids=()).tokens for side in (target, packed)]
+    sides = [
+        generate(side, None, ids[0].tolist(), max_new_tokens=9, eos_ids=()).tokens
+        for side in (target, packed)
+    ]
     assert sides[0] == sides[1]
 
 
@@ -135,13 +153,17 @@ def test_packed_weights_change_nothing(name):
 def test_pairs_of_sampled_tokens_follow_the_model(name, rows):
     """Chi-square of the second of two tokens, given the first, where a drafter's trees favour some tokens."""
     target, reference = family(name)
-    prompt, sampling, count = tokens(5).tolist(), SamplingParams(1.2, top_k=4), 1200
+    prompt = tokens(5).tolist()
+    sampling = SamplingParams(1.2, top_k=4)
+    count = 1200
     drafter = FakeDrafter(None, nodes=4, vocab=VOCAB // 2)
     seen: dict[tuple[int, int], int] = {}
 
     @torch.no_grad()
     def next_token(ids):
-        return probabilities(reference(input_ids=torch.tensor(ids)).logits[:, -1], sampling)[0].double()
+        return probabilities(reference(input_ids=torch.tensor(ids)).logits[:, -1], sampling)[
+            0
+        ].double()
 
     decoder = Decoder(target, drafter, spec=ANY, sampling=sampling, eos_ids=(), max_rows=rows)
     for seed in range(count // rows):
@@ -151,15 +173,20 @@ def test_pairs_of_sampled_tokens_follow_the_model(name, rows):
     expected = {}
     for a in first.nonzero().flatten().tolist():
         second = next_token([[*prompt, a]])
-        expected |= {(a, b): float(first[a] * second[b]) for b in second.nonzero().flatten().tolist()}
+        expected |= {
+            (a, b): float(first[a] * second[b]) for b in second.nonzero().flatten().tolist()
+        }
     assert set(seen) <= set(expected), "a token that top-k drops"
     kept = [pair for pair, p in expected.items() if p * count >= 5]
     found = [seen.get(pair, 0) for pair in kept]
     rest = sum(seen.values()) - sum(found)
-    wanted = torch.tensor([expected[pair] for pair in kept], dtype=torch.float64) * sum(seen.values())
+    wanted = torch.tensor([expected[pair] for pair in kept], dtype=torch.float64) * sum(
+        seen.values()
+    )
     spare = sum(seen.values()) - float(wanted.sum())
     if spare > 1:
-        found, wanted = [*found, rest], torch.cat((wanted, torch.tensor([spare], dtype=torch.float64)))
+        found = [*found, rest]
+        wanted = torch.cat((wanted, torch.tensor([spare], dtype=torch.float64)))
     assert chisquare(found, (wanted * sum(found) / wanted.sum()).numpy()).pvalue > 1e-3
 
 
@@ -167,9 +194,12 @@ def test_pairs_of_sampled_tokens_follow_the_model(name, rows):
 def test_plain_sequences_share_a_forward_as_they_come_and_go():
     """Five sequences of different length in three rows; each round is one forward, also where sequences leave and join."""
     target, reference = family("lfm2")
-    prompts, count = prompts_of((3, 9, 1, 14, 5)), 6
+    prompts = prompts_of((3, 9, 1, 14, 5))
+    count = 6
     decoder, got = decoded(target, None, "none", prompts, count, rows=3)
-    assert [one.tokens for one in got] == [hf_greedy(reference, prompt, count) for prompt in prompts]
+    assert [one.tokens for one in got] == [
+        hf_greedy(reference, prompt, count) for prompt in prompts
+    ]
     # Three rows, and two that join when these end: a forward per prompt, then one per round.
     assert passes_of(decoder) == {"read": 5 + 2 * (count - 1)}
 
@@ -198,11 +228,15 @@ def test_responses_share_prefix_and_rows(name):
     for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
         first = alone(prompt, limit)
         expected = (
-            [*prompt, *first] if i != 1 else [*prompt, *first, 7, 8, 9, *alone([*prompt, *first, 7, 8, 9], limit)]
+            [*prompt, *first]
+            if i != 1
+            else [*prompt, *first, 7, 8, 9, *alone([*prompt, *first, 7, 8, 9], limit)]
         )
         assert done[str(i)].sequence == expected
         states = target.forward(torch.tensor([expected[:-1]]), (1,))
-        assert (done[str(i)].features.float() - states.features[0]).norm() <= 1e-2 * states.features.norm()
+        assert (
+            done[str(i)].features.float() - states.features[0]
+        ).norm() <= 1e-2 * states.features.norm()
 
 
 class WrongDrafter(FakeDrafter):
@@ -228,12 +262,21 @@ def test_rejected_drafts_leave_no_trace_and_snapshots_move_on(name, moves):
 
 
 def test_encoders_and_packed_rows_are_refused():
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+    }
     encoder = BertLMHeadModel(BertConfig(vocab_size=VOCAB, **sizes, initializer_range=0.3))
-    with pytest.raises(UserError, match=r"\(BertLMHeadModel\) computes states that change with later tokens"):
+    with pytest.raises(
+        UserError, match=r"\(BertLMHeadModel\) computes states that change with later tokens"
+    ):
         Target.wrap(encoder, None)
     target, _ = family("bloom")
-    with pytest.raises(UserError, match="runs its own forward and cache, which packed rows cannot share"):
+    with pytest.raises(
+        UserError, match="runs its own forward and cache, which packed rows cannot share"
+    ):
         target.forward(tokens(1, 6), (), torch.arange(6)[None], CausalRows(6))
     with pytest.raises(UserError, match="runs its own forward and cache"):
         target.forward(tokens(1, 6), (), torch.tensor([[0, 1, 2, 0, 1, 2]]))

@@ -22,7 +22,13 @@ from tests.conftest import make_target
 from tests.drafters.test_eagle3 import make_drafter
 from tests.inference.fakes import ANY, FakeBatch, family
 
-PROMPTS = [[5, 9, 11, 9, 11, 30, 2, 9, 11, 4, 44, 9], [7], [3, 3, 3, 8, 3, 3], list(range(20)), [59, 1, 59, 1]]
+PROMPTS = [
+    [5, 9, 11, 9, 11, 30, 2, 9, 11, 4, 44, 9],
+    [7],
+    [3, 3, 3, 8, 3, 3],
+    list(range(20)),
+    [59, 1, 59, 1],
+]
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -37,14 +43,34 @@ def on_cpu(monkeypatch):
 @pytest.fixture
 def counted(monkeypatch):
     """The shapes of the static passes that ran."""
-    shapes, run = [], StaticStep.run
+    shapes = []
+    run = StaticStep.run
     monkeypatch.setattr(StaticStep, "run", lambda self: shapes.append(self.shape) or run(self))
     return shapes
 
 
-def decode(target, drafter, prompts, graphs, spec="chain:3", max_rows=3, count=12, seed=0, sampling=None, eos_ids=()):
+def decode(
+    target,
+    drafter,
+    prompts,
+    graphs,
+    spec="chain:3",
+    max_rows=3,
+    count=12,
+    seed=0,
+    sampling=None,
+    eos_ids=(),
+):
     tree = TreeSpec.parse(spec) if isinstance(spec, str) else spec
-    decoder = Decoder(target, drafter, spec=tree, sampling=sampling, eos_ids=eos_ids, max_rows=max_rows, graphs=graphs)
+    decoder = Decoder(
+        target,
+        drafter,
+        spec=tree,
+        sampling=sampling,
+        eos_ids=eos_ids,
+        max_rows=max_rows,
+        graphs=graphs,
+    )
     made = decoder.generate(prompts, max_new_tokens=count, seed=seed)
     return [(generation.tokens, generation.stats.accepted) for generation in made]
 
@@ -64,7 +90,9 @@ def near_tie(reference, prompt, tokens):
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_moe", "opt_post_norm")),
     ],
 )
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     prompts=st.lists(st.lists(st.integers(0, 59), min_size=1, max_size=12), min_size=1, max_size=5),
     seed=st.integers(0, 10_000),
@@ -79,14 +107,23 @@ def test_generations_are_those_of_dynamic_passes(
     name, on_cpu, counted, prompts, seed, agree, nodes, count, max_rows, eos, temperature
 ):
     target, reference = family(name)
-    options = {"count": count, "eos_ids": [eos], "seed": seed, "sampling": SamplingParams(temperature)}
+    options = {
+        "count": count,
+        "eos_ids": [eos],
+        "seed": seed,
+        "sampling": SamplingParams(temperature),
+    }
     want = decode(target, None, prompts, False, "none", max_rows=1, **options)
     # Sums run in another order, so a choice between equals may differ.
-    assume(temperature or not any(near_tie(reference, p, t) for p, (t, _) in zip(prompts, want, strict=True)))
+    assume(
+        temperature
+        or not any(near_tie(reference, p, t) for p, (t, _) in zip(prompts, want, strict=True))
+    )
     truths = dict(zip(map(tuple, prompts), [tokens for tokens, _ in want], strict=True))
     form = {"agree": agree, "nodes": nodes, "seed": seed, "feature_layers": (1, target.num_layers)}
     counted.clear()
-    plain, drafter = FakeBatch(truths, **form), FakeBatch(truths, **form)
+    plain = FakeBatch(truths, **form)
+    drafter = FakeBatch(truths, **form)
     dynamic = decode(target, plain, prompts, False, ANY, max_rows, **options)
     assert not counted
     got = decode(target, drafter, prompts, True, ANY, max_rows, **options)
@@ -99,7 +136,9 @@ def test_generations_are_those_of_dynamic_passes(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("spec", ["none", "chain:4", "fanout:3x2", "dynamic:4,3,9", "dynamic:3,3,8@stop=0.1"])
+@pytest.mark.parametrize(
+    "spec", ["none", "chain:4", "fanout:3x2", "dynamic:4,3,9", "dynamic:3,3,8@stop=0.1"]
+)
 def test_every_kind_of_tree(spec, on_cpu, counted):
     target = make_target()
     drafter = make_drafter(target, kept=torch.arange(40, 240)).eval()
@@ -137,7 +176,8 @@ def test_cache_and_steps_outlive_a_call(on_cpu):
     assert not target.idle_steps
     assert decode(target, None, PROMPTS, True) == want
     (steps,) = target.idle_steps
-    cache, made = steps.cache, dict(steps._steps)
+    cache = steps.cache
+    made = dict(steps._steps)
     assert cache.capacity == 1024 and cache.rows == 3 and made
     assert decode(target, None, PROMPTS, True, max_rows=2) == want
     assert target.idle_steps == [steps] and steps.cache is cache
@@ -155,7 +195,9 @@ def test_cache_and_steps_outlive_a_call(on_cpu):
 def test_an_outgrown_cache_doubles_as_far_as_the_target_reads():
     steps = TargetSteps(make_target(layers=2))
     steps.target.max_positions = 5000
-    capacities = [steps.open(least, 1, (), choose=True).capacity for least in (600, 900, 1100, 2100, 4100)]
+    capacities = [
+        steps.open(least, 1, (), choose=True).capacity for least in (600, 900, 1100, 2100, 4100)
+    ]
     assert capacities == [1024, 1024, 2048, 4096, 5120]  # 5000 and what padding takes
     assert steps.open(600, 2, (), choose=True).capacity == 1024  # more rows: as much as they need
 
@@ -172,10 +214,15 @@ def test_the_clock_stands_still_during_captures():
 def test_two_streams_at_once_do_not_share_a_cache(on_cpu):
     target = make_target(layers=2)
     want = [
-        tokens for tokens, _ in decode(target, None, PROMPTS[:1], False) + decode(target, None, PROMPTS[3:4], False)
+        tokens
+        for tokens, _ in decode(target, None, PROMPTS[:1], False)
+        + decode(target, None, PROMPTS[3:4], False)
     ]
     decode(target, None, PROMPTS, True)
-    streams = [Decoder(target, None, eos_ids=()).stream([p], max_new_tokens=12) for p in (PROMPTS[0], PROMPTS[3])]
+    streams = [
+        Decoder(target, None, eos_ids=()).stream([p], max_new_tokens=12)
+        for p in (PROMPTS[0], PROMPTS[3])
+    ]
     got = [[], []]
     for pairs in zip(*streams, strict=True):
         for tokens, (_, new) in zip(got, pairs, strict=True):
@@ -214,7 +261,9 @@ def test_a_full_cache_and_large_passes_stay_dynamic(on_cpu, counted, monkeypatch
         target.forward(torch.tensor([[1, 2, 3]]), (), cache.positions(), cache)
     cache.commit([range(3)])
     cache.open([(0, [-1, 0])])
-    assert steps._static_step(torch.tensor([1, 2, 3])) is None  # 3 + 3 fit, a fourth token that pads them does not
+    assert (
+        steps._static_step(torch.tensor([1, 2, 3])) is None
+    )  # 3 + 3 fit, a fourth token that pads them does not
 
 
 def test_graphs_can_be_turned_off(on_cpu, monkeypatch):
@@ -228,7 +277,11 @@ def test_graphs_can_be_turned_off(on_cpu, monkeypatch):
     assert TargetSteps.lease(target, True) is None  # no graphs on a CPU
 
 
-ROUNDS = [([(0, 3, [-1, 0, 0])], 7), ([(0, 9, [-1, -1, 1, 2, 0, 0])], 2), ([(0, 30, list(range(-1, 6)))], 5)]
+ROUNDS = [
+    ([(0, 3, [-1, 0, 0])], 7),
+    ([(0, 9, [-1, -1, 1, 2, 0, 0])], 2),
+    ([(0, 30, list(range(-1, 6)))], 5),
+]
 
 
 def on_gpu(name):
@@ -237,7 +290,14 @@ def on_gpu(name):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "name", ["gpt_oss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "gemma2", "mixtral", "opt"))]
+    "name",
+    [
+        "gpt_oss",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("llama", "gemma2", "mixtral", "opt")
+        ),
+    ],
 )
 def test_one_compiled_graph_serves_a_bucket(name):
     check_compiled(family(name)[0], "aot_eager")
@@ -253,9 +313,11 @@ def test_one_compiled_graph_serves_a_bucket_on_a_gpu(name):
 @torch.no_grad()
 def check_compiled(target, backend):
     """No graph break, and nothing is compiled anew as prefixes, trees and tokens change."""
-    layers, device = (1, target.num_layers), target.device
+    layers = (1, target.num_layers)
+    device = target.device
     cache = static.TreeCache(80, rows=2)
-    step, compiled = None, None
+    step = None
+    compiled = None
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     for parts, seed in ROUNDS:
@@ -272,7 +334,9 @@ def check_compiled(target, backend):
         if step is None:
             step = StaticStep(target, layers, cache, step_shape([8]), choose=True)
             compiled = torch.compile(step.forward, fullgraph=True, backend=counter)
-            addresses = [x.data_ptr() for x in (step.ids, step.slots, step.plan.rows, step.plan.ancestors)]
+            addresses = [
+                x.data_ptr() for x in (step.ids, step.slots, step.plan.rows, step.plan.ancestors)
+            ]
         step.fill(ids, cache.opened)
         with torch._dynamo.config.patch(error_on_recompile=True):
             got = compiled()
@@ -280,7 +344,9 @@ def check_compiled(target, backend):
         logits = target.head(want.last_hidden[0])
         torch.testing.assert_close(got.logits[:count], logits, atol=1e-4, rtol=1e-4)
         assert got.choices[:count].tolist() == logits.argmax(-1).tolist()
-        assert [x.data_ptr() for x in (step.ids, step.slots, step.plan.rows, step.plan.ancestors)] == addresses
+        assert [
+            x.data_ptr() for x in (step.ids, step.slots, step.plan.rows, step.plan.ancestors)
+        ] == addresses
     assert counter.frame_count == 1
 
 
@@ -292,17 +358,28 @@ def test_captured_graphs_decode_as_dynamic_passes(name, temperature):
     target = on_gpu(name)
     options = {"sampling": SamplingParams(temperature), "count": 24}
     truths = dict(
-        zip(map(tuple, PROMPTS), (t for t, _ in decode(target, None, PROMPTS, False, **options)), strict=True)
+        zip(
+            map(tuple, PROMPTS),
+            (t for t, _ in decode(target, None, PROMPTS, False, **options)),
+            strict=True,
+        )
     )
     for max_rows, nodes in ((1, 7), (3, 12), (1, 30)):
         form = {"agree": 0.7, "nodes": nodes, "feature_layers": (1, target.num_layers)}
-        want, got = FakeBatch(truths, **form), FakeBatch(truths, **form)
+        want = FakeBatch(truths, **form)
+        got = FakeBatch(truths, **form)
         dynamic = decode(target, want, PROMPTS, False, ANY, max_rows, **options)
         assert decode(target, got, PROMPTS, True, ANY, max_rows, **options) == dynamic
         for ours, theirs in zip(got.sessions, want.sessions, strict=True):
-            torch.testing.assert_close(torch.cat(ours.features), torch.cat(theirs.features), atol=1e-3, rtol=1e-3)
+            torch.testing.assert_close(
+                torch.cat(ours.features), torch.cat(theirs.features), atol=1e-3, rtol=1e-3
+            )
     (steps,) = target.idle_steps
-    if name in ("llama", "gemma2", "gpt2"):  # others may wait for the device, experts in float32 for one
+    if name in (
+        "llama",
+        "gemma2",
+        "gpt2",
+    ):  # others may wait for the device, experts in float32 for one
         assert not steps.failure
     assert steps.failure or all(step.replay != step.forward for step in steps._steps.values())
     assert bool(steps.failure) == (not steps._steps)
@@ -313,7 +390,9 @@ def test_captured_graphs_decode_as_dynamic_passes(name, temperature):
 def test_a_forward_that_waits_for_the_device_is_not_captured(capsys):
     target = on_gpu("llama")
     want = decode(target, None, PROMPTS, False)
-    target.model.model.layers[1].mlp.register_forward_hook(lambda _m, _a, out: out if out.sum().item() else -out)
+    target.model.model.layers[1].mlp.register_forward_hook(
+        lambda _m, _a, out: out if out.sum().item() else -out
+    )
     assert decode(target, None, PROMPTS, True) == want
     assert "decodes without CUDA graphs" in capsys.readouterr().err
     assert torch.cuda.get_sync_debug_mode() == 0

@@ -33,7 +33,8 @@ def build(name, target) -> Drafter:
     if name == "draft_model":
         drafter = kind_class(name).begin(target, "target", {"layers": [0, 1]}, "kl")
     else:
-        kept, kind = torch.arange(0, target.vocab_size - 40), kind_class(name)
+        kept = torch.arange(0, target.vocab_size - 40)
+        kind = kind_class(name)
         options = {**OPTIONS[name], "draft_vocab_size": len(kept), "loss": "kl"}
         drafter = kind(kind.config_class.for_target(target, **options))
         drafter.initialize(target, kept)
@@ -64,7 +65,13 @@ def used(monkeypatch):
 
 def decode(target, drafter, spec, rows, graphs, sampling=None, count=10):
     decoder = Decoder(
-        target, drafter, spec=TreeSpec.parse(spec), sampling=sampling, eos_ids=(), max_rows=rows, graphs=graphs
+        target,
+        drafter,
+        spec=TreeSpec.parse(spec),
+        sampling=sampling,
+        eos_ids=(),
+        max_rows=rows,
+        graphs=graphs,
     )
     trees = []
     decoder.observer = lambda index, tree, verdict, _: trees.append(
@@ -83,7 +90,8 @@ def slow_unless(quick, *values):
 
 
 @pytest.mark.parametrize(
-    ("name", "spec"), [slow_unless((name, spec) in QUICK, name, spec) for name in OPTIONS for spec in SPECS]
+    ("name", "spec"),
+    [slow_unless((name, spec) in QUICK, name, spec) for name in OPTIONS for spec in SPECS],
 )
 def test_trees_are_those_of_dynamic_passes(name, spec, used):
     target = make_target(hidden=32)
@@ -99,7 +107,8 @@ def test_trees_are_those_of_dynamic_passes(name, spec, used):
 @pytest.mark.parametrize("name", [slow_unless(False, name) for name in OPTIONS])
 def test_drawn_chains_are_those_of_dynamic_passes(name, used):
     target = make_target(hidden=32)
-    drafter, sampling = build(name, target), SamplingParams(0.7, top_p=0.9)
+    drafter = build(name, target)
+    sampling = SamplingParams(0.7, top_p=0.9)
     want = decode(target, drafter, "chain:3@sample", 2, False, sampling)
     assert decode(target, drafter, "chain:3@sample", 2, True, sampling) == want
     assert used["propose"] > 3
@@ -117,7 +126,8 @@ def test_choices_at_all_nodes_are_those_of_a_walk(spec, sampling, monkeypatch):
     target = make_target(hidden=32)
     drafter = build("eagle3", target)
     want = decode(target, drafter, spec, 3, False, sampling)
-    calls, ahead = [], verify.choices_ahead
+    calls = []
+    ahead = verify.choices_ahead
     monkeypatch.setattr(verify, "_draws_ahead", lambda verifiers, logits: True)
     monkeypatch.setattr(verify, "choices_ahead", lambda *args: calls.append(1) or ahead(*args))
     assert decode(target, drafter, spec, 3, False, sampling) == want

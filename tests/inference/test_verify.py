@@ -50,7 +50,9 @@ def parts(verdict):
     ],
 )
 def test_walks_the_targets_choices(choices, path, tokens):
-    drawn = TokenTree(TREE.tokens, TREE.parents, proposal=Proposal(torch.full((3, 10), 0.1), [0, 0, 1, 1, 2]))
+    drawn = TokenTree(
+        TREE.tokens, TREE.parents, proposal=Proposal(torch.full((3, 10), 0.1), [0, 0, 1, 1, 2])
+    )
     for tree in (TREE, drawn):
         for sampling in (SamplingParams(), HOT):
             verdict = verifier(sampling).verify(tree, choosing(*choices))
@@ -72,19 +74,30 @@ def test_an_empty_tree_is_a_plain_step():
 def random_tree(generator, drawn):
     """A small tree over 10 tokens, some of its nodes drawn and some chosen by a rule."""
     size = int(torch.randint(0, 8, (1,), generator=generator))
-    parents, tokens = [], []
+    parents = []
+    tokens = []
     for node in range(size):
         parent = int(torch.randint(-1, node, (1,), generator=generator)) if node else -1
         taken = [tokens[i] for i, above in enumerate(parents) if above == parent]
-        tokens.append(next(t for t in torch.randperm(10, generator=generator).tolist() if t not in taken))
+        tokens.append(
+            next(t for t in torch.randperm(10, generator=generator).tolist() if t not in taken)
+        )
         parents.append(parent)
     rows = [parent + 1 if node % 4 != 3 else -1 for node, parent in enumerate(parents)]
     q = torch.rand(size + 1, 10, generator=generator).softmax(-1)
-    return TokenTree(torch.tensor(tokens, dtype=torch.long), parents, None, Proposal(q, rows) if drawn else None)
+    return TokenTree(
+        torch.tensor(tokens, dtype=torch.long), parents, None, Proposal(q, rows) if drawn else None
+    )
 
 
 @pytest.mark.parametrize(
-    "sampling", [SamplingParams(), SamplingParams(repetition_penalty=1.5), HOT, SamplingParams(0.9, 6, 0.9, 0.05, 1.3)]
+    "sampling",
+    [
+        SamplingParams(),
+        SamplingParams(repetition_penalty=1.5),
+        HOT,
+        SamplingParams(0.9, 6, 0.9, 0.05, 1.3),
+    ],
 )
 @pytest.mark.parametrize("drawn", [False, True])
 def test_a_batch_gives_each_sequence_what_it_gets_alone(sampling, drawn):
@@ -97,8 +110,12 @@ def test_a_batch_gives_each_sequence_what_it_gets_alone(sampling, drawn):
         logits = [2 * torch.randn(len(tree) + 1, 10, generator=generator) for tree in trees]
         for tree, rows in zip(trees, logits, strict=True):
             rows[[parent + 1 for parent in tree.parents], tree.tokens] += 2
-        want = [parts(v.verify(tree, rows)) for v, tree, rows in zip(alone, trees, logits, strict=True)]
-        assert [parts(verdict) for verdict in verify_batch(together, trees, torch.cat(logits))] == want
+        want = [
+            parts(v.verify(tree, rows)) for v, tree, rows in zip(alone, trees, logits, strict=True)
+        ]
+        assert [
+            parts(verdict) for verdict in verify_batch(together, trees, torch.cat(logits))
+        ] == want
         longest = max(longest, *(len(path) for path, _, _ in want))
     assert longest > 1
 
@@ -115,10 +132,13 @@ def test_plain_greedy_needs_one_transfer(monkeypatch):
 def test_plain_greedy_looks_only_where_a_walk_comes_by(monkeypatch):
     looked = []
     monkeypatch.setattr(
-        "drafttrain.inference.verify.argmax_at", lambda logits, rows: looked.append(rows) or argmax_at(logits, rows)
+        "drafttrain.inference.verify.argmax_at",
+        lambda logits, rows: looked.append(rows) or argmax_at(logits, rows),
     )
     logits = choosing(3, 3, 1, 1, 8, 1, 5, 9, 7, 1, 1, 2)
-    assert [parts(verdict) for verdict in verify_batch([verifier(), verifier()], [TREE, TREE], logits)] == [
+    assert [
+        parts(verdict) for verdict in verify_batch([verifier(), verifier()], [TREE, TREE], logits)
+    ] == [
         ([0, 3], [3, 3, 8], False),
         ([1, 4], [5, 7, 2], False),
     ]
@@ -138,13 +158,17 @@ def test_a_rejected_child_leaves_what_q_had_less_of():
     q = torch.tensor([[0.1, 0.1, 0.4, 0.4]], dtype=torch.float64)
 
     def tried(drawn, *uniforms):
-        return try_drawn(p, q, torch.tensor([drawn]), torch.tensor([uniforms], dtype=torch.float64))[0].tolist()
+        return try_drawn(
+            p, q, torch.tensor([drawn]), torch.tensor([uniforms], dtype=torch.float64)
+        )[0].tolist()
 
     assert tried([0], 0.99) == [1, 0, 0, 0]  # q < p: always accepted
     assert tried([2], 0.49) == [0, 0, 1, 0]  # p / q is 0.5
     assert tried([2], 0.51) == pytest.approx([2 / 3, 1 / 3, 0, 0])
     # The second child comes from q without the first, [1/6, 1/6, 0, 4/6], and is tried against the residual.
-    assert tried([2, 3], 0.51, 0.0) == pytest.approx([(2 / 3 - 1 / 6) / (4 / 6), (1 / 3 - 1 / 6) / (4 / 6), 0, 0])
+    assert tried([2, 3], 0.51, 0.0) == pytest.approx(
+        [(2 / 3 - 1 / 6) / (4 / 6), (1 / 3 - 1 / 6) / (4 / 6), 0, 0]
+    )
     assert tried([2, -1], 0.51, 0.0) == pytest.approx([2 / 3, 1 / 3, 0, 0])
 
 
@@ -158,7 +182,9 @@ def test_drawing_from_the_target_itself_is_always_accepted():
 def test_q_may_cover_a_part_of_the_vocabulary():
     """Drafter ids 0..2 are target tokens 7, 2, 5; the bonus token may be any of the target's."""
     kept = torch.tensor([7, 2, 5])
-    tree = TokenTree(torch.tensor([2]), [-1], None, Proposal(torch.tensor([[0.2, 0.6, 0.2]]), [0], kept))
+    tree = TokenTree(
+        torch.tensor([2]), [-1], None, Proposal(torch.tensor([[0.2, 0.6, 0.2]]), [0], kept)
+    )
     logits = torch.full((2, 10), -50.0)
     logits[:, 9] = 0
     for seed in range(5):
@@ -187,7 +213,9 @@ def test_greedy_with_a_repetition_penalty_is_what_transformers_generates(name, p
     drafters = [None, NgramDrafter(), FakeDrafter(want, 0.7, nodes=20, seed=3)]
     for drafter, spec in zip(drafters, ("none", "dynamic:4,3,9", str(ANY)), strict=True):
         spec = TreeSpec.parse(spec)
-        got = generate(target, drafter, PROMPT, max_new_tokens=40, spec=spec, sampling=sampling, eos_ids=())
+        got = generate(
+            target, drafter, PROMPT, max_new_tokens=40, spec=spec, sampling=sampling, eos_ids=()
+        )
         assert got.tokens == want, spec
     assert got.stats.accepted_length > 1.3
 
@@ -195,9 +223,23 @@ def test_greedy_with_a_repetition_penalty_is_what_transformers_generates(name, p
 def test_one_token_vocabularies_of_the_warpers_are_what_transformers_generates():
     """With top_k=1 sampling has no choice left: all of the chain of processors at work, token for token."""
     target, reference = family("llama")
-    want = hf(reference, do_sample=True, temperature=0.7, top_k=1, top_p=0.9, min_p=0.1, repetition_penalty=1.4)
+    want = hf(
+        reference,
+        do_sample=True,
+        temperature=0.7,
+        top_k=1,
+        top_p=0.9,
+        min_p=0.1,
+        repetition_penalty=1.4,
+    )
     sampling = SamplingParams(0.7, 1, 0.9, 0.1, 1.4)
     got = generate(
-        target, FakeDrafter(want, 0.8, 12), PROMPT, max_new_tokens=40, spec=ANY, sampling=sampling, eos_ids=()
+        target,
+        FakeDrafter(want, 0.8, 12),
+        PROMPT,
+        max_new_tokens=40,
+        spec=ANY,
+        sampling=sampling,
+        eos_ids=(),
     )
     assert got.tokens == want

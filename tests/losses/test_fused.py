@@ -9,7 +9,15 @@ import sys
 import pytest
 import torch
 
-from drafttrain.losses import DIVERGENCES, StoredLogits, StoredTopK, TargetRows, divergence, fused, linear_divergence
+from drafttrain.losses import (
+    DIVERGENCES,
+    StoredLogits,
+    StoredTopK,
+    TargetRows,
+    divergence,
+    fused,
+    linear_divergence,
+)
 from drafttrain.losses.fused import plan
 from drafttrain.losses.spec import parse_loss
 
@@ -19,7 +27,13 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 MIXES = ["kl@0.7", "0.9*kl+0.1*ce", "kl@2+js:0.2+js:0.8+tvd+++0.5*lk_lambda:1@2"]
 
 
-def make(kept: int = 151, full: int = 200, dtype: torch.dtype = torch.float32, tokens: int = 5, rows: int = 4):
+def make(
+    kept: int = 151,
+    full: int = 200,
+    dtype: torch.dtype = torch.float32,
+    tokens: int = 5,
+    rows: int = 4,
+):
     generator = torch.Generator().manual_seed(kept)
     head = torch.randn(full, 8, generator=generator).to(DEVICE)
     states = torch.randn(rows, 8, generator=generator).to(DEVICE)
@@ -28,12 +42,15 @@ def make(kept: int = 151, full: int = 200, dtype: torch.dtype = torch.float32, t
     argmax = torch.where(likeliest < kept, likeliest, -1)
     sampled = torch.randint(-1, kept, (rows,), generator=generator).to(DEVICE)
     log_z_at = {t: (logits / t).logsumexp(-1) for t in (0.7, 2.0)}
-    head, states = head[:kept].to(dtype), states.to(dtype)
+    head = head[:kept].to(dtype)
+    states = states.to(dtype)
     target = TargetRows(states, head, logits.logsumexp(-1), argmax, None, sampled, log_z_at)
     x = (torch.randn(tokens, 8, generator=generator).to(DEVICE)).to(dtype).requires_grad_()
     w = (torch.randn(kept, 8, generator=generator).to(DEVICE)).to(dtype).requires_grad_()
     index = torch.randint(0, rows, (tokens,), generator=generator).to(DEVICE)
-    weight = torch.rand(1, generator=generator).to(DEVICE).expand(tokens)  # as a depth's weights come, without a stride
+    weight = (
+        torch.rand(1, generator=generator).to(DEVICE).expand(tokens)
+    )  # as a depth's weights come, without a stride
     return x, w, target, index, weight
 
 
@@ -48,7 +65,9 @@ def compare(monkeypatch, x, w, target, index, weight, loss, measure=True, chunk=
     close = {"atol": TOLERANCE[x.dtype] * 5, "rtol": TOLERANCE[x.dtype] * 5}
     torch.testing.assert_close((got.values, got.loss), (want.values, want.loss), **close)
     for a, b in zip(got_grads, want_grads, strict=True):
-        assert a.dtype == x.dtype and (a - b).abs().max() <= TOLERANCE[x.dtype] * b.abs().max().clamp(min=0.05)
+        assert a.dtype == x.dtype and (a - b).abs().max() <= TOLERANCE[
+            x.dtype
+        ] * b.abs().max().clamp(min=0.05)
     if measure:
         torch.testing.assert_close(got.alpha, want.alpha, **close)
         assert torch.equal(got.agree, want.agree)
@@ -85,8 +104,16 @@ def test_every_form_of_a_target(monkeypatch):
     logits = target.logits(torch.arange(4))
     log_p, ids = (logits - target.log_z[:, None]).topk(6)
     forms = (
-        TargetRows(target.hidden, target.weight, target.log_z, target.argmax, lambda raw: 5 * torch.tanh(raw / 5)),
-        StoredLogits(logits.bfloat16().index_fill(1, index[:2], float("-inf")), target.log_z, target.argmax),
+        TargetRows(
+            target.hidden,
+            target.weight,
+            target.log_z,
+            target.argmax,
+            lambda raw: 5 * torch.tanh(raw / 5),
+        ),
+        StoredLogits(
+            logits.bfloat16().index_fill(1, index[:2], float("-inf")), target.log_z, target.argmax
+        ),
         StoredTopK(ids, log_p, 1 - log_p.exp().sum(-1), target.argmax),
     )
     for form in forms:
@@ -101,7 +128,9 @@ def test_an_agreeing_drafter_is_seen(monkeypatch):
 
 
 def test_launches_are_as_few_as_the_terms_allow():
-    assert [launch.weights for launch in plan(parse_loss("kl+2*kl+ce+tv"))] == [{"kl": 3.0, "ce": 1.0, "tv": 1.0}]
+    assert [launch.weights for launch in plan(parse_loss("kl+2*kl+ce+tv"))] == [
+        {"kl": 3.0, "ce": 1.0, "tv": 1.0}
+    ]
     several = plan(parse_loss("kl@2+js:0.2+js:0.8+ce"))
     assert [launch.temperature for launch in several] == [1.0, 1.0, 2.0]
     assert [launch.parameters.get("js") for launch in several] == [0.2, 0.8, None]
@@ -162,8 +191,13 @@ for line in sys.argv[1:]:
 def test_the_kernel_compiles_for_gpus(lines, tmp_path):
     """Ahead of time and without a GPU, in a process of its own: this one may have Triton's interpreter on."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    done = subprocess.run([sys.executable, "-c", COMPILE, *lines], capture_output=True, text=True, env=environment)
+    environment |= {
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, *lines], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -171,4 +205,9 @@ def test_the_kernel_compiles_for_gpus(lines, tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_a_large_vocabulary_on_a_gpu(monkeypatch, dtype):
-    compare(monkeypatch, *make(151_936, 152_000, dtype, tokens=300, rows=200), "kl+lk_lambda+js+ce", chunk=128)
+    compare(
+        monkeypatch,
+        *make(151_936, 152_000, dtype, tokens=300, rows=200),
+        "kl+lk_lambda+js+ce",
+        chunk=128,
+    )

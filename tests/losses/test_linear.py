@@ -8,14 +8,31 @@ import pytest
 import torch
 
 from drafttrain.errors import UserError
-from drafttrain.losses import DIVERGENCES, StoredLogits, StoredTopK, TargetRows, linear_divergence, parse_loss
+from drafttrain.losses import (
+    DIVERGENCES,
+    StoredLogits,
+    StoredTopK,
+    TargetRows,
+    linear_divergence,
+    parse_loss,
+)
 from drafttrain.losses import divergence as divergence_module
 from eval.plain_divergence import plain_divergence
 
-LOSSES = [*DIVERGENCES, "js:0.1", "lk_lambda:1", "kl@2", "ce@0.5", "0.9*kl+0.1*ce", "js:0.3+2*js:0.7@3+tvd+++lk_alpha"]
+LOSSES = [
+    *DIVERGENCES,
+    "js:0.1",
+    "lk_lambda:1",
+    "kl@2",
+    "ce@0.5",
+    "0.9*kl+0.1*ce",
+    "js:0.3+2*js:0.7@3+tvd+++lk_alpha",
+]
 
 
-def make(tokens: int = 13, rows: int = 9, hidden: int = 6, kept: int = 17, full: int = 29, seed: int = 1):
+def make(
+    tokens: int = 13, rows: int = 9, hidden: int = 6, kept: int = 17, full: int = 29, seed: int = 1
+):
     """Drafter states and head, the target's rows, row weights, and the target's full logits and kept ids."""
     generator = torch.Generator().manual_seed(seed)
     double = {"generator": generator, "dtype": torch.float64}
@@ -28,7 +45,13 @@ def make(tokens: int = 13, rows: int = 9, hidden: int = 6, kept: int = 17, full:
     sampled = to_drafter[torch.randint(0, full, (rows,), generator=generator)]
     log_z_at = {t: (logits / t).logsumexp(-1) for t in (0.7, 2.0)}
     target = TargetRows(
-        states, head[kept_ids], logits.logsumexp(-1), to_drafter[logits.argmax(-1)], None, sampled, log_z_at
+        states,
+        head[kept_ids],
+        logits.logsumexp(-1),
+        to_drafter[logits.argmax(-1)],
+        None,
+        sampled,
+        log_z_at,
     )
     x = torch.randn(tokens, hidden, **double).requires_grad_()
     w = torch.randn(kept, hidden, **double).requires_grad_()
@@ -38,13 +61,17 @@ def make(tokens: int = 13, rows: int = 9, hidden: int = 6, kept: int = 17, full:
 
 
 def gradients(loss: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]:
-    return list(torch.autograd.grad(3.0 * loss, leaves))  # a factor other than one, as gradient scaling brings
+    return list(
+        torch.autograd.grad(3.0 * loss, leaves)
+    )  # a factor other than one, as gradient scaling brings
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_value_and_gradients_match_autograd(loss):
     x, w, target, index, weight, _, _ = make()
-    plain = plain_divergence(x, w, target.logits(index), target.log_z[index], weight, loss, target.sampled[index])
+    plain = plain_divergence(
+        x, w, target.logits(index), target.log_z[index], weight, loss, target.sampled[index]
+    )
     want = gradients(plain.loss, x, w)
     for chunk in (1, 5, 64):
         ours = linear_divergence(x, w, target, index, weight, loss, chunk)
@@ -55,11 +82,15 @@ def test_value_and_gradients_match_autograd(loss):
 
 
 # Not those whose gradient is by design another than their value's: tvd++ scales it, lk_lambda holds lambda constant.
-@pytest.mark.parametrize("loss", ["kl", "reverse_kl", "js:0.3", "tv", "lk_alpha", "ce", "kl@2+0.5*tv@0.7+0.1*ce"])
+@pytest.mark.parametrize(
+    "loss", ["kl", "reverse_kl", "js:0.3", "tv", "lk_alpha", "ce", "kl@2+0.5*tv@0.7+0.1*ce"]
+)
 def test_gradients_match_finite_differences(loss):
     x, w, target, index, weight, _, _ = make(tokens=3, hidden=3, kept=7, full=9)
     assert (target.sampled[index] >= 0).any()
-    assert torch.autograd.gradcheck(lambda a, b: linear_divergence(a, b, target, index, weight, loss, 2).loss, (x, w))
+    assert torch.autograd.gradcheck(
+        lambda a, b: linear_divergence(a, b, target, index, weight, loss, 2).loss, (x, w)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -70,7 +101,11 @@ def test_models_dtypes_come_close_to_float64(dtype, loss):
     low = [t.detach().to(dtype).requires_grad_() for t in (x, w)]
     lows = {name: getattr(target, name).to(dtype) for name in ("hidden", "weight")}
     rough = linear_divergence(
-        *low, dataclasses.replace(target, **lows, log_z=target.log_z.float()), index, weight.float(), loss
+        *low,
+        dataclasses.replace(target, **lows, log_z=target.log_z.float()),
+        index,
+        weight.float(),
+        loss,
     )
     assert rough.values.dtype == torch.float32 and rough.alpha.dtype == torch.float32
     close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.1, "atol": 0.05}
@@ -82,9 +117,13 @@ def test_models_dtypes_come_close_to_float64(dtype, loss):
 
 def test_a_mix_is_the_weighted_sum_of_its_terms():
     x, w, target, index, weight, _, _ = make()
-    parts = [linear_divergence(x, w, target, index, weight, name) for name in ("kl", "tv@0.7", "ce")]
+    parts = [
+        linear_divergence(x, w, target, index, weight, name) for name in ("kl", "tv@0.7", "ce")
+    ]
     mix = linear_divergence(x, w, target, index, weight, "0.5*kl + 2*tv@0.7 + ce")
-    torch.testing.assert_close(mix.values, 0.5 * parts[0].values + 2 * parts[1].values + parts[2].values)
+    torch.testing.assert_close(
+        mix.values, 0.5 * parts[0].values + 2 * parts[1].values + parts[2].values
+    )
     for name in ("alpha", "agree"):  # always at temperature 1
         assert all(torch.allclose(getattr(part, name), getattr(mix, name)) for part in parts)
 
@@ -101,7 +140,8 @@ def test_acceptance_uses_the_full_target_distribution():
     # Some target choice lies outside the kept vocabulary here, and must count as a miss.
     assert (target.argmax[index] == -1).any() and not out.agree[target.argmax[index] == -1].any()
     tempered = linear_divergence(x, w, target, index, weight, "tv@2").values
-    p, q[:, kept_ids] = (logits[index] / 2).softmax(-1), (x @ w.T / 2).softmax(-1).detach()
+    p = (logits[index] / 2).softmax(-1)
+    q[:, kept_ids] = (x @ w.T / 2).softmax(-1).detach()
     torch.testing.assert_close(tempered, 0.5 * (p - q).abs().sum(-1))
 
 
@@ -111,9 +151,16 @@ def test_every_loss_leads_to_the_target_and_stays_there(loss):
     """Descent on the logits of one row ends at the kept tokens' renormalised p; for ce on average over samples."""
     _, _, target, _, _, _, _ = make(rows=1, kept=5, full=8)
     p = target.kept(torch.tensor([0]))[0][0]
-    rows, index, weight = target, torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.float64)
+    rows = target
+    index = torch.zeros(1, dtype=torch.long)
+    weight = torch.ones(1, dtype=torch.float64)
     if loss == "ce":  # one row per token, weighted by its probability
-        rows = TargetRows(target.hidden.expand(5, -1), target.weight, target.log_z.expand(5), target.argmax.expand(5))
+        rows = TargetRows(
+            target.hidden.expand(5, -1),
+            target.weight,
+            target.log_z.expand(5),
+            target.argmax.expand(5),
+        )
         rows.sampled, index, weight = torch.arange(5), torch.arange(5), p
     z = torch.zeros(1, 5, dtype=torch.float64, requires_grad=True)
     eye = torch.eye(5, dtype=torch.float64)
@@ -121,9 +168,13 @@ def test_every_loss_leads_to_the_target_and_stays_there(loss):
         out = linear_divergence(z.expand(len(index), 5), eye, rows, index, weight, loss)
         (slope,) = torch.autograd.grad(out.loss, z)
         # Losses of acceptance have a slope that jumps, so their steps must shrink.
-        z = (z - (2.0 if loss in ("kl", "reverse_kl", "js", "ce") else 2 / (1 + step / 10)) * slope).detach()
+        z = (
+            z - (2.0 if loss in ("kl", "reverse_kl", "js", "ce") else 2 / (1 + step / 10)) * slope
+        ).detach()
         z.requires_grad_()
-    reached = linear_divergence(z, eye, target, torch.zeros(1, dtype=torch.long), torch.ones(1)).alpha
+    reached = linear_divergence(
+        z, eye, target, torch.zeros(1, dtype=torch.long), torch.ones(1)
+    ).alpha
     most = torch.exp(target.kept(torch.tensor([0]))[2] - target.log_z)
     assert most < 0.999 and reached > most - 0.01
 
@@ -148,8 +199,12 @@ def test_identical_distributions_have_no_loss_and_full_acceptance():
     _, _, target, index, weight, _, _ = make(kept=29, full=29)
     for loss in DIVERGENCES:
         if loss != "ce":
-            same = linear_divergence(target.hidden[index].clone(), target.weight, target, index, weight, loss)
-            assert same.loss.abs() < 1e-9 and torch.allclose(same.alpha, torch.ones_like(same.alpha))
+            same = linear_divergence(
+                target.hidden[index].clone(), target.weight, target, index, weight, loss
+            )
+            assert same.loss.abs() < 1e-9 and torch.allclose(
+                same.alpha, torch.ones_like(same.alpha)
+            )
             assert same.agree.all()
 
 
@@ -158,7 +213,8 @@ def test_extremes_stay_finite():
     z = torch.tensor([[200.0, -200.0, 0.0], [0.0, 0.0, 0.0]], requires_grad=True)
     stored = torch.tensor([[-200.0, 200.0, 0.0], [float("-inf"), 3.0, 1.0]])
     target = StoredLogits(stored, stored.logsumexp(-1), stored.argmax(-1), torch.tensor([0, 1]))
-    index, weight = torch.arange(2), torch.ones(2)
+    index = torch.arange(2)
+    weight = torch.ones(2)
     for loss in DIVERGENCES:
         out = linear_divergence(z, torch.eye(3), target, index, weight, loss)
         (grad,) = torch.autograd.grad(out.loss, z)
@@ -176,7 +232,9 @@ def test_all_forms_of_a_target_agree(loss, monkeypatch):
         log_p, ids = (logits - target.log_z[:, None]).sort(descending=True)
         to_drafter = torch.full((29,), -1)
         to_drafter[kept_ids] = torch.arange(17)
-        forms.append(StoredTopK(to_drafter[ids], log_p, torch.zeros(9), target.argmax, target.sampled))
+        forms.append(
+            StoredTopK(to_drafter[ids], log_p, torch.zeros(9), target.argmax, target.sampled)
+        )
     monkeypatch.setattr(divergence_module, "_SHARED_BYTES", 0)  # one form not shared between calls
     for form in forms:
         got = linear_divergence(x, w, form, index, weight, loss)
@@ -191,22 +249,29 @@ def test_the_rest_of_stored_top_k_is_one_outcome(loss):
     log_p, ids = logits.log_softmax(-1).topk(4)
     rest = 1 - log_p.exp().sum(-1)
     sampled = ids[:, 1]  # ce knows no rest, so compare where it needs none
-    ours = linear_divergence(x, w, StoredTopK(ids, log_p, rest, ids[:, 0], sampled), index, weight, loss)
+    ours = linear_divergence(
+        x, w, StoredTopK(ids, log_p, rest, ids[:, 0], sampled), index, weight, loss
+    )
 
     log_q = (x @ w.T).log_softmax(-1)
     among = torch.zeros_like(log_q, dtype=torch.bool).scatter(1, ids[index], True)
     tail = log_q.masked_fill(among, float("-inf")).logsumexp(-1, keepdim=True)
     coarse_q = torch.cat([log_q.gather(1, ids[index]), tail], 1)
     coarse_p = torch.cat([log_p, rest.log()[:, None]], 1)[index]
-    eye, zero = torch.eye(5, dtype=torch.float64), torch.zeros(13, dtype=torch.float64)
-    plain = plain_divergence(coarse_q, eye, coarse_p, zero, weight, loss, torch.ones(13, dtype=torch.long))
+    eye = torch.eye(5, dtype=torch.float64)
+    zero = torch.zeros(13, dtype=torch.float64)
+    plain = plain_divergence(
+        coarse_q, eye, coarse_p, zero, weight, loss, torch.ones(13, dtype=torch.long)
+    )
     torch.testing.assert_close(ours.values, plain.values)
     torch.testing.assert_close(gradients(ours.loss, x, w), gradients(plain.loss, x, w))
 
 
 def test_what_a_target_does_not_say_is_asked_for_in_one_line():
     x, w, target, index, weight, _, _ = make()
-    topk = StoredTopK(torch.zeros(9, 1, dtype=torch.long), torch.zeros(9, 1), torch.zeros(9), target.argmax)
+    topk = StoredTopK(
+        torch.zeros(9, 1, dtype=torch.long), torch.zeros(9, 1), torch.zeros(9), target.argmax
+    )
     for rows, loss, message in (
         (target, "lk_alpha@3", r"@3.*log_z_at has \[0.7, 2.0\]"),
         (topk, "kl@2", r"@2 cannot be applied to stored top-k"),
@@ -224,7 +289,10 @@ def test_the_sum_over_parts_with_a_global_count_is_the_whole():
     want = gradients(whole.loss, x, w)
     parts = [slice(0, 1), slice(1, 8), slice(8, 13)]
     losses = [
-        linear_divergence(x[part], w, target, index[part], mask[part] / mask.sum(), "lk_lambda").loss for part in parts
+        linear_divergence(
+            x[part], w, target, index[part], mask[part] / mask.sum(), "lk_lambda"
+        ).loss
+        for part in parts
     ]
     torch.testing.assert_close(sum(losses), whole.loss)
     torch.testing.assert_close(gradients(sum(losses), x, w), want)
@@ -238,15 +306,20 @@ def test_terms_at_other_temperatures_say_which_denominators_they_need():
 def test_tokens_as_targets_give_the_plain_cross_entropy():
     """Pretraining: all mass is on the text's token; one that the head lacks has no loss."""
     torch.manual_seed(0)
-    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(10, 8, requires_grad=True)
+    x = torch.randn(4, 8, requires_grad=True)
+    w = torch.randn(10, 8, requires_grad=True)
     tokens = torch.tensor([3, 9, 11, 0])
-    out = linear_divergence(x, w, StoredTopK.of_tokens(tokens, 10), torch.arange(4), torch.ones(4), "ce")
+    out = linear_divergence(
+        x, w, StoredTopK.of_tokens(tokens, 10), torch.arange(4), torch.ones(4), "ce"
+    )
     logits = x @ w.T
     want = torch.nn.functional.cross_entropy(
         logits, tokens.where(tokens < 10, -100), reduction="none", ignore_index=-100
     )
     torch.testing.assert_close(out.values, want.detach())
-    torch.testing.assert_close(torch.autograd.grad(out.loss, (x, w)), torch.autograd.grad(want.sum(), (x, w)))
+    torch.testing.assert_close(
+        torch.autograd.grad(out.loss, (x, w)), torch.autograd.grad(want.sum(), (x, w))
+    )
     assert torch.equal(out.agree, logits.argmax(-1) == tokens)
     q = logits.softmax(-1)
     torch.testing.assert_close(out.alpha[[0, 1, 3]], q[[0, 1, 3], tokens[[0, 1, 3]]].detach())

@@ -16,14 +16,18 @@ def make(tokens=6, width=8, words=50, depths=3):
     states, head = (torch.randn(n, width, generator=generator) for n in (tokens, words))
     logits = states @ head.T
     rows = TargetRows(states, head, logits.logsumexp(-1), logits.argmax(-1))
-    reads = [torch.randn(tokens, width, generator=generator).requires_grad_() for _ in range(depths)]
+    reads = [
+        torch.randn(tokens, width, generator=generator).requires_grad_() for _ in range(depths)
+    ]
     weight = torch.randn(words, width, generator=generator).requires_grad_()
     return rows, reads, weight, torch.arange(tokens), torch.rand(tokens, generator=generator)
 
 
 def test_depths_share_one_gradient_matrix():
     rows, reads, weight, index, shares = make()
-    apart = torch.stack([linear_divergence(x, weight, rows, index, shares).loss for x in reads]).sum()
+    apart = torch.stack(
+        [linear_divergence(x, weight, rows, index, shares).loss for x in reads]
+    ).sum()
     want = torch.autograd.grad(3.0 * apart, (weight, *reads))
     kept: list[torch.Tensor] = []
 
@@ -34,7 +38,8 @@ def test_depths_share_one_gradient_matrix():
     with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
         head = SharedHead(weight)
         together = (
-            torch.stack([linear_divergence(x, head, rows, index, shares).loss for x in reads]).sum() + head.term()
+            torch.stack([linear_divergence(x, head, rows, index, shares).loss for x in reads]).sum()
+            + head.term()
         )
     got = torch.autograd.grad(3.0 * together, (weight, *reads))
     assert sum(saved.shape == weight.shape for saved in kept) == 1, "not one per depth"
@@ -65,10 +70,12 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("words", [64, 51])
 def test_a_narrow_head_is_converted_part_by_part(monkeypatch, words):
     monkeypatch.setattr(shared_head, "_CONVERTED", 10 * 8)
-    rows, grad = torch.randn(5, 8), torch.randn(5, words)
+    rows = torch.randn(5, 8)
+    grad = torch.randn(5, words)
     weight = torch.randn(words, 8).bfloat16()
     with Largest() as largest:
-        got, back = products(rows, weight), products_backward(grad, weight)
+        got = products(rows, weight)
+        back = products_backward(grad, weight)
     assert largest.count == 10 * 8
     torch.testing.assert_close(got, F.linear(rows, weight.float()))
     torch.testing.assert_close(back, grad @ weight.float())

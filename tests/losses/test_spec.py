@@ -38,7 +38,10 @@ def test_reading_and_writing(text, terms):
         ("kl+*ce", r"the weight is '', but must be a number"),
         ("-1*kl", r"the weight is '-1'"),
         ("kl:0.5", r"kl takes no parameter; js and lk_lambda do"),
-        ("js:1", r"beta of js is '1', but must be a number from 0.001 to 0.999; its ends are kl and reverse_kl"),
+        (
+            "js:1",
+            r"beta of js is '1', but must be a number from 0.001 to 0.999; its ends are kl and reverse_kl",
+        ),
         ("js:x", r"beta of js is 'x'"),
         ("lk_lambda:0", r"the parameter of lk_lambda is '0'"),
         ("kl@0", r"the temperature is '0'"),

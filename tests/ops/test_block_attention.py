@@ -24,16 +24,22 @@ def case(size, asked, share, seed=0, heads=4, kv=2, e=8, dtype=torch.float64):
 
 def textbook(query, key, value, base_key, base_value, spans, window=0):
     heads, e = query.shape[1:]
-    blocks, kv = len(spans.last), key.shape[1]
+    blocks = len(spans.last)
+    kv = key.shape[1]
     of_query = torch.arange(blocks).repeat_interleave(len(query) // blocks)
     of_key = torch.arange(blocks).repeat_interleave(len(key) // blocks)
     at = torch.arange(len(base_key))
     context = (at >= spans.first[of_query, None]) & (at <= spans.last[of_query, None])
     if window:  # by distance: a block begins right behind its last context token
-        place = spans.last[:, None] + 1 + torch.arange(len(key) // blocks)[-(len(query) // blocks) :]  # [m, A]
+        place = (
+            spans.last[:, None] + 1 + torch.arange(len(key) // blocks)[-(len(query) // blocks) :]
+        )  # [m, A]
         context &= place.flatten()[:, None] - at < window
     mask = torch.cat((context, of_query[:, None] == of_key), dim=1)
-    keys, values = (torch.cat(x).repeat_interleave(heads // kv, 1) for x in ((base_key, key), (base_value, value)))
+    keys, values = (
+        torch.cat(x).repeat_interleave(heads // kv, 1)
+        for x in ((base_key, key), (base_value, value))
+    )
     scores = torch.einsum("the,she->hts", query, keys) * e**-0.5
     weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
     return torch.einsum("hts,she->the", weights, values).flatten(1)
@@ -69,4 +75,6 @@ def test_the_form_for_gpus_gives_the_same(window):
     leaves, spans = case(5, 4, 0.2, e=16, dtype=torch.float32)
     with torch.no_grad():
         got = block_attention(*(leaf.detach() for leaf in leaves), spans, flex_attention, window)
-        torch.testing.assert_close(got, block_attention(*leaves, spans, window=window), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            got, block_attention(*leaves, spans, window=window), rtol=1e-5, atol=1e-5
+        )

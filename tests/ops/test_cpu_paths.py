@@ -30,11 +30,16 @@ pytestmark = pytest.mark.skipif(os.name != "posix" or GCC is None, reason="needs
 
 def check(compiler: str, flags: list[str], folder: Path, runner: tuple[str, ...] = ()) -> str:
     """Builds the program and runs it; returns the path that it names."""
-    source, program = ["-I", str(native._SOURCE.parent), str(PROGRAM)], str(folder / "program")
-    subprocess.run([compiler, *FLAGS, *flags, *source, "-o", program, "-lm"], check=True, capture_output=True)
+    source = ["-I", str(native._SOURCE.parent), str(PROGRAM)]
+    program = str(folder / "program")
+    subprocess.run(
+        [compiler, *FLAGS, *flags, *source, "-o", program, "-lm"], check=True, capture_output=True
+    )
     # Threads that wait for others would spin on a busy machine.
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
-    done = subprocess.run([*runner, program], capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run(
+        [*runner, program], capture_output=True, text=True, env=environment, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.strip()
 
@@ -54,7 +59,15 @@ def test_amx_instructions_compile(tmp_path):
     """The intrinsics, which the emulation replaces; from GCC 11 on."""
     flags = [flag for flag in native._FLAGS if flag != "-O3"]
     done = subprocess.run(
-        [GCC, *flags, "-O1", *native._X86["amx"].flags.split(), str(native._SOURCE), "-o", str(tmp_path / "built.so")],
+        [
+            GCC,
+            *flags,
+            "-O1",
+            *native._X86["amx"].flags.split(),
+            str(native._SOURCE),
+            "-o",
+            str(tmp_path / "built.so"),
+        ],
         capture_output=True,
         text=True,
     )
@@ -67,9 +80,12 @@ def test_amx_instructions_compile(tmp_path):
 @pytest.mark.skipif(platform.machine() == "aarch64", reason="its own paths run above")
 @pytest.mark.parametrize("path", native._ARM)
 def test_arm_in_an_emulator(path, tmp_path):
-    compiler, emulator = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64")
+    compiler = shutil.which("aarch64-linux-gnu-gcc")
+    emulator = shutil.which("qemu-aarch64")
     if compiler is None or emulator is None:
-        pytest.skip("needs aarch64-linux-gnu-gcc and qemu-aarch64: apt-get install gcc-aarch64-linux-gnu qemu-user")
+        pytest.skip(
+            "needs aarch64-linux-gnu-gcc and qemu-aarch64: apt-get install gcc-aarch64-linux-gnu qemu-user"
+        )
     flags = ["-static", *native._ARM[path].flags.split()]
     assert check(compiler, flags, tmp_path, (emulator, "-cpu", "max")) == path
 
@@ -77,7 +93,9 @@ def test_arm_in_an_emulator(path, tmp_path):
 def test_a_path_that_the_processor_lacks_is_refused(monkeypatch):
     for name in ("sse9", "", "neon" if platform.machine() == "x86_64" else "avx2"):
         monkeypatch.setenv(native.PATH_VARIABLE, name)
-        with pytest.raises(UserError, match=f"DRAFTTRAIN_CPU_PATH='{name}': this processor has native, torch"):
+        with pytest.raises(
+            UserError, match=f"DRAFTTRAIN_CPU_PATH='{name}': this processor has native, torch"
+        ):
             native.cpu_kernels.__wrapped__()
 
 
@@ -86,17 +104,23 @@ def test_the_variable_chooses_the_path(path):
     """In a process of its own, which builds (or finds) its library."""
     line = "import torch; from drafttrain.ops import native; print(native.kernel_path(), native.multiplies_bfloat16())"
     environment = {**os.environ, native.PATH_VARIABLE: path}
-    done = subprocess.run([sys.executable, "-c", line], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", line], env=environment, capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == [path, "False"], done.stderr
 
 
-@pytest.mark.skipif(not native.multiplies_bfloat16(), reason="this processor does not multiply bfloat16")
+@pytest.mark.skipif(
+    not native.multiplies_bfloat16(), reason="this processor does not multiply bfloat16"
+)
 def test_rounded_inputs_give_the_products_of_bfloat16_numbers():
     weight = torch.randn(70, 129, generator=torch.Generator().manual_seed(0)).bfloat16()
     x = torch.randn(40, 129, generator=torch.Generator().manual_seed(1))
     panels = pack_panels(weight.float())
     exact = (x.bfloat16().double() @ weight.double().t()).float()
-    torch.testing.assert_close(skinny_linear(x, panels, 70, rounded=True), exact, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(
+        skinny_linear(x, panels, 70, rounded=True), exact, atol=1e-4, rtol=1e-5
+    )
     assert not torch.equal(skinny_linear(x, panels, 70), skinny_linear(x, panels, 70, rounded=True))
     nan = torch.full((1, 129), float("nan"))
     assert skinny_linear(nan, panels, 70, rounded=True).isnan().all()

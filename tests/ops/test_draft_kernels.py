@@ -31,13 +31,16 @@ def head_and_states(d=3000, h=76, count=9):
 
 def test_top_tokens_are_the_heads_and_their_sum_is_near():
     weight, states = head_and_states()
-    head, logits = DraftHead(weight), states @ weight.T
+    head = DraftHead(weight)
+    logits = states @ weight.T
     ids, top, sums = head.top(states, 8)
     want, likely = logits.log_softmax(-1).topk(8)
     assert (ids[:, 0] == likely[:, 0]).all()
     assert (ids[:, :, None] == likely[:, None]).any(1).float().mean() > 0.98
     torch.testing.assert_close(sums, logits.logsumexp(-1), atol=0.1, rtol=0)
-    torch.testing.assert_close(top + sums[:, None], logits.gather(1, ids), rtol=1e-4, atol=1e-3)  # exact products
+    torch.testing.assert_close(
+        top + sums[:, None], logits.gather(1, ids), rtol=1e-4, atol=1e-3
+    )  # exact products
     assert (top.diff() <= 0).all()
     torch.testing.assert_close(top[:, 0], want[:, 0], atol=0.1, rtol=0)
 
@@ -46,14 +49,20 @@ def test_a_small_vocabulary_is_listed_whole():
     weight, states = head_and_states(d=500)
     ids, top, _ = DraftHead(weight).top(states, 500)
     want = (states @ weight.T).log_softmax(-1)
-    torch.testing.assert_close(torch.zeros_like(want).scatter_(1, ids, top), want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        torch.zeros_like(want).scatter_(1, ids, top), want, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_top_tokens_of_a_state_depend_neither_on_others_nor_on_threads():
     weight, states = head_and_states()
-    head, threads = DraftHead(weight), torch.get_num_threads()
+    head = DraftHead(weight)
+    threads = torch.get_num_threads()
     together = head.top(states, 5)
-    alone = [torch.cat(parts) for parts in zip(*(head.top(state[None], 5) for state in states), strict=True)]
+    alone = [
+        torch.cat(parts)
+        for parts in zip(*(head.top(state[None], 5) for state in states), strict=True)
+    ]
     try:
         torch.set_num_threads(3)
         shared = head.top(states, 5)
@@ -66,19 +75,26 @@ def test_top_tokens_of_a_state_depend_neither_on_others_nor_on_threads():
 def test_what_a_draft_head_does_not_read_is_refused():
     weight, states = head_and_states(d=600)
     head = DraftHead(weight)
-    for wrong, message in ((states[:, 1:], "reads has shape"), (states.double(), "reads is torch.float64")):
+    for wrong, message in (
+        (states[:, 1:], "reads has shape"),
+        (states.double(), "reads is torch.float64"),
+    ):
         with pytest.raises((ValueError, TypeError), match=message):
             head.top(wrong, 3)
     with pytest.raises(ValueError, match="width=601 must be from 1 to the 600 tokens"):
         head.top(states, 601)
-    assert DraftHead.of(torch.nn.Linear(8, 8)) is None and DraftHead.of(PackedLinear(torch.nn.Linear(8, 8))) is None
+    assert (
+        DraftHead.of(torch.nn.Linear(8, 8)) is None
+        and DraftHead.of(PackedLinear(torch.nn.Linear(8, 8))) is None
+    )
     packed = PackedLinear(torch.nn.Linear(8, 8, bias=False))
     assert DraftHead.of(packed) is DraftHead.of(packed) and "shortlist" in repr(packed)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "path", ["avx2", *(pytest.param(path, marks=pytest.mark.slow) for path in ("avx512", "baseline"))]
+    "path",
+    ["avx2", *(pytest.param(path, marks=pytest.mark.slow) for path in ("avx512", "baseline"))],
 )
 def test_every_instruction_set_has_the_same_sums(tmp_path, path):
     """Scores are integers, and a small k leaves nothing to rounding but the exact products."""
@@ -103,7 +119,9 @@ def test_every_instruction_set_has_the_same_sums(tmp_path, path):
     ids, top, sums = (torch.empty_like(part) for part in want)
     function = ctypes.CDLL(str(built)).head_top
     function.argtypes = native.cpu_kernels().head_top.argtypes
-    function(head.address, states.data_ptr(), 7, 6, ids.data_ptr(), top.data_ptr(), sums.data_ptr(), 1)
+    function(
+        head.address, states.data_ptr(), 7, 6, ids.data_ptr(), top.data_ptr(), sums.data_ptr(), 1
+    )
     assert torch.equal(ids, want[0])
     torch.testing.assert_close(top, want[1], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(sums, want[2], rtol=1e-5, atol=1e-5)
@@ -131,12 +149,17 @@ def test_one_call_grows_the_tree_that_python_grows(monkeypatch, text):
     drafter.bind(target)
     rows = make_batch((12, 7, 21)).input_ids
     prompts = [row[:n] for row, n in zip(rows, (12, 7, 21), strict=True)]
-    features = [target.forward(prompt[None], drafter.feature_layers).features[0] for prompt in prompts]
-    spec, used = TreeSpec.parse(text), []
+    features = [
+        target.forward(prompt[None], drafter.feature_layers).features[0] for prompt in prompts
+    ]
+    spec = TreeSpec.parse(text)
+    used = []
 
     def draft(which):
         sessions = [drafter.start(prompts[i][:1], 24) for i in which]
-        drafter.extend_all(sessions, [prompts[i][1:] for i in which], [features[i][:-1] for i in which])
+        drafter.extend_all(
+            sessions, [prompts[i][1:] for i in which], [features[i][:-1] for i in which]
+        )
         return drafter.propose_all(sessions, [spec] * len(which), [None] * len(which))
 
     module = "drafttrain.drafters.common.layer_model.grow_by_kernel"
@@ -145,6 +168,10 @@ def test_one_call_grows_the_tree_that_python_grows(monkeypatch, text):
     assert len(used) == 4
     monkeypatch.setattr(module, lambda *args: None)
     for mine, theirs in zip(fast, draft([0, 1, 2]) * 2, strict=True):
-        assert mine.parents == theirs.parents and torch.equal(mine.tokens, theirs.tokens) and len(mine) <= spec.budget
+        assert (
+            mine.parents == theirs.parents
+            and torch.equal(mine.tokens, theirs.tokens)
+            and len(mine) <= spec.budget
+        )
         torch.testing.assert_close(mine.log_probs, theirs.log_probs, rtol=1e-4, atol=1e-4)
         assert math.isfinite(mine.log_probs.sum())

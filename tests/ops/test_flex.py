@@ -31,7 +31,8 @@ def attend(tokens: int, flex, heads: int = 4, width: int = 16, base: int = 0):
     own = torch.arange(tokens)
     spans = Spans(torch.zeros_like(own), own, torch.zeros_like(own))
     query, key, value = (
-        torch.randn(n, h, width) for n, h in ((tokens, heads), (base or tokens, 2), (base or tokens, 2))
+        torch.randn(n, h, width)
+        for n, h in ((tokens, heads), (base or tokens, 2), (base or tokens, 2))
     )
     return span_attention_gpu(query, key, value, spans, flex), (query, key, value, spans)
 
@@ -39,7 +40,9 @@ def attend(tokens: int, flex, heads: int = 4, width: int = 16, base: int = 0):
 def compiled(monkeypatch, backend, options=()):
     """FlexAttention as on a GPU, but for the backend."""
     build = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **given: build(function, backend=backend, **given))
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **given: build(function, backend=backend, **given)
+    )
     torch._dynamo.reset()
     return module._compiled_flex.__wrapped__(options)
 
@@ -56,7 +59,11 @@ def test_one_compilation_serves_all_lengths(monkeypatch):
             torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(lse, want_lse, atol=1e-5, rtol=1e-5)
     assert counter.frame_count == 1
-    (given,) = (node.args[6] for node in counter.graphs[0].graph.nodes if "flex_attention" in str(node.target))
+    (given,) = (
+        node.args[6]
+        for node in counter.graphs[0].graph.nodes
+        if "flex_attention" in str(node.target)
+    )
     assert (given["fwd_BLOCK_M"], given["bwd_num_stages"]) == (32, 2), (
         "constants: a kernel cannot have a symbol as a block"
     )
@@ -69,7 +76,8 @@ def test_more_compilations_than_torch_allows_are_an_error(monkeypatch):
     flex = compiled(monkeypatch, "eager")
     attend(200, flex)
     with pytest.raises(
-        UserError, match=r"compiled for 1 sorts of shapes.*the same command again.*TORCH_LOGS=recompiles"
+        UserError,
+        match=r"compiled for 1 sorts of shapes.*the same command again.*TORCH_LOGS=recompiles",
     ):
         attend(200, flex, heads=2, width=32)
 
@@ -83,7 +91,8 @@ def test_blocks_fit_the_device(capability, itemsize, head_dim):
     width = max(64, 1 << (head_dim - 1).bit_length())
     too_large = {(2, 256), (4, 128), (4, 256)}  # torch's blocks for 99 KB
     assert bool(options) == (
-        (itemsize, width) in too_large and (SHARED[capability] < 163_840 or itemsize * head_dim == 768)
+        (itemsize, width) in too_large
+        and (SHARED[capability] < 163_840 or itemsize * head_dim == 768)
     )
     if options:
         (back,) = {options[f"bwd_BLOCK_{name}"] for name in ("M1", "N1", "M2", "N2")}
@@ -94,7 +103,14 @@ def test_blocks_fit_the_device(capability, itemsize, head_dim):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    ["bfloat16:128:86", "bfloat16:256:86", "bfloat16:256:120", "bfloat16:256:90", "float32:128:89", "float32:256:120"],
+    [
+        "bfloat16:128:86",
+        "bfloat16:256:86",
+        "bfloat16:256:120",
+        "bfloat16:256:90",
+        "float32:128:89",
+        "float32:256:120",
+    ],
 )
 def test_compiled_kernels_fit_the_device(case, tmp_path):
     """Ahead of time; $CUDA_TORCH_PYTHON names a Python whose torch is built for CUDA."""
@@ -102,9 +118,13 @@ def test_compiled_kernels_fit_the_device(case, tmp_path):
     if not python:
         pytest.skip("needs a build of torch for CUDA: set CUDA_TORCH_PYTHON")
     paths = os.pathsep.join(path for path in sys.path if path and "site-packages" not in path)
-    variables = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": paths}
+    variables = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
+        "PYTHONPATH": paths
+    }
     command = [python, "tests/gpu/flex_ahead.py", case]
-    done = subprocess.run(command, capture_output=True, text=True, env={**variables, **environment(tmp_path)})
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**variables, **environment(tmp_path)}
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     used = re.search(r"forward, backward: (\d+) (\d+) limit: (\d+)", done.stdout)
     assert used, done.stdout

@@ -15,14 +15,18 @@ from hypothesis import given
 from drafttrain.ops import native
 from tests.fuzz import Fault, file_faults, fuzz, outcome, seeds
 
-pytestmark = pytest.mark.skipif(native.cpu_kernels() is None or os.name != "posix", reason="no C compiler here")
+pytestmark = pytest.mark.skipif(
+    native.cpu_kernels() is None or os.name != "posix", reason="no C compiler here"
+)
 
 
 class Compiler:
     """Stands for cc: copies a library that was built once. Attributes: builds: how often it was asked; kept: files it made."""
 
     def __init__(self, folder: Path, built: Path):
-        self.path, self.log, self.cache = folder / "cc", folder / "log", folder / "cache"
+        self.path = folder / "cc"
+        self.log = folder / "log"
+        self.cache = folder / "cache"
         self.folder = self.cache / "kernels"
         self.built = built
         self.say("1.0")
@@ -93,9 +97,13 @@ def test_damaged_libraries_are_built_again(compiler):
     @fuzz(examples=20)
     @given(fault=file_faults(), seed=seeds())
     def damaged(fault: Fault, seed: int) -> None:
-        content, before = fault.apply(good, Random(seed)), compiler.builds
+        content = fault.apply(good, Random(seed))
+        before = compiler.builds
         kept.write_bytes(content)
-        assert outcome("kernel library", fault.name, lambda: None if compiler.load() else sys.exit(1)) == ""
+        assert (
+            outcome("kernel library", fault.name, lambda: None if compiler.load() else sys.exit(1))
+            == ""
+        )
         assert compiler.builds == before + (content != good)
         assert kept.read_bytes() == good
 
@@ -107,7 +115,9 @@ def test_a_library_without_the_functions_is_built_again(compiler, tmp_path):
     (kept,) = compiler.kept
     (tmp_path / "other.c").write_text("int unrelated(void) { return 1; }")
     other = tmp_path / "other.so"
-    subprocess.run(["cc", "-shared", "-fPIC", str(tmp_path / "other.c"), "-o", str(other)], check=True)
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", str(tmp_path / "other.c"), "-o", str(other)], check=True
+    )
     kept.unlink()
     named = kept.name.rpartition("-")[0] + f"-{native._digest(other.read_bytes())}.so"
     shutil.copy(other, compiler.folder / named)
@@ -122,7 +132,10 @@ def test_a_folder_that_others_may_enter_is_refused_in_one_line(compiler, caplog,
     compiler.folder.chmod(mode)
     assert compiler.load() and compiler.load() and compiler.builds == 2
     assert not compiler.kept
-    assert caplog.messages[0].endswith(f"remove it, or run chmod 700 {compiler.folder}") and len(caplog.messages) == 2
+    assert (
+        caplog.messages[0].endswith(f"remove it, or run chmod 700 {compiler.folder}")
+        and len(caplog.messages) == 2
+    )
 
 
 @pytest.mark.parametrize("kind", ["link", "file", "another user's"])
@@ -137,12 +150,17 @@ def test_what_is_not_the_users_own_folder_is_refused(compiler, caplog, monkeypat
         compiler.folder.mkdir(mode=0o700)
         monkeypatch.setattr(native.os, "geteuid", lambda: os.getuid() + 1)
     assert compiler.load() and compiler.builds == 1
-    assert len(caplog.messages) == 1 and "kernels are built again for this process" in caplog.messages[0]
+    assert (
+        len(caplog.messages) == 1
+        and "kernels are built again for this process" in caplog.messages[0]
+    )
     assert not list(tmp_path.rglob("cpu-*"))
 
 
 @pytest.mark.parametrize("kind", ["link", "writable", "another user's", "folder", "unreadable"])
-def test_a_library_that_others_could_have_written_is_not_loaded(compiler, tmp_path, kind, monkeypatch):
+def test_a_library_that_others_could_have_written_is_not_loaded(
+    compiler, tmp_path, kind, monkeypatch
+):
     assert compiler.load()
     (kept,) = compiler.kept
     loaded: list[str] = []

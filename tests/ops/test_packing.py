@@ -28,7 +28,9 @@ ROUNDED = {
 
 
 def weights(out, width, form, seed=0):
-    return ROUNDED[form](torch.randn(out, width, generator=torch.Generator().manual_seed(seed)) / width**0.5)
+    return ROUNDED[form](
+        torch.randn(out, width, generator=torch.Generator().manual_seed(seed)) / width**0.5
+    )
 
 
 @needs_compiler
@@ -110,9 +112,15 @@ def test_another_function_called_rms_norm_stays():
         def forward(self, x):
             return super().forward(x) + 0.1
 
-    model = nn.ModuleDict({"odd": OddRMSNorm(16), "small": LlamaRMSNorm(16).bfloat16(), "layer": nn.LayerNorm(16)})
+    model = nn.ModuleDict(
+        {"odd": OddRMSNorm(16), "small": LlamaRMSNorm(16).bfloat16(), "layer": nn.LayerNorm(16)}
+    )
     pack(model)
-    assert [type(module).__name__ for module in model.values()] == ["OddRMSNorm", "LlamaRMSNorm", "LayerNorm"]
+    assert [type(module).__name__ for module in model.values()] == [
+        "OddRMSNorm",
+        "LlamaRMSNorm",
+        "LayerNorm",
+    ]
 
 
 def test_without_a_compiler_there_are_no_kernels(monkeypatch, caplog):

@@ -25,7 +25,9 @@ def textbook(query, base, paths, own, begin, depth, window=0):
     mask = (at >= begin[own, None]) & (at <= own[:, None])
     if window:
         mask &= own[:, None] + depth - at < window
-    keys, values, masks = [base[0]], [base[1]], [mask]
+    keys = [base[0]]
+    values = [base[1]]
+    masks = [mask]
     for anchors, key, value in paths:
         keys.append(key)
         values.append(value)
@@ -46,10 +48,16 @@ def run(function, depths, seed=0, heads=4, kv=2, e=8, window=0, dtype=torch.floa
     anchors = [a[torch.isin(a, anchors[k - 1])] if k else a for k, a in enumerate(anchors)]
     for k in range(1, depths):
         anchors[k] = anchors[k][torch.isin(anchors[k], anchors[k - 1])]
-    leaves, outs = [], []
-    attention, base, paths = PathAttention(begin, window), None, []
+    leaves = []
+    outs = []
+    attention = PathAttention(begin, window)
+    base = None
+    paths = []
     for k, own in enumerate(anchors):
-        query, key, value = make(len(own), heads), *(make(len(everything if k == 0 else own), kv) for _ in "kv")
+        query, key, value = (
+            make(len(own), heads),
+            *(make(len(everything if k == 0 else own), kv) for _ in "kv"),
+        )
         leaves += [query, key, value]
         if function == "ours":
             fresh = []
@@ -61,14 +69,18 @@ def run(function, depths, seed=0, heads=4, kv=2, e=8, window=0, dtype=torch.floa
             else:
                 paths.append((own, key, value))
             outs.append(textbook(query, base, paths, own, begin, k, window))
-    loss = sum((out * torch.randn(out.shape, generator=generator, dtype=dtype)).sum() for out in outs)
+    loss = sum(
+        (out * torch.randn(out.shape, generator=generator, dtype=dtype)).sum() for out in outs
+    )
     return outs, torch.autograd.grad(loss, leaves)
 
 
 @pytest.mark.parametrize(("heads", "kv"), [(4, 2), (4, 4), (3, 1)])
 @pytest.mark.parametrize("window", [0, 7])
 def test_all_depths_and_gradients_are_those_of_one_masked_softmax(heads, kv, window):
-    ours, wanted = (run(name, 4, heads=heads, kv=kv, window=window) for name in ("ours", "textbook"))
+    ours, wanted = (
+        run(name, 4, heads=heads, kv=kv, window=window) for name in ("ours", "textbook")
+    )
     for mine, theirs in zip((*ours[0], *ours[1]), (*wanted[0], *wanted[1]), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
 
@@ -78,7 +90,10 @@ def test_gradients_against_finite_differences():
     generator = torch.Generator().manual_seed(1)
     begin = begins((3, 4))
     own = torch.tensor([1, 2, 4, 6])
-    make = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()  # noqa: E731
+
+    def make(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+
     tensors = (
         make(4, 4, 3),
         *(make(7, 2, 3) for _ in "kv"),
@@ -89,7 +104,9 @@ def test_gradients_against_finite_differences():
     def attention(query, base_key, base_value, *path):
         rows = torch.tensor([0, 2, 3, 4])
         paths = [ops.Path(path[0], path[1], rows), ops.Path(path[2], path[3])]
-        return path_attention(query, base_key, base_value, Spans(begin[own], own, begin[own]), paths)
+        return path_attention(
+            query, base_key, base_value, Spans(begin[own], own, begin[own]), paths
+        )
 
     assert torch.autograd.gradcheck(attention, tensors)
 
@@ -108,13 +125,18 @@ def test_the_block_mask_is_the_one_that_torch_finds_by_looking_at_every_pair(win
         own = torch.arange(keys)
         spans = Spans((own - window + 1).clamp(min=0) if window else own * 0, own, own * 0)
     ours = spans.block_mask(keys)
-    wanted = create_block_mask(ours.mask_mod, None, None, len(spans.first), keys, device="cpu", BLOCK_SIZE=ops.BLOCK)
+    wanted = create_block_mask(
+        ours.mask_mod, None, None, len(spans.first), keys, device="cpu", BLOCK_SIZE=ops.BLOCK
+    )
     for mine, theirs in zip(_lists(ours), _lists(wanted), strict=True):
         assert mine == theirs
 
 
 def _lists(mask):
-    for numbers, indices in ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)):
+    for numbers, indices in (
+        (mask.kv_num_blocks, mask.kv_indices),
+        (mask.full_kv_num_blocks, mask.full_kv_indices),
+    ):
         for count, row in zip(numbers[0, 0].tolist(), indices[0, 0].tolist(), strict=True):
             yield sorted(row[:count])
 
@@ -124,10 +146,13 @@ def test_the_form_for_gpus_gives_the_same():
     """FlexAttention as torch defines it, uncompiled; its gradients exist on GPUs only."""
     generator = torch.Generator().manual_seed(2)
     spans = spans_of(7)
-    t, total = len(spans.first), len(begins())
+    t = len(spans.first)
+    total = len(begins())
     query = torch.randn(t, 4, 16, generator=generator)
     base = [torch.randn(total, 2, 16, generator=generator) for _ in "kv"]
-    paths = [ops.Path(*(torch.randn(t, 2, 16, generator=generator) for _ in "kv")) for _ in range(2)]
+    paths = [
+        ops.Path(*(torch.randn(t, 2, 16, generator=generator) for _ in "kv")) for _ in range(2)
+    ]
     wanted = path_attention(query, *base, spans, paths)
     with torch.no_grad():
         got = path_attention(query, *base, spans, paths, flex=flex_attention)

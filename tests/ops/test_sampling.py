@@ -85,7 +85,9 @@ def test_the_same_tokens_as_transformers(temperature, top_k, top_p, min_p):
     min_p=st.floats(0, 0.5),
     ties=st.booleans(),
 )
-def test_the_fast_sampler_reaches_the_same_tokens(seed, scale, temperature, top_k, top_p, min_p, ties):
+def test_the_fast_sampler_reaches_the_same_tokens(
+    seed, scale, temperature, top_k, top_p, min_p, ties
+):
     logits = scale * torch.randn(2, 40, generator=torch.Generator().manual_seed(seed))
     logits = logits.round() if ties else logits
     params = SamplingParams(temperature, top_k, top_p, min_p)
@@ -96,13 +98,17 @@ def test_the_fast_sampler_reaches_the_same_tokens(seed, scale, temperature, top_
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("params", [SamplingParams(1.0), SamplingParams(0.9, 30), SamplingParams(1.2, 0, 0.8, 0.05)])
+@pytest.mark.parametrize(
+    "params", [SamplingParams(1.0), SamplingParams(0.9, 30), SamplingParams(1.2, 0, 0.8, 0.05)]
+)
 def test_the_fast_sampler_follows_the_same_distribution(params):
     count = 20_000
     logits = 2 * torch.randn(1, 3000, generator=torch.Generator().manual_seed(4))
     probs = probabilities(logits, params)[0].double()
     uniforms = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    drawn = torch.cat([sample(logits.expand(4000, -1), params, part) for part in uniforms.split(4000)])
+    drawn = torch.cat(
+        [sample(logits.expand(4000, -1), params, part) for part in uniforms.split(4000)]
+    )
     # The rarest tokens share a bin.
     bins = probs.argsort(descending=True).argsort().clamp_max(20)
     seen = torch.bincount(bins[drawn], minlength=21)
@@ -143,8 +149,15 @@ def test_argmax_is_the_first_of_equals(vocab):
     want = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)
     assert torch.equal(argmax(logits), want)
     rows = [7, 0, 19, 7]
-    for kind in (logits, logits.bfloat16(), logits.double(), torch.cat((logits, logits), 1)[:, :vocab]):
-        assert argmax_at(kind, rows) == want[rows].tolist()  # the kernel, and torch where it does not serve
+    for kind in (
+        logits,
+        logits.bfloat16(),
+        logits.double(),
+        torch.cat((logits, logits), 1)[:, :vocab],
+    ):
+        assert (
+            argmax_at(kind, rows) == want[rows].tolist()
+        )  # the kernel, and torch where it does not serve
 
 
 @pytest.mark.parametrize("place", [0, 63, 64, 100, 127, 128, 130, 699])
@@ -153,7 +166,10 @@ def test_a_single_highest_logit_is_found_wherever_it_stands(place):
     logits[1, place] = -9.9e3
     assert argmax(logits).tolist() == [0, place]
     assert argmax_at(logits, [1]) == [place]
-    assert top_log_probs(logits, 3)[1][1].tolist() == [place, *[i for i in range(4) if i != place][:2]]
+    assert top_log_probs(logits, 3)[1][1].tolist() == [
+        place,
+        *[i for i in range(4) if i != place][:2],
+    ]
 
 
 @pytest.mark.parametrize("padding", [0, 700])

@@ -38,7 +38,8 @@ def test_paths_move_together(way, dtype, moves):
         pytest.skip("no C compiler")
     generator = torch.Generator().manual_seed(0)
     buffers = [
-        torch.randn(2, 40, 20, generator=generator).to("cpu" if way == "copy" else DEVICE, dtype) for _ in range(4)
+        torch.randn(2, 40, 20, generator=generator).to("cpu" if way == "copy" else DEVICE, dtype)
+        for _ in range(4)
     ]
     want = moved(buffers, moves)
     moving(way, buffers, moves)

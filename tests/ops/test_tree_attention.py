@@ -19,11 +19,14 @@ def plain_reference(query, key, value, prefix, parents, depths, scaling, window,
     out = query.new_zeros(1, heads, n, value.shape[3])
     positions = [*range(prefix), *(prefix + d for d in depths)]
     for i in range(n):
-        seen, at = set(range(prefix)), i
+        seen = set(range(prefix))
+        at = i
         while at >= 0:
             seen.add(prefix + at)
             at = (parents[at - 1] + 1 if at else -1) if parents is not None else at - 1
-        visible = sorted(s for s in seen if window is None or positions[prefix + i] - positions[s] < window)
+        visible = sorted(
+            s for s in seen if window is None or positions[prefix + i] - positions[s] < window
+        )
         for head in range(heads):
             scores = key[0, head // groups, visible] @ query[0, head, i] * scaling
             if softcap is not None:
@@ -52,8 +55,12 @@ def test_tree_equals_definition(shape, window, extras, heads, kv_heads):
     for prefix in (0, 5):
         layout = TreeLayout(prefix, TREES[shape])
         q, k, v = inputs(heads, kv_heads, layout.count, prefix + layout.count, value_width=6)
-        got = tree_attention(q, k, v, layout, scaling=0.4, window=window, softcap=softcap, sinks=sinks)
-        want = plain_reference(q, k, v, prefix, TREES[shape], layout.depths, 0.4, window, softcap, sinks)
+        got = tree_attention(
+            q, k, v, layout, scaling=0.4, window=window, softcap=softcap, sinks=sinks
+        )
+        want = plain_reference(
+            q, k, v, prefix, TREES[shape], layout.depths, 0.4, window, softcap, sinks
+        )
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
@@ -64,7 +71,9 @@ def test_long_chains_in_blocks(monkeypatch, window, softcap, prefix):
     monkeypatch.setattr(module, "_BLOCK", 5)
     n = 23
     q, k, v = inputs(4, 2, n, prefix + n)
-    got = tree_attention(q, k, v, TreeLayout(prefix, count=n), scaling=0.4, window=window, softcap=softcap)
+    got = tree_attention(
+        q, k, v, TreeLayout(prefix, count=n), scaling=0.4, window=window, softcap=softcap
+    )
     want = plain_reference(q, k, v, prefix, None, range(n), 0.4, window, softcap, None)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
@@ -72,9 +81,13 @@ def test_long_chains_in_blocks(monkeypatch, window, softcap, prefix):
 def test_chains_behind_a_prefix_build_small_masks(monkeypatch):
     """All formulations, and no mask that grows with the prefix."""
     monkeypatch.setattr(module, "_BLOCK", 5)
-    sizes, chain_mask = [], TreeLayout.chain_mask
-    monkeypatch.setattr(TreeLayout, "chain_mask", lambda *a: sizes.append(chain_mask(*a).shape) or chain_mask(*a))
-    n, prefix = 12, 40
+    sizes = []
+    chain_mask = TreeLayout.chain_mask
+    monkeypatch.setattr(
+        TreeLayout, "chain_mask", lambda *a: sizes.append(chain_mask(*a).shape) or chain_mask(*a)
+    )
+    n = 12
+    prefix = 40
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
         q, k, v = (x.to(dtype) for x in inputs(4, 2, n, prefix + n))
         got = tree_attention(q, k, v, TreeLayout(prefix, count=n), scaling=0.4)
@@ -137,12 +150,18 @@ def test_siblings_share_a_position():
 def test_cpu_kernel_equals_torch(data):
     heads, kv_heads = data.draw(st.sampled_from([(9, 3), (4, 1), (4, 4), (14, 2)]))
     width, value_width = data.draw(st.sampled_from([(16, 16), (64, 64), (80, 80), (64, 112)]))
-    prefix, n = data.draw(st.integers(0, 40)), data.draw(st.integers(1, 64))
-    parents = [data.draw(st.integers(-1, node - 1)) for node in range(n - 1)] if data.draw(st.booleans()) else None
+    prefix = data.draw(st.integers(0, 40))
+    n = data.draw(st.integers(1, 64))
+    parents = (
+        [data.draw(st.integers(-1, node - 1)) for node in range(n - 1)]
+        if data.draw(st.booleans())
+        else None
+    )
     layout = TreeLayout(prefix, parents, count=n)
     q, k, v = inputs(heads, kv_heads, n, 120, width, value_width, seed=n)
     q = q.transpose(1, 2).contiguous().transpose(1, 2)  # as projections give it
-    k, v = k[:, :, : prefix + n], v[:, :, : prefix + n]
+    k = k[:, :, : prefix + n]
+    v = v[:, :, : prefix + n]
     options = {
         "scaling": width**-0.5,
         "window": data.draw(st.sampled_from([None, 1, 4, 30])),
@@ -162,7 +181,8 @@ def test_cpu_kernel_equals_torch(data):
 @torch.no_grad()
 def test_cpu_kernel_gives_a_node_what_its_path_alone_gives():
     """To the bit: siblings before and between a node's ancestors add nothing, not even rounding."""
-    prefix, parents = 37, [-1, -1, 1, 0, 2]
+    prefix = 37
+    parents = [-1, -1, 1, 0, 2]
     q, k, v = inputs(6, 2, 6, prefix + 6, 64, 64)
     tree = tree_attention(q, k, v, TreeLayout(prefix, parents), scaling=0.125)
     path = [0, 2, 3, 5]  # the root, and the nodes 1, 2 and 4
@@ -182,27 +202,42 @@ def test_cpu_kernel_gives_a_node_what_its_path_alone_gives():
 @given(data=st.data())
 def test_cpu_kernel_serves_packed_rows(data):
     """Several sequences in one call, each on its own part of the slot axis, keys and values stored on the way."""
-    rows, capacity = data.draw(st.integers(1, 4)), 60
+    rows = data.draw(st.integers(1, 4))
+    capacity = 60
     order = data.draw(st.permutations(range(rows)))
     layouts = []
     for _ in order:
         n = data.draw(st.integers(1, 20))
-        tree = [data.draw(st.integers(-1, node - 1)) for node in range(n - 1)] if data.draw(st.booleans()) else None
+        tree = (
+            [data.draw(st.integers(-1, node - 1)) for node in range(n - 1)]
+            if data.draw(st.booleans())
+            else None
+        )
         layouts.append(TreeLayout(data.draw(st.integers(0, 40)), tree, count=n))
     total = sum(layout.count for layout in layouts)
     q, key, value = inputs(6, 2, total, total, 32, 48, seed=total)
     _, keys, values = inputs(6, 2, 1, rows * capacity, 32, 48, seed=1)
-    keys, values = keys[0].clone(), values[0].clone()
-    options = {"scaling": 0.2, "window": data.draw(st.sampled_from([None, 5])), "softcap": None, "sinks": None}
-    want, begin = [], 0
+    keys = keys[0].clone()
+    values = values[0].clone()
+    options = {
+        "scaling": 0.2,
+        "window": data.draw(st.sampled_from([None, 5])),
+        "softcap": None,
+        "sinks": None,
+    }
+    want = []
+    begin = 0
     for row, layout in zip(order, layouts, strict=True):
-        own, first = slice(begin, begin + layout.count), row * capacity
+        own = slice(begin, begin + layout.count)
+        first = row * capacity
         k = torch.cat((keys[None, :, first : first + layout.prefix_len], key[:, :, own]), dim=2)
         v = torch.cat((values[None, :, first : first + layout.prefix_len], value[:, :, own]), dim=2)
         want.append(tree_attention(q[:, :, own], k, v, layout, **options))
         begin += layout.count
     with torch.no_grad():
-        plan = CpuPlan.build([(row * capacity, layout) for row, layout in zip(order, layouts, strict=True)])
+        plan = CpuPlan.build(
+            [(row * capacity, layout) for row, layout in zip(order, layouts, strict=True)]
+        )
         got = plan.attend(q, keys, values, new=(key, value), **options)
     torch.testing.assert_close(got, torch.cat(want, dim=2).transpose(1, 2), atol=2e-5, rtol=2e-5)
     first = order[0] * capacity + layouts[0].prefix_len
@@ -220,7 +255,9 @@ def test_a_tree_may_grow_over_several_forwards(width, window):
         for held in range(1, n):
             layout = TreeLayout(prefix, parents, held=held)
             assert layout.count == n - held
-            assert layout.positions().tolist() == [(TreeLayout(prefix, parents).depths[held:] + prefix).tolist()]
+            assert layout.positions().tolist() == [
+                (TreeLayout(prefix, parents).depths[held:] + prefix).tolist()
+            ]
             got = tree_attention(q[:, :, held:], k, v, layout, scaling=0.4, window=window)
             torch.testing.assert_close(got, whole[:, :, held:], atol=1e-5, rtol=1e-5)
 
@@ -231,8 +268,11 @@ def test_growing_trees_share_a_packed_pass():
     """Two sequences, one with held tokens and one without, in one call that also stores the new keys."""
     trees = [(3, [-1, -1, 0, 1], 3), (6, [-1, 0, 0], 0)]
     layouts = [TreeLayout(prefix, parents, held=held) for prefix, parents, held in trees]
-    slots, packed, want = 16, [], []
-    keys, values = torch.zeros(2, 2 * slots, 16), torch.zeros(2, 2 * slots, 16)
+    slots = 16
+    packed = []
+    want = []
+    keys = torch.zeros(2, 2 * slots, 16)
+    values = torch.zeros(2, 2 * slots, 16)
     for row, (layout, (prefix, parents, held)) in enumerate(zip(layouts, trees, strict=True)):
         total = prefix + len(parents) + 1
         q, k, v = inputs(4, 2, layout.count, total, width=16, value_width=16, seed=row)
@@ -245,5 +285,7 @@ def test_growing_trees_share_a_packed_pass():
         want.append(tree_attention(q, k, v, layout, scaling=0.4))
     q, k, v = (torch.cat(parts, dim=2) for parts in zip(*packed, strict=True))
     plan = CpuPlan.build([(row * slots, layout) for row, layout in enumerate(layouts)])
-    got = plan.attend(q, keys, values, scaling=0.4, window=None, softcap=None, sinks=None, new=(k, v))
+    got = plan.attend(
+        q, keys, values, scaling=0.4, window=None, softcap=None, sinks=None, new=(k, v)
+    )
     torch.testing.assert_close(got.transpose(1, 2), torch.cat(want, dim=2), atol=1e-5, rtol=1e-5)

@@ -47,10 +47,13 @@ class Forward(NamedTuple):
 
 def reference(query, keys, values, layouts, rows, **options):
     """Each row by plain tree attention, from its layout."""
-    parts, start = [], 0
+    parts = []
+    start = 0
     for layout, row in zip(layouts, rows, strict=True):
-        end, total = start + layout.count, layout.prefix_len + layout.count
-        key, value = keys[row, None, :, :total], values[row, None, :, :total]
+        end = start + layout.count
+        total = layout.prefix_len + layout.count
+        key = keys[row, None, :, :total]
+        value = values[row, None, :, :total]
         parts.append(tree_attention(query[:, :, start:end], key, value, layout, **options))
         start = end
     return torch.cat(parts, dim=2)
@@ -64,11 +67,16 @@ def batch(layouts, heads=2, kv_heads=1, width=16, value_width=16, dtype=torch.fl
     count = sum(layout.count for layout in layouts)
     query = torch.randn(1, count, heads, width, generator=g).to(DEVICE, dtype).transpose(1, 2)
     shape = (max(rows) + 1, kv_heads, capacity)
-    keys, values = (torch.full((*shape, w), float("nan"), dtype=dtype, device=DEVICE) for w in (width, value_width))
+    keys, values = (
+        torch.full((*shape, w), float("nan"), dtype=dtype, device=DEVICE)
+        for w in (width, value_width)
+    )
     for layout, row in zip(layouts, rows, strict=True):
         end = layout.prefix_len + layout.count
         keys[row, :, :end] = torch.randn(kv_heads, end, width, generator=g).to(DEVICE, dtype)
-        values[row, :, :end] = torch.randn(kv_heads, end, value_width, generator=g).to(DEVICE, dtype)
+        values[row, :, :end] = torch.randn(kv_heads, end, value_width, generator=g).to(
+            DEVICE, dtype
+        )
     return query, keys, values, Forward(PackedPlan.build(layouts, rows, DEVICE), layouts, rows)
 
 
@@ -83,17 +91,30 @@ def difference(query, keys, values, forward, geometry, **options):
     return (got.float() - want).nan_to_num(nan=1e9).abs().max().item()
 
 
-RAGGED = [TreeLayout(5, tree(3)), TreeLayout(0, []), TreeLayout(37, tree(10)), TreeLayout(20, count=6)]
+RAGGED = [
+    TreeLayout(5, tree(3)),
+    TreeLayout(0, []),
+    TreeLayout(37, tree(10)),
+    TreeLayout(20, count=6),
+]
 
 
-OPTIONS = [(None, None, False, 2), (7, None, True, 2), (2, 5.0, False, 3), (None, 2.0, True, 1), (33, None, False, 1)]
+OPTIONS = [
+    (None, None, False, 2),
+    (7, None, True, 2),
+    (2, 5.0, False, 3),
+    (None, 2.0, True, 1),
+    (33, None, False, 1),
+]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("dtype", "window", "softcap", "sinks", "parts"),
     [  # a type changes how numbers are read and written, whatever the options are
-        pytest.param(dtype, *options, marks=[] if dtype == torch.float32 or number < 2 else pytest.mark.slow)
+        pytest.param(
+            dtype, *options, marks=[] if dtype == torch.float32 or number < 2 else pytest.mark.slow
+        )
         for dtype in TOLERANCE
         for number, options in enumerate(OPTIONS)
     ],
@@ -103,7 +124,9 @@ def test_a_ragged_batch_equals_the_reference(dtype, window, softcap, sinks, part
     data = batch(RAGGED, heads=3, width=20, value_width=12, dtype=dtype, rows=[4, 0, 2, 5])
     sinks = torch.linspace(-1, 2, 3, device=DEVICE) if sinks else None
     geometry = Geometry(32, 16, parts, 4, 2)
-    assert difference(*data, geometry, window=window, softcap=softcap, sinks=sinks) < TOLERANCE[dtype]
+    assert (
+        difference(*data, geometry, window=window, softcap=softcap, sinks=sinks) < TOLERANCE[dtype]
+    )
 
 
 @pytest.mark.thorough
@@ -122,7 +145,9 @@ def test_groups_of_heads_across_tiles(ratio):
     assert difference(*data, Geometry(16, 32, 1, 4, 1)) < 2e-5
 
 
-@pytest.mark.parametrize(("width", "value_width"), [(64, 64), (80, 80), (96, 96), (128, 64), (256, 256), (5, 3)])
+@pytest.mark.parametrize(
+    ("width", "value_width"), [(64, 64), (80, 80), (96, 96), (128, 64), (256, 256), (5, 3)]
+)
 def test_head_sizes(width, value_width):
     data = batch([TreeLayout(19, tree(4))], width=width, value_width=value_width)
     assert difference(*data, Geometry(16, 32, 2, 4, 1), scaling=width**-0.5) < 2e-5
@@ -146,7 +171,9 @@ def test_queries_of_any_stride():
     assert difference(query.contiguous(), keys, values, forward, Geometry(32, 32, 1, 4, 1)) < 2e-5
 
 
-@pytest.mark.parametrize(("asking", "asked"), [(3, 0), (31, 31), (32, 31), (63, 32), (69, 63), (69, 64)])
+@pytest.mark.parametrize(
+    ("asking", "asked"), [(3, 0), (31, 31), (32, 31), (63, 32), (69, 63), (69, 64)]
+)
 def test_one_wrong_bit_is_noticed(asking, asked):
     query, keys, values, forward = batch([TreeLayout(10, tree(70))], heads=1)
     plan = forward.plan
@@ -166,16 +193,24 @@ def test_random_batches(data):
         n = data.draw(st.integers(1, 40))
         prefix = data.draw(st.integers(0, 50))
         if data.draw(st.booleans()):
-            layouts.append(TreeLayout(prefix, [data.draw(st.integers(-1, i - 1)) for i in range(n - 1)]))
+            layouts.append(
+                TreeLayout(prefix, [data.draw(st.integers(-1, i - 1)) for i in range(n - 1)])
+            )
         else:
             layouts.append(TreeLayout(prefix, count=n))
     window = data.draw(st.none() | st.integers(1, 60))
-    block_n, parts = data.draw(st.sampled_from([16, 32, 64])), data.draw(st.sampled_from([1, 1, 2]))
-    assert difference(*batch(layouts, heads=1), Geometry(64, block_n, parts, 4, 1), window=window) < 2e-5
+    block_n = data.draw(st.sampled_from([16, 32, 64]))
+    parts = data.draw(st.sampled_from([1, 1, 2]))
+    assert (
+        difference(*batch(layouts, heads=1), Geometry(64, block_n, parts, 4, 1), window=window)
+        < 2e-5
+    )
 
 
 def test_the_plan_says_what_the_layouts_say():
-    plan = PackedPlan.build([TreeLayout(5, [-1, -1, 0]), TreeLayout(7, count=2), TreeLayout(1, tree(40))], [2, 0, 1])
+    plan = PackedPlan.build(
+        [TreeLayout(5, [-1, -1, 0]), TreeLayout(7, count=2), TreeLayout(1, tree(40))], [2, 0, 1]
+    )
     assert plan.rows.tolist() == [2, 0, 1]
     assert plan.offsets.tolist() == [0, 4, 6, 46]
     assert plan.prefix_lens.tolist() == [5, 7, 1]
@@ -184,7 +219,10 @@ def test_the_plan_says_what_the_layouts_say():
     assert plan.ancestors.shape == (46, 2)
     assert plan.ancestors[:6, 0].tolist() == [0b1, 0b11, 0b101, 0b1011, 0, 0]
     assert plan.max_new == 40
-    assert all(t.dtype == torch.int32 and t.data_ptr() % 16 == 0 for t in (plan.rows, plan.offsets, plan.ancestors))
+    assert all(
+        t.dtype == torch.int32 and t.data_ptr() % 16 == 0
+        for t in (plan.rows, plan.offsets, plan.ancestors)
+    )
 
 
 def test_long_chains_take_no_room_of_their_own():
@@ -195,7 +233,9 @@ def test_long_chains_take_no_room_of_their_own():
 def test_off_the_gpu_a_packed_batch_equals_each_row_alone():
     query, keys, values = (x.cpu() for x in batch(RAGGED, rows=[3, 1, 0, 2])[:3])
     options = PLAIN | {"window": 4}
-    got = packed_tree_attention(query, keys, values, PackedPlan.build(RAGGED, [3, 1, 0, 2]), **options)
+    got = packed_tree_attention(
+        query, keys, values, PackedPlan.build(RAGGED, [3, 1, 0, 2]), **options
+    )
     torch.testing.assert_close(got, reference(query, keys, values, RAGGED, [3, 1, 0, 2], **options))
     assert got.transpose(1, 2).is_contiguous()
 
@@ -203,7 +243,15 @@ def test_off_the_gpu_a_packed_batch_equals_each_row_alone():
 SHAPE = PlanShape(rows=4, tokens=32, max_new=24, words=1)
 # Batches that a static plan of this shape holds in turn, with the cache rows of each.
 CONTENTS = [
-    ([TreeLayout(5, tree(3)), TreeLayout(0, []), TreeLayout(37, tree(10)), TreeLayout(20, tree(6))], [4, 0, 2, 5]),
+    (
+        [
+            TreeLayout(5, tree(3)),
+            TreeLayout(0, []),
+            TreeLayout(37, tree(10)),
+            TreeLayout(20, tree(6)),
+        ],
+        [4, 0, 2, 5],
+    ),
     ([TreeLayout(44, tree(20)), TreeLayout(3, count=12)], [1, 3]),
     ([TreeLayout(1, tree(9)), TreeLayout(0, tree(7)), TreeLayout(29, tree(16))], [3, 4, 0]),
 ]
@@ -212,25 +260,34 @@ CONTENTS = [
 def static_batch(numbers, layouts, rows):
     """Queries, keys, values as in `batch`, the plan's numbers set, and how many tokens are none that pad it."""
     count = sum(layout.count for layout in layouts)
-    pads, last = SHAPE.tokens - count, layouts[-1]
+    pads = SHAPE.tokens - count
+    last = layouts[-1]
     # Slots of padding tokens are written like others.
     padded = [*layouts[:-1], TreeLayout(last.prefix_len, count=last.count + pads)]
     query, keys, values, _ = batch(padded, heads=2, rows=rows)
-    keys, values = (torch.nn.functional.pad(x, (0, 0, 0, 80 - x.shape[2]), value=float("nan")) for x in (keys, values))
+    keys, values = (
+        torch.nn.functional.pad(x, (0, 0, 0, 80 - x.shape[2]), value=float("nan"))
+        for x in (keys, values)
+    )
     numbers.copy_(torch.from_numpy(pack_plan(layouts, rows, SHAPE)))
     return query, keys, values, count
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("window", "softcap", "sinks"), [(None, None, False), (7, None, True), (3, 5.0, False)])
+@pytest.mark.parametrize(
+    ("window", "softcap", "sinks"), [(None, None, False), (7, None, True), (3, 5.0, False)]
+)
 def test_one_static_plan_serves_batch_after_batch(window, softcap, sinks, monkeypatch):
     """Kernels and reference read its tensors alone, so what a graph has captured (the geometry too) stays right."""
     sinks = torch.linspace(-1, 2, 2, device=DEVICE) if sinks else None
     options = {"scaling": 0.3, "window": window, "softcap": softcap, "sinks": sinks}
     numbers = torch.zeros(SHAPE.numbers, dtype=torch.int32, device=DEVICE)
-    plan, geometries = PackedPlan.static(numbers, SHAPE), set()
+    plan = PackedPlan.static(numbers, SHAPE)
+    geometries = set()
     choose = module.choose_geometry
-    monkeypatch.setattr(module, "choose_geometry", lambda *a: geometries.add(choose(*a)) or choose(*a))
+    monkeypatch.setattr(
+        module, "choose_geometry", lambda *a: geometries.add(choose(*a)) or choose(*a)
+    )
     if DEVICE == "cpu":
         monkeypatch.setattr(module, "_device_limits", lambda index: (12, 65536))
     for layouts, rows in CONTENTS:
@@ -255,8 +312,13 @@ def test_padding_a_plan():
     assert plan.positions.tolist() == [5, 6, 7, 7, 8, 7, 7, 7]
     assert plan.ancestors[:, 0].tolist() == [0b1, 0b11, 0b111, 0b1, 0b11, 0b100, 0b1000, 0b10000]
     assert not plan.ancestors[:, 1].any()
-    whole = PackedPlan.static(torch.from_numpy(pack_plan([TreeLayout(0, [])], [0], (s := PlanShape(1, 40, 40, 2)))), s)
-    assert whole.ancestors[31].tolist() == [-(2**31), 0] and whole.ancestors[39].tolist() == [0, 1 << 7]
+    whole = PackedPlan.static(
+        torch.from_numpy(pack_plan([TreeLayout(0, [])], [0], (s := PlanShape(1, 40, 40, 2)))), s
+    )
+    assert whole.ancestors[31].tolist() == [-(2**31), 0] and whole.ancestors[39].tolist() == [
+        0,
+        1 << 7,
+    ]
     with pytest.raises(ValueError, match="do not fit the plan's shape"):
         pack_plan(layouts, [2, 0], shape._replace(max_new=4))
 
@@ -268,7 +330,9 @@ def test_geometry_fits_the_device(shared, itemsize, width):
     for pairs in (1, 12, 64, 256, 4000):
         chosen = choose_geometry(pairs, 8, 8192, width, width, itemsize, 132, shared)
         padded = module._power_of_two(width)
-        blocks = chosen.stages * chosen.block_n * 2 * padded + chosen.block_m * (padded + chosen.block_n)
+        blocks = chosen.stages * chosen.block_n * 2 * padded + chosen.block_m * (
+            padded + chosen.block_n
+        )
         assert blocks * itemsize <= shared
         assert chosen.block_m >= 16 and 16 <= chosen.block_n <= 64
 
@@ -347,8 +411,13 @@ for line in sys.argv[1:]:
 def test_the_kernels_compile_for_gpus_and_fit_their_shared_memory(lines, tmp_path):
     """Ahead of time and without a GPU, in a process of its own: this one may have Triton's interpreter on."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    done = subprocess.run([sys.executable, "-c", COMPILE, *lines], capture_output=True, text=True, env=environment)
+    environment |= {
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, *lines], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -357,14 +426,22 @@ def test_the_kernels_compile_for_gpus_and_fit_their_shared_memory(lines, tmp_pat
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_full_size_on_a_gpu_and_replayed_from_a_graph(dtype):
     layouts = [TreeLayout(8192, tree(64)), TreeLayout(700, tree(33)), TreeLayout(0, count=64)]
-    query, keys, values, forward = batch(layouts, heads=32, kv_heads=8, width=128, value_width=128, dtype=dtype)
-    keys, values = keys.nan_to_num(), values.nan_to_num()  # the second plan's rows are longer
+    query, keys, values, forward = batch(
+        layouts, heads=32, kv_heads=8, width=128, value_width=128, dtype=dtype
+    )
+    # the second plan's rows are longer
+    keys = keys.nan_to_num()
+    values = values.nan_to_num()
     options = PLAIN | {"scaling": 128**-0.5}
     assert difference(query, keys, values, forward, None, **options) < TOLERANCE[dtype]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = module._launch(query, keys, values, forward.plan, **options)
-    longer = [TreeLayout(8000, tree(64, seed=5)), TreeLayout(1000, tree(33, seed=6)), TreeLayout(50, count=64)]
+    longer = [
+        TreeLayout(8000, tree(64, seed=5)),
+        TreeLayout(1000, tree(33, seed=6)),
+        TreeLayout(50, count=64),
+    ]
     other = PackedPlan.build(longer, device=DEVICE)
     for name in ("prefix_lens", "positions", "ancestors"):
         getattr(forward.plan, name).copy_(getattr(other, name))
@@ -387,7 +464,9 @@ def test_full_size_on_a_gpu_and_replayed_from_a_graph(dtype):
 )
 def test_what_does_not_fit_the_plan_is_refused_before_a_launch(change):
     plan = PackedPlan.build([TreeLayout(5, [-1, -1, 0]), TreeLayout(7, count=2)])
-    query, keys, values = torch.randn(1, 4, 6, 16), torch.randn(2, 2, 20, 16), torch.randn(2, 2, 20, 16)
+    query = torch.randn(1, 4, 6, 16)
+    keys = torch.randn(2, 2, 20, 16)
+    values = torch.randn(2, 2, 20, 16)
     form = {"scaling": 1.0, "window": None, "softcap": None, "sinks": None}
     with pytest.raises((ValueError, TypeError)):
         module._launch(*change(query, keys, values), plan, **form)
@@ -395,13 +474,18 @@ def test_what_does_not_fit_the_plan_is_refused_before_a_launch(change):
         pack_plan([TreeLayout(5, [-1])], [-1], PlanShape(1, 2, 2, 1))
 
 
-@pytest.mark.parametrize("attend", [static_reference, partial(module._launch, geometry=Geometry(16, 16, 2, 4, 2))])
+@pytest.mark.parametrize(
+    "attend", [static_reference, partial(module._launch, geometry=Geometry(16, 16, 2, 4, 2))]
+)
 @pytest.mark.parametrize("window", [None, 4])
 def test_a_tree_that_grows_over_passes_attends_as_one(attend, window):
     """Two rows of a tree of 6 tokens, whose first 3 are stored; then a block whose tokens see each other, the last two asking."""
-    layouts, capacity = [TreeLayout(5, [-1, -1, 0, 1, 2]), TreeLayout(2, [-1, 0, 1, 1, 0])], 16
+    layouts = [TreeLayout(5, [-1, -1, 0, 1, 2]), TreeLayout(2, [-1, 0, 1, 1, 0])]
+    capacity = 16
     torch.manual_seed(0)
-    query, keys, values = torch.randn(1, 4, 12, 16), torch.randn(2, 2, capacity, 16), torch.randn(2, 2, capacity, 16)
+    query = torch.randn(1, 4, 12, 16)
+    keys = torch.randn(2, 2, capacity, 16)
+    values = torch.randn(2, 2, capacity, 16)
     form = {"scaling": 0.25, "window": window, "softcap": None, "sinks": None}
     whole = PackedPlan.build(layouts)
     want = attend(query, keys, values, whole, **form)
@@ -422,11 +506,20 @@ def test_a_tree_that_grows_over_passes_attends_as_one(attend, window):
         queries=4,
     )
     got = attend(query[:, :, [4, 5, 10, 11]], keys, values, mutual, **form)
-    for row, (layout, queries) in enumerate(zip(layouts, query[0, :, [4, 5, 10, 11]].split(2, dim=1), strict=True)):
+    for row, (layout, queries) in enumerate(
+        zip(layouts, query[0, :, [4, 5, 10, 11]].split(2, dim=1), strict=True)
+    ):
         end = layout.prefix_len + 6
         seen, value = (x[row, :, :end].repeat_interleave(2, dim=0) for x in (keys, values))
-        places = torch.cat((torch.arange(layout.prefix_len), torch.from_numpy(layout.tree_depths) + layout.prefix_len))
+        places = torch.cat(
+            (
+                torch.arange(layout.prefix_len),
+                torch.from_numpy(layout.tree_depths) + layout.prefix_len,
+            )
+        )
         scores = queries @ seen.transpose(1, 2) * 0.25
         if window is not None:
             scores = scores.masked_fill(places[-2:, None] - places >= window, -torch.inf)
-        torch.testing.assert_close(got[0, :, 2 * row : 2 * row + 2], scores.softmax(-1) @ value, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            got[0, :, 2 * row : 2 * row + 2], scores.softmax(-1) @ value, atol=1e-5, rtol=1e-5
+        )

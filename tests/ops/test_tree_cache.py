@@ -12,7 +12,16 @@ def feed(cache, values, parents=None):
     cache.open([(0, len(values) if parents is None else parents)])
     x = torch.tensor(values, dtype=torch.float32).view(1, 1, -1, 1)
     for layer in range(2):
-        cache.attend(layer, x, x + layer, x.repeat(1, 1, 1, 2), scaling=1.0, window=None, softcap=None, sinks=None)
+        cache.attend(
+            layer,
+            x,
+            x + layer,
+            x.repeat(1, 1, 1, 2),
+            scaling=1.0,
+            window=None,
+            softcap=None,
+            sinks=None,
+        )
 
 
 def held(cache, layer=0):
@@ -21,7 +30,13 @@ def held(cache, layer=0):
 
 @pytest.mark.parametrize(
     ("kept", "want"),
-    [([0], [10]), ([0, 1], [10, 11]), ([0, 2], [10, 12]), ([0, 2, 4], [10, 12, 14]), ([0, 1, 3], [10, 11, 13])],
+    [
+        ([0], [10]),
+        ([0, 1], [10, 11]),
+        ([0, 2], [10, 12]),
+        ([0, 2, 4], [10, 12, 14]),
+        ([0, 1, 3], [10, 11, 13]),
+    ],
 )
 def test_commit_keeps_the_path_in_order(kept, want):
     cache = TreeCache(12)
@@ -56,7 +71,9 @@ def test_overflow_is_said_before_anything_is_written():
     cache = TreeCache(4)
     feed(cache, [1, 2, 3])
     cache.commit([range(3)])
-    with pytest.raises(UserError, match=r"holds 4 positions, but 3 \+ 2 are needed; use a smaller tree"):
+    with pytest.raises(
+        UserError, match=r"holds 4 positions, but 3 \+ 2 are needed; use a smaller tree"
+    ):
         cache.open([(0, [-1])])
 
 
@@ -123,13 +140,17 @@ def test_more_room_keeps_what_rows_hold():
     for row, value in enumerate((1.0, 5.0)):
         cache.open([(row, 2)])
         x = torch.tensor([value, value + 1]).view(1, 1, 2, 1)
-        cache.attend(0, x, x, x.repeat(1, 1, 1, 2), scaling=1.0, window=None, softcap=None, sinks=None)
+        cache.attend(
+            0, x, x, x.repeat(1, 1, 1, 2), scaling=1.0, window=None, softcap=None, sinks=None
+        )
         cache.commit([range(2)])
     cache.reserve(9)
     cache.reserve(3)
     keys, values = cache._layers[0]
     assert cache.capacity == 9 and keys.shape == (1, 18, 1)
-    assert keys[0, [0, 1, 9, 10], 0].tolist() == values[0, [0, 1, 9, 10], 1].tolist() == [1, 2, 5, 6]
+    assert (
+        keys[0, [0, 1, 9, 10], 0].tolist() == values[0, [0, 1, 9, 10], 1].tolist() == [1, 2, 5, 6]
+    )
     cache.open([(1, [-1, -1])])
     x = torch.tensor([7.0, 8.0, 9.0]).view(1, 1, 3, 1)
     cache.attend(0, x, x, x.repeat(1, 1, 1, 2), scaling=1.0, window=None, softcap=None, sinks=None)
@@ -146,9 +167,12 @@ def test_more_room_keeps_what_rows_hold():
 def test_half_precision_rows_are_kept_in_float32_on_a_cpu(width):
     """What goes in and comes out has the target's dtype; a prompt and a tree agree with float32 up to rounding."""
     generator = torch.Generator().manual_seed(0)
-    caches, options = (TreeCache(20), TreeCache(20)), {"scaling": 0.5, "window": None, "softcap": None, "sinks": None}
+    caches = (TreeCache(20), TreeCache(20))
+    options = {"scaling": 0.5, "window": None, "softcap": None, "sinks": None}
     for shape, n in ((5, 5), ([-1, -1, 0], 4)):
-        parts = [torch.randn(1, heads, n, width, generator=generator).bfloat16() for heads in (4, 2, 2)]
+        parts = [
+            torch.randn(1, heads, n, width, generator=generator).bfloat16() for heads in (4, 2, 2)
+        ]
         outs = []
         for cache, dtype in zip(caches, (torch.bfloat16, torch.float32), strict=True):
             cache.open([(0, shape)])

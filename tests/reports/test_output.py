@@ -51,4 +51,7 @@ def test_the_table_of_eval_shows_six_depths(monkeypatch, capsys):
     print_results(results)
     shown = capsys.readouterr().out
     assert all(category in shown for category in results["categories"])
-    assert " ".join(f".{50 + number}" for number in range(MOST_DEPTHS)) + " ..." in shown and ".56" not in shown
+    assert (
+        " ".join(f".{50 + number}" for number in range(MOST_DEPTHS)) + " ..." in shown
+        and ".56" not in shown
+    )

@@ -11,7 +11,10 @@ from tests.evaluation.test_metrics import OURS, PLAIN, record
 
 @pytest.fixture
 def results(tmp_path):
-    records = [record("chat", OURS, PLAIN, {"tokens": 11, "seconds": 2.5}), record("code", OURS, PLAIN, PLAIN)]
+    records = [
+        record("chat", OURS, PLAIN, {"tokens": 11, "seconds": 2.5}),
+        record("code", OURS, PLAIN, PLAIN),
+    ]
     content = {
         "target": "tiny",
         "drafter": "ngram",
@@ -46,7 +49,9 @@ def test_table_and_picture(results, tmp_path, capsys):
 
 
 @pytest.mark.thorough
-def test_a_page_and_a_picture_in_one_call_beside_the_results(results, tmp_path, monkeypatch, capsys):
+def test_a_page_and_a_picture_in_one_call_beside_the_results(
+    results, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path.parent)
     assert cli.main(["report", str(results)]) == 0
     assert (tmp_path / "report.html").is_file(), "next to the results, not in the current folder"
@@ -56,7 +61,12 @@ def test_a_page_and_a_picture_in_one_call_beside_the_results(results, tmp_path, 
     assert "<h1>ngram</h1>" in (tmp_path / "out" / "a.html").read_text()
     assert capsys.readouterr().out.count("wrote ") == 3
     # Nothing is written when one of several names cannot be.
-    assert cli.main(["report", str(results), "--output", str(tmp_path / "c.html"), "--output", "d.docx"]) == 2
+    assert (
+        cli.main(
+            ["report", str(results), "--output", str(tmp_path / "c.html"), "--output", "d.docx"]
+        )
+        == 2
+    )
     assert not (tmp_path / "c.html").exists()
 
 
@@ -77,7 +87,11 @@ def test_a_picture_without_baselines(results, tmp_path):
     [
         (None, "r.png", "must be an existing file"),
         ("{broken", "r.png", "is not JSON"),
-        ('{"sides": {}}', "r.png", "target: field required; give a file that drafttrain eval wrote"),
+        (
+            '{"sides": {}}',
+            "r.png",
+            "target: field required; give a file that drafttrain eval wrote",
+        ),
         ("{}", "r.docx", "the ending must be one of .html, .png, .svg, .pdf"),
     ],
 )

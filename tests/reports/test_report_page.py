@@ -27,7 +27,10 @@ def results(drafter="ngram", tree="chain:2", same=False, outputs=True):
     for number, one in enumerate(records):
         one |= {"question_id": str(number), "turn": 0, "prompt_tokens": 5}
     if outputs and not same:
-        records[1]["outputs"] = {"drafter": "if a < b: left()", "autoregressive": "if a < b: right() <script>"}
+        records[1]["outputs"] = {
+            "drafter": "if a < b: left()",
+            "autoregressive": "if a < b: right() <script>",
+        }
     content = {
         "drafttrain": "0.1.0",
         "date": "2026-11-23T05:00:00+00:00",
@@ -43,7 +46,9 @@ def results(drafter="ngram", tree="chain:2", same=False, outputs=True):
         "categories": by_category(records),
         "prompts": records,
     }
-    content["diagnosis"] = [{"cause": "domain", "figures": "code accepts less", "advice": "train on code", "off": []}]
+    content["diagnosis"] = [
+        {"cause": "domain", "figures": "code accepts less", "advice": "train on code", "off": []}
+    ]
     content["overall"]["prompts"] = 12
     content["overall"]["confidence"] = {
         "accepted_length": [1.8, 2.2],
@@ -54,7 +59,12 @@ def results(drafter="ngram", tree="chain:2", same=False, outputs=True):
 
 def sweep():
     cells = [
-        {"batch_size": size, "tree": tree, "temperature": 0.0, "overall": {"speedup_vs_fastest": factor}}
+        {
+            "batch_size": size,
+            "tree": tree,
+            "temperature": 0.0,
+            "overall": {"speedup_vs_fastest": factor},
+        }
         for tree, factors in (("chain:3", (1.4, 1.1, 0.8)), ("chain:6", (1.6, 0.9, 0.6)))
         for size, factor in zip((1, 4, 16), factors, strict=True)
     ]
@@ -66,7 +76,10 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.open, self.ids, self.links, self.text = [], [], [], []
+        self.open = []
+        self.ids = []
+        self.links = []
+        self.text = []
         self.feed(text)
         assert self.open == []
 
@@ -108,7 +121,17 @@ def compared(tmp_path_factory):
     for name, content in contents.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
     output = folder / "out" / "compared.html"
-    assert cli.main(["report", *(str(folder / f"{name}.json") for name in contents), "--output", str(output)]) == 0
+    assert (
+        cli.main(
+            [
+                "report",
+                *(str(folder / f"{name}.json") for name in contents),
+                "--output",
+                str(output),
+            ]
+        )
+        == 0
+    )
     return output
 
 
@@ -148,7 +171,9 @@ def test_one_drafter(write, tmp_path, capsys):
         "tpot_ms",
         "rates",
     }
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in (tmp_path / "one_charts").iterdir())
+    assert all(
+        path.read_bytes().startswith(b"\x89PNG") for path in (tmp_path / "one_charts").iterdir()
+    )
 
 
 @pytest.mark.thorough
@@ -163,7 +188,8 @@ def test_several_drafters_and_a_sweep(compared):
     ):
         assert part in text
     assert (
-        "Chain:3: stops paying between batch size 4 and 16; chain:6: stops paying between batch size 1 and 4." in text
+        "Chain:3: stops paying between batch size 4 and 16; chain:6: stops paying between batch size 1 and 4."
+        in text
     )
     assert "Tree chain:3: stops paying between batch size 4 and 16." in text
     assert (compared.parent / "compared_charts" / "crossover.png").is_file()
@@ -179,14 +205,17 @@ def test_older_results_lack_histogram_texts_and_intervals(write, tmp_path):
     source = output.read_text()
     assert "came without the texts" in source
     assert (tmp_path / "old_charts" / "histogram.png").is_file(), "made from the prompts' rounds"
-    assert "95 % interval" not in " ".join(source.split()).replace("intervals", ""), "none is recorded"
+    assert "95 % interval" not in " ".join(source.split()).replace("intervals", ""), (
+        "none is recorded"
+    )
     assert "no interval is known" in source
 
 
 def test_both_forms_of_a_cell_and_an_axis_of_its_own():
     flat = {
         "cells": [
-            {"cell": {k: v for k, v in cell.items() if k != "overall"}, **cell["overall"]} for cell in sweep()["cells"]
+            {"cell": {k: v for k, v in cell.items() if k != "overall"}, **cell["overall"]}
+            for cell in sweep()["cells"]
         ]
     }
     for cell in flat["cells"]:
@@ -194,7 +223,9 @@ def test_both_forms_of_a_cell_and_an_axis_of_its_own():
         cell["cell"]["tree"] = None if cell["spec"] == "chain:3" else cell["spec"]
     nested = make_charts([], [], [sweep()])
     assert [chart.key for chart in nested] == ["crossover", "sweep_tree"]
-    assert [chart.rows() for chart in make_charts([], [], [flat])] == [chart.rows() for chart in nested]
+    assert [chart.rows() for chart in make_charts([], [], [flat])] == [
+        chart.rows() for chart in nested
+    ]
     assert nested[1].rows() == [("chain:3", ["1.40\u00d7"]), ("chain:6", ["1.60\u00d7"])]
 
 
@@ -215,7 +246,8 @@ def test_a_sweep_alone_and_where_it_cannot_go(write, tmp_path, capsys):
 
 
 def test_names_say_what_differs():
-    one, two = results(), results(tree="chain:4")
+    one = results()
+    two = results(tree="chain:4")
     assert run_names([one], ["a.json"]) == ["ngram"]
     assert run_names([one, two], ["a.json", "b.json"]) == ["chain:2", "chain:4"]
     assert run_names([one, one], ["x/a.json", "b.json"]) == ["a", "b"]
@@ -223,7 +255,8 @@ def test_names_say_what_differs():
 
 def test_only_comparable_runs_get_a_ratio_and_a_best():
     """Equal runs are within noise; a run of another dtype or with other limits gets no ratio, and none is called best."""
-    slow, fast = results(), results("head")
+    slow = results()
+    fast = results("head")
     for number, one in enumerate(slow["prompts"] * 4):
         for run, seconds in ((slow, 2.0), (fast, 1.0)):
             run["prompts"] += [{**json.loads(json.dumps(one)), "question_id": f"more {number}"}]
@@ -234,12 +267,17 @@ def test_only_comparable_runs_get_a_ratio_and_a_best():
 
     def source(*runs):
         names = run_names(runs, ["a", "b"])
-        return " ".join("".join(Page(page(runs, names, [], [["outputs: the same"]] * 2)).text).split())
+        return " ".join(
+            "".join(Page(page(runs, names, [], [["outputs: the same"]] * 2)).text).split()
+        )
 
     text = source(slow, fast)
     assert "Times as fast as ngram11.65 (1.33 to 1.97), faster" in text and "\N{BLACK STAR}" in text
     text = source(slow, {**slow, "drafter": "head", "overall": {**slow["overall"], "mbsu": 9.0}})
-    assert "Times as fast as ngram11.00 (1.00 to 1.00), within noise" in text and "\N{BLACK STAR}" not in text
+    assert (
+        "Times as fast as ngram11.00 (1.00 to 1.00), within noise" in text
+        and "\N{BLACK STAR}" not in text
+    )
     other = {**fast, "dtype": "bfloat16", "decoding": {**fast["decoding"], "max_new_tokens": 32}}
     assert differing([{**slow, "decoding": {**slow["decoding"], "max_new_tokens": 64}}, other]) == [
         "dtype (float32, bfloat16)",
@@ -254,8 +292,16 @@ def test_a_slow_baseline_does_not_flatten_the_speed_up():
     run = results()
     run["overall"]["speedup"] |= {"hf_prompt_lookup": 4.0, "hf_assisted": 38.0}
     speedup, others = make_charts([run], ["a"], [])[:2]
-    assert (speedup.title, speedup.longest(), len(speedup.series)) == ("Speed-up by category", 2.1, 1)
-    assert others.labels == ["transformers generate", "transformers prompt lookup", "transformers assisted"]
+    assert (speedup.title, speedup.longest(), len(speedup.series)) == (
+        "Speed-up by category",
+        2.1,
+        1,
+    )
+    assert others.labels == [
+        "transformers generate",
+        "transformers prompt lookup",
+        "transformers assisted",
+    ]
     assert others.top == pytest.approx(5.2) and "is cut" in others.note
     assert "38.00\u00d7, bar cut" in charts.svg(others, "c")
     del run["overall"]["speedup"]["hf_assisted"]
@@ -306,25 +352,40 @@ def browser():
     return next(filter(None, map(shutil.which, (os.environ.get("CHROME", ""), *names))), None)
 
 
-@pytest.mark.skipif(browser() is None, reason="no Chromium on this machine (set CHROME to its path)")
+@pytest.mark.skipif(
+    browser() is None, reason="no Chromium on this machine (set CHROME to its path)"
+)
 @pytest.mark.parametrize("width", [1280, 400])
 def test_it_renders_without_console_errors(compared, tmp_path, width):
     """A script added to a copy reports the layout; the page itself has none, and the console must stay silent.
 
     The copy is in a frame, because a browser's window cannot be as narrow as a telephone's.
     """
-    probe, frame = tmp_path / "probe.html", tmp_path / "frame.html"
+    probe = tmp_path / "probe.html"
+    frame = tmp_path / "frame.html"
     listen = "<title></title><script>onmessage = event => document.title = event.data</script>"
-    frame.write_text(f'{listen}<iframe src="probe.html" style="border: 0; width: {width}px; height: 900px"></iframe>')
-    wide, drawn = (
-        "document.documentElement.scrollWidth - innerWidth",
-        "document.querySelectorAll('figure svg path').length",
+    frame.write_text(
+        f'{listen}<iframe src="probe.html" style="border: 0; width: {width}px; height: 900px"></iframe>'
     )
+    wide = "document.documentElement.scrollWidth - innerWidth"
+    drawn = "document.querySelectorAll('figure svg path').length"
     measure = f"parent.postMessage([{wide}, {drawn}].join(), '*')"
     probe.write_text(compared.read_text().replace("</body>", f"<script>{measure}</script></body>"))
-    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=3000"]
+    flags = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--enable-logging=stderr",
+        "--virtual-time-budget=3000",
+    ]
     done = subprocess.run(
-        [browser(), *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", frame.as_uri()],
+        [
+            browser(),
+            *flags,
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "--dump-dom",
+            frame.as_uri(),
+        ],
         capture_output=True,
         text=True,
         timeout=100,

@@ -45,10 +45,12 @@ def last(session: ChatSession, text: str, rounds: int = 10**6) -> ChatTurn:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_answers_are_those_of_plain_decoding(target, temperature):
     drafted, plain = (
-        session_of(target, drafter, sampling=SamplingParams(temperature)) for drafter in (NgramDrafter(), None)
+        session_of(target, drafter, sampling=SamplingParams(temperature))
+        for drafter in (NgramDrafter(), None)
     )
     for text in TURNS:
-        turn, expected = last(drafted, text), last(plain, text)
+        turn = last(drafted, text)
+        expected = last(plain, text)
         assert turn.text == expected.text and turn.finish == expected.finish
         assert turn.producers.total() == turn.stats.new_tokens == expected.stats.new_tokens
         assert expected.producers == {"target": expected.stats.new_tokens}
@@ -64,7 +66,9 @@ def test_each_accepted_token_has_its_producer(target):
     )
     tokens = Decoder(target, None).generate([prompt], max_new_tokens=120)[0].tokens
     head = FakeDrafter(tokens, agree=0.6, vocab=300, seed=3)
-    session = session_of(target, CombinedDrafter(head, NgramDrafter()), 120, tree="chain:3@alone=0.3")
+    session = session_of(
+        target, CombinedDrafter(head, NgramDrafter()), 120, tree="chain:3@alone=0.3"
+    )
     turn = last(session, TURNS[0])
     assert session.names == [head.kind, "ngram"] and turn.text == expected.text
     assert turn.producers[head.kind] > 0 and turn.producers["ngram"] > 0
@@ -87,9 +91,14 @@ def test_a_stopped_answer_stays_in_the_conversation(target):
 def test_plain_decoding_is_measured_when_drafting_is_off(target):
     session = session_of(target, NgramDrafter())
     turn = last(session, TURNS[0])
-    assert session.record(turn)["plain_tokens_per_second"] is None and "/plain measures it" in session.figures(turn)
+    assert session.record(turn)[
+        "plain_tokens_per_second"
+    ] is None and "/plain measures it" in session.figures(turn)
     session.drafting = False
-    assert last(session, TURNS[1]).producers.keys() == {"target"} and session.plain[0] == session.turns[1].decoded[0]
+    assert (
+        last(session, TURNS[1]).producers.keys() == {"target"}
+        and session.plain[0] == session.turns[1].decoded[0]
+    )
     session.drafting = True
     turn = last(session, TURNS[2])
     assert session.record(turn)["plain_tokens_per_second"] > 0
@@ -99,7 +108,9 @@ def test_plain_decoding_is_measured_when_drafting_is_off(target):
 def test_a_full_context_is_said(target):
     target.max_positions = 40
     session = session_of(target, None, 100)
-    assert last(session, TURNS[0]).finish == "length" and "context is full: /reset" in session.figures(session.turns[0])
+    assert last(
+        session, TURNS[0]
+    ).finish == "length" and "context is full: /reset" in session.figures(session.turns[0])
     with pytest.raises(UserError, match="reads at most 40"):
         last(session, TURNS[1])
     assert len(session.turns) == 1
@@ -110,8 +121,19 @@ def chat(target_dir, monkeypatch, capsys):
     """Runs the command on piped lines; returns exit status, stdout and stderr."""
 
     def run(text: str, *more: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode("utf-8", "surrogateescape"))))
-        words = ["--target", str(target_dir), "--drafter", "ngram", "--dtype", "float32", "--max-new-tokens", "12"]
+        monkeypatch.setattr(
+            sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode("utf-8", "surrogateescape")))
+        )
+        words = [
+            "--target",
+            str(target_dir),
+            "--drafter",
+            "ngram",
+            "--dtype",
+            "float32",
+            "--max-new-tokens",
+            "12",
+        ]
         status = main(["chat", *words, *more])
         return status, *capsys.readouterr()
 
@@ -121,12 +143,15 @@ def chat(target_dir, monkeypatch, capsys):
 @pytest.mark.thorough
 def test_a_drafter_that_drafts_nothing_is_said(chat):
     status, _, err = chat("hello there\n", "--tree", "none")
-    assert status == 0 and "--tree none: nothing is drafted; --tree chain:3 drafts all the same" in err
+    assert (
+        status == 0 and "--tree none: nothing is drafted; --tree chain:3 drafts all the same" in err
+    )
 
 
 @pytest.mark.thorough
 def test_a_pipe_gets_one_answer_per_line(chat, tmp_path):
-    saved, foreign = tmp_path / "chat.json", tmp_path / "mine.json"
+    saved = tmp_path / "chat.json"
+    foreign = tmp_path / "mine.json"
     foreign.write_text("{}")
     lines = [
         "hello there",
@@ -149,16 +174,25 @@ def test_a_pipe_gets_one_answer_per_line(chat, tmp_path):
     assert [message["role"] for message in written["messages"]] == ["user", "assistant"] * 2
     assert err.count("tokens/s") >= 3 and f"wrote {saved}" in err
     status, _, err = chat(f"/save {foreign}\n")
-    assert status == 2 and "holds something else than drafttrain chat writes" in err and foreign.read_text() == "{}"
+    assert (
+        status == 2
+        and "holds something else than drafttrain chat writes" in err
+        and foreign.read_text() == "{}"
+    )
     status, _, err = chat("/plian\nhello")
     assert status == 2 and "error: /plian is not one of /plain, /system" in err
 
 
 def test_json_has_one_object_per_turn(chat):
-    status, out, _ = chat("/help\nhello there\n/plain\n /and again\n", "--json", "--system", "Be brief.")
+    status, out, _ = chat(
+        "/help\nhello there\n/plain\n /and again\n", "--json", "--system", "Be brief."
+    )
     first, second = map(json.loads, out.splitlines())
     assert status == 0 and (first["user"], second["user"]) == ("hello there", " /and again")
-    assert first["tokens"] == sum(first["producers"].values()) and second["plain_tokens_per_second"] > 0
+    assert (
+        first["tokens"] == sum(first["producers"].values())
+        and second["plain_tokens_per_second"] > 0
+    )
 
 
 class Terminal:
@@ -218,7 +252,16 @@ def test_a_terminal_shades_stops_and_ends(target_dir, monkeypatch):
         ("stopped", ""),
         ("> ", "\x04"),
     )
-    words = ["--target", str(target_dir), "--drafter", "ngram", "--dtype", "float32", "--max-new-tokens", "400"]
+    words = [
+        "--target",
+        str(target_dir),
+        "--drafter",
+        "ngram",
+        "--dtype",
+        "float32",
+        "--max-new-tokens",
+        "400",
+    ]
     assert main(["chat", *words]) == 0
     assert signal.getsignal(signal.SIGINT) is handler
     assert "\x1b[30;48;2;147;197;253m" in terminal.seen.decode()  # tokens by the n-gram matches
@@ -227,7 +270,9 @@ def test_a_terminal_shades_stops_and_ends(target_dir, monkeypatch):
 
 def test_answers_cannot_write_escape_sequences(target, monkeypatch, capsys):
     session = session_of(target, None)
-    turn = ChatTurn("hi", False, pieces=[("a\x1b]0;title\x07", "target"), ("b\nc", "target")], finish="eos")
+    turn = ChatTurn(
+        "hi", False, pieces=[("a\x1b]0;title\x07", "target"), ("b\nc", "target")], finish="eos"
+    )
     monkeypatch.setattr(session, "answer", lambda text: (each for each in [turn]))
     LiveView(session, plain_console(force_terminal=True, no_color=True, width=40)).answer("hi")
     out = capsys.readouterr().out
@@ -256,13 +301,25 @@ def test_long_answers_scroll_away_whole(target, monkeypatch, capsys):
 @pytest.mark.slow
 def test_a_shells_terminal_edits_lines_and_sends_signals(target_dir):
     """With a controlling terminal: the arrow keys bring lines back, Ctrl-C stops an answer."""
-    words = ["--target", str(target_dir), "--drafter", "ngram", "--dtype", "float32", "--max-new-tokens", "3500"]
+    words = [
+        "--target",
+        str(target_dir),
+        "--drafter",
+        "ngram",
+        "--dtype",
+        "float32",
+        "--max-new-tokens",
+        "3500",
+    ]
     child, terminal = pty.fork()
     if child == 0:
         os.execvpe(
-            sys.executable, [sys.executable, "-m", "drafttrain", "chat", *words], {**os.environ, "TERM": "xterm"}
+            sys.executable,
+            [sys.executable, "-m", "drafttrain", "chat", *words],
+            {**os.environ, "TERM": "xterm"},
         )
-    seen, place = "", 0
+    seen = ""
+    place = 0
 
     def until(wanted: str, keys: str) -> None:
         nonlocal seen, place

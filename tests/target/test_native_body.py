@@ -46,7 +46,10 @@ SIZE = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 7}
+MIXED = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 7,
+}
 MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZE)),
     "llama with scaled rope": lambda: LlamaForCausalLM(
@@ -54,7 +57,9 @@ MODELS = {
     ),
     "qwen2 (biases)": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZE)),
     "qwen3 (head norms)": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZE, head_dim=16)),
-    "mistral (window)": lambda: MistralForCausalLM(MistralConfig(**SIZE, head_dim=16, sliding_window=7)),
+    "mistral (window)": lambda: MistralForCausalLM(
+        MistralConfig(**SIZE, head_dim=16, sliding_window=7)
+    ),
     "gemma3 (four norms, two ropes)": lambda: Gemma3ForCausalLM(
         Gemma3TextConfig(**SIZE, **MIXED, head_dim=16, query_pre_attn_scalar=9)
     ),
@@ -62,7 +67,9 @@ MODELS = {
 OTHERS = {
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=90)),
     "phi3 (joined projections)": lambda: Phi3ForCausalLM(Phi3Config(**SIZE)),
-    "granite (scaled residuals)": lambda: GraniteForCausalLM(GraniteConfig(**SIZE, residual_multiplier=0.5)),
+    "granite (scaled residuals)": lambda: GraniteForCausalLM(
+        GraniteConfig(**SIZE, residual_multiplier=0.5)
+    ),
     "llama with biases in the MLP": lambda: LlamaForCausalLM(LlamaConfig(**SIZE, mlp_bias=True)),
 }
 
@@ -80,7 +87,9 @@ def test_equals_transformers_in_a_tree(name):
     target = make(MODELS[name])
     native = NativeBody.of(target)
     assert native is not None
-    prompt, parents, layers = torch.arange(3, 21)[None], [-1, -1, 0, 1, 3], (0, 1, 3, LAST)
+    prompt = torch.arange(3, 21)[None]
+    parents = [-1, -1, 0, 1, 3]
+    layers = (0, 1, 3, LAST)
     outputs = []
     for forward in (target.forward, native.forward):
         cache = TreeCache(64)
@@ -131,7 +140,8 @@ def test_a_node_gets_to_the_bit_what_plain_decoding_gets():
         cache.commit([range(18)])
         return cache
 
-    plain, cache = [], prefilled()
+    plain = []
+    cache = prefilled()
     for token in tokens:
         cache.open([(0, 1)])
         out = target.forward(torch.tensor([[token]]), (), cache.positions(), cache)
@@ -145,12 +155,15 @@ def test_a_node_gets_to_the_bit_what_plain_decoding_gets():
         assert torch.equal(logits[row], expected)
 
 
-@pytest.mark.parametrize("name", ["qwen3 (head norms)", "mistral (window)", "gemma3 (four norms, two ropes)"])
+@pytest.mark.parametrize(
+    "name", ["qwen3 (head norms)", "mistral (window)", "gemma3 (four norms, two ropes)"]
+)
 @pytest.mark.parametrize("sinks", [False, True])
 def test_all_layers_in_one_call_equal_layer_by_layer_to_the_bit(name, sinks):
     """Two sequences of unequal length, one of them a tree that grows; sinks, which no such family has yet, are added."""
     options = [
-        {**form, "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])} for form in NativeBody.of(make(MODELS[name])).forms
+        {**form, "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}
+        for form in NativeBody.of(make(MODELS[name])).forms
     ]
     outputs = []
     for whole in (True, False):
@@ -171,7 +184,9 @@ def test_all_layers_in_one_call_equal_layer_by_layer_to_the_bit(name, sinks):
         told.append(native.forward(torch.tensor([[9]]), (), cache.positions(), cache))
         outputs.append(told)
     for ours, theirs in zip(*outputs, strict=True):
-        assert torch.equal(ours.features, theirs.features) and torch.equal(ours.last_hidden, theirs.last_hidden)
+        assert torch.equal(ours.features, theirs.features) and torch.equal(
+            ours.last_hidden, theirs.last_hidden
+        )
     assert outputs[0][2].features.shape == (1, 1, 0)
 
 
@@ -179,14 +194,17 @@ def test_all_layers_in_one_call_equal_layer_by_layer_to_the_bit(name, sinks):
 def test_bfloat16_weights_decode_in_float32_whatever_the_cpu_has(units, monkeypatch):
     monkeypatch.setattr("drafttrain.target.target.cpu_has_bfloat16", lambda: units)
     held = [Target.wrap(make(MODELS["llama"]).model.bfloat16(), None, "tiny") for _ in range(2)]
-    assert [target.compute_dtype for target in held] == [torch.bfloat16 if units else torch.float32] * 2
-    decoding, generating = held[0].pack(), held[1].pack(keep_dtype=True)
+    assert [target.compute_dtype for target in held] == [
+        torch.bfloat16 if units else torch.float32
+    ] * 2
+    decoding = held[0].pack()
+    generating = held[1].pack(keep_dtype=True)
     assert decoding.compute_dtype == torch.float32 and decoding.dtype == torch.bfloat16
     assert decoding._native is not None, "the fast path reads float32"
     assert decoding.product_dtype == (torch.bfloat16 if multiplies_bfloat16() else torch.float32)
-    assert {module.rounded for module in decoding.model.modules() if isinstance(module, PackedLinear)} == {
-        decoding.rounds
-    }
+    assert {
+        module.rounded for module in decoding.model.modules() if isinstance(module, PackedLinear)
+    } == {decoding.rounds}
     assert not make(MODELS["llama"]).pack().rounds
     assert generating.compute_dtype == (torch.bfloat16 if units else torch.float32)
     generating.widen()  # packed weights keep their format

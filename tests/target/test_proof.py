@@ -19,7 +19,9 @@ SIZES = {
 
 
 def tiny(model_type, dtype=torch.float32, **settings):
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**SIZES, **settings}))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(model_type, **{**SIZES, **settings})
+    )
     sharpen(model, seed=3)
     return model.to(dtype).eval()
 
@@ -60,7 +62,9 @@ def test_silent_tokens_of_hyperclovax_sampling():
     target = Target.wrap(model, None, "hyperclovax")
     assert generate(target, None, prompt, max_new_tokens=8, eos_ids=()).tokens == greedy
     drawn = [
-        generate(target, None, prompt, max_new_tokens=1, sampling=SamplingParams(1.5), seed=i, eos_ids=()).tokens[0]
+        generate(
+            target, None, prompt, max_new_tokens=1, sampling=SamplingParams(1.5), seed=i, eos_ids=()
+        ).tokens[0]
         for i in range(200)
     ]
     share = sum(token == int(p.argmax()) for token in drawn) / len(drawn)
@@ -69,15 +73,25 @@ def test_silent_tokens_of_hyperclovax_sampling():
 
 def test_a_factor_that_no_value_of_the_config_names_is_fitted():
     """MiniCPM3 divides states by hidden_size / dim_model_base before its head."""
-    mla = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    mla = {
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    }
     model = tiny("minicpm3", num_key_value_heads=4, dim_model_base=256, **mla)
     ids = torch.arange(2, 14)[None]
     own = logits(model, ids)
     target = Target.wrap(model, None, "minicpm3")
-    torch.testing.assert_close(target.head(target.forward(ids, ()).last_hidden), own, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        target.head(target.forward(ids, ()).last_hidden), own, rtol=1e-4, atol=1e-4
+    )
 
 
-@pytest.mark.parametrize("change", [lambda out: out + torch.arange(60.0), lambda out: out.relu(), lambda out: out / 0])
+@pytest.mark.parametrize(
+    "change", [lambda out: out + torch.arange(60.0), lambda out: out.relu(), lambda out: out / 0]
+)
 def test_other_logits_are_refused_with_the_figure(change):
     model = tiny("llama")
 
@@ -87,7 +101,8 @@ def test_other_logits_are_refused_with_the_figure(change):
 
     model.register_forward_hook(changed)
     with pytest.raises(
-        UserError, match=r"\(LlamaForCausalLM\) transforms its logits in an unknown way \(relative error"
+        UserError,
+        match=r"\(LlamaForCausalLM\) transforms its logits in an unknown way \(relative error",
     ):
         Target.wrap(model, None)
 
@@ -95,10 +110,18 @@ def test_other_logits_are_refused_with_the_figure(change):
 def test_afmoe_takes_views_of_what_attention_returns():
     """Its attention's output must be contiguous, also in a plain forward with a context."""
     model = tiny(
-        "afmoe", num_experts=4, moe_intermediate_size=24, num_dense_layers=1, sliding_window=7, num_experts_per_tok=2
+        "afmoe",
+        num_experts=4,
+        moe_intermediate_size=24,
+        num_dense_layers=1,
+        sliding_window=7,
+        num_experts_per_tok=2,
     )
     ids = torch.arange(2, 22)[None]
-    own, greedy = logits(model, ids), hf_greedy(model, ids[0].tolist(), 6)
+    own = logits(model, ids)
+    greedy = hf_greedy(model, ids[0].tolist(), 6)
     target = Target.wrap(model, None, "afmoe")
-    torch.testing.assert_close(target.head(target.forward(ids, (0, 1)).last_hidden), own, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        target.head(target.forward(ids, (0, 1)).last_hidden), own, rtol=1e-4, atol=1e-4
+    )
     assert generate(target, None, ids[0].tolist(), max_new_tokens=6, eos_ids=()).tokens == greedy

@@ -19,23 +19,37 @@ from tests.inference.test_every_family import FAMILIES, PROMPT, VARIANTS, build,
 
 
 def test_a_shell_has_the_identity_of_its_target_and_no_weights(target_dir):
-    shell, target = load_shell(str(target_dir)), Target.load(str(target_dir), device="cpu")
+    shell = load_shell(str(target_dir))
+    target = Target.load(str(target_dir), device="cpu")
     assert shell.identity() == target.identity()
-    assert shell.device.type == "meta" and shell.forms == [] and len(target.forms) == target.num_layers
+    assert (
+        shell.device.type == "meta" and shell.forms == [] and len(target.forms) == target.num_layers
+    )
     assert architectures_of(str(target_dir)) == ["LlamaForCausalLM"]
 
 
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize(
     ("name", "more", "path"),
-    [("llama", {}, "packed"), ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}, "snapshot")],
+    [
+        ("llama", {}, "packed"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}, "snapshot"),
+    ],
 )
-def test_a_shell_has_the_decoding_path_of_its_config_and_does_not_decode(name, more, path, weights, tmp_path):
-    shell = load_shell(save(build(FAMILIES[name], more), tmp_path), "float32", "cpu", weights=weights)
+def test_a_shell_has_the_decoding_path_of_its_config_and_does_not_decode(
+    name, more, path, weights, tmp_path
+):
+    shell = load_shell(
+        save(build(FAMILIES[name], more), tmp_path), "float32", "cpu", weights=weights
+    )
     assert shell.decoding_path == path and bool(shell.reason) == (path == "snapshot")
-    for use in (lambda: generate(shell, None, [1, 2], max_new_tokens=1), lambda: list(run_rows(shell, (1,), [PROMPT]))):
+    for use in (
+        lambda: generate(shell, None, [1, 2], max_new_tokens=1),
+        lambda: list(run_rows(shell, (1,), [PROMPT])),
+    ):
         with pytest.raises(
-            UserError, match="was loaded without its layers, so it can neither compute states nor decode"
+            UserError,
+            match="was loaded without its layers, so it can neither compute states nor decode",
         ):
             use()
 
@@ -84,7 +98,9 @@ def assert_same(shell, target, ids):
     assert torch.equal(shell.embed(ids), target.embed(ids))
     assert torch.equal(shell.final_norm(out.features), out.last_hidden)
     assert torch.equal(shell.head(states), target.head(states))
-    assert torch.equal(shell.head_weight, target.head_weight) and shell.identity() == target.identity()
+    assert (
+        torch.equal(shell.head_weight, target.head_weight) and shell.identity() == target.identity()
+    )
 
 
 CHEAP = [
@@ -150,7 +166,9 @@ def test_a_shell_needs_no_files_of_layers(tied, dtype, tmp_path):
     delete_layer_files(tmp_path)
     shell = load_shell(name, dtype=dtype, device="cpu", weights=True)
     assert shell.compute_dtype == getattr(torch, dtype) and shell.device.type == "cpu"
-    if target.compute_dtype == shell.compute_dtype:  # CPUs without bfloat16 units hold whole targets as float32
+    if (
+        target.compute_dtype == shell.compute_dtype
+    ):  # CPUs without bfloat16 units hold whole targets as float32
         assert_same(shell, target, PROMPT[None])
     assert (shell.head_weight.data_ptr() == shell.embed_weight.data_ptr()) == tied
     assert all(weight.device.type == "meta" for weight in shell.layers.parameters())
@@ -166,7 +184,8 @@ def test_running_a_shell_is_one_line(target_dir):
         lambda: generate(shell, None, [1, 2, 3], max_new_tokens=2),
     ):
         with pytest.raises(
-            UserError, match=r"^target='.*' was loaded without its layers.*load the whole target for that$"
+            UserError,
+            match=r"^target='.*' was loaded without its layers.*load the whole target for that$",
         ):
             run()
 
@@ -177,15 +196,24 @@ def test_a_shell_names_files_and_weights_that_are_missing_or_wrong(tmp_path):
     content = json.loads(index.read_text())
     head = content["weight_map"].pop("lm_head.weight")
     index.write_text(json.dumps(content))
-    with pytest.raises(UserError, match=r"its files do not hold lm_head\.weight as config\.json describes"):
+    with pytest.raises(
+        UserError, match=r"its files do not hold lm_head\.weight as config\.json describes"
+    ):
         load_shell(name, device="cpu", weights=True)
     content["weight_map"]["lm_head.weight"] = head
     index.write_text(json.dumps(content))
     (tmp_path / "target" / head).unlink()
-    with pytest.raises(UserError, match=rf"{head}, which holds lm_head\.weight, is not there; download it again"):
+    with pytest.raises(
+        UserError, match=rf"{head}, which holds lm_head\.weight, is not there; download it again"
+    ):
         load_shell(name, device="cpu", weights=True)
-    save_file({"lm_head.weight": torch.zeros(300, 32, dtype=torch.float8_e4m3fn)}, tmp_path / "target" / head)
-    with pytest.raises(UserError, match=r"lm_head\.weight is quantized \(F8_E4M3\); load the whole target"):
+    save_file(
+        {"lm_head.weight": torch.zeros(300, 32, dtype=torch.float8_e4m3fn)},
+        tmp_path / "target" / head,
+    )
+    with pytest.raises(
+        UserError, match=r"lm_head\.weight is quantized \(F8_E4M3\); load the whole target"
+    ):
         load_shell(name, device="cpu", weights=True)
     save_file({"lm_head.weight": torch.full((300, 32), torch.nan)}, tmp_path / "target" / head)
     with pytest.raises(UserError, match=r"lm_head\.weight holds values that are not finite"):
@@ -195,10 +223,13 @@ def test_a_shell_names_files_and_weights_that_are_missing_or_wrong(tmp_path):
 def test_of_a_hub_id_only_the_files_of_the_shell_are_downloaded(tmp_path, monkeypatch):
     folder = tmp_path / "target"
     save(make_target().model, folder, shard="20KB")
-    kept, asked = delete_layer_files(folder), []
+    kept = delete_layer_files(folder)
+    asked = []
     shell = load_shell(str(folder), dtype="float32", device="cpu")
     shell.path = "user/name"
-    monkeypatch.setattr(loading, "hub_snapshot", lambda repo, patterns, key: asked.extend(patterns) or folder)
+    monkeypatch.setattr(
+        loading, "hub_snapshot", lambda repo, patterns, key: asked.extend(patterns) or folder
+    )
     shell.read_weights(torch.device("cpu"))
     assert set(asked) == {"model.safetensors.index.json", *kept}
 
@@ -213,6 +244,7 @@ def test_a_body_whose_norm_is_not_the_last_step_is_refused_with_its_class(target
 
     monkeypatch.setattr(LlamaModel, "forward", doubled)
     with pytest.raises(
-        UserError, match=r"\(LlamaForCausalLM\) does not show its final norm \(the body's result is not one"
+        UserError,
+        match=r"\(LlamaForCausalLM\) does not show its final norm \(the body's result is not one",
     ):
         load_shell(str(target_dir), device="cpu", weights=True)

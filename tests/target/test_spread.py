@@ -18,20 +18,32 @@ from tests.drafters.test_eagle3 import make_batch, make_drafter, run_step
 def places(target: Target, elsewhere: str) -> dict[str, str]:
     """Embedding, norm and head at hand, every second layer elsewhere."""
     layers = {f"model.layers.{i}": elsewhere if i % 2 else "cpu" for i in range(target.num_layers)}
-    return {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu", **layers}
+    return {
+        "model.embed_tokens": "cpu",
+        "model.rotary_emb": "cpu",
+        "model.norm": "cpu",
+        "lm_head": "cpu",
+        **layers,
+    }
 
 
 @pytest.mark.thorough
 def test_layers_that_are_fetched_give_the_same_training_step_and_decoding(tmp_path):
-    whole, other = make_target(), make_target()
-    model = dispatch_model(other.model, places(other, "disk"), main_device="cpu", offload_dir=tmp_path)
+    whole = make_target()
+    other = make_target()
+    model = dispatch_model(
+        other.model, places(other, "disk"), main_device="cpu", offload_dir=tmp_path
+    )
     assert model.model.layers[1].mlp.up_proj.weight.device.type == "meta"
     spread = Target.wrap(model, other.tokenizer, name="tiny", dtype=torch.float32)
-    batch, results = make_batch(), []
+    batch = make_batch()
+    results = []
     for target in (whole, spread):
         drafter = make_drafter(whole)
         drafter.bind(target)
-        tokens = generate(target, drafter.eval(), [5, 6, 7], max_new_tokens=12, spec=TreeSpec.parse("chain:2")).tokens
+        tokens = generate(
+            target, drafter.eval(), [5, 6, 7], max_new_tokens=12, spec=TreeSpec.parse("chain:2")
+        ).tokens
         results.append((run_step(drafter.train(), target, batch).loss, tokens))
     torch.testing.assert_close(results[0][0], results[1][0])
     assert results[0][1] == results[1][1]
@@ -53,7 +65,9 @@ def test_two_gpus_train_and_decode(target_dir):
     drafter.bind(target)
     batch = make_batch().to(torch.device("cuda:0"))
     features, rows, row_of = TargetSource(target, drafter.feature_layers, drafter.kept_ids)(batch)
-    assert drafter(StepInputs(batch, target.embed(batch.input_ids), features, rows, row_of, 1.0)).loss.isfinite()
+    assert drafter(
+        StepInputs(batch, target.embed(batch.input_ids), features, rows, row_of, 1.0)
+    ).loss.isfinite()
     plain = generate(target, None, [5, 6, 7], max_new_tokens=12, spec=TreeSpec.parse("none"))
     assert generate(target, drafter.eval(), [5, 6, 7], max_new_tokens=12).tokens == plain.tokens
 

@@ -21,7 +21,8 @@ from tests.drafters.test_eagle3 import make_drafter
 
 pytestmark = pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")
 
-THREADS, REPEATS = 4, 60
+THREADS = 4
+REPEATS = 60
 T = TypeVar("T")
 
 
@@ -51,7 +52,8 @@ def check_together(job: Callable[[int], list[Tensor]]) -> None:
 def decode(target: Target, seed: int) -> list[Tensor]:
     """Features and logits of a prefill, of three trees behind it and of single tokens, each with a cache of its own."""
     generator = torch.Generator().manual_seed(seed)
-    cache, outputs = TreeCache(64), []
+    cache = TreeCache(64)
+    outputs = []
     for shape in (11 + seed, [-1, -1, 0, 2], [-1, 0, 1], [-1, -1], 1, 1):
         cache.open([(0, shape)])
         count = shape if isinstance(shape, int) else len(shape) + 1
@@ -76,7 +78,11 @@ def test_threads_share_an_unpacked_target_whose_hooks_are_registered_by_the_firs
     expected = decode(fresh.pop(), 0)
     for target in fresh:
         results = in_threads(lambda _, target=target: decode(target, 0))
-        assert all(torch.equal(ours, want) for found in results for ours, want in zip(found, expected, strict=True))
+        assert all(
+            torch.equal(ours, want)
+            for found in results
+            for ours, want in zip(found, expected, strict=True)
+        )
         hooks = [len(layer._forward_pre_hooks) for layer in target.layers]
         assert hooks == [0, 1, 0, 1], "once per feature layer, however many threads came first"
 
@@ -88,9 +94,14 @@ def test_threads_share_a_packed_drafter(monkeypatch):
     calls: list[int] = []
     grow = DraftStep.trees
     monkeypatch.setattr(DraftStep, "trees", lambda *args: calls.append(1) or grow(*args))
-    prompts = [torch.randint(300, (9 + 40 * i,), generator=torch.Generator().manual_seed(i)) for i in range(THREADS)]
+    prompts = [
+        torch.randint(300, (9 + 40 * i,), generator=torch.Generator().manual_seed(i))
+        for i in range(THREADS)
+    ]
     drafters = [make_drafter(target).eval()]
-    features = [target.forward(ids[None], drafters[0].feature_layers).features[0] for ids in prompts]
+    features = [
+        target.forward(ids[None], drafters[0].feature_layers).features[0] for ids in prompts
+    ]
 
     def draft(i: int) -> list[Tensor]:
         drafter = drafters[-1]

@@ -26,7 +26,11 @@ def train(notes: Path, seconds: float, words: list[str]) -> int:
     def noted(self, model, inputs, *args, **kwargs):
         loss = plain(self, model, inputs, *args, **kwargs)
         if model.training:
-            line = {"process": os.getpid(), "step": self.state.global_step, "rows": inputs["index"].tolist()}
+            line = {
+                "process": os.getpid(),
+                "step": self.state.global_step,
+                "rows": inputs["index"].tolist(),
+            }
             append_line(file, line)
             time.sleep(seconds)
         return loss

@@ -83,7 +83,9 @@ def shared_steps(drafter, target, source, batch, count, size: int) -> list:
     def run(rank: int):
         try:
             group = ThreadGroup(board, rank, size)
-            return step(mine[rank], target, source(), group.share(batch, drafter.sequence_reach), count)
+            return step(
+                mine[rank], target, source(), group.share(batch, drafter.sequence_reach), count
+            )
         except BaseException:
             board.barrier.abort()
             raise
@@ -94,7 +96,9 @@ def shared_steps(drafter, target, source, batch, count, size: int) -> list:
     with ThreadPoolExecutor(size) as pool:
         tasks = [pool.submit(run, rank) for rank in range(size)]
         errors = [task.exception() for task in tasks]
-    first = [error for error in errors if error and not isinstance(error, threading.BrokenBarrierError)]
+    first = [
+        error for error in errors if error and not isinstance(error, threading.BrokenBarrierError)
+    ]
     if first:
         raise first[0]
     return [task.result() for task in tasks]

@@ -21,7 +21,13 @@ def made(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapt")
     target = Target.load(str(tiny[0]), "float32")
     torch.manual_seed(1)
-    options = {"feature_layers": (0, 3), "fc_norm": True, "norm_output": True, "num_hidden_layers": 2, "ttt_steps": 3}
+    options = {
+        "feature_layers": (0, 3),
+        "fc_norm": True,
+        "norm_output": True,
+        "num_hidden_layers": 2,
+        "ttt_steps": 3,
+    }
     drafter = Eagle3(Eagle3Config.for_target(target, draft_vocab_size=200, **options))
     drafter.initialize(target, torch.arange(60, 260))
     drafter.save_pretrained(folder / "drafter")
@@ -55,8 +61,14 @@ def test_an_own_drafter_goes_on_with_packing_and_checkpointing(tmp_path, made, c
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["drafter.draft_vocab_size=100"], "drafter.draft_vocab_size=100, but the drafter of init=.* has 200"),
-        (["drafter.feature_layers=[1,2,3]"], r"drafter.feature_layers=.1, 2, 3., but .* has .0, 3."),
+        (
+            ["drafter.draft_vocab_size=100"],
+            "drafter.draft_vocab_size=100, but the drafter of init=.* has 200",
+        ),
+        (
+            ["drafter.feature_layers=[1,2,3]"],
+            r"drafter.feature_layers=.1, 2, 3., but .* has .0, 3.",
+        ),
         (["drafter.qk_norm=true"], "drafter.qk_norm=True, but .* has False"),
         (["drafter.fc_nrm=true"], "unknown key drafter.fc_nrm; did you mean fc_norm"),
         (["init=/nowhere"], "init='/nowhere': no such folder"),
@@ -80,20 +92,52 @@ def test_a_target_that_it_was_not_made_for_is_refused(tmp_path, made, capsys):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("form", "options"),
-    [("vllm", {"norm_before_residual": True, "fc_norm": True}), ("sglang", {"feature_layers": (1, 2, 3)})],
+    [
+        ("vllm", {"norm_before_residual": True, "fc_norm": True}),
+        ("sglang", {"feature_layers": (1, 2, 3)}),
+    ],
 )
 def test_a_published_head_is_imported_and_goes_on(tmp_path, made, form, options):
     """Out of the engine's form and into training again: the first step begins with the published weights."""
     target, data, _ = made
-    published, ours = tmp_path / "published", tmp_path / "imported"
+    published = tmp_path / "published"
+    ours = tmp_path / "imported"
     torch.manual_seed(2)
-    head = Eagle3(Eagle3Config.for_target(Target.load(str(target), "float32"), draft_vocab_size=200, **options))
+    head = Eagle3(
+        Eagle3Config.for_target(
+            Target.load(str(target), "float32"), draft_vocab_size=200, **options
+        )
+    )
     head.initialize(Target.load(str(target), "float32"), torch.arange(60, 260))
     head.save_pretrained(tmp_path / "head")
-    words = ["--drafter", str(tmp_path / "head"), "--format", form, "--target", str(target), "--dtype", "float32"]
+    words = [
+        "--drafter",
+        str(tmp_path / "head"),
+        "--format",
+        form,
+        "--target",
+        str(target),
+        "--dtype",
+        "float32",
+    ]
     assert main(["export", *words, "--output", str(published)]) == 0
-    assert main(["import", "--checkpoint", str(published), "--target", str(target), "--output", str(ours)]) == 0
-    words = write_recipe(tmp_path, target, data, drafter={}, max_steps=2, init=str(ours), learning_rate=1e-5)
+    assert (
+        main(
+            [
+                "import",
+                "--checkpoint",
+                str(published),
+                "--target",
+                str(target),
+                "--output",
+                str(ours),
+            ]
+        )
+        == 0
+    )
+    words = write_recipe(
+        tmp_path, target, data, drafter={}, max_steps=2, init=str(ours), learning_rate=1e-5
+    )
     assert main(["train", *words]) == 0
     after = load_drafter(str(tmp_path / "drafter"), Target.load(str(target), "float32"))
     assert torch.equal(after.kept_ids, head.kept_ids)

@@ -23,7 +23,9 @@ def setup(recipe: dict[str, object]) -> None:
     arguments.training_arguments(config)
 
 
-def fit(linear: nn.Linear, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, steps: int) -> None:
+def fit(
+    linear: nn.Linear, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, steps: int
+) -> None:
     wanted = (INPUTS / SIZES).sum(1, keepdim=True).expand(-1, 2)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -46,7 +48,12 @@ def test_the_steps_are_those_on_inputs_of_one_size():
     fit(scaled, optimizer, INPUTS, 20)
     torch.manual_seed(0)
     plain = nn.Linear(3, 2)
-    fit(plain, torch.optim.AdamW(plain.parameters(), lr=0.01, eps=0.0, weight_decay=0.0), INPUTS / SIZES, 20)
+    fit(
+        plain,
+        torch.optim.AdamW(plain.parameters(), lr=0.01, eps=0.0, weight_decay=0.0),
+        INPUTS / SIZES,
+        20,
+    )
     torch.testing.assert_close(scaled.weight * SIZES, plain.weight, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(scaled.bias, plain.bias, rtol=1e-4, atol=1e-5)
 
@@ -58,7 +65,9 @@ def test_a_restored_optimizer_goes_on_with_the_saved_rates():
     states = copy.deepcopy((optimizer.state_dict(), whole.state_dict()))
     fit(whole, optimizer, INPUTS, 3)
     resumed, other = pair()
-    set_column_rates(other, resumed.weight, torch.ones(3))  # as a resumed run, which has solved no start
+    set_column_rates(
+        other, resumed.weight, torch.ones(3)
+    )  # as a resumed run, which has solved no start
     other.load_state_dict(states[0])
     resumed.load_state_dict(states[1])
     fit(resumed, other, INPUTS, 3)
@@ -69,7 +78,10 @@ def test_a_restored_optimizer_goes_on_with_the_saved_rates():
     ("options", "message"),
     [
         ({"kind": "medusa"}, "kind='medusa' has no weight for them; set it to false"),
-        ({"deepspeed": "configs/deepspeed/zero2.json"}, "DeepSpeed's optimizers have one rate for all of a weight"),
+        (
+            {"deepspeed": "configs/deepspeed/zero2.json"},
+            "DeepSpeed's optimizers have one rate for all of a weight",
+        ),
     ],
 )
 def test_rates_that_would_be_ignored_are_refused(options, message):

@@ -24,7 +24,9 @@ def train(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
 
     def run(*words):
-        recipe = write_recipe(tmp_path, *tiny, kind="draft_model", drafter={}, lr_scheduler_type="constant")
+        recipe = write_recipe(
+            tmp_path, *tiny, kind="draft_model", drafter={}, lr_scheduler_type="constant"
+        )
         return main(["train", *recipe, *words])
 
     return run
@@ -36,9 +38,13 @@ def weights(folder):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "more", [[], pytest.param(["packing=true", "max_length=64"], marks=pytest.mark.slow)], ids=["", "packed"]
+    "more",
+    [[], pytest.param(["packing=true", "max_length=64"], marks=pytest.mark.slow)],
+    ids=["", "packed"],
 )
-def test_layers_of_the_target_are_distilled_and_the_run_goes_on_exactly(train, tiny, tmp_path, more):
+def test_layers_of_the_target_are_distilled_and_the_run_goes_on_exactly(
+    train, tiny, tmp_path, more
+):
     words = [
         "drafter.layers=[0, 2]",
         "on_policy={share: 0.5, refresh_steps: 2, responses: 4, max_new_tokens: 8}",
@@ -48,15 +54,27 @@ def test_layers_of_the_target_are_distilled_and_the_run_goes_on_exactly(train, t
     assert train(*words, "max_steps=3") == 0
     assert train(*words) == 0
     summary = json.loads((tmp_path / "drafter" / "training.json").read_text())
-    assert summary["steps"] == 6 and summary["vocabulary"]["size"] == 300 and summary["on_policy_rows"] > 0
-    assert 1 <= summary["held_out"]["eval_accepted_length"] <= 5 and "eval_agree@2" not in summary["held_out"]
+    assert (
+        summary["steps"] == 6
+        and summary["vocabulary"]["size"] == 300
+        and summary["on_policy_rows"] > 0
+    )
+    assert (
+        1 <= summary["held_out"]["eval_accepted_length"] <= 5
+        and "eval_agree@2" not in summary["held_out"]
+    )
     whole, resumed = (weights(tmp_path / name) for name in ("whole", "drafter"))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     target = Target.load(str(tiny[0]), "float32")
     drafter = load_drafter(str(tmp_path / "drafter"), target)
     assert drafter.kind == "draft_model" and drafter.runner.num_layers == 2
     want = generate(target, None, [5, 6, 7], max_new_tokens=20).tokens
-    assert generate(target, drafter, [5, 6, 7], max_new_tokens=20, spec=TreeSpec.parse("fanout:3x2")).tokens == want
+    assert (
+        generate(
+            target, drafter, [5, 6, 7], max_new_tokens=20, spec=TreeSpec.parse("fanout:3x2")
+        ).tokens
+        == want
+    )
 
 
 @pytest.mark.thorough
@@ -68,17 +86,25 @@ def test_lora_goes_on_from_its_adapter(train, tmp_path):
     for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
         whole, resumed = (load_file(tmp_path / folder / name) for folder in ("whole", "drafter"))
         assert all(torch.equal(whole[key], resumed[key]) for key in whole), name
-    before, after = (weights(tmp_path / "drafter" / name) for name in ("checkpoint-3", "checkpoint-6"))
+    before, after = (
+        weights(tmp_path / "drafter" / name) for name in ("checkpoint-3", "checkpoint-6")
+    )
     assert any(not torch.equal(before[key], after[key]) for key in before)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("more", [[], ["drafter.lora={r: 4}", "learning_rate=0.01"]], ids=["", "lora"])
+@pytest.mark.parametrize(
+    "more", [[], ["drafter.lora={r: 4}", "learning_rate=0.01"]], ids=["", "lora"]
+)
 def test_the_weights_that_decode_best_are_taken_at_the_end(train, tmp_path, monkeypatch, more):
     lengths = iter((2.0, 1.5))
-    monkeypatch.setattr("drafttrain.train.acceptance", lambda *_: {"accepted_length": next(lengths)})
+    monkeypatch.setattr(
+        "drafttrain.train.acceptance", lambda *_: {"accepted_length": next(lengths)}
+    )
     assert train("drafter.layers=[0, 2]", *more) == 0
-    taken, best, last = (weights(tmp_path / "drafter" / name) for name in ("", "checkpoint-3", "checkpoint-6"))
+    taken, best, last = (
+        weights(tmp_path / "drafter" / name) for name in ("", "checkpoint-3", "checkpoint-6")
+    )
     assert all(torch.equal(taken[key], best[key]) for key in best)
     assert any(not torch.equal(taken[key], last[key]) for key in last)
 
@@ -86,15 +112,24 @@ def test_the_weights_that_decode_best_are_taken_at_the_end(train, tmp_path, monk
 @pytest.mark.thorough
 def test_text_pretrains_and_the_result_is_distilled(train, tiny, tmp_path):
     text = tmp_path / "corpus.jsonl"
-    text.write_text("".join(json.dumps({"text": f"one two three {i} " * 20}) + "\n" for i in range(12)))
+    text.write_text(
+        "".join(json.dumps({"text": f"one two three {i} " * 20}) + "\n" for i in range(12))
+    )
     first = tmp_path / "pretrained"
     words = ["init=random", f"drafter.config={SHAPES}", "loss=next_token", "max_length=64"]
-    assert train(*words, f"data={text}", f"output_dir={first}", "learning_rate=0.01", "max_steps=12") == 0
+    assert (
+        train(*words, f"data={text}", f"output_dir={first}", "learning_rate=0.01", "max_steps=12")
+        == 0
+    )
     held = json.loads((first / "training.json").read_text())["held_out"]
     assert held["eval_loss"] < 4.5, "the alphabet alone leaves 5.6"
     assert train(f"init={first}", "max_steps=2") == 0
-    assert not torch.equal(*(weights(f)["model.norm.weight"] for f in (first, tmp_path / "drafter")))
-    assert train(*words, f"output_dir={tmp_path / 'answers'}", "max_steps=2") == 0  # a data set's tokens, all of them
+    assert not torch.equal(
+        *(weights(f)["model.norm.weight"] for f in (first, tmp_path / "drafter"))
+    )
+    assert (
+        train(*words, f"output_dir={tmp_path / 'answers'}", "max_steps=2") == 0
+    )  # a data set's tokens, all of them
 
 
 @pytest.mark.parametrize(
@@ -102,10 +137,19 @@ def test_text_pretrains_and_the_result_is_distilled(train, tiny, tmp_path):
     [
         (["init=target"], r"error: drafter.layers=\[\] must be ascending layers"),
         (["drafter.ttt_steps=3"], r"error: unknown key drafter.ttt_steps"),
-        (["kind=eagle3", "loss=next_token"], r"error: loss='next_token' pretrains language models; kind='eagle3'"),
-        (["data=corpus.txt"], r"error: data='corpus.txt' is raw text, which only loss=next_token learns from"),
+        (
+            ["kind=eagle3", "loss=next_token"],
+            r"error: loss='next_token' pretrains language models; kind='eagle3'",
+        ),
+        (
+            ["data=corpus.txt"],
+            r"error: data='corpus.txt' is raw text, which only loss=next_token learns from",
+        ),
         (["data=corpus.txt", "loss=next_token"], r"error: data='corpus.txt': no such text file"),
-        (["loss=next_token", "on_policy={share: 0.5}"], r"error: on_policy is scored by the target"),
+        (
+            ["loss=next_token", "on_policy={share: 0.5}"],
+            r"error: on_policy is scored by the target",
+        ),
         (["on_policy={shares: 0.5}", "drafter.layers=[0]"], r"error: unknown key on_policy.shares"),
     ],
 )

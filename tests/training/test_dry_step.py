@@ -14,7 +14,9 @@ from drafttrain.target import Target
 from drafttrain.training.dry_step import dry_step
 from drafttrain.training.feature_sources import TargetSource
 
-ROWS, LENGTH, PROMPT = 2, 384, 16
+ROWS = 2
+LENGTH = 384
+PROMPT = 16
 OPTIONS = {
     "eagle3": {"draft_vocab_size": 2000, "ttt_steps": 3},
     "medusa": {"draft_vocab_size": 2000},
@@ -25,8 +27,18 @@ OPTIONS = {
 def config(**sizes):
     return LlamaConfig(
         **{
-            **{"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4},
-            **{"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 4000, "tie_word_embeddings": False},
+            **{
+                "hidden_size": 128,
+                "intermediate_size": 256,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 4,
+            },
+            **{
+                "num_key_value_heads": 2,
+                "head_dim": 32,
+                "vocab_size": 4000,
+                "tie_word_embeddings": False,
+            },
             **sizes,
         }
     )
@@ -62,7 +74,9 @@ def real_step(kind: str, checkpointing: bool) -> int:
 
     def step():
         given = source(batch)
-        made = drafter(StepInputs(batch, target.embed(batch.input_ids), *given, torch.tensor(ROWS * LENGTH)))
+        made = drafter(
+            StepInputs(batch, target.embed(batch.input_ids), *given, torch.tensor(ROWS * LENGTH))
+        )
         made.loss.backward()
         return made
 
@@ -72,7 +86,12 @@ def real_step(kind: str, checkpointing: bool) -> int:
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "checkpointing"),
-    [("eagle3", False), ("eagle3", True), ("medusa", False), pytest.param("dflash", False, marks=pytest.mark.slow)],
+    [
+        ("eagle3", False),
+        ("eagle3", True),
+        ("medusa", False),
+        pytest.param("dflash", False, marks=pytest.mark.slow),
+    ],
 )
 def test_a_dry_step_takes_what_a_real_one_takes(kind, checkpointing):
     want = real_step(kind, checkpointing)
@@ -93,7 +112,10 @@ def test_an_eagle3_head_of_an_8b_target_in_bfloat16():
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
         head_dim=128, vocab_size=128256, max_position_embeddings=131072,
     )  # fmt: skip
-    one, two = (dry_step(big, "eagle3", {"draft_vocab_size": 32000}, rows=rows, length=1024) for rows in (1, 2))
+    one, two = (
+        dry_step(big, "eagle3", {"draft_vocab_size": 32000}, rows=rows, length=1024)
+        for rows in (1, 2)
+    )
     assert one.target == pytest.approx(16.06e9, rel=0.01)
     for part in ("target", "drafter", "gradients", "optimizer"):
         assert getattr(one, part) == getattr(two, part)
@@ -101,5 +123,7 @@ def test_an_eagle3_head_of_an_8b_target_in_bfloat16():
     wide = dry_step(big, "eagle3", {"draft_vocab_size": 32000}, length=1024, autocast=None)
     assert wide.working > 1.1 * one.working
     options = {"draft_vocab_size": 32000}
-    single, four = (dry_step(big, "eagle3", options, rows=rows, checkpointing=True) for rows in (1, 4))
+    single, four = (
+        dry_step(big, "eagle3", options, rows=rows, checkpointing=True) for rows in (1, 4)
+    )
     assert single.total < 24e9 and four.total < 30e9

@@ -59,7 +59,9 @@ def fails(begun, tmp_path, capsys, message: str) -> None:
     said = capsys.readouterr().err
     assert re.search(message, said) and "checkpoint" in said, said[-2000:]
     assert {path: path.read_bytes() for path in (run / "checkpoint-2").iterdir()} == before
-    assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-2"] and not (run / ".partial").exists()
+    assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-2"] and not (
+        run / ".partial"
+    ).exists()
 
 
 @pytest.mark.thorough
@@ -77,7 +79,9 @@ def test_a_step_that_fails(begun, tmp_path, monkeypatch, capsys, fault, message)
 
 @pytest.mark.thorough
 def test_no_memory_before_the_first_step(begun, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("drafttrain.train.begin_from_least_squares", lambda *_: torch.empty(1 << 60))
+    monkeypatch.setattr(
+        "drafttrain.train.begin_from_least_squares", lambda *_: torch.empty(1 << 60)
+    )
     (tmp_path / "training.json").write_text('{"config": {}}')
     assert main(["train", *begun[1], f"output_dir={tmp_path}"]) == 2
     said = capsys.readouterr().err
@@ -89,7 +93,9 @@ def test_no_memory_before_the_first_step(begun, tmp_path, monkeypatch, capsys):
     "error",
     [
         OSError(errno.ENOSPC, "No space left on device"),
-        RuntimeError("[enforce fail at inline_container.cc:672] . PytorchStreamWriter failed writing file data/0"),
+        RuntimeError(
+            "[enforce fail at inline_container.cc:672] . PytorchStreamWriter failed writing file data/0"
+        ),
     ],
 )
 def test_a_disk_that_fills_while_saving(begun, tmp_path, monkeypatch, capsys, error):
@@ -130,7 +136,9 @@ def test_other_errors_stay_what_they_are(begun, tmp_path, monkeypatch):
 
 
 @pytest.mark.thorough
-def test_resume_false_begins_anew_and_only_then_are_an_old_drafters_settings_forgotten(begun, tmp_path, capsys):
+def test_resume_false_begins_anew_and_only_then_are_an_old_drafters_settings_forgotten(
+    begun, tmp_path, capsys
+):
     run = tmp_path / "run"
     shutil.copytree(begun[0], run)
     (run / "decoding.json").write_text('{"tree": "chain:7"}')

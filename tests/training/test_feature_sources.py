@@ -32,7 +32,9 @@ def test_rows_know_the_full_denominator_at_each_temperature(target):
     logits = target.head(target.forward(batch.input_ids, (1,)).last_hidden[row_of >= 0])
     torch.testing.assert_close(rows.log_z, logits.logsumexp(-1), rtol=1e-4, atol=1e-4)
     for temperature, log_z in rows.log_z_at.items():
-        torch.testing.assert_close(log_z, (logits / temperature).logsumexp(-1), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            log_z, (logits / temperature).logsumexp(-1), rtol=1e-4, atol=1e-4
+        )
     assert set(rows.log_z_at) == {0.6, 2.0}
 
 
@@ -63,12 +65,16 @@ def test_a_training_step_takes_every_loss_and_decays_it_by_depth(target, loss):
 
 
 @pytest.mark.parametrize(
-    ("most", "sizes"), [(40_000, [8, 5, 1, 1]), (20_000, [8, 4, 1, 1, 1]), (1, [8, 1, 1, 1, 1, 1, 1, 1])]
+    ("most", "sizes"),
+    [(40_000, [8, 5, 1, 1]), (20_000, [8, 4, 1, 1, 1]), (1, [8, 1, 1, 1, 1, 1, 1, 1])],
 )
 def test_first_batches_have_no_more_tokens_than_one_of_training(most, sizes):
     """Eight rows at most, fewer where they are long; padding counts; a row that is longer than that goes alone."""
     lengths = [400] * 8 + [4000, 100, 4000, 100, 5000, 30_000, 20_000]
-    rows = [{"index": i, "length": n, "spans": [[0, n]], "tokens": [1] * n} for i, n in enumerate(lengths)]
+    rows = [
+        {"index": i, "length": n, "spans": [[0, n]], "tokens": [1] * n}
+        for i, n in enumerate(lengths)
+    ]
     batches, tokens = first_batches(rows, torch.device("cpu"), NoTarget(), most)
     assert [len(batch.input_ids) for batch in batches] == sizes and tokens == sum(lengths)
 
@@ -76,7 +82,8 @@ def test_first_batches_have_no_more_tokens_than_one_of_training(most, sizes):
 def test_what_only_measured_steps_read_is_computed_once_and_when_it_is_read(target, monkeypatch):
     drafter = make_drafter(target, KEPT, ttt_steps=2).eval()
     source = TargetSource(target, drafter.feature_layers, drafter.kept_ids, limit_bytes=1e9)
-    batch, rows = make_batch((17, 11)), []
+    batch = make_batch((17, 11))
+    rows = []
     head = target.head
     monkeypatch.setattr(target, "head", lambda hidden: rows.append(len(hidden)) or head(hidden))
     embeds = target.embed(batch.input_ids)

@@ -19,7 +19,12 @@ from tests.drafters.native_families import write_checkpoint
 from tests.training.test_train import write_recipe
 
 PLAIN = ["--dtype", "float32", "--device", "cpu"]
-SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 KINDS = {
     "eagle3": {},
     "mtp": {"kind": "mtp", "init": "native", "drafter": {"ttt_steps": 2, "train_head": False}},
@@ -33,7 +38,8 @@ def hybrid(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hybrid")
     write_checkpoint("qwen3-next", folder / "target")
     rows = [
-        {"id": f"p{i}", "messages": [{"role": "user", "content": chr(97 + i) * (3 + 5 * (i % 4))}]} for i in range(10)
+        {"id": f"p{i}", "messages": [{"role": "user", "content": chr(97 + i) * (3 + 5 * (i % 4))}]}
+        for i in range(10)
     ]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = [
@@ -48,13 +54,27 @@ def hybrid(tmp_path_factory):
     words += ["--output", str(folder / "data"), "--max-new-tokens", "24", "--slots", "4", *PLAIN]
     assert main(words) == 0
     assert (
-        main(["features", "--data", str(folder / "data"), "--layers", "1,2", "--store-dtype", "float32", *PLAIN]) == 0
+        main(
+            [
+                "features",
+                "--data",
+                str(folder / "data"),
+                "--layers",
+                "1,2",
+                "--store-dtype",
+                "float32",
+                *PLAIN,
+            ]
+        )
+        == 0
     )
     return folder / "target", folder / "data"
 
 
 def train(tmp_path, hybrid, kind, **extra):
-    recipe = write_recipe(tmp_path, *hybrid, validation=0.3, **{"learning_rate": 5e-3, **KINDS[kind], **extra})
+    recipe = write_recipe(
+        tmp_path, *hybrid, validation=0.3, **{"learning_rate": 5e-3, **KINDS[kind], **extra}
+    )
     assert main(["train", *recipe]) == 0
     return tmp_path / "drafter"
 
@@ -64,8 +84,11 @@ def train(tmp_path, hybrid, kind, **extra):
 def test_a_hybrid_goes_through_the_whole_pipeline(hybrid, tmp_path, kind, capsys):
     target, _ = hybrid
     drafter = train(tmp_path, hybrid, kind)
-    questions, results = tmp_path / "questions.jsonl", tmp_path / "results.json"
-    questions.write_text("".join(json.dumps({"question_id": i, "turns": ["abc" * i]}) + "\n" for i in range(1, 4)))
+    questions = tmp_path / "questions.jsonl"
+    results = tmp_path / "results.json"
+    questions.write_text(
+        "".join(json.dumps({"question_id": i, "turns": ["abc" * i]}) + "\n" for i in range(1, 4))
+    )
     words = [
         "eval",
         "--target",
@@ -82,7 +105,16 @@ def test_a_hybrid_goes_through_the_whole_pipeline(hybrid, tmp_path, kind, capsys
     overall = json.loads(results.read_text())["overall"]
     assert overall["identical_outputs"] == 1.0 and overall["accepted_length"] >= 1.0
     form = "transformers" if kind == "draft_model" else "vllm"
-    words = ["--drafter", str(drafter), "--target", str(target), "--format", form, "--dtype", "float32"]
+    words = [
+        "--drafter",
+        str(drafter),
+        "--target",
+        str(target),
+        "--format",
+        form,
+        "--dtype",
+        "float32",
+    ]
     assert main(["export", *words, "--output", str(tmp_path / "out")]) == 0
     assert main(["verify", *words, "--engine", "none", "--exported", str(tmp_path / "out")]) == 0
 
@@ -102,7 +134,9 @@ def test_replay_in_training_gives_the_figures_of_decoding(hybrid, tmp_path, kind
     records = load_records(data)
     rows, _ = training_rows(records, 2048, 0, 0)
     store = FeatureStore.open(data, drafter.feature_layers)
-    source = TargetSource(shell, drafter.feature_layers, drafter.kept_ids, store, list(records["id"]))
+    source = TargetSource(
+        shell, drafter.feature_layers, drafter.kept_ids, store, list(records["id"])
+    )
     for tree in ("chain:3", "fanout:3x2"):
         want = acceptance(target, drafter, first_prompts(rows, 6, None), TreeSpec.parse(tree), 20)
         drafter.bind(shell)
@@ -123,9 +157,13 @@ def test_training_runs_the_target_where_no_states_are_stored(hybrid, tmp_path, c
         ("packed", tmp_path / "data", {"packing": True}),
     ):
         (tmp_path / name).mkdir()
-        folder = train(tmp_path / name, (target, own), "eagle3", cache_gb=0, decode_prompts=0, **extra)
+        folder = train(
+            tmp_path / name, (target, own), "eagle3", cache_gb=0, decode_prompts=0, **extra
+        )
         losses.append(json.loads((folder / "training.json").read_text())["held_out"]["eval_loss"])
     assert losses[1] == pytest.approx(losses[0], rel=1e-4) and losses[2] > 0
     (tmp_path / "own").mkdir()
-    own_answers = {"on_policy": {"share": 0.5, "refresh_steps": 3, "responses": 4, "max_new_tokens": 8}}
+    own_answers = {
+        "on_policy": {"share": 0.5, "refresh_steps": 3, "responses": 4, "max_new_tokens": 8}
+    }
     train(tmp_path / "own", (target, tmp_path / "data"), "draft_model", **own_answers)

@@ -24,11 +24,18 @@ from tests.training.test_resume import state_of as full_state
 from tests.training.test_states_ahead import LAYERS, SERVED
 from tests.training.test_train import ROOT, write_recipe
 
-STEPS, EPOCH = 40, 5  # optimizer steps of two micro-batches of two rows; 20 of 24 conversations are trained on
+# optimizer steps of two micro-batches of two rows; 20 of 24 conversations are trained on
+STEPS = 40
+EPOCH = 5
 KILLS = 8  # of the server, and as many of the trainer
 MOST_BATCHES_BETWEEN = 9  # kills of the trainer, so that it does not finish before the last one
 RECIPE = {
-    "drafter": {"draft_vocab_size": 255, "ttt_steps": 2, "feature_layers": LAYERS, "depth_share": 0.5},
+    "drafter": {
+        "draft_vocab_size": 255,
+        "ttt_steps": 2,
+        "feature_layers": LAYERS,
+        "depth_share": 0.5,
+    },
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 2,
     "validation": 4 / 24,
@@ -48,11 +55,20 @@ class ServerProcess:
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         layers = ",".join(map(str, SERVED))
-        self.command = [sys.executable, "-m", "tests.data.fake_state_server", str(target), str(folder), layers]
+        self.command = [
+            sys.executable,
+            "-m",
+            "tests.data.fake_state_server",
+            str(target),
+            str(folder),
+            layers,
+        ]
         self.start()
 
     def start(self) -> None:
-        self.process = subprocess.Popen([*self.command, str(self.port)], cwd=ROOT, stdout=subprocess.DEVNULL)
+        self.process = subprocess.Popen(
+            [*self.command, str(self.port)], cwd=ROOT, stdout=subprocess.DEVNULL
+        )
 
     def kill(self) -> None:
         self.process.kill()
@@ -84,7 +100,9 @@ class ServerKiller(threading.Thread):
 def start_training(notes: Path, words: list[str]) -> subprocess.Popen[str]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     command = [sys.executable, "-m", "tests.training.noted_training", str(notes), "0.05", *words]
-    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def noted(notes: Path) -> list[dict]:
@@ -98,10 +116,14 @@ def rows_by_step(notes: list[dict]) -> dict[int, list[list[int]]]:
     steps: dict[int, list[list[int]]] = {}
     for _, lines in itertools.groupby(notes, lambda line: line["process"]):
         attempt = {
-            step: [line["rows"] for line in part] for step, part in itertools.groupby(lines, lambda x: x["step"])
+            step: [line["rows"] for line in part]
+            for step, part in itertools.groupby(lines, lambda x: x["step"])
         }
-        first, last = min(attempt), max(attempt)
-        assert list(attempt) == list(range(first, last + 1)) and first <= len(steps), "a step is left out"
+        first = min(attempt)
+        last = max(attempt)
+        assert list(attempt) == list(range(first, last + 1)) and first <= len(steps), (
+            "a step is left out"
+        )
         for step, batches in attempt.items():
             earlier = steps.get(step, batches)
             assert all(a == b for a, b in zip(earlier, batches, strict=False)), (
@@ -120,7 +142,8 @@ def test_kills_of_server_and_trainer_change_neither_rows_nor_weights(tiny, tmp_p
     chance = random.Random(seed)
     words = write_recipe(tmp_path, target, data, **RECIPE, target_url=server.url)
     killer = ServerKiller(server, random.Random(seed + 1))
-    notes, whole = tmp_path / "notes.jsonl", tmp_path / "whole.jsonl"
+    notes = tmp_path / "notes.jsonl"
+    whole = tmp_path / "whole.jsonl"
     moments = []  # micro-batches that the killed process had computed
     try:
         with start_training(whole, [*words, f"output_dir={tmp_path / 'whole'}"]) as process:
@@ -128,7 +151,8 @@ def test_kills_of_server_and_trainer_change_neither_rows_nor_weights(tiny, tmp_p
         assert process.returncode == 0, said[-3000:]
         killer.start()
         for kill in range(KILLS):
-            before, batches = len(noted(notes)), chance.randint(1, MOST_BATCHES_BETWEEN) if kill % 4 else 0
+            before = len(noted(notes))
+            batches = chance.randint(1, MOST_BATCHES_BETWEEN) if kill % 4 else 0
             with start_training(notes, words) as process:
                 if not batches:  # while it starts, proves the server, or reads a checkpoint
                     with suppress(subprocess.TimeoutExpired):
@@ -139,7 +163,9 @@ def test_kills_of_server_and_trainer_change_neither_rows_nor_weights(tiny, tmp_p
                 process.kill()
                 said, _ = process.communicate()
             moments.append(len(noted(notes)) - before)
-            assert process.returncode == -signal.SIGKILL, f"seed {seed}: it ended by itself\n{said[-3000:]}"
+            assert process.returncode == -signal.SIGKILL, (
+                f"seed {seed}: it ended by itself\n{said[-3000:]}"
+            )
         with start_training(notes, words) as process:
             said, _ = process.communicate(timeout=300)
         assert process.returncode == 0 and "going on from" in said, f"seed {seed}: {said[-3000:]}"
@@ -150,11 +176,19 @@ def test_kills_of_server_and_trainer_change_neither_rows_nor_weights(tiny, tmp_p
             killer.join()
         server.kill()
     attempts = noted(notes)
-    ours, theirs = rows_by_step(attempts), rows_by_step(noted(whole))
+    ours = rows_by_step(attempts)
+    theirs = rows_by_step(noted(whole))
     assert list(ours) == list(range(STEPS)) and ours == theirs, f"seed {seed}"
     for epoch in range(STEPS // EPOCH):
-        seen = Counter(row for step in range(epoch * EPOCH, (epoch + 1) * EPOCH) for rows in ours[step] for row in rows)
-        assert len(seen) == 20 and set(seen.values()) == {1}, f"seed {seed}: epoch {epoch} has rows {dict(seen)}"
+        seen = Counter(
+            row
+            for step in range(epoch * EPOCH, (epoch + 1) * EPOCH)
+            for rows in ours[step]
+            for row in rows
+        )
+        assert len(seen) == 20 and set(seen.values()) == {1}, (
+            f"seed {seed}: epoch {epoch} has rows {dict(seen)}"
+        )
     states = [full_state(tmp_path / name / f"checkpoint-{STEPS}") for name in ("drafter", "whole")]
     for part in states[0]:
         assert same(states[0][part], states[1][part]), f"{part} differs, seed {seed}"

@@ -15,7 +15,9 @@ from drafttrain.training.feature_sources import TargetSource
 from tests.conftest import make_tokenizer
 from tests.drafters.layer_kinds import make_kind
 
-SYMBOLS, TRAINED, FAR = 16, 256, 2048
+SYMBOLS = 16
+TRAINED = 256
+FAR = 2048
 
 
 def text(rows: int, length: int, seed: int) -> torch.Tensor:
@@ -25,7 +27,9 @@ def text(rows: int, length: int, seed: int) -> torch.Tensor:
     found = torch.randint(SYMBOLS, (rows, length), generator=generator)
     chance = torch.rand(rows, length, generator=generator) < 0.125
     for i in range(2, length):
-        found[:, i] = torch.where(chance[:, i], found[:, i], table[found[:, i - 2], found[:, i - 1]])
+        found[:, i] = torch.where(
+            chance[:, i], found[:, i], table[found[:, i - 2], found[:, i - 1]]
+        )
     return found
 
 
@@ -67,7 +71,13 @@ def accepted(target: Target, drafter, length: int, prompts: int = 16, tokens: in
     """Tokens per target pass of a chain of three, in answers that end at `length` tokens."""
     rows = text(prompts, length - tokens, 7).tolist()
     made = generate_batch(
-        target, drafter, rows, max_new_tokens=tokens, spec=TreeSpec.parse("chain:3"), eos_ids=(), max_rows=8
+        target,
+        drafter,
+        rows,
+        max_new_tokens=tokens,
+        spec=TreeSpec.parse("chain:3"),
+        eos_ids=(),
+        max_rows=8,
     )
     return sum(len(one.tokens) for one in made) / sum(one.stats.target_passes for one in made)
 

@@ -18,7 +18,12 @@ from drafttrain.training.on_policy import OnPolicy, OnPolicyOptions
 from tests.drafters.test_eagle3 import make_drafter
 
 ROWS = [
-    {"tokens": list(range(start, start + 12)), "spans": [[3, 6], [8, 12]], "length": 12, "index": index}
+    {
+        "tokens": list(range(start, start + 12)),
+        "spans": [[3, 6], [8, 12]],
+        "length": 12,
+        "index": index,
+    }
     for index, start in enumerate(range(10, 90, 10))
 ]
 
@@ -27,7 +32,9 @@ def make(target, rank=0, world=1, packing=False, **options):
     torch.manual_seed(0)
     drafter = DraftModel.begin(target, "target", {"layers": [0, 2]}, "kl")
     drafter.bind(target)
-    chosen = OnPolicyOptions(**{"share": 0.5, "refresh_steps": 2, "responses": 6, "max_new_tokens": 5, **options})
+    chosen = OnPolicyOptions(
+        **{"share": 0.5, "refresh_steps": 2, "responses": 6, "max_new_tokens": 5, **options}
+    )
     args = SimpleNamespace(seed=3, process_index=rank, world_size=world)
     return OnPolicy(chosen, drafter, ROWS, target, 64, args, packing), drafter
 
@@ -40,7 +47,11 @@ def test_responses_are_the_drafters_own_after_prompts_of_the_data(target):
     for row in policy.pool:
         begin, end = row["spans"][0]
         tokens = torch.tensor(row["tokens"])
-        assert row["tokens"][:begin] in prompts and end == row["length"] == len(tokens) and 2 <= end - begin <= 5
+        assert (
+            row["tokens"][:begin] in prompts
+            and end == row["length"] == len(tokens)
+            and 2 <= end - begin <= 5
+        )
         assert row["index"] == -1
         greedy = drafter.lm(input_ids=tokens[None]).logits[0].argmax(-1)
         assert torch.equal(greedy[begin - 1 : end - 1], tokens[begin:])
@@ -75,17 +86,27 @@ def test_packed_batches_get_packed_responses(target):
     policy, _ = make(target, packing=True, share=0.5, max_new_tokens=8, responses=9)
     inputs = collate([join_rows(ROWS[:4]), join_rows(ROWS[4:7]), join_rows(ROWS[7:])])
     policy.refresh(0)
-    assert sum(len(row["documents"]) for row in policy.ready) == len(policy.pool) > len(policy.ready) > 0
-    answers, seen = [row["tokens"] for row in policy.pool], set()
+    assert (
+        sum(len(row["documents"]) for row in policy.ready)
+        == len(policy.pool)
+        > len(policy.ready)
+        > 0
+    )
+    answers = [row["tokens"] for row in policy.pool]
+    seen = set()
     for step in range(12):
         mixed = policy.mix(inputs, step)
         batch = Batch.of(mixed)
         assert batch.lengths.max() <= 64
-        for index, (row, start, length) in zip(batch.index.tolist(), batch.conversations().tolist(), strict=True):
+        for index, (row, start, length) in zip(
+            batch.index.tolist(), batch.conversations().tolist(), strict=True
+        ):
             tokens = batch.input_ids[row, start : start + length].tolist()
             assert tokens in answers if index == -1 else tokens == ROWS[index]["tokens"]
             mask = batch.response_mask[row, start : start + length].nonzero().flatten().tolist()
-            wanted = policy.pool[answers.index(tokens)]["spans"] if index == -1 else ROWS[index]["spans"]
+            wanted = (
+                policy.pool[answers.index(tokens)]["spans"] if index == -1 else ROWS[index]["spans"]
+            )
             assert mask == [at for begin, end in wanted for at in range(begin, end)]
             seen.add(index)
     assert seen == {-1, *range(len(ROWS))}
@@ -103,13 +124,18 @@ def test_the_loss_is_on_sampled_tokens_and_the_targets_say(target):
     batch = Batch.of(mixed)
     source = TargetSource(target, (), drafter.kept_ids, limit_bytes=1e9)
     features, rows, row_of = source(batch)
-    assert source.kept == {} and source.hits["online"] == 3, "such rows are neither looked up nor kept"
+    assert source.kept == {} and source.hits["online"] == 3, (
+        "such rows are neither looked up nor kept"
+    )
     count = int((mixed["shift_labels"] != -100).sum())
     step = drafter(StepInputs(batch, target.embed(batch.input_ids), features, rows, row_of, count))
-    want, at = 0.0, 0
+    want = 0.0
+    at = 0
     for place, length in enumerate(batch.lengths.tolist()):
         ids = batch.input_ids[place : place + 1, :length]
-        p, q = (model(input_ids=ids).logits[0].log_softmax(-1) for model in (target.model, drafter.lm))
+        p, q = (
+            model(input_ids=ids).logits[0].log_softmax(-1) for model in (target.model, drafter.lm)
+        )
         begin = int(batch.response_mask[place].nonzero()[0])
         want += (p.exp() * (p - q)).sum(-1)[begin : length - 1].sum()
         at += length - 1 - begin
@@ -128,7 +154,9 @@ def test_it_answers_anew_when_a_round_begins_with_the_weights_of_then(target):
     assert [row["tokens"] for row in policy.pool] == first
     policy.refresh(2)
     assert [row["tokens"] for row in policy.pool] != first and policy.round == 1
-    assert not any(isinstance(module, type(target.pack().lm_head)) for module in drafter.modules()), "a copy was packed"
+    assert not any(
+        isinstance(module, type(target.pack().lm_head)) for module in drafter.modules()
+    ), "a copy was packed"
 
 
 def test_a_resumed_run_has_the_same_responses(target):
@@ -147,9 +175,13 @@ def test_processes_share_the_work(target, monkeypatch):
     parts = []
     for rank in range(2):
         policy, _ = make(target, rank=rank, world=2)
-        monkeypatch.setattr("drafttrain.training.on_policy.gather_object", lambda made: parts.append(made) or made)
+        monkeypatch.setattr(
+            "drafttrain.training.on_policy.gather_object", lambda made: parts.append(made) or made
+        )
         policy.refresh(0)
-    monkeypatch.setattr("drafttrain.training.on_policy.gather_object", lambda made: parts[0] + parts[1])
+    monkeypatch.setattr(
+        "drafttrain.training.on_policy.gather_object", lambda made: parts[0] + parts[1]
+    )
     policy, _ = make(target, rank=0, world=2)
     policy.refresh(0)
     assert parts[0] and parts[1] and policy.pool == alone.pool

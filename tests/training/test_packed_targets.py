@@ -20,7 +20,11 @@ def per_conversation(source, batch: Batch):
     for row, start, length in batch.conversations().tolist():
         part = slice(start, start + length)
         needed = row_of[row, part]
-        yield features[row, part], rows.hidden[needed[needed >= 0]], rows.argmax[needed[needed >= 0]]
+        yield (
+            features[row, part],
+            rows.hidden[needed[needed >= 0]],
+            rows.argmax[needed[needed >= 0]],
+        )
 
 
 @pytest.mark.parametrize("limit", [0, 1e9])
@@ -51,13 +55,20 @@ def test_stored_features_are_laid_out_into_packed_rows(tmp_path):
         for i, length in enumerate(whole.lengths.tolist()):
             ids = whole.input_ids[i, :length]
             out = target.forward(ids[None, :-1], LAYERS)
-            record = {"id": f"r{i}", "tokens": ids.tolist(), "spans": [[2, length]], "finish": ["stop"], "source": "t"}
+            record = {
+                "id": f"r{i}",
+                "tokens": ids.tolist(),
+                "spans": [[2, length]],
+                "finish": ["stop"],
+                "source": "t",
+            }
             writer.append(record, out.features[0].bfloat16(), out.last_hidden[0].bfloat16())
         writer.flush()
     stored = FeatureStore.open(tmp_path / "data", LAYERS)
     packed = packed_batch(whole, [[2, 0], [3, 1]])
     sources = [
-        TargetSource(target, LAYERS, torch.arange(300), *rest) for rest in ((), (stored, [f"r{i}" for i in range(4)]))
+        TargetSource(target, LAYERS, torch.arange(300), *rest)
+        for rest in ((), (stored, [f"r{i}" for i in range(4)]))
     ]
     online, offline = (list(per_conversation(source, packed)) for source in sources)
     assert sources[1].hits == {"memory": 0, "stored": 4, "online": 0}

@@ -41,7 +41,12 @@ PUBLISHED = {
     "qwen3.5-35b-a3b": 35e9,
 }
 LARGE = [name for name in recipe_names() if recipe_path(name).with_name("target.json").is_file()]
-SERVED = [(name, form) for name in LARGE for form in ("vllm", "sglang") if name.endswith(("/eagle3", "/dflash"))]
+SERVED = [
+    (name, form)
+    for name in LARGE
+    for form in ("vllm", "sglang")
+    if name.endswith(("/eagle3", "/dflash"))
+]
 
 
 def config_of(path: Path) -> PreTrainedConfig:
@@ -55,7 +60,9 @@ def on_meta(path: Path) -> PreTrainedModel:
 
 @functools.cache
 def target_of(folder: str) -> Target:
-    path = recipe_path(next(name for name in LARGE if name.startswith(f"{folder}/"))).with_name("target.json")
+    path = recipe_path(next(name for name in LARGE if name.startswith(f"{folder}/"))).with_name(
+        "target.json"
+    )
     assert path is not None
     return Target.wrap(on_meta(path), None, name=folder, dtype=torch.bfloat16)
 
@@ -68,7 +75,8 @@ def recipe_of(name: str) -> TrainConfig:
 @functools.cache
 def drafter_of(name: str) -> TrainableDrafter:
     """The drafter of a recipe, as training begins it with init=target."""
-    config, target = recipe_of(name), target_of(name.partition("/")[0])
+    config = recipe_of(name)
+    target = target_of(name.partition("/")[0])
     kind = kind_class(config.kind)
     with torch.device("meta"):
         drafter = kind(kind.config_class.for_target(target, **kind.check_options(config.drafter)))
@@ -84,13 +92,18 @@ def test_every_target_has_recipes_and_a_size():
 @pytest.mark.parametrize("folder", PUBLISHED)
 def test_the_target_has_its_published_size(folder):
     target = target_of(folder)
-    weights = {id(weight): weight.numel() for weight in [*target.body.parameters(), *target.lm_head.parameters()]}
+    weights = {
+        id(weight): weight.numel()
+        for weight in [*target.body.parameters(), *target.lm_head.parameters()]
+    }
     assert sum(weights.values()) == pytest.approx(PUBLISHED[folder], rel=0.01)
 
 
 @pytest.mark.parametrize("name", [name for name in LARGE if not name.endswith("/draft_model")])
 def test_the_drafter_fits_its_target(name):
-    config, target, drafter = recipe_of(name), target_of(name.partition("/")[0]), drafter_of(name)
+    config = recipe_of(name)
+    target = target_of(name.partition("/")[0])
+    drafter = drafter_of(name)
     kept = config.drafter.get("draft_vocab_size", 0) or target.vocab_size
     assert len(drafter.kept_ids) == kept <= target.vocab_size
     assert list(drafter.feature_layers) == sorted(set(drafter.feature_layers))
@@ -100,7 +113,9 @@ def test_the_drafter_fits_its_target(name):
         wanted = kept if option == "draft_vocab_size" else value
         assert (list(found) if isinstance(found, tuple) else found) == wanted
     size = sum(weight.numel() for weight in drafter.parameters())
-    assert size < 0.2 * PUBLISHED[name.partition("/")[0]]  # a draft step is cheap beside a pass of the target
+    assert (
+        size < 0.2 * PUBLISHED[name.partition("/")[0]]
+    )  # a draft step is cheap beside a pass of the target
     assert issubclass(kind_class(config.kind), DecoderDrafter) and config.packing
 
 
@@ -108,14 +123,16 @@ def test_the_drafter_fits_its_target(name):
 def test_engines_serve_the_drafter(name, form, monkeypatch, tmp_path):
     drafter = drafter_of(name)
     monkeypatch.setattr(Trained, "load", lambda self: drafter)
-    kind, target = recipe_of(name).kind, target_of(name.partition("/")[0])
+    kind = recipe_of(name).kind
+    target = target_of(name.partition("/")[0])
     trained = Trained(tmp_path, kind, drafter.config.to_dict(), target.identity())
     assert shipping(kind).unsupported(trained, form) == []
 
 
 @pytest.mark.parametrize("name", [name for name in LARGE if name.endswith("/draft_model")])
 def test_a_draft_model_has_the_vocabulary_of_its_target(name):
-    target, folder = target_of(name.partition("/")[0]), recipe_path(name).parent
+    target = target_of(name.partition("/")[0])
+    folder = recipe_path(name).parent
     small = on_meta(folder / "init.json").get_output_embeddings().weight.shape[0]
     assert recipe_of(name).init.count("/") == 1 and recipe_of(name).drafter == {}
     assert abs(small - target.vocab_size) <= 64  # rows that only pad one of them are allowed
@@ -125,17 +142,25 @@ def test_a_draft_model_has_the_vocabulary_of_its_target(name):
 @pytest.mark.parametrize("name", [name for name in LARGE if name.endswith("/mtp")])
 def test_a_native_module_is_in_the_checkpoint(name):
     config = target_of(name.partition("/")[0]).config
-    modules = [getattr(config, key, None) for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers")]
+    modules = [
+        getattr(config, key, None) for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+    ]
     assert recipe_of(name).init == "native" and 1 in modules
     with torch.device("meta"):
-        layer = OwnLayer(spec_of(config, config.num_hidden_layers - 1))  # the module's is one like the last
+        layer = OwnLayer(
+            spec_of(config, config.num_hidden_layers - 1)
+        )  # the module's is one like the last
     size = sum(weight.numel() for weight in layer.parameters()) + 2 * config.hidden_size**2
-    said = re.search(r"^# The module has ([\d.]+) billion weights", recipe_path(name).read_text(), re.MULTILINE)
+    said = re.search(
+        r"^# The module has ([\d.]+) billion weights", recipe_path(name).read_text(), re.MULTILINE
+    )
     assert said is not None and float(said[1]) == pytest.approx(size / 1e9, rel=0.02)
 
 
 ONLINE = [
-    name for name in LARGE if name.endswith(("/eagle3", "/dflash")) and "# One GPU" in recipe_path(name).read_text()
+    name
+    for name in LARGE
+    if name.endswith(("/eagle3", "/dflash")) and "# One GPU" in recipe_path(name).read_text()
 ]
 
 
@@ -145,6 +170,8 @@ def test_a_step_with_the_target_online_fits_one_gpu(name):
     config = recipe_of(name)
     shapes = config_of(recipe_path(name).parent / "target.json")
     rows = config.trainer["per_device_train_batch_size"]
-    step = dry_step(shapes, config.kind, config.drafter, rows=rows, length=config.max_length, checkpointing=True)
+    step = dry_step(
+        shapes, config.kind, config.drafter, rows=rows, length=config.max_length, checkpointing=True
+    )
     # The optimizer's step may hold more than backward: then activations add nothing.
     assert 0 < step.target < step.total < 78e9

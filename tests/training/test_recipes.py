@@ -27,7 +27,9 @@ from tests.training.test_train import ROOT, write_data
 
 CONFIGS = sorted(path.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.yaml"))
 RECIPES = [path for path in CONFIGS if path.parent.name != "accelerate"]
-LARGE = {path for path in RECIPES if (ROOT / path).with_name("target.json").is_file()}  # see test_recipe_shapes.py
+LARGE = {
+    path for path in RECIPES if (ROOT / path).with_name("target.json").is_file()
+}  # see test_recipe_shapes.py
 LAUNCHERS = [path for path in CONFIGS if path.parent.name == "accelerate"]
 PLAIN = "configs/smollm2-135m/eagle3.yaml"
 
@@ -36,7 +38,9 @@ def lines(path: Path) -> list[str]:
     """The commands in a file's head comment, each in one line."""
     head = "".join(re.findall(r"^# ?.*\n", (ROOT / path).read_text(), re.MULTILINE))
     joined = re.sub(r"\\\n#\s*", "", head)
-    return re.findall(r"^#   ((?:[A-Z_]+=\S+ )*(?:accelerate launch|drafttrain) .*)$", joined, re.MULTILINE)
+    return re.findall(
+        r"^#   ((?:[A-Z_]+=\S+ )*(?:accelerate launch|drafttrain) .*)$", joined, re.MULTILINE
+    )
 
 
 EVERY = [(path, line) for path in CONFIGS for line in lines(path)]
@@ -44,7 +48,11 @@ EVERY = [(path, line) for path in CONFIGS for line in lines(path)]
 
 def accelerated(line: str) -> list[str]:
     """What accelerate gets, with a recipe and an address filled in."""
-    filled = line.replace("RECIPE", PLAIN).replace("HOST", "127.0.0.1").replace("machine_rank N", "machine_rank 1")
+    filled = (
+        line.replace("RECIPE", PLAIN)
+        .replace("HOST", "127.0.0.1")
+        .replace("machine_rank N", "machine_rank 1")
+    )
     return shlex.split(filled.partition("accelerate launch ")[2])
 
 
@@ -71,7 +79,9 @@ def test_the_lines_of_large_targets_are_read(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     served = False
     for line in lines(path):
-        words = shlex.split(re.sub(r"^(?:[A-Z_]+=\S+ )+", "", line).replace("~/vllm/bin/python", sys.executable))
+        words = shlex.split(
+            re.sub(r"^(?:[A-Z_]+=\S+ )+", "", line).replace("~/vllm/bin/python", sys.executable)
+        )
         if words[0] == "drafttrain":
             parser = CommandParser()
             flags_module(words[1]).add_arguments(parser)
@@ -80,10 +90,19 @@ def test_the_lines_of_large_targets_are_read(path, monkeypatch):
             served |= words[1] == "serve-target"
             continue
         args = _validate_launch_command(launch_command_parser().parse_args(accelerated(line)))[0]
-        assert args.module and args.training_script == "drafttrain.train" and Path(args.training_script_args[0]) == path
+        assert (
+            args.module
+            and args.training_script == "drafttrain.train"
+            and Path(args.training_script_args[0]) == path
+        )
         assert not args.use_deepspeed or Path(args.deepspeed_config_file).is_file()
         config, trained = setup(str(path), [*args.training_script_args[1:], "use_cpu=true"])
-        assert trained.per_device_train_batch_size * trained.gradient_accumulation_steps * args.num_processes >= 8
+        assert (
+            trained.per_device_train_batch_size
+            * trained.gradient_accumulation_steps
+            * args.num_processes
+            >= 8
+        )
     assert served == bool(config.target_url)
 
 
@@ -94,7 +113,10 @@ def test_accelerate_reads_its_files(path, monkeypatch):
     (line,) = lines(path)
     args = _validate_launch_command(launch_command_parser().parse_args(accelerated(line)))[0]
     given = yaml.safe_load(path.read_text())
-    assert args.num_processes == loaded.num_processes == given["num_processes"] and args.dynamo_backend == "no"
+    assert (
+        args.num_processes == loaded.num_processes == given["num_processes"]
+        and args.dynamo_backend == "no"
+    )
     assert args.training_script == "drafttrain/train.py" and args.training_script_args[0] == PLAIN
     if path.stem != "gpu-1":
         assert args.use_deepspeed and Path(args.deepspeed_config_file).is_file()
@@ -105,7 +127,9 @@ def test_accelerate_reads_its_files(path, monkeypatch):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_deepspeed_reads_its_files(stage):
-    given = json.loads((ROOT / f"configs/deepspeed/zero{stage}.json").read_text())["zero_optimization"]
+    given = json.loads((ROOT / f"configs/deepspeed/zero{stage}.json").read_text())[
+        "zero_optimization"
+    ]
     assert DeepSpeedZeroConfig(**given).stage == stage  # unknown keys are errors
 
 
@@ -113,7 +137,9 @@ def test_deepspeed_reads_its_files(stage):
 def stand_ins(tmp_path_factory):
     """Folders of a target in the shape of SmolLM2 and of one in that of Gemma 3, but tiny, and of data for both."""
     folder = tmp_path_factory.mktemp("stand-ins")
-    target = make_target(layers=30, hidden=36, num_attention_heads=9, num_key_value_heads=3, head_dim=4)
+    target = make_target(
+        layers=30, hidden=36, num_attention_heads=9, num_key_value_heads=3, head_dim=4
+    )
     target.model.save_pretrained(folder / "smollm2-135m")
     torch.manual_seed(0)
     shapes = {
@@ -131,20 +157,35 @@ def stand_ins(tmp_path_factory):
     return folder
 
 
-RUNNABLE = [(path, line) for path, line in EVERY if path not in LARGE and path.stem not in ("gpu-8", "multi-node")]
+RUNNABLE = [
+    (path, line)
+    for path, line in EVERY
+    if path not in LARGE and path.stem not in ("gpu-8", "multi-node")
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("path", "line"), RUNNABLE, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("path", "line"), RUNNABLE, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_every_line_starts(stand_ins, tmp_path, path, line):
     recipe = PLAIN if path in LAUNCHERS else str(path)
     config = yaml.safe_load((ROOT / recipe).read_text())
     target = stand_ins / config.get("target", "smollm2-135m")
-    words = [f"target={target}", f"data={stand_ins / 'data'}", f"output_dir={tmp_path / 'out'}", "use_cpu=true"]
+    words = [
+        f"target={target}",
+        f"data={stand_ins / 'data'}",
+        f"output_dir={tmp_path / 'out'}",
+        "use_cpu=true",
+    ]
     words += ["max_steps=1", "max_length=64", "dtype=float32", "decode_tokens=8"]
     words += ["max_minutes=0.01"] if "max_minutes" in line else []
-    words += ["on_policy.responses=4", "on_policy.max_new_tokens=8"] if "on_policy" in config else []
-    words += ["drafter.conv_group_size=12"] if config["kind"] == "dflash2" else []  # must divide the stand-in's 36
+    words += (
+        ["on_policy.responses=4", "on_policy.max_new_tokens=8"] if "on_policy" in config else []
+    )
+    words += (
+        ["drafter.conv_group_size=12"] if config["kind"] == "dflash2" else []
+    )  # must divide the stand-in's 36
     words += [f"init={target}"] if "init=" in line else []  # a checkpoint that another line leaves
     _, env, rest = line.rpartition("DS_ACCELERATOR=cpu ")
     if rest.startswith("accelerate launch"):
@@ -152,7 +193,9 @@ def test_every_line_starts(stand_ins, tmp_path, path, line):
     else:
         command = [sys.executable, "-m", "drafttrain.cli", *shlex.split(rest)[1:]]
     full = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run([*command, *words], cwd=ROOT, env=full, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        [*command, *words], cwd=ROOT, env=full, capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     summary = json.loads((tmp_path / "out" / "training.json").read_text())
     assert summary["steps"] >= 1 and summary["processes"] == (2 if env else 1)

@@ -25,7 +25,13 @@ WIDTHS = {
     "num_key_value_heads": 2, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
     "query_pre_attn_scalar": 8, "sliding_window": 16, "shared_expert_intermediate_size": 16,
 }  # fmt: skip
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
 TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 257}
 # Their layers are served by vLLM, or built of parts with widths of their own: tests of those families build them.
 LEFT_OUT = ("gemma-4-31b/", "qwen3.5-", "deepseek-v3/", "kimi-k2/")
@@ -39,9 +45,15 @@ RECIPES = [
 def tiny(config: PreTrainedConfig) -> PreTrainedConfig:
     """A config of the same family and depth, a few entries wide."""
     text = config.get_text_config()
-    raw = {name: value for name, value in text.to_dict().items() if name not in ("rope_scaling", "quantization_config")}
+    raw = {
+        name: value
+        for name, value in text.to_dict().items()
+        if name not in ("rope_scaling", "quantization_config")
+    }
     raw |= {name: value for name, value in {**WIDTHS, **LATENT}.items() if raw.get(name)} | TOKENS
-    return AutoConfig.for_model(**{**raw, "initializer_range": 0.2, "max_position_embeddings": 4096})
+    return AutoConfig.for_model(
+        **{**raw, "initializer_range": 0.2, "max_position_embeddings": 4096}
+    )
 
 
 def save(config: PreTrainedConfig, folder: Path) -> Target:
@@ -55,8 +67,11 @@ def save(config: PreTrainedConfig, folder: Path) -> Target:
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if not name.endswith("/mtp")])
 def test_the_recipe_trains(name, tmp_path):
-    path, config = recipe_path(name), load_config(name, [], KEYS)
-    target = save(tiny(AutoConfig.from_pretrained(str(path.parent / "target.json"))), tmp_path / "target")
+    path = recipe_path(name)
+    config = load_config(name, [], KEYS)
+    target = save(
+        tiny(AutoConfig.from_pretrained(str(path.parent / "target.json"))), tmp_path / "target"
+    )
     words = [
         f"target={tmp_path / 'target'}",
         f"data={write_data(tmp_path / 'data', target)}",
@@ -75,10 +90,19 @@ def test_the_recipe_trains(name, tmp_path):
         words.append("drafter.draft_vocab_size=255")
     if "mask_token_id" in config.drafter:
         words.append("drafter.mask_token_id=299")
-    sizes = {"intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    sizes = {
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
     words += [f"drafter.{key}={size}" for key, size in sizes.items() if key in config.drafter]
     if config.on_policy:
-        words += ["on_policy.responses=4", "on_policy.max_new_tokens=8", "on_policy.refresh_steps=1"]
+        words += [
+            "on_policy.responses=4",
+            "on_policy.max_new_tokens=8",
+            "on_policy.refresh_steps=1",
+        ]
     if config.kind == "draft_model":
         save(tiny(AutoConfig.from_pretrained(str(path.parent / "init.json"))), tmp_path / "small")
         words.append(f"init={tmp_path / 'small'}")

@@ -27,7 +27,12 @@ from tests.training.test_train import ROOT, launch, write_recipe
 STEPS = 11
 # Everything that could remember something: random depths, an own pool of responses, conversations that share rows.
 EAGLE3 = {
-    "drafter": {"draft_vocab_size": 255, "ttt_steps": 2, "depth_share": 0.5, "later_depths_from": 0.4},
+    "drafter": {
+        "draft_vocab_size": 255,
+        "ttt_steps": 2,
+        "depth_share": 0.5,
+        "later_depths_from": 0.4,
+    },
     "feature_rates": True,
 }
 DRAFT_MODEL = {
@@ -66,7 +71,9 @@ def recipe(tmp_path: Path, tiny, **extra: object) -> list[str]:
 def whole(tiny, tmp_path_factory):
     """An uninterrupted run that logs to wandb without a network."""
     folder = tmp_path_factory.mktemp("whole")
-    done = launch(recipe(folder, tiny, report_to="wandb"), WANDB_MODE="offline", WANDB_DIR=str(folder))
+    done = launch(
+        recipe(folder, tiny, report_to="wandb"), WANDB_MODE="offline", WANDB_DIR=str(folder)
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return folder, done.stdout
 
@@ -76,7 +83,9 @@ def same(a: object, b: object) -> bool:
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        return (
+            isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        )
     if isinstance(a, (list, tuple)):
         return isinstance(b, (list, tuple)) and len(a) == len(b) and all(map(same, a, b))
     return type(a) is type(b) and bool((a == b) if not hasattr(a, "all") else (a == b).all())
@@ -89,7 +98,11 @@ def state_of(checkpoint: Path) -> dict[str, object]:
         for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth")
     }
     state = json.loads((checkpoint / "trainer_state.json").read_text())
-    losses = [[log["step"], log["loss"], log["grad_norm"]] for log in state["log_history"] if "loss" in log]
+    losses = [
+        [log["step"], log["loss"], log["grad_norm"]]
+        for log in state["log_history"]
+        if "loss" in log
+    ]
     return {
         "weights": load_file(checkpoint / "model.safetensors"),
         **files,
@@ -108,7 +121,8 @@ def test_killed_at_a_random_step_and_resumed_equals_uninterrupted(tiny, request,
         reference = tmp_path / "whole"
         done = launch([*recipe(tmp_path, tiny, **RUNS[name]), f"output_dir={reference}"])
         assert done.returncode == 0, done.stderr[-3000:]
-    words, drafter = recipe(tmp_path, tiny, **RUNS[name]), tmp_path / "drafter"
+    words = recipe(tmp_path, tiny, **RUNS[name])
+    drafter = tmp_path / "drafter"
     last = random.Random().randint(4, STEPS - 1)
     command = [sys.executable, str(ROOT / "drafttrain" / "train.py"), *words]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
@@ -118,7 +132,9 @@ def test_killed_at_a_random_step_and_resumed_equals_uninterrupted(tiny, request,
                 process.send_signal(signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL and not (drafter / "training.json").exists()
     assert get_last_checkpoint(str(drafter)) is not None
-    (drafter / ".partial" / "checkpoint-999").mkdir(parents=True, exist_ok=True)  # as if it had been saving
+    (drafter / ".partial" / "checkpoint-999").mkdir(
+        parents=True, exist_ok=True
+    )  # as if it had been saving
     done = launch(words)
     assert done.returncode == 0 and "going on from" in done.stdout, done.stderr[-3000:]
     ours, theirs = (state_of(place / f"checkpoint-{STEPS}") for place in (drafter, reference))
@@ -130,24 +146,35 @@ def test_killed_at_a_random_step_and_resumed_equals_uninterrupted(tiny, request,
 
 
 def test_the_best_checkpoint_is_the_one_that_decodes_best(whole):
-    folder, out = whole[0] / "drafter", whole[1]
+    folder = whole[0] / "drafter"
+    out = whole[1]
     state = json.loads((folder / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
     key = "eval_decode_accepted_length"
     decoded = {log["step"]: log[key] for log in state["log_history"] if key in log}
     assert list(decoded) == [3, 6, 9, STEPS] and "decoding held-out prompts: accepted length" in out
     best = max(decoded, key=lambda step: (decoded[step], step))
-    assert state["best_global_step"] == best and Path(state["best_model_checkpoint"]) == folder / f"checkpoint-{best}"
+    assert (
+        state["best_global_step"] == best
+        and Path(state["best_model_checkpoint"]) == folder / f"checkpoint-{best}"
+    )
     kept = {path.name for path in folder.glob("checkpoint-*")}
     assert (
-        {f"checkpoint-{best}", f"checkpoint-{STEPS}"} <= kept and len(kept) == 2 and not (folder / ".partial").exists()
+        {f"checkpoint-{best}", f"checkpoint-{STEPS}"} <= kept
+        and len(kept) == 2
+        and not (folder / ".partial").exists()
     )
-    assert same(load_file(folder / "model.safetensors"), load_file(folder / f"checkpoint-{best}" / "model.safetensors"))
+    assert same(
+        load_file(folder / "model.safetensors"),
+        load_file(folder / f"checkpoint-{best}" / "model.safetensors"),
+    )
     assert json.loads((folder / "training.json").read_text())["best"]["step"] == best
 
 
 def wandb_records(path: Path) -> Iterator[bytes]:
     """The records of an offline run's file: LevelDB's log format behind a header of 7 bytes."""
-    data, at, record = path.read_bytes(), 7, b""
+    data = path.read_bytes()
+    at = 7
+    record = b""
     while at + 7 <= len(data):
         if 32768 - at % 32768 < 7:  # no room for another header in this block
             at += 32768 - at % 32768
@@ -168,7 +195,9 @@ def test_wandb_has_the_values(whole):
     rows: dict[str, list[float]] = {}
     for data in wandb_records(file):
         for item in Record.FromString(data).history.item:
-            rows.setdefault("/".join(item.nested_key) or item.key, []).append(json.loads(item.value_json))
+            rows.setdefault("/".join(item.nested_key) or item.key, []).append(
+                json.loads(item.value_json)
+            )
     for key in ("train/loss", "train/grad_norm", "train/tokens_per_second", "train/memory_gb"):
         assert len(rows[key]) == STEPS, key
     assert all(x > 0 for x in rows["train/memory_gb"])
@@ -180,7 +209,8 @@ def test_wandb_has_the_values(whole):
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_a_signal_saves_first_and_the_run_goes_on(tiny, tmp_path, monkeypatch, capsys, number):
-    words, plain = recipe(tmp_path, tiny, decode_prompts=0), DrafterTrainer.compute_loss
+    words = recipe(tmp_path, tiny, decode_prompts=0)
+    plain = DrafterTrainer.compute_loss
     signals = iter([number])
 
     def signalled(self, *args, **kwargs):
@@ -202,7 +232,8 @@ def test_a_signal_saves_first_and_the_run_goes_on(tiny, tmp_path, monkeypatch, c
 
 @pytest.mark.thorough
 def test_a_second_ctrl_c_ends_at_once(tiny, tmp_path, monkeypatch, capfd):
-    words, plain = recipe(tmp_path, tiny, decode_prompts=0), DrafterTrainer.compute_loss
+    words = recipe(tmp_path, tiny, decode_prompts=0)
+    plain = DrafterTrainer.compute_loss
 
     def signalled(self, *args, **kwargs):
         for _ in range(2):
@@ -220,7 +251,9 @@ def test_a_second_ctrl_c_ends_at_once(tiny, tmp_path, monkeypatch, capfd):
 
 def test_a_time_budget_is_what_a_checkpoint_left_of_it(tmp_path):
     budget = TimeBudget(2.0, used=100.0)
-    TrainerState(stateful_callbacks={"TimeBudget": budget.state()}).save_to_json(str(tmp_path / "trainer_state.json"))
+    TrainerState(stateful_callbacks={"TimeBudget": budget.state()}).save_to_json(
+        str(tmp_path / "trainer_state.json")
+    )
     assert TimeBudget.after(2.0, None).used == 0.0
     resumed = TimeBudget.after(3.0, str(tmp_path))
     assert (resumed.minutes, resumed.used) == (3.0, 100.0)
@@ -236,6 +269,11 @@ def test_the_order_of_rows_depends_on_seed_and_epoch_alone():
     assert first == again != second
     assert len(set(first)) == len(first) == len(ByLength(lengths, 8, 7, lambda: 0)) == 200
     assert set(first) != set(second)
-    spread = [max(step) - min(step) for step in ([lengths[i] for i in first[at : at + 8]] for at in range(0, 200, 8))]
-    assert sum(spread) / len(spread) < 100 and max(lengths[i] for i in first) in [lengths[i] for i in first[:8]]
+    spread = [
+        max(step) - min(step)
+        for step in ([lengths[i] for i in first[at : at + 8]] for at in range(0, 200, 8))
+    ]
+    assert sum(spread) / len(spread) < 100 and max(lengths[i] for i in first) in [
+        lengths[i] for i in first[:8]
+    ]
     assert sorted(ByLength(lengths[:5], 8, 7, lambda: 0)) == [0, 1, 2, 3, 4]

@@ -20,13 +20,25 @@ from drafttrain.drafters.registry import load_drafter
 from drafttrain.target import Target
 from tests.training.test_train import ROOT, launch, write_recipe
 
-TWO = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1"]
+TWO = [
+    sys.executable,
+    "-m",
+    "accelerate.commands.launch",
+    "--num_processes",
+    "2",
+    "--num_machines",
+    "1",
+]
 STEPS = 6
 DRAFT_MODEL = {"kind": "draft_model", "drafter": {"layers": [0, 2]}}
 DRAFTERS = {
     "eagle3": {},
     "draft_model": DRAFT_MODEL,
-    "lora": {"kind": "draft_model", "drafter": {"layers": [0, 2], "lora": {"r": 4}}, "learning_rate": 1e-2},
+    "lora": {
+        "kind": "draft_model",
+        "drafter": {"layers": [0, 2], "lora": {"r": 4}},
+        "learning_rate": 1e-2,
+    },
     "on_policy": {
         **DRAFT_MODEL,
         "on_policy": {"share": 0.5, "refresh_steps": 3, "responses": 6, "max_new_tokens": 8},
@@ -54,8 +66,12 @@ def recipe(folder: Path, tiny, batch: int, pieces: int = 1, **extra: object) -> 
 
 def outcome(folder: Path) -> tuple[list[float], dict[str, torch.Tensor], dict]:
     """Losses and gradient norms by step, final weights, training.json."""
-    state = json.loads((folder / "drafter" / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
-    figures = [log[key] for log in state["log_history"] if "loss" in log for key in ("loss", "grad_norm")]
+    state = json.loads(
+        (folder / "drafter" / f"checkpoint-{STEPS}" / "trainer_state.json").read_text()
+    )
+    figures = [
+        log[key] for log in state["log_history"] if "loss" in log for key in ("loss", "grad_norm")
+    ]
     assert len(figures) == 2 * STEPS
     summary = json.loads((folder / "drafter" / "training.json").read_text())
     return figures, load_file(folder / "drafter" / "model.safetensors"), summary
@@ -78,7 +94,9 @@ def check(ours, alone) -> None:
     torch.testing.assert_close(torch.tensor(ours[0]), torch.tensor(alone[0]), rtol=1e-4, atol=1e-4)
     assert ours[1].keys() == alone[1].keys()
     for name, weight in alone[1].items():
-        torch.testing.assert_close(ours[1][name], weight, rtol=1e-4, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            ours[1][name], weight, rtol=1e-4, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}"
+        )
     assert ours[2]["best"]["step"] == STEPS
     assert ours[2]["best"]["accepted_length"] == pytest.approx(alone[2]["best"]["accepted_length"])
 
@@ -103,22 +121,37 @@ SHARDED = [
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "stage"),
-    [pytest.param(*case, marks=[] if case == ("eagle3", 2) else pytest.mark.slow) for case in SHARDED],
+    [
+        pytest.param(*case, marks=[] if case == ("eagle3", 2) else pytest.mark.slow)
+        for case in SHARDED
+    ],
 )
 def test_two_processes_under_zero_equal_one(tiny, alone, tmp_path, name, stage):
     settings = json.loads((ROOT / f"configs/deepspeed/zero{stage}.json").read_text())
     if stage == 3:
-        settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # else small weights stay whole
+        settings["zero_optimization"]["stage3_param_persistence_threshold"] = (
+            0  # else small weights stay whole
+        )
     config = tmp_path / "zero.json"
     config.write_text(json.dumps(settings))
-    launcher = [*TWO, "--use_deepspeed", "--deepspeed_config_file", str(config), "--dynamo_backend", "no"]
+    launcher = [
+        *TWO,
+        "--use_deepspeed",
+        "--deepspeed_config_file",
+        str(config),
+        "--dynamo_backend",
+        "no",
+    ]
     done = launch(recipe(tmp_path, tiny, 2, **DRAFTERS[name]), launcher, DS_ACCELERATOR="cpu")
     assert done.returncode == 0, done.stderr[-4000:]
-    ours, theirs = outcome(tmp_path), alone(name)
+    ours = outcome(tmp_path)
+    theirs = alone(name)
     assert ours[2]["engine"] == "DeepSpeedEngine" and ours[2]["processes"] == 2
     check(ours, theirs)
     kind = DRAFTERS[name].get("kind", "eagle3")
-    assert load_drafter(str(tmp_path / "drafter"), Target.load(str(tiny[0]), "float32")).kind == kind
+    assert (
+        load_drafter(str(tmp_path / "drafter"), Target.load(str(tiny[0]), "float32")).kind == kind
+    )
 
 
 @pytest.mark.slow
@@ -154,7 +187,14 @@ def test_two_processes_that_share_rows_equal_one(tiny, alone, tmp_path, name, st
             == 0
         )
     settings = ROOT / f"configs/deepspeed/zero{stage}.json"
-    launcher = [*TWO, "--use_deepspeed", "--deepspeed_config_file", str(settings), "--dynamo_backend", "no"]
+    launcher = [
+        *TWO,
+        "--use_deepspeed",
+        "--deepspeed_config_file",
+        str(settings),
+        "--dynamo_backend",
+        "no",
+    ]
     words = [*recipe(tmp_path, tiny, 4, **DRAFTERS[name]), "sequence_parallel=2"]
     done = launch(words, launcher, DS_ACCELERATOR="cpu")
     assert done.returncode == 0, done.stderr[-4000:]
@@ -167,7 +207,14 @@ def test_two_processes_that_share_rows_equal_one(tiny, alone, tmp_path, name, st
 @pytest.mark.slow
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_two_processes_without_deepspeed_equal_one(tiny, alone, tmp_path, pieces):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+    ]
     done = launch(recipe(tmp_path, tiny, 2 // pieces, pieces), launcher)
     assert done.returncode == 0, done.stderr[-4000:]
     ours = outcome(tmp_path)
@@ -178,18 +225,28 @@ def test_two_processes_without_deepspeed_equal_one(tiny, alone, tmp_path, pieces
 @pytest.mark.slow
 def test_a_resumed_zero3_run_equals_an_uninterrupted_one(tiny, alone, tmp_path):
     words = recipe(tmp_path, tiny, 2, save_steps=2)
-    launcher = [*TWO, "--config_file", str(ROOT / "configs/accelerate/cpu-2.yaml"), "--deepspeed_config_file"]
+    launcher = [
+        *TWO,
+        "--config_file",
+        str(ROOT / "configs/accelerate/cpu-2.yaml"),
+        "--deepspeed_config_file",
+    ]
     launcher.append(str(ROOT / "configs/deepspeed/zero3.json"))
-    first = launch([*words, "max_steps=4", "lr_scheduler_type=constant"], launcher, DS_ACCELERATOR="cpu")
+    first = launch(
+        [*words, "max_steps=4", "lr_scheduler_type=constant"], launcher, DS_ACCELERATOR="cpu"
+    )
     assert first.returncode == 0, first.stderr[-4000:]
     rest = launch([*words, "lr_scheduler_type=constant"], launcher, DS_ACCELERATOR="cpu")
     assert rest.returncode == 0 and "going on from" in rest.stdout, rest.stderr[-4000:]
     whole = tmp_path / "whole"
     whole.mkdir()
-    other = launch([*recipe(whole, tiny, 2), "lr_scheduler_type=constant"], launcher, DS_ACCELERATOR="cpu")
+    other = launch(
+        [*recipe(whole, tiny, 2), "lr_scheduler_type=constant"], launcher, DS_ACCELERATOR="cpu"
+    )
     assert other.returncode == 0, other.stderr[-4000:]
     ours, theirs = (
-        load_file(place / "drafter" / f"checkpoint-{STEPS}" / "model.safetensors") for place in (tmp_path, whole)
+        load_file(place / "drafter" / f"checkpoint-{STEPS}" / "model.safetensors")
+        for place in (tmp_path, whole)
     )
     for name, weight in theirs.items():
         assert torch.equal(ours[name], weight), name
@@ -199,14 +256,26 @@ def test_a_resumed_zero3_run_equals_an_uninterrupted_one(tiny, alone, tmp_path):
 def test_two_machines_equal_one_process(tiny, alone, tmp_path):
     """The multi-node recipe with its two machines on this one, a process each."""
     words = recipe(tmp_path, tiny, 2)
-    fixed = ["--config_file", str(ROOT / "configs/accelerate/multi-node.yaml"), "--main_process_ip", "127.0.0.1"]
+    fixed = [
+        "--config_file",
+        str(ROOT / "configs/accelerate/multi-node.yaml"),
+        "--main_process_ip",
+        "127.0.0.1",
+    ]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         fixed += ["--num_processes", "2", "--main_process_port", str(free.getsockname()[1])]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     machines = [
         subprocess.Popen(
-            [*TWO[:3], *fixed, "--machine_rank", str(rank), str(ROOT / "drafttrain/train.py"), *words],
+            [
+                *TWO[:3],
+                *fixed,
+                "--machine_rank",
+                str(rank),
+                str(ROOT / "drafttrain/train.py"),
+                *words,
+            ],
             cwd=ROOT,
             env=env,
         )

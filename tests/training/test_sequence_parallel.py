@@ -56,7 +56,9 @@ def check(drafter, target, batch, size, source=None):
         difference = float((together - grad).abs().max() / grad.abs().max())
         assert difference < 1e-5, f"{name}: {difference:.1e}"
     for name, value in alone[2].items():
-        torch.testing.assert_close(sum(part[2][name] for part in parts), value, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            sum(part[2][name] for part in parts), value, rtol=1e-4, atol=1e-4
+        )
     return alone, parts
 
 
@@ -85,7 +87,8 @@ class Stored:
     """Features on disk, as far as a source reads them; counts the rows that leave it."""
 
     def __init__(self, states: dict[str, dict[str, torch.Tensor]], top_k: int = 0):
-        self.states, self.top_k = states, top_k
+        self.states = states
+        self.top_k = top_k
 
     def get(self, name: str) -> dict[str, torch.Tensor] | None:
         return self.states.get(name)
@@ -93,10 +96,14 @@ class Stored:
 
 def test_stored_states_are_read_in_parts():
     target = the_target()
-    drafter, batch = drafter_of("eagle3", target), make_batch((33, 20))
+    drafter = drafter_of("eagle3", target)
+    batch = make_batch((33, 20))
     out = target.forward(batch.input_ids, drafter.feature_layers)
     states = {
-        str(row): {"features": out.features[row, : length - 1], "last_hidden": out.last_hidden[row, : length - 1]}
+        str(row): {
+            "features": out.features[row, : length - 1],
+            "last_hidden": out.last_hidden[row, : length - 1],
+        }
         for row, length in enumerate(batch.lengths.tolist())
     }
 
@@ -114,7 +121,9 @@ def test_stored_states_are_read_in_parts():
 def test_memory_of_a_long_row_falls_by_half(kind):
     target = the_target()
     options = {"eagle3": {}, "dflash": {"block_size": 4, "anchor_share": 0.3}}.get(kind, {})
-    drafter = make_draft_model(target) if kind == "draft_model" else make_kind(kind, target, **options)
+    drafter = (
+        make_draft_model(target) if kind == "draft_model" else make_kind(kind, target, **options)
+    )
     batch = make_batch((800,), start=200)
     alone, parts = check(drafter.train(), target, batch, 2)
     for part in parts:
@@ -126,7 +135,8 @@ def test_heads_that_cannot_be_divided_are_refused():
     target = the_target()
     drafter = make_kind("eagle3", target, num_attention_heads=2, num_key_value_heads=2)
     with pytest.raises(
-        UserError, match=r"sequence_parallel=4: a layer has 2 attention heads, which 4 processes cannot"
+        UserError,
+        match=r"sequence_parallel=4: a layer has 2 attention heads, which 4 processes cannot",
     ):
         check(drafter, target, make_batch((20,)), 4)
 
@@ -136,7 +146,9 @@ def test_all_processes_of_a_group_read_each_batch():
     read = list(SharedBatches(order, batch=2, processes=4, sharing=2))  # type: ignore[arg-type]
     turns = [read[i : i + 2] for i in range(0, len(read), 2)]  # of processes 0, 1, 2, 3, 0, ...
     assert turns[0::4] == turns[1::4] == [[0, 1], [4, 5], [8, 9]]
-    assert turns[2::4] == turns[3::4] == [[2, 3], [6, 7], [0, 1]]  # the last round is filled from the beginning
+    assert (
+        turns[2::4] == turns[3::4] == [[2, 3], [6, 7], [0, 1]]
+    )  # the last round is filled from the beginning
     assert len(SharedBatches(order, 2, 4, 2)) == len(read)  # type: ignore[arg-type]
 
 
@@ -164,5 +176,7 @@ def test_what_does_not_go_with_shared_rows_is_said(recipe, run, message):
 def test_rows_cut_by_accelerate_are_refused(monkeypatch):
     assert sequence_group(TrainConfig(), arguments_of()) is None
     monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
-    with pytest.raises(UserError, match=r"parallelism_config cuts rows .* set the recipe's sequence_parallel"):
+    with pytest.raises(
+        UserError, match=r"parallelism_config cuts rows .* set the recipe's sequence_parallel"
+    ):
         sequence_group(TrainConfig(), arguments_of())

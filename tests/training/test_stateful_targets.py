@@ -28,7 +28,9 @@ LENGTHS = (17, 5, 11)
 
 
 def hybrid(name, vocab_size=60):
-    return Target.wrap(build(FAMILIES[name], {**HYBRIDS[name], "vocab_size": vocab_size}), None, name)
+    return Target.wrap(
+        build(FAMILIES[name], {**HYBRIDS[name], "vocab_size": vocab_size}), None, name
+    )
 
 
 def close(ours, theirs):
@@ -43,8 +45,12 @@ def check_states(name):
     rows = [(torch.arange(length) * 7 + length) % 60 for length in LENGTHS]
     found = list(run_rows(target, layers, rows))
     for ids, (features, last) in zip(rows, found, strict=True):
-        own = target.model(input_ids=ids[None], output_hidden_states=True, use_cache=False).hidden_states
-        shift = not torch.allclose(own[0][0], target.embed(ids))  # Mamba's list begins behind the first layer
+        own = target.model(
+            input_ids=ids[None], output_hidden_states=True, use_cache=False
+        ).hidden_states
+        shift = not torch.allclose(
+            own[0][0], target.embed(ids)
+        )  # Mamba's list begins behind the first layer
         close(features, torch.cat([own[i - shift][0] for i in layers], dim=-1))
         close(last, own[-1][0])
     for key, stored in local_states(
@@ -79,11 +85,17 @@ def test_packed_rows_train_as_rows_of_their_own(name):
     features, _, _ = TargetSource(target, drafter.feature_layers, drafter.kept_ids)(packed)
     row, start, length = packed.conversations().tolist()[1]
     alone = packed.input_ids[row, start : start + length]
-    close(features[row, start : start + length], target.forward(alone[None], drafter.feature_layers).features[0])
+    close(
+        features[row, start : start + length],
+        target.forward(alone[None], drafter.feature_layers).features[0],
+    )
     assert isinstance(packed, Batch) and start > 0
 
 
 def test_processes_cannot_share_rows_of_a_state(target):
     check_shared(target)
-    with pytest.raises(UserError, match=r"sequence_parallel: target 'lfm2' runs its own forward.*drafttrain features"):
+    with pytest.raises(
+        UserError,
+        match=r"sequence_parallel: target 'lfm2' runs its own forward.*drafttrain features",
+    ):
         check_shared(hybrid("lfm2"))

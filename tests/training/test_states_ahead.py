@@ -81,7 +81,15 @@ def test_what_a_step_waits_for_is_read_at_once_and_a_row_larger_than_the_limit_a
     ahead.ask(9, TOKENS)  # was not announced
     assert ahead.held == 5 * ROW
     reader.gate.set()
-    assert [int(ahead.take(i, TOKENS)["features"][0]) for i in (5, 9, 0, 1, 2, 3, 4)] == [5, 9, 0, 1, 2, 3, 4]
+    assert [int(ahead.take(i, TOKENS)["features"][0]) for i in (5, 9, 0, 1, 2, 3, 4)] == [
+        5,
+        9,
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
     ahead.expect(10, torch.arange(100))
     ahead.expect(11, TOKENS)
     assert not ahead.room and ahead.held == 10 * ROW
@@ -136,7 +144,12 @@ def test_batches_are_announced_before_earlier_ones_run_also_those_of_the_next_ep
     assert [int(batch["n"]) for batch in coming] == [1, 2, 3], "all are handed out, once"
     if most != 3:
         assert coming.ahead == 2
-        again = LookAhead(batches(7, 8, 9), lambda batch: announced.append(int(batch["n"])), lambda: True, announced=2)
+        again = LookAhead(
+            batches(7, 8, 9),
+            lambda batch: announced.append(int(batch["n"])),
+            lambda: True,
+            announced=2,
+        )
         next(again)
         assert announced == [*expected, 9], "what the epoch before announced is not announced again"
 
@@ -144,7 +157,9 @@ def test_batches_are_announced_before_earlier_ones_run_also_those_of_the_next_ep
 def test_announcing_waits_for_room_and_holds_a_bounded_number():
     announced: list[int] = []
     room = False
-    coming = LookAhead(batches(*range(200)), lambda batch: announced.append(int(batch["n"])), lambda: room)
+    coming = LookAhead(
+        batches(*range(200)), lambda batch: announced.append(int(batch["n"])), lambda: room
+    )
     next(coming)
     assert announced == [0]
     room = True
@@ -176,7 +191,8 @@ def place(tmp_path_factory):
     target = make_target()
     target.model.save_pretrained(folder / "target")
     target.tokenizer.save_pretrained(folder / "target")
-    data, stored = write_data(folder / "data", target), folder / "stored"
+    data = write_data(folder / "data", target)
+    stored = folder / "stored"
     shutil.copytree(data, stored)
     target.final_norm = target.body.norm
     with FakeStateServer(target, folder / "states", SERVED) as server:
@@ -184,7 +200,11 @@ def place(tmp_path_factory):
         writer = ShardWriter(stored / "features", 0, shard_bytes=4000)
         for row in load_records(stored):
             states = client.request(row["tokens"][:-1])
-            writer.add(row["id"], features=states.features.bfloat16(), last_hidden=states.last_hidden.bfloat16())
+            writer.add(
+                row["id"],
+                features=states.features.bfloat16(),
+                last_hidden=states.last_hidden.bfloat16(),
+            )
         writer.flush()
         client.close()
     write_json(stored / "features" / "features.json", {"layers": LAYERS, "dtype": "bfloat16"})
@@ -196,7 +216,9 @@ def server(place, tmp_path, monkeypatch):
     monkeypatch.setattr(state_client, "_FIRST_PAUSE", 0.002)
     monkeypatch.setattr(state_client, "_LONGEST_PAUSE", 0.02)
     monkeypatch.setattr(state_transports, "_SETTLE", 0.02)
-    with FakeStateServer(Target.load(str(place[0]), "float32", "cpu"), tmp_path / "states", SERVED) as running:
+    with FakeStateServer(
+        Target.load(str(place[0]), "float32", "cpu"), tmp_path / "states", SERVED
+    ) as running:
         yield running
 
 
@@ -216,7 +238,8 @@ def test_streamed_states_train_what_stored_ones_train_and_are_asked_for_ahead(
 ):
     target, data, stored = place
     events: list[tuple[str, set[int]]] = []
-    start, loss = StatesAhead._start, StepTrainer.compute_loss
+    start = StatesAhead._start
+    loss = StepTrainer.compute_loss
 
     def started(self, coming):
         events.append(("asked", {coming.index}))
@@ -233,11 +256,16 @@ def test_streamed_states_train_what_stored_ones_train_and_are_asked_for_ahead(
     monkeypatch.setattr(StepTrainer, "compute_loss", computed)
     streamed = train(tmp_path / "streamed", target, data, target_url=server.url, **extra)
     out = capsys.readouterr().out
-    assert "without its layers: its states stream from target_url" in out and f"{server.url} serves" in out
+    assert (
+        "without its layers: its states stream from target_url" in out
+        and f"{server.url} serves" in out
+    )
     steps = [at for at, (kind, _) in enumerate(events) if kind == "step"]
     for now, after in itertools.pairwise(steps):  # across the end of an epoch too
         before = set().union(*(rows for kind, rows in events[:now] if kind == "asked"))
-        assert events[after][1] <= before, "the rows of the next micro-batch are asked for before this one's loss"
+        assert events[after][1] <= before, (
+            "the rows of the next micro-batch are asked for before this one's loss"
+        )
     rows = {row["id"]: row["tokens"][:-1] for row in load_records(data)}
     asked = Counter(tuple(prompt) for prompt in server.requests if isinstance(prompt, list))
     assert all(asked[tuple(tokens)] for tokens in rows.values()), "every row is asked for"
@@ -248,7 +276,8 @@ def test_streamed_states_train_what_stored_ones_train_and_are_asked_for_ahead(
     for name, tensor in streamed.items():
         assert torch.equal(tensor, kept[name]), name
     figures, others = (
-        json.loads((tmp_path / name / "drafter" / "training.json").read_text()) for name in ("streamed", "kept")
+        json.loads((tmp_path / name / "drafter" / "training.json").read_text())
+        for name in ("streamed", "kept")
     )
     assert figures["train_loss"] == others["train_loss"]
     assert figures["held_out"]["eval_loss"] == others["held_out"]["eval_loss"]
@@ -264,16 +293,24 @@ def test_a_server_that_is_gone_ends_the_run_in_a_line_that_names_the_checkpoint_
     target, data, stored = place
     whole = train(tmp_path / "whole", target, stored, decode_prompts=0)
     patient = StateClient.__init__
-    monkeypatch.setattr(StateClient, "__init__", lambda self, *args: patient(self, *args, patience=0.05))
+    monkeypatch.setattr(
+        StateClient, "__init__", lambda self, *args: patient(self, *args, patience=0.05)
+    )
     save = StepTrainer.save_model
-    monkeypatch.setattr(StepTrainer, "save_model", lambda self, *args, **kw: (save(self, *args, **kw), server.stop()))
+    monkeypatch.setattr(
+        StepTrainer,
+        "save_model",
+        lambda self, *args, **kw: (save(self, *args, **kw), server.stop()),
+    )
     (tmp_path / "cut").mkdir()
     options = {**RECIPE, "target_url": [server.url], "decode_prompts": 0, "prefetch_gb": 0}
     words = write_recipe(tmp_path / "cut", target, data, **options)
     capsys.readouterr()
     assert main(["train", *words]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert server.url in error and error.endswith(f"{tmp_path / 'cut' / 'drafter' / 'checkpoint-4'} is kept")
+    assert server.url in error and error.endswith(
+        f"{tmp_path / 'cut' / 'drafter' / 'checkpoint-4'} is kept"
+    )
     monkeypatch.setattr(StepTrainer, "save_model", save)
     server.start()
     assert main(["train", *words]) == 0
@@ -282,10 +319,17 @@ def test_a_server_that_is_gone_ends_the_run_in_a_line_that_names_the_checkpoint_
 
 
 @pytest.mark.slow
-def test_two_processes_train_from_servers_what_they_train_from_stored_states(place, server, tmp_path):
+def test_two_processes_train_from_servers_what_they_train_from_stored_states(
+    place, server, tmp_path
+):
     """Under DeepSpeed; each asks for the rows of its own micro-batches only."""
     target, data, stored = place
-    launcher = [*TWO, "--use_deepspeed", "--deepspeed_config_file", str(ROOT / "configs/deepspeed/zero2.json")]
+    launcher = [
+        *TWO,
+        "--use_deepspeed",
+        "--deepspeed_config_file",
+        str(ROOT / "configs/deepspeed/zero2.json"),
+    ]
     # 20 rows to train on, of which a step takes two, one in each process: an epoch of 10 steps and the beginning of a second.
     one_row = {
         "per_device_train_batch_size": 1,
@@ -293,8 +337,12 @@ def test_two_processes_train_from_servers_what_they_train_from_stored_states(pla
         "validation": 4 / 24,
         "max_steps": 12,
     }
-    weights, figures = {}, {}
-    for name, rows, extra in (("stored", stored, {}), ("streamed", data, {"target_url": [server.url]})):
+    weights = {}
+    figures = {}
+    for name, rows, extra in (
+        ("stored", stored, {}),
+        ("streamed", data, {"target_url": [server.url]}),
+    ):
         (tmp_path / name).mkdir()
         words = write_recipe(tmp_path / name, target, rows, **{**RECIPE, **one_row, **extra})
         done = launch(words, [*launcher, "--dynamo_backend", "no"], DS_ACCELERATOR="cpu")
@@ -302,33 +350,61 @@ def test_two_processes_train_from_servers_what_they_train_from_stored_states(pla
         drafter = tmp_path / name / "drafter"
         weights[name] = load_file(drafter / "checkpoint-12" / "model.safetensors")
         figures[name] = json.loads((drafter / "training.json").read_text())
-    assert all(figure["processes"] == 2 and figure["engine"] == "DeepSpeedEngine" for figure in figures.values())
+    assert all(
+        figure["processes"] == 2 and figure["engine"] == "DeepSpeedEngine"
+        for figure in figures.values()
+    )
     assert figures["streamed"]["train_loss"] == figures["stored"]["train_loss"]
-    assert figures["streamed"]["held_out"]["eval_loss"] == figures["stored"]["held_out"]["eval_loss"]
+    assert (
+        figures["streamed"]["held_out"]["eval_loss"] == figures["stored"]["held_out"]["eval_loss"]
+    )
     for key, tensor in weights["stored"].items():
         assert torch.equal(weights["streamed"][key], tensor), key
     texts = {tuple(row["tokens"][:-1]) for row in load_records(data)}
     asked = Counter(tuple(prompt) for prompt in server.requests if tuple(prompt) in texts)
-    trained = sorted(asked[text] for text in texts)[:20]  # held-out rows are asked for by each measurement
-    assert len(texts) == 24 and min(trained) == 1 and 20 <= sum(trained) <= 24, "one process asks for a row, not both"
+    trained = sorted(asked[text] for text in texts)[
+        :20
+    ]  # held-out rows are asked for by each measurement
+    assert len(texts) == 24 and min(trained) == 1 and 20 <= sum(trained) <= 24, (
+        "one process asks for a row, not both"
+    )
 
 
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"kind": "draft_model", "drafter": {"layers": [0]}, "on_policy": {"share": 0.5}}, "on_policy runs the target"),
-        ({"kind": "draft_model", "loss": "next_token", "drafter": {"layers": [0]}}, "does not read; leave it out"),
-        ({"kind": "draft_model", "init": "target", "drafter": {"layers": [0]}}, "gives states, not layers"),
+        (
+            {"kind": "draft_model", "drafter": {"layers": [0]}, "on_policy": {"share": 0.5}},
+            "on_policy runs the target",
+        ),
+        (
+            {"kind": "draft_model", "loss": "next_token", "drafter": {"layers": [0]}},
+            "does not read; leave it out",
+        ),
+        (
+            {"kind": "draft_model", "init": "target", "drafter": {"layers": [0]}},
+            "gives states, not layers",
+        ),
         ({"target_url": "nowhere"}, "url='nowhere' is not an address"),
         ({"prefetch_gb": -1}, "prefetch_gb=-1 must be a number from 0"),
     ],
 )
 def test_what_contradicts_streaming_is_refused(place, tmp_path, capsys, extra, message):
-    words = write_recipe(tmp_path, *place[:2], **{**RECIPE, "target_url": "http://127.0.0.1:1", **extra})
+    words = write_recipe(
+        tmp_path, *place[:2], **{**RECIPE, "target_url": "http://127.0.0.1:1", **extra}
+    )
     assert main(["train", *words]) == 2 and message in capsys.readouterr().err
 
 
 def test_collated_rows_are_what_is_announced():
     """The index of a packed row's conversations comes in the order of their tokens."""
-    rows = [{"tokens": [1, 2, 3, 4, 5], "spans": [[1, 3]], "length": 5, "index": [7, 3], "documents": [3, 2]}]
+    rows = [
+        {
+            "tokens": [1, 2, 3, 4, 5],
+            "spans": [[1, 3]],
+            "length": 5,
+            "index": [7, 3],
+            "documents": [3, 2],
+        }
+    ]
     assert collate(rows)["index"].tolist() == [7, 3]

@@ -27,12 +27,20 @@ def files_of_a_step(target, tmp_path) -> list[str]:
     records = load_records(str(write_data(tmp_path / "data", target, rows=4)))
     rows, _ = training_rows(records, 64, 0.0, 0)
     drafter = make_drafter(target, torch.arange(0, 300, 2)).train()
-    args = TrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True, report_to=[], remove_unused_columns=False)
+    args = TrainingArguments(
+        output_dir=str(tmp_path / "run"), use_cpu=True, report_to=[], remove_unused_columns=False
+    )
     source = TargetSource(target, drafter.feature_layers, drafter.kept_ids)
     trainer = DrafterTrainer(
-        model=drafter, args=args, train_dataset=rows, data_collator=collate, target=target, source=source
+        model=drafter,
+        args=args,
+        train_dataset=rows,
+        data_collator=collate,
+        target=target,
+        source=source,
     )
-    inputs, seen = collate(list(rows)), {}
+    inputs = collate(list(rows))
+    seen = {}
 
     def note(frame, event, _):
         path = Path(frame.f_code.co_filename)

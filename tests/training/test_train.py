@@ -39,7 +39,13 @@ def write_data(folder: Path, target: Target, rows: int = 24, seed: int = 0) -> P
             response = [(start + 3 + j) % 250 for j in range(length)]
             tokens = prompt + response
             store.append(
-                {"id": f"row{i}", "tokens": tokens, "spans": [[3, len(tokens)]], "finish": ["stop"], "source": "test"}
+                {
+                    "id": f"row{i}",
+                    "tokens": tokens,
+                    "spans": [[3, len(tokens)]],
+                    "finish": ["stop"],
+                    "source": "test",
+                }
             )
     return folder
 
@@ -67,14 +73,20 @@ def write_recipe(tmp_path: Path, target_dir: Path, data: Path, **extra: object) 
     return [str(recipe)]
 
 
-def launch(words: list[str], launcher: list[str] | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+def launch(
+    words: list[str], launcher: list[str] | None = None, **env: str
+) -> subprocess.CompletedProcess[str]:
     command = [*(launcher or [sys.executable]), str(ROOT / "drafttrain" / "train.py"), *words]
     full = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", **env}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=full)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=full
+    )
     try:
         out, err = process.communicate(timeout=400)
     except subprocess.TimeoutExpired:
-        for rank in psutil.Process(process.pid).children(recursive=True):  # a launcher leaves its ranks behind
+        for rank in psutil.Process(process.pid).children(
+            recursive=True
+        ):  # a launcher leaves its ranks behind
             rank.kill()
         process.kill()
         raise
@@ -88,7 +100,11 @@ def test_a_run_as_a_script_trains_saves_and_is_not_repeated(tiny, tmp_path, caps
     assert first.returncode == 0, first.stderr[-3000:]
     assert "covers" in first.stdout and "agree by depth" in first.stdout and "left" in first.stdout
     summary = json.loads((tmp_path / "drafter" / "training.json").read_text())
-    assert summary["steps"] == 6 and "eval_agree@2" in summary["held_out"] and summary["vocabulary"]["size"] == 255
+    assert (
+        summary["steps"] == 6
+        and "eval_agree@2" in summary["held_out"]
+        and summary["vocabulary"]["size"] == 255
+    )
     drafter = load_drafter(str(tmp_path / "drafter"), Target.load(str(tiny[0]), "float32"))
     assert drafter.kind == "eagle3"
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
@@ -104,8 +120,21 @@ def test_a_time_budget_ends_the_run(tiny, tmp_path, monkeypatch):
     assert main(["train", *write_recipe(tmp_path, *tiny), "max_minutes=0.05", "max_steps=-1"]) == 0
     summary = json.loads((tmp_path / "drafter" / "training.json").read_text())
     assert summary["steps"] == 12
-    assert main(["train", *write_recipe(tmp_path, *tiny), "max_minutes=0.05", "max_steps=3", "resume=false"]) == 0
-    assert json.loads((tmp_path / "drafter" / "training.json").read_text())["steps"] == 3  # the earlier of the two
+    assert (
+        main(
+            [
+                "train",
+                *write_recipe(tmp_path, *tiny),
+                "max_minutes=0.05",
+                "max_steps=3",
+                "resume=false",
+            ]
+        )
+        == 0
+    )
+    assert (
+        json.loads((tmp_path / "drafter" / "training.json").read_text())["steps"] == 3
+    )  # the earlier of the two
 
 
 @pytest.mark.thorough
@@ -119,7 +148,10 @@ def test_a_time_budget_ends_the_run(tiny, tmp_path, monkeypatch):
         (["kind=ngram"], r"error: kind='ngram' has no weights to train"),
         (["loss=kld"], r"error: loss='kld': 'kld' is no loss; did you mean kl"),
         (["learning_rate=1e30"], r"error: learning_rate='1e30' must be a number from 0 to 100"),
-        (["max_length=4"], r"error: no row of the data has two response tokens within max_length=4"),
+        (
+            ["max_length=4"],
+            r"error: no row of the data has two response tokens within max_length=4",
+        ),
     ],
 )
 def test_each_mistake_ends_in_one_clear_line(tiny, tmp_path, words, message, capsys, monkeypatch):
@@ -139,7 +171,9 @@ def test_a_loss_that_is_not_finite_ends_the_run(tiny, tmp_path, capsys, monkeypa
 
     monkeypatch.setattr(Eagle3, "forward", overflowing)
     assert main(["train", *write_recipe(tmp_path, *tiny)]) == 2
-    assert re.search(r"error: loss=inf at step 0: not finite; lower learning_rate", capsys.readouterr().err)
+    assert re.search(
+        r"error: loss=inf at step 0: not finite; lower learning_rate", capsys.readouterr().err
+    )
 
 
 def test_data_of_another_tokenizer_is_refused(tiny, tmp_path, capsys):

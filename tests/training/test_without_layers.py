@@ -29,7 +29,9 @@ def stored(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stored")
     target = make_target()
     name = save(target.model, folder / "target", shard="20KB")
-    with Store(folder / "data", {"target": target.identity(), "sampling": {"temperature": 0.0}}) as store:
+    with Store(
+        folder / "data", {"target": target.identity(), "sampling": {"temperature": 0.0}}
+    ) as store:
         for i in range(16):
             prompt = [(7 * i + j) % 250 for j in range(3 + i % 4)]
             made = generate(target, None, prompt, max_new_tokens=24)
@@ -44,7 +46,15 @@ def stored(tmp_path_factory):
                     "source": "test",
                 }
             )
-    words = ["features", "--data", str(folder / "data"), "--target", name, "--store-dtype", "float32"]
+    words = [
+        "features",
+        "--data",
+        str(folder / "data"),
+        "--target",
+        name,
+        "--store-dtype",
+        "float32",
+    ]
     assert main([*words, "--dtype", "float32", "--device", "cpu"]) == 0
     return folder / "target", folder / "data"
 
@@ -52,7 +62,9 @@ def stored(tmp_path_factory):
 def run(tmp_path, name, target, data, **extra):
     """Trains; returns training.json's losses and the weights."""
     (tmp_path / name).mkdir()
-    recipe = write_recipe(tmp_path / name, target, data, **{"decode_prompts": 2, "decode_tokens": 12, **extra})
+    recipe = write_recipe(
+        tmp_path / name, target, data, **{"decode_prompts": 2, "decode_tokens": 12, **extra}
+    )
     assert main(["train", *recipe]) == 0
     out = tmp_path / name / "drafter"
     return json.loads((out / "training.json").read_text()), load_file(out / "model.safetensors")
@@ -69,7 +81,8 @@ def test_a_run_without_layers_is_the_same_to_the_bit(stored, tmp_path, monkeypat
     assert with_shell.keys() == with_target.keys()
     assert all(torch.equal(with_shell[name], with_target[name]) for name in with_target)
     assert (
-        shell["train_loss"] == whole["train_loss"] and shell["held_out"]["eval_loss"] == whole["held_out"]["eval_loss"]
+        shell["train_loss"] == whole["train_loss"]
+        and shell["held_out"]["eval_loss"] == whole["held_out"]["eval_loss"]
     )
     assert shell["best"] == whole["best"] and shell["target_features"]["online"] == 0
 
@@ -83,7 +96,8 @@ def test_a_run_needs_no_files_of_layers(stored, tmp_path, capsys):
     before, weights = run(tmp_path, "all", target, data, init="random")
     after, same = run(tmp_path, "few", tmp_path / "target", data, init="random")
     assert (
-        all(torch.equal(same[name], weights[name]) for name in weights) and before["train_loss"] == after["train_loss"]
+        all(torch.equal(same[name], weights[name]) for name in weights)
+        and before["train_loss"] == after["train_loss"]
     )
     capsys.readouterr()
     run(tmp_path, "copied", tmp_path / "target", data, init="target")
@@ -116,21 +130,45 @@ def test_the_layers_are_loaded_for_a_reason(stored, tmp_path, capsys):
     ]:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
-        main(["train", *write_recipe(folder, target, data, max_steps=1, save_steps=1, decode_prompts=0, **more)])
+        main(
+            [
+                "train",
+                *write_recipe(
+                    folder, target, data, max_steps=1, save_steps=1, decode_prompts=0, **more
+                ),
+            ]
+        )
         assert reason in capsys.readouterr().out
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("drafter", "layers"), [({}, [1, 2, 3]), ({"feature_layers": [2]}, [2])])
 def test_a_new_drafter_reads_the_layers_that_are_stored(stored, tmp_path, capsys, drafter, layers):
-    target, data = stored[0], shutil.copytree(stored[1], tmp_path / "data")
-    words = ["features", "--data", str(data), "--target", str(target), "--layers", "wide", "--overwrite"]
+    target = stored[0]
+    data = shutil.copytree(stored[1], tmp_path / "data")
+    words = [
+        "features",
+        "--data",
+        str(data),
+        "--target",
+        str(target),
+        "--layers",
+        "wide",
+        "--overwrite",
+    ]
     assert main([*words, "--dtype", "float32", "--device", "cpu"]) == 0
     drafter = {"draft_vocab_size": 255, "ttt_steps": 2, **drafter}
-    run(tmp_path, "wide", target, data, drafter=drafter, max_steps=1, save_steps=1, decode_prompts=0)
-    assert json.loads((tmp_path / "wide" / "drafter" / "config.json").read_text())["feature_layers"] == layers
+    run(
+        tmp_path, "wide", target, data, drafter=drafter, max_steps=1, save_steps=1, decode_prompts=0
+    )
+    assert (
+        json.loads((tmp_path / "wide" / "drafter" / "config.json").read_text())["feature_layers"]
+        == layers
+    )
     out = capsys.readouterr().out
-    assert "without its layers" in out and ("feature layers 1, 2, 3, which the data stores" in out) == (len(layers) > 1)
+    assert "without its layers" in out and (
+        "feature layers 1, 2, 3, which the data stores" in out
+    ) == (len(layers) > 1)
 
 
 @pytest.mark.thorough

@@ -44,7 +44,9 @@ def test_experts_are_read_as_tokens_ask_for_them():
 def test_sizes_are_those_of_a_real_model():
     model = make_target(layers=3).model
     weights = sum(
-        p.numel() for name, p in model.named_parameters() if "norm" not in name and "embed_tokens" not in name
+        p.numel()
+        for name, p in model.named_parameters()
+        if "norm" not in name and "embed_tokens" not in name
     )
     assert sizes_of(model.config.to_dict()).always == weights
     mixed = sizes_of({**model.config.to_dict(), "num_local_experts": 4, "num_experts_per_tok": 2})
@@ -70,12 +72,19 @@ def test_the_speed_up_by_hand():
     assert (large["length"], large["speedup"]) == (0, 1.0)
     assert "cost_per_million_tokens" not in large
     assert "from batch size 64 on" in advice([got, large])
-    assert advice([large]).endswith("does not pay at batch size 64, the only one: disable it from batch size 64 on")
-    odd = [{**got, "batch_size": size, "speedup": speedup} for size, speedup in ((1, 1.4), (4, 0.9), (16, 1.2))]
+    assert advice([large]).endswith(
+        "does not pay at batch size 64, the only one: disable it from batch size 64 on"
+    )
+    odd = [
+        {**got, "batch_size": size, "speedup": speedup}
+        for size, speedup in ((1, 1.4), (4, 0.9), (16, 1.2))
+    ]
     assert "starts paying between batch size 4 and 16: disable it at 4; elsewhere" in advice(odd)
 
 
-@pytest.mark.parametrize(("need", "length", "rate"), [(1.0, 3, 0.0), (1.5, 1, 0.5), (4.0, 3, 1.0), (4.1, 3, None)])
+@pytest.mark.parametrize(
+    ("need", "length", "rate"), [(1.0, 3, 0.0), (1.5, 1, 0.5), (4.0, 3, 1.0), (4.1, 3, None)]
+)
 def test_break_even(need, length, rate):
     assert break_even(need, length) == (None if rate is None else pytest.approx(rate, abs=1e-3))
 
@@ -90,7 +99,15 @@ def test_the_command(tmp_path, capsys):
     results = results_of([prompt(accepted=1, offered=2)])
     results["decoding"]["tree"] |= {"depth": 2, "budget": 2}
     (tmp_path / "r.json").write_text(json.dumps(results))
-    arguments = ["estimate", "--results", str(tmp_path / "r.json"), "--target-params", "8e9", "--drafter-params", "4e8"]
+    arguments = [
+        "estimate",
+        "--results",
+        str(tmp_path / "r.json"),
+        "--target-params",
+        "8e9",
+        "--drafter-params",
+        "4e8",
+    ]
     assert cli.main([*arguments, "--price", "2", "--output", str(tmp_path / "e.json")]) == 0
     content = json.loads((tmp_path / "e.json").read_text())
     speedups = [row["speedup"] for row in content["rows"]]

@@ -31,12 +31,23 @@ SETTING = Setting(
 )  # fmt: skip
 
 
-def linear_step(config, kind, options, *, rows, length, checkpointing, source, trains, drafter_dtype, **_):
+def linear_step(
+    config, kind, options, *, rows, length, checkpointing, source, trains, drafter_dtype, **_
+):
     """A dry step whose activations are 1 MB a token, a third with checkpointing, above a constant part."""
-    width, tokens = drafter_dtype.itemsize, rows * length
+    width = drafter_dtype.itemsize
+    tokens = rows * length
     target = 16e9 if source == "online" else 2e9
     activations = round(1e6 * tokens * (0.3 if checkpointing else 1.0)) if trains else 0
-    sizes = (round(target), width * TRAINED, width * TRAINED, 8 * TRAINED, 10**6 * rows, 10**8, activations)
+    sizes = (
+        round(target),
+        width * TRAINED,
+        width * TRAINED,
+        8 * TRAINED,
+        10**6 * rows,
+        10**8,
+        activations,
+    )
     return StepMemory(*sizes, "", TRAINED, 1e9 * tokens, 256)
 
 
@@ -44,20 +55,36 @@ def linear_step(config, kind, options, *, rows, length, checkpointing, source, t
 def linear(monkeypatch):
     """Plans in which no dry step runs; its value counts those that were asked for."""
     asked = []
-    monkeypatch.setattr(plan_memory, "dry_step", lambda *a, **b: asked.append(b) or linear_step(*a, **b))
+    monkeypatch.setattr(
+        plan_memory, "dry_step", lambda *a, **b: asked.append(b) or linear_step(*a, **b)
+    )
     return asked
 
 
 @pytest.fixture
 def memory(linear):
-    return Memory(LlamaConfig(**{k: v for k, v in SHAPES.items() if k != "model_type"}), "eagle3", "kl", lambda t: t)
+    return Memory(
+        LlamaConfig(**{k: v for k, v in SHAPES.items() if k != "model_type"}),
+        "eagle3",
+        "kl",
+        lambda t: t,
+    )
 
 
 @pytest.fixture
 def recipe(tmp_path):
     (tmp_path / "target.json").write_text(json.dumps(SHAPES))
-    keys = {"kind": "eagle3", "target": "nobody/tiny", "data": "none", "output_dir": str(tmp_path / "out")}
-    keys |= {"drafter": {"draft_vocab_size": 500, "ttt_steps": 2}, "max_length": 128, "per_device_train_batch_size": 2}
+    keys = {
+        "kind": "eagle3",
+        "target": "nobody/tiny",
+        "data": "none",
+        "output_dir": str(tmp_path / "out"),
+    }
+    keys |= {
+        "drafter": {"draft_vocab_size": 500, "ttt_steps": 2},
+        "max_length": 128,
+        "per_device_train_batch_size": 2,
+    }
     keys |= {"per_device_eval_batch_size": 2, "gradient_checkpointing": False}
     path = tmp_path / "eagle3.yaml"
     path.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in keys.items()))
@@ -68,7 +95,9 @@ def recipe(tmp_path):
     ("stage", "weights", "gradients", "optimizer"),
     [(0, 4, 4, 8), (1, 2, 2, 12 / 8), (2, 2, 2 / 8, 12 / 8), (3, 2 + 2 / 8, 2 / 8, 12 / 8)],
 )
-def test_zero_shards_optimizer_then_gradients_then_weights(memory, stage, weights, gradients, optimizer):
+def test_zero_shards_optimizer_then_gradients_then_weights(
+    memory, stage, weights, gradients, optimizer
+):
     """Gigabytes per 10^9 trained weights on eight GPUs; under stage 3 a forward gathers all of these."""
     parts = memory.parts(replace(SETTING, processes=8, stage=stage))
     found = [parts[name] / TRAINED for name in ("drafter", "gradients", "optimizer")]
@@ -78,17 +107,25 @@ def test_zero_shards_optimizer_then_gradients_then_weights(memory, stage, weight
 
 
 @pytest.mark.parametrize(("stage", "buckets", "weights"), [(1, 0, 2), (2, 6, 2), (3, 6, 6 + 2 / 8)])
-def test_the_largest_module_is_reduced_and_gathered_whole(memory, monkeypatch, stage, buckets, weights):
+def test_the_largest_module_is_reduced_and_gathered_whole(
+    memory, monkeypatch, stage, buckets, weights
+):
     """Three thousand million weights of an experts' module: its gradients before they are divided, itself in stage 3."""
     run = memory._run
     monkeypatch.setattr(memory, "_run", lambda *each: replace(run(*each), largest=3 * TRAINED))
     parts = memory.parts(replace(SETTING, processes=8, stage=stage, buckets=0))
-    assert parts["gradient buckets"] / TRAINED == buckets and parts["drafter"] / TRAINED == pytest.approx(weights)
+    assert parts["gradient buckets"] / TRAINED == buckets and parts[
+        "drafter"
+    ] / TRAINED == pytest.approx(weights)
 
 
 def test_a_stage_stands_for_its_shipped_file():
     sizes = {stage: buckets_of(deepspeed_of(stage, {}, 8)[0]) for stage in ("1", "2", "3")}
-    assert sizes == {"1": 50_000_000, "2": 100_000_000, "3": 50_000_000}  # overlap_comm has two in stage 2
+    assert sizes == {
+        "1": 50_000_000,
+        "2": 100_000_000,
+        "3": 50_000_000,
+    }  # overlap_comm has two in stage 2
     assert buckets_of({"zero_optimization": {"stage": 2}}) == 500_000_000
 
 
@@ -102,7 +139,9 @@ def test_copies_of_gradients_in_the_optimizers_step_count_where_they_exceed_the_
 
 def test_large_batches_are_extrapolated_and_no_step_runs_twice(memory, linear):
     big = memory.step(replace(SETTING, rows=64))
-    assert big.activations == 64 * 1024 * 10**6 and big.features == 64 * 10**6 and big.logits == 10**8
+    assert (
+        big.activations == 64 * 1024 * 10**6 and big.features == 64 * 10**6 and big.logits == 10**8
+    )
     assert memory.step(replace(SETTING, rows=1, length=32768)).activations == 32768 * 10**6
     before = len(linear)
     memory.parts(replace(SETTING, rows=64, processes=8, shards=2, state_bytes=2))
@@ -112,7 +151,9 @@ def test_large_batches_are_extrapolated_and_no_step_runs_twice(memory, linear):
 def test_a_cpu_holds_no_more_states_than_the_data_has(memory):
     small = replace(SETTING, gpu=False, states="stored", kept=4e9, ahead=1e9, data_tokens=1000)
     parts = memory.parts(small)
-    assert parts["states kept"] == parts["states ahead"] == 2 * 256 * 1000 and "reserve" not in parts
+    assert (
+        parts["states kept"] == parts["states ahead"] == 2 * 256 * 1000 and "reserve" not in parts
+    )
     parts = memory.parts(replace(small, data_tokens=1e9, states="online"))
     assert (parts["states kept"], parts["states ahead"]) == (4e9, 0.0)
 
@@ -120,9 +161,17 @@ def test_a_cpu_holds_no_more_states_than_the_data_has(memory):
 def test_the_largest_batch_fits_and_one_more_does_not(memory):
     limit = 60e9
     rows = memory.most(SETTING, limit, "rows", 4096)
-    assert memory.total(replace(SETTING, rows=rows)) <= limit < memory.total(replace(SETTING, rows=rows + 1))
+    assert (
+        memory.total(replace(SETTING, rows=rows))
+        <= limit
+        < memory.total(replace(SETTING, rows=rows + 1))
+    )
     length = memory.most(SETTING, limit, "length", 10**6, 256)
-    assert memory.total(replace(SETTING, length=length)) <= limit < memory.total(replace(SETTING, length=length + 256))
+    assert (
+        memory.total(replace(SETTING, length=length))
+        <= limit
+        < memory.total(replace(SETTING, length=length + 256))
+    )
     assert memory.most(SETTING, 20e9, "rows", 4096) == 0
     assert memory.most(SETTING, limit, "length", 512, 256) == 512
 
@@ -157,19 +206,31 @@ def test_advice_takes_the_least_harmful_change_that_fits(linear, recipe):
 def test_disk_and_hours_follow_the_data(linear, recipe):
     job = Job(conversations=1000, tokens=100, prompt_tokens=20, states="stored", deepspeed="0")
     found = plan(recipe, ["save_total_limit=1", "num_train_epochs=3", "validation=0"], job)
-    assert found.disk_gb["states"] == pytest.approx(1.01 * 2 * 256 * 100_000 / 1e9)  # bfloat16, 256 numbers a token
-    assert found.disk_gb["checkpoints"] == pytest.approx(2 * 12.0)  # the last and the one being written
+    assert found.disk_gb["states"] == pytest.approx(
+        1.01 * 2 * 256 * 100_000 / 1e9
+    )  # bfloat16, 256 numbers a token
+    assert found.disk_gb["checkpoints"] == pytest.approx(
+        2 * 12.0
+    )  # the last and the one being written
     assert found.hours["train"] == pytest.approx(300_000 / found.tokens_per_second["train"] / 3600)
     assert set(found.hours) == {"generate", "features", "train", "total"}
-    half = plan(recipe, ["max_steps=10", "validation=0"], replace(job, store_dtype="int8", memory_efficiency=1.0))
+    half = plan(
+        recipe,
+        ["max_steps=10", "validation=0"],
+        replace(job, store_dtype="int8", memory_efficiency=1.0),
+    )
     assert half.disk_gb["states"] < 0.52 * found.disk_gb["states"]
-    assert half.hours["train"] == pytest.approx(10 * 2 * 100 / half.tokens_per_second["train"] / 3600)
+    assert half.hours["train"] == pytest.approx(
+        10 * 2 * 100 / half.tokens_per_second["train"] / 3600
+    )
     assert found.tokens_per_second["train"] < half.tokens_per_second["train"]
     small = plan(recipe, [], replace(job, disk=10.0))
     assert not small.fits and "--disk 10 GB is too small" in small.advice[0]
 
 
-def test_a_draft_models_target_is_loaded_whole_unless_states_stream_to_another_model(linear, recipe, tmp_path):
+def test_a_draft_models_target_is_loaded_whole_unless_states_stream_to_another_model(
+    linear, recipe, tmp_path
+):
     words = ["kind=draft_model", "drafter={}"]
     large = tmp_path / "large.json"
     large.write_text(json.dumps({**SHAPES, "hidden_size": 4096, "intermediate_size": 10**5}))
@@ -181,17 +242,24 @@ def test_a_draft_models_target_is_loaded_whole_unless_states_stream_to_another_m
         and copied.parameters["target"] > 2e9
     )
     streams = [*words, "init=x/y", "target_url=http://localhost:1"]
-    assert plan(recipe, streams, replace(job, states="", init_config=str(large))).memory_gb["target"] == 2.0
+    assert (
+        plan(recipe, streams, replace(job, states="", init_config=str(large))).memory_gb["target"]
+        == 2.0
+    )
 
 
-def test_shapes_come_from_the_file_next_to_the_recipe_unless_the_target_is_another(linear, recipe, tmp_path):
+def test_shapes_come_from_the_file_next_to_the_recipe_unless_the_target_is_another(
+    linear, recipe, tmp_path
+):
     assert (
         plan(recipe).parameters["target"]
         == AutoModelForCausalLM.from_config(
             LlamaConfig(**{k: v for k, v in SHAPES.items() if k != "model_type"})
         ).num_parameters()
     )
-    with pytest.raises(UserError, match=r"target='other/one': no config.json .*--target-config FILE"):
+    with pytest.raises(
+        UserError, match=r"target='other/one': no config.json .*--target-config FILE"
+    ):
         plan(recipe, ["target=other/one"])
     given = tmp_path / "own.json"
     given.write_text(json.dumps({**SHAPES, "num_hidden_layers": 5}))
@@ -201,17 +269,34 @@ def test_shapes_come_from_the_file_next_to_the_recipe_unless_the_target_is_anoth
 
 def test_a_config_of_a_repositorys_own_name_is_read_as_its_class(tmp_path):
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({**SHAPES, "model_type": "own", "architectures": ["LlamaForCausalLM"], "auto_map": {}}))
+    path.write_text(
+        json.dumps(
+            {**SHAPES, "model_type": "own", "architectures": ["LlamaForCausalLM"], "auto_map": {}}
+        )
+    )
     assert isinstance(read_config("x/y", str(path), Path("")), LlamaConfig)
-    path.write_text(json.dumps({**SHAPES, "model_type": "own", "architectures": ["OwnForCausalLM"]}))
-    with pytest.raises(UserError, match="target='x/y': this transformers has no class for model_type='own'"):
+    path.write_text(
+        json.dumps({**SHAPES, "model_type": "own", "architectures": ["OwnForCausalLM"]})
+    )
+    with pytest.raises(
+        UserError, match="target='x/y': this transformers has no class for model_type='own'"
+    ):
         read_config("x/y", str(path), Path(""))
 
 
 def test_sizes_tell_experts_and_compressed_keys_by_the_models_own_weights():
-    shapes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    shapes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 100,
+    }
     config = MixtralConfig(
-        **shapes, num_key_value_heads=2, intermediate_size=48, num_local_experts=8, num_experts_per_tok=2
+        **shapes,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        num_local_experts=8,
+        num_experts_per_tok=2,
     )
     with torch.device("meta"):
         sizes = model_sizes(model := AutoModelForCausalLM.from_config(config), config)
@@ -246,7 +331,11 @@ def test_the_deepspeed_stage_comes_from_a_number_a_file_or_the_recipe(tmp_path):
     ("words", "job", "message"),
     [
         ([], {"device": "abacus"}, "device='abacus' is not one of"),
-        (["sequence_parallel=2"], {}, "sequence_parallel=2: rows that processes share are not planned"),
+        (
+            ["sequence_parallel=2"],
+            {},
+            "sequence_parallel=2: rows that processes share are not planned",
+        ),
         (["kind=eagle9"], {}, "eagle9"),
     ],
 )
@@ -267,19 +356,39 @@ def test_a_native_module_is_counted_with_its_experts(recipe, tmp_path, monkeypat
         "vocab_size": 1000,
         "kv_lora_rank": 16,
     }
-    shapes |= {"intermediate_size": 96, "moe_intermediate_size": 32, "n_routed_experts": 16, "n_shared_experts": 1}
-    shapes |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "q_lora_rank": None, "qk_rope_head_dim": 8}
+    shapes |= {
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 16,
+        "n_shared_experts": 1,
+    }
+    shapes |= {
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 8,
+    }
     shapes |= {"qk_nope_head_dim": 8, "v_head_dim": 16}
-    file, rates = tmp_path / "target.json", []
-    words = ["kind=mtp", "init=native", "drafter={draft_vocab_size: 0, train_head: false, ttt_steps: 2}"]
+    file = tmp_path / "target.json"
+    rates = []
+    words = [
+        "kind=mtp",
+        "init=native",
+        "drafter={draft_vocab_size: 0, train_head: false, ttt_steps: 2}",
+    ]
     for chosen in (2, 12):
-        file.write_text(json.dumps({"model_type": "deepseek_v3", **shapes, "num_experts_per_tok": chosen}))
+        file.write_text(
+            json.dumps({"model_type": "deepseek_v3", **shapes, "num_experts_per_tok": chosen})
+        )
         found = plan(recipe, words, Job(states="vllm", gpus=2, deepspeed="0"))
         rates.append(found.tokens_per_second["train"])
     with torch.device("meta"):
         layer = AutoModelForCausalLM.from_config(DeepseekV3Config(**shapes)).model.layers[-1]
     around = 2 * 64 * 64 + 3 * 64  # projection and norms
-    assert found.parameters["drafter"] == sum(weight.numel() for weight in layer.parameters()) + around
+    assert (
+        found.parameters["drafter"] == sum(weight.numel() for weight in layer.parameters()) + around
+    )
     assert rates[1] < rates[0]
     with pytest.raises(UserError, match="no target comes with a drafter of kind='eagle3'"):
         plan(recipe, ["init=native"])
@@ -290,15 +399,41 @@ def test_a_plan_is_named_as_it_was_asked_for(linear):
 
 
 @pytest.mark.thorough
-def test_the_command_prints_and_writes_a_plan_of_real_dry_steps(recipe, tmp_path, capsys, monkeypatch):
+def test_the_command_prints_and_writes_a_plan_of_real_dry_steps(
+    recipe, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(plan_memory, "_MOST_TOKENS", 512)
     output = tmp_path / "plan.json"
-    assert main(["plan", recipe, "--gpus", "2", "--gpu-memory", "24", "--disk", "1T", "--output", str(output)]) == 0
-    found, text = json.loads(output.read_text()), capsys.readouterr().out
+    assert (
+        main(
+            [
+                "plan",
+                recipe,
+                "--gpus",
+                "2",
+                "--gpu-memory",
+                "24",
+                "--disk",
+                "1T",
+                "--output",
+                str(output),
+            ]
+        )
+        == 0
+    )
+    found = json.loads(output.read_text())
+    text = capsys.readouterr().out
     parts = found["memory_gb"]
-    assert found["fits"] and parts["total"] == pytest.approx(sum(v for name, v in parts.items() if name != "total"))
+    assert found["fits"] and parts["total"] == pytest.approx(
+        sum(v for name, v in parts.items() if name != "total")
+    )
     assert parts["target"] == pytest.approx(2e-9 * found["parameters"]["target"], rel=0.02)
-    assert min(parts[name] for name in ("drafter", "gradients", "optimizer", "features", "activations")) > 0
+    assert (
+        min(
+            parts[name] for name in ("drafter", "gradients", "optimizer", "features", "activations")
+        )
+        > 0
+    )
     assert found["setting"]["zero_stage"] == 2 and found["setting"]["precision"] == "bfloat16"
     assert found["largest"]["rows"] > 100 and found["largest"]["length"] == 4096
     assert {"target", "answers", "checkpoints", "total"} <= found["disk_gb"].keys()
@@ -310,7 +445,10 @@ def test_the_command_prints_and_writes_a_plan_of_real_dry_steps(recipe, tmp_path
         f"wrote {output}",
     ):
         assert words in text
-    assert "next: drafttrain prompts --source magpie --target nobody/tiny --count 60000 --output prompts.jsonl" in text
+    assert (
+        "next: drafttrain prompts --source magpie --target nobody/tiny --count 60000 --output prompts.jsonl"
+        in text
+    )
 
 
 @pytest.mark.slow

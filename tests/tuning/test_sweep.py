@@ -23,8 +23,11 @@ def command(target_dir, suite, tmp_path):  # noqa: F811
 
 @pytest.mark.thorough
 def test_a_sweep_saves_every_cell_and_goes_on(command, target_dir, tmp_path, monkeypatch, capsys):
-    arguments = command("--lengths", "1,2", "--batch-sizes", "1,2", "--contexts", "0,64", "--temperatures", "0,1")
-    evaluate, calls = runner.evaluate, []
+    arguments = command(
+        "--lengths", "1,2", "--batch-sizes", "1,2", "--contexts", "0,64", "--temperatures", "0,1"
+    )
+    evaluate = runner.evaluate
+    calls = []
 
     def stop_at_the_third(settings, *rest):
         calls.append(settings.output)
@@ -46,19 +49,38 @@ def test_a_sweep_saves_every_cell_and_goes_on(command, target_dir, tmp_path, mon
         assert results["overall"]["accepted_length"] == row["accepted_length"]
         assert results["decoding"]["batch_size"] == row["cell"]["batch_size"]
         assert results["decoding"]["temperature"] == row["cell"]["temperature"]
-        assert all(record["prompt_tokens"] >= row["cell"]["context"] for record in results["prompts"])
-    assert [each["axis"] for each in summary["crossover"]] == ["batch_size", "context", "temperature"]
-    assert summary["target"] == str(target_dir) and summary["max_new_tokens"] == 6 and summary["limit"] == 2
+        assert all(
+            record["prompt_tokens"] >= row["cell"]["context"] for record in results["prompts"]
+        )
+    assert [each["axis"] for each in summary["crossover"]] == [
+        "batch_size",
+        "context",
+        "temperature",
+    ]
+    assert (
+        summary["target"] == str(target_dir)
+        and summary["max_new_tokens"] == 6
+        and summary["limit"] == 2
+    )
     assert {"device", "threads", "suite", "command", "date", "machine"} <= summary.keys()
     shown = capsys.readouterr().out
     assert "speed-up" in shown and "inconclusive" in shown
 
 
 def test_axes_one_at_a_time_or_crossed():
-    axes = {"dtype": ["a", "b"], "tree": ["x", "y"], "temperature": [0.0], "batch_size": [1, 2, 4], "context": [0]}
-    single, crossed = list(sweep.cells(axes, False)), list(sweep.cells(axes, True))
+    axes = {
+        "dtype": ["a", "b"],
+        "tree": ["x", "y"],
+        "temperature": [0.0],
+        "batch_size": [1, 2, 4],
+        "context": [0],
+    }
+    single = list(sweep.cells(axes, False))
+    crossed = list(sweep.cells(axes, True))
     assert (len(single), len(crossed)) == (5, 12)
-    assert [cell["dtype"] for cell in single] == ["a"] * 4 + ["b"]  # a model is loaded once per dtype
+    assert [cell["dtype"] for cell in single] == ["a"] * 4 + [
+        "b"
+    ]  # a model is loaded once per dtype
 
 
 def cell(batch, speedup, tree="chain:2"):
@@ -66,7 +88,13 @@ def cell(batch, speedup, tree="chain:2"):
 
 
 def test_the_crossover_is_read_off_between_two_sizes():
-    rows = [cell(1, 1.5), cell(4, 1.2), cell(16, 0.8), cell(1, 1.5, "chain:4"), cell(8, 1.1, "chain:4")]
+    rows = [
+        cell(1, 1.5),
+        cell(4, 1.2),
+        cell(16, 0.8),
+        cell(1, 1.5, "chain:4"),
+        cell(8, 1.1, "chain:4"),
+    ]
     rows += [cell(1, 0.9, "chain:8"), cell(2, 0.8, "chain:8"), cell(1, 2.0, "alone")]
     found = {each["cell"]["tree"]: each["batch_size"] for each in crossovers(rows)}
     assert found == {"chain:2": 8.0, "chain:4": None, "chain:8": 0}
@@ -87,7 +115,11 @@ def test_every_axis_of_numbers_has_its_crossover(capsys):
         for context, speedup in ((0, 1.5), (512, 1.1), (2048, 0.8))
     ]  # fmt: skip
     (found,) = crossovers(rows)
-    assert (found["axis"], found["cell"].get("context"), found["cell"]["batch_size"]) == ("context", None, 1)
+    assert (found["axis"], found["cell"].get("context"), found["cell"]["batch_size"]) == (
+        "context",
+        None,
+        1,
+    )
     assert found["verdict"] == "stops paying between context 0 and 2048 (inconclusive at 512)"
     sweep.print_summary(rows)
     shown = capsys.readouterr().out
@@ -111,7 +143,10 @@ def test_prompts_are_lengthened_to_a_few_tokens(target, suite):  # noqa: F811
     ("more", "message"),
     [
         (("--batch-sizes", "0"), "--batch-sizes='0' must be a whole number from 1"),
-        (("--batch-sizes", "1,4"), "4 prompts at a time take as many questions, but limit=2; raise --limit"),
+        (
+            ("--batch-sizes", "1,4"),
+            "4 prompts at a time take as many questions, but limit=2; raise --limit",
+        ),
         (("--temperatures", "hot"), "--temperatures='hot' must be a number from 0"),
         (("--trees", "bush"), "tree='bush' is not a tree"),
         (("--contexts", "9000"), "prompt has 9000 tokens"),

@@ -22,7 +22,16 @@ from drafttrain.evaluation.verdicts import judge, verdict_of
 from drafttrain.inference import Decoder, SamplingParams
 from drafttrain.tuning import replay as costs_module
 from drafttrain.tuning import tune as tuning
-from drafttrain.tuning.replay import CostModel, Replayed, Track, _Recorded, chances, recall, record, replay
+from drafttrain.tuning.replay import (
+    CostModel,
+    Replayed,
+    Track,
+    _Recorded,
+    chances,
+    recall,
+    record,
+    replay,
+)
 from tests.conftest import make_target
 from tests.data.test_tools import TEMPLATE, tokenizer_with
 from tests.drafters.test_eagle3 import make_drafter
@@ -58,10 +67,15 @@ def target():
 
 def drafters(target):
     head = make_drafter(target)
-    return {"eagle3": head, "ngram": NgramDrafter(), "eagle3+ngram": CombinedDrafter(head, NgramDrafter(min_n=2))}
+    return {
+        "eagle3": head,
+        "ngram": NgramDrafter(),
+        "eagle3+ngram": CombinedDrafter(head, NgramDrafter(min_n=2)),
+    }
 
 
-GREEDY, HOT = SamplingParams(), SamplingParams(0.7, 20)
+GREEDY = SamplingParams()
+HOT = SamplingParams(0.7, 20)
 
 
 @pytest.mark.thorough
@@ -71,7 +85,11 @@ GREEDY, HOT = SamplingParams(), SamplingParams(0.7, 20)
         ("eagle3", GREEDY, ("none", "chain:6", "dynamic:1,4,3", "dynamic:6,8,48", STOPPED[0])),
         ("ngram", GREEDY, ("chain:6", "dynamic:3,4,8")),
         ("eagle3+ngram", GREEDY, (*TREES, *STOPPED)),
-        ("eagle3+ngram", HOT, ("chain:4@nomatch", "dynamic:3,8,12@alone=0.5", "dynamic:2,4,3@match=11", STOPPED[1])),
+        (
+            "eagle3+ngram",
+            HOT,
+            ("chain:4@nomatch", "dynamic:3,8,12@alone=0.5", "dynamic:2,4,3@match=11", STOPPED[1]),
+        ),
     ],
 )
 def test_a_replay_is_what_decoding_does(target, kind, sampling, trees):
@@ -113,7 +131,9 @@ def test_recall_and_chances_by_hand():
     assert chances([track])[0] == 0.5
 
 
-MODEL = CostModel({0: 1.0, 4: 1.2, 8: 2.0}, {(1, 1): 0.1, (1, 3): 0.5}, match=0.01, read=0.03, around=0.02)
+MODEL = CostModel(
+    {0: 1.0, 4: 1.2, 8: 2.0}, {(1, 1): 0.1, (1, 3): 0.5}, match=0.01, read=0.03, around=0.02
+)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +165,9 @@ def test_costs_are_medians_by_size_and_depth(target, monkeypatch):
     model = costs_module.measure_costs(target, drafter, PROMPTS, SamplingParams(), 24, cycles=2)
     assert set(model.verify) == {0, *costs_module.NODES}
     assert set(model.draft) == {(k, d) for k in (1, 4, 8) for d in costs_module.DEPTHS}
-    assert all(seconds > 0 for seconds in (*model.verify.values(), *model.draft.values(), model.read))
+    assert all(
+        seconds > 0 for seconds in (*model.verify.values(), *model.draft.values(), model.read)
+    )
     table = model.table()
     assert table["verification_ms"]["8"] == round(1000 * model.verify[8], 3)
     assert table["drafting_ms"]["4"]["3"] == round(1000 * model.draft[4, 3], 3)
@@ -153,12 +175,21 @@ def test_costs_are_medians_by_size_and_depth(target, monkeypatch):
 
 def test_candidates_fit_their_drafter(target):
     costs = CostModel({0: 1.0, 1: 1.0, 8: 1.4, 15: 1.49, 31: 2.2, 63: 4.0}, {})
-    every = {kind: set(map(str, tuning.candidates(drafter, costs))) for kind, drafter in drafters(target).items()}
+    every = {
+        kind: set(map(str, tuning.candidates(drafter, costs)))
+        for kind, drafter in drafters(target).items()
+    }
     assert "none" in every["ngram"]
-    assert not any("@" in tree for tree in every["ngram"])  # it knows no probabilities and has nothing to merge
+    assert not any(
+        "@" in tree for tree in every["ngram"]
+    )  # it knows no probabilities and has nothing to merge
     assert {"chain:3@stop=0.3", "dynamic:3,8,15"} <= every["eagle3"]
     assert not any("match" in tree for tree in every["eagle3"])
-    assert {"dynamic:3,8,15@nomatch", "dynamic:3,8,15@alone=0.5@match=15", "chain:2@match=31"} <= every["eagle3+ngram"]
+    assert {
+        "dynamic:3,8,15@nomatch",
+        "dynamic:3,8,15@alone=0.5@match=15",
+        "chain:2@match=31",
+    } <= every["eagle3+ngram"]
 
 
 def tune_command(target_dir, drafter, tmp_path, *more):
@@ -178,12 +209,18 @@ def test_tune_writes_the_drafters_default(target_dir, target, tmp_path, capsys, 
     monkeypatch.setattr(
         tuning,
         "candidates",
-        lambda *_: [TreeSpec.parse(t) for t in ("none", "chain:2", "chain:3@nomatch", "dynamic:2,4,8")],
+        lambda *_: [
+            TreeSpec.parse(t) for t in ("none", "chain:2", "chain:3@nomatch", "dynamic:2,4,8")
+        ],
     )
     monkeypatch.setattr(
-        tuning.CostModel, "round", lambda self, spec, nodes, depth: 1.0 if spec.shape == "none" else 0.5
+        tuning.CostModel,
+        "round",
+        lambda self, spec, nodes, depth: 1.0 if spec.shape == "none" else 0.5,
     )
-    sides = np.array([[2.0, 2.2] * 2, [1.0, 1.1] * 2, [0.8, 0.9] * 2])  # each faster than the one before
+    sides = np.array(
+        [[2.0, 2.2] * 2, [1.0, 1.1] * 2, [0.8, 0.9] * 2]
+    )  # each faster than the one before
 
     def measured(target, drafter, specs, *_):
         return tuning.Timings(np.full((len(specs), 4), 15.0), sides[: len(specs)])
@@ -214,7 +251,9 @@ def test_tune_writes_the_drafters_default(target_dir, target, tmp_path, capsys, 
 def timings(*seconds):
     """Plain, fixed and adaptive seconds of six prompts of very different length."""
     prompts = np.array([1.0, 2.0, 8.0, 3.0, 30.0, 5.0])
-    return tuning.Timings(np.full((3, 6), 63.0), np.array([np.asarray(side) * prompts for side in seconds]))
+    return tuning.Timings(
+        np.full((3, 6), 63.0), np.array([np.asarray(side) * prompts for side in seconds])
+    )
 
 
 NOISE = np.array([1.03, 0.96, 1.02, 0.97, 1.01, 1.02])
@@ -236,7 +275,10 @@ def test_what_is_kept_is_better_beyond_noise(sides, kept):
     assert tuning.keep(timings(*sides)) == kept
 
 
-TREES_BY_EFFORT = [TreeSpec.parse(t) for t in ("dynamic:3,4,8@stop=0.1@match=15", "dynamic:3,4,8", "chain:2@nomatch")]
+TREES_BY_EFFORT = [
+    TreeSpec.parse(t)
+    for t in ("dynamic:3,4,8@stop=0.1@match=15", "dynamic:3,4,8", "chain:2@nomatch")
+]
 
 
 @pytest.mark.parametrize(
@@ -274,9 +316,16 @@ def test_of_equal_predictions_the_simpler_tree_comes_first(monkeypatch, target):
     monkeypatch.setattr(tuning, "record", lambda *_: [])
     monkeypatch.setattr(tuning, "measure_costs", lambda *_: MODEL)
     monkeypatch.setattr(tuning, "candidates", lambda *_: list(map(TreeSpec.parse, rates)))
-    monkeypatch.setattr(tuning, "predict", lambda spec, *_: tuning.Prediction(spec, rates[str(spec)], 2.0))
+    monkeypatch.setattr(
+        tuning, "predict", lambda spec, *_: tuning.Prediction(spec, rates[str(spec)], 2.0)
+    )
     ranking = tuning.search_tree(target, NgramDrafter(), PROMPTS, tuning.TuneSettings()).ranking
-    assert [str(each.spec) for each in ranking] == ["chain:2", "dynamic:2,4,4@stop=0.1", "dynamic:2,4,4", "none"]
+    assert [str(each.spec) for each in ranking] == [
+        "chain:2",
+        "dynamic:2,4,4@stop=0.1",
+        "dynamic:2,4,4",
+        "none",
+    ]
 
 
 def test_paired_intervals_cancel_what_prompts_differ_in():
@@ -304,9 +353,9 @@ def test_the_verdict_says_what_parts():
     text = tuning.verdict(result)
     assert "measured 0.31x [0.20, 1.10]" in text and "inconclusive: 6 prompts are too few" in text
     assert "prediction and measurement part" not in text, "the interval holds the prediction"
-    assert "1.80x as fast as plain decoding" in tuning.verdict({**result, "tree": "chain:3@adapt"}), (
-        "of the tree that is kept"
-    )
+    assert "1.80x as fast as plain decoding" in tuning.verdict(
+        {**result, "tree": "chain:3@adapt"}
+    ), "of the tree that is kept"
     result["intervals"]["measured_speedup"] = [0.2, 0.4]
     assert "part by +230%, beyond the interval: trust the measurement" in tuning.verdict(result)
     assert "do not use this drafter" in tuning.verdict({**result, "tree": "none"})
@@ -314,7 +363,9 @@ def test_the_verdict_says_what_parts():
 
 def test_more_prompts_than_six_are_taken_from_a_file(target, tmp_path):
     file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps({"text": f"question {number}"}) + "\n" for number in range(9)))
+    file.write_text(
+        "".join(json.dumps({"text": f"question {number}"}) + "\n" for number in range(9))
+    )
     assert len(tuning.calibration_prompts(target, str(file), {}, count=8)) == 8
     assert len(tuning.calibration_prompts(target, None, {}, count=8)) == 6
 
@@ -326,7 +377,9 @@ def test_tune_and_eval_agree():
     for number in range(40):
         prompts = int(random.integers(3, 8))
         seconds = (
-            random.uniform(1, 3, prompts) * random.uniform(0.7, 1.4, (3, 1)) * random.uniform(0.8, 1.2, (3, prompts))
+            random.uniform(1, 3, prompts)
+            * random.uniform(0.7, 1.4, (3, 1))
+            * random.uniform(0.8, 1.2, (3, prompts))
         )
         measured = tuning.Timings(np.full((3, prompts), 63.0), seconds)
         records = [
@@ -367,7 +420,10 @@ def test_a_drafter_that_does_not_pay_is_called_so(target, capsys):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--chat-template-kwargs", '{"foo": 1}'), "chat_template_kwargs: 'foo' is no variable of the chat template"),
+        (
+            ("--chat-template-kwargs", '{"foo": 1}'),
+            "chat_template_kwargs: 'foo' is no variable of the chat template",
+        ),
         (("--prompts", "0"), "--prompts='0' must be a whole number from 1"),
         (("--max-new-tokens", "4"), "max-new-tokens=4 tells too little"),
         (("--drafter", "none"), "drafter='none' drafts nothing"),

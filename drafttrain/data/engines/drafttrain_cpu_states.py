@@ -1,6 +1,8 @@
-"""vLLM's connector of hidden states for machines without a GPU. vLLM's process imports this file; drafttrain is not needed there.
+"""vLLM's connector of hidden states for machines without a GPU. vLLM's process imports this file;
+drafttrain is not needed there.
 
-The connector of vLLM 0.32 copies states through pinned memory and waits for CUDA events, which CPUs do not have. Here both are
+The connector of vLLM 0.32 copies states through pinned memory and waits for CUDA events, which CPUs
+    do not have. Here both are
 what they are on a CPU: ordinary memory, and work that is done when the call returns.
 """
 
@@ -48,7 +50,9 @@ class _CpuTorch:
     cuda = CpuDevice
 
     @staticmethod
-    def empty_like(like: torch.Tensor, *args: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+    def empty_like(
+        like: torch.Tensor, *args: Any, pin_memory: bool = False, **options: Any
+    ) -> torch.Tensor:
         return torch.empty_like(like, *args, **options)
 
     def __getattr__(self, name: str) -> Any:

@@ -1,7 +1,9 @@
-"""vLLM's connector of hidden states into a Mooncake store. vLLM's process imports this file; drafttrain is not needed there.
+"""vLLM's connector of hidden states into a Mooncake store. vLLM's process imports this file;
+drafttrain is not needed there.
 
-The connector of hs-connectors 0.9 writes the states of a row as one object and names it in the reply. Clients have no folder that
-could hold a record of what is served, so each reply carries the record too.
+The connector of hs-connectors 0.9 writes the states of a row as one object and names it in the
+reply. Clients have no folder that could hold a record of what is served, so each reply carries the
+record too.
 """
 
 from __future__ import annotations
@@ -14,12 +16,15 @@ from hs_connectors.mooncake_hidden_states_connector import MooncakeHiddenStatesC
 
 
 class MooncakeStatesConnector(MooncakeHiddenStatesConnector):
-    """MooncakeHiddenStatesConnector whose replies carry the server's record; it also runs without an accelerator."""
+    """MooncakeHiddenStatesConnector whose replies carry the server's record; it also runs without
+    an accelerator.
+    """
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self._record = self._kv_transfer_config.get_from_extra_config("record", None)
-        # Known here only: the worker that writes may be on another machine than the command that started the server.
+        # Known here only: the worker that writes may be on another machine than the command that
+        # started the server.
         self._store.config.local_hostname = own_address(self._store.config.master_server_address)
 
     def _device(self) -> Any:
@@ -29,6 +34,10 @@ class MooncakeStatesConnector(MooncakeHiddenStatesConnector):
 
         return CpuDevice
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self,
+        request: Any,
+        block_ids: list[int],
+    ) -> tuple[bool, dict[str, Any] | None]:
         delayed, manifest = super().request_finished(request, block_ids)
         return delayed, {**(manifest or {}), "record": self._record}

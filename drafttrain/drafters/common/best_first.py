@@ -1,4 +1,6 @@
-"""Growing trees best first, for kinds that know each child's probability without a pass: the likeliest path is opened next."""
+"""Growing trees best first, for kinds that know each child's probability without a pass: the
+likeliest path is opened next.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,20 @@ from drafttrain.batch import TokenTree
 from drafttrain.drafters.common.tree_spec import TreeSpec
 
 S = TypeVar("S")
-# Children of a node with this state and path probability, the likeliest first: token, probability of its path, its state.
+# Children of a node with this state and path probability, the likeliest first: token, probability
+# of its path, its state.
 Children = Callable[[S, float], Iterator[tuple[int, float, S]]]
 
 
-def grow_best_first(spec: TreeSpec, floor: float, root: S, children: Children[S], device: torch.device) -> TokenTree:
-    """The likeliest paths that are likelier than `floor`, within the spec's children per node, depth and nodes in all.
+def grow_best_first(
+    spec: TreeSpec,
+    floor: float,
+    root: S,
+    children: Children[S],
+    device: torch.device,
+) -> TokenTree:
+    """The likeliest paths that are likelier than `floor`, within the spec's children per node,
+    depth and nodes in all.
 
     Args:
         root: state of the root. children: asked once for every node that is opened.
@@ -32,7 +42,8 @@ def grow_best_first(spec: TreeSpec, floor: float, root: S, children: Children[S]
     parents: list[int] = []
     scores: list[float] = []
     orders = counting()
-    # A heap of candidates: minus the probability of the path, order found, parent, token, depth, state.
+    # A heap of candidates: minus the probability of the path, order found, parent, token, depth,
+    # state.
     found: list[tuple[float, int, int, int, int, S]] = []
     opened: tuple[float, int, int, S] | None = (1.0, -1, 0, root)
     while True:
@@ -47,4 +58,7 @@ def grow_best_first(spec: TreeSpec, floor: float, root: S, children: Children[S]
         tokens.append(token)
         parents.append(parent)
         scores.append(math.log(-negative))
-        opened = (-negative, len(tokens) - 1, depth, below) if depth < len(widths) else None
+        if depth < len(widths):
+            opened = (-negative, len(tokens) - 1, depth, below)
+        else:
+            opened = None

@@ -1,4 +1,5 @@
-"""Block-parallel drafters: one pass over [last committed token, mask, mask, ...] drafts a whole block.
+"""Block-parallel drafters: one pass over [last committed token, mask, mask, ...] drafts a whole
+block.
 
     anchor t, block of 4      context                        block
     position                  0 .. t-1   t                   t+1       t+2       t+3       t+4
@@ -6,12 +7,16 @@
     predicts                                                           x_{t+2}   x_{t+3}   x_{t+4}
     with sample_from_anchor                                  x_{t+2}   x_{t+3}   x_{t+4}   x_{t+5}
 
-Fused target features, hidden_norm(fc features), give each layer the keys and values of the context, computed once per
-committed token. The block's tokens see the context and each other, in both directions. A mask predicts the token at its own
-position: depth k, at position t+2+k, is aligned with the target's distribution at position t+1+k. Embedding and head are the
+Fused target features, hidden_norm(fc features), give each layer the keys and values of the context,
+    computed once per
+committed token. The block's tokens see the context and each other, in both directions. A mask
+    predicts the token at its own
+position: depth k, at position t+2+k, is aligned with the target's distribution at position t+1+k.
+    Embedding and head are the
 target's.
 
-Training draws anchors and places a block behind each; a block sees its context up to its anchor, and no other block.
+Training draws anchors and places a block behind each; a block sees its context up to its anchor,
+    and no other block.
 Source: DFlash, arXiv 2602.06036.
 """
 
@@ -35,7 +40,14 @@ from drafttrain.drafters.common.layers import DraftLayer, RMSNorm, moved
 from drafttrain.drafters.common.static_draft import DraftPlaces, SlotAttention
 from drafttrain.drafters.common.tensor_growth import Ask
 from drafttrain.drafters.common.trainable import DecoderDrafter
-from drafttrain.drafters.common.tree_growth import GrowingTree, Likeliest, Logits, grow_trees, rows_of, widest
+from drafttrain.drafters.common.tree_growth import (
+    GrowingTree,
+    Likeliest,
+    Logits,
+    grow_trees,
+    rows_of,
+    widest,
+)
 from drafttrain.losses import TargetRows, linear_divergence
 from drafttrain.ops.cpu_draft import DraftHead, DraftStep, DraftWeights, kernel_of, plan_of
 from drafttrain.ops.packing import SKINNY_ROWS, PackedLinear, without_grad
@@ -46,10 +58,12 @@ from drafttrain.target import Target
 
 
 class BlockDrafter(DecoderDrafter):
-    """Both halves of the contract for kinds that draft blocks; `bind` attaches the target's embedding and head.
+    """Both halves of the contract for kinds that draft blocks; `bind` attaches the target's
+    embedding and head.
 
-    A kind may let a prediction depend on the token before it (`readout` in training, `conditional` in decoding, which compute
-    the same), and add a loss term (`other_loss`) with metrics (`measures`).
+    A kind may let a prediction depend on the token before it (`readout` in training, `conditional`
+    in decoding, which compute the same), and add a loss term (`other_loss`) with metrics
+    (`measures`).
     """
 
     static = True
@@ -70,22 +84,32 @@ class BlockDrafter(DecoderDrafter):
 
     def __init__(self, config: BlockConfig):
         super().__init__(config)
-        h, eps = config.hidden_size, config.rms_norm_eps
+        h = config.hidden_size
+        eps = config.rms_norm_eps
         self.fc = nn.Linear(len(config.feature_layers) * h, h, bias=False)
         self.hidden_norm = RMSNorm(h, eps)
-        self.layers = nn.ModuleList(self.layer_class(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            self.layer_class(config) for _ in range(config.num_hidden_layers)
+        )
         self.norm = RMSNorm(h, eps)
         self.mask = nn.Parameter(torch.randn(h) * h**-0.5) if config.mask_token_id is None else None
-        self.lm_head = nn.Linear(h, config.draft_vocab_size, bias=False) if config.train_head else None
+        if config.train_head:
+            self.lm_head = nn.Linear(h, config.draft_vocab_size, bias=False)
+        else:
+            self.lm_head = None
         # The target's head; in a list, so that it is neither trained nor saved.
         self.frozen: list[nn.Linear | PackedLinear] = []
-        self.logit_scale = 1.0  # the target's; its bare head rows lack it, the final norm applies it
+        self.logit_scale = (
+            1.0  # the target's; its bare head rows lack it, the final norm applies it
+        )
         self.finish(config.num_hidden_layers)
 
     @property
     def head(self) -> nn.Linear | PackedLinear:
         """The linear layer over the drafter's vocabulary."""
-        return self.lm_head if self.lm_head is not None else self.frozen[0]
+        if self.lm_head is not None:
+            return self.lm_head
+        return self.frozen[0]
 
     @property
     def head_weight(self) -> Tensor:
@@ -101,8 +125,9 @@ class BlockDrafter(DecoderDrafter):
     def copy_from(self, target: Target) -> list[str]:
         """Copies the target's last layers and final norm, and its head rows if the head is trained.
 
-        `fc` starts as the identity on the highest feature, under the input norm of the target's last layer, so that the
-        context's keys and values are near that layer's own. A learned mask starts as the mean embedding.
+        `fc` starts as the identity on the highest feature, under the input norm of the target's
+        last layer, so that the context's keys and values are near that layer's own. A learned mask
+        starts as the mean embedding.
         """
         starts.identity_on_last(self.fc)
         names = ["fc"]
@@ -116,21 +141,28 @@ class BlockDrafter(DecoderDrafter):
             self.norm.weight.mul_(target.logit_scale)
             names.append("norm")
         theirs = target.last_layers(len(self.decoder_layers))
-        if theirs and starts.copy_norm(self.hidden_norm, getattr(theirs[-1], "input_layernorm", None)):
+        if theirs and starts.copy_norm(
+            self.hidden_norm, getattr(theirs[-1], "input_layernorm", None)
+        ):
             names.append("hidden_norm")
         copied = starts.copy_last_layers(self.decoder_layers, theirs)
         return names + [f"layers.{i}.{name}" for i, parts in enumerate(copied) for name in parts]
 
-    # -- forward pass, shared by training and decoding ----------------------------------------------------------
+    # -- forward pass, shared by training and decoding ---------------------------------------------
 
     @property
     def computed(self) -> list[int]:
-        """Per layer, how many last tokens of a block it computes: all, but in the last layer the predicting ones."""
-        size, last = self.config.block_size, self.config.depth
+        """Per layer, how many last tokens of a block it computes: all, but in the last layer the
+        predicting ones.
+        """
+        size = self.config.block_size
+        last = self.config.depth
         return [size] * (len(self.layers) - 1) + [size if self.mixes_tokens else last]
 
     def fuse(self, features: Tensor) -> Tensor:
-        """[t, f*h] target features -> [t, h], input of every layer's keys and values of the context."""
+        """[t, f*h] target features -> [t, h], input of every layer's keys and values of the
+        context.
+        """
         return self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
 
     def mask_embedding(self) -> Tensor:
@@ -141,16 +173,22 @@ class BlockDrafter(DecoderDrafter):
         return self.embed(mask).to(self.fc.weight.dtype)
 
     def enter(self, roots: Tensor) -> Tensor:
-        """[m, h] embeddings of last committed tokens -> [m * block size, h], input of the first layer."""
+        """[m, h] embeddings of last committed tokens -> [m * block size, h], input of the first
+        layer.
+        """
         mask = self.mask_embedding()
-        return torch.cat((roots[:, None], mask.expand(len(roots), self.config.block_size - 1, -1)), dim=1).flatten(0, 1)
+        return torch.cat(
+            (roots[:, None], mask.expand(len(roots), self.config.block_size - 1, -1)),
+            dim=1,
+        ).flatten(0, 1)
 
     def run(self, roots: Tensor, begins: Tensor, attends: Sequence[Attend]) -> Tensor:
         """All layers over m blocks.
 
         Args:
             roots: [m, h] embeddings of the blocks' first tokens; begins: [m] int64 their positions.
-            attends: per layer, attention of the `computed` tokens over each block's own tokens and its context.
+            attends: per layer, attention of the `computed` tokens over each block's own tokens and
+                its context.
 
         Returns:
             [m, depth, h], input of the head.
@@ -160,10 +198,15 @@ class BlockDrafter(DecoderDrafter):
         positions = (begins[:, None] + torch.arange(size, device=begins.device)).flatten()
         cos, sin = self.rotary.tables(positions, state.dtype)
         # [m * depth]
-        last = torch.arange(len(state), device=state.device).view(-1, size)[:, -self.config.depth :].flatten()
+        last = (
+            torch.arange(len(state), device=state.device)
+            .view(-1, size)[:, -self.config.depth :]
+            .flatten()
+        )
         for layer, attend, count in zip(self.layers, attends, self.computed, strict=True):
             state = layer(state, None, cos, sin, attend, None if count == size else last)
-        state = state[last] if self.mixes_tokens else state
+        if self.mixes_tokens:
+            state = state[last]
         return self.norm(state).view(-1, self.config.depth, state.shape[-1])
 
     def logits(self, reads: Tensor) -> Tensor:
@@ -179,16 +222,25 @@ class BlockDrafter(DecoderDrafter):
         """Logits of the children of n nodes.
 
         Args:
-            logits: [n, d] of the block at their depth, computed from reads [n, h]. parents: [n] int64 the nodes' target ids.
+            logits: [n, d] of the block at their depth, computed from reads [n, h]. parents: [n]
+                int64 the nodes' target ids.
         """
         return logits
 
     def readout(self, reads: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows [t, .] and weights [d, .] whose products are the logits of `conditional`; reads [t, h], parents [t]."""
+        """Rows [t, .] and weights [d, .] whose products are the logits of `conditional`; reads [t,
+        h], parents [t].
+        """
         return reads, self.head.weight
 
-    def other_loss(self, hidden: Tensor, alpha: Tensor | None, weight: Tensor) -> tuple[Tensor | float, list[Tensor]]:
-        """A kind's second loss term, and its metrics of each prediction, [t] each, named by `measures`.
+    def other_loss(
+        self,
+        hidden: Tensor,
+        alpha: Tensor | None,
+        weight: Tensor,
+    ) -> tuple[Tensor | float, list[Tensor]]:
+        """A kind's second loss term, and its metrics of each prediction, [t] each, named by
+        `measures`.
 
         Args:
             hidden: [t, .] of `readout`; weight: [t] float32, of each prediction in the loss.
@@ -196,7 +248,7 @@ class BlockDrafter(DecoderDrafter):
         """
         return 0.0, []
 
-    # -- training half ------------------------------------------------------------------------------------------
+    # -- training half -----------------------------------------------------------------------------
 
     def forward(self, inputs: StepInputs) -> StepOutput:
         """One pass over a block behind each drawn anchor; see `Drafter.forward`."""
@@ -206,24 +258,41 @@ class BlockDrafter(DecoderDrafter):
         valid, place = batch.anchors()  # [t] flat positions, and positions in their conversations
         own = torch.searchsorted(valid, every)  # [m] indices into `valid`
         begin = own - place[own]  # [m] index of each conversation's first token
-        held, blocks = part.of(valid), part.of(every)  # this process's tokens and blocks
+        # this process's tokens and blocks
+        held = part.of(valid)
+        blocks = part.of(every)
         context = self.fuse(features.flatten(0, 1)[valid[held] - part.begin])  # [part, h]
-        offset = self.config.position_offset if self.training else 0
-        positions = moved(place, offset, part) if offset else place  # [t]
+        offset = 0
+        if self.training:
+            offset = self.config.position_offset
+        # [t]
+        if offset:
+            positions = moved(place, offset, part)
+        else:
+            positions = place
         tables = self.rotary.tables(positions[held], context.dtype)
-        spans, sizes = Spans(begin, own, begin), (part.counts(every), part.counts(valid))
-        size, window = self.config.block_size, self.cache_shape.window
+        spans = Spans(begin, own, begin)
+        sizes = (part.counts(every), part.counts(valid))
+        size = self.config.block_size
+        window = self.cache_shape.window
         attends = [
             _over_context(layer, context, tables, spans, part, sizes, count, size, window)
             for layer, count in zip(self.decoder_layers, self.computed, strict=True)
         ]
-        anchors, live = every[blocks], live[blocks]  # [m], [m, depth] of this process; below, all its
+        # [m], [m, depth] of this process; below, all its
+        anchors = every[blocks]
+        live = live[blocks]
         block_of, depth_of = live.nonzero(as_tuple=True)  # [t] each
         roots = embeds.flatten(0, 1)[anchors + 1 - part.begin]
-        reads = self.run(roots, positions[own[blocks]] + 1, attends)[live]  # [t, h] of the predictions that count
+        reads = self.run(roots, positions[own[blocks]] + 1, attends)[
+            live
+        ]  # [t, h] of the predictions that count
 
-        before = anchors[block_of] + 1 + depth_of  # [t] flat positions of the tokens before the predicted ones
-        at, parents = row_of.flatten()[before], batch.input_ids.flatten()[before]
+        before = (
+            anchors[block_of] + 1 + depth_of
+        )  # [t] flat positions of the tokens before the predicted ones
+        at = row_of.flatten()[before]
+        parents = batch.input_ids.flatten()[before]
         hidden, head = self.readout(reads, parents)
         weight = self.weigh(live, scale, hidden, head, rows, at)
         wanted = measure or bool(self.measures)
@@ -231,36 +300,68 @@ class BlockDrafter(DecoderDrafter):
         more, measured = self.other_loss(hidden, out.alpha, weight)
         if out.alpha is None or out.agree is None or not measure:
             return StepOutput(out.loss + more, {})
-        values = torch.stack((torch.ones_like(out.values), out.values, out.alpha, out.agree.float(), *measured), dim=1)
-        sums = values.new_zeros(self.config.depth, values.shape[1]).index_add_(0, depth_of, values.detach())
+        values = torch.stack(
+            (torch.ones_like(out.values), out.values, out.alpha, out.agree.float(), *measured),
+            dim=1,
+        )
+        sums = values.new_zeros(self.config.depth, values.shape[1]).index_add_(
+            0,
+            depth_of,
+            values.detach(),
+        )
         names = ("count", "loss", "alpha", "agree", *self.measures)
         return StepOutput(out.loss + more, dict(zip(names, sums.unbind(1), strict=True)))
 
     def draw(
-        self, response_mask: Tensor, count: Tensor | float, part: Part | None = None
+        self,
+        response_mask: Tensor,
+        count: Tensor | float,
+        part: Part | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Chooses the blocks of a step: in training every n-th anchor from a random one on, otherwise all.
+        """Chooses the blocks of a step: in training every n-th anchor from a random one on,
+        otherwise all.
 
         Returns:
-            Flat positions of their m anchors; [m, depth] bool, predictions that count; each block's weight in the loss.
+            Flat positions of their m anchors; [m, depth] bool, predictions that count; each block's
+            weight in the loss.
         """
-        depth, share = self.config.depth, self.config.anchor_share if self.training else 1.0
+        depth = self.config.depth
+        share = 1.0
+        if self.training:
+            share = self.config.anchor_share
         by_depth = anchors_by_depth(response_mask, depth)
         anchors = by_depth[0]
         if share < 1:
-            steps = torch.arange(len(anchors) + 1, device=anchors.device, dtype=torch.float64) * share
+            steps = (
+                torch.arange(len(anchors) + 1, device=anchors.device, dtype=torch.float64) * share
+            )
             offset = torch.rand((), dtype=torch.float64).to(steps.device)
-            offset = part.same(offset) if part else offset
+            if part:
+                offset = part.same(offset)
             anchors = anchors[(steps + offset).floor().diff() > 0]
-        reach = torch.zeros(response_mask.numel(), dtype=torch.long, device=anchors.device)  # depths that count
+        reach = torch.zeros(
+            response_mask.numel(),
+            dtype=torch.long,
+            device=anchors.device,
+        )  # depths that count
         for reached in by_depth:
             reach[reached] += 1
         depths = torch.arange(depth, device=anchors.device)
         live = depths < reach[anchors][:, None]
         return anchors, live, 1.0 / (torch.as_tensor(count, device=anchors.device) * share)
 
-    def weigh(self, live: Tensor, scale: Tensor, hidden: Tensor, head: Tensor, rows: TargetRows, at: Tensor) -> Tensor:
-        """[t] float32, weight of each prediction in the loss; see `BlockConfig.weighting` and `draw`."""
+    def weigh(
+        self,
+        live: Tensor,
+        scale: Tensor,
+        hidden: Tensor,
+        head: Tensor,
+        rows: TargetRows,
+        at: Tensor,
+    ) -> Tensor:
+        """[t] float32, weight of each prediction in the loss; see `BlockConfig.weighting` and
+        `draw`.
+        """
         config = self.config
         depths = torch.arange(config.depth, device=at.device)
         if config.weighting == "exp":
@@ -268,7 +369,15 @@ class BlockDrafter(DecoderDrafter):
             return (decay / decay.sum() * scale).expand_as(live)[live]
         with torch.no_grad():
             ones = torch.ones(len(at), device=at.device)
-            ce = linear_divergence(hidden.detach(), head.detach(), rows, at, ones, "ce", measure=False).values
+            ce = linear_divergence(
+                hidden.detach(),
+                head.detach(),
+                rows,
+                at,
+                ones,
+                "ce",
+                measure=False,
+            ).values
             right = torch.where(rows.sampled_at(at) >= 0, (-ce).exp(), 0.0)
             smooth = ones.new_ones(live.shape)
             smooth[live] = ((1 - config.dpace_alpha) * right + config.dpace_alpha).float()
@@ -276,24 +385,36 @@ class BlockDrafter(DecoderDrafter):
             deeper = reached.flip(1).cumsum(1).flip(1)
             return deeper[live] / config.depth * scale
 
-    # -- proposal half ------------------------------------------------------------------------------------------
+    # -- proposal half -----------------------------------------------------------------------------
 
     def start(self, prompt_ids: Tensor, max_length: int) -> BlockSession:
         text = self.open_text()
         return BlockSession(self, self.cache_shape, max_length + self.config.block_size, text)
 
     def read_static(
-        self, ids: Tensor, features: Tensor, positions: Tensor, context: SlotAttention, ends: Tensor
+        self,
+        ids: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        context: SlotAttention,
+        ends: Tensor,
     ) -> Tensor:
         states = self.fuse(features)
         tables = self.rotary.tables(positions, states.dtype)
         for i, layer in enumerate(self.decoder_layers):
             key, value = layer.self_attn.keys_values(states, *tables)  # [n, kv_heads, e] each
-            context.cache.store(i, context.slots, key.transpose(0, 1)[None], value.transpose(0, 1)[None])
+            context.cache.store(
+                i,
+                context.slots,
+                key.transpose(0, 1)[None],
+                value.transpose(0, 1)[None],
+            )
         return ids[ends]
 
     def draft_static(self, roots: Tensor, places: DraftPlaces) -> tuple[Logits, Ask]:
-        size, last, window = self.config.block_size, len(self.layers) - 1, self.cache_shape.window
+        size = self.config.block_size
+        last = len(self.layers) - 1
+        window = self.cache_shape.window
         _, context = places.behind(size, size, mutual=True)
         _, ending = places.behind(size, self.computed[-1], mutual=True)
         attends = [*context.layers(last, window), ending.layers(last + 1, window)[last]]
@@ -302,17 +423,26 @@ class BlockDrafter(DecoderDrafter):
 
         def ask(depth: int, tokens: Tensor, parents: Tensor) -> Logits:
             (rows, m), ids = tokens.shape, self.kept_ids[tokens.flatten()]
-            own, read = (part[:, depth, None].expand(-1, m, -1).flatten(0, 1) for part in (block, reads))
+            own, read = (
+                part[:, depth, None].expand(-1, m, -1).flatten(0, 1) for part in (block, reads)
+            )
             logits = self.conditional(own, read, ids)
             if isinstance(logits, tuple):
                 return logits[0].unflatten(0, (rows, m)), logits[1].unflatten(0, (rows, m))
             return logits.unflatten(0, (rows, m))
 
         first = self.conditional(block[:, 0], reads[:, 0], roots)
-        return (first[0][:, None], first[1][:, None]) if isinstance(first, tuple) else first[:, None], ask
+        return (first[0][:, None], first[1][:, None]) if isinstance(first, tuple) else first[
+            :, None
+        ], ask
 
     @without_grad
-    def extend_all(self, sessions: Sequence[BlockSession], tokens: Tensors, features: Tensors) -> None:
+    def extend_all(
+        self,
+        sessions: Sequence[BlockSession],
+        tokens: Tensors,
+        features: Tensors,
+    ) -> None:
         """Keys and values of the new context, of all sessions at once."""
         if (steps := sessions[0].steps) is not None and steps.read(sessions, tokens, features):
             return
@@ -321,7 +451,10 @@ class BlockDrafter(DecoderDrafter):
         if not self._kernel_context(sessions, sizes, context):
             starts = [session.dropped + session.length for session in sessions]
             positions = torch.cat(
-                [torch.arange(begin, begin + size) for begin, size in zip(starts, sizes, strict=True)]
+                [
+                    torch.arange(begin, begin + size)
+                    for begin, size in zip(starts, sizes, strict=True)
+                ]
             )
             cos, sin = self.rotary.tables(positions.to(context.device), context.dtype)
             for i, layer in enumerate(self.decoder_layers):
@@ -336,7 +469,12 @@ class BlockDrafter(DecoderDrafter):
                 session.text.read(new.tolist())
 
     @without_grad
-    def propose_all(self, sessions: Sequence[BlockSession], specs: Specs, samplers: Samplers) -> list[TokenTree]:
+    def propose_all(
+        self,
+        sessions: Sequence[BlockSession],
+        specs: Specs,
+        samplers: Samplers,
+    ) -> list[TokenTree]:
         """One pass drafts the blocks of all sessions; their trees then grow without the layers."""
         steps = sessions[0].steps
         if steps is not None and (static := steps.propose(sessions, specs, samplers)) is not None:
@@ -345,77 +483,136 @@ class BlockDrafter(DecoderDrafter):
         roots = torch.cat([session.root for session in sessions])
         reads = self._kernel_block(sessions, roots)
         if reads is None:
-            begins = torch.tensor([session.dropped + session.length for session in sessions], device=roots.device)
+            begins = torch.tensor(
+                [session.dropped + session.length for session in sessions],
+                device=roots.device,
+            )
             attends = []
             for layer, queries in enumerate(self.computed):
                 own = [partial(session.attend_all, layer) for session in sessions]
-                attends.append(attend_packed(own, [queries] * len(own), [self.config.block_size] * len(own)))
+                attends.append(
+                    attend_packed(own, [queries] * len(own), [self.config.block_size] * len(own))
+                )
             reads = self.run(self.embed(roots), begins, attends)
         joined = any(session.text for session in sessions)  # needs all logits
         block = self._predict(reads[:, :deepest], None if joined else widest(specs))
-        first, size = self._children(block, reads, roots, slice(None), 0), self.config.depth
-        each = [session.shape_logits(first, reads[:, 0], row, row + 1) for row, session in enumerate(sessions)]
+        first = self._children(block, reads, roots, slice(None), 0)
+        size = self.config.depth
+        each = [
+            session.shape_logits(first, reads[:, 0], row, row + 1)
+            for row, session in enumerate(sessions)
+        ]
         trees = [
             GrowingTree(spec, rows_of(each[row], 0), session.ids, sampler, size, row)
-            for row, (session, spec, sampler) in enumerate(zip(sessions, specs, samplers, strict=True))
+            for row, (session, spec, sampler) in enumerate(
+                zip(sessions, specs, samplers, strict=True)
+            )
         ]
 
         def step(growing: list[GrowingTree], depth: int) -> list[Logits]:
             sizes = [len(tree.parents) for tree in growing]
-            rows = torch.tensor([tree.row for tree in growing for _ in tree.parents], device=roots.device)  # [n]
+            rows = torch.tensor(
+                [tree.row for tree in growing for _ in tree.parents],
+                device=roots.device,
+            )  # [n]
             tokens = torch.cat([tree.target_ids for tree in growing])  # [n]
-            logits, ends = self._children(block, reads, tokens, rows, depth), [0, *accumulate(sizes)]
+            logits = self._children(block, reads, tokens, rows, depth)
+            ends = [0, *accumulate(sizes)]
             parts = zip(growing, pairwise(ends), strict=True)
-            return [sessions[tree.row].shape_logits(logits, reads[rows, depth], *ends) for tree, ends in parts]
+            return [
+                sessions[tree.row].shape_logits(logits, reads[rows, depth], *ends)
+                for tree, ends in parts
+            ]
 
         return grow_trees(trees, step)
 
     def _predict(self, reads: Tensor, width: int | None) -> Logits:
-        """Logits [m, depth, d] of blocks, or their `width` top tokens where they do not depend on the parents and a kernel
-        finds them; None: all are needed."""
+        """Logits [m, depth, d] of blocks, or their `width` top tokens where they do not depend on
+        the parents and a kernel finds them; None: all are needed.
+        """
         plain = type(self).conditional is BlockDrafter.conditional
-        head = DraftHead.of(self.head) if plain and width is not None and self.packed else None
+        if plain and width is not None and self.packed:
+            head = DraftHead.of(self.head)
+        else:
+            head = None
         if head is None or width is None:
             return self.logits(reads)
         ids, top, _ = head.top(reads.flatten(0, 1), min(width, head.vocabulary))
         return Likeliest(ids.unflatten(0, reads.shape[:2]), top.unflatten(0, reads.shape[:2]))
 
-    def _children(self, block: Logits, reads: Tensor, parents: Tensor, rows: Tensor | slice, depth: int) -> Logits:
+    def _children(
+        self,
+        block: Logits,
+        reads: Tensor,
+        parents: Tensor,
+        rows: Tensor | slice,
+        depth: int,
+    ) -> Logits:
         """Logits of the children of nodes [n] at a depth, of blocks `rows`."""
         if isinstance(block, Likeliest):
             return Likeliest(block.ids[rows, depth], block.log_probs[rows, depth])
         assert isinstance(block, Tensor)
         return self.conditional(block[rows, depth], reads[rows, depth], parents)
 
-    def _kernel_context(self, sessions: Sequence[BlockSession], sizes: list[int], context: Tensor) -> bool:
-        """Stores the keys and values of new context by the CPU kernel; False where it does not apply."""
-        if self.draft_step is None or not self.draft_step.reads_context or len(context) > SKINNY_ROWS:
+    def _kernel_context(
+        self,
+        sessions: Sequence[BlockSession],
+        sizes: list[int],
+        context: Tensor,
+    ) -> bool:
+        """Stores the keys and values of new context by the CPU kernel; False where it does not
+        apply.
+        """
+        if (
+            self.draft_step is None
+            or not self.draft_step.reads_context
+            or len(context) > SKINNY_ROWS
+        ):
             return False
-        plan = plan_of([TreeLayout(session.length, count=size) for session, size in zip(sessions, sizes, strict=True)])
-        tables = None if plan is None else tables_of(self.rotary, sessions, plan.positions)
+        plan = plan_of(
+            [
+                TreeLayout(session.length, count=size)
+                for session, size in zip(sessions, sizes, strict=True)
+            ]
+        )
+        if plan is None:
+            tables = None
+        else:
+            tables = tables_of(self.rotary, sessions, plan.positions)
         if plan is None or tables is None:
             return False
-        stores = [session.store_of(end, context) for session, end in zip(sessions, plan.ends, strict=True)]
+        stores = [
+            session.store_of(end, context) for session, end in zip(sessions, plan.ends, strict=True)
+        ]
         self.draft_step.store_context(context.contiguous(), tables, stores, plan)
         return True
 
     def _kernel_block(self, sessions: Sequence[BlockSession], roots: Tensor) -> Tensor | None:
-        """`run` of a block behind each session by the CPU kernel, [sessions, depth, h]; None where it does not apply."""
+        """`run` of a block behind each session by the CPU kernel, [sessions, depth, h]; None where
+        it does not apply.
+        """
         size = self.config.block_size
         if self.draft_step is None or len(sessions) * size > SKINNY_ROWS:
             return None
         plan = plan_of([BlockLayout(session.length, size) for session in sessions])
-        tables = None if plan is None else tables_of(self.rotary, sessions, plan.positions)
+        if plan is None:
+            tables = None
+        else:
+            tables = tables_of(self.rotary, sessions, plan.positions)
         if plan is None or tables is None:
             return None
         states = self.enter(self.embed(roots).to(self.fc.weight.dtype))
-        stores = [session.store_of(end, states) for session, end in zip(sessions, plan.ends, strict=True)]
+        stores = [
+            session.store_of(end, states) for session, end in zip(sessions, plan.ends, strict=True)
+        ]
         _, reads = self.draft_step.run(None, states, tables, stores, plan, self.cache_shape.window)
         return reads.view(len(sessions), size, -1)[:, -self.config.depth :]
 
 
 class BlockLayout(TreeLayout):
-    """A block behind a prefix, whose tokens see each other in both directions; for the CPU kernel's plan."""
+    """A block behind a prefix, whose tokens see each other in both directions; for the CPU kernel's
+    plan.
+    """
 
     def __init__(self, prefix_len: int, count: int):
         super().__init__(prefix_len, count=count)
@@ -423,26 +620,34 @@ class BlockLayout(TreeLayout):
 
 
 class BlockSession(LayerSession):
-    """One sequence's context. A round's block stores its keys and values behind it, and the next context overwrites them.
+    """One sequence's context. A round's block stores its keys and values behind it, and the next
+    context overwrites them.
 
     Attributes:
         root: [1] int64, the last committed token.
     """
 
     def shape_logits(self, logits: Logits, reads: Tensor, begin: int, end: int) -> Logits:
-        """Logits [m, d and further tokens] of nodes begin to end; logits [n, d] and reads [n, h] of all sessions' nodes."""
+        """Logits [m, d and further tokens] of nodes begin to end; logits [n, d] and reads [n, h] of
+        all sessions' nodes.
+        """
         own = rows_of(logits, slice(begin, end))
         if not self.text:
             return own
         assert not isinstance(own, Likeliest)
         read = reads[begin:end]
-        return (self.text.shape(own[0], read), own[1]) if isinstance(own, tuple) else self.text.shape(own, read)
+        if isinstance(own, tuple):
+            return (self.text.shape(own[0], read), own[1])
+        return self.text.shape(own, read)
 
     def attend_all(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention of a block [m, heads, e] over the context and all of the block -> [m, heads * e]."""
+        """Attention of a block [m, heads, e] over the context and all of the block -> [m, heads *
+        e].
+        """
         (m, heads, e), end = query.shape, self.length + len(key)
         self.store(layer, self.length, key, value)
-        begin, mask = 0, None
+        begin = 0
+        mask = None
         if window := self.shape.window:
             last = torch.arange(end - m, end, device=key.device)  # [m] positions of the queries
             begin = max(0, end - m + 1 - window)
@@ -450,7 +655,8 @@ class BlockSession(LayerSession):
                 heads // self.shape.kv_heads, 1
             )
         keys, values = (buffer[None, :, begin:end] for buffer in self.layers[layer])
-        # Query heads of a group become rows, so that keys and values are read once and never repeated.
+        # Query heads of a group become rows, so that keys and values are read once and never
+        # repeated.
         kv = self.shape.kv_heads
         folded = query.view(m, kv, heads // kv, e).permute(1, 2, 0, 3).reshape(1, kv, -1, e)
         out = F.scaled_dot_product_attention(folded, keys, values, mask)
@@ -471,7 +677,8 @@ def _over_context(
     """Attention of training's blocks, each over its span of context states [t, h].
 
     Args:
-        spans: of the blocks of all processes that share the rows. part: this process's part of the rows.
+        spans: of the blocks of all processes that share the rows. part: this process's part of the
+            rows.
         sizes: blocks and context tokens of each process. queries: of a block of `size` tokens.
         window: positions that a query sees, 0 for all.
     """
@@ -481,10 +688,22 @@ def _over_context(
         base = layer.self_attn.keys_values(context, *tables)
         if not isinstance(part, SharedPart):
             return block_attention(query, key, value, *base, spans, window=window)
-        (_, heads, e), asked, held = query.shape, [queries * n for n in blocks], [size * n for n in blocks]
+        (_, heads, e), asked, held = (
+            query.shape,
+            [queries * n for n in blocks],
+            [size * n for n in blocks],
+        )
         key, value = (part.to_heads(x, held, keys=True) for x in (key, value))
         base_key, base_value = (part.to_heads(x, tokens, keys=True) for x in base)
-        out = block_attention(part.to_heads(query, asked), key, value, base_key, base_value, spans, window=window)
+        out = block_attention(
+            part.to_heads(query, asked),
+            key,
+            value,
+            base_key,
+            base_value,
+            spans,
+            window=window,
+        )
         return part.to_tokens(out.view(sum(asked), -1, e), asked).reshape(-1, heads * e)
 
     return attend

@@ -1,6 +1,8 @@
-"""Configs of trained drafters: what all share, decoder layers, blocks and heads. Field names are those of published checkpoints.
+"""Configs of trained drafters: what all share, decoder layers, blocks and heads. Field names are
+those of published checkpoints.
 
-transformers makes dataclasses of these classes: the annotated fields are what config.json and a recipe's `drafter:` hold.
+transformers makes dataclasses of these classes: the annotated fields are what config.json and a
+recipe's `drafter:` hold.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ Decay = Annotated[float, Field(gt=0, le=10)]
 Block = Annotated[int, Field(ge=2, le=256)]
 Smoothing = Annotated[float, Field(ge=0, le=0.999)]
 Nodes = Annotated[int, Field(ge=1, le=1024)]
-# Rotary scalings for positions beyond those of pretraining. Scalings that depend on the length of the current sequence are
-# unsupported: cached keys would have to change while it grows.
+# Rotary scalings for positions beyond those of pretraining. Scalings that depend on the length of
+# the current sequence are unsupported: cached keys would have to change while it grows.
 _HEAD = 64  # width of a head where the target has none
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -49,9 +51,11 @@ class TargetedConfig(PreTrainedConfig):
     """Vocabulary, loss and target of a trained drafter.
 
     Attributes:
-        recipe_keys: fields that a run may change when it continues a drafter; the weights depend on all others.
+        recipe_keys: fields that a run may change when it continues a drafter; the weights depend on
+            all others.
         width_field: the field that holds the target's hidden size.
-        vocab_size: of the target. draft_vocab_size: kept tokens (d); 0 keeps the target's whole vocabulary.
+        vocab_size: of the target. draft_vocab_size: kept tokens (d); 0 keeps the target's whole
+            vocabulary.
         loss: as a recipe writes it. target: the target's identity, compared before use.
 
     Raises:
@@ -85,7 +89,10 @@ class TargetedConfig(PreTrainedConfig):
     def for_target(cls, target: Target, **options: Any) -> Self:
         """A config for this target: its vocabulary, and its own shapes where `options` have none."""
         fixed = {"vocab_size": target.vocab_size, "target": target.identity()}
-        width = {cls.width_field: target.hidden_size} if cls.width_field else {}
+        if cls.width_field:
+            width = {cls.width_field: target.hidden_size}
+        else:
+            width = {}
         return cls(**{**cls.shapes(target, options), **options, **fixed, **width})
 
     @classmethod
@@ -99,7 +106,8 @@ class HeadsConfig(TargetedConfig):
 
     Attributes:
         depth_decay: the loss of depth k weighs depth_decay ** k.
-        tree_nodes: nodes of the default tree, which is chosen by held-out accuracy when training ends.
+        tree_nodes: nodes of the default tree, which is chosen by held-out accuracy when training
+            ends.
     """
 
     recipe_keys: ClassVar[tuple[str, ...]] = ("depth_decay", "tree_nodes", "loss")
@@ -112,13 +120,18 @@ class DecoderConfig(TargetedConfig):
 
     Attributes:
         target_width: ClassVar, True for kinds that read and write states of the target's width.
-        hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, head_dim, num_hidden_layers: of the layers.
-        rms_norm_eps: of all norms. rope_theta: base of the rotary embedding, where rope_parameters are not given.
-        rope_parameters: as in transformers 5, {"rope_type": "yarn", "factor": ...}; takes precedence over rope_theta.
+        hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, head_dim,
+            num_hidden_layers: of the layers.
+        rms_norm_eps: of all norms. rope_theta: base of the rotary embedding, where rope_parameters
+            are not given.
+        rope_parameters: as in transformers 5, {"rope_type": "yarn", "factor": ...}; takes
+            precedence over rope_theta.
         max_position_embeddings: read by serving engines; unused here.
         sliding_window: positions that a token sees, its own included; 0 for all.
-        position_offset: in training all but a conversation's first 4 tokens stand up to so many positions further behind.
-        extra_vocab_size: most tokens of a prompt and its answer that join the kept ones in decoding, on CPUs; 0 for none.
+        position_offset: in training all but a conversation's first 4 tokens stand up to so many
+            positions further behind.
+        extra_vocab_size: most tokens of a prompt and its answer that join the kept ones in
+            decoding, on CPUs; 0 for none.
     """
 
     target_width: ClassVar[bool] = False
@@ -148,7 +161,9 @@ class DecoderConfig(TargetedConfig):
         self.sliding_window = self.sliding_window or 0
         kind = (self.rope_parameters or {}).get("rope_type", "default")
         if kind not in ROPE_TYPES:
-            raise UserError(f"rope_parameters: rope_type={kind!r} is not one of {', '.join(ROPE_TYPES)}")
+            raise UserError(
+                f"rope_parameters: rope_type={kind!r} is not one of {', '.join(ROPE_TYPES)}"
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise UserError(
                 f"num_key_value_heads={self.num_key_value_heads} must divide num_attention_heads={self.num_attention_heads}"
@@ -156,7 +171,8 @@ class DecoderConfig(TargetedConfig):
 
     @classmethod
     def shapes(cls, target: Target, options: Json) -> Json:
-        config, width = last_layer_config(target.config), options.get("hidden_size", target.hidden_size)
+        config = last_layer_config(target.config)
+        width = options.get("hidden_size", target.hidden_size)
         if cls.target_width and width != target.hidden_size:
             raise UserError(
                 f"hidden_size={width}: kind={cls.kind()!r} shares states with the target, so its width is the target's, "
@@ -164,11 +180,18 @@ class DecoderConfig(TargetedConfig):
             )
         # Models without attention (Mamba) have no heads to follow.
         heads = getattr(config, "num_attention_heads", None) or max(1, target.hidden_size // _HEAD)
-        defaults = {"intermediate_size": 4 * target.hidden_size, "num_key_value_heads": heads, "rms_norm_eps": 1e-5}
+        defaults = {
+            "intermediate_size": 4 * target.hidden_size,
+            "num_key_value_heads": heads,
+            "rms_norm_eps": 1e-5,
+        }
         defaults |= {"head_dim": target.hidden_size // heads, "max_position_embeddings": 131072}
         own = {name: getattr(config, name, None) or value for name, value in defaults.items()}
         own |= {"hidden_size": target.hidden_size, "num_attention_heads": heads}
-        own["rope_parameters"] = None if "rope_theta" in options else rope_parameters_of(config)
+        if "rope_theta" in options:
+            own["rope_parameters"] = None
+        else:
+            own["rope_parameters"] = rope_parameters_of(config)
         if width != target.hidden_size:  # the size of heads and MLP follows the drafter's own width
             del own["intermediate_size"], own["head_dim"]
             if options.get("num_attention_heads", heads) % own["num_key_value_heads"]:
@@ -180,13 +203,16 @@ class LayerConfig(DecoderConfig):
     """Decoder layers that read their own output at the next depth (training-time test).
 
     Attributes:
-        qk_norm: norms per query and key head (Qwen3). attention_bias, mlp_bias: biases of those linear layers.
+        qk_norm: norms per query and key head (Qwen3). attention_bias, mlp_bias: biases of those
+            linear layers.
         hidden_act: the MLP's activation.
         ttt_steps: depths trained. depth_decay: weight of depth k is depth_decay ** k.
-        depth_share: share of anchors, drawn at every step, that are trained at depths after the first. Those losses keep
-            their weight in expectation; less than 1 trains more first-depth anchors in the same time.
-        later_depths_from: share of the training, in time or steps, after which depths behind the first are trained too. Until
-            then a step costs half as much or less, so that the first learns from more anchors.
+        depth_share: share of anchors, drawn at every step, that are trained at depths after the
+            first. Those losses keep their weight in expectation; less than 1 trains more
+            first-depth anchors in the same time.
+        later_depths_from: share of the training, in time or steps, after which depths behind the
+            first are trained too. Until then a step costs half as much or less, so that the first
+            learns from more anchors.
     """
 
     recipe_keys: ClassVar[tuple[str, ...]] = (
@@ -204,7 +230,9 @@ class LayerConfig(DecoderConfig):
     def check(self) -> None:
         super().check()
         if self.hidden_act not in ACT2FN:
-            raise UserError(f"hidden_act={self.hidden_act!r} is no activation of transformers; silu is the usual one")
+            raise UserError(
+                f"hidden_act={self.hidden_act!r} is no activation of transformers; silu is the usual one"
+            )
         if 0 < (self.sliding_window or 0) <= self.ttt_steps:
             raise UserError(
                 f"sliding_window={self.sliding_window} must be larger than ttt_steps={self.ttt_steps}, or drafted tokens "
@@ -228,15 +256,20 @@ class BlockConfig(DecoderConfig):
 
     Attributes:
         block_size: tokens of a block, the last committed one included.
-        sample_from_anchor: the block's first token predicts too, so that each of them predicts the token behind itself; False
-            predicts at the masks only, each of which stands at the position that it predicts.
-        feature_layers: target hidden states that are fused, any number; empty for those that the data stores, else the
-            target's default three.
-        mask_token_id: the token whose embedding stands at positions to predict; None learns an embedding.
-        train_head: train and save a copy of the target's head rows; False uses the target's, frozen.
-        anchor_share: share of the possible blocks that a step trains on; their losses keep their weight in expectation.
-        weighting: `exp` weights depth k (from 0) by exp(-k / gamma); `dpace` by how likely the block is right there and
-            deeper, with the drafter's probabilities q of the data's tokens smoothed to (1 - dpace_alpha) q + dpace_alpha.
+        sample_from_anchor: the block's first token predicts too, so that each of them predicts the
+            token behind itself; False predicts at the masks only, each of which stands at the
+            position that it predicts.
+        feature_layers: target hidden states that are fused, any number; empty for those that the
+            data stores, else the target's default three.
+        mask_token_id: the token whose embedding stands at positions to predict; None learns an
+            embedding.
+        train_head: train and save a copy of the target's head rows; False uses the target's,
+            frozen.
+        anchor_share: share of the possible blocks that a step trains on; their losses keep their
+            weight in expectation.
+        weighting: `exp` weights depth k (from 0) by exp(-k / gamma); `dpace` by how likely the
+            block is right there and deeper, with the drafter's probabilities q of the data's tokens
+            smoothed to (1 - dpace_alpha) q + dpace_alpha.
         gamma: of `exp`. dpace_alpha: of `dpace`.
     """
 
@@ -245,7 +278,10 @@ class BlockConfig(DecoderConfig):
     )  # fmt: skip
     target_width = True
     # What `DraftLayer` reads and published checkpoints fix.
-    qk_norm, attention_bias, mlp_bias, hidden_act = True, False, False, "silu"
+    qk_norm = True
+    attention_bias = False
+    mlp_bias = False
+    hidden_act = "silu"
     num_hidden_layers: Layers = 2
     feature_layers: tuple[FeatureLayer, ...] = ()
     block_size: Block = 8
@@ -283,20 +319,30 @@ class BlockConfig(DecoderConfig):
 def last_layer_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """The text config as a target's last layer has it: layers may differ in their heads (Gemma 4)."""
     layers = getattr(config, "per_layer_config", ())
-    return layers[len(layers) - 1] if len(layers) else config
+    if len(layers):
+        return layers[len(layers) - 1]
+    return config
 
 
 def rope_parameters_of(config: PreTrainedConfig) -> Json:
-    """The target's rope_parameters for layers without a window; only rope_theta if their scaling is unsupported."""
+    """The target's rope_parameters for layers without a window; only rope_theta if their scaling is
+    unsupported.
+    """
     rope = getattr(config, "rope_parameters", None) or {}
     rope = dict(rope.get("full_attention", rope))
     theta = rope.get("rope_theta") or 10000.0
-    return {**rope, "rope_theta": theta} if rope.get("rope_type", "default") in ROPE_TYPES else {"rope_theta": theta}
+    if rope.get("rope_type", "default") in ROPE_TYPES:
+        return {**rope, "rope_theta": theta}
+    return {"rope_theta": theta}
 
 
 def has_head_norms(layer: nn.Module) -> bool:
-    """True for a layer whose attention norms queries and keys per head, as Qwen3's and Gemma 3's do."""
+    """True for a layer whose attention norms queries and keys per head, as Qwen3's and Gemma 3's
+    do.
+    """
     attention = getattr(layer, "self_attn", None)
     norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     head_dim = getattr(attention, "head_dim", None)
-    return all(norm is not None and getattr(norm, "weight", norm).shape == (head_dim,) for norm in norms)
+    return all(
+        norm is not None and getattr(norm, "weight", norm).shape == (head_dim,) for norm in norms
+    )

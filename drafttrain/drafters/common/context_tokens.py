@@ -4,11 +4,13 @@
     target id     kept_ids, chosen in training       tokens of the text that are not kept, the m most recent ones
     logit         head(read)                         (scale * W[token] + shift) . read        W: the target's head
 
-Texts repeat their rare words, which a small vocabulary lacks. A head that began as the target's rows reads the same states as
-those, so the target's other rows score other tokens. Training moves all kept rows in much the same way; least squares over them
-gives scale and shift. A head that is no such image of the target's gets no further tokens.
+Texts repeat their rare words, which a small vocabulary lacks. A head that began as the target's
+rows reads the same states as those, so the target's other rows score other tokens. Training moves
+all kept rows in much the same way; least squares over them gives scale and shift. A head that is no
+such image of the target's gets no further tokens.
 
-Only the drafter's distribution changes: q of sampled trees is the one that their tokens were drawn from.
+Only the drafter's distribution changes: q of sampled trees is the one that their tokens were drawn
+from.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from torch import Tensor
 from drafttrain.errors import UserError
 from drafttrain.target import Target
 
-# Share of the kept rows' variance that the target's rows must explain: a trained head has 0.99, an unrelated one 0.
+# Share of the kept rows' variance that the target's rows must explain: a trained head has 0.99, an
+# unrelated one 0.
 _RELATED = 0.5
 
 
@@ -35,7 +38,9 @@ class ContextVocabulary:
     """
 
     def __init__(self, target: Target, kept_ids: Tensor, limit: int):
-        self.target, self.kept_ids, self.limit = target, kept_ids, limit
+        self.target = target
+        self.kept_ids = kept_ids
+        self.limit = limit
         self._head: tuple[int, int] | None = None  # the weights that the fit is of
         self._fit: tuple[float, Tensor] | None = None
 
@@ -50,8 +55,12 @@ class ContextVocabulary:
         """
         if not self.limit:
             return None
-        if not head.is_cpu:  # captured drafts have fixed shapes, and reading the tokens would wait for the device
-            raise UserError(f"extra_vocab_size={self.limit}: tokens of the text join on CPUs only; set 0")
+        if (
+            not head.is_cpu
+        ):  # captured drafts have fixed shapes, and reading the tokens would wait for the device
+            raise UserError(
+                f"extra_vocab_size={self.limit}: tokens of the text join on CPUs only; set 0"
+            )
         if reason := self.reason(head):
             raise UserError(f"extra_vocab_size={self.limit}: {reason}; set 0")
         return ContextTokens(self)
@@ -73,8 +82,13 @@ class ContextVocabulary:
             return "the target's head has a bias or another width"
         state = head.data_ptr(), head._version
         if self._head != state:
-            self._head, self._fit = state, _fit(theirs.detach()[self.kept_ids].float(), head.float())
-        return "" if self._fit else "the drafter's head did not begin as the target's"
+            self._head, self._fit = (
+                state,
+                _fit(theirs.detach()[self.kept_ids].float(), head.float()),
+            )
+        if self._fit:
+            return ""
+        return "the drafter's head did not begin as the target's"
 
     @torch.no_grad()
     def rows(self, tokens: list[int]) -> Tensor:
@@ -85,9 +99,12 @@ class ContextVocabulary:
 
 
 def _fit(theirs: Tensor, ours: Tensor) -> tuple[float, Tensor] | None:
-    """Scale and shift [h] from the target's rows [d, h] to the drafter's; None if they explain too little of them."""
+    """Scale and shift [h] from the target's rows [d, h] to the drafter's; None if they explain too
+    little of them.
+    """
     means = theirs.mean(0), ours.mean(0)
-    theirs, ours = theirs - means[0], ours - means[1]
+    theirs = theirs - means[0]
+    ours = ours - means[1]
     scale = float((theirs * ours).sum() / theirs.square().sum().clamp_min(1e-9))
     left = float((ours - scale * theirs).square().sum())
     if left > (1 - _RELATED) * float(ours.square().sum()):
@@ -99,32 +116,43 @@ class ContextTokens:
     """The tokens of a sequence that have joined; false as long as there are none.
 
     Attributes:
-        ids: [d + m] int64, target id of each drafter id. A tree keeps the tensor it was drafted with; `read` makes a new one.
+        ids: [d + m] int64, target id of each drafter id. A tree keeps the tensor it was drafted
+            with; `read` makes a new one.
     """
 
     def __init__(self, source: ContextVocabulary):
         self.source, self.limit, self.ids = source, source.limit, source.kept_ids
-        self._places: dict[int, int] = {}  # further token -> place among the m, the least recent token first
+        self._places: dict[
+            int, int
+        ] = {}  # further token -> place among the m, the least recent token first
         self._rows = torch.empty(0)  # [limit, h], the first m are used
 
     def __len__(self) -> int:
         return len(self._places)
 
     def read(self, tokens: Iterable[int]) -> None:
-        """Notes tokens of the text; beyond the limit, further ones replace the least recent of them."""
-        own, places, kept = self.source.own, self._places, len(self.source.kept_ids)
+        """Notes tokens of the text; beyond the limit, further ones replace the least recent of
+        them.
+        """
+        own = self.source.own
+        places = self._places
+        kept = len(self.source.kept_ids)
         new: dict[int, int] = {}  # place -> token
         for token in tokens:
             if own[token] >= 0:
                 continue
             place = places.pop(token, -1)
             if place < 0:
-                place = len(places) if len(places) < self.limit else places.pop(next(iter(places)))
+                if len(places) < self.limit:
+                    place = len(places)
+                else:
+                    place = places.pop(next(iter(places)))
                 new[place] = token
             places[token] = place
         if not new:
             return
-        at, rows = torch.tensor(list(new)), self.source.rows(list(new.values()))
+        at = torch.tensor(list(new))
+        rows = self.source.rows(list(new.values()))
         if not len(self._rows):
             self._rows = rows.new_empty(self.limit, rows.shape[1])
         self._rows[at] = rows

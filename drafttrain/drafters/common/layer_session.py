@@ -1,4 +1,6 @@
-"""The session of drafters with decoder layers, a cache of keys and values, and what one kernel call computes of sessions."""
+"""The session of drafters with decoder layers, a cache of keys and values, and what one kernel call
+computes of sessions.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,9 @@ _ROOM = 64  # slots behind a window for a round's tokens; more are added where t
 
 
 class LayerSession(JointSession):
-    """One sequence's cache: per layer, keys and values [kv_heads, capacity, e] of committed positions, then of this round's
-    nodes in the order they were opened. A window bounds it: positions that no later token sees are dropped.
+    """One sequence's cache: per layer, keys and values [kv_heads, capacity, e] of committed
+    positions, then of this round's nodes in the order they were opened. A window bounds it:
+    positions that no later token sees are dropped.
 
     Attributes:
         length: committed positions in the cache. dropped: those before them.
@@ -33,11 +36,24 @@ class LayerSession(JointSession):
         text: tokens that joined the vocabulary; None where none may, as with static steps.
     """
 
-    def __init__(self, drafter: Drafter, shape: CacheShape, max_length: int, text: ContextTokens | None = None):
+    def __init__(
+        self,
+        drafter: Drafter,
+        shape: CacheShape,
+        max_length: int,
+        text: ContextTokens | None = None,
+    ):
         bound = 2 * shape.window + _ROOM
-        self.drafter, self.shape, self.text = drafter, shape, text
-        self.capacity = min(max_length, bound) if shape.window else max_length
-        self.layers: list[tuple[Tensor, Tensor]] = []  # allocated when the first key shows dtype and device
+        self.drafter = drafter
+        self.shape = shape
+        self.text = text
+        if shape.window:
+            self.capacity = min(max_length, bound)
+        else:
+            self.capacity = max_length
+        self.layers: list[
+            tuple[Tensor, Tensor]
+        ] = []  # allocated when the first key shows dtype and device
         self.length = self.dropped = 0
         self.read: Tensor | None = None
         self._store: KeyStore | None = None  # of the present buffers
@@ -45,7 +61,9 @@ class LayerSession(JointSession):
     @property
     def ids(self) -> Tensor:
         """[d and further tokens] int64, target id of each drafter id."""
-        return self.drafter.kept_ids if self.text is None else self.text.ids
+        if self.text is None:
+            return self.drafter.kept_ids
+        return self.text.ids
 
     @property
     def held(self) -> int:
@@ -60,43 +78,81 @@ class LayerSession(JointSession):
         self.text = None
         self.capacity = steps.cache.capacity
         both = [steps.cache.by_row(layer) for layer in range(self.shape.layers)]
-        self.layers, self._store = [(keys[row], values[row]) for keys, values in both], None
+        self.layers = [(keys[row], values[row]) for keys, values in both]
+        self._store = None
 
     def trim(self) -> None:
-        """Keeps the last window of committed positions once there are two of them; static steps keep all in their own cache."""
+        """Keeps the last window of committed positions once there are two of them; static steps
+        keep all in their own cache.
+        """
         window = self.shape.window
         if not window or self.steps is not None or self.length <= 2 * window:
             return
-        gone, more = self.length - window, (0, 0, 0, window + _ROOM)
+        gone = self.length - window
+        more = (0, 0, 0, window + _ROOM)
         kept = slice(gone, self.length)
-        self.layers = [(F.pad(keys[:, kept], more), F.pad(values[:, kept], more)) for keys, values in self.layers]
-        self.dropped, self.length, self.capacity, self._store = self.dropped + gone, window, 2 * window + _ROOM, None
+        self.layers = [
+            (F.pad(keys[:, kept], more), F.pad(values[:, kept], more))
+            for keys, values in self.layers
+        ]
+        self.dropped = self.dropped + gone
+        self.length = window
+        self.capacity = 2 * window + _ROOM
+        self._store = None
 
-    def attend(self, layer: int, layout: TreeLayout, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Stores a layer's new keys and values [m, kv_heads, e] and attends with queries [n, heads, e] of the last n of those
-        tokens over the keys that `layout` selects. Returns [n, heads * e].
+    def attend(
+        self,
+        layer: int,
+        layout: TreeLayout,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+    ) -> Tensor:
+        """Stores a layer's new keys and values [m, kv_heads, e] and attends with queries [n, heads,
+        e] of the last n of those tokens over the keys that `layout` selects. Returns [n, heads *
+        e].
         """
-        end, window = layout.prefix_len + layout.held + layout.count, self.shape.window or None
+        end = layout.prefix_len + layout.held + layout.count
+        window = self.shape.window or None
         keys, values = self.buffers(layer, end, key)
-        scaling, plan = query.shape[-1] ** -0.5, layout.plan
+        scaling = query.shape[-1] ** -0.5
+        plan = layout.plan
         if key.shape[0] == layout.count and plan is not None and plan.serves(query, keys, values):
             new = (key, value)
-            out = plan.attend(query, keys, values, new=new, softcap=None, sinks=None, scaling=scaling, window=window)
+            out = plan.attend(
+                query,
+                keys,
+                values,
+                new=new,
+                softcap=None,
+                sinks=None,
+                scaling=scaling,
+                window=window,
+            )
             return out.view(layout.count, -1)
         self.store(layer, end - key.shape[0], key, value)
-        each = query.transpose(0, 1)[None], keys[None, :, :end], values[None, :, :end]  # [1, heads, n, e], ...
+        each = (
+            query.transpose(0, 1)[None],
+            keys[None, :, :end],
+            values[None, :, :end],
+        )  # [1, heads, n, e], ...
         out = tree_attention(*each, layout, scaling=scaling, window=window)
         return out[0].transpose(0, 1).reshape(layout.count, -1)
 
     def buffers(self, layer: int, end: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values [kv_heads, capacity, e], with at least `end` slots: trees may exceed the longest sequence."""
+        """A layer's keys and values [kv_heads, capacity, e], with at least `end` slots: trees may
+        exceed the longest sequence.
+        """
         if not self.layers:
             shape = (self.shape.kv_heads, self.capacity, self.shape.head_dim)
-            self.layers = [(like.new_empty(shape), like.new_empty(shape)) for _ in range(self.shape.layers)]
+            self.layers = [
+                (like.new_empty(shape), like.new_empty(shape)) for _ in range(self.shape.layers)
+            ]
         if end > self.capacity:
             more = (0, 0, 0, end - self.capacity)
             self.layers = [(F.pad(keys, more), F.pad(values, more)) for keys, values in self.layers]
-            self.capacity, self._store = end, None
+            self.capacity = end
+            self._store = None
         return self.layers[layer]
 
     def store_of(self, end: int, like: Tensor) -> KeyStore:
@@ -127,18 +183,25 @@ class KernelDrafter(Protocol):
 
 
 def read_by_kernel(
-    drafter: KernelDrafter, sessions: Sequence[LayerSession], tokens: Tensors, features: Tensors
+    drafter: KernelDrafter,
+    sessions: Sequence[LayerSession],
+    tokens: Tensors,
+    features: Tensors,
 ) -> tuple[Tensor, Tensor] | None:
-    """Depth 0 of committed tokens by one call: outputs of `step` and of `read_out` at each session's last token, [sessions, h].
-    None where it does not apply."""
-    table, lengths = drafter.embed_table, [session.length for session in sessions]
+    """Depth 0 of committed tokens by one call: outputs of `step` and of `read_out` at each
+    session's last token, [sessions, h]. None where it does not apply.
+    """
+    table = drafter.embed_table
+    lengths = [session.length for session in sessions]
     if not drafter.draft_steps or table is None or max(lengths) > LONGEST_PREFIX:
         return None
-    step, counts = drafter.draft_steps[0], [own.shape[0] for own in tokens]
+    step = drafter.draft_steps[0]
+    counts = [own.shape[0] for own in tokens]
     if not step.reads_features or sum(counts) > SKINNY_ROWS:
         return None
     ends = [length + count for length, count in zip(lengths, counts, strict=True)]
-    tables, window = tables_of(drafter.rotary, sessions, max(ends)), drafter.cache_shape.window
+    tables = tables_of(drafter.rotary, sessions, max(ends))
+    window = drafter.cache_shape.window
     if tables is None:
         return None
     read = cat(features).to(table.dtype).contiguous()
@@ -147,10 +210,17 @@ def read_by_kernel(
 
 
 def grow_by_kernel(
-    drafter: KernelDrafter, sessions: Sequence[LayerSession], specs: Specs, reads: Tensor
+    drafter: KernelDrafter,
+    sessions: Sequence[LayerSession],
+    specs: Specs,
+    reads: Tensor,
 ) -> list[TokenTree] | None:
-    """Greedy trees of one shape by one call; reads [sessions, h]: the head's input at the roots. None where it does not apply."""
-    shape, table, lengths = tree_shape(specs), drafter.embed_table, [session.length for session in sessions]
+    """Greedy trees of one shape by one call; reads [sessions, h]: the head's input at the roots.
+    None where it does not apply.
+    """
+    shape = tree_shape(specs)
+    table = drafter.embed_table
+    lengths = [session.length for session in sessions]
     if shape is None or table is None or len(drafter.draft_steps) != 1 or shape.opens > OPENED:
         return None
     head = DraftHead.of(drafter.head)
@@ -163,20 +233,44 @@ def grow_by_kernel(
     window = drafter.cache_shape.window
     roots = cat([session.root for session in sessions]).contiguous()
     made = drafter.draft_steps[0].trees(
-        *(head, shape, table, drafter.kept_ids, tables, stores, lengths, window, roots, reads.contiguous())
+        *(
+            head,
+            shape,
+            table,
+            drafter.kept_ids,
+            tables,
+            stores,
+            lengths,
+            window,
+            roots,
+            reads.contiguous(),
+        )
     )
-    return [TokenTree(torch.from_numpy(tokens), parents, torch.from_numpy(scores)) for tokens, parents, scores in made]
+    return [
+        TokenTree(torch.from_numpy(tokens), parents, torch.from_numpy(scores))
+        for tokens, parents, scores in made
+    ]
 
 
-def tables_of(rotary: Rotary, sessions: Sequence[LayerSession], end: int) -> tuple[Tensor, Tensor] | None:
-    """Cosine and sine of the positions of slots 0 to `end`; None where the sequences' windows have dropped different numbers."""
+def tables_of(
+    rotary: Rotary,
+    sessions: Sequence[LayerSession],
+    end: int,
+) -> tuple[Tensor, Tensor] | None:
+    """Cosine and sine of the positions of slots 0 to `end`; None where the sequences' windows have
+    dropped different numbers.
+    """
     dropped = sessions[0].dropped
     if any(session.dropped != dropped for session in sessions):
         return None
     cos, sin = rotary.up_to(dropped + end)
-    return (cos[dropped:], sin[dropped:]) if dropped else (cos, sin)
+    if dropped:
+        return (cos[dropped:], sin[dropped:])
+    return (cos, sin)
 
 
 def cat(parts: Sequence[Tensor]) -> Tensor:
     """Packs the sessions' tensors; no copy for a single session."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(list(parts))

@@ -1,4 +1,6 @@
-"""Modules of decoder layers that drafter kinds share. Tokens are flat, [t, ...]; `Attend` selects the keys."""
+"""Modules of decoder layers that drafter kinds share. Tokens are flat, [t, ...]; `Attend` selects
+the keys.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ _NATIVE_ACTS = {"silu": False, "gelu_pytorch_tanh": True}
 
 
 class CacheShape(NamedTuple):
-    """Shape of a session's keys and values: [layers, kv_heads, capacity, head_dim]. window: visible positions, 0 for all."""
+    """Shape of a session's keys and values: [layers, kv_heads, capacity, head_dim]. window: visible
+    positions, 0 for all.
+    """
 
     layers: int
     kv_heads: int
@@ -38,8 +42,8 @@ class Rotary:
     """Rotary position embedding in the half-split layout of Llama (RoFormer, arXiv 2104.09864).
 
     Args:
-        head_dim: e. parameters: as in transformers 5: rope_theta, and for long contexts rope_type, factor, ...;
-            `partial_rotary_factor` rotates a head's first entries only.
+        head_dim: e. parameters: as in transformers 5: rope_theta, and for long contexts rope_type,
+            factor, ...; `partial_rotary_factor` rotates a head's first entries only.
 
     Attributes:
         width: r, entries of a head that are rotated.
@@ -67,7 +71,9 @@ class Rotary:
 
     @property
     def frequencies(self) -> Tensor:
-        """[r / 2] float32, radians per position; what other trainers store as `rotary_emb.inv_freq`."""
+        """[r / 2] float32, radians per position; what other trainers store as
+        `rotary_emb.inv_freq`.
+        """
         return self._frequencies(torch.device("cpu"))[0]
 
     def compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -87,16 +93,22 @@ class Rotary:
             return self.parameters["rope_theta"] ** (-steps / self.width), 1.0
         original = self.parameters.get("original_max_position_embeddings") or 2048
         longest = int(original * (self.parameters.get("factor") or 1.0))
-        shape: Json = {"hidden_size": self.head_dim, "num_attention_heads": 1, "head_dim": self.head_dim}
+        shape: Json = {
+            "hidden_size": self.head_dim,
+            "num_attention_heads": 1,
+            "head_dim": self.head_dim,
+        }
         shape |= {"max_position_embeddings": longest, "rope_parameters": dict(self.parameters)}
         return ROPE_INIT_FUNCTIONS[kind](LlamaConfig(**shape), device)
 
 
 def moved(place: Tensor, most: int, part: Part) -> Tensor:
-    """Rotary positions [t] in training, from places [t] in conversations, of all tokens of a batch (`position_offset`).
+    """Rotary positions [t] in training, from places [t] in conversations, of all tokens of a batch
+    (`position_offset`).
 
-    A conversation's first tokens, to which attention often goes, stay where they are, and all others move by one random number
-    up to `most`. So short rows train distances of long ones. Source: LongSpec, arXiv 2502.17421.
+    A conversation's first tokens, to which attention often goes, stay where they are, and all
+    others move by one random number up to `most`. So short rows train distances of long ones.
+    Source: LongSpec, arXiv 2502.17421.
     """
     first = place == 0
     drawn = part.same(torch.rand(int(first.sum()), device=place.device))  # one per conversation
@@ -114,20 +126,30 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's. Under autocast the weight takes the dtype of a narrower input: torch's fused kernel serves no mixture."""
+    """torch's. Under autocast the weight takes the dtype of a narrower input: torch's fused kernel
+    serves no mixture.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         mixed = self.weight.dtype != x.dtype and torch.is_autocast_enabled(x.device.type)
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps) if mixed else super().forward(x)
+        if mixed:
+            return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        return super().forward(x)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention. width: of the input, which may be wider than the output (EAGLE-3 reads embedding ++ state)."""
+    """Grouped-query attention. width: of the input, which may be wider than the output (EAGLE-3
+    reads embedding ++ state).
+    """
 
     def __init__(self, config: LayerShape, width: int):
         super().__init__()
-        bias, eps, e = config.attention_bias, config.rms_norm_eps, config.head_dim
-        self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, e
+        bias = config.attention_bias
+        eps = config.rms_norm_eps
+        e = config.head_dim
+        self.heads = config.num_attention_heads
+        self.kv_heads = config.num_key_value_heads
+        self.head_dim = e
         self.q_proj = nn.Linear(width, self.heads * e, bias=bias)
         self.k_proj = nn.Linear(width, self.kv_heads * e, bias=bias)
         self.v_proj = nn.Linear(width, self.kv_heads * e, bias=bias)
@@ -140,7 +162,14 @@ class Attention(nn.Module):
         key = rotate(self.k_norm(self.k_proj(x).view(-1, self.kv_heads, self.head_dim)), cos, sin)
         return key, self.v_proj(x).view(-1, self.kv_heads, self.head_dim)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, queries: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attend,
+        queries: Tensor | None = None,
+    ) -> Tensor:
         """Attention over the keys that `attend` selects, cached ones included.
 
         Args:
@@ -152,7 +181,9 @@ class Attention(nn.Module):
         """
         key, value = self.keys_values(x, cos, sin)  # [t, kv_heads, e] each
         if queries is not None:
-            x, cos, sin = x[queries], cos[queries], sin[queries]
+            x = x[queries]
+            cos = cos[queries]
+            sin = sin[queries]
         query = rotate(self.q_norm(self.q_proj(x).view(-1, self.heads, self.head_dim)), cos, sin)
         return self.o_proj(attend(query, key, value))
 
@@ -161,53 +192,94 @@ class DraftLayer(nn.Module):
     """A pre-norm decoder layer; names follow published checkpoints.
 
     Args:
-        embed_width: width of the token embedding that the layer reads next to the state, as EAGLE-3's first layer does; 0
-            for none.
-        normed: False for a layer that reads the state without a norm, as EAGLE-1's first layer does.
+        embed_width: width of the token embedding that the layer reads next to the state, as
+            EAGLE-3's first layer does; 0 for none.
+        normed: False for a layer that reads the state without a norm, as EAGLE-1's first layer
+            does.
         norm_before_residual: the residual is the normed state, for layers that read embeddings.
     """
 
     native: DecoderLayer | None
-    # Set by transformers with `gradient_checkpointing`: whether backward computes the layer again, and what remembers to.
+    # Set by transformers with `gradient_checkpointing`: whether backward computes the layer again,
+    # and what remembers to.
     gradient_checkpointing = False
     _gradient_checkpointing_func: Callable[..., Tensor]
 
     def __init__(
-        self, config: LayerShape, embed_width: int = 0, normed: bool = True, norm_before_residual: bool = False
+        self,
+        config: LayerShape,
+        embed_width: int = 0,
+        normed: bool = True,
+        norm_before_residual: bool = False,
     ):
         super().__init__()
-        h, eps = config.hidden_size, config.rms_norm_eps
-        self.eps, self.norm_before_residual = eps, norm_before_residual
+        h = config.hidden_size
+        eps = config.rms_norm_eps
+        self.eps = eps
+        self.norm_before_residual = norm_before_residual
         self.input_layernorm = RMSNorm(embed_width or h, eps) if normed else nn.Identity()
         self.hidden_norm = RMSNorm(h, eps) if embed_width else None
         self.self_attn = Attention(config, embed_width + h)
         self.post_attention_layernorm = RMSNorm(h, eps)
         self.mlp = LlamaMLP(config)  # gated, with the config's activation and biases
-        kernels = not config.attention_bias and not config.mlp_bias and config.hidden_act in _NATIVE_ACTS
-        self.native_gelu = _NATIVE_ACTS[config.hidden_act] if kernels else None  # None: a form that the kernels lack
+        kernels = (
+            not config.attention_bias and not config.mlp_bias and config.hidden_act in _NATIVE_ACTS
+        )
+        self.native_gelu = (
+            _NATIVE_ACTS[config.hidden_act] if kernels else None
+        )  # None: a form that the kernels lack
         self.native = None
 
     def pack(self, rotary_dim: int) -> None:
-        """Makes few rows take two CPU kernel calls around the attention, unless the kernels lack the layer's form."""
+        """Makes few rows take two CPU kernel calls around the attention, unless the kernels lack
+        the layer's form.
+        """
         if self.native_gelu is None:
             return
-        attention, after = self.self_attn, self.post_attention_layernorm
+        attention = self.self_attn
+        after = self.post_attention_layernorm
         norms = {"query_norm": attention.q_norm, "key_norm": attention.k_norm}
         if self.hidden_norm is None:
             norms["input_norm"] = self.input_layernorm
         factors = {name: norm.weight for name, norm in norms.items() if isinstance(norm, RMSNorm)}
         gelu = self.native_gelu
-        self.native = DecoderLayer(attention, self.mlp, rotary_dim, self.eps, gelu, mlp_norm=after.weight, **factors)
+        self.native = DecoderLayer(
+            attention,
+            self.mlp,
+            rotary_dim,
+            self.eps,
+            gelu,
+            mlp_norm=after.weight,
+            **factors,
+        )
 
     def forward(
-        self, state: Tensor, embeds: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend, queries: Tensor | None
+        self,
+        state: Tensor,
+        embeds: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attend,
+        queries: Tensor | None,
     ) -> Tensor:
         """state [t, h], embeds [t, embed_width] for a layer that reads them -> [t or queries, h]."""
         if self.gradient_checkpointing and self.training:
-            # In two parts, of which one is in memory at a time. Neither repeats its last product, which nothing reads.
-            state = self._gradient_checkpointing_func(self._attended, state, embeds, cos, sin, attend, queries)
+            # In two parts, of which one is in memory at a time. Neither repeats its last product,
+            # which nothing reads.
+            state = self._gradient_checkpointing_func(
+                self._attended,
+                state,
+                embeds,
+                cos,
+                sin,
+                attend,
+                queries,
+            )
             return self._gradient_checkpointing_func(self._transformed, state)
-        native = self.native if len(state) <= SKINNY_ROWS else None
+        if len(state) <= SKINNY_ROWS:
+            native = self.native
+        else:
+            native = None
         if native is not None:
             x = state
             if self.hidden_norm is not None and embeds is not None:
@@ -220,13 +292,28 @@ class DraftLayer(nn.Module):
         if self.hidden_norm is None or embeds is None:
             return state, self.input_layernorm(state)
         normed = self.hidden_norm(state)
-        return normed if self.norm_before_residual else state, torch.cat((self.input_layernorm(embeds), normed), dim=-1)
+        return normed if self.norm_before_residual else state, torch.cat(
+            (self.input_layernorm(embeds), normed),
+            dim=-1,
+        )
 
     def _attended(
-        self, state: Tensor, embeds: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend, queries: Tensor | None
+        self,
+        state: Tensor,
+        embeds: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attend,
+        queries: Tensor | None,
     ) -> Tensor:
         state, x = self._inputs(state, embeds)
-        return (state if queries is None else state[queries]) + self.self_attn(x, cos, sin, attend, queries)
+        return (state if queries is None else state[queries]) + self.self_attn(
+            x,
+            cos,
+            sin,
+            attend,
+            queries,
+        )
 
     def _transformed(self, state: Tensor) -> Tensor:
         return state + self.mlp(self.post_attention_layernorm(state))

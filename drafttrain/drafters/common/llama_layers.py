@@ -5,7 +5,8 @@ from __future__ import annotations
 from drafttrain.drafters.common.configs import LayerConfig
 from drafttrain.files import Json
 
-# Keys that a layer has in every engine's config and in ours, and the default where a checkpoint lacks one (None: required).
+# Keys that a layer has in every engine's config and in ours, and the default where a checkpoint
+# lacks one (None: required).
 LAYER_KEYS: Json = {
     "hidden_size": None,
     "intermediate_size": None,
@@ -23,34 +24,52 @@ LAYER_KEYS: Json = {
 
 
 def rope_parameters(config: LayerConfig) -> Json:
-    """The rotary embedding in transformers 5's form: rope_type, rope_theta, and what the type needs."""
-    return {"rope_type": "default", "rope_theta": config.rope_theta, **(config.rope_parameters or {})}
+    """The rotary embedding in transformers 5's form: rope_type, rope_theta, and what the type
+    needs.
+    """
+    return {
+        "rope_type": "default",
+        "rope_theta": config.rope_theta,
+        **(config.rope_parameters or {}),
+    }
 
 
 def layer_keys(config: LayerConfig) -> Json:
     """A drafter's layers as keys of a Llama config."""
-    rope, own = rope_parameters(config), config.to_dict()
+    rope = rope_parameters(config)
+    own = config.to_dict()
     keys = {
         **{name: own[name] for name in LAYER_KEYS},
         "rope_parameters": rope,
         "rope_theta": rope["rope_theta"],
         "tie_word_embeddings": False,
     }
-    if rope["rope_type"] != "default":  # vLLM reads this key last, and null there erases rope_parameters
+    if (
+        rope["rope_type"] != "default"
+    ):  # vLLM reads this key last, and null there erases rope_parameters
         keys["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
     return keys
 
 
-def unsupported_by_llama(config: LayerConfig, windows: bool = False, partial: bool = False) -> list[str]:
-    """The features of a drafter's layers that an engine's Llama layer does not support; empty if none.
+def unsupported_by_llama(
+    config: LayerConfig,
+    windows: bool = False,
+    partial: bool = False,
+) -> list[str]:
+    """The features of a drafter's layers that an engine's Llama layer does not support; empty if
+    none.
 
     Args:
         windows, partial: the engine's layer has sliding windows, and partly rotated heads.
     """
-    window, rotated = config.sliding_window, rope_parameters(config).get("partial_rotary_factor", 1.0)
+    window = config.sliding_window
+    rotated = rope_parameters(config).get("partial_rotary_factor", 1.0)
     checks = {
-        f"hidden_act={config.hidden_act!r}: the engine's MLP raises on anything but silu": config.hidden_act != "silu",
-        f"sliding_window={window}: the engine's layer attends to everything": window and not windows,
-        "partial_rotary_factor: the engine's layer rotates whole heads": rotated != 1.0 and not partial,
+        f"hidden_act={config.hidden_act!r}: the engine's MLP raises on anything but silu": config.hidden_act
+        != "silu",
+        f"sliding_window={window}: the engine's layer attends to everything": window
+        and not windows,
+        "partial_rotary_factor: the engine's layer rotates whole heads": rotated != 1.0
+        and not partial,
     }
     return [reason for reason, found in checks.items() if found]

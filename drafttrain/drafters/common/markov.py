@@ -1,10 +1,12 @@
-"""Blocks corrected by the token before each prediction: a product of low rank, added to the block's logits.
+"""Blocks corrected by the token before each prediction: a product of low rank, added to the block's
+logits.
 
-    logits at depth k below token y  =  head(block state at k) + markov_out (markov_in[y] * gate(block state at k))
+    logits at depth k below token y  =  head(block state at k) + markov_out (markov_in[y] *
+    gate(block state at k))
 
-The block's pass still happens once; a node costs one such product. It makes the children of siblings differ: a block alone may
-draft "New of" from "New York" and "bank of". The last row of `markov_in` stands for committed tokens outside the drafter's
-vocabulary.
+The block's pass still happens once; a node costs one such product. It makes the children of
+siblings differ: a block alone may draft "New of" from "New York" and "bank of". The last row of
+`markov_in` stands for committed tokens outside the drafter's vocabulary.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ class MarkovConfig(BlockConfig):
 
     Attributes:
         markov_rank: r of the correction; at most the hidden size.
-        markov_all: `markov_in` has a row for each of the target's tokens, as published checkpoints do.
+        markov_all: `markov_in` has a row for each of the target's tokens, as published checkpoints
+            do.
     """
 
     markov_rank: Count = 256
@@ -35,13 +38,18 @@ class MarkovConfig(BlockConfig):
 
 
 class MarkovBlock(BlockDrafter):
-    """The block-parallel backbone with the correction. A kind sets the scale of `markov_in` and calls `post_init`."""
+    """The block-parallel backbone with the correction. A kind sets the scale of `markov_in` and
+    calls `post_init`.
+    """
 
     config: MarkovConfig
 
     def __init__(self, config: MarkovConfig):
         super().__init__(config)
-        rows = config.vocab_size if config.markov_all else config.draft_vocab_size + 1
+        if config.markov_all:
+            rows = config.vocab_size
+        else:
+            rows = config.draft_vocab_size + 1
         self.markov_in = nn.Embedding(rows, config.markov_rank)
         self.markov_out = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
 
@@ -52,7 +60,8 @@ class MarkovBlock(BlockDrafter):
 
     def markov_rows(self) -> Tensor:
         """[v] int64, the row of `markov_in` of each target id."""
-        v, kept = self.config.vocab_size, self.kept_ids.cpu()
+        v = self.config.vocab_size
+        kept = self.kept_ids.cpu()
         if self.config.markov_all:
             return torch.arange(v)
         rows = torch.full((v,), len(kept))
@@ -60,12 +69,18 @@ class MarkovBlock(BlockDrafter):
         return rows
 
     def file_rows(self) -> Tensor:
-        """[tokens of a file] int64 rows of `markov_in`; a learned mask, which is never the token before, gets the last row."""
+        """[tokens of a file] int64 rows of `markov_in`; a learned mask, which is never the token
+        before, gets the last row.
+        """
         rows = self.markov_rows()
-        return rows if self.mask is None else torch.cat((rows, torch.tensor([len(self.markov_in.weight) - 1])))
+        if self.mask is None:
+            return rows
+        return torch.cat((rows, torch.tensor([len(self.markov_in.weight) - 1])))
 
     def corrections(self, reads: Tensor, parents: Tensor) -> Tensor:
-        """[t, r], input of `markov_out`, from block states reads [t, h] and the tokens before, parents [t] target ids."""
+        """[t, r], input of `markov_out`, from block states reads [t, h] and the tokens before,
+        parents [t] target ids.
+        """
         return self.markov_in(self.own_ids[parents])
 
     def readout(self, reads: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,8 @@
-"""Counts of the tokens that followed the last few tokens in a corpus of earlier answers, built once and saved as safetensors.
+"""Counts of the tokens that followed the last few tokens in a corpus of earlier answers, built once
+and saved as safetensors.
 
-Source: retrieval-based speculative decoding (REST, arXiv 2311.08252); here with counts instead of a suffix array.
+Source: retrieval-based speculative decoding (REST, arXiv 2311.08252); here with counts instead of a
+suffix array.
 """
 
 from __future__ import annotations
@@ -44,8 +46,13 @@ class NgramTable(NamedTuple):
     max_n: int  # the longest context, in tokens
 
     @staticmethod
-    def build(documents: Iterable[Sequence[int]], max_n: int = 4, max_entries: int = 4_000_000) -> NgramTable:
-        """Counts the tokens after every context of 1 to max_n tokens; keeps the max_entries most frequent pairs.
+    def build(
+        documents: Iterable[Sequence[int]],
+        max_n: int = 4,
+        max_entries: int = 4_000_000,
+    ) -> NgramTable:
+        """Counts the tokens after every context of 1 to max_n tokens; keeps the max_entries most
+        frequent pairs.
 
         Args:
             documents: token ids; contexts do not cross documents.
@@ -55,7 +62,11 @@ class NgramTable(NamedTuple):
         """
         if max_n < 1 or max_entries < 1:
             raise UserError(f"max_n={max_n}, max_entries={max_entries}: both must be at least 1")
-        held: tuple[np.ndarray, ...] = (np.empty(0, np.uint64), np.empty(0, np.int32), np.empty(0, np.int64))
+        held: tuple[np.ndarray, ...] = (
+            np.empty(0, np.uint64),
+            np.empty(0, np.int32),
+            np.empty(0, np.int64),
+        )
         for tokens, owner in _blocks(documents):
             parts = [held, *(_pairs(tokens, owner, n) for n in range(1, max_n + 1))]
             held = _reduce(parts, max_entries)
@@ -73,38 +84,65 @@ class NgramTable(NamedTuple):
         place = int(np.searchsorted(self.hashes, np.uint64(key := context_hash(context))))
         if place == len(self.hashes) or int(self.hashes[place]) != key:
             return []
-        begin, end = int(self.starts[place]), int(self.starts[place + 1])
+        begin = int(self.starts[place])
+        end = int(self.starts[place + 1])
         counts = self.counts[begin : min(end, begin + _LIKELIEST)].tolist()
-        total = int(self.counts[begin:end].sum()) if end > begin + _LIKELIEST else sum(counts)
-        return [(t, c / total) for t, c in zip(self.tokens[begin : begin + len(counts)].tolist(), counts, strict=True)]
+        if end > begin + _LIKELIEST:
+            total = int(self.counts[begin:end].sum())
+        else:
+            total = sum(counts)
+        return [
+            (t, c / total)
+            for t, c in zip(self.tokens[begin : begin + len(counts)].tolist(), counts, strict=True)
+        ]
 
     def save(self, file: str | Path, tokenizer: str) -> None:
         """Writes the table. tokenizer: fingerprint of the tokenizer of the documents."""
-        arrays = {"hashes": self.hashes, "starts": self.starts, "tokens": self.tokens, "counts": self.counts}
-        save_file(arrays, file, {"format": _FORMAT, "tokenizer": tokenizer, "max_n": str(self.max_n)})
+        arrays = {
+            "hashes": self.hashes,
+            "starts": self.starts,
+            "tokens": self.tokens,
+            "counts": self.counts,
+        }
+        save_file(
+            arrays,
+            file,
+            {"format": _FORMAT, "tokenizer": tokenizer, "max_n": str(self.max_n)},
+        )
 
     @staticmethod
     def load(file: str | Path) -> tuple[NgramTable, str]:
         """Returns the table and its tokenizer's fingerprint.
 
-        Raises UserError: a missing file, another format, or a table that breaks the rules of the class.
+        Raises UserError: a missing file, another format, or a table that breaks the rules of the
+        class.
         """
         fix = "build one: drafttrain ngram-store"
-        with reading(file, "ngram_store", fix), safe_open(Path(file).expanduser(), framework="numpy") as store:
+        with (
+            reading(file, "ngram_store", fix),
+            safe_open(Path(file).expanduser(), framework="numpy") as store,
+        ):
             about = store.metadata() or {}
             if about.get("format") != _FORMAT:
                 raise UserError(f"ngram_store={str(file)!r} is no n-gram store; {fix}")
-            arrays = {name: store.get_tensor(name) for name in ("hashes", "starts", "tokens", "counts")}
-            table, tokenizer = NgramTable(**arrays, max_n=int(about["max_n"])), about["tokenizer"]
+            arrays = {
+                name: store.get_tensor(name) for name in ("hashes", "starts", "tokens", "counts")
+            }
+            table = NgramTable(**arrays, max_n=int(about["max_n"]))
+            tokenizer = about["tokenizer"]
             if rule := table.broken_rule():
                 raise UserError(f"ngram_store={str(file)!r} is damaged ({rule}); {fix}")
         return table, tokenizer
 
     def broken_rule(self) -> str:
         """The rule of the class that a table from a file breaks; '' for a sound one."""
-        contexts, entries = len(self.hashes), len(self.tokens)
+        contexts = len(self.hashes)
+        entries = len(self.tokens)
         types = {"hashes": np.uint64, "starts": np.int64, "tokens": np.int32, "counts": np.int32}
-        if any(getattr(self, name).ndim != 1 or getattr(self, name).dtype != wanted for name, wanted in types.items()):
+        if any(
+            getattr(self, name).ndim != 1 or getattr(self, name).dtype != wanted
+            for name, wanted in types.items()
+        ):
             return "its columns have other types or shapes"
         if len(self.starts) != contexts + 1 or len(self.counts) != entries or self.max_n < 1:
             return "its columns have lengths that do not fit together, or max_n is below 1"
@@ -112,7 +150,9 @@ class NgramTable(NamedTuple):
             return "its contexts do not divide its entries"
         if (self.hashes[1:] <= self.hashes[:-1]).any():
             return "its hashes do not ascend"
-        return "" if not entries or min(self.tokens.min(), self.counts.min() - 1) >= 0 else "it counts negative values"
+        if not entries or min(self.tokens.min(), self.counts.min() - 1) >= 0:
+            return ""
+        return "it counts negative values"
 
 
 def _blocks(documents: Iterable[Sequence[int]]) -> Iterable[tuple[np.ndarray, np.ndarray]]:
@@ -126,7 +166,10 @@ def _blocks(documents: Iterable[Sequence[int]]) -> Iterable[tuple[np.ndarray, np
             ends.append(len(tokens))
         if not tokens:
             return
-        yield np.array(tokens, np.int32), np.searchsorted(ends, np.arange(len(tokens)), side="right")
+        yield (
+            np.array(tokens, np.int32),
+            np.searchsorted(ends, np.arange(len(tokens)), side="right"),
+        )
 
 
 def _pairs(tokens: np.ndarray, owner: np.ndarray, n: int) -> tuple[np.ndarray, ...]:
@@ -143,13 +186,19 @@ def _reduce(parts: Sequence[tuple[np.ndarray, ...]], most: int) -> tuple[np.ndar
     """Sums the counts of equal pairs of hash and token, and keeps the `most` frequent pairs."""
     hashes, tokens, counts = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     order = np.lexsort((tokens, hashes))
-    hashes, tokens, counts = hashes[order], tokens[order], counts[order]
+    hashes = hashes[order]
+    tokens = tokens[order]
+    counts = counts[order]
     first = np.ones(len(hashes), bool)
     first[1:] = (hashes[1:] != hashes[:-1]) | (tokens[1:] != tokens[:-1])
     where = np.flatnonzero(first)
-    counts = np.add.reduceat(counts, where) if len(where) else counts
-    hashes, tokens = hashes[where], tokens[where]
+    if len(where):
+        counts = np.add.reduceat(counts, where)
+    hashes = hashes[where]
+    tokens = tokens[where]
     if len(hashes) > most:
         kept = np.sort(np.argpartition(-counts, most - 1)[:most])
-        hashes, tokens, counts = hashes[kept], tokens[kept], counts[kept]
+        hashes = hashes[kept]
+        tokens = tokens[kept]
+        counts = counts[kept]
     return hashes, tokens, counts

@@ -7,8 +7,9 @@
     anchor t, depth 0:  state = enter(h_t, x_{t+1})                head 0 predicts x_{t+2}
     anchor t, depth k:  state = advance(state, x_{t+1+k}, k)       head k predicts x_{t+2+k}
 
-Training walks along the data's tokens, decoding along drafted ones; both call `enter`, `advance` and `read`. A session keeps
-one state, that of the last committed token, computed from the target's own state in every round.
+Training walks along the data's tokens, decoding along drafted ones; both call `enter`, `advance`
+and `read`. A session keeps one state, that of the last committed token, computed from the target's
+own state in every round.
 """
 
 from __future__ import annotations
@@ -27,7 +28,14 @@ from drafttrain.drafters.common.starts import LeastSquares, head_rows
 from drafttrain.drafters.common.static_draft import DraftPlaces, SlotAttention
 from drafttrain.drafters.common.tensor_growth import Ask
 from drafttrain.drafters.common.trainable import TrainableDrafter
-from drafttrain.drafters.common.tree_growth import GrowingTree, Likeliest, Logits, grow_trees, rows_of, widest
+from drafttrain.drafters.common.tree_growth import (
+    GrowingTree,
+    Likeliest,
+    Logits,
+    grow_trees,
+    rows_of,
+    widest,
+)
 from drafttrain.drafters.common.tree_spec import paths_text
 from drafttrain.losses import SharedHead, linear_divergence
 from drafttrain.ops.cpu_draft import DraftHead
@@ -42,10 +50,12 @@ _CHUNK = 256
 
 
 class PathHeads(TrainableDrafter):
-    """Both halves of the contract; a kind adds `enter`, `advance` and `read`, a `HeadsConfig` and its modules.
+    """Both halves of the contract; a kind adds `enter`, `advance` and `read`, a `HeadsConfig` and
+    its modules.
 
     Attributes:
-        depths: number of depths, the deepest tree. independent: states do not depend on drafted tokens.
+        depths: number of depths, the deepest tree. independent: states do not depend on drafted
+            tokens.
         lm_heads: [d, w] one per depth, or fewer: the last one serves all further depths.
     """
 
@@ -66,14 +76,16 @@ class PathHeads(TrainableDrafter):
         self.register_buffer("kept_ids", torch.arange(size))
         self.post_init()
 
-    # -- forward pass, shared by training and decoding ----------------------------------------------------------
+    # -- forward pass, shared by training and decoding ---------------------------------------------
 
     def enter(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """[t, h] last states and [t] the tokens chosen from them -> [t, w] states at depth 0."""
         raise NotImplementedError
 
     def advance(self, state: Tensor, tokens: Tensor, depth: int) -> Tensor:
-        """[t, w] states of depth - 1 and [t] the tokens drafted from them -> [t, w'] states at `depth`, 1 or more."""
+        """[t, w] states of depth - 1 and [t] the tokens drafted from them -> [t, w'] states at
+        `depth`, 1 or more.
+        """
         raise NotImplementedError
 
     def read(self, state: Tensor, depth: int) -> Tensor:
@@ -89,16 +101,20 @@ class PathHeads(TrainableDrafter):
 
     def predict(self, state: Tensor, depth: int, width: int | None) -> Logits:
         """`logits`, or their `width` top tokens where a kernel finds them; None: all are needed."""
-        head = None if width is None else DraftHead.of(self.head(depth))
+        if width is None:
+            head = None
+        else:
+            head = DraftHead.of(self.head(depth))
         if head is None or width is None:
             return self.logits(state, depth)
         return Likeliest(*head.top(self.read(state, depth), min(width, head.vocabulary))[:2])
 
-    # -- training half ------------------------------------------------------------------------------------------
+    # -- training half -----------------------------------------------------------------------------
 
     def walk(self, batch: Batch, features: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields each depth's training inputs: flat positions [t] of the tokens read last, which its predictions are aligned
-        with, and the states [t, w] there."""
+        """Yields each depth's training inputs: flat positions [t] of the tokens read last, which
+        its predictions are aligned with, and the states [t, w] there.
+        """
         ids = batch.input_ids.flatten()
         anchors = anchors_by_depth(batch.response_mask, self.depths)
         state = self.enter(features.flatten(0, 1)[anchors[0]], ids[anchors[0] + 1])
@@ -109,24 +125,39 @@ class PathHeads(TrainableDrafter):
             yield flat + 1 + k, state
 
     def forward(self, inputs: StepInputs) -> StepOutput:
-        """All depths of all anchors along the data's tokens. The loss weighs depth k by depth_decay ** k, summing to 1."""
+        """All depths of all anchors along the data's tokens. The loss weighs depth k by depth_decay
+        ** k, summing to 1.
+        """
         batch, _, features, rows, row_of, count, measure = inputs
-        decay = self.config.depth_decay ** torch.arange(self.depths, dtype=torch.float32, device=row_of.device)
+        decay = self.config.depth_decay ** torch.arange(
+            self.depths,
+            dtype=torch.float32,
+            device=row_of.device,
+        )
         decay = decay / decay.sum()
         heads = [SharedHead(head.weight) for head in self.lm_heads]  # type: ignore[arg-type]
         losses: list[Tensor] = []
         outs = []
         for k, (at, state) in enumerate(self.walk(batch, features)):
             weight = (decay[k] / count).expand(len(at))  # [t] float32
-            read, index = self.read(state, k), row_of.flatten()[at]
+            read = self.read(state, k)
+            index = row_of.flatten()[at]
             head = heads[min(k, len(heads) - 1)]
-            out = linear_divergence(read, head, rows, index, weight, self.config.loss, measure=measure)
+            out = linear_divergence(
+                read,
+                head,
+                rows,
+                index,
+                weight,
+                self.config.loss,
+                measure=measure,
+            )
             losses.append(out.loss)
             outs.append(out)
         losses += [head.term() for head in heads]
         return StepOutput(torch.stack(losses).sum(), sums_by_depth(outs))
 
-    # -- start from the target ----------------------------------------------------------------------------------
+    # -- start from the target ---------------------------------------------------------------------
 
     def copy_from(self, target: Target) -> list[str]:
         """Copies the target's head rows of the kept tokens, into heads of the target's width."""
@@ -147,7 +178,9 @@ class PathHeads(TrainableDrafter):
 
     @torch.no_grad()
     def solve_start(self, batches: list[Batch], source: Source) -> float | None:
-        """Fits the best linear prediction of the target's last state at each depth by least squares; see `Drafter`."""
+        """Fits the best linear prediction of the target's last state at each depth by least
+        squares; see `Drafter`.
+        """
         fits: dict[int, LeastSquares] = {}
         power = 0.0
         for batch in batches:
@@ -166,13 +199,18 @@ class PathHeads(TrainableDrafter):
             self.take_map(index, found, rows.weight.float())
         return explained / max(power, 1e-9)
 
-    # -- proposal half ------------------------------------------------------------------------------------------
+    # -- proposal half -----------------------------------------------------------------------------
 
     def start(self, prompt_ids: Tensor, max_length: int) -> PathSession:
         return PathSession(self)
 
     def read_static(
-        self, ids: Tensor, features: Tensor, positions: Tensor, context: SlotAttention, ends: Tensor
+        self,
+        ids: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        context: SlotAttention,
+        ends: Tensor,
     ) -> Tensor:
         return self.enter(features[ends], ids[ends])
 
@@ -183,7 +221,9 @@ class PathHeads(TrainableDrafter):
             nonlocal states
             if self.independent:  # one row for all nodes of a depth
                 return self.logits(roots, depth)[:, None]
-            above = states.gather(1, parents[:, :, None].expand(-1, -1, states.shape[2])).flatten(0, 1)
+            above = states.gather(1, parents[:, :, None].expand(-1, -1, states.shape[2])).flatten(
+                0, 1
+            )
             state = self.advance(above, self.kept_ids[tokens.flatten()], depth)
             states = state.unflatten(0, tokens.shape)
             return self.logits(state, depth).unflatten(0, tokens.shape)
@@ -191,27 +231,54 @@ class PathHeads(TrainableDrafter):
         return self.logits(roots, 0)[:, None], ask
 
     @without_grad
-    def extend_all(self, sessions: Sequence[PathSession], tokens: Tensors, features: Tensors) -> None:
-        """Computes the state of each session's last committed token; the others leave nothing behind."""
+    def extend_all(
+        self,
+        sessions: Sequence[PathSession],
+        tokens: Tensors,
+        features: Tensors,
+    ) -> None:
+        """Computes the state of each session's last committed token; the others leave nothing
+        behind.
+        """
         if (steps := sessions[0].steps) is not None and steps.read(sessions, tokens, features):
             return
-        last = torch.cat([states[-1:] for states in features]), torch.cat([new[-1:] for new in tokens])
+        last = (
+            torch.cat([states[-1:] for states in features]),
+            torch.cat([new[-1:] for new in tokens]),
+        )
         for session, state in zip(sessions, self.enter(*last).split(1), strict=True):
             session.root = state
 
     @without_grad
-    def propose_all(self, sessions: Sequence[PathSession], specs: Specs, samplers: Samplers) -> list[TokenTree]:
+    def propose_all(
+        self,
+        sessions: Sequence[PathSession],
+        specs: Specs,
+        samplers: Samplers,
+    ) -> list[TokenTree]:
         """One step per depth over the nodes that any of the trees opens, down to the last head."""
         steps = sessions[0].steps
         if steps is not None and (static := steps.propose(sessions, specs, samplers)) is not None:
             return static
         width = widest(specs)
         first = self.predict(
-            torch.cat([session.root for session in sessions]), 0, width
+            torch.cat([session.root for session in sessions]),
+            0,
+            width,
         )  # [sessions, d], or top tokens
         trees = [
-            GrowingTree(spec, rows_of(first, row), self.kept_ids, sampler, self.depths, row, session.root)
-            for row, (session, spec, sampler) in enumerate(zip(sessions, specs, samplers, strict=True))
+            GrowingTree(
+                spec,
+                rows_of(first, row),
+                self.kept_ids,
+                sampler,
+                self.depths,
+                row,
+                session.root,
+            )
+            for row, (session, spec, sampler) in enumerate(
+                zip(sessions, specs, samplers, strict=True)
+            )
         ]
 
         def step(growing: list[GrowingTree], depth: int) -> Sequence[Logits]:
@@ -224,16 +291,18 @@ class PathHeads(TrainableDrafter):
             states = self.advance(states, tokens, depth)
             for tree, own in zip(growing, states.split(sizes), strict=True):
                 tree.states = own
-            logits, ends = self.predict(states, depth, width), [0, *accumulate(sizes)]
+            logits = self.predict(states, depth, width)
+            ends = [0, *accumulate(sizes)]
             return [rows_of(logits, slice(begin, end)) for begin, end in pairwise(ends)]
 
         return grow_trees(trees, step)
 
-    # -- default tree -------------------------------------------------------------------------------------------
+    # -- default tree ------------------------------------------------------------------------------
 
     @torch.no_grad()
     def suggest_tree(self, batches: list[Batch], source: Source) -> str | None:
-        """A fixed tree of `tree_nodes` nodes by how often each rank of each head is the target's choice on held-out data.
+        """A fixed tree of `tree_nodes` nodes by how often each rank of each head is the target's
+        choice on held-out data.
 
         None if no head is ever right. Source: Medusa, arXiv 2401.10774, on tree construction.
         """
@@ -248,7 +317,9 @@ class PathHeads(TrainableDrafter):
                     hits[k] += (found == right).sum(0).cpu()
                 anchors[k] += len(at)
         paths = likeliest_paths(hits / anchors.clamp(min=1), self.config.tree_nodes)
-        return paths_text(paths) if paths else None
+        if paths:
+            return paths_text(paths)
+        return None
 
 
 def likeliest_paths(shares: Tensor, nodes: int) -> list[tuple[int, ...]]:
@@ -264,14 +335,21 @@ def likeliest_paths(shares: Tensor, nodes: int) -> list[tuple[int, ...]]:
     found: list[tuple[float, tuple[int, ...]]] = []
     level: list[tuple[float, tuple[int, ...]]] = [(1.0, ())]
     for own in shares.cummin(dim=1).values.tolist():  # no rank before a better one
-        below = [(score * share, (*path, rank)) for score, path in level for rank, share in enumerate(own) if share]
+        below = [
+            (score * share, (*path, rank))
+            for score, path in level
+            for rank, share in enumerate(own)
+            if share
+        ]
         level = heapq.nlargest(nodes, below, key=itemgetter(0))
         found += level
     return [path for _, path in heapq.nlargest(nodes, found, key=itemgetter(0))]
 
 
 class PathSession(JointSession):
-    """One sequence being drafted. root: [1, w] state at the last committed token, from the first `extend` on."""
+    """One sequence being drafted. root: [1, w] state at the last committed token, from the first
+    `extend` on.
+    """
 
     def __init__(self, drafter: PathHeads):
         self.drafter = drafter

@@ -1,4 +1,6 @@
-"""Loading and saving drafters as transformers does: the part of every drafter, and that of drafters with weights."""
+"""Loading and saving drafters as transformers does: the part of every drafter, and that of drafters
+with weights.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,23 @@ from drafttrain.target.loading import quiet_bars
 from drafttrain.values import refuse_options
 
 # Options of transformers' `save_pretrained` that are of the upload.
-UPLOAD = {"token", "private", "revision", "create_pr", "commit_message", "commit_description", "tags"}
+UPLOAD = {
+    "token",
+    "private",
+    "revision",
+    "create_pr",
+    "commit_message",
+    "commit_description",
+    "tags",
+}
 
 
 class NamedDrafter:
     """A drafter that is found by its name.
 
     Attributes:
-        kind: the kind's name. fresh: it was loaded without a target, and `generate` is to prepare it for one.
+        kind: the kind's name. fresh: it was loaded without a target, and `generate` is to prepare
+            it for one.
     """
 
     kind: str = ""
@@ -32,7 +43,7 @@ class NamedDrafter:
     def __repr__(self) -> str:
         return f"{type(self).__name__}(kind={self.kind}, no weights)"
 
-    # -- loading and saving -------------------------------------------------------------------------------------
+    # -- loading and saving ------------------------------------------------------------------------
 
     @classmethod
     def from_pretrained(
@@ -44,44 +55,61 @@ class NamedDrafter:
         revision: str = "",
         **others: object,
     ) -> Self:
-        """A drafter of any kind, whose weights are exactly those that its config promises; code of a repository never runs.
+        """A drafter of any kind, whose weights are exactly those that its config promises; code of
+        a repository never runs.
 
         Args:
-            name: a folder or Hub id, or another name as in `load_drafter`. On a kind's class it must name that kind.
-            dtype: of the weights; as they are saved unless given. device: the CPU unless given. revision: branch, tag or commit
-                of a Hub id.
+            name: a folder or Hub id, or another name as in `load_drafter`. On a kind's class it
+                must name that kind.
+            dtype: of the weights; as they are saved unless given. device: the CPU unless given.
+                revision: branch, tag or commit of a Hub id.
 
         Returns:
-            A drafter that can be trained further, saved, pushed, or given to `generate`, which prepares it for its target.
+            A drafter that can be trained further, saved, pushed, or given to `generate`, which
+            prepares it for its target.
 
         Raises:
-            UserError: nothing there, files that do not fit together, another kind, or an option that is none of these.
+            UserError: nothing there, files that do not fit together, another kind, or an option
+                that is none of these.
         """
         dtype = others.pop("torch_dtype", dtype)  # type: ignore[assignment]  # the option's former name in transformers
         refuse_options("Drafter.from_pretrained", others, ("dtype", "device", "revision"))
-        registry: Any = importlib.import_module("drafttrain.drafters.registry")  # which imports this module
+        registry: Any = importlib.import_module(
+            "drafttrain.drafters.registry"
+        )  # which imports this module
         drafter = registry.load_unbound(str(name), dtype, device, revision)
         if not isinstance(drafter, cls):
-            raise UserError(f"{str(name)!r} is of kind {drafter.kind!r}, not {cls.kind!r}; use Drafter.from_pretrained")
+            raise UserError(
+                f"{str(name)!r} is of kind {drafter.kind!r}, not {cls.kind!r}; use Drafter.from_pretrained"
+            )
         return drafter
 
     def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
-        """Writes the drafter to a folder. Raises UserError: a kind without weights, or a combination."""
-        raise UserError(f"kind={self.kind!r} has no weights of its own to save; write its name where it is used")
+        """Writes the drafter to a folder. Raises UserError: a kind without weights, or a
+        combination.
+        """
+        raise UserError(
+            f"kind={self.kind!r} has no weights of its own to save; write its name where it is used"
+        )
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
-        """Uploads what `save_pretrained` writes; `drafttrain.push` adds a card, results and engines' formats.
+        """Uploads what `save_pretrained` writes; `drafttrain.push` adds a card, results and
+        engines' formats.
 
         Raises UserError: a kind without weights, or a combination.
         """
-        raise UserError(f"kind={self.kind!r} has no weights of its own to publish; name the trained drafter")
+        raise UserError(
+            f"kind={self.kind!r} has no weights of its own to publish; name the trained drafter"
+        )
 
 
 class SavedWeights(PreTrainedModel if TYPE_CHECKING else object):  # type: ignore[misc]
-    """A drafter with weights, also once they are packed for decoding, where most of them are no parameters.
+    """A drafter with weights, also once they are packed for decoding, where most of them are no
+    parameters.
 
     Attributes:
-        as_saved: the folder or tensors with the weights as they were before decoding rounded and packed them; None: unchanged.
+        as_saved: the folder or tensors with the weights as they were before decoding rounded and
+            packed them; None: unchanged.
     """
 
     kind: str
@@ -97,29 +125,44 @@ class SavedWeights(PreTrainedModel if TYPE_CHECKING else object):  # type: ignor
         return next(weight.dtype for weight in weights_of(self) if weight.is_floating_point())
 
     def __repr__(self) -> str:
-        count, name = sum(weight.numel() for weight in weights_of(self)), self.config.target.get("name", "")
-        dtype, kept = str(self.dtype).removeprefix("torch."), len(self.kept_ids)
-        state = "fresh" if self.fresh else "as trained" if self.as_saved is None else "packed for decoding"
+        count = sum(weight.numel() for weight in weights_of(self))
+        name = self.config.target.get("name", "")
+        dtype = str(self.dtype).removeprefix("torch.")
+        kept = len(self.kept_ids)
+        if self.fresh:
+            state = "fresh"
+        elif self.as_saved is None:
+            state = "as trained"
+        else:
+            state = "packed for decoding"
         return (
             f"{type(self).__name__}(kind={self.kind}, {count / 1e6:,.1f}M parameters, {dtype} on {self.device}, drafts {kept:,} "
             f"tokens, for target {name!r}, {state})"
         )
 
     def save_pretrained(  # type: ignore[override]
-        self, save_directory: str | Path, *, push_to_hub: bool = False, repo_id: str = "", **options: Any
+        self,
+        save_directory: str | Path,
+        *,
+        push_to_hub: bool = False,
+        repo_id: str = "",
+        **options: Any,
     ) -> None:
-        """Writes the drafter as transformers does; packed for decoding, with the weights that it had before.
+        """Writes the drafter as transformers does; packed for decoding, with the weights that it
+        had before.
 
         Args:
-            push_to_hub: also upload it, to `repo_id` (default: the folder's name). options: of transformers' `save_pretrained`
-                and, with push_to_hub, of its `push_to_hub`.
+            push_to_hub: also upload it, to `repo_id` (default: the folder's name). options: of
+                transformers' `save_pretrained` and, with push_to_hub, of its `push_to_hub`.
 
         Raises:
             UserError: `repo_id` and other options of an upload without push_to_hub.
         """
         upload = {key: options.pop(key) for key in UPLOAD & options.keys()}
         if (repo_id or upload) and not push_to_hub:
-            raise UserError(f"{next(iter(upload), 'repo_id')} is of an upload; set push_to_hub=True, or leave it out")
+            raise UserError(
+                f"{next(iter(upload), 'repo_id')} is of an upload; set push_to_hub=True, or leave it out"
+            )
         with quiet_bars():
             self._unpacked().write(save_directory, **options)
         if push_to_hub:
@@ -133,7 +176,9 @@ class SavedWeights(PreTrainedModel if TYPE_CHECKING else object):  # type: ignor
         return PreTrainedModel.push_to_hub(self, repo_id, **options)
 
     def keep_saved(self, folder: Path | None = None) -> None:
-        """Notes, before weights change for decoding, what `save_pretrained` writes: those of a folder, else the present ones."""
+        """Notes, before weights change for decoding, what `save_pretrained` writes: those of a
+        folder, else the present ones.
+        """
         if self.as_saved is None:
             self.as_saved = folder or self.state_dict()
 

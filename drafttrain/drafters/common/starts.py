@@ -1,30 +1,41 @@
-"""How drafters start: weights copied from the target where forms agree, and closed-form solutions before the first step.
+"""How drafters start: weights copied from the target where forms agree, and closed-form solutions
+before the first step.
 
-A drafter whose attention layer reads (state, token embedding) and adds to the state must first learn to predict the next token
-instead of the token it reads. That takes hundreds of steps from a random start, because the embedding reaches the output
-through attention alone. Least squares finds the best linear drafter in one pass over some data:
+A drafter whose attention layer reads (state, token embedding) and adds to the state must first
+learn to predict the next token instead of the token it reads. That takes hundreds of steps from a
+random start, because the embedding reaches the output through attention alone. Least squares finds
+the best linear drafter in one pass over some data:
 
     state_t    =  fc features_t                       ~  y_t        y: the target's last hidden state, scaled to RMS 1
     out_t      =  A state_t + E embed(x_{t+1})        ~  y_{t+1}    the same A and E at every depth
 
-`fc` is the first map. The second goes through attention in which each token sees itself: queries and keys are one random
-projection of the input, so that a token's score is highest with its own key; values and the output projection hold
-[E, A - rho I], where rho I is the residual's share. The MLP starts at zero.
+`fc` is the first map. The second goes through attention in which each token sees itself: queries
+and keys are one random projection of the input, so that a token's score is highest with its own
+key; values and the output projection hold [E, A - rho I], where rho I is the residual's share. The
+MLP starts at zero.
 
-Block-parallel drafters (`block_start`) start with a linear prediction in their first layer's attention. A mask carries no
-information on what to predict, so attention must first find the two places that do: the last token, at the start of the block,
+Block-parallel drafters (`block_start`) start with a linear prediction in their first layer's
+    attention. A mask carries no
+information on what to predict, so attention must first find the two places that do: the last token,
+    at the start of the block,
 and the newest feature, at the end of the context. Least squares over some data gives the map
 
     y_{t+1}  ~  E embed(x_{t+1}) + A unit(fc features_t)        y: the target's last hidden state, scaled to RMS 1
 
-which the layer's attention then computes. All masks have one constant query, given by their embedding. Keys are plus or minus
-one constant vector, by the sign of a linear probe (heads are normed): `token` heads match the block's token, `context` heads
-match features. Rotary positions do the rest: token heads use the slowest rotation only, so distance does not matter; context
-heads use all rotations at once, whose mean cosine falls like the logarithm of the distance, so their weights fall like a power
-of it and the newest feature dominates. MLPs and upper layers start at zero. All depths start with the prediction of the first.
+which the layer's attention then computes. All masks have one constant query, given by their
+    embedding. Keys are plus or minus
+one constant vector, by the sign of a linear probe (heads are normed): `token` heads match the
+    block's token, `context` heads
+match features. Rotary positions do the rest: token heads use the slowest rotation only, so distance
+    does not matter; context
+heads use all rotations at once, whose mean cosine falls like the logarithm of the distance, so
+    their weights fall like a power
+of it and the newest feature dominates. MLPs and upper layers start at zero. All depths start with
+    the prediction of the first.
 
-Every start reads some of the training data, on the drafter's device and perhaps twice, for a drafter that is bound to its
-target; it returns the share of variance of y that the map explains, 0 to 1.
+Every start reads some of the training data, on the drafter's device and perhaps twice, for a
+drafter that is bound to its target; it returns the share of variance of y that the map explains, 0
+to 1.
 """
 
 from __future__ import annotations
@@ -45,8 +56,8 @@ from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.ops.packing import PackedLinear
 from drafttrain.target import Target
 
-# Self scores of about 64 * SHARPNESS^2 / 8 at head size 64: high enough to select the own key among a few hundred, low
-# enough for gradients to move attention elsewhere.
+# Self scores of about 64 * SHARPNESS^2 / 8 at head size 64: high enough to select the own key among
+# a few hundred, low enough for gradients to move attention elsewhere.
 SHARPNESS = 1.3
 RIDGE = 1e-2
 # Context weights fall with the distance to this power.
@@ -56,11 +67,16 @@ SCORE = 8.0
 # RMS of a learned mask, small against the prediction that attention adds to it.
 MASK = 0.1
 # Linear layers of a decoder layer, by block.
-PROJECTIONS = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
+PROJECTIONS = {
+    "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+}
 
 
 def norm_weight(module: nn.Module) -> Tensor | None:
-    """The factors that an RMS norm applies, which some families store minus one; None for another kind of norm."""
+    """The factors that an RMS norm applies, which some families store minus one; None for another
+    kind of norm.
+    """
     if "RMSNorm" not in type(module).__name__:
         return None
     weight = next(module.parameters())
@@ -69,7 +85,10 @@ def norm_weight(module: nn.Module) -> Tensor | None:
 
 def copy_norm(ours: RMSNorm, theirs: nn.Module | None) -> bool:
     """Copies an RMS norm's factors; False if theirs is missing or of another kind or size."""
-    weight = norm_weight(theirs) if theirs is not None else None
+    if theirs is not None:
+        weight = norm_weight(theirs)
+    else:
+        weight = None
     if weight is None or weight.shape != ours.weight.shape:
         return False
     ours.weight.data.copy_(weight)
@@ -77,9 +96,11 @@ def copy_norm(ours: RMSNorm, theirs: nn.Module | None) -> bool:
 
 
 def copy_linear(ours: nn.Linear, theirs: Any, head_dim: int = 0) -> bool:
-    """Copies a projection. A wider input takes it in its last columns; the others get small random weights.
+    """Copies a projection. A wider input takes it in its last columns; the others get small random
+    weights.
 
-    With head_dim, fewer key or value heads than ours are repeated per group, which leaves attention unchanged.
+    With head_dim, fewer key or value heads than ours are repeated per group, which leaves attention
+    unchanged.
 
     Returns:
         False, with ours unchanged, if theirs is missing or does not fit.
@@ -90,8 +111,13 @@ def copy_linear(ours: nn.Linear, theirs: Any, head_dim: int = 0) -> bool:
     bias = getattr(theirs, "bias", None)
     if head_dim and ours.weight.shape[0] % weight.shape[0] == 0 and weight.shape[0] % head_dim == 0:
         times = ours.weight.shape[0] // weight.shape[0]
-        weight = weight.view(-1, head_dim, weight.shape[1]).repeat_interleave(times, dim=0).flatten(0, 1)
-        bias = None if bias is None else bias.view(-1, head_dim).repeat_interleave(times, dim=0).flatten()
+        weight = (
+            weight.view(-1, head_dim, weight.shape[1]).repeat_interleave(times, dim=0).flatten(0, 1)
+        )
+        if bias is None:
+            bias = None
+        else:
+            bias = bias.view(-1, head_dim).repeat_interleave(times, dim=0).flatten()
     if weight.shape[0] != ours.weight.shape[0] or weight.shape[1] > ours.weight.shape[1]:
         return False
     ours.weight.data[:, : -weight.shape[1]] *= 0.1
@@ -107,26 +133,46 @@ def copy_layer(ours: DraftLayer, theirs: nn.Module) -> list[str]:
     The `hidden_norm` of a layer that has one takes their input norm.
     """
     # Families with four norms per layer name the norm before the MLP differently.
-    before_mlp = getattr(theirs, "pre_feedforward_layernorm", None) or getattr(theirs, "post_attention_layernorm", None)
-    attention, their_attention = ours.self_attn, getattr(theirs, "self_attn", None)
-    input_norm = "hidden_norm" if ours.hidden_norm is not None else "input_layernorm"
+    before_mlp = getattr(theirs, "pre_feedforward_layernorm", None) or getattr(
+        theirs,
+        "post_attention_layernorm",
+        None,
+    )
+    attention = ours.self_attn
+    their_attention = getattr(theirs, "self_attn", None)
+    if ours.hidden_norm is not None:
+        input_norm = "hidden_norm"
+    else:
+        input_norm = "input_layernorm"
     norms = {
         input_norm: (getattr(ours, input_norm), getattr(theirs, "input_layernorm", None)),
         "post_attention_layernorm": (ours.post_attention_layernorm, before_mlp),
         "self_attn.q_norm": (attention.q_norm, getattr(their_attention, "q_norm", None)),
         "self_attn.k_norm": (attention.k_norm, getattr(their_attention, "k_norm", None)),
     }
-    done = {name: copy_norm(own, other) for name, (own, other) in norms.items() if isinstance(own, RMSNorm)}
+    done = {
+        name: copy_norm(own, other)
+        for name, (own, other) in norms.items()
+        if isinstance(own, RMSNorm)
+    }
     for block, names in PROJECTIONS.items():
         for name in names:
-            repeated = attention.head_dim if name in ("k_proj", "v_proj") else 0
+            repeated = 0
+            if name in ("k_proj", "v_proj"):
+                repeated = attention.head_dim
             other = getattr(getattr(theirs, block, None), name, None)
-            done[f"{block}.{name}"] = copy_linear(getattr(getattr(ours, block), name), other, repeated)
+            done[f"{block}.{name}"] = copy_linear(
+                getattr(getattr(ours, block), name),
+                other,
+                repeated,
+            )
     return [name for name, copied in done.items() if copied]
 
 
 def copy_last_layers(ours: Sequence[DraftLayer], theirs: Sequence[nn.Module]) -> list[list[str]]:
-    """Copies a target's last layers (`Target.last_layers`) into our last ones; returns the names of copied parts per layer."""
+    """Copies a target's last layers (`Target.last_layers`) into our last ones; returns the names of
+    copied parts per layer.
+    """
     ours = ours[len(ours) - len(theirs) :]
     return [copy_layer(layer, other) for layer, other in zip(ours, theirs, strict=True)]
 
@@ -147,13 +193,25 @@ def head_rows(target: Target, kept_ids: Tensor) -> Tensor:
     return target.head_weight[kept_ids.to(target.head_weight.device)]
 
 
-def frozen_head(target: Target, kept_ids: Tensor, packed: bool, scale: float = 1.0) -> nn.Linear | PackedLinear:
-    """The target's head rows of the kept tokens times `scale`, as a frozen layer; without a copy where it can."""
-    rows = target.head_weight if len(kept_ids) == len(target.head_weight) else head_rows(target, kept_ids)
+def frozen_head(
+    target: Target,
+    kept_ids: Tensor,
+    packed: bool,
+    scale: float = 1.0,
+) -> nn.Linear | PackedLinear:
+    """The target's head rows of the kept tokens times `scale`, as a frozen layer; without a copy
+    where it can.
+    """
+    if len(kept_ids) == len(target.head_weight):
+        rows = target.head_weight
+    else:
+        rows = head_rows(target, kept_ids)
     head = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
     rows = rows.detach().to(target.device)
     head.weight = nn.Parameter(rows if scale == 1.0 else rows * scale, requires_grad=False)
-    return PackedLinear(head) if packed else head
+    if packed:
+        return PackedLinear(head)
+    return head
 
 
 def unit(x: Tensor) -> Tensor:
@@ -170,8 +228,14 @@ class LeastSquares:
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """x [n, i], y [n, o]."""
-        xx, xy = x.T @ x, x.T @ y
-        self.xx, self.xy = (self.xx + xx, self.xy + xy) if self.xx.numel() else (xx, xy)
+        xx = x.T @ x
+        xy = x.T @ y
+        if self.xx.numel():
+            self.xx = self.xx + xx
+            self.xy = self.xy + xy
+        else:
+            self.xx = xx
+            self.xy = xy
         self.count += len(x)
 
     def solve(self, each: bool = False) -> Tensor:
@@ -184,10 +248,14 @@ class LeastSquares:
 
 @torch.no_grad()
 def linear_start(drafter: Any, batches: list[Batch], source: Source) -> float:
-    """The start of an `Eagle3` whose head is set: overwrites fc, attention, MLP output, the scale of the final norm."""
+    """The start of an `Eagle3` whose head is set: overwrites fc, attention, MLP output, the scale
+    of the final norm.
+    """
     project = _projection(drafter, batches, source)  # [target h, h]
-    first, second = LeastSquares(), LeastSquares()
-    squares, power = 0.0, 0.0
+    first = LeastSquares()
+    second = LeastSquares()
+    squares = 0.0
+    power = 0.0
     for batch in batches:
         features, rows, row_of = source(batch)
         hidden = rows.hidden.float()
@@ -202,21 +270,31 @@ def linear_start(drafter: Any, batches: list[Batch], source: Source) -> float:
         state = drafter.norm_features(features).float() @ fc.T
         states += float(state.square().mean(-1).sum())
         second.add(torch.cat((unit(embeds), unit(state)), dim=-1), unit(hidden) @ project)
-    maps, covariance = second.solve(), second.xx / second.count  # [h, target h + h] and its square
+    # [h, target h + h] and its square
+    maps = second.solve()
+    covariance = second.xx / second.count
     rho = float(((maps @ covariance) * maps).sum() / len(maps)) ** 0.5
-    config, middle = drafter.config, drafter.midlayer
+    config = drafter.config
+    middle = drafter.midlayer
     drafter.fc.weight.copy_(fc * rho / (states / second.count) ** 0.5)
     assert middle.hidden_norm is not None
     middle.hidden_norm.weight.fill_(1.0)
     _zero_outputs(drafter.decoder_layers)
     _set_attention(middle.self_attn, maps, covariance, 1.0 if config.norm_before_residual else rho)
     scale = (squares / first.count) ** 0.5
-    if config.norm_output:  # the next depth's input keeps the size that the map expects, so the head takes the scale
+    if (
+        config.norm_output
+    ):  # the next depth's input keeps the size that the map expects, so the head takes the scale
         drafter.norm.weight.fill_(rho)
         drafter.lm_head.weight.mul_(scale / rho)
     else:
         drafter.norm.weight.fill_(scale)
-    set_temperature(drafter, batches[0], source, drafter.lm_head.weight if config.norm_output else drafter.norm.weight)
+    set_temperature(
+        drafter,
+        batches[0],
+        source,
+        drafter.lm_head.weight if config.norm_output else drafter.norm.weight,
+    )
     return rho**2 / (power / first.count)
 
 
@@ -225,7 +303,8 @@ def _projection(drafter: Any, batches: list[Batch], source: Source) -> Tensor:
 
     A narrower drafter takes the directions of most variance, a wider one leaves columns empty.
     """
-    h, wide = drafter.config.hidden_size, drafter.config.target_hidden_size
+    h = drafter.config.hidden_size
+    wide = drafter.config.target_hidden_size
     if h == wide:
         return torch.eye(h, device=drafter.device)
     covariance = torch.zeros(wide, wide, device=drafter.device)
@@ -234,7 +313,9 @@ def _projection(drafter: Any, batches: list[Batch], source: Source) -> Tensor:
         y = unit(rows.hidden.float())
         covariance += y.T @ y
     project = torch.zeros(wide, h, device=drafter.device)
-    directions = torch.linalg.eigh(covariance).eigenvectors.flip(1)[:, :h]  # eigenvalues come in ascending order
+    directions = torch.linalg.eigh(covariance).eigenvectors.flip(1)[
+        :, :h
+    ]  # eigenvalues come in ascending order
     project[:, : directions.shape[1]] = directions
     drafter.lm_head.weight.copy_(rows.weight.float() @ project)
     return project
@@ -248,9 +329,13 @@ def _zero_outputs(layers: Iterable[Any]) -> None:
 
 
 def _set_attention(attention: Attention, maps: Tensor, covariance: Tensor, residual: float) -> None:
-    """Stores x -> maps x, less the residual's share of x, in heads that attend to their own token; the others' outputs are 0."""
+    """Stores x -> maps x, less the residual's share of x, in heads that attend to their own token;
+    the others' outputs are 0.
+    """
     h, width = maps.shape
-    e, heads, kv = attention.head_dim, attention.heads, attention.kv_heads
+    e = attention.head_dim
+    heads = attention.heads
+    kv = attention.kv_heads
     wanted = maps.clone()
     wanted[:, width - h :] -= residual * torch.eye(h, device=maps.device)
     used = range(min(kv, -(-h // e)))  # key/value heads that carry the map
@@ -258,12 +343,16 @@ def _set_attention(attention: Attention, maps: Tensor, covariance: Tensor, resid
         if linear.bias is not None:
             linear.bias.zero_()
     for norm in (attention.q_norm, attention.k_norm):
-        for weight in norm.parameters():  # head norms remove the probe's length, so their weights carry the sharpness
+        for weight in (
+            norm.parameters()
+        ):  # head norms remove the probe's length, so their weights carry the sharpness
             weight.fill_(SHARPNESS * (64 / e) ** 0.25)
     store_map(attention, wanted, covariance, used)
     generator = torch.Generator().manual_seed(0)
     for head in used:
-        probe = torch.randn(e, width, generator=generator) * SHARPNESS * (64 / e) ** 0.25 / width**0.5
+        probe = (
+            torch.randn(e, width, generator=generator) * SHARPNESS * (64 / e) ** 0.25 / width**0.5
+        )
         attention.k_proj.weight[head * e : (head + 1) * e] = probe
         attention.q_proj.weight.view(kv, heads // kv, e, width)[head] = probe
 
@@ -271,7 +360,8 @@ def _set_attention(attention: Attention, maps: Tensor, covariance: Tensor, resid
 def store_map(attention: Attention, wanted: Tensor, covariance: Tensor, heads: range) -> None:
     """Stores x -> wanted x in the values and outputs of key/value heads.
 
-    The directions that matter most for this data come first, so that few heads lose as little as possible.
+    The directions that matter most for this data come first, so that few heads lose as little as
+    possible.
 
     Args:
         wanted: [h, i]; covariance: [i, i] second moments of x.
@@ -287,8 +377,14 @@ def store_map(attention: Attention, wanted: Tensor, covariance: Tensor, heads: r
         out[:, head * group, : part.shape[1]] = part
 
 
-def anchor_rows(drafter: TrainableDrafter, batch: Batch, source: Source) -> tuple[Tensor, Tensor, Tensor]:
-    """Regression data at every anchor t, float32: embedding of x_{t+1} [n, h], features_t [n, f*h], last state at t+1 [n, h]."""
+def anchor_rows(
+    drafter: TrainableDrafter,
+    batch: Batch,
+    source: Source,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Regression data at every anchor t, float32: embedding of x_{t+1} [n, h], features_t [n, f*h],
+    last state at t+1 [n, h].
+    """
     features, rows, row_of = source(batch)
     anchors = anchors_by_depth(batch.response_mask, 1)[0]
     embeds = drafter.embed(batch.input_ids.flatten()[anchors + 1])
@@ -298,18 +394,27 @@ def anchor_rows(drafter: TrainableDrafter, batch: Batch, source: Source) -> tupl
 
 @torch.no_grad()
 def projection_start(
-    drafter: LayerDrafter, projections: Sequence[nn.Linear], batches: Iterable[Batch], source: Source, normed: bool
+    drafter: LayerDrafter,
+    projections: Sequence[nn.Linear],
+    batches: Iterable[Batch],
+    source: Source,
+    normed: bool,
 ) -> tuple[float, float]:
-    """The start of kinds whose projections read (token embedding, state) before the layers: each takes the whole map.
+    """The start of kinds whose projections read (token embedding, state) before the layers: each
+    takes the whole map.
 
         projection [embed(x_{t+1}), f_t]  ~  f_{t+1}
 
-    The layers start with zero output projections. normed: embedding, state and prediction are scaled to RMS 1.
+    The layers start with zero output projections. normed: embedding, state and prediction are
+    scaled to RMS 1.
 
     Returns:
         Share of variance of f that the map explains, 0 to 1, and the RMS of f.
     """
-    fit, sizes, power, squares = LeastSquares(), list[Tensor](), 0.0, 0.0
+    fit = LeastSquares()
+    sizes = list[Tensor]()
+    power = 0.0
+    squares = 0.0
     for batch in batches:
         *parts, y = anchor_rows(drafter, batch, source)
         squares += float(y.square().mean(-1).sum())
@@ -318,7 +423,9 @@ def projection_start(
         # Inputs of about one size, so that the ridge does not decide between them.
         sizes = sizes or [part.square().mean().sqrt() for part in parts]
         power += float(y.square().mean(-1).sum())
-        fit.add(torch.cat([part / size for part, size in zip(parts, sizes, strict=True)], dim=-1), y)
+        fit.add(
+            torch.cat([part / size for part, size in zip(parts, sizes, strict=True)], dim=-1), y
+        )
     maps = fit.solve()  # [h, 2h]
     explained = float(((maps @ fit.xx) * maps).sum()) / len(maps) / power
     left, right = maps.chunk(2, dim=1)
@@ -328,15 +435,28 @@ def projection_start(
     return explained, (squares / fit.count) ** 0.5
 
 
-def set_temperature(drafter: TrainableDrafter, batch: Batch, source: Source, scaled: Tensor) -> None:
-    """Scales the logits to the lowest loss on two rows: the RMS of a linear prediction does not give its certainty.
+def set_temperature(
+    drafter: TrainableDrafter,
+    batch: Batch,
+    source: Source,
+    scaled: Tensor,
+) -> None:
+    """Scales the logits to the lowest loss on two rows: the RMS of a linear prediction does not
+    give its certainty.
 
     Args:
         scaled: the weight that scales the logits.
     """
     part = batch.first_rows(2)
-    inputs = StepInputs(part, drafter.embed(part.input_ids), *source(part), total=1.0, measure=False)
-    weight, best = scaled.clone(), (float("inf"), 1.0)
+    inputs = StepInputs(
+        part,
+        drafter.embed(part.input_ids),
+        *source(part),
+        total=1.0,
+        measure=False,
+    )
+    weight = scaled.clone()
+    best = (float("inf"), 1.0)
     for factor in (0.25, 0.35, 0.5, 0.65, 0.8, 1.0):
         scaled.copy_(weight * factor)
         best = min(best, (float(drafter(inputs).loss), factor))
@@ -345,10 +465,13 @@ def set_temperature(drafter: TrainableDrafter, batch: Batch, source: Source, sca
 
 @torch.no_grad()
 def block_start(drafter: Any, batches: list[Batch], source: Source) -> float:
-    """The start of a `BlockDrafter`: overwrites fc, the first layer's attention, the outputs of all other modules, a learned
-    mask, the final norm's scale."""
+    """The start of a `BlockDrafter`: overwrites fc, the first layer's attention, the outputs of all
+    other modules, a learned mask, the final norm's scale.
+    """
     h = drafter.config.hidden_size
-    joint, fitted, squares = LeastSquares(), LeastSquares(), 0.0
+    joint = LeastSquares()
+    fitted = LeastSquares()
+    squares = 0.0
     for batch in batches:
         embeds, features, hidden = anchor_rows(drafter, batch, source)
         joint.add(torch.cat((unit(embeds), features), dim=-1), unit(hidden))
@@ -361,7 +484,8 @@ def block_start(drafter: Any, batches: list[Batch], source: Source) -> float:
         both = torch.cat((unit(embeds), drafter.fuse(features).float()), dim=-1)
         fitted.add(both, unit(hidden))
         mean += both.sum(0)
-    maps, covariance = _solve_scaled(fitted), fitted.xx / fitted.count
+    maps = _solve_scaled(fitted)
+    covariance = fitted.xx / fitted.count
     explained = float(((maps @ covariance) * maps).sum() / h)
 
     if drafter.mask is not None:
@@ -378,7 +502,9 @@ def block_start(drafter: Any, batches: list[Batch], source: Source) -> float:
 
 
 def _solve_scaled(fit: LeastSquares) -> Tensor:
-    """[o, i]; the ridge is a share of each input's own power: features differ by orders of magnitude."""
+    """[o, i]; the ridge is a share of each input's own power: features differ by orders of
+    magnitude.
+    """
     return torch.linalg.solve(fit.xx + RIDGE * torch.diag(fit.xx.diagonal() + 1e-6), fit.xy).T
 
 
@@ -386,26 +512,38 @@ def _set_block_attention(drafter: Any, maps: Tensor, covariance: Tensor, mean: T
     """Half the key/value heads (rounded up) read the block's token, the others the newest context.
 
     Args:
-        maps: [h, 2h] E and A; covariance: [2h, 2h] second moments of what they read; mean: [2h] of it.
+        maps: [h, 2h] E and A; covariance: [2h, 2h] second moments of what they read; mean: [2h] of
+            it.
     """
-    attention, rotary, h = drafter.layers[0].self_attn, drafter.rotary, drafter.config.hidden_size
-    e, kv, group = attention.head_dim, attention.kv_heads, attention.heads // attention.kv_heads
+    attention = drafter.layers[0].self_attn
+    rotary = drafter.rotary
+    h = drafter.config.hidden_size
+    e = attention.head_dim
+    kv = attention.kv_heads
+    group = attention.heads // attention.kv_heads
     mask = unit(drafter.mask_embedding().float())
-    token, context = slice(0, h), slice(h, 2 * h)
+    token = slice(0, h)
+    context = slice(h, 2 * h)
     gram = covariance[token, token] + covariance[context, context] + torch.outer(mask, mask)
     gram += RIDGE * gram.diagonal().mean() * torch.eye(h, device=gram.device)
     tokens = -(-kv // 2)
     half = rotary.width // 2
-    slow, every = torch.zeros(e, device=gram.device), torch.zeros(e, device=gram.device)
+    slow = torch.zeros(e, device=gram.device)
+    every = torch.zeros(e, device=gram.device)
     slow[half - 1], every[:half] = e**0.5, (e / half) ** 0.5
     strength = POWER * math.log(rotary.parameters["rope_theta"])
     for norm in (attention.q_norm, attention.k_norm):
         norm.weight.fill_((strength / e**0.5) ** 0.5)
-    # Queries of token heads are rotated away from their keys, into a plane where the keys are zero, until the score fits.
+    # Queries of token heads are rotated away from their keys, into a plane where the keys are zero,
+    # until the score fits.
     aside = torch.zeros_like(slow)
     aside[0] = e**0.5
-    share = min(1.0, SCORE / strength) if half > 1 else 1.0
-    newest = rotate(every[None, None], *rotary.compute(torch.tensor([-1], device=gram.device), torch.float32))[0, 0]
+    share = 1.0
+    if half > 1:
+        share = min(1.0, SCORE / strength)
+    newest = rotate(
+        every[None, None], *rotary.compute(torch.tensor([-1], device=gram.device), torch.float32)
+    )[0, 0]
     for part, heads, key, query, sign in (
         (token, range(tokens), slow, share * slow + (1 - share**2) ** 0.5 * aside, 1.0),
         (context, range(tokens, kv), every, newest, -1.0),

@@ -1,11 +1,13 @@
-"""Static draft steps: what a drafter reads and drafts in a round, as functions of fixed buffers that CUDA graphs replay.
+"""Static draft steps: what a drafter reads and drafts in a round, as functions of fixed buffers
+that CUDA graphs replay.
 
     round      committed tokens and features of R sequences    ->  ReadStep    keys of the tokens, `roots` of the next trees
                roots                                           ->  GrowStep    all depths of all trees, one transfer at the end
 
-The launches of a depth take a GPU longer than its work, and a tree that the host chooses waits for the device at every depth.
-`DraftSteps` holds the steps of a drafter and the cache that its sessions share. A session's buffers are views of its row there,
-so prompts, and what no step serves, take the dynamic passes (`extend_all`, `propose_all`).
+The launches of a depth take a GPU longer than its work, and a tree that the host chooses waits for
+the device at every depth. `DraftSteps` holds the steps of a drafter and the cache that its sessions
+share. A session's buffers are views of its row there, so prompts, and what no step serves, take the
+dynamic passes (`extend_all`, `propose_all`).
 """
 
 from __future__ import annotations
@@ -26,7 +28,12 @@ from drafttrain.errors import first_line
 from drafttrain.ops.graphs import BUCKETS, GraphPool, bucket, padded_rows, step_shape, upload
 from drafttrain.ops.sampling import Sampler, SamplingParams
 from drafttrain.ops.tree_attention import AttentionForm, TreeLayout
-from drafttrain.ops.tree_attention_triton import PackedPlan, PlanShape, pack_plan, packed_tree_attention
+from drafttrain.ops.tree_attention_triton import (
+    PackedPlan,
+    PlanShape,
+    pack_plan,
+    packed_tree_attention,
+)
 from drafttrain.ops.tree_cache import TreeCache
 
 _WORD = 32
@@ -34,28 +41,45 @@ _MOST_OPENED = BUCKETS[-1]  # nodes of all trees at one depth, and of one tree
 
 
 class SlotAttention:
-    """Attention of new tokens that are stored at given slots of a cache, as a plan defines it (an `AttentionContext`).
+    """Attention of new tokens that are stored at given slots of a cache, as a plan defines it (an
+    `AttentionContext`).
 
     Args:
-        slots: [n] int64 of the new keys, on the cache's common axis. plan: of the queries, perhaps each row's last ones only.
+        slots: [n] int64 of the new keys, on the cache's common axis. plan: of the queries, perhaps
+            each row's last ones only.
     """
 
     def __init__(self, cache: TreeCache, slots: Tensor, plan: PackedPlan):
-        self.cache, self.slots, self.plan = cache, slots, plan
+        self.cache = cache
+        self.slots = slots
+        self.plan = plan
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]
+    ) -> Tensor:
         """See `AttentionContext.attend`."""
         self.cache.store(layer, self.slots, key, value)
-        return packed_tree_attention(query, *self.cache.by_row(layer), self.plan, **form).transpose(1, 2)
+        return packed_tree_attention(query, *self.cache.by_row(layer), self.plan, **form).transpose(
+            1, 2
+        )
 
     def layers(self, count: int, window: int) -> list[Attend]:
-        """The same for a drafter's layers, whose tokens are flat; window: visible positions, 0 for all."""
+        """The same for a drafter's layers, whose tokens are flat; window: visible positions, 0 for
+        all.
+        """
 
         def of_layer(layer: int) -> Attend:
             def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
                 parts = (part.transpose(0, 1)[None] for part in (query, key, value))
                 scaling = query.shape[-1] ** -0.5
-                out = self.attend(layer, *parts, scaling=scaling, window=window or None, softcap=None, sinks=None)
+                out = self.attend(
+                    layer,
+                    *parts,
+                    scaling=scaling,
+                    window=window or None,
+                    softcap=None,
+                    sinks=None,
+                )
                 return out[0].flatten(1)  # [n, heads * e]
 
             return attend
@@ -64,10 +88,12 @@ class SlotAttention:
 
 
 class DraftPlaces:
-    """Where the new tokens of a round's draft stand behind the committed ones, computed on the device.
+    """Where the new tokens of a round's draft stand behind the committed ones, computed on the
+    device.
 
     Args:
-        cache: of the sessions. rows: [R] int64 each sequence's. held: [R] int64 its committed tokens whose keys are in place.
+        cache: of the sessions. rows: [R] int64 each sequence's. held: [R] int64 its committed
+            tokens whose keys are in place.
         growth: of the trees that grow behind the last committed token, their root.
 
     Attributes:
@@ -75,45 +101,77 @@ class DraftPlaces:
     """
 
     def __init__(self, cache: TreeCache, rows: Tensor, held: Tensor, growth: TensorGrowth):
-        self.cache, self.rows, self.held = cache, rows, held
-        most, self.depth = 1 + sum(growth.opens), growth.depth
-        self.chain, self._level, self._next = all(count == 1 for count in growth.opens), 0, 1
+        self.cache = cache
+        self.rows = rows
+        self.held = held
+        most = 1 + sum(growth.opens)
+        self.depth = growth.depth
+        self.chain = all(count == 1 for count in growth.opens)
+        self._level = 0
+        self._next = 1
         shape = (len(rows), most)
         self._positions = (held - 1)[:, None].expand(shape).to(torch.int32).contiguous()
-        words = 1 if self.chain else -(-most // _WORD)
+        words = 1
+        if not self.chain:
+            words = -(-most // _WORD)
         self._ancestors = torch.zeros((*shape, words), dtype=torch.int32, device=rows.device)
         self._ancestors[:, 0, 0].fill_(1)
 
     def open(self, depth: int, parents: Tensor) -> tuple[Tensor, SlotAttention]:
-        """A depth's nodes, whose parents [R, m] are counted among those opened before: positions [R * m], and their attention."""
+        """A depth's nodes, whose parents [R, m] are counted among those opened before: positions [R
+        * m], and their attention.
+        """
         (_, m), begin = parents.shape, self._next
         own = torch.arange(begin, begin + m, device=parents.device)  # numbers in the tree
         self._positions[:, begin : begin + m] += depth
         if not self.chain:
             words = torch.arange(self._ancestors.shape[2], device=parents.device)
             # [m, words]
-            bits = torch.where(words == own[:, None] // _WORD, (1 << own % _WORD)[:, None], 0).to(torch.int32)
+            bits = torch.where(words == own[:, None] // _WORD, (1 << own % _WORD)[:, None], 0).to(
+                torch.int32
+            )
             above = (self._level + parents)[:, :, None].expand(-1, -1, len(words))
             self._ancestors[:, begin : begin + m] = self._ancestors.gather(1, above) | bits
-        self._level, self._next = begin, begin + m
+        self._level = begin
+        self._next = begin + m
         return self._attention(self.held - 1, own, m, self._positions, self._ancestors, self.chain)
 
-    def behind(self, count: int, queries: int, mutual: bool = False) -> tuple[Tensor, SlotAttention]:
-        """`count` tokens in a row behind the committed ones; mutual: they see each other in both directions.
+    def behind(
+        self,
+        count: int,
+        queries: int,
+        mutual: bool = False,
+    ) -> tuple[Tensor, SlotAttention]:
+        """`count` tokens in a row behind the committed ones; mutual: they see each other in both
+        directions.
 
         Returns:
             Positions [R * count], and the attention of each sequence's last `queries` tokens.
         """
         own = torch.arange(count, device=self.rows.device)
         positions = (self.held[:, None] + own).to(torch.int32)
-        words = torch.full((*positions.shape, -(-count // _WORD)), -1, dtype=torch.int32, device=own.device)  # all bits
+        words = torch.full(
+            (*positions.shape, -(-count // _WORD)),
+            -1,
+            dtype=torch.int32,
+            device=own.device,
+        )  # all bits
         return self._attention(self.held, own, queries, positions, words, not mutual)
 
     def _attention(
-        self, prefix: Tensor, own: Tensor, queries: int, positions: Tensor, ancestors: Tensor, chain: bool
+        self,
+        prefix: Tensor,
+        own: Tensor,
+        queries: int,
+        positions: Tensor,
+        ancestors: Tensor,
+        chain: bool,
     ) -> tuple[Tensor, SlotAttention]:
-        """Stores tokens `own` [n] of each tree at the slots behind `prefix` [R]; the last `queries` of them attend."""
-        rows, device = len(self.rows), own.device
+        """Stores tokens `own` [n] of each tree at the slots behind `prefix` [R]; the last `queries`
+        of them attend.
+        """
+        rows = len(self.rows)
+        device = own.device
         slots = (self.rows * self.cache.capacity + prefix)[:, None] + own  # [R, n]
         each = torch.arange(rows + 1, dtype=torch.int32, device=device)
         whole = lambda number: torch.full((rows,), number, dtype=torch.int32, device=device)  # noqa: E731
@@ -143,7 +201,12 @@ class StaticDrafter(Protocol):
 
     def static_layers(self) -> dict[int, tuple[Tensor, Tensor]]: ...
     def read_static(
-        self, ids: Tensor, features: Tensor, positions: Tensor, context: SlotAttention, ends: Tensor
+        self,
+        ids: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        context: SlotAttention,
+        ends: Tensor,
     ) -> Tensor: ...
     def draft_static(self, roots: Tensor, places: DraftPlaces) -> tuple[Logits, Ask]: ...
 
@@ -167,24 +230,43 @@ class ReadStep:
         self.steps, self.shape, tokens, device = steps, shape, shape.tokens, features.device
         self.ids = torch.zeros(tokens, dtype=torch.long, device=device)
         self.features = features.new_zeros(tokens, features.shape[1])
-        # int32 numbers of the plan, then int64 ones: slots [N], the row of each sequence and its last token [R].
-        self._numbers = torch.zeros(shape.numbers + 2 * (tokens + 2 * shape.rows), dtype=torch.int32, device=device)
+        # int32 numbers of the plan, then int64 ones: slots [N], the row of each sequence and its
+        # last token [R].
+        self._numbers = torch.zeros(
+            shape.numbers + 2 * (tokens + 2 * shape.rows),
+            dtype=torch.int32,
+            device=device,
+        )
         self.plan = PackedPlan.static(self._numbers[: shape.numbers], shape)
         long = self._numbers[shape.numbers :].view(torch.int64)
         self.slots, self.rows, self.ends = long.split([tokens, shape.rows, shape.rows])
 
-    def fill(self, rows: Sequence[int], layouts: Sequence[TreeLayout], ids: Tensor, features: Tensor) -> None:
+    def fill(
+        self,
+        rows: Sequence[int],
+        layouts: Sequence[TreeLayout],
+        ids: Tensor,
+        features: Tensor,
+    ) -> None:
         """Writes ids [n] and features [n, f*h] of the given cache rows to the buffers."""
-        n, cache = len(ids), self.steps.cache
+        n = len(ids)
+        cache = self.steps.cache
         self.ids[:n].copy_(ids)
         self.features[:n].copy_(features)
         counts = [layout.count for layout in layouts]
         ends = np.cumsum(counts) - 1
         counts[-1] += self.shape.tokens - n
-        starts = [row * cache.capacity + layout.prefix_len for row, layout in zip(rows, layouts, strict=True)]
-        slots = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+        starts = [
+            row * cache.capacity + layout.prefix_len
+            for row, layout in zip(rows, layouts, strict=True)
+        ]
+        slots = [
+            np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)
+        ]
         spare = self.shape.rows - len(rows)
-        long = np.concatenate((*slots, rows, [cache.rows - 1] * spare, ends, [0] * spare)).astype(np.int64)
+        long = np.concatenate((*slots, rows, [cache.rows - 1] * spare, ends, [0] * spare)).astype(
+            np.int64
+        )
         numbers = np.concatenate((pack_plan(layouts, rows, self.shape), long.view(np.int32)))
         upload(torch.from_numpy(numbers), self._numbers)
 
@@ -192,27 +274,57 @@ class ReadStep:
     def forward(self) -> None:
         context = SlotAttention(self.steps.cache, self.slots, self.plan)
         positions = self.plan.positions.long()
-        roots = self.steps.drafter.read_static(self.ids, self.features, positions, context, self.ends)
+        roots = self.steps.drafter.read_static(
+            self.ids,
+            self.features,
+            positions,
+            context,
+            self.ends,
+        )
         self.steps.roots.index_copy_(0, self.rows, roots.to(self.steps.roots.dtype))
 
 
 class GrowStep:
     """Grows the trees of R sequences."""
 
-    def __init__(self, steps: DraftSteps, growth: TensorGrowth, rows: int, params: SamplingParams | None):
-        self.steps, self.growth, self.params = steps, growth, params
+    def __init__(
+        self,
+        steps: DraftSteps,
+        growth: TensorGrowth,
+        rows: int,
+        params: SamplingParams | None,
+    ):
+        self.steps = steps
+        self.growth = growth
+        self.params = params
         device = growth.device
         self._numbers = torch.zeros(2 * rows, dtype=torch.int64, device=device)
         self.rows, self.held = self._numbers.split(rows)
-        self.uniforms = torch.zeros(rows, growth.depth, dtype=torch.float64, device=device) if params else None
+        self.uniforms = (
+            torch.zeros(rows, growth.depth, dtype=torch.float64, device=device) if params else None
+        )
 
-    def fill(self, rows: Sequence[int], held: Sequence[int], samplers: Sequence[Sampler | None]) -> None:
-        """Writes the sequences' cache rows and committed tokens to the buffers, and a random number per drawn token."""
+    def fill(
+        self,
+        rows: Sequence[int],
+        held: Sequence[int],
+        samplers: Sequence[Sampler | None],
+    ) -> None:
+        """Writes the sequences' cache rows and committed tokens to the buffers, and a random number
+        per drawn token.
+        """
         spare = len(self.rows) - len(rows)
-        upload(torch.tensor([*rows, *[self.steps.cache.rows - 1] * spare, *held, *[1] * spare]), self._numbers)
+        upload(
+            torch.tensor([*rows, *[self.steps.cache.rows - 1] * spare, *held, *[1] * spare]),
+            self._numbers,
+        )
         if self.uniforms is not None:
             depth = self.growth.depth
-            drawn = [torch.rand(depth, dtype=torch.float64, generator=each.generator) for each in samplers if each]
+            drawn = [
+                torch.rand(depth, dtype=torch.float64, generator=each.generator)
+                for each in samplers
+                if each
+            ]
             upload(torch.stack(drawn), self.uniforms[: len(drawn)])
 
     @torch.no_grad()
@@ -232,8 +344,8 @@ class DraftSteps:
         capacity: most tokens of a sequence. rows: most sequences at a time. spec: the largest tree.
 
     Attributes:
-        roots: [rows + 1, w] each session's root, what a kind keeps of a sequence's last committed token; set by the first draft.
-            The last row, here and in the cache, belongs to padding.
+        roots: [rows + 1, w] each session's root, what a kind keeps of a sequence's last committed
+            token; set by the first draft. The last row, here and in the cache, belongs to padding.
         failure: why drafts stay dynamic; empty unless a capture failed.
     """
 
@@ -241,12 +353,16 @@ class DraftSteps:
 
     def __init__(self, drafter: Any, pool: GraphPool, capacity: int, rows: int, spec: TreeSpec):
         self.drafter: StaticDrafter = drafter
-        self.pool, self.failure, self._limits = pool, "", (capacity, rows)
+        self.pool = pool
+        self.failure = ""
+        self._limits = (capacity, rows)
         kept = drafter.kept_ids
         self._growths: dict[TreeSpec, TensorGrowth] = {}
         self._device, self._vocabulary = kept.device, len(kept)
         self._most_read = spec.depth + 1
-        self._behind = max(1 + sum(self._growth(spec).opens), getattr(drafter.config, "block_size", 0))
+        self._behind = max(
+            1 + sum(self._growth(spec).opens), getattr(drafter.config, "block_size", 0)
+        )
         padding = bucket(min(padded_rows(rows) * self._most_read, BUCKETS[-1]))
         self.cache = TreeCache(capacity + self._behind + padding, rows + 1)
         self.cache.allocate(drafter.static_layers())
@@ -261,7 +377,12 @@ class DraftSteps:
 
     def _growth(self, spec: TreeSpec) -> TensorGrowth:
         if spec not in self._growths:
-            self._growths[spec] = TensorGrowth(spec, self._vocabulary, self.drafter.static_depth, self._device)
+            self._growths[spec] = TensorGrowth(
+                spec,
+                self._vocabulary,
+                self.drafter.static_depth,
+                self._device,
+            )
         return self._growths[spec]
 
     def _take_root(self, session: PlacedSession) -> None:
@@ -275,7 +396,12 @@ class DraftSteps:
             place.copy_(session.root)
             session.root = place
 
-    def _step(self, key: object, make: Callable[[], Any], fill: Callable[[Any], None]) -> Callable[[], Any] | None:
+    def _step(
+        self,
+        key: object,
+        make: Callable[[], Any],
+        fill: Callable[[Any], None],
+    ) -> Callable[[], Any] | None:
         """The captured step of a key, its buffers filled; None if it cannot be captured."""
         if self.failure:
             return None
@@ -290,20 +416,31 @@ class DraftSteps:
         except Exception as error:  # whatever prevents a capture, the drafter drafts without graphs
             self.failure = first_line(error)
             print(
-                f"drafter ({self.drafter.kind}) drafts without CUDA graphs: {self.failure}", file=sys.stderr, flush=True
+                f"drafter ({self.drafter.kind}) drafts without CUDA graphs: {self.failure}",
+                file=sys.stderr,
+                flush=True,
             )
             return None
         self._steps[key] = step, run
         return run
 
-    def read(self, sessions: Sequence[PlacedSession], tokens: Sequence[Tensor], features: Sequence[Tensor]) -> bool:
-        """Reads what the target committed, as `Drafter.extend_all`; False where a dynamic pass must."""
+    def read(
+        self,
+        sessions: Sequence[PlacedSession],
+        tokens: Sequence[Tensor],
+        features: Sequence[Tensor],
+    ) -> bool:
+        """Reads what the target committed, as `Drafter.extend_all`; False where a dynamic pass
+        must.
+        """
         counts = [len(new) for new in tokens]
         usual = padded_rows(len(counts)) * self._most_read
         shape = step_shape(counts)
         if shape is None or any(session.root is None for session in sessions):
             return False
-        if max(counts) <= self._most_read and usual <= BUCKETS[-1]:  # one shape whatever was accepted
+        if (
+            max(counts) <= self._most_read and usual <= BUCKETS[-1]
+        ):  # one shape whatever was accepted
             most = bucket(usual)
             shape = PlanShape(shape.rows, most, most, -(-most // _WORD))
         padding = shape.tokens - sum(counts)
@@ -315,10 +452,16 @@ class DraftSteps:
         for session in sessions:
             self._take_root(session)
         rows = [session.row for session in sessions]
-        layouts = [TreeLayout(session.held, count=count) for session, count in zip(sessions, counts, strict=True)]
-        ids, states = torch.cat(list(tokens)), torch.cat(list(features))
+        layouts = [
+            TreeLayout(session.held, count=count)
+            for session, count in zip(sessions, counts, strict=True)
+        ]
+        ids = torch.cat(list(tokens))
+        states = torch.cat(list(features))
         run = self._step(
-            shape, lambda: ReadStep(self, shape, states), lambda step: step.fill(rows, layouts, ids, states)
+            shape,
+            lambda: ReadStep(self, shape, states),
+            lambda step: step.fill(rows, layouts, ids, states),
         )
         if run is None:
             return False
@@ -328,16 +471,24 @@ class DraftSteps:
         return True
 
     def propose(
-        self, sessions: Sequence[PlacedSession], specs: Sequence[TreeSpec], samplers: Sequence[Sampler | None]
+        self,
+        sessions: Sequence[PlacedSession],
+        specs: Sequence[TreeSpec],
+        samplers: Sequence[Sampler | None],
     ) -> list[TokenTree] | None:
         """A tree per session, as `Drafter.propose_all`; None where dynamic passes must draft."""
-        spec, sampler = specs[0], samplers[0]
-        params = sampler.params if spec.sampled and sampler is not None else None
+        spec = specs[0]
+        sampler = samplers[0]
+        if spec.sampled and sampler is not None:
+            params = sampler.params
+        else:
+            params = None
         if any(other != spec for other in specs) or not TensorGrowth.serves(spec):
             return None
         if any(session.root is None or not session.reaches(spec.depth) for session in sessions):
             return None
-        growth, rows = self._growth(spec), padded_rows(len(sessions))
+        growth = self._growth(spec)
+        rows = padded_rows(len(sessions))
         most = 1 + sum(growth.opens)
         if rows * max(growth.opens, default=0) > _MOST_OPENED or most > _MOST_OPENED:
             return None
@@ -347,22 +498,39 @@ class DraftSteps:
             self._take_root(session)
         at = [session.row for session in sessions], [session.held for session in sessions]
         run = self._step(
-            (spec, rows, params), lambda: GrowStep(self, growth, rows, params), lambda step: step.fill(*at, samplers)
+            (spec, rows, params),
+            lambda: GrowStep(self, growth, rows, params),
+            lambda step: step.fill(*at, samplers),
         )
-        return None if run is None else self._trees(run(), growth, len(sessions))
+        if run is None:
+            return None
+        return self._trees(run(), growth, len(sessions))
 
     def _trees(self, grown: Grown, growth: TensorGrowth, count: int) -> list[TokenTree]:
         """Copies the trees of `count` sequences; one transfer where their shapes depend on scores."""
-        tokens, scores = grown.tokens[:count].clone(), grown.scores[:count].float()
+        tokens = grown.tokens[:count].clone()
+        scores = grown.scores[:count].float()
         if growth.fixed:
-            rows, kept = list(range(growth.nodes)), self.drafter.kept_ids
-            q = None if grown.proposals is None else grown.proposals[:count].clone()
+            rows = list(range(growth.nodes))
+            kept = self.drafter.kept_ids
+            if grown.proposals is None:
+                q = None
+            else:
+                q = grown.proposals[:count].clone()
             drawn = [None] * count if q is None else [Proposal(each, rows, kept) for each in q]
             parts = zip(tokens, scores, drawn, strict=True)
-            return [TokenTree(ids, list(growth.parents), log_probs, q) for ids, log_probs, q in parts]
-        packed = torch.cat((grown.counts[:count, None], grown.parents[:count], scores.view(torch.int32).long()), dim=1)
+            return [
+                TokenTree(ids, list(growth.parents), log_probs, q) for ids, log_probs, q in parts
+            ]
+        packed = torch.cat(
+            (grown.counts[:count, None], grown.parents[:count], scores.view(torch.int32).long()),
+            dim=1,
+        )
         table = packed.cpu()  # the round's one transfer
         nodes = tokens.shape[1]
         log_probs = table[:, 1 + nodes :].to(torch.int32).view(torch.float32)
         lists = zip(tokens, log_probs, table[:, : 1 + nodes].tolist(), strict=True)
-        return [TokenTree(ids[:size], parents[:size], scores[:size]) for ids, scores, (size, *parents) in lists]
+        return [
+            TokenTree(ids[:size], parents[:size], scores[:size])
+            for ids, scores, (size, *parents) in lists
+        ]

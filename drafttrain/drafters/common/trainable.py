@@ -22,7 +22,13 @@ from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import drafter_folder, kind_of
 from drafttrain.errors import UserError
 from drafttrain.files import Json
-from drafttrain.formats.weights import Shapes, check_kept_ids, check_names, file_shapes, read_weights
+from drafttrain.formats.weights import (
+    Shapes,
+    check_kept_ids,
+    check_names,
+    file_shapes,
+    read_weights,
+)
 from drafttrain.ops.graphs import GraphPool
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import pack
@@ -31,20 +37,29 @@ from drafttrain.target.loading import check_finite, loading
 from drafttrain.values import check, kinds_of
 
 _REPAIR = "use the folder as training or import wrote it"
-# Fields of a target's identity that a drafter records, and that must equal those of the target it is used with.
-RECORDED: dict[str, type] = {"hidden_size": int, "num_layers": int, "vocab_size": int, "tokenizer": str}
+# Fields of a target's identity that a drafter records, and that must equal those of the target it
+# is used with.
+RECORDED: dict[str, type] = {
+    "hidden_size": int,
+    "num_layers": int,
+    "vocab_size": int,
+    "tokenizer": str,
+}
 
 
 class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[misc]  # `from_pretrained` knows every kind
     """A drafter with weights, saved and loaded as transformers does.
 
-    A kind sets `config_class`, a `TargetedConfig`, makes its modules and registers the buffer `kept_ids` in `__init__`.
+    A kind sets `config_class`, a `TargetedConfig`, makes its modules and registers the buffer
+    `kept_ids` in `__init__`.
 
     Attributes:
         kept_ids: [d] int64, the target id of each drafter id.
-        static: the kind implements `read_static` and `draft_static`. static_depth: its deepest node; None for any.
-        embed: the target's embedding, ids [...] -> [..., h]; attached by `bind` as a plain function, so that it is neither
-            trained, saved nor sharded with the drafter. embed_table: its rows [v, h], if that is all and a kernel reads them.
+        static: the kind implements `read_static` and `draft_static`. static_depth: its deepest
+            node; None for any.
+        embed: the target's embedding, ids [...] -> [..., h]; attached by `bind` as a plain
+            function, so that it is neither trained, saved nor sharded with the drafter.
+            embed_table: its rows [v, h], if that is all and a kernel reads them.
     """
 
     base_model_prefix = ""
@@ -69,12 +84,22 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
         return self.kept_ids
 
     @classmethod
-    def begin(cls, target: Target, init: str, options: Json, loss: str, keep: KeepTokens | None = None) -> Self:
+    def begin(
+        cls,
+        target: Target,
+        init: str,
+        options: Json,
+        loss: str,
+        keep: KeepTokens | None = None,
+    ) -> Self:
         options = cls.check_options(options)
         if init not in NEW:
             return cls._continue(target, init, options, loss)
         size = int(options.pop("draft_vocab_size", 0))
-        kept = torch.arange(size or target.vocab_size) if keep is None else keep(size)
+        if keep is None:
+            kept = torch.arange(size or target.vocab_size)
+        else:
+            kept = keep(size)
         options["loss"] = loss
         if init == "native":
             return cls.native(target, kept, options)
@@ -87,16 +112,18 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
 
     @classmethod
     def check_options(cls, options: Json) -> Json:
-        """A recipe's `drafter:` keys, each of its kind. Raises UserError for an unknown one, or a wrong value."""
-        kinds, known = (
-            kinds_of(cls.config_class),
-            [name for name in vars(cls.config_class()) if not name.startswith("_")],
-        )
+        """A recipe's `drafter:` keys, each of its kind. Raises UserError for an unknown one, or a
+        wrong value.
+        """
+        kinds = kinds_of(cls.config_class)
+        known = [name for name in vars(cls.config_class()) if not name.startswith("_")]
         for name in options:
             if name not in known:
                 raise UserError(f"unknown key drafter.{name}{neighbours(name, known)}")
         return {
-            name: check(f"drafter.{name}", value, kinds[name], words=True) if name in kinds else value
+            name: check(f"drafter.{name}", value, kinds[name], words=True)
+            if name in kinds
+            else value
             for name, value in options.items()
         }
 
@@ -106,19 +133,24 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
         return self.copy_from(target)
 
     def copy_from(self, target: Target) -> list[str]:
-        """Copies what fits from the target, the vocabulary being set; returns the names of what it copied."""
+        """Copies what fits from the target, the vocabulary being set; returns the names of what it
+        copied.
+        """
         return []
 
     @classmethod
     def _continue(cls, target: Target, init: str, options: Json, loss: str) -> Self:
-        """Loads a drafter to train it further: on data of another domain, or for a target that was fine-tuned since.
+        """Loads a drafter to train it further: on data of another domain, or for a target that was
+        fine-tuned since.
 
-        Everything that its weights depend on (sizes, kept vocabulary, feature layers, norms) stays as saved. How it is
-        trained (`recipe_keys` of its config, and the loss) follows the recipe.
+        Everything that its weights depend on (sizes, kept vocabulary, feature layers, norms) stays
+        as saved. How it is trained (`recipe_keys` of its config, and the loss) follows the recipe.
         """
         kind = kind_of(init, key="init")
         if kind != cls.kind:
-            raise UserError(f"kind={cls.kind!r}, but init={init!r} holds a drafter of kind {kind!r}; set that kind")
+            raise UserError(
+                f"kind={cls.kind!r}, but init={init!r} holds a drafter of kind {kind!r}; set that kind"
+            )
         drafter = cls.load(drafter_folder(init, "init"))
         config = drafter.config
         for name, value in options.items():
@@ -140,17 +172,22 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
         """A saved drafter.
 
         Raises:
-            UserError: files whose tensors are not exactly those that config.json describes, values that are not finite, kept
-                ids that are none, or no recorded target.
+            UserError: files whose tensors are not exactly those that config.json describes, values
+                that are not finite, kept ids that are none, or no recorded target.
         """
         what = f"drafter={str(folder)!r}"
         with loading(what, _REPAIR):
             config = cls.config_class.from_pretrained(str(folder))
-        if missing := [key for key in RECORDED if not isinstance(config.target.get(key), RECORDED[key])]:
+        if missing := [
+            key for key in RECORDED if not isinstance(config.target.get(key), RECORDED[key])
+        ]:
             raise UserError(f"{what}: config.json records no target.{missing[0]}; {_REPAIR}")
         cls.check_files(folder, config)
         with loading(what, _REPAIR):
-            drafter: Any = super(NamedDrafter, cls).from_pretrained(str(folder), use_safetensors=True)  # type: ignore[misc]
+            drafter: Any = super(NamedDrafter, cls).from_pretrained(
+                str(folder),
+                use_safetensors=True,
+            )  # type: ignore[misc]
         drafter.finish_loading(folder)
         check_finite((*drafter.named_parameters(), *drafter.named_buffers()), what, _REPAIR)
         check_kept_ids(drafter.kept_ids, config.vocab_size, what)
@@ -158,7 +195,9 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
 
     @classmethod
     def check_files(cls, folder: Path, config: Any) -> None:
-        """Checks names and shapes of a folder's tensors against a drafter of this config; raises UserError."""
+        """Checks names and shapes of a folder's tensors against a drafter of this config; raises
+        UserError.
+        """
         what = f"drafter={str(folder)!r}"
         with loading(what, _REPAIR), torch.device("meta"):
             shapes = {name: tuple(value.shape) for name, value in cls(config).state_dict().items()}
@@ -174,10 +213,16 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
         """Reads what a file stores in another form."""
 
     def load_checkpoint(self, folder: str | Path) -> bool:
-        """Checks a training checkpoint, which the trainer loads by names; one of several shards it checks itself."""
+        """Checks a training checkpoint, which the trainer loads by names; one of several shards it
+        checks itself.
+        """
         if (Path(folder) / "model.safetensors").is_file():
             self.check_files(Path(folder), self.config)
-            check_finite(read_weights(Path(folder)).items(), f"checkpoint={str(folder)!r}", "delete it")
+            check_finite(
+                read_weights(Path(folder)).items(),
+                f"checkpoint={str(folder)!r}",
+                "delete it",
+            )
         return False
 
     def blank(self) -> Self:
@@ -189,8 +234,11 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
         pack(self)
 
     def bind(self, target: Target) -> None:
-        """Compares the recorded target's hidden size, depth, vocabulary and tokenizer; attaches its embedding."""
-        recorded, actual = self.config.target, target.identity()
+        """Compares the recorded target's hidden size, depth, vocabulary and tokenizer; attaches its
+        embedding.
+        """
+        recorded = self.config.target
+        actual = target.identity()
         if recorded.get("tokenizer") and not actual["tokenizer"]:
             raise UserError(
                 f"target {target.name!r} has no tokenizer, by which a drafter knows its target; pass tokenizer= with the model, "
@@ -202,7 +250,10 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
                     f"drafter was trained for target {recorded.get('name')!r} with {key}={recorded[key]!r}, but target "
                     f"{actual['name']!r} has {key}={actual[key]!r}; use its own target, or train a drafter for this one"
                 )
-        for key, theirs in (("vocab_size", target.vocab_size), (self.config.width_field, target.hidden_size)):
+        for key, theirs in (
+            ("vocab_size", target.vocab_size),
+            (self.config.width_field, target.hidden_size),
+        ):
             if key and getattr(self.config, key) != theirs:
                 ours = getattr(self.config, key)
                 raise UserError(
@@ -214,14 +265,22 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
             )
         self.embed, self.embed_table = target.embed, target.embed_table()
 
-    # -- static steps -------------------------------------------------------------------------------------------
+    # -- static steps ------------------------------------------------------------------------------
 
     def open_steps(
-        self, pool: GraphPool, capacity: int, rows: int, spec: TreeSpec, last: DraftSteps | None
+        self,
+        pool: GraphPool,
+        capacity: int,
+        rows: int,
+        spec: TreeSpec,
+        last: DraftSteps | None,
     ) -> DraftSteps | None:
         if not self.static or not self.kept_ids.numel():
             return None
-        kept = last if last is not None and last.fits(self, capacity, rows, spec) else None
+        if last is not None and last.fits(self, capacity, rows, spec):
+            kept = last
+        else:
+            kept = None
         return kept or DraftSteps(self, pool, capacity, rows, spec)
 
     def static_layers(self) -> dict[int, tuple[Tensor, Tensor]]:
@@ -229,13 +288,20 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
         return {}
 
     def read_static(
-        self, ids: Tensor, features: Tensor, positions: Tensor, context: SlotAttention, ends: Tensor
+        self,
+        ids: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        context: SlotAttention,
+        ends: Tensor,
     ) -> Tensor:
         """`extend_all` as a function of buffers, without waiting for the device.
 
         Args:
-            ids: [n] int64, committed tokens; features: [n, f*h] of the tokens before them; positions: [n] int64 among the keys.
-            context: stores their keys and attends. ends: [R] int64, each sequence's last token among the n.
+            ids: [n] int64, committed tokens; features: [n, f*h] of the tokens before them;
+                positions: [n] int64 among the keys.
+            context: stores their keys and attends. ends: [R] int64, each sequence's last token
+                among the n.
 
         Returns:
             [R, ...], the sequences' roots, which `JointSession.root` and `draft_static` read.
@@ -246,13 +312,16 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
         """`propose_all` as a function of buffers: what a tree needs to grow below roots [R, ...].
 
         Returns:
-            Logits [R, 1, d] of the roots' children, perhaps with confidences; and what gives those of deeper nodes.
+            Logits [R, 1, d] of the roots' children, perhaps with confidences; and what gives those
+            of deeper nodes.
         """
         raise NotImplementedError(f"{type(self).__name__}.draft_static")
 
 
 class DecoderDrafter(TrainableDrafter):
-    """A trained drafter of decoder layers, with a cache. A kind calls `finish` when it has made its modules."""
+    """A trained drafter of decoder layers, with a cache. A kind calls `finish` when it has made its
+    modules.
+    """
 
     packed = False
     name_options = ("extra_vocab_size",)
@@ -264,7 +333,12 @@ class DecoderDrafter(TrainableDrafter):
         self.feature_layers = tuple(config.feature_layers)
         self.register_buffer("kept_ids", torch.arange(config.draft_vocab_size))
         self.rotary = Rotary(config.head_dim, config.rope_parameters)
-        self.cache_shape = CacheShape(layers, config.num_key_value_heads, config.head_dim, config.sliding_window)
+        self.cache_shape = CacheShape(
+            layers,
+            config.num_key_value_heads,
+            config.head_dim,
+            config.sliding_window,
+        )
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -282,8 +356,12 @@ class DecoderDrafter(TrainableDrafter):
         raise NotImplementedError(f"{type(self).__name__}.head_weight")
 
     def open_text(self) -> ContextTokens | None:
-        """The tokens that will join a new sequence's vocabulary, none yet; None where none may join."""
-        return self.context.open(self.head_weight) if self.uses_text and self.context else None
+        """The tokens that will join a new sequence's vocabulary, none yet; None where none may
+        join.
+        """
+        if self.uses_text and self.context:
+            return self.context.open(self.head_weight)
+        return None
 
     @property
     def decoder_layers(self) -> list[DraftLayer]:
@@ -298,7 +376,11 @@ class DecoderDrafter(TrainableDrafter):
         """Packs layers for the CPU kernels (float32), then linear layers and norms."""
         self.keep_saved()
         weight = next(self.parameters())
-        if cpu_kernels() is not None and weight.dtype == torch.float32 and weight.device.type == "cpu":
+        if (
+            cpu_kernels() is not None
+            and weight.dtype == torch.float32
+            and weight.device.type == "cpu"
+        ):
             for layer in self.decoder_layers:
                 layer.pack(self.rotary.width)
             self.pack_depths()
@@ -310,4 +392,6 @@ class DecoderDrafter(TrainableDrafter):
 
 
 def _plain(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return list(value)
+    return value

@@ -1,15 +1,18 @@
-"""Growing token trees: from a drafter that is stepped one depth at a time, and from guessed continuations.
+"""Growing token trees: from a drafter that is stepped one depth at a time, and from guessed
+continuations.
 
-Fixed shapes open every node that has children. Dynamic trees (EAGLE-2, arXiv 2406.16858) open the `top_k` likeliest paths of
-each depth and keep the `budget` likeliest nodes at the end. The probability of a path never rises with depth, so the kept
-nodes form a tree, and paths that can no longer be among them are not continued.
+Fixed shapes open every node that has children. Dynamic trees (EAGLE-2, arXiv 2406.16858) open the
+`top_k` likeliest paths of each depth and keep the `budget` likeliest nodes at the end. The
+probability of a path never rises with depth, so the kept nodes form a tree, and paths that can no
+longer be among them are not continued.
 
-`spec.stop` decides whether a node is opened before its children are known, so it does not bias sampled trees: the children of
-every opened node are drawn from its own q, and all of them stay. Dropping children by their outcome, as dynamic trees and
-`spec.cut` do (`TokenTree.prune`), would.
+`spec.stop` decides whether a node is opened before its children are known, so it does not bias
+sampled trees: the children of every opened node are drawn from its own q, and all of them stay.
+Dropping children by their outcome, as dynamic trees and `spec.cut` do (`TokenTree.prune`), would.
 
-A drafter may return a confidence with a node's logits: the share of q that it expects the target to accept, sum min(p, q). It
-multiplies the probabilities of the children. What is drawn is drawn from q alone.
+A drafter may return a confidence with a node's logits: the share of q that it expects the target to
+accept, sum min(p, q). It multiplies the probabilities of the children. What is drawn is drawn from
+q alone.
 """
 
 from __future__ import annotations
@@ -30,34 +33,43 @@ from drafttrain.ops.sampling import Sampler, draw_distinct, probabilities, top_l
 
 
 class Likeliest(NamedTuple):
-    """The top tokens of m nodes, or one row for all: what a tree that draws nothing reads of their logits."""
+    """The top tokens of m nodes, or one row for all: what a tree that draws nothing reads of their
+    logits.
+    """
 
     ids: Tensor  # [m, w] int64 drafter ids
     log_probs: Tensor  # [m, w] float32, descending
 
 
-# Logits [m, d] of m nodes' children, or [1, d] for all of them; perhaps with confidences [m]. Or their top tokens.
+# Logits [m, d] of m nodes' children, or [1, d] for all of them; perhaps with confidences [m]. Or
+# their top tokens.
 Logits = Tensor | tuple[Tensor, Tensor] | Likeliest
 # Guessed paths less likely than this are dropped: no budget reaches them.
 _FLOOR = 0.01
 
 
 class GrowingTree:
-    """One sequence's tree while it grows: `tokens` and `parents` are the nodes to open next, `grow` takes their logits.
+    """One sequence's tree while it grows: `tokens` and `parents` are the nodes to open next, `grow`
+    takes their logits.
 
     Args:
-        root: logits [d] of the root's children, perhaps with a confidence, a scalar; or their top tokens [w].
+        root: logits [d] of the root's children, perhaps with a confidence, a scalar; or their top
+            tokens [w].
         kept_ids: [d] target id of each drafter id; None if the vocabularies are the same.
-        sampler: draws the tokens if `spec.sampled`. q is the drafter's distribution under the target's temperature, top-k,
-            top-p and min-p; it ignores the repetition penalty, which costs acceptance only.
+        sampler: draws the tokens if `spec.sampled`. q is the drafter's distribution under the
+            target's temperature, top-k, top-p and min-p; it ignores the repetition penalty, which
+            costs acceptance only.
         max_depth: the deepest node that the drafter can predict; None for any.
-        row: the sequence's index, for the caller. states: [1, w] the root's state, if the drafter has one.
+        row: the sequence's index, for the caller. states: [1, w] the root's state, if the drafter
+            has one.
 
     Attributes:
         done: no node is left to open.
-        tokens: [m] int64 drafter ids of the nodes to open. parents: their parents among all opened nodes, -1 for the root.
+        tokens: [m] int64 drafter ids of the nodes to open. parents: their parents among all opened
+            nodes, -1 for the root.
         opened: parents of all nodes opened so far, `parents` included.
-        states: [m, w] states of the nodes that were opened last, which the caller sets; the root's at first.
+        states: [m, w] states of the nodes that were opened last, which the caller sets; the root's
+            at first.
     """
 
     def __init__(
@@ -71,14 +83,29 @@ class GrowingTree:
         states: Tensor | None = None,
     ):
         assert sampler is not None or not spec.sampled, "sampled trees need a sampler"
-        self.spec, self.kept_ids, self.sampler, self.row = spec, kept_ids, sampler if spec.sampled else None, row
-        self.states = torch.empty(0) if states is None else states
-        logits = root[0] if isinstance(root, tuple) else root  # of top tokens the ids
+        self.spec, self.kept_ids, self.sampler, self.row = (
+            spec,
+            kept_ids,
+            sampler if spec.sampled else None,
+            row,
+        )
+        if states is None:
+            self.states = torch.empty(0)
+        else:
+            self.states = states
+        # of top tokens the ids
+        if isinstance(root, tuple):
+            logits = root[0]
+        else:
+            logits = root
         self.device, self.done, self.opened = logits.device, False, list[int]()
-        self._begin = self._above = -1  # order of the first node of the level being opened, and of the level above
+        self._begin = (
+            self._above
+        ) = -1  # order of the first node of the level being opened, and of the level above
         self._depths_left = min(spec.depth, max_depth or spec.depth)
         self._floor = spec.floor
-        # Per candidate: drafter id, parent, log-probability and ranks of its path, order of opening, row of q.
+        # Per candidate: drafter id, parent, log-probability and ranks of its path, order of
+        # opening, row of q.
         self._tokens: list[int] = []
         self._parents: list[int] = []
         self._scores: list[float] = []
@@ -101,8 +128,15 @@ class GrowingTree:
             return
         level = [node for node in level if self._scores[node] >= self._floor and self._ranks(node)]
         if self.spec.shape == "dynamic":
-            level = [level[i] for i in TokenTree.best_nodes([self._scores[node] for node in level], self.spec.top_k)]
-            if len(self._scores) >= self.spec.budget:  # nodes that score above the budget-th candidate
+            level = [
+                level[i]
+                for i in TokenTree.best_nodes(
+                    [self._scores[node] for node in level], self.spec.top_k
+                )
+            ]
+            if (
+                len(self._scores) >= self.spec.budget
+            ):  # nodes that score above the budget-th candidate
                 bar = sorted(self._scores, reverse=True)[self.spec.budget - 1]
                 level = [node for node in level if self._scores[node] > bar]
         self.done = not level
@@ -112,7 +146,9 @@ class GrowingTree:
     @property
     def target_ids(self) -> Tensor:
         """[m] int64 target ids of the nodes to open."""
-        return self.tokens if self.kept_ids is None else self.kept_ids[self.tokens]
+        if self.kept_ids is None:
+            return self.tokens
+        return self.kept_ids[self.tokens]
 
     def parent_states(self) -> Tensor:
         """[m, w] states of the parents of the nodes to open; those were all opened last."""
@@ -125,7 +161,13 @@ class GrowingTree:
         """The tree, in target ids."""
         if not self._tokens:
             return TokenTree.empty(self.device)
-        tree = TokenTree.likeliest(self.spec.budget, self._tokens, self._parents, self._scores, self.device)
+        tree = TokenTree.likeliest(
+            self.spec.budget,
+            self._tokens,
+            self._parents,
+            self._scores,
+            self.device,
+        )
         if self.kept_ids is not None:
             tree.tokens = self.kept_ids[tree.tokens]
         if self._q:  # never a dynamic tree, so all candidates are there
@@ -134,33 +176,62 @@ class GrowingTree:
 
     def _ranks(self, node: int) -> Sequence[int]:
         """Ranks of a node's children among its likeliest (or drawn) tokens."""
-        path = self._paths[node] if node >= 0 else ()
+        if node >= 0:
+            path = self._paths[node]
+        else:
+            path = ()
         if self.spec.shape == "paths":
             return ranks_below(self.spec.paths).get(path, ())
-        return range(self.spec.top_k if self.spec.shape == "dynamic" else self.spec.fanout[len(path)])
+        return range(
+            self.spec.top_k if self.spec.shape == "dynamic" else self.spec.fanout[len(path)]
+        )
 
     def _add_children(self, parents: list[int], logits: Logits) -> list[int]:
-        top = logits if isinstance(logits, Likeliest) else None
-        confidence = logits[1] if isinstance(logits, tuple) and top is None else None
-        logits = logits[0] if isinstance(logits, tuple) else logits
+        if isinstance(logits, Likeliest):
+            top = logits
+        else:
+            top = None
+        if isinstance(logits, tuple) and top is None:
+            confidence = logits[1]
+        else:
+            confidence = None
+        if isinstance(logits, tuple):
+            logits = logits[0]
         wanted = [self._ranks(parent) for parent in parents]
         width = min(1 + max(map(max, wanted)), logits.shape[-1])
         first_row = sum(map(len, self._q))
         if self.sampler is None:
-            tokens, scores = (top.ids, top.log_probs) if top else top_log_probs(logits, width)[::-1]  # [m or 1, width]
+            # [m or 1, width]
+            if top:
+                tokens = top.ids
+                scores = top.log_probs
+            else:
+                tokens, scores = top_log_probs(logits, width)[::-1]
             if scores.shape[0] < len(parents):
-                scores, tokens = scores.expand(len(parents), -1), tokens.expand(len(parents), -1)
+                scores = scores.expand(len(parents), -1)
+                tokens = tokens.expand(len(parents), -1)
         else:
             assert top is None, "tokens are drawn from a full q"
             q = probabilities(logits, self.sampler.params).expand(len(parents), -1)  # [m, d]
-            tokens = draw_distinct(q, width, self.sampler.generator)  # [m, width], -1 where q has no more tokens
+            tokens = draw_distinct(
+                q,
+                width,
+                self.sampler.generator,
+            )  # [m, width], -1 where q has no more tokens
             scores = q.gather(-1, tokens.clamp_min(0)).log()
             self._q.append(q)
         if confidence is not None:
             scores = scores + confidence.log().unsqueeze(1)
         first = len(self._tokens)
-        for row, (parent, ids, values) in enumerate(zip(parents, tokens.tolist(), scores.tolist(), strict=True)):
-            above, path = (self._scores[parent], self._paths[parent]) if parent >= 0 else (0.0, ())
+        for row, (parent, ids, values) in enumerate(
+            zip(parents, tokens.tolist(), scores.tolist(), strict=True)
+        ):
+            if parent >= 0:
+                above = self._scores[parent]
+                path = self._paths[parent]
+            else:
+                above = 0.0
+                path = ()
             ranks = [rank for rank in wanted[row] if rank < width and ids[rank] >= 0]
             self._tokens += [ids[rank] for rank in ranks]
             self._parents += [parent] * len(ranks)
@@ -184,20 +255,30 @@ def rows_of(logits: Logits, where: int | slice | None) -> Logits:
     """Rows of logits, or a single one with its first dimension added (None)."""
     if isinstance(logits, tuple):
         first, second = (part[where] for part in logits)
-        return Likeliest(first, second) if isinstance(logits, Likeliest) else (first, second)
+        if isinstance(logits, Likeliest):
+            return Likeliest(first, second)
+        return (first, second)
     return logits[where]
 
 
 def widest(specs: Sequence[TreeSpec]) -> int | None:
-    """The most top tokens that any node of these trees needs; None if some tokens are drawn, which needs all logits."""
+    """The most top tokens that any node of these trees needs; None if some tokens are drawn, which
+    needs all logits.
+    """
     if any(spec.sampled for spec in specs):
         return None
-    return max(1, *(1 + max((max(path) for path in spec.paths), default=spec.top_k - 1) for spec in specs))
+    return max(
+        1, *(1 + max((max(path) for path in spec.paths), default=spec.top_k - 1) for spec in specs)
+    )
 
 
 def tree_shape(specs: Sequence[TreeSpec]) -> TreeShape | None:
-    """The greedy tree that a kernel grows for all of these specs; None if they differ, or draw tokens, or have ranks."""
-    return _shape_of(specs[0]) if all(other == specs[0] for other in specs[1:]) else None
+    """The greedy tree that a kernel grows for all of these specs; None if they differ, or draw
+    tokens, or have ranks.
+    """
+    if all(other == specs[0] for other in specs[1:]):
+        return _shape_of(specs[0])
+    return None
 
 
 @cache
@@ -214,9 +295,11 @@ def grow_trees(
     """Grows the trees of several sequences together, one drafter step per depth.
 
     Args:
-        step: (trees that are not done, depth of their nodes' children, from 1) -> each tree's logits.
+        step: (trees that are not done, depth of their nodes' children, from 1) -> each tree's
+            logits.
     """
-    growing, depth = [tree for tree in trees if not tree.done], 0
+    growing = [tree for tree in trees if not tree.done]
+    depth = 0
     while growing:
         depth += 1
         for tree, logits in zip(growing, step(growing, depth), strict=True):
@@ -226,27 +309,36 @@ def grow_trees(
 
 
 def match_tree(
-    spec: TreeSpec, guesses: Iterable[tuple[Iterable[int], Callable[[int], float]]], device: torch.device
+    spec: TreeSpec,
+    guesses: Iterable[tuple[Iterable[int], Callable[[int], float]]],
+    device: torch.device,
 ) -> TokenTree:
     """The likeliest nodes of the union of guessed continuations, for kinds without weights.
 
-    A chain follows the first guess only. Trees branch where guesses differ: at most the spec's children per node, and its
-    nodes in all.
+    A chain follows the first guess only. Trees branch where guesses differ: at most the spec's
+    children per node, and its nodes in all.
 
     Args:
-        guesses: best first: tokens that may follow, possibly endless, and the probability that the token at a step (from 0)
-            is right if all before it are. Later guesses share the probability that a node's first children leave.
+        guesses: best first: tokens that may follow, possibly endless, and the probability that the
+            token at a step (from 0) is right if all before it are. Later guesses share the
+            probability that a node's first children leave.
     """
     if spec.shape == "none":
         return TokenTree.empty(device)
-    widths = (spec.top_k,) * spec.depth if spec.shape == "dynamic" else spec.fanout
+    if spec.shape == "dynamic":
+        widths = (spec.top_k,) * spec.depth
+    else:
+        widths = spec.fanout
     tokens: list[int] = []
     parents: list[int] = []
     scores: list[float] = []
     children: defaultdict[int, dict[int, int]] = defaultdict(dict)
-    left: defaultdict[int, float] = defaultdict(lambda: 1.0)  # probability that a node's children leave
+    left: defaultdict[int, float] = defaultdict(
+        lambda: 1.0
+    )  # probability that a node's children leave
     for continuation, chance in guesses:
-        node, above = -1, 1.0
+        node = -1
+        above = 1.0
         for step, (width, token) in enumerate(zip(widths, continuation, strict=False)):
             below = children[node]
             if token not in below:

@@ -19,14 +19,17 @@ from drafttrain.files import Json, read_json
 from drafttrain.ops.sampling import SamplingParams
 from drafttrain.values import Name, check, number
 
-MOST_NODES, MOST_DEPTH = 1024, 256  # of any tree; MOST_DEPTH bounds the children per node of a dynamic tree too
+# of any tree; MOST_DEPTH bounds the children per node of a dynamic tree too
+MOST_NODES = 1024
+MOST_DEPTH = 256
 # Depths and numbers of nodes among which tuning and adaptive decoding choose.
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512, 768)
 _LONGEST_FILE = 1_000_000  # bytes
 
 # A file's content: the ranks on the path to each node.
 _Paths = Annotated[
-    list[Annotated[list[Annotated[int, Field(ge=0, le=1_000_000)]], Field(min_length=1)]], Field(min_length=1)
+    list[Annotated[list[Annotated[int, Field(ge=0, le=1_000_000)]], Field(min_length=1)]],
+    Field(min_length=1),
 ]
 
 
@@ -44,23 +47,28 @@ class TreeSpec:
                                      after the likeliest one
                paths:FILE.json       the same as a list of lists, [[0], [1], [0, 0], [0, 1]] (as Medusa's choices are)
 
-    A tree has at most 1024 nodes, is at most 256 deep, and a dynamic one has at most 256 children per node.
+    A tree has at most 1024 nodes, is at most 256 deep, and a dynamic one has at most 256 children
+    per node.
 
     option     appended to a shape   meaning
     sampled    chain:3@sample        tokens are drawn from the drafter's own distribution, without replacement, under the
-                                     target's temperature, top-k, top-p and min-p; not for dynamic trees
+                                     target's temperature, top-k, top-p and min-p; not for dynamic
+                                     trees
     stop       chain:8@stop=0.2      paths whose probability is below this are not continued
     cut        dynamic:4,4,16@cut=0.05  nodes whose path's probability is below this are not verified; not with @sample
     alone      chain:8@alone=0.6     a second drafter's match of this probability is drafted alone (default 0.75 in dynamic
-                                     trees, which both drafters share otherwise; 0.5 in other shapes)
+                                     trees, which both drafters share otherwise; 0.5 in other
+                                     shapes)
     match      dynamic:4,4,6@match=11  most nodes of a match that is drafted alone, as far as they are likely (default: the
                                      tree's own number)
     nomatch    chain:8@nomatch       the second drafter is not used
     adapt      dynamic:5,8,24@adapt  at most this tree: rounds draft less, or nothing, where that is faster
 
     Attributes:
-        depth: of the deepest node; fanout: most children per node at each depth (not for dynamic trees).
-        top_k: most children of any node; budget: most nodes; most: the same including matches that are drafted alone.
+        depth: of the deepest node; fanout: most children per node at each depth (not for dynamic
+            trees).
+        top_k: most children of any node; budget: most nodes; most: the same including matches that
+            are drafted alone.
         paths: every node's ranks in shape `paths`, parents first.
     """
 
@@ -83,8 +91,8 @@ class TreeSpec:
         """Reads the text form above.
 
         Raises:
-            UserError: an unknown shape or option, a number out of its range, a tree that is too large, nodes without their
-                parents, or options that do not go together.
+            UserError: an unknown shape or option, a number out of its range, a tree that is too
+                large, nodes without their parents, or options that do not go together.
         """
         named = f"tree={shown(text)}"
         if not isinstance(text, str):
@@ -101,10 +109,16 @@ class TreeSpec:
             spec = replace(spec, **fields)
         # Dropping drawn tokens by their outcome would leave tokens that are not distributed as q.
         if spec.sampled and spec.shape == "dynamic":
-            raise UserError(f"{named}: a dynamic tree drops tokens after drawing them, which biases; use fanout:4x2x1")
+            raise UserError(
+                f"{named}: a dynamic tree drops tokens after drawing them, which biases; use fanout:4x2x1"
+            )
         if spec.sampled and spec.cut:
-            raise UserError(f"{named}: @cut drops tokens after drawing them, which biases; use @stop={spec.cut:g}")
-        if spec.sampled and any(ranks != list(range(len(ranks))) for ranks in ranks_below(spec.paths).values()):
+            raise UserError(
+                f"{named}: @cut drops tokens after drawing them, which biases; use @stop={spec.cut:g}"
+            )
+        if spec.sampled and any(
+            ranks != list(range(len(ranks))) for ranks in ranks_below(spec.paths).values()
+        ):
             raise UserError(f"{named}: ranks of drawn siblings must be 0, 1, 2, ... without a gap")
         return spec
 
@@ -112,7 +126,9 @@ class TreeSpec:
     def floor(self) -> float:
         """Paths of a lower log-probability are not continued."""
         least = max(self.stop, self.cut)
-        return math.log(least) if least else -math.inf
+        if least:
+            return math.log(least)
+        return -math.inf
 
     @functools.cached_property
     def most(self) -> int:
@@ -121,7 +137,9 @@ class TreeSpec:
     def check(self, sampling: SamplingParams) -> None:
         """Raises UserError for a sampled tree with greedy decoding."""
         if self.sampled and sampling.greedy:
-            raise UserError(f"tree='{self}' draws its tokens, but temperature=0 is greedy; set one, or drop @sample")
+            raise UserError(
+                f"tree='{self}' draws its tokens, but temperature=0 is greedy; set one, or drop @sample"
+            )
 
     def __str__(self) -> str:
         text = {
@@ -132,12 +150,18 @@ class TreeSpec:
             "paths": paths_text(self.paths),
         }[self.shape]
         numbers = {"stop": self.stop, "cut": self.cut, "alone": self.alone, "match": self.match}
-        text += "@sample" * self.sampled + "".join(f"@{name}={value}" for name, value in numbers.items() if value)
+        text += "@sample" * self.sampled + "".join(
+            f"@{name}={value}" for name, value in numbers.items() if value
+        )
         return text + "@nomatch" * (not self.matches) + "@adapt" * self.adaptive
 
     def smaller(self) -> list[TreeSpec]:
-        """The trees that an adaptive decoder may choose, from the smallest to this one; without `none`."""
-        depths, sizes = ([n for n in SIZES if n < most] + [most] for most in (self.depth, self.budget))
+        """The trees that an adaptive decoder may choose, from the smallest to this one; without
+        `none`.
+        """
+        depths, sizes = (
+            [n for n in SIZES if n < most] + [most] for most in (self.depth, self.budget)
+        )
         if self.shape == "chain":
             texts = [f"chain:{depth}" for depth in depths]
         elif self.shape == "dynamic":
@@ -149,8 +173,13 @@ class TreeSpec:
         elif self.shape == "fanout":
             texts = ["fanout:" + "x".join(map(str, self.fanout[:depth])) for depth in depths]
         else:
-            texts = [paths_text(path for path in self.paths if len(path) <= depth) for depth in depths]
-        same = {name: getattr(self, name) for name in ("sampled", "stop", "cut", "alone", "match", "matches")}
+            texts = [
+                paths_text(path for path in self.paths if len(path) <= depth) for depth in depths
+            ]
+        same = {
+            name: getattr(self, name)
+            for name in ("sampled", "stop", "cut", "alone", "match", "matches")
+        }
         return [replace(TreeSpec.parse(text), **same) for text in texts]
 
 
@@ -170,7 +199,11 @@ def _no_tree(named: str) -> UserError:
 
 def _whole(text: str) -> int:
     """The number that a text of ASCII digits is, at most 10**9; -1 for any other text."""
-    return -1 if not (text.isascii() and text.isdigit()) else int(text) if len(text) < 10 else 10**9
+    if not (text.isascii() and text.isdigit()):
+        return -1
+    if len(text) < 10:
+        return int(text)
+    return 10**9
 
 
 def _parse_shape(named: str, body: str) -> TreeSpec:
@@ -181,11 +214,17 @@ def _parse_shape(named: str, body: str) -> TreeSpec:
         return _parse_paths(named, rest)
     parts = rest.replace("x", ",").split(",", MOST_DEPTH)
     numbers = tuple(map(_whole, parts[:MOST_DEPTH]))
-    if min(numbers) < 1 or len(numbers) != {"chain": 1, "dynamic": 3, "fanout": len(numbers)}.get(shape):
+    if min(numbers) < 1 or len(numbers) != {"chain": 1, "dynamic": 3, "fanout": len(numbers)}.get(
+        shape
+    ):
         raise _no_tree(named)
-    depth, nodes, widest = numbers[0], numbers[-1], 1
+    depth = numbers[0]
+    nodes = numbers[-1]
+    widest = 1
     if shape == "fanout":
-        depth, nodes, widest = len(parts), sum(accumulate(numbers, mul)), max(numbers)
+        depth = len(parts)
+        nodes = sum(accumulate(numbers, mul))
+        widest = max(numbers)
     if depth > MOST_DEPTH or nodes > MOST_NODES or (shape == "dynamic" and numbers[1] > MOST_DEPTH):
         raise _too_large(named)
     if shape == "dynamic":
@@ -194,7 +233,9 @@ def _parse_shape(named: str, body: str) -> TreeSpec:
 
 
 def _parse_paths(named: str, rest: str) -> TreeSpec:
-    """Raises UserError: no list of paths, a file that is missing or holds none, too many nodes, or a node without its parent."""
+    """Raises UserError: no list of paths, a file that is missing or holds none, too many nodes, or
+    a node without its parent.
+    """
     if rest.endswith(".json"):
         path = Path(check(f"{named}: file", rest, Name)).expanduser()
         if path.is_file() and path.stat().st_size > _LONGEST_FILE:
@@ -217,7 +258,9 @@ def _parse_paths(named: str, rest: str) -> TreeSpec:
             node, parent = ("-".join(map(str, some))[:80] for some in (ranks, ranks[:-1]))
             raise UserError(f"{named}: node {node} has no parent; add {parent}")
     below = ranks_below(paths).items()
-    fanout = tuple(max(len(ranks) for path, ranks in below if len(path) == d) for d in range(len(paths[-1])))
+    fanout = tuple(
+        max(len(ranks) for path, ranks in below if len(path) == d) for d in range(len(paths[-1]))
+    )
     return TreeSpec("paths", len(fanout), fanout, max(fanout), len(paths), paths)
 
 
@@ -228,7 +271,11 @@ def _option_fields(option: str) -> Json:
         return {name: float(value)}
     if name == "match" and 0 < _whole(value) <= MOST_NODES:
         return {name: int(value)}
-    return {"sample": {"sampled": True}, "adapt": {"adaptive": True}, "nomatch": {"matches": False}}.get(option, {})
+    return {
+        "sample": {"sampled": True},
+        "adapt": {"adaptive": True},
+        "nomatch": {"matches": False},
+    }.get(option, {})
 
 
 def paths_text(paths: Iterable[tuple[int, ...]]) -> str:

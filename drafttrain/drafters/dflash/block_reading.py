@@ -1,14 +1,17 @@
-"""Reading block drafters' checkpoints, in the form that export.py writes and in others' spellings of it.
+"""Reading block drafters' checkpoints, in the form that export.py writes and in others' spellings
+of it.
 
     DFlashDraftModel (z-lab; SpecForge and AngelSlim's QwenDFlashDraftModel; ModelOpt)   keys in dflash_config
     DFlash2DraftModel (inco.ai, z-lab)   as DFlashDraftModel, all layers with a window that hides no later token (is_causal false)
     Qwen3DSparkModel (DeepSpec), DSparkDraftModel (SpecForge; ModelOpt's is named DFlash)  keys outside or in dflash_config
     speculators_model_type dflash, dspark (speculators)   layer keys in transformer_layer_config; layers as ours, not one less
 
-A DSpark checkpoint predicts at its first token too unless `sample_from_anchor` is false; its `block_size` then counts the masks,
-in speculators' form the first token too. Sources: z-lab/dflash dflash/model.py; deepseek-ai/DeepSpec modeling/dspark (June 2026);
-SpecForge 0.3 modeling/draft/{dflash,dspark}.py; AngelSlim train/models/draft/qwen_dflash.py; NVIDIA Model-Optimizer
-export/plugins/hf_spec_export.py; speculators 0.8 models/{dflash,dspark}; the loaders of vLLM 0.32 and SGLang 0.5.23.
+A DSpark checkpoint predicts at its first token too unless `sample_from_anchor` is false; its
+`block_size` then counts the masks, in speculators' form the first token too. Sources: z-lab/dflash
+dflash/model.py; deepseek-ai/DeepSpec modeling/dspark (June 2026); SpecForge 0.3
+modeling/draft/{dflash,dspark}.py; AngelSlim train/models/draft/qwen_dflash.py; NVIDIA
+Model-Optimizer export/plugins/hf_spec_export.py; speculators 0.8 models/{dflash,dspark}; the
+loaders of vLLM 0.32 and SGLang 0.5.23.
 """
 
 from __future__ import annotations
@@ -33,7 +36,13 @@ _SIZES = (
     "rms_norm_eps", "max_position_embeddings", "vocab_size",
 )  # fmt: skip
 # Copies of what belongs to the target, tables that follow from d2t, buffers.
-_UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq", "mask_embedding")
+_UNUSED = (
+    "t2d",
+    "verifier_norm.weight",
+    "verifier_lm_head.weight",
+    "rotary_emb.inv_freq",
+    "mask_embedding",
+)
 # Other trainers' names, as prefixes, and those of the form that is read.
 _PREFIXES = {
     "model.": "", "draft_model.": "", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.",
@@ -59,7 +68,9 @@ class _PublishedBlock(TypedDict, total=False):
 
 
 def own_keys(config: Mapping[str, object]) -> Json:
-    """A block drafter's own keys, from all places where trainers put them; keys without a value are left out."""
+    """A block drafter's own keys, from all places where trainers put them; keys without a value are
+    left out.
+    """
     nested = [config.get(place) for place in ("dflash_config", "dspark_config")]
     found = [config, *(place for place in nested if isinstance(place, Mapping))]
     return {key: value for place in found for key, value in place.items() if value is not None}
@@ -67,24 +78,31 @@ def own_keys(config: Mapping[str, object]) -> Json:
 
 def is_dspark(config: Mapping[str, object]) -> bool:
     """Whether a block drafter's config has a Markov head."""
-    rank = own_keys(config).get("markov_rank", 256 if config.get("speculators_model_type") == "dspark" else 0)
+    rank = own_keys(config).get(
+        "markov_rank", 256 if config.get("speculators_model_type") == "dspark" else 0
+    )
     return isinstance(rank, int) and rank > 0
 
 
 def _check_block(keys: Json, layer: Json, where: str) -> None:
     """Raises UserError for a checkpoint that computes what our block drafters do not."""
-    types, mutual = set(layer.get("layer_types") or []), False in (keys.get("causal"), keys.get("is_causal"))
-    windows = "sliding_attention" in types and not (mutual and len(types) == 1 and layer.get("sliding_window"))
+    types = set(layer.get("layer_types") or [])
+    mutual = False in (keys.get("causal"), keys.get("is_causal"))
+    windows = "sliding_attention" in types and not (
+        mutual and len(types) == 1 and layer.get("sliding_window")
+    )
     windows |= bool(keys.get("use_swa")) and not (mutual and keys.get("swa_window_size"))
     scales = ("output_multiplier", "input_embedding_scale", "attention_value_scale", "logit_scale")
-    projector, head = keys.get("projector_type", "dflash"), keys.get("markov_head_type", "vanilla")
+    projector = keys.get("projector_type", "dflash")
+    head = keys.get("markov_head_type", "vanilla")
     checks = {
         f"is of projector_type={projector!r}": projector not in ("dflash", "dspark"),
         f"has markov_head_type={head!r}": head != "vanilla",
         "has layers with sliding windows": windows,
         "has causal layers": keys.get("causal") or keys.get("is_causal"),
         "has attention_bias": layer.get("attention_bias"),
-        "has attention sinks": keys.get("attention_sink_bias") or keys.get("add_swa_attention_sink_bias"),
+        "has attention sinks": keys.get("attention_sink_bias")
+        or keys.get("add_swa_attention_sink_bias"),
         "caps its logits": keys.get("final_logit_softcapping"),
         "rotates neighboring values (is_neox_style false)": keys.get("is_neox_style") is False,
         f"has hidden_act={layer.get('hidden_act')!r}": layer.get("hidden_act", "silu") != "silu",
@@ -95,34 +113,53 @@ def _check_block(keys: Json, layer: Json, where: str) -> None:
 
 
 def block_fields(config: Json, weights: Mapping[str, Tensor], target: Json, where: str) -> Json:
-    """Arguments of a block drafter's config from a checkpoint's. Raises UserError for what ours cannot compute."""
+    """Arguments of a block drafter's config from a checkpoint's. Raises UserError for what ours
+    cannot compute.
+    """
     try:
         TypeAdapter(_PublishedBlock).validate_python(config, strict=True)
     except ValidationError as error:
-        raise UserError(f"{where}: config.json has {violation(error)}; get an intact copy of it") from error
-    keys, layer = own_keys(config), config.get("transformer_layer_config", config)
+        raise UserError(
+            f"{where}: config.json has {violation(error)}; get an intact copy of it"
+        ) from error
+    keys = own_keys(config)
+    layer = config.get("transformer_layer_config", config)
     nested = "speculators_model_type" in config
     _check_block(keys, layer, where)
-    place = "aux_hidden_state_layer_ids" if nested else "target_layer_ids"
+    if nested:
+        place = "aux_hidden_state_layer_ids"
+    else:
+        place = "target_layer_ids"
     ours: list[int] = [i + (not nested) for i in keys.get(place) or ()]
     for name in (place, "block_size"):
         if not keys.get(name):
             raise UserError(f"{where}: config.json has no {name}; it is needed")
-    dspark, v = is_dspark(config), target["vocab_size"]
-    flat_dspark = not nested and (dspark or any("DSpark" in str(name) for name in config.get("architectures") or ()))
+    dspark = is_dspark(config)
+    v = target["vocab_size"]
+    flat_dspark = not nested and (
+        dspark or any("DSpark" in str(name) for name in config.get("architectures") or ())
+    )
     anchor = bool(keys.get("sample_from_anchor", keys.get("shift_label", flat_dspark)))
     fields: Json = {name: layer[name] for name in _SIZES if layer.get(name) is not None}
     table = weights.get("embed_tokens.weight")
     learned = "mask" in weights
-    if table is not None and len(table) == fields.get("vocab_size") == v + 1 and keys.get("mask_token_id") == v:
-        fields["vocab_size"], learned = v, True  # the row behind the target's is a learned mask
+    if (
+        table is not None
+        and len(table) == fields.get("vocab_size") == v + 1
+        and keys.get("mask_token_id") == v
+    ):
+        # the row behind the target's is a learned mask
+        fields["vocab_size"] = v
+        learned = True
     for key in ("hidden_size", "vocab_size"):
         if fields.get(key) != target[key]:
             raise UserError(
                 f"{where} is for a target with {key}={fields.get(key)}, but {target['name']!r} has {target[key]}"
             )
     if not all(0 <= i <= target["num_layers"] for i in ours):
-        raise UserError(f"{where} reads layers {ours}, but {target['name']!r} has {target['num_layers']}")
+        raise UserError(
+            f"{where} reads layers {ours}, but {target['name']!r} has {target['num_layers']}"
+        )
     if "mask_token_id" not in keys and not learned:
         raise UserError(f"{where}: config.json has no mask_token_id; it is needed")
     rope = published_rope(layer)
@@ -142,10 +179,14 @@ def block_fields(config: Json, weights: Mapping[str, Tensor], target: Json, wher
 
 
 def _window(keys: Json, layer: Json) -> int:
-    """Positions that a block's token sees, 0 for all; in dflash_config, or of all layers (DFlash 2)."""
+    """Positions that a block's token sees, 0 for all; in dflash_config, or of all layers (DFlash
+    2).
+    """
     if keys.get("use_swa"):
         return keys["swa_window_size"]
-    return layer["sliding_window"] if "sliding_attention" in (layer.get("layer_types") or []) else 0
+    if "sliding_attention" in (layer.get("layer_types") or []):
+        return layer["sliding_window"]
+    return 0
 
 
 def named(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -153,32 +194,43 @@ def named(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found = {}
     for name, value in weights.items():
         for theirs, form in _PREFIXES.items():
-            name = form + name.removeprefix(theirs) if name.startswith(theirs) else name
+            if name.startswith(theirs):
+                name = form + name.removeprefix(theirs)
         if not name.endswith(_UNUSED):
             found[name] = value
     return found
 
 
 def without_copies(
-    weights: dict[str, Tensor], drafter: BlockDrafter, where: str, loose: bool = False
+    weights: dict[str, Tensor],
+    drafter: BlockDrafter,
+    where: str,
+    loose: bool = False,
 ) -> dict[str, Tensor]:
-    """Leaves out an embedding that is the target's, and takes the learned mask that may stand behind its rows.
+    """Leaves out an embedding that is the target's, and takes the learned mask that may stand
+    behind its rows.
 
     Args:
-        loose: also leave out a head that is the target's, where the target's files are on this disk.
+        loose: also leave out a head that is the target's, where the target's files are on this
+            disk.
 
     Raises:
         UserError: another embedding.
     """
-    found, name, v = dict(weights), drafter.config.target["name"], drafter.config.vocab_size
+    found = dict(weights)
+    name = drafter.config.target["name"]
+    v = drafter.config.vocab_size
     if (table := found.pop("embed_tokens.weight", None)) is not None:
         check_embedding(table[:v], name, where)
         if drafter.mask is not None:
             found["mask"] = table[v]
-    head, files = found.get("lm_head.weight"), resolve_target(name)
+    head = found.get("lm_head.weight")
+    files = resolve_target(name)
     if loose and head is not None and len(head) == v and Path(files).is_dir():
         own = read_embedding(files, ("lm_head.weight", "embed_out.weight"))
-        own = read_embedding(files) if own is None else own  # one table for both
+        # one table for both
+        if own is None:
+            own = read_embedding(files)
         if own is not None and torch.equal(own[:v].to(head.dtype), head):
             del found["lm_head.weight"]
     return found

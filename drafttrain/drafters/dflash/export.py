@@ -1,18 +1,22 @@
-"""DFlash drafters as vLLM, SGLang and TensorRT-LLM load them (`DFlashDraftModel`), as transformers does, and as GGUF files.
+"""DFlash drafters as vLLM, SGLang and TensorRT-LLM load them (`DFlashDraftModel`), as transformers
+does, and as GGUF files.
 
 config.json   a Qwen3 config of the layers, block_size, dflash_config {mask_token_id, target_layer_ids: ours - 1}
 weights       fc, hidden_norm, norm, layers.{i}.* as ours; with a pruned vocabulary or a trained head also lm_head and d2t
 mask          a learned one is mask_embedding.pt, the only form that vLLM reads it in, by torch.load(weights_only=True); it
-              stands for one token id, for which a token that the drafter does not keep is taken. A pickle is not published:
+              stands for one token id, for which a token that the drafter does not keep is taken. A
+              pickle is not published:
               the Hub gets our own format, from which `drafttrain export` writes this one
 
-SGLang draws from the target's embedding and head alone: it has no place for a pruned vocabulary, a trained head or a learned
-mask. Nor has transformers, whose `generate(speculation_type="dflash")` takes the same network as `MuseGlimmerAssistantModel`:
-fc and hidden_norm are encoder.fc and encoder.output_norm_enc there, and the config says layer_types.
+SGLang draws from the target's embedding and head alone: it has no place for a pruned vocabulary, a
+trained head or a learned mask. Nor has transformers, whose `generate(speculation_type="dflash")`
+takes the same network as `MuseGlimmerAssistantModel`: fc and hidden_norm are encoder.fc and
+encoder.output_norm_enc there, and the config says layer_types.
 
 Sources: vllm/model_executor/models/qwen3_dflash.py and vllm/v1/spec_decode/dflash.py of vLLM 0.32;
-srt/models/dflash.py and srt/speculative/dflash_utils.py of SGLang 0.5.11 to 0.5.23; TensorRT-LLM's features/speculative-decoding;
-transformers 5.23 models/muse_glimmer_assistant and generation/candidate_generator.py.
+srt/models/dflash.py and srt/speculative/dflash_utils.py of SGLang 0.5.11 to 0.5.23; TensorRT-LLM's
+features/speculative-decoding; transformers 5.23 models/muse_glimmer_assistant and
+generation/candidate_generator.py.
 """
 
 from __future__ import annotations
@@ -25,7 +29,13 @@ import torch
 from torch import Tensor
 
 from drafttrain.drafters.common.block import BlockDrafter
-from drafttrain.drafters.dflash.block_reading import block_fields, is_dspark, named, own_keys, without_copies
+from drafttrain.drafters.dflash.block_reading import (
+    block_fields,
+    is_dspark,
+    named,
+    own_keys,
+    without_copies,
+)
 from drafttrain.drafters.dflash.model import DFlash
 from drafttrain.drafters.gguf_heads import GgufHeads
 from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Trained
@@ -46,7 +56,9 @@ from drafttrain.target import load_shell
 from drafttrain.target.loading import check_finite
 
 _MASK_FILE = "mask_embedding.pt"
-_TRANSFORMERS = "5.23"  # the release that was read; its one DFlash class is a family's own, and general
+_TRANSFORMERS = (
+    "5.23"  # the release that was read; its one DFlash class is a family's own, and general
+)
 _GLIMMER = "muse_glimmer_assistant"
 # Architectures of published block drafters; a Markov head, not the name, tells DSpark from DFlash.
 PUBLISHED_BLOCKS = {
@@ -62,7 +74,9 @@ Block = TypeVar("Block", bound=BlockDrafter)
 
 
 class BlockFiles(GgufHeads[Block]):
-    """Block drafters in llama.cpp's dflash model, whose target layers are those whose input it reads, as ours are."""
+    """Block drafters in llama.cpp's dflash model, whose target layers are those whose input it
+    reads, as ours are.
+    """
 
     formats = {"gguf": Format("a block drafter as GGUF file", ("llama.cpp",))}
     verifiable = {"llama.cpp": "gguf"}
@@ -72,8 +86,15 @@ class BlockFiles(GgufHeads[Block]):
     gguf_names = {"fc.weight": "fc.weight", "hidden_norm.weight": "enc.output_norm.weight"}
 
     def gguf_keys(self, drafter: Block) -> Json:
-        size, layers = drafter.config.sliding_window, drafter.config.num_hidden_layers
-        window = {"attention.sliding_window": size, "attention.sliding_window_pattern": [True] * layers} if size else {}
+        size = drafter.config.sliding_window
+        layers = drafter.config.num_hidden_layers
+        if size:
+            window = {
+                "attention.sliding_window": size,
+                "attention.sliding_window_pattern": [True] * layers,
+            }
+        else:
+            window = {}
         return {
             "target_layers": list(drafter.config.feature_layers),
             "target_hidden_size": drafter.config.hidden_size,
@@ -109,7 +130,8 @@ class EngineBlocks(BlockFiles[Block]):
     Attributes:
         drafter_class: the kind's class. architecture: the engines' name of it.
         own_names: the form's name of a tensor of ours, where it differs.
-        since: SGLang's first release that drafts with the kind, and that predicts at the masks alone, as ours do by default.
+        since: SGLang's first release that drafts with the kind, and that predicts at the masks
+            alone, as ours do by default.
     """
 
     drafter_class: type[Block]
@@ -117,26 +139,48 @@ class EngineBlocks(BlockFiles[Block]):
     own_names: Mapping[str, str] = {}
     since = ("", "")
 
-    def unsupported(self, trained: Trained, form: str, engine: EngineRelease | None = None) -> list[str]:
+    def unsupported(
+        self,
+        trained: Trained,
+        form: str,
+        engine: EngineRelease | None = None,
+    ) -> list[str]:
         found = super().unsupported(trained, form, engine)
         if found or form == "gguf":
             return found
-        engine, config, kind = engine or engine_of(form), trained.config, trained.kind
-        layers, last = list(config.get("feature_layers", ())), trained.target.get("num_layers", 0)
+        engine = engine or engine_of(form)
+        config = trained.config
+        kind = trained.kind
+        layers = list(config.get("feature_layers", ()))
+        last = trained.target.get("num_layers", 0)
         name, where = engine.name, f"feature_layers={layers}: {engine.name} provides"
         checks = {
-            f"{where} the inputs of layers 1 to {last - 1} only": any(layer in (0, last) for layer in layers),
+            f"{where} the inputs of layers 1 to {last - 1} only": any(
+                layer in (0, last) for layer in layers
+            ),
             f"{where} features in ascending order": layers != sorted(layers),
         }
         if form != "vllm":
-            kept, v, first, masks = config.get("draft_vocab_size"), config.get("vocab_size"), *self.since
-            anchor, window = bool(config.get("sample_from_anchor")), config.get("sliding_window")
+            kept, v, first, masks = (
+                config.get("draft_vocab_size"),
+                config.get("vocab_size"),
+                *self.since,
+            )
+            anchor = bool(config.get("sample_from_anchor"))
+            window = config.get("sliding_window")
             checks |= {
-                f"draft_vocab_size={kept}: {name} drafts over the whole vocabulary of {v} tokens": kept != v,
-                f"train_head=true: {name} drafts with the target's head": bool(config.get("train_head")),
-                f"mask_token_id=null, a learned mask: {name} takes a token's embedding": config.get("mask_token_id")
+                f"draft_vocab_size={kept}: {name} drafts over the whole vocabulary of {v} tokens": kept
+                != v,
+                f"train_head=true: {name} drafts with the target's head": bool(
+                    config.get("train_head")
+                ),
+                f"mask_token_id=null, a learned mask: {name} takes a token's embedding": config.get(
+                    "mask_token_id"
+                )
                 is None,
-                f"sliding_window={window}: {name} has no window that shows a block's later tokens": bool(window),
+                f"sliding_window={window}: {name} has no window that shows a block's later tokens": bool(
+                    window
+                ),
             }
             if name == "SGLang":
                 checks |= {
@@ -148,10 +192,13 @@ class EngineBlocks(BlockFiles[Block]):
         return [reason for reason, found in checks.items() if found]
 
     def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
-        """Writes config.json, model.safetensors and, for a learned mask of its own file, mask_embedding.pt; GGUF as the base."""
+        """Writes config.json, model.safetensors and, for a learned mask of its own file,
+        mask_embedding.pt; GGUF as the base.
+        """
         if form == "gguf":
             return super().write(trained, form, request)
-        drafter, name = self.load(trained), request.target_files or trained.target_name
+        drafter = self.load(trained)
+        name = request.target_files or trained.target_name
         target = load_shell(name, "float32", "cpu", weights=self.lends(drafter))
         if target.embed_scale != 1.0 and form != "transformers":
             scale = f"the target scales its embeddings by {target.embed_scale:g}, and the engines' class does not"
@@ -163,7 +210,8 @@ class EngineBlocks(BlockFiles[Block]):
         mask = weights.pop("mask", None)
         written = write_checkpoint(request.output, config, weights, request.dtype)
         if mask is not None:
-            token, embedding = own_keys(config)["mask_token_id"], mask.detach().to("cpu", request.dtype)
+            token = own_keys(config)["mask_token_id"]
+            embedding = mask.detach().to("cpu", request.dtype)
             written.append(request.output / _MASK_FILE)
             with writing(request.output):
                 torch.save({"embedding": embedding, "mask_token_id": token}, written[-1])
@@ -189,10 +237,18 @@ class EngineBlocks(BlockFiles[Block]):
         if mask_token is None:
             spare = torch.ones(config.vocab_size, dtype=torch.bool)
             spare[drafter.kept_ids.cpu()] = False
-            mask_token = int(spare.nonzero().max()) if spare.any() else config.vocab_size - 1
-        layers, size = [layer - 1 for layer in config.feature_layers], config.sliding_window
-        # Without `causal` vLLM would take a windowed layer for one that hides a block's later tokens.
-        window = {"use_swa": True, "swa_window_size": size, "causal": False} if size else {}
+            if spare.any():
+                mask_token = int(spare.nonzero().max())
+            else:
+                mask_token = config.vocab_size - 1
+        layers = [layer - 1 for layer in config.feature_layers]
+        size = config.sliding_window
+        # Without `causal` vLLM would take a windowed layer for one that hides a block's later
+        # tokens.
+        if size:
+            window = {"use_swa": True, "swa_window_size": size, "causal": False}
+        else:
+            window = {}
         return {
             "block_size": config.block_size,
             "dflash_config": {"mask_token_id": mask_token, "target_layer_ids": layers, **window},
@@ -205,28 +261,48 @@ class EngineBlocks(BlockFiles[Block]):
         weights = super().engine_weights(drafter, config)
         if config["draft_vocab_size"] != config["vocab_size"] - self.extra_rows(drafter):
             kept = drafter.kept_ids.cpu()  # [d] int64
-            weights |= {"lm_head.weight": drafter.head.weight, "d2t": kept - torch.arange(len(kept))}
+            weights |= {
+                "lm_head.weight": drafter.head.weight,
+                "d2t": kept - torch.arange(len(kept)),
+            }
         return weights
 
     def lends(self, drafter: Block) -> bool:
-        """Whether an export holds rows of the target's, which engines cannot pick themselves; others need no weights of it."""
+        """Whether an export holds rows of the target's, which engines cannot pick themselves;
+        others need no weights of it.
+        """
         return drafter.lm_head is None and len(drafter.kept_ids) != drafter.config.vocab_size
 
     def extra_rows(self, drafter: Block) -> int:
         """Tokens of an export's vocabulary beyond the target's."""
         return 0
 
-    # -- reading --------------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     def drafter_from(self, original: Block, export: Exported) -> Block:
-        learned = {} if original.mask is None else {"mask": original.mask}  # also where the export lost it
-        back = self.blank(export.config, {**named(export.weights), **learned}, original.config.target, export.where)
-        if back.mask is not None:  # of an unbound drafter only the shapes of what it lends from the target matter
+        # also where the export lost it
+        if original.mask is None:
+            learned = {}
+        else:
+            learned = {"mask": original.mask}
+        back = self.blank(
+            export.config,
+            {**named(export.weights), **learned},
+            original.config.target,
+            export.where,
+        )
+        if (
+            back.mask is not None
+        ):  # of an unbound drafter only the shapes of what it lends from the target matter
             back.embed = lambda ids: torch.zeros(*ids.shape, back.config.hidden_size)
         return back
 
     def drafter_weights(self, original: Block, back: Block, export: Exported) -> dict[str, Tensor]:
-        return self.state(back, without_copies(named(export.weights), back, export.where), export.where)
+        return self.state(
+            back,
+            without_copies(named(export.weights), back, export.where),
+            export.where,
+        )
 
     def blank(self, config: Json, weights: Mapping[str, Tensor], target: Json, where: str) -> Block:
         """A drafter with the shapes and flags of a checkpoint."""
@@ -246,7 +322,11 @@ class EngineBlocks(BlockFiles[Block]):
         config = drafter.config
         kept = pop_kept_ids(found, config.draft_vocab_size, config.vocab_size, where)
         theirs = {own: name for name, own in self.engine_names(drafter, {}).items()}
-        shapes = {theirs[own]: tuple(value.shape) for own, value in drafter.state_dict().items() if own in theirs}
+        shapes = {
+            theirs[own]: tuple(value.shape)
+            for own, value in drafter.state_dict().items()
+            if own in theirs
+        }
         check_names(found, shapes, where)
         check_kept_ids(kept, config.vocab_size, where)
         check_finite(found.items(), where, "get an intact copy of it")
@@ -254,16 +334,40 @@ class EngineBlocks(BlockFiles[Block]):
         return {"kept_ids": kept, **{own: found[name].to(dtype) for own, name in theirs.items()}}
 
     def exported_weights(self, exported: Path) -> dict[str, Tensor]:
-        weights, path = super().exported_weights(exported), exported / _MASK_FILE
-        mask = read_pickle(path).get("embedding") if path.is_file() else None
-        return weights if mask is None else {**weights, "mask": mask}
+        weights = super().exported_weights(exported)
+        path = exported / _MASK_FILE
+        if path.is_file():
+            mask = read_pickle(path).get("embedding")
+        else:
+            mask = None
+        if mask is None:
+            return weights
+        return {**weights, "mask": mask}
 
-    def compare(self, original: Block, back: Block, dtype: torch.dtype, depth: int, where: str) -> Json:
-        """Compares a frozen head's rows with the target's; the drafts then use the same random head."""
+    def compare(
+        self,
+        original: Block,
+        back: Block,
+        dtype: torch.dtype,
+        depth: int,
+        where: str,
+    ) -> Json:
+        """Compares a frozen head's rows with the target's; the drafts then use the same random
+        head.
+        """
         if back.lm_head is not None and original.lm_head is None:
-            target = load_shell(original.config.target["name"], dtype="float32", device="cpu", weights=True)
-            if not torch.equal(back.lm_head.weight.to(dtype), target.head_weight[back.kept_ids].to(dtype)):
-                raise UserError(f"{where} computes something else: lm_head.weight is not the target's; export again")
+            target = load_shell(
+                original.config.target["name"],
+                dtype="float32",
+                device="cpu",
+                weights=True,
+            )
+            if not torch.equal(
+                back.lm_head.weight.to(dtype), target.head_weight[back.kept_ids].to(dtype)
+            ):
+                raise UserError(
+                    f"{where} computes something else: lm_head.weight is not the target's; export again"
+                )
             back.lm_head = None
         return super().compare(original, back, dtype, depth, where)
 
@@ -275,11 +379,14 @@ class EngineBlocks(BlockFiles[Block]):
         )
 
     def read(self, folder: Path, target: Json, allow_pickle: bool = False) -> Block:
-        where, weights = repr(str(folder)), named(read_weights(folder, allow_pickle))
+        where = repr(str(folder))
+        weights = named(read_weights(folder, allow_pickle))
         if allow_pickle and (folder / _MASK_FILE).is_file():
             weights["mask"] = read_pickle(folder / _MASK_FILE)["embedding"]
         elif (folder / _MASK_FILE).is_file():
-            raise UserError(f"{where} has its mask in {_MASK_FILE}, a pickle; pass --allow-pickle to read it")
+            raise UserError(
+                f"{where} has its mask in {_MASK_FILE}, a pickle; pass --allow-pickle to read it"
+            )
         config = read_config(folder)
         with torch.device("meta"):
             drafter = self.blank(config, weights, target, where)
@@ -291,12 +398,16 @@ class EngineBlocks(BlockFiles[Block]):
 
 
 class DFlashShipping(EngineBlocks[DFlash]):
-    """One checkpoint form for three engines, GGUF for llama.cpp; our own format goes to the Hub too."""
+    """One checkpoint form for three engines, GGUF for llama.cpp; our own format goes to the Hub
+    too.
+    """
 
     description = "a DFlash drafter (arXiv 2602.06036), blocks of {block_size}, {layers}, {parameters} parameters"
     formats = {
         "vllm": Format("DFlash as DFlashDraftModel", ("vLLM",)),
-        "sglang": Format("DFlash without head and mask of its own", ("SGLang", "TensorRT-LLM, Triton")),
+        "sglang": Format(
+            "DFlash without head and mask of its own", ("SGLang", "TensorRT-LLM, Triton")
+        ),
         "transformers": Format("DFlash as MuseGlimmerAssistantModel", ("transformers",)),
         **BlockFiles.formats,
     }
@@ -307,38 +418,72 @@ class DFlashShipping(EngineBlocks[DFlash]):
     since = ("0.5.11", "0.5.11")
     reads = "DFlash drafters (DFlashDraftModel, speculators' form, DeepSpec's)"
 
-    def unsupported(self, trained: Trained, form: str, engine: EngineRelease | None = None) -> list[str]:
-        found, anchor = super().unsupported(trained, form, engine), trained.config.get("sample_from_anchor")
+    def unsupported(
+        self,
+        trained: Trained,
+        form: str,
+        engine: EngineRelease | None = None,
+    ) -> list[str]:
+        found = super().unsupported(trained, form, engine)
+        anchor = trained.config.get("sample_from_anchor")
         lacks = f"sample_from_anchor=true: {(engine or engine_of(form)).name} predicts at masks only, for kind dflash"
         if form == "transformers" and (engine or engine_of(form)).before(_TRANSFORMERS):
             found = [*found, f"transformers has DFlash since {_TRANSFORMERS}"]
-        return [*found, lacks] if anchor and form != "gguf" and form in self.formats else found
+        if anchor and form != "gguf" and form in self.formats:
+            return [*found, lacks]
+        return found
 
     def engine_config(self, drafter: DFlash, form: str, request: ExportRequest) -> Json:
         described = super().engine_config(drafter, form, request)
         if form != "transformers":
             return described
-        own = {"architectures": ["MuseGlimmerAssistantModel"], "model_type": _GLIMMER, **described["dflash_config"]}
-        own |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # not the family's defaults
-        return {**described, **own, "layer_types": ["full_attention"] * drafter.config.num_hidden_layers}
+        own = {
+            "architectures": ["MuseGlimmerAssistantModel"],
+            "model_type": _GLIMMER,
+            **described["dflash_config"],
+        }
+        own |= dict.fromkeys(
+            ("bos_token_id", "eos_token_id", "pad_token_id")
+        )  # not the family's defaults
+        return {
+            **described,
+            **own,
+            "layer_types": ["full_attention"] * drafter.config.num_hidden_layers,
+        }
 
     def engine_names(self, drafter: DFlash, config: Json) -> dict[str, str]:
         names = super().engine_names(drafter, config)
         if config.get("model_type") != _GLIMMER:
             return names
-        encoder = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+        encoder = {
+            "fc.weight": "encoder.fc.weight",
+            "hidden_norm.weight": "encoder.output_norm_enc.weight",
+        }
         return {encoder.get(name, name): own for name, own in names.items()}
 
     def withheld(self, trained: Trained, form: str) -> str:
         learned = form == "vllm" and trained.config.get("mask_token_id") is None
         reason = f"vLLM reads a learned mask from {_MASK_FILE} alone, and pickles are not published"
-        return f"{reason}; users of the repository write it by drafttrain export --format {form}" if learned else ""
+        if learned:
+            return (
+                f"{reason}; users of the repository write it by drafttrain export --format {form}"
+            )
+        return ""
 
     def drafter_from(self, original: DFlash, export: Exported) -> DFlash:
         return super().drafter_from(original, export._replace(weights=_flat(export.weights)))
 
-    def drafter_weights(self, original: DFlash, back: DFlash, export: Exported) -> dict[str, Tensor]:
-        return super().drafter_weights(original, back, export._replace(weights=_flat(export.weights)))
+    def drafter_weights(
+        self,
+        original: DFlash,
+        back: DFlash,
+        export: Exported,
+    ) -> dict[str, Tensor]:
+        return super().drafter_weights(
+            original,
+            back,
+            export._replace(weights=_flat(export.weights)),
+        )
 
     def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
         # vLLM drafts one mask per requested token, and the drafter knows one number of them.
@@ -350,7 +495,8 @@ class DFlashShipping(EngineBlocks[DFlash]):
                 "speculative-algorithm": "DFLASH",
                 "speculative-num-steps": None,
                 "speculative-eagle-topk": None,
-                "speculative-num-draft-tokens": depth + 1,  # its block, the last committed token included
+                "speculative-num-draft-tokens": depth
+                + 1,  # its block, the last committed token included
             },
             "TensorRT-LLM, Triton": {"decoding_type": "DFlash", "max_draft_len": depth},
             "transformers": {"speculation_type": "dflash"},
@@ -359,7 +505,10 @@ class DFlashShipping(EngineBlocks[DFlash]):
 
 def _flat(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of transformers' form by the other engines' names."""
-    names = {name: name.removeprefix("encoder.").replace("output_norm_enc", "hidden_norm") for name in weights}
+    names = {
+        name: name.removeprefix("encoder.").replace("output_norm_enc", "hidden_norm")
+        for name in weights
+    }
     return {names[name]: value for name, value in weights.items()}
 
 

@@ -1,18 +1,22 @@
-"""DFlash 2: DFlash's block with a causal convolution around every sublayer and a selector that scores pairs of tokens.
+"""DFlash 2: DFlash's block with a causal convolution around every sublayer and a selector that
+scores pairs of tokens.
 
     convolution   out_i = sum_j (base_j + delta_ij) * x_{i-j}             over a block's positions i and taps j
     layer         x + conv(attention(conv(norm x)))                       and the same around the MLP
     selector      logits at depth k below y = head(s_k) + B (A[y] * H s_k)     s_k: block state; A: [d+1, r], B: [d, r], H: [r, h]
 
-Before the block x is zero. delta, shared by groups of neighboring channels, is a linear function of the sublayer's normed input,
-for both convolutions around it. Both parts start as nearly the identity: a fresh drafter drafts what DFlash does, whose tokens
+Before the block x is zero. delta, shared by groups of neighboring channels, is a linear function of
+    the sublayer's normed input,
+for both convolutions around it. Both parts start as nearly the identity: a fresh drafter drafts
+    what DFlash does, whose tokens
 are predicted from the context alone and get worse towards the block's end.
 
-Published drafters rescore each position's `selector_top_k` likeliest tokens only, and so do engines; ours trains and rescores
-all of them unless the key is set (common/markov.py).
+Published drafters rescore each position's `selector_top_k` likeliest tokens only, and so do
+engines; ours trains and rescores all of them unless the key is set (common/markov.py).
 
-Sources: inco.ai/blog/dflash2 (August 2026: 6.2 accepted where DFlash has 5.0 and DSpark 5.7, Qwen3.5-4B, GSM8K); z-lab/dflash;
-vLLM models/qwen3_dflash2.py; llama.cpp src/models/dflash.cpp; NeMo Automodel components/speculative/dflash/dflash2_core.py.
+Sources: inco.ai/blog/dflash2 (August 2026: 6.2 accepted where DFlash has 5.0 and DSpark 5.7,
+Qwen3.5-4B, GSM8K); z-lab/dflash; vLLM models/qwen3_dflash2.py; llama.cpp src/models/dflash.cpp;
+NeMo Automodel components/speculative/dflash/dflash2_core.py.
 """
 
 from __future__ import annotations
@@ -33,8 +37,10 @@ class DFlash2Config(MarkovConfig):
     """Config of a DFlash 2 drafter; `markov_rank` is the selector's.
 
     Attributes:
-        conv_kernel_size: taps of a convolution. conv_group_size: channels that share a dynamic coefficient.
-        selector_top_k: likeliest tokens of a position that are rescored, the others are not drafted; 0 for all.
+        conv_kernel_size: taps of a convolution. conv_group_size: channels that share a dynamic
+            coefficient.
+        selector_top_k: likeliest tokens of a position that are rescored, the others are not
+            drafted; 0 for all.
     """
 
     model_type = "drafttrain_dflash2"
@@ -56,14 +62,19 @@ class BlockConv(nn.Module):
 
     def __init__(self, config: DFlash2Config):
         super().__init__()
-        h, taps, self.width = config.hidden_size, config.conv_kernel_size, config.conv_group_size
-        self.block_size, self.taps = config.block_size, taps
+        h = config.hidden_size
+        taps = config.conv_kernel_size
+        self.width = config.conv_group_size
+        self.block_size = config.block_size
+        self.taps = taps
         self.base_kernel = nn.Parameter(torch.zeros(2, taps, h))
         self.base_kernel.data[:, 0] = 1.0
         self.kernel_projection = nn.Linear(h, 2 * taps * (h // self.width), bias=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [blocks * size, h], a sublayer's input -> its convolution, and coefficients [.., taps, groups] for `behind`."""
+        """x [blocks * size, h], a sublayer's input -> its convolution, and coefficients [.., taps,
+        groups] for `behind`.
+        """
         delta = self.kernel_projection(x).view(len(x), 2, self.taps, -1)
         return self._convolve(x, delta[:, 0], 0), delta[:, 1]
 
@@ -72,9 +83,12 @@ class BlockConv(nn.Module):
         return self._convolve(x, delta, 1)
 
     def _convolve(self, x: Tensor, delta: Tensor, side: int) -> Tensor:
-        base = self.base_kernel[side].to(x.dtype).unflatten(1, (-1, self.width))  # [taps, groups, width]
+        base = (
+            self.base_kernel[side].to(x.dtype).unflatten(1, (-1, self.width))
+        )  # [taps, groups, width]
         kernel = (base + delta[..., None]).flatten(2)  # [blocks * size, taps, h]
-        out, blocks = kernel[:, 0] * x, x.view(-1, self.block_size, x.shape[1])
+        out = kernel[:, 0] * x
+        blocks = x.view(-1, self.block_size, x.shape[1])
         for tap in range(1, min(self.taps, self.block_size)):
             out = out + kernel[:, tap] * F.pad(blocks[:, :-tap], (0, 0, tap, 0)).flatten(0, 1)
         return out
@@ -88,10 +102,18 @@ class ConvLayer(DraftLayer):
         self.attention_conv, self.mlp_conv = BlockConv(config), BlockConv(config)
 
     def pack(self, rotary_dim: int) -> None:
-        """The fused CPU kernels have no place for the convolutions; the linear layers are packed one by one."""
+        """The fused CPU kernels have no place for the convolutions; the linear layers are packed
+        one by one.
+        """
 
     def _attended(
-        self, state: Tensor, embeds: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend, queries: Tensor | None
+        self,
+        state: Tensor,
+        embeds: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attend,
+        queries: Tensor | None,
     ) -> Tensor:
         x, delta = self.attention_conv(self.input_layernorm(state))
         return state + self.attention_conv.behind(self.self_attn(x, cos, sin, attend), delta)
@@ -115,7 +137,8 @@ class DFlash2(MarkovBlock):
         self.gate = nn.Linear(config.hidden_size, config.markov_rank, bias=False)
         self.post_init()
         nn.init.normal_(
-            self.markov_out.weight, std=1e-3
+            self.markov_out.weight,
+            std=1e-3,
         )  # not zero, which would keep the gradient from the other factors
         for module in self.modules():
             if isinstance(module, BlockConv):
@@ -125,11 +148,14 @@ class DFlash2(MarkovBlock):
         return super().corrections(reads, parents) * self.gate(reads)
 
     def conditional(self, logits: Tensor, reads: Tensor, parents: Tensor) -> Logits:
-        pair, count = self.corrections(reads, parents), self.config.selector_top_k
+        pair = self.corrections(reads, parents)
+        count = self.config.selector_top_k
         if not 0 < count < logits.shape[-1]:
             return logits + self.markov_out(pair).to(logits.dtype)
         unary, ids = logits.topk(count)  # [n, k] each
-        scores = unary + torch.einsum("nr,nkr->nk", pair, self.markov_out.weight[ids]).to(logits.dtype)
+        scores = unary + torch.einsum("nr,nkr->nk", pair, self.markov_out.weight[ids]).to(
+            logits.dtype
+        )
         return torch.full_like(logits, -torch.inf).scatter(1, ids, scores)
 
 

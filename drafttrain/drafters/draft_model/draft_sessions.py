@@ -1,4 +1,6 @@
-"""The sessions of draft models: keys of committed tokens and of drafted nodes, for one sequence each."""
+"""The sessions of draft models: keys of committed tokens and of drafted nodes, for one sequence
+each.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +29,26 @@ class SeparateCaches:
         self.caches, self.sizes = caches, list(sizes)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Any) -> Tensor:
-        parts = zip(self.caches, *(x.split(self.sizes, dim=2) for x in (query, key, value)), strict=True)
+        parts = zip(
+            self.caches,
+            *(x.split(self.sizes, dim=2) for x in (query, key, value)),
+            strict=True,
+        )
         return torch.cat([cache.attend(layer, q, k, v, **form) for cache, q, k, v in parts], dim=1)
 
 
 class DraftModelSession(JointSession):
     """One sequence being drafted.
 
-    The cache holds the keys of all committed tokens but the last, then the last one (the root), then this round's nodes in the
-    order they were opened. Nodes that are committed keep their keys: a node sees its own path only, so reading the
+    The cache holds the keys of all committed tokens but the last, then the last one (the root),
+        then this round's nodes in the
+    order they were opened. Nodes that are committed keep their keys: a node sees its own path only,
+        so reading the
     committed tokens again would give the same keys.
 
     Attributes:
-        root: [1, d] logits after the last committed token; None before the first `extend`, and once the sequence exceeds the
-            draft model's context.
+        root: [1, d] logits after the last committed token; None before the first `extend`, and once
+            the sequence exceeds the draft model's context.
         tokens, parents: of the opened nodes. full: the sequence exceeds the context.
     """
 
@@ -69,7 +77,8 @@ class DraftModelSession(JointSession):
         return limit is None or self.cache.lengths[0] + 1 + depth <= limit
 
     def take(self, new: Tensor) -> Tensor:
-        """Commits the root and the drafted nodes that `new` [m] follows, opens a pass over the rest and returns it.
+        """Commits the root and the drafted nodes that `new` [m] follows, opens a pass over the rest
+        and returns it.
 
         The rest contains at least the last token, whose logits are the next round's root.
         """
@@ -82,7 +91,9 @@ class DraftModelSession(JointSession):
                 if child < 0:
                     break
                 kept.append(child + 1)
-            self.cache.open([(0, TreeLayout(self.cache.lengths[0], self.parents, held=1 + len(self.parents)))])
+            self.cache.open(
+                [(0, TreeLayout(self.cache.lengths[0], self.parents, held=1 + len(self.parents)))]
+            )
             self.cache.commit([kept])
             new = new[len(kept) - 1 :]
         self.forget()
@@ -96,7 +107,11 @@ class DraftModelSession(JointSession):
         return new
 
     def _child(self, parent: int, token: int) -> int:
-        found = (i for i, node in enumerate(zip(self.parents, self.tokens, strict=True)) if node == (parent, token))
+        found = (
+            i
+            for i, node in enumerate(zip(self.parents, self.tokens, strict=True))
+            if node == (parent, token)
+        )
         return next(found, -1)
 
     def offer(self, tree: TokenTree, spec: TreeSpec) -> TokenTree:
@@ -105,11 +120,15 @@ class DraftModelSession(JointSession):
 
     def forget(self) -> None:
         """Drops the opened nodes."""
-        self.tokens, self.parents = [], []
+        self.tokens = []
+        self.parents = []
 
     def open(self, tokens: Tensor, parents: list[int]) -> None:
-        """Opens a pass over nodes: ids [m], and their parents among all opened nodes (-1: the root)."""
-        length, held = self.cache.lengths[0], 1 + len(self.parents)
+        """Opens a pass over nodes: ids [m], and their parents among all opened nodes (-1: the
+        root).
+        """
+        length = self.cache.lengths[0]
+        held = 1 + len(self.parents)
         self.tokens += tokens.tolist()
         self.parents += parents
         if length + 1 + len(self.parents) > self.cache.capacity:
@@ -120,20 +139,25 @@ class DraftModelSession(JointSession):
 class OwnVocabularySession(DraftModelSession):
     """A sequence whose committed text the draft model reads in its own tokens.
 
-    New text may change the tokens before it: their keys are dropped and the text is read again from there. text: the
-    committed text with the ids of all tokens that are read.
+    New text may change the tokens before it: their keys are dropped and the text is read again from
+    there. text: the committed text with the ids of all tokens that are read.
     """
 
     def __init__(self, drafter: Any, pair: VocabularyPair, prompt_ids: Tensor, max_length: int):
         super().__init__(drafter, prompt_ids, max_length)
-        self.text, self._first, self.unread = CommittedText(pair), self.unread.tolist(), prompt_ids[:0]
+        self.text, self._first, self.unread = (
+            CommittedText(pair),
+            self.unread.tolist(),
+            prompt_ids[:0],
+        )
 
     def take(self, new: Tensor) -> Tensor:
         held = len(self.text.ids)
         kept = self.text.extend(self._first + new.tolist())
         self._first = []
         if kept < held:  # keys of all but the last are in the cache
-            self.root, self.cache.lengths[0] = None, kept
+            self.root = None
+            self.cache.lengths[0] = kept
         own = torch.tensor(self.text.ids[kept:], dtype=torch.long, device=new.device)
         if len(own):
             return super().take(own)
@@ -141,4 +165,6 @@ class OwnVocabularySession(DraftModelSession):
         return own
 
     def offer(self, tree: TokenTree, spec: TreeSpec) -> TokenTree:
-        return self.text.rewrite(tree, spec) if self.text.pair.by_text(spec) else tree
+        if self.text.pair.by_text(spec):
+            return self.text.rewrite(tree, spec)
+        return tree

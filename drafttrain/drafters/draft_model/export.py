@@ -1,4 +1,6 @@
-"""Draft models: ordinary causal language models, which engines load as they are, and llama.cpp as a GGUF file."""
+"""Draft models: ordinary causal language models, which engines load as they are, and llama.cpp as a
+GGUF file.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ from transformers import AutoTokenizer, PreTrainedModel
 from drafttrain.drafters.draft_model.model import DraftModel
 from drafttrain.drafters.draft_model.start import differing_ids
 from drafttrain.drafters.registry import META_FILE
-from drafttrain.drafters.shipping import GGUF_NAME, TOKENIZERS, ExportRequest, Format, Shipping, Trained
+from drafttrain.drafters.shipping import (
+    GGUF_NAME,
+    TOKENIZERS,
+    ExportRequest,
+    Format,
+    Shipping,
+    Trained,
+)
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.formats.engines import FORMATS, EngineRelease, engine_of
@@ -21,9 +30,14 @@ from drafttrain.formats.write_gguf import write_gguf
 from drafttrain.target import Target, load_shell, resolve_target
 from drafttrain.target.loading import load_language_model
 
-_PLAIN = Format("a draft model as plain HF checkpoint", ("transformers", "vLLM", "SGLang", "TensorRT-LLM, Triton"))
+_PLAIN = Format(
+    "a draft model as plain HF checkpoint",
+    ("transformers", "vLLM", "SGLang", "TensorRT-LLM, Triton"),
+)
 _AGAIN = "train it again, or use the folder as training wrote it"
-_VLLM_OTHER = "0.32.0"  # whose use_heterogeneous_vocab drafts among the tokens that both vocabularies have
+_VLLM_OTHER = (
+    "0.32.0"  # whose use_heterogeneous_vocab drafts among the tokens that both vocabularies have
+)
 _LLAMA_APART = 128
 _TOLERANCE = 2e-2  # of the largest log-probability: two loaders of one file agree up to rounding
 
@@ -31,10 +45,10 @@ _TOLERANCE = 2e-2  # of the largest log-probability: two loaders of one file agr
 class DraftModelShipping(Shipping[DraftModel]):
     """One checkpoint for every engine but llama.cpp, written without our own keys."""
 
-    description = (
-        "a small language model of {parameters} parameters with the same tokenizer, trained to predict what it writes"
-    )
-    formats = dict.fromkeys(FORMATS, _PLAIN) | {"gguf": Format("a draft model as GGUF file", ("llama.cpp",))}
+    description = "a small language model of {parameters} parameters with the same tokenizer, trained to predict what it writes"
+    formats = dict.fromkeys(FORMATS, _PLAIN) | {
+        "gguf": Format("a draft model as GGUF file", ("llama.cpp",))
+    }
     verifiable = {"vllm": "vllm", "transformers": "transformers", "llama.cpp": "gguf"}
     in_root = FORMATS
     tiny = {"layers": (0, 1, 6, 7)}
@@ -46,11 +60,17 @@ class DraftModelShipping(Shipping[DraftModel]):
         "transformers": {},
     }
 
-    def unsupported(self, trained: Trained, form: str, engine: EngineRelease | None = None) -> list[str]:
-        """Vocabularies of other sizes, whose common ids are the same tokens (`differing_ids`); and vocabularies of other ids.
+    def unsupported(
+        self,
+        trained: Trained,
+        form: str,
+        engine: EngineRelease | None = None,
+    ) -> list[str]:
+        """Vocabularies of other sizes, whose common ids are the same tokens (`differing_ids`); and
+        vocabularies of other ids.
 
-        vLLM 0.32 config/speculative.py; SGLang srt/speculative/standalone_worker_v2.py; llama.cpp b11549 common/speculative.cpp;
-        TensorRT-LLM's features/speculative-decoding.
+        vLLM 0.32 config/speculative.py; SGLang srt/speculative/standalone_worker_v2.py; llama.cpp
+        b11549 common/speculative.cpp; TensorRT-LLM's features/speculative-decoding.
         """
         engine, found, (theirs, own) = (
             engine or engine_of(form),
@@ -62,7 +82,8 @@ class DraftModelShipping(Shipping[DraftModel]):
             return found
         differs = f"vocab_size={own} differs from the target's {theirs}"
         lacks = {
-            "vLLM": engine.before(_VLLM_OTHER) and f"vLLM {_VLLM_OTHER} takes it, earlier releases want one size",
+            "vLLM": engine.before(_VLLM_OTHER)
+            and f"vLLM {_VLLM_OTHER} takes it, earlier releases want one size",
             "SGLang": "SGLang stops at it since 0.5.15, and before it commits tokens of the wrong text",
             "TensorRT-LLM, Triton": "the engine verifies drafts by token id",
             "llama.cpp": abs(own - theirs) > _LLAMA_APART
@@ -70,15 +91,22 @@ class DraftModelShipping(Shipping[DraftModel]):
         }
         if other:
             differs = "the draft model has another vocabulary than its target"
-            lacks |= dict.fromkeys(lacks.keys() - {"vLLM"}, f"{engine.name} verifies drafts by token id")
-        return [f"{differs}: {lacks[engine.name]}"] if lacks.get(engine.name) else []
+            lacks |= dict.fromkeys(
+                lacks.keys() - {"vLLM"}, f"{engine.name} verifies drafts by token id"
+            )
+        if lacks.get(engine.name):
+            return [f"{differs}: {lacks[engine.name]}"]
+        return []
 
     def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
         theirs, own = _sizes(trained)
         if theirs == own and not _other_vocabulary(trained):
             return self.serving
         more: Json = {"vLLM": {"use_heterogeneous_vocab": True}, "transformers": {TOKENIZERS: True}}
-        return {engine: {**settings, **more.get(engine, {})} for engine, settings in self.serving.items()}
+        return {
+            engine: {**settings, **more.get(engine, {})}
+            for engine, settings in self.serving.items()
+        }
 
     def shares_vocabulary(self, trained: Trained, target: Target) -> bool:
         drafter = trained.load()
@@ -94,8 +122,17 @@ class DraftModelShipping(Shipping[DraftModel]):
         model = _load_complete(trained.folder, request.dtype)
         if form == "gguf":
             if tokenizer is None:
-                raise UserError("format='gguf' needs a tokenizer, and the drafter has none; pass --target")
-            return [write_gguf(trained.folder, request.output / GGUF_NAME, dtype_name(request.dtype), tokenizer)]
+                raise UserError(
+                    "format='gguf' needs a tokenizer, and the drafter has none; pass --target"
+                )
+            return [
+                write_gguf(
+                    trained.folder,
+                    request.output / GGUF_NAME,
+                    dtype_name(request.dtype),
+                    tokenizer,
+                )
+            ]
         model.save_pretrained(request.output)
         if tokenizer is not None:
             AutoTokenizer.from_pretrained(tokenizer).save_pretrained(request.output)
@@ -103,25 +140,45 @@ class DraftModelShipping(Shipping[DraftModel]):
 
     @torch.no_grad()
     def check(self, trained: Trained, exported: Path) -> Json:
-        """Compares the draft model and its export, a GGUF file or a plain checkpoint, on one row of tokens.
+        """Compares the draft model and its export, a GGUF file or a plain checkpoint, on one row of
+        tokens.
 
         Returns:
-            max_log_prob_difference, largest_log_prob, same_argmax: share of positions with the same likeliest token.
+            max_log_prob_difference, largest_log_prob, same_argmax: share of positions with the same
+                likeliest token.
 
         Raises:
             UserError: logits that differ beyond rounding.
         """
-        ours = load_language_model(str(trained.folder), f"drafter={str(trained.folder)!r}", _AGAIN, dtype=torch.float32)
-        form: Json = {"gguf_file": GGUF_NAME} if (exported / GGUF_NAME).is_file() else {}
-        theirs = load_language_model(str(exported), repr(str(exported)), "export again", dtype=torch.float32, **form)
+        ours = load_language_model(
+            str(trained.folder),
+            f"drafter={str(trained.folder)!r}",
+            _AGAIN,
+            dtype=torch.float32,
+        )
+        form: Json
+        if (exported / GGUF_NAME).is_file():
+            form = {"gguf_file": GGUF_NAME}
+        else:
+            form = {}
+        theirs = load_language_model(
+            str(exported),
+            repr(str(exported)),
+            "export again",
+            dtype=torch.float32,
+            **form,
+        )
         if theirs.config.vocab_size != ours.config.vocab_size:
             raise UserError(
                 f"{str(exported)!r} has vocab_size={theirs.config.vocab_size}, the draft model {ours.config.vocab_size}; "
                 "pass its own export"
             )
         ids = torch.arange(1, 33)[None] * 97 % ours.config.vocab_size  # [1, 32] int64
-        left, right = (model.eval()(ids).logits.log_softmax(-1) for model in (ours, theirs))  # [1, 32, v]
-        scale, worst = left.abs().max().item(), (left - right).abs().max().item()
+        left, right = (
+            model.eval()(ids).logits.log_softmax(-1) for model in (ours, theirs)
+        )  # [1, 32, v]
+        scale = left.abs().max().item()
+        worst = (left - right).abs().max().item()
         if not worst <= _TOLERANCE * scale:
             raise UserError(
                 f"{str(exported)!r} computes other logits than the draft model (log-probabilities differ by {worst:.3g} of "
@@ -140,27 +197,40 @@ class DraftModelShipping(Shipping[DraftModel]):
         write_clean_json(request.output / META_FILE, described)
         files = [
             (META_FILE, "kind, target and beginning of the draft model, for drafttrain"),
-            ("model.safetensors", "the draft model, for transformers, vLLM, SGLang, TensorRT-LLM and drafttrain"),
+            (
+                "model.safetensors",
+                "the draft model, for transformers, vLLM, SGLang, TensorRT-LLM and drafttrain",
+            ),
         ]
         return files + self.publish_gguf(trained, request)
 
 
 def _other_vocabulary(trained: Trained) -> bool:
-    """Whether the draft model's ids mean other tokens than its target's, as training recorded; else both are compared."""
+    """Whether the draft model's ids mean other tokens than its target's, as training recorded; else
+    both are compared.
+    """
     recorded = read_config(trained.folder, META_FILE, missing={})
     if recorded.get("target") or not trained.target or _tokenizer_folder(trained, "") is None:
         return bool(recorded.get("other_vocabulary"))
-    return bool(differing_ids(AutoTokenizer.from_pretrained(trained.folder), load_shell(trained.target_name)))
+    return bool(
+        differing_ids(
+            AutoTokenizer.from_pretrained(trained.folder), load_shell(trained.target_name)
+        )
+    )
 
 
 def _sizes(trained: Trained) -> tuple[int, int]:
-    """Tokens of the target's and of the draft model's vocabulary; the same where no target is recorded."""
+    """Tokens of the target's and of the draft model's vocabulary; the same where no target is
+    recorded.
+    """
     own = trained.config["vocab_size"]
     return trained.target.get("vocab_size") or own, own
 
 
 def _load_complete(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """A language model without our own config keys; raises UserError if its weights and config disagree."""
+    """A language model without our own config keys; raises UserError if its weights and config
+    disagree.
+    """
     model = load_language_model(str(folder), f"drafter={str(folder)!r}", _AGAIN, dtype=dtype)
     for key in ("drafter_kind", "target", "loss"):
         model.config.__dict__.pop(key, None)
@@ -168,11 +238,15 @@ def _load_complete(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _tokenizer_folder(trained: Trained, target: str) -> Path | None:
-    """Where a draft model's tokenizer is: in its own folder or its target's; None if neither is at hand."""
+    """Where a draft model's tokenizer is: in its own folder or its target's; None if neither is at
+    hand.
+    """
     if (trained.folder / "tokenizer_config.json").is_file():
         return trained.folder
     try:
-        return Path(resolve_target(target)) if target and load_shell(target) else None
+        if target and load_shell(target):
+            return Path(resolve_target(target))
+        return None
     except UserError:
         return None
 

@@ -1,4 +1,5 @@
-"""A small causal language model as drafter (speculative decoding as in arXiv 2211.17192 and 2302.01318).
+"""A small causal language model as drafter (speculative decoding as in arXiv 2211.17192 and
+2302.01318).
 
 It reads tokens only, no target features, and predicts as any language model does:
 
@@ -6,12 +7,15 @@ It reads tokens only, no target features, and predicts as any language model doe
     token                 x0   x1   x2   x3   x4
     drafter distribution  q1   q2   q3   q4   q5      q_{t+1} knows x0..x_t, is aligned with the target's p_{t+1}
 
-In the notation of batch.py, depth k of anchor t is position t + 1 + k. Every depth is the same function of the tokens before
-it, so training has one depth: white-box distillation at each response position (DistillSpec, arXiv 2310.08461),
+In the notation of batch.py, depth k of anchor t is position t + 1 + k. Every depth is the same
+    function of the tokens before
+it, so training has one depth: white-box distillation at each response position (DistillSpec, arXiv
+    2310.08461),
 on the target's responses or on the drafter's own (training/on_policy.py).
 
-The model runs as the target does: `Target` with its attention contexts, a `TreeCache`, the CPU kernels for few tokens. It is
-saved as a plain checkpoint of its own architecture, which vLLM, transformers and llama.cpp load.
+The model runs as the target does: `Target` with its attention contexts, a `TreeCache`, the CPU
+kernels for few tokens. It is saved as a plain checkpoint of its own architecture, which vLLM,
+transformers and llama.cpp load.
 """
 
 from __future__ import annotations
@@ -36,7 +40,11 @@ from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_growth import GrowingTree, Logits, grow_trees
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.draft_model import start as language_models
-from drafttrain.drafters.draft_model.draft_sessions import DraftModelSession, OwnVocabularySession, SeparateCaches
+from drafttrain.drafters.draft_model.draft_sessions import (
+    DraftModelSession,
+    OwnVocabularySession,
+    SeparateCaches,
+)
 from drafttrain.drafters.draft_model.vocabularies import TokenBytes, VocabularyPair
 from drafttrain.drafters.registry import META_FILE
 from drafttrain.environment import __version__
@@ -62,8 +70,10 @@ class DraftModelConfig(TargetedConfig):
         layers: the target's layers that it is built from, for init=target.
         embedding: for init=target: `copied` (trained) or `shared` (frozen, the target's own).
         config: folder, Hub id or fields of the language model's config, for init=random.
-        lora: adapters to train, {r: 8, alpha: 16, targets: all-linear, dropout: 0}; empty trains all weights.
-        vocabulary_match: how a draft model whose vocabulary is not the target's drafts for it: by shared tokens or by text.
+        lora: adapters to train, {r: 8, alpha: 16, targets: all-linear, dropout: 0}; empty trains
+            all weights.
+        vocabulary_match: how a draft model whose vocabulary is not the target's drafts for it: by
+            shared tokens or by text.
     """
 
     model_type = "drafttrain_draft_model"
@@ -78,7 +88,16 @@ class DraftModelConfig(TargetedConfig):
 
     def described(self) -> Json:
         """Content of drafttrain.json."""
-        names = ("drafter_kind", "layers", "embedding", "config", "lora", "vocabulary_match", "loss", "target")
+        names = (
+            "drafter_kind",
+            "layers",
+            "embedding",
+            "config",
+            "lora",
+            "vocabulary_match",
+            "loss",
+            "target",
+        )
         return {"drafttrain": __version__, **{name: getattr(self, name) for name in names}}
 
 
@@ -95,10 +114,12 @@ class DraftModel(TrainableDrafter):
     """A causal language model as a drafter.
 
     Attributes:
-        lm: the language model, trained in place; runner: the same model as a `Target`, for decoding.
-        kept_ids: [d] the target's ids of tokens that both vocabularies have: 0 to d - 1, d being the smaller number of rows,
-            if the same ids mean the same tokens.
-        pair: both vocabularies, where the draft model's own ids differ from the target's; None where they do not.
+        lm: the language model, trained in place; runner: the same model as a `Target`, for
+            decoding.
+        kept_ids: [d] the target's ids of tokens that both vocabularies have: 0 to d - 1, d being
+            the smaller number of rows, if the same ids mean the same tokens.
+        pair: both vocabularies, where the draft model's own ids differ from the target's; None
+            where they do not.
     """
 
     config_class = DraftModelConfig
@@ -112,14 +133,19 @@ class DraftModel(TrainableDrafter):
 
     def __init__(self, lm: Any, tokenizer: Any, config: DraftModelConfig, name: str = ""):
         super().__init__(config)
-        self.lm, self.tokenizer = lm, tokenizer
+        self.lm = lm
+        self.tokenizer = tokenizer
         self._no_split_modules = getattr(lm, "_no_split_modules", None)
         if config.lora:
             language_models.add_lora(lm, config.lora)
         try:
             self.runner = Target.wrap(lm, tokenizer, name or type(lm).__name__, freeze=False)
         except UserError as error:
-            reason = str(error).replace("target=", "drafter=", 1)  # the drafter's model is checked as a target's is
+            reason = str(error).replace(
+                "target=",
+                "drafter=",
+                1,
+            )  # the drafter's model is checked as a target's is
             raise UserError(f"{reason}: draft models need packed trees") from error
         self.vocab_size = self.target_vocab_size = self.runner.vocab_size
         self.register_buffer("kept_ids", torch.arange(self.vocab_size), persistent=False)
@@ -127,11 +153,18 @@ class DraftModel(TrainableDrafter):
 
     @classmethod
     def begin(  # type: ignore[override]
-        cls, target: Target, init: str, options: Json, loss: str, keep: KeepTokens | None = None
+        cls,
+        target: Target,
+        init: str,
+        options: Json,
+        loss: str,
+        keep: KeepTokens | None = None,
     ) -> DraftModel:
-        """Returns a draft model to train; its vocabulary is the language model's, so `keep` is unused.
+        """Returns a draft model to train; its vocabulary is the language model's, so `keep` is
+        unused.
 
-        init: `target` for some of the target's own layers, `random` for a config, else a checkpoint.
+        init: `target` for some of the target's own layers, `random` for a config, else a
+        checkpoint.
         """
         known = _OPTIONS.get(init, _OPTIONS["checkpoint"])
         for key in options:
@@ -155,11 +188,13 @@ class DraftModel(TrainableDrafter):
             )
         return drafter
 
-    # -- loading and saving -------------------------------------------------------------------------------------
+    # -- loading and saving ------------------------------------------------------------------------
 
     @classmethod
     def load(cls, folder: Path) -> DraftModel:  # type: ignore[override]
-        """Loads what `save_pretrained` wrote, or any causal language model with its tokenizer, in float32."""
+        """Loads what `save_pretrained` wrote, or any causal language model with its tokenizer, in
+        float32.
+        """
         lm, tokenizer = language_models.from_checkpoint(str(folder))
         recorded = read_config(folder, META_FILE, missing={})
         # A trained adapter is merged into the saved weights.
@@ -170,27 +205,39 @@ class DraftModel(TrainableDrafter):
         return drafter
 
     def write(
-        self, folder: str | Path, state_dict: dict[str, Tensor] | None = None, is_main_process: bool = True, **_: Any
+        self,
+        folder: str | Path,
+        state_dict: dict[str, Tensor] | None = None,
+        is_main_process: bool = True,
+        **_: Any,
     ) -> None:
-        """Writes a plain checkpoint of the language model, adapters merged, with tokenizer, adapter and drafttrain.json.
+        """Writes a plain checkpoint of the language model, adapters merged, with tokenizer, adapter
+        and drafttrain.json.
 
         Args:
             state_dict: of this module, where its own weights are sharded.
         """
         if not is_main_process:
             return
-        folder, state = Path(folder), self._lm_state(state_dict)
+        folder = Path(folder)
+        state = self._lm_state(state_dict)
         self.lm.save_pretrained(
-            folder, state_dict=language_models.merged(self.lm, state) if self.config.lora else state
+            folder,
+            state_dict=language_models.merged(self.lm, state) if self.config.lora else state,
         )
         if self.config.lora:
             language_models.save_adapter(self.lm, state, folder / _ADAPTER)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
-        write_json(folder / META_FILE, {**self.config.described(), "other_vocabulary": self.pair is not None})
+        write_json(
+            folder / META_FILE,
+            {**self.config.described(), "other_vocabulary": self.pair is not None},
+        )
 
     def load_checkpoint(self, folder: str | Path) -> bool:
-        """Reads the weights that `save_pretrained` wrote during the same training; with LoRA, the adapter."""
+        """Reads the weights that `save_pretrained` wrote during the same training; with LoRA, the
+        adapter.
+        """
         if self.config.lora:
             language_models.load_adapter(self.lm, Path(folder) / _ADAPTER)
         else:
@@ -198,19 +245,22 @@ class DraftModel(TrainableDrafter):
         return True
 
     def _lm_state(self, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        state = self.state_dict() if state is None else state
+        if state is None:
+            state = self.state_dict()
         return {name.removeprefix("lm."): value for name, value in state.items()}
 
-    # -- vocabulary, packing, copies ----------------------------------------------------------------------------
+    # -- vocabulary, packing, copies ---------------------------------------------------------------
 
     def bind(self, target: Target) -> None:
-        """Compares the vocabularies. With the target's ids the model fits whatever its size; with others it drafts through
-        the text, and states how.
+        """Compares the vocabularies. With the target's ids the model fits whatever its size; with
+        others it drafts through the text, and states how.
 
         Raises:
-            UserError: a tokenizer whose tokens cannot be read as bytes, or no shared token to draft.
+            UserError: a tokenizer whose tokens cannot be read as bytes, or no shared token to
+                draft.
         """
-        self.target_vocab_size, wanted = target.vocab_size, self.config.vocabulary_match
+        self.target_vocab_size = target.vocab_size
+        wanted = self.config.vocabulary_match
         if self.pair is not None and self.pair.target.tokenizer is target.tokenizer:
             return
         self.pair = None
@@ -230,14 +280,20 @@ class DraftModel(TrainableDrafter):
 
     @property
     def vocabulary(self) -> Tensor | None:
-        return None if self.pair is not None and self.pair.way != "tokens" else self.kept_ids
+        if self.pair is not None and self.pair.way != "tokens":
+            return None
+        return self.kept_ids
 
     def fit(self) -> Json:
-        return {} if self.pair is None else {"vocabulary": self.pair.recorded}
+        if self.pair is None:
+            return {}
+        return {"vocabulary": self.pair.recorded}
 
     @torch.no_grad()
     def check_packing(self) -> None:
-        """Computes two conversations in one row and alone; raises UserError if the model mixes them up."""
+        """Computes two conversations in one row and alone; raises UserError if the model mixes them
+        up.
+        """
         ids = torch.arange(1, 7, device=self.device)[None] * self.vocab_size // 8
         together = self._states(ids, torch.tensor([[0, 0, 0, 3, 3, 3]], device=self.device))[:, 3:]
         alone = self._states(ids[:, 3:])
@@ -248,7 +304,8 @@ class DraftModel(TrainableDrafter):
             )
 
     def blank(self) -> DraftModel:
-        lm, config = type(self.lm)(copy.deepcopy(self.lm.config)), copy.deepcopy(self.config)
+        lm = type(self.lm)(copy.deepcopy(self.lm.config))
+        config = copy.deepcopy(self.config)
         other = type(self)(lm, self.tokenizer, config, self.runner.name)  # type: ignore[arg-type]
         other.pair, other.kept_ids = self.pair, self.kept_ids
         return other
@@ -275,7 +332,7 @@ class DraftModel(TrainableDrafter):
             lm.resize_token_embeddings(len(self.kept_ids))
         return Target.wrap(lm.to(self.device), self.tokenizer, self.runner.name)
 
-    # -- training half ------------------------------------------------------------------------------------------
+    # -- training half -----------------------------------------------------------------------------
 
     @property
     def sequence_reach(self) -> int:
@@ -292,47 +349,77 @@ class DraftModel(TrainableDrafter):
         if self.pair is not None:
             states, at = self._states_of_text(self.pair, inputs, at)
         elif batch.shared is None:
-            states = self._states(ids, None if batch.documents is None else batch.begins()).flatten(0, 1)[at]
+            states = self._states(ids, None if batch.documents is None else batch.begins()).flatten(
+                0, 1
+            )[at]
         else:
             at = at[batch.part.of(at)]  # of this process
             states = self._shared_states(batch, at)
-        head, d = self.lm.get_output_embeddings(), len(self.kept_ids)
-        own = slice(d) if self.pair is None else self.pair.own_ids
+        head = self.lm.get_output_embeddings()
+        d = len(self.kept_ids)
+        if self.pair is None:
+            own = slice(d)
+        else:
+            own = self.pair.own_ids
         weight = head.weight[own]  # [d, h]
         if self.runner.logit_scale != 1.0:
             states = states * self.runner.logit_scale
         if head.bias is not None:  # one more column whose input is 1
             states = torch.cat((states, states.new_ones(len(states), 1)), dim=1)
             weight = torch.cat((weight, head.bias[own, None]), dim=1)
-        if rows is None or row_of is None:  # pretraining: the text's own tokens take the place of the target
-            index, loss = torch.arange(len(at), device=at.device), "ce"
+        if (
+            rows is None or row_of is None
+        ):  # pretraining: the text's own tokens take the place of the target
+            index = torch.arange(len(at), device=at.device)
+            loss = "ce"
             rows = StoredTopK.of_tokens(ids.flatten()[at + 1], d)
         else:
-            index, loss = row_of.flatten()[at], self.config.loss
+            index = row_of.flatten()[at]
+            loss = self.config.loss
         share = (1.0 / torch.as_tensor(count, device=ids.device)).float().expand(len(at))
         out = linear_divergence(states, weight, rows, index, share, loss, measure=measure)
         return StepOutput(out.loss, sums_by_depth([out]))
 
     def _states(self, ids: Tensor, begins: Tensor | None = None) -> Tensor:
-        """[b, s] ids -> [b, s, h]; begins: [b, s] start of each token's conversation, None for one conversation per row."""
+        """[b, s] ids -> [b, s, h]; begins: [b, s] start of each token's conversation, None for one
+        conversation per row.
+        """
         read = self._readable(ids)
         if begins is None:
             return self.runner.body(input_ids=read, use_cache=False).last_hidden_state
         positions = torch.arange(ids.shape[1], device=ids.device) - begins
         with apart(begins):
-            return self.runner.body(input_ids=read, position_ids=positions, use_cache=False).last_hidden_state
+            return self.runner.body(
+                input_ids=read,
+                position_ids=positions,
+                use_cache=False,
+            ).last_hidden_state
 
-    def _states_of_text(self, pair: VocabularyPair, inputs: StepInputs, at: Tensor) -> tuple[Tensor, Tensor]:
-        """States [u, h] of a model with its own vocabulary at flat positions `at` [t], and the u of them where a token of
-        its ends with the target's: at the others it has read more or less than the target."""
+    def _states_of_text(
+        self,
+        pair: VocabularyPair,
+        inputs: StepInputs,
+        at: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """States [u, h] of a model with its own vocabulary at flat positions `at` [t], and the u of
+        them where a token of its ends with the target's: at the others it has read more or less
+        than the target.
+        """
         if inputs.rows is None or inputs.batch.shared is not None:
-            key, fix = ("loss=next_token", "kl") if inputs.rows is None else ("sequence_parallel", "1")
+            if inputs.rows is None:
+                key = "loss=next_token"
+                fix = "kl"
+            else:
+                key = "sequence_parallel"
+                fix = "1"
             raise UserError(
                 f"{key}: {self.runner.name!r} has another vocabulary than the target, which this does not support; set "
                 f"{key.partition('=')[0]}={fix}"
             )
         ids, found, flat = pair.align(inputs.batch, at)  # [c, s'], [t], [u]
-        return self.runner.body(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)[flat], at[found]
+        return self.runner.body(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)[
+            flat
+        ], at[found]
 
     def _shared_states(self, batch: Batch, at: Tensor) -> Tensor:
         """States [t, h] at flat positions `at` in this process's part of rows that several share."""
@@ -343,22 +430,27 @@ class DraftModel(TrainableDrafter):
             )
         assert isinstance(batch.shared, SharedPart)
         valid, place = batch.anchors()
-        counts, own = batch.part.counts(valid), batch.part.of(valid)
+        counts = batch.part.counts(valid)
+        own = batch.part.of(valid)
         lengths = (batch.conversations()[:, 2] - 1).clamp(min=0)
         context = SharedRows(DocumentAttention(lengths[lengths > 0].tolist()), batch.shared, counts)
         spare = int(own.stop == own.start)  # a model runs no less than one token
         read = self._readable(batch.input_ids.flatten()[F.pad(valid[own], (0, spare))])
         with attention_context(context):
             out = self.runner.body(
-                input_ids=read[None], position_ids=F.pad(place[own], (0, spare))[None], use_cache=False
+                input_ids=read[None],
+                position_ids=F.pad(place[own], (0, spare))[None],
+                use_cache=False,
             )
         return out.last_hidden_state[0][torch.searchsorted(valid[own], at)]
 
     def _readable(self, ids: Tensor) -> Tensor:
         """Replaces ids that the drafter has no row for, all of them padding, by its last id."""
-        return ids.clamp(max=self.vocab_size - 1) if self.vocab_size < self.target_vocab_size else ids
+        if self.vocab_size < self.target_vocab_size:
+            return ids.clamp(max=self.vocab_size - 1)
+        return ids
 
-    # -- proposal half ------------------------------------------------------------------------------------------
+    # -- proposal half -----------------------------------------------------------------------------
 
     def start(self, prompt_ids: Tensor, max_length: int) -> DraftModelSession:
         if self.pair is not None:
@@ -366,39 +458,71 @@ class DraftModel(TrainableDrafter):
         return DraftModelSession(self, prompt_ids, max_length)
 
     def open_steps(
-        self, pool: GraphPool, capacity: int, rows: int, spec: TreeSpec, last: DraftSteps | None
+        self,
+        pool: GraphPool,
+        capacity: int,
+        rows: int,
+        spec: TreeSpec,
+        last: DraftSteps | None,
     ) -> DraftSteps | None:
         # Tokens of another vocabulary come from text, on the host.
-        return None if self.pair is not None else super().open_steps(pool, capacity, rows, spec, last)
+        if self.pair is not None:
+            return None
+        return super().open_steps(pool, capacity, rows, spec, last)
 
     @torch.no_grad()
     def static_layers(self) -> dict[int, tuple[Tensor, Tensor]]:
-        ids, cache = torch.zeros(1, 1, dtype=torch.long, device=self.device), TreeCache(1)
+        ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        cache = TreeCache(1)
         cache.open([(0, 1)])
         self.runner.forward(ids, (), ids, cache)
         return cache.layers
 
     def read_static(
-        self, ids: Tensor, features: Tensor, positions: Tensor, context: SlotAttention, ends: Tensor
+        self,
+        ids: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        context: SlotAttention,
+        ends: Tensor,
     ) -> Tensor:
-        read = self.runner.forward(self._readable(ids)[None], (), positions[None], context).last_hidden[0]
+        read = self.runner.forward(
+            self._readable(ids)[None],
+            (),
+            positions[None],
+            context,
+        ).last_hidden[0]
         return self._logits(read[ends])
 
     def draft_static(self, roots: Tensor, places: DraftPlaces) -> tuple[Logits, Ask]:
         def ask(depth: int, tokens: Tensor, parents: Tensor) -> Logits:
             positions, context = places.open(depth, parents)
-            read = self.runner.forward(tokens.flatten()[None], (), positions[None], context).last_hidden[0]
+            read = self.runner.forward(
+                tokens.flatten()[None],
+                (),
+                positions[None],
+                context,
+            ).last_hidden[0]
             return self._logits(read).unflatten(0, tokens.shape)
 
         return roots[:, None], ask
 
     @torch.no_grad()
-    def extend_all(self, sessions: Sequence[DraftModelSession], tokens: Tensors, features: Tensors) -> None:
-        """One pass over the tokens that the sessions have not read yet; each session's last token becomes its root."""
+    def extend_all(
+        self,
+        sessions: Sequence[DraftModelSession],
+        tokens: Tensors,
+        features: Tensors,
+    ) -> None:
+        """One pass over the tokens that the sessions have not read yet; each session's last token
+        becomes its root.
+        """
         if (steps := sessions[0].steps) is not None and steps.read(sessions, tokens, features):
             return
         parts = [
-            (session, rest) for session, new in zip(sessions, tokens, strict=True) if len(rest := session.take(new))
+            (session, rest)
+            for session, new in zip(sessions, tokens, strict=True)
+            if len(rest := session.take(new))
         ]
         if not parts:
             return
@@ -411,7 +535,12 @@ class DraftModel(TrainableDrafter):
             session.root = root
 
     @torch.no_grad()
-    def propose_all(self, sessions: Sequence[DraftModelSession], specs: Specs, samplers: Samplers) -> list[TokenTree]:
+    def propose_all(
+        self,
+        sessions: Sequence[DraftModelSession],
+        specs: Specs,
+        samplers: Samplers,
+    ) -> list[TokenTree]:
         """One pass per depth over the nodes that any of the trees opens."""
         steps = sessions[0].steps
         if steps is not None and (static := steps.propose(sessions, specs, samplers)) is not None:
@@ -421,11 +550,13 @@ class DraftModel(TrainableDrafter):
             session.forget()
             if session.root is not None and session.reaches(spec.depth):
                 own, kept = self._choice_of(spec)
-                spec = spec if kept is not None or self.pair is None else replace(spec, sampled=False)
+                if not (kept is not None or self.pair is None):
+                    spec = replace(spec, sampled=False)
                 trees.append(GrowingTree(spec, session.root[0, own], kept, sampler, row=row))
 
         def step(growing: list[GrowingTree], depth: int) -> Sequence[Tensor]:
-            own, chosen = [sessions[tree.row] for tree in growing], [self._choice_of(tree.spec)[0] for tree in growing]
+            own = [sessions[tree.row] for tree in growing]
+            chosen = [self._choice_of(tree.spec)[0] for tree in growing]
             tokens = [
                 among[tree.tokens] if isinstance(among, Tensor) else tree.tokens
                 for among, tree in zip(chosen, growing, strict=True)
@@ -437,27 +568,41 @@ class DraftModel(TrainableDrafter):
 
         made = zip(trees, grow_trees(trees, step), strict=True)
         drafted = {tree.row: sessions[tree.row].offer(nodes, tree.spec) for tree, nodes in made}
-        return [drafted.get(row, TokenTree.empty(session.unread.device)) for row, session in enumerate(sessions)]
+        return [
+            drafted.get(row, TokenTree.empty(session.unread.device))
+            for row, session in enumerate(sessions)
+        ]
 
     def _choice_of(self, spec: TreeSpec) -> tuple[slice | Tensor, Tensor | None]:
-        """The columns of `_logits` that a tree is drafted from, and their target ids; None if those are the same, or if the
-        tree is drafted in the draft model's own tokens."""
+        """The columns of `_logits` that a tree is drafted from, and their target ids; None if those
+        are the same, or if the tree is drafted in the draft model's own tokens.
+        """
         if self.pair is None:
-            return slice(None), None if len(self.kept_ids) == self.target_vocab_size else self.kept_ids
-        return (slice(None), None) if self.pair.by_text(spec) else (self.pair.own_ids, self.pair.kept_ids)
+            return slice(None), None if len(
+                self.kept_ids
+            ) == self.target_vocab_size else self.kept_ids
+        if self.pair.by_text(spec):
+            return (slice(None), None)
+        return (self.pair.own_ids, self.pair.kept_ids)
 
     def _read(self, sessions: Sequence[DraftModelSession], tokens: Sequence[Tensor]) -> Tensor:
         """The pass that the sessions' caches have opened, packed: states [n, h] of all new tokens."""
         ids = self._readable(torch.cat(list(tokens)))
         caches = [session.cache for session in sessions]
         positions = torch.cat([cache.positions(ids.device) for cache in caches], dim=1)
-        context = caches[0] if len(caches) == 1 else SeparateCaches(caches, [len(new) for new in tokens])
+        context = (
+            caches[0] if len(caches) == 1 else SeparateCaches(caches, [len(new) for new in tokens])
+        )
         return self.runner.forward(ids[None], (), positions, context).last_hidden[0]
 
     def _logits(self, states: Tensor) -> Tensor:
-        """[n, h] -> [n, d] float32 over the ids that both vocabularies have; over its own where these are another's."""
+        """[n, h] -> [n, d] float32 over the ids that both vocabularies have; over its own where
+        these are another's.
+        """
         logits = self.runner.head(states)
-        return logits[:, : len(self.kept_ids)] if self.pair is None else logits
+        if self.pair is None:
+            return logits[:, : len(self.kept_ids)]
+        return logits
 
 
 KIND = DraftModel

@@ -1,4 +1,5 @@
-"""Builds a draft model from some of the target's own layers, from a config, or from a checkpoint; adds low-rank adapters.
+"""Builds a draft model from some of the target's own layers, from a config, or from a checkpoint;
+adds low-rank adapters.
 
 Adapters (LoRA, arXiv 2106.09685, by peft) are merged into the saved weights.
 """
@@ -30,7 +31,12 @@ else:
     peft = LazyPackage("peft")
 
 _LORA = {"r": 8, "alpha": 16, "targets": "all-linear", "dropout": 0.0}
-_LORA_KINDS = {"r": Depth, "alpha": Count | PositiveAmount, "targets": AnyText | list[AnyText], "dropout": Fraction}
+_LORA_KINDS = {
+    "r": Depth,
+    "alpha": Count | PositiveAmount,
+    "targets": AnyText | list[AnyText],
+    "dropout": Fraction,
+}
 _PEFT_NAMES = {"alpha": "lora_alpha", "targets": "target_modules", "dropout": "lora_dropout"}
 _ADAPTER = "default"
 _WEIGHTS = "adapter_model.safetensors"
@@ -39,11 +45,13 @@ _PREFIX = "base_model.model."
 
 
 def own_layers(target: Target, layers: Sequence[int], share: bool) -> Any:
-    """A model of the target's family with a subset of its layers, and its embedding, last norm and head.
+    """A model of the target's family with a subset of its layers, and its embedding, last norm and
+    head.
 
     Args:
         layers: indices, ascending.
-        share: embedding and head are the target's, frozen, and in the same memory if the formats agree; else trained copies.
+        share: embedding and head are the target's, frozen, and in the same memory if the formats
+            agree; else trained copies.
 
     Raises:
         UserError: no such layers, or a family whose layers do not work without the others.
@@ -61,8 +69,14 @@ def own_layers(target: Target, layers: Sequence[int], share: bool) -> Any:
         if isinstance(value, list) and len(value) == count:
             setattr(config, key, [value[i] for i in layers])
     lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    body: nn.Module = lm.get_decoder() if hasattr(lm, "get_decoder") else lm.base_model
-    prefix = next(name for name, module in target.body.named_modules() if module is target.layers) + "."
+    body: nn.Module
+    if hasattr(lm, "get_decoder"):
+        body = lm.get_decoder()
+    else:
+        body = lm.base_model
+    prefix = (
+        next(name for name, module in target.body.named_modules() if module is target.layers) + "."
+    )
     place = {str(layer): str(i) for i, layer in enumerate(layers)}
     state = {}
     for name, value in target.body.state_dict().items():
@@ -87,7 +101,11 @@ def own_layers(target: Target, layers: Sequence[int], share: bool) -> Any:
         tied = head.weight is lm.get_input_embeddings().weight
         embedding = nn.Parameter(target.embed_weight.detach().float(), requires_grad=False)
         lm.get_input_embeddings().weight = embedding
-        head.weight = embedding if tied else nn.Parameter(target.lm_head.weight.detach().float(), requires_grad=False)  # type: ignore[operator]
+        head.weight = (
+            embedding
+            if tied
+            else nn.Parameter(target.lm_head.weight.detach().float(), requires_grad=False)
+        )  # type: ignore[operator]
     return lm
 
 
@@ -95,8 +113,8 @@ def from_config(target: Target, config: str | Json) -> Any:
     """A model with random weights and the target's vocabulary.
 
     Args:
-        config: a folder or Hub id with a config.json, or the fields of a transformers config, with `model_type` (default:
-            llama).
+        config: a folder or Hub id with a config.json, or the fields of a transformers config, with
+            `model_type` (default: llama).
 
     Raises:
         UserError: no config there, or fields that do not fit together.
@@ -112,7 +130,12 @@ def from_config(target: Target, config: str | Json) -> Any:
                 setattr(made, key, value)
         else:
             length = target.max_positions or 4096
-            shapes = {"tie_word_embeddings": True, "max_position_embeddings": length, **config, **fixed}
+            shapes = {
+                "tie_word_embeddings": True,
+                "max_position_embeddings": length,
+                **config,
+                **fixed,
+            }
             made = AutoConfig.for_model(shapes.pop("model_type", "llama"), **shapes)
         return AutoModelForCausalLM.from_config(made, dtype=torch.float32)
     except (OSError, ValueError, TypeError, RuntimeError) as error:
@@ -126,9 +149,11 @@ def from_checkpoint(name: str) -> tuple[Any, Any]:
     """Loads (model in float32, tokenizer) by folder, Hub id or the short name of a fetched model.
 
     Raises:
-        UserError: no model, one whose weights are not exactly those that its config describes, or no tokenizer next to it.
+        UserError: no model, one whose weights are not exactly those that its config describes, or
+            no tokenizer next to it.
     """
-    where, what = resolve_target(name), f"drafter={name!r} as a draft model"
+    where = resolve_target(name)
+    what = f"drafter={name!r} as a draft model"
     fix = "give a folder or Hub id with config.json, safetensors and the tokenizer's files"
     lm = load_language_model(where, what, fix, dtype=torch.float32)
     with loading(what, fix):
@@ -136,17 +161,25 @@ def from_checkpoint(name: str) -> tuple[Any, Any]:
 
 
 def load_weights(lm: Any, folder: Path) -> None:
-    """Loads weights that `save_pretrained` wrote to a folder; raises UserError if they are another model's."""
-    state, tied = read_weights(folder), set(lm.all_tied_weights_keys)  # tied weights are stored once
+    """Loads weights that `save_pretrained` wrote to a folder; raises UserError if they are another
+    model's.
+    """
+    # tied weights are stored once
+    state = read_weights(folder)
+    tied = set(lm.all_tied_weights_keys)
     expected = {
-        name: tuple(value.shape) for name, value in lm.state_dict().items() if name in state or name not in tied
+        name: tuple(value.shape)
+        for name, value in lm.state_dict().items()
+        if name in state or name not in tied
     }
     check_state(state, expected, folder)
     lm.load_state_dict(state, strict=False)
 
 
 def check_state(state: dict[str, Tensor], expected: Shapes, folder: Path) -> None:
-    """Checks a checkpoint of the same training; raises UserError if it is another model's or not finite."""
+    """Checks a checkpoint of the same training; raises UserError if it is another model's or not
+    finite.
+    """
     fix = "choose another output_dir, or resume=false"
     try:
         check_names(state, expected, str(folder))
@@ -156,13 +189,16 @@ def check_state(state: dict[str, Tensor], expected: Shapes, folder: Path) -> Non
 
 
 def differing_ids(tokenizer: Any, target: Target) -> list[int]:
-    """Ids that stand for other tokens in a tokenizer than in the target's; ids of only one of them do not differ.
+    """Ids that stand for other tokens in a tokenizer than in the target's; ids of only one of them
+    do not differ.
 
     Those are added tokens, and rows that pad the embedding to a round number.
     """
     if tokenizer is None or target.tokenizer is None:
         return []
-    ours, theirs = ({i: token for token, i in t.get_vocab().items()} for t in (tokenizer, target.tokenizer))
+    ours, theirs = (
+        {i: token for token, i in t.get_vocab().items()} for t in (tokenizer, target.tokenizer)
+    )
     return sorted(i for i in ours.keys() & theirs.keys() if ours[i] != theirs[i])
 
 
@@ -170,7 +206,8 @@ def add_lora(lm: nn.Module, options: Json) -> None:
     """Adds adapters to a language model, in place, and freezes all other weights.
 
     Args:
-        options: {r: rank, alpha: the adapters' weight times r, targets: names of linear layers or all-linear, dropout}.
+        options: {r: rank, alpha: the adapters' weight times r, targets: names of linear layers or
+            all-linear, dropout}.
 
     Raises:
         UserError: an unknown option, or targets that the model does not have.
@@ -178,7 +215,10 @@ def add_lora(lm: nn.Module, options: Json) -> None:
     for key in options:
         if key not in _LORA:
             raise UserError(f"unknown key drafter.lora.{key}; there are {', '.join(_LORA)}")
-    given = {key: check(f"drafter.lora.{key}", value, _LORA_KINDS[key]) for key, value in {**_LORA, **options}.items()}
+    given = {
+        key: check(f"drafter.lora.{key}", value, _LORA_KINDS[key])
+        for key, value in {**_LORA, **options}.items()
+    }
     chosen: Json = {_PEFT_NAMES.get(key, key): value for key, value in given.items()}
     try:
         peft.inject_adapter_in_model(peft.LoraConfig(**chosen, task_type="CAUSAL_LM"), lm, _ADAPTER)
@@ -189,24 +229,38 @@ def add_lora(lm: nn.Module, options: Json) -> None:
 def merged(lm: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The state dict of the plain model, with W + alpha / r * B A in place of W, A and B.
 
-    Computed from the state alone: the model's own weights may be sharded, and merging in place and back would not restore
-    them bit for bit.
+    Computed from the state alone: the model's own weights may be sharded, and merging in place and
+    back would not restore them bit for bit.
     """
-    plain = {name.replace(".base_layer.", "."): value for name, value in state.items() if ".lora_" not in name}
+    plain = {
+        name.replace(".base_layer.", "."): value
+        for name, value in state.items()
+        if ".lora_" not in name
+    }
     for name, module in lm.named_modules():
         if isinstance(module, peft.tuners.lora.LoraLayer):
             up, down = (state[f"{name}.lora_{part}.{_ADAPTER}.weight"] for part in "BA")
             delta = (up @ down) * module.scaling[_ADAPTER]
-            delta = delta.T if getattr(module, "fan_in_fan_out", False) else delta
-            plain[f"{name}.weight"] = plain[f"{name}.weight"] + delta.to(plain[f"{name}.weight"].dtype)
+            if getattr(module, "fan_in_fan_out", False):
+                delta = delta.T
+            plain[f"{name}.weight"] = plain[f"{name}.weight"] + delta.to(
+                plain[f"{name}.weight"].dtype
+            )
     return plain
 
 
 def save_adapter(lm: Any, state: dict[str, Tensor], folder: Path) -> None:
     """Writes the adapter as peft does, so that `PeftModel.from_pretrained(base, folder)` reads it."""
     lm.peft_config[_ADAPTER].save_pretrained(str(folder))
-    own = peft.get_peft_model_state_dict(lm, state_dict=state, adapter_name=_ADAPTER, save_embedding_layers=False)
-    save_file({_PREFIX + name: value.contiguous() for name, value in own.items()}, folder / _WEIGHTS)
+    own = peft.get_peft_model_state_dict(
+        lm,
+        state_dict=state,
+        adapter_name=_ADAPTER,
+        save_embedding_layers=False,
+    )
+    save_file(
+        {_PREFIX + name: value.contiguous() for name, value in own.items()}, folder / _WEIGHTS
+    )
 
 
 def load_adapter(lm: nn.Module, folder: Path) -> None:
@@ -214,6 +268,10 @@ def load_adapter(lm: nn.Module, folder: Path) -> None:
     with loading(f"{folder}/{_WEIGHTS}", "choose another output_dir, or resume=false"):
         state = load_file(folder / _WEIGHTS)
     own = {name.removeprefix(_PREFIX): value for name, value in state.items()}
-    expected = peft.get_peft_model_state_dict(lm, adapter_name=_ADAPTER, save_embedding_layers=False)
+    expected = peft.get_peft_model_state_dict(
+        lm,
+        adapter_name=_ADAPTER,
+        save_embedding_layers=False,
+    )
     check_state(own, {name: tuple(value.shape) for name, value in expected.items()}, folder)
     peft.set_peft_model_state_dict(lm, own, adapter_name=_ADAPTER)

@@ -1,11 +1,14 @@
-"""Draft models with a vocabulary of their own: tokens as bytes, tokens that two vocabularies share, text from ids to other ids.
+"""Draft models with a vocabulary of their own: tokens as bytes, tokens that two vocabularies share,
+text from ids to other ids.
 
-The draft model reads the committed text as its own tokenizer writes it; what it drafts reaches the target in one of two ways:
+The draft model reads the committed text as its own tokenizer writes it; what it drafts reaches the
+target in one of two ways:
 
     tokens    it drafts among the tokens that both vocabularies have, by their bytes: its distribution renormalized there is
               the proposal (token-level intersection, TLI). Trees of any shape, also drawn ones.
     text      it drafts freely, and the target's tokenizer writes the drafted text again behind the committed one
-              (string-level exact match, SLEM). The target verifies these tokens as guesses that a rule chose.
+              (string-level exact match, SLEM). The target verifies these tokens as guesses that a
+              rule chose.
 
     committed bytes    ... u n b e l          draft:   [un][bel]          tokens: [ie] is a token of both, so it is drafted
                                               target:  [unbel]            text:   [iev][able] -> "ievable" -> [ievable]
@@ -40,10 +43,14 @@ def area(radius: float) -> float:\n    return 3.14159 * radius ** 2  # square me
 | name | value |\n| --- | --- |\n- "Where are you going?" she asked. I'll explain photosynthesis step by step:
 first, light is absorbed by chlorophyll. Die Straße war naß. ¿Dónde está el niño? Привет, как дела? 你好,世界 🙂🚀
 """
-# From this share of the sample's tokens on, `auto` drafts tokens: a chain is wrong from the first token that is not shared.
+# From this share of the sample's tokens on, `auto` drafts tokens: a chain is wrong from the first
+# token that is not shared.
 _ALIKE = 0.98
-# Of the last tokens that new text may change: how many are written again, the first of them only as context, and must agree.
-_REREAD, _BEHIND, _AGREE = 24, 8, 4
+# Of the last tokens that new text may change: how many are written again, the first of them only as
+# context, and must agree.
+_REREAD = 24
+_BEHIND = 8
+_AGREE = 4
 _SURROGATES = re.compile("([\udc80-\udcff]+)")
 
 
@@ -51,14 +58,17 @@ class TokenBytes:
     """A tokenizer's tokens as the bytes that they stand for.
 
     Args:
-        tokenizer: one of the tokenizers library, byte-level or with SentencePiece's marks. rows: of the model's vocabulary.
+        tokenizer: one of the tokenizers library, byte-level or with SentencePiece's marks. rows: of
+            the model's vocabulary.
         name: of the model, for messages.
 
     Attributes:
-        pieces: [rows] bytes of each id; empty for ids without a token. A special token's are its name.
-        ids: (special or not, bytes) -> id. Of several tokens with the same bytes, the one that is not a byte token.
-        end: EOS, None without one. prefix: ids before every text (BOS). spaced: a text's first token begins with a space that
-            the text lacks.
+        pieces: [rows] bytes of each id; empty for ids without a token. A special token's are its
+            name.
+        ids: (special or not, bytes) -> id. Of several tokens with the same bytes, the one that is
+            not a byte token.
+        end: EOS, None without one. prefix: ids before every text (BOS). spaced: a text's first
+            token begins with a space that the text lacks.
 
     Raises:
         UserError: a tokenizer whose tokens cannot be read as bytes.
@@ -67,7 +77,10 @@ class TokenBytes:
     def __init__(self, tokenizer: Any, rows: int, name: str):
         self.tokenizer = tokenizer
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-        form = json.loads(decoder.__getstate__()) if decoder is not None else {"type": type(tokenizer).__name__}
+        if decoder is not None:
+            form = json.loads(decoder.__getstate__())
+        else:
+            form = {"type": type(tokenizer).__name__}
         steps = {step["type"] for step in (form, *form.get("decoders", ()))}
         by_bytes = "ByteLevel" in steps
         if not by_bytes and not steps & {"ByteFallback", "Metaspace"}:
@@ -75,8 +88,12 @@ class TokenBytes:
                 f"drafting across vocabularies reads tokens as bytes, but the tokenizer of {name!r} decodes by "
                 f"{', '.join(sorted(steps))}; use one that is byte-level or SentencePiece's"
             )
-        added, fallback = tokenizer.added_tokens_decoder, set[int]()
-        self.special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
+        added = tokenizer.added_tokens_decoder
+        fallback = set[int]()
+        self.special = {
+            *tokenizer.all_special_ids,
+            *(i for i, token in added.items() if token.special),
+        }
         self.pieces = [b""] * rows
         for token, i in tokenizer.get_vocab().items():
             if i >= rows:
@@ -92,11 +109,16 @@ class TokenBytes:
             else:
                 self.pieces[i] = token.replace("▁", " ").encode()
         self.ids: dict[tuple[bool, bytes], int] = {}
-        for i in sorted((i for i in range(rows) if self.pieces[i]), key=lambda i: (i in fallback, i)):
+        for i in sorted(
+            (i for i in range(rows) if self.pieces[i]), key=lambda i: (i in fallback, i)
+        ):
             self.ids.setdefault((i in self.special, self.pieces[i]), i)
         end = tokenizer.eos_token_id
-        self.end: int | None = end if isinstance(end, int) and end < rows and self.pieces[end] else None
-        plain, full = self._written("a"), tokenizer("a")["input_ids"]
+        self.end: int | None = (
+            end if isinstance(end, int) and end < rows and self.pieces[end] else None
+        )
+        plain = self._written("a")
+        full = tokenizer("a")["input_ids"]
         begin = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), 0)
         self.prefix, self.spaced = full[:begin], self.text(plain) == b" a"
 
@@ -104,23 +126,31 @@ class TokenBytes:
         return b"".join([self.pieces[i] for i in ids])
 
     def write(self, data: bytes) -> list[int]:
-        """The ids of a text, without BOS; bytes that are no UTF-8 as byte tokens, as far as there are any."""
+        """The ids of a text, without BOS; bytes that are no UTF-8 as byte tokens, as far as there
+        are any.
+        """
         ids: list[int] = []
         for part in _SURROGATES.split(data.decode(errors="surrogateescape")):
             if _SURROGATES.match(part):
-                found = (self.ids.get((False, bytes([byte]))) for byte in part.encode(errors="surrogateescape"))
+                found = (
+                    self.ids.get((False, bytes([byte])))
+                    for byte in part.encode(errors="surrogateescape")
+                )
                 ids += [i for i in found if i is not None]
             elif part:
                 ids += self._written(part)
         return ids
 
     def write_behind(self, before: bytes, data: bytes) -> list[int]:
-        """The ids of `data` where it follows `before`; none if no tokens of the tokenizer make up exactly these bytes.
+        """The ids of `data` where it follows `before`; none if no tokens of the tokenizer make up
+        exactly these bytes.
 
-        If a token would span the border, the text behind it is written as after a line break or a dot.
+        If a token would span the border, the text behind it is written as after a line break or a
+        dot.
         """
         for context in (before, b"\n", b"."):
-            ids, left = self.write(context + data), len(data)
+            ids = self.write(context + data)
+            left = len(data)
             begin = len(ids)
             while left > 0 and begin > 0:
                 begin -= 1
@@ -133,54 +163,82 @@ class TokenBytes:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-_BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level vocabularies
+_BYTE_OF = {
+    character: byte for byte, character in bytes_to_unicode().items()
+}  # of byte-level vocabularies
 
 
 class VocabularyPair:
     """A target's vocabulary and a draft model's.
 
     Args:
-        wanted: `tokens`, `text`, or `auto`: by tokens if nearly all of a sample's are shared, else by text; trees that draw
-            their tokens by tokens.
+        wanted: `tokens`, `text`, or `auto`: by tokens if nearly all of a sample's are shared, else
+            by text; trees that draw their tokens by tokens.
 
     Attributes:
-        kept_ids: [d] target ids of the shared tokens, ascending: those of the same bytes, and EOS whatever its name.
+        kept_ids: [d] target ids of the shared tokens, ascending: those of the same bytes, and EOS
+            whatever its name.
         own_ids: [d] the draft model's ids of the same tokens.
-        of_text: share of the target's tokens of a sample text that both have. way: how it drafts, in words. recorded: both, and
-            the shared tokens by the target's, for results.
+        of_text: share of the target's tokens of a sample text that both have. way: how it drafts,
+            in words. recorded: both, and the shared tokens by the target's, for results.
 
     Raises:
         UserError: `tokens` without a shared token.
     """
 
     def __init__(self, target: TokenBytes, own: TokenBytes, wanted: str, device: torch.device):
-        self.target, self.own = target, own
+        self.target = target
+        self.own = own
         both = {i: own.ids[key] for key, i in target.ids.items() if key in own.ids}
-        theirs, mine = target.end, own.end
-        if both and theirs is not None and mine is not None and theirs not in both and mine not in both.values():
+        theirs = target.end
+        mine = own.end
+        if (
+            both
+            and theirs is not None
+            and mine is not None
+            and theirs not in both
+            and mine not in both.values()
+        ):
             both[theirs] = mine
         self._special = {both[i]: target.pieces[i] for i in target.special & both.keys()}
         pairs = sorted(both.items())
-        self.kept_ids, self.own_ids = torch.tensor(pairs, dtype=torch.long, device=device).view(-1, 2).T.contiguous()
-        kept, sample = {i for i, _ in pairs}, target.write(_SAMPLE.encode())
+        self.kept_ids, self.own_ids = (
+            torch.tensor(pairs, dtype=torch.long, device=device).view(-1, 2).T.contiguous()
+        )
+        kept = {i for i, _ in pairs}
+        sample = target.write(_SAMPLE.encode())
         self.of_text = sum(i in kept for i in sample) / max(1, len(sample))
         self.way = {"tokens": "tokens", "text": "text"}.get(wanted, "text, drawn trees by tokens")
         if wanted == "auto" and self.of_text >= _ALIKE:
             self.way = "tokens"
-        shares = {"shared_of_target": len(pairs) / max(1, len(target.ids)), "shared_of_text": self.of_text}
-        self.recorded: Json = {"drafts_by": self.way, **{name: round(share, 4) for name, share in shares.items()}}
+        shares = {
+            "shared_of_target": len(pairs) / max(1, len(target.ids)),
+            "shared_of_text": self.of_text,
+        }
+        self.recorded: Json = {
+            "drafts_by": self.way,
+            **{name: round(share, 4) for name, share in shares.items()},
+        }
         if self.way == "tokens" and not pairs:
             raise UserError(
                 "drafter.vocabulary_match=tokens, but the two vocabularies share no token; use text, or leave it out"
             )
 
     def by_text(self, spec: TreeSpec) -> bool:
-        """Whether a tree is drafted in the draft model's own tokens; `@sample` draws from shared ones unless `text` is set."""
-        return self.way == "text" or (self.way != "tokens" and not (spec.sampled and len(self.kept_ids)))
+        """Whether a tree is drafted in the draft model's own tokens; `@sample` draws from shared
+        ones unless `text` is set.
+        """
+        return self.way == "text" or (
+            self.way != "tokens" and not (spec.sampled and len(self.kept_ids))
+        )
 
     def drafted_text(self, i: int) -> bytes:
-        """Bytes of the target's text that a drafted id stands for; none of a special token that the target lacks."""
-        return self._special.get(i, b"") if i in self.own.special else self.own.pieces[i]
+        """Bytes of the target's text that a drafted id stands for; none of a special token that the
+        target lacks.
+        """
+        if i in self.own.special:
+            return self._special.get(i, b"")
+        return self.own.pieces[i]
 
     def align(self, batch: Batch, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """A batch of target tokens in the draft model's tokens, a row per conversation.
@@ -189,24 +247,40 @@ class VocabularyPair:
             at: [t] flat positions of target tokens.
 
         Returns:
-            ids [c, s'], padded with 0; [t] bool, True where a token of the draft model ends in the text where the target's
+            ids [c, s'], padded with 0; [t] bool, True where a token of the draft model ends in the
+            text where the target's
             does; [u] flat positions in `ids` of those.
         """
-        device, width = batch.input_ids.device, batch.input_ids.shape[1]
-        rows, columns = list[Tensor](), dict[int, tuple[int, int]]()  # target's flat position -> (row, column) in ids
+        device = batch.input_ids.device
+        width = batch.input_ids.shape[1]
+        # target's flat position -> (row, column) in ids
+        rows = list[Tensor]()
+        columns = dict[int, tuple[int, int]]()
         for row, start, length in batch.conversations().tolist():
-            tokens, text = batch.input_ids[row, start : start + length].tolist(), CommittedText(self)
+            tokens = batch.input_ids[row, start : start + length].tolist()
+            text = CommittedText(self)
             text.extend(tokens)
             exact = self.own.text(text.ids).endswith(text.data)  # a tokenizer may normalize text
-            ends = {left: j for j, left in enumerate(_bytes_behind(self.own, text.ids))} if exact else {}
+            if exact:
+                ends = {left: j for j, left in enumerate(_bytes_behind(self.own, text.ids))}
+            else:
+                ends = {}
             for i, left in enumerate(_bytes_behind(self.target, tokens)):
                 if left in ends:
                     columns[row * width + start + i] = (len(rows), ends[left])
             rows.append(torch.tensor(text.ids, dtype=torch.long))
         ids = pad_sequence(rows, batch_first=True)
         places = [columns.get(position, (0, -1)) for position in at.tolist()]
-        flat = torch.tensor([row * ids.shape[1] + j for row, j in places if j >= 0], dtype=torch.long, device=device)
-        return ids.to(device), torch.tensor([j >= 0 for _, j in places], dtype=torch.bool, device=device), flat
+        flat = torch.tensor(
+            [row * ids.shape[1] + j for row, j in places if j >= 0],
+            dtype=torch.long,
+            device=device,
+        )
+        return (
+            ids.to(device),
+            torch.tensor([j >= 0 for _, j in places], dtype=torch.bool, device=device),
+            flat,
+        )
 
 
 def _bytes_behind(side: TokenBytes, ids: list[int]) -> list[int]:
@@ -226,29 +300,42 @@ class CommittedText:
         self._recent: list[int] = []  # the target's last ids
 
     def extend(self, tokens: list[int]) -> int:
-        """Adds committed target ids; returns how many of the ids so far stay as they are, fewer than the new number of ids
-        unless all do."""
-        target, held = self.pair.target, len(self.ids)
+        """Adds committed target ids; returns how many of the ids so far stay as they are, fewer
+        than the new number of ids unless all do.
+        """
+        target = self.pair.target
+        held = len(self.ids)
         new = target.text(tokens)
         if not self._recent:  # the draft model has a BOS of its own
-            begin = len(target.prefix) if tokens[: len(target.prefix)] == target.prefix else 0
+            begin = 0
+            if tokens[: len(target.prefix)] == target.prefix:
+                begin = len(target.prefix)
             new = target.text(tokens[begin:])
-            new = new.removeprefix(b" ") if target.spaced else new
+            if target.spaced:
+                new = new.removeprefix(b" ")
         self._recent = (self._recent + tokens)[-_BEHIND:]
         self.data += new
         begin, ids = self._written(new)
         both = zip(self.ids[begin:], ids, strict=False)
-        same = next((i for i, (old, now) in enumerate(both) if old != now), min(held - begin, len(ids)))
-        if same == len(ids) and begin + same < held:  # fewer ids than before: the last one is read again
+        same = next(
+            (i for i, (old, now) in enumerate(both) if old != now), min(held - begin, len(ids))
+        )
+        if (
+            same == len(ids) and begin + same < held
+        ):  # fewer ids than before: the last one is read again
             same -= 1
         self.ids[begin + same :] = ids[same:]
         return begin + same
 
     def _written(self, new: bytes) -> tuple[int, list[int]]:
-        """(i, ids from i on) of the text that ends with `new`. New text can only change the tokens right before it."""
-        own, begin = self.pair.own, len(self.ids) - _REREAD
+        """(i, ids from i on) of the text that ends with `new`. New text can only change the tokens
+        right before it.
+        """
+        own = self.pair.own
+        begin = len(self.ids) - _REREAD
         if begin > len(own.prefix):
-            before, held = own.text(self.ids[begin : begin + _BEHIND]), self.ids[begin + _BEHIND :]
+            before = own.text(self.ids[begin : begin + _BEHIND])
+            held = self.ids[begin + _BEHIND :]
             last = own.text(held) + new
             if self.data.endswith(before + last):
                 ids = own.write_behind(before, last)
@@ -257,14 +344,21 @@ class CommittedText:
         return 0, [*own.prefix, *own.write(bytes(self.data))]
 
     def rewrite(self, tree: TokenTree, spec: TreeSpec) -> TokenTree:
-        """A tree of the draft model's ids as the target's tokenizer writes its paths; equal beginnings share their nodes.
+        """A tree of the draft model's ids as the target's tokenizer writes its paths; equal
+        beginnings share their nodes.
 
-        A token of the target has the probability of the drafted path that completes its bytes. Paths end at a special token
-        that the target lacks.
+        A token of the target has the probability of the drafted path that completes its bytes.
+        Paths end at a special token that the target lacks.
         """
         target, before = self.pair.target, self.pair.target.text(self._recent)
-        drafted, probs = tree.tokens.tolist(), [] if tree.log_probs is None else tree.log_probs.tolist()
-        tokens, parents, scores = list[int](), list[int](), list[float]()
+        drafted = tree.tokens.tolist()
+        if tree.log_probs is None:
+            probs = []
+        else:
+            probs = tree.log_probs.tolist()
+        tokens = list[int]()
+        parents = list[int]()
+        scores = list[float]()
         place: dict[tuple[int, int], int] = {}
         for leaf in sorted(set(range(len(tree))) - set(tree.parents)):
             path = [leaf]
@@ -273,7 +367,8 @@ class CommittedText:
             path.reverse()
             pieces = list(takewhile(bool, (self.pair.drafted_text(drafted[node]) for node in path)))
             complete = list(accumulate(map(len, pieces)))
-            above, end = -1, 0
+            above = -1
+            end = 0
             for token in target.write_behind(before, b"".join(pieces))[: spec.depth]:
                 end += len(target.pieces[token])
                 score = probs[path[bisect_left(complete, end)]]

@@ -1,4 +1,5 @@
-"""DSpark drafters as vLLM and SGLang load them (`Qwen3DSparkModel`), and as GGUF: llama.cpp's dflash with a Markov head.
+"""DSpark drafters as vLLM and SGLang load them (`Qwen3DSparkModel`), and as GGUF: llama.cpp's
+dflash with a Markov head.
 
 ours                      engines, GGUF
 markov_in [d + 1, r]      markov_head.markov_w1, markov_w1.weight: a row per token; the last of ours for tokens that are not kept
@@ -7,10 +8,12 @@ confidence [1, h + r]     confidence_head.proj, conf_proj; llama.cpp reads it wi
                           verification, SGLang with a ragged one
 mask                      a learned one stands behind the target's rows in embed_tokens, as token number v
 
-config.json has a Qwen3 config's keys, target_layer_ids (ours - 1), mask_token_id, markov_rank, block_size (predicted tokens).
-Engines predict at a block's first token too unless `sample_from_anchor` is false. SGLang draws from the target's embedding and
-head alone, as for DFlash. vLLM's runner of this method needs a GPU. Sources: vLLM 0.32 models/qwen3_dspark.py,
-v1/worker/gpu/spec_decode/dspark; SGLang 0.5.16 to 0.5.23 srt/models/dspark.py, srt/speculative/dspark_components.
+config.json has a Qwen3 config's keys, target_layer_ids (ours - 1), mask_token_id, markov_rank,
+block_size (predicted tokens). Engines predict at a block's first token too unless
+`sample_from_anchor` is false. SGLang draws from the target's embedding and head alone, as for
+DFlash. vLLM's runner of this method needs a GPU. Sources: vLLM 0.32 models/qwen3_dspark.py,
+v1/worker/gpu/spec_decode/dspark; SGLang 0.5.16 to 0.5.23 srt/models/dspark.py,
+srt/speculative/dspark_components.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ from drafttrain.files import Json
 from drafttrain.formats.engines import EngineRelease
 from drafttrain.target import Target
 
-_CERTAIN = 20.0  # confidence of checkpoints without such a head, before the sigmoid: no estimate stops a draft
+# confidence of checkpoints without such a head, before the sigmoid: no estimate stops a draft
+_CERTAIN = 20.0
 
 
 class DSparkShipping(EngineBlocks[DSpark]):
@@ -60,12 +64,22 @@ class DSparkShipping(EngineBlocks[DSpark]):
         "confidence.bias": "conf_proj.bias",
     }
 
-    def unsupported(self, trained: Trained, form: str, engine: EngineRelease | None = None) -> list[str]:
+    def unsupported(
+        self,
+        trained: Trained,
+        form: str,
+        engine: EngineRelease | None = None,
+    ) -> list[str]:
         found = super().unsupported(trained, form, engine)
         other = engine is not None and engine.form == "sglang" and engine.name != "SGLang"
         if form == "vllm" and (window := trained.config.get("sliding_window")):
-            found = [*found, f"sliding_window={window}: windows of vLLM's DSpark are not written yet"]
-        return [f"{engine.name} knows no drafter of kind dspark"] if other and engine else found
+            found = [
+                *found,
+                f"sliding_window={window}: windows of vLLM's DSpark are not written yet",
+            ]
+        if other and engine:
+            return [f"{engine.name} knows no drafter of kind dspark"]
+        return found
 
     def engine_config(self, drafter: DSpark, form: str, request: ExportRequest) -> Json:
         described = super().engine_config(drafter, form, request)
@@ -81,7 +95,9 @@ class DSparkShipping(EngineBlocks[DSpark]):
         config = drafter.config
         return {
             "target_layer_ids": [layer - 1 for layer in config.feature_layers],
-            "mask_token_id": config.vocab_size if config.mask_token_id is None else config.mask_token_id,
+            "mask_token_id": config.vocab_size
+            if config.mask_token_id is None
+            else config.mask_token_id,
             "block_size": config.depth,
             "sample_from_anchor": config.sample_from_anchor,
             "markov_rank": config.markov_rank,
@@ -92,7 +108,9 @@ class DSparkShipping(EngineBlocks[DSpark]):
 
     def checked_depth(self, config: Json) -> int:
         exported = "markov_head_type" in config  # which counts predicted tokens
-        return config["block_size"] if exported else super().checked_depth(config)
+        if exported:
+            return config["block_size"]
+        return super().checked_depth(config)
 
     def engine_weights(self, drafter: DSpark, config: Json) -> dict[str, Tensor]:
         weights = super().engine_weights(drafter, config)
@@ -106,7 +124,9 @@ class DSparkShipping(EngineBlocks[DSpark]):
         return {"markov_rank": own_keys(config).get("markov_rank", 256), "markov_all": True}
 
     def state(self, drafter: DSpark, found: dict[str, Tensor], where: str) -> dict[str, Tensor]:
-        """Rows beyond the target's vocabulary are of no token that is committed; a missing confidence is certain."""
+        """Rows beyond the target's vocabulary are of no token that is committed; a missing
+        confidence is certain.
+        """
         name, (h, r, v) = (
             "markov_head.markov_w1.weight",
             (drafter.config.hidden_size, drafter.config.markov_rank, drafter.config.vocab_size),
@@ -118,7 +138,10 @@ class DSparkShipping(EngineBlocks[DSpark]):
             found["confidence_head.proj.weight"] = torch.zeros(1, h + r)
             found["confidence_head.proj.bias"] = torch.full((1,), _CERTAIN)
         elif confidence.shape == (1, h):  # it reads the state alone
-            found["confidence_head.proj.weight"] = torch.cat((confidence, confidence.new_zeros(1, r)), dim=1)
+            found["confidence_head.proj.weight"] = torch.cat(
+                (confidence, confidence.new_zeros(1, r)),
+                dim=1,
+            )
         return super().state(drafter, found, where)
 
     def gguf_keys(self, drafter: DSpark) -> Json:
@@ -129,11 +152,19 @@ class DSparkShipping(EngineBlocks[DSpark]):
         made["markov_w1.weight"] = drafter.markov_in.weight[drafter.file_rows()]
         return made
 
-    def gguf_own(self, found: dict[str, Tensor], back: DSpark, original: DSpark) -> dict[str, Tensor]:
-        rows, ids = found.get("markov_w1.weight"), back.file_rows()
+    def gguf_own(
+        self,
+        found: dict[str, Tensor],
+        back: DSpark,
+        original: DSpark,
+    ) -> dict[str, Tensor]:
+        rows = found.get("markov_w1.weight")
+        ids = back.file_rows()
         if rows is None or rows.shape != (len(ids), back.config.markov_rank):
             return found
-        table = original.markov_in.weight.detach().float().clone()  # [d + 1, r]; the last row may stand for no token
+        table = (
+            original.markov_in.weight.detach().float().clone()
+        )  # [d + 1, r]; the last row may stand for no token
         table[ids] = rows
         return {**found, "markov_w1.weight": table}
 

@@ -3,10 +3,11 @@
     logits at depth k below token y  =  head(block state at k) + V U[y]           U: [d+1, r], V: [d, r]; common/markov.py
     confidence there                 =  sigmoid(w . (block state, U[y]))           an estimate of sum min(p, q)
 
-For `@stop` and dynamic trees a node's probability is confidence times q (see common/tree_growth.py); what is drawn is drawn
-from q alone.
+For `@stop` and dynamic trees a node's probability is confidence times q (see
+common/tree_growth.py); what is drawn is drawn from q alone.
 
-Source: DSpark; the loss is 0.1 CE + 0.9 L1(p, q) + BCE(confidence, acceptance), and L1 is twice the total variation.
+Source: DSpark; the loss is 0.1 CE + 0.9 L1(p, q) + BCE(confidence, acceptance), and L1 is twice the
+total variation.
 """
 
 from __future__ import annotations
@@ -60,10 +61,19 @@ class DSpark(MarkovBlock):
 
     def conditional(self, logits: Tensor, reads: Tensor, parents: Tensor) -> Logits:
         before = self.corrections(reads, parents)
-        confidence = F.logsigmoid(self.confidence(torch.cat((reads, before), dim=-1)).float()).squeeze(-1).exp()
+        confidence = (
+            F.logsigmoid(self.confidence(torch.cat((reads, before), dim=-1)).float())
+            .squeeze(-1)
+            .exp()
+        )
         return logits + self.markov_out(before).to(logits.dtype), confidence
 
-    def other_loss(self, hidden: Tensor, alpha: Tensor | None, weight: Tensor) -> tuple[Tensor | float, list[Tensor]]:
+    def other_loss(
+        self,
+        hidden: Tensor,
+        alpha: Tensor | None,
+        weight: Tensor,
+    ) -> tuple[Tensor | float, list[Tensor]]:
         """Cross-entropy of the confidence with the acceptance rate that it predicts."""
         assert alpha is not None
         guess = self.confidence(hidden).squeeze(-1).float()

@@ -1,12 +1,14 @@
-"""EAGLE-1: the next state of the target, predicted from the last one and the next token (arXiv 2401.15077).
+"""EAGLE-1: the next state of the target, predicted from the last one and the next token (arXiv
+2401.15077).
 
     anchor t, depth 0:   state = f_t, which the target's head reads    token x_{t+1}        predicts f_{t+1}, so x_{t+2}
     anchor t, depth k:   state = own output at depth k-1               token x_{t+1+k}      predicts f_{t+1+k}, so x_{t+2+k}
 
     out = layers(fc(embed(token) ++ state));  logits = the target's own head(out)
 
-The first layer reads its input without a norm, as in published checkpoints. The head is the target's, frozen and never saved.
-The loss is the smooth L1 distance to the target's next state plus a divergence of the head's output.
+The first layer reads its input without a norm, as in published checkpoints. The head is the
+target's, frozen and never saved. The loss is the smooth L1 distance to the target's next state plus
+a divergence of the head's output.
 """
 
 from __future__ import annotations
@@ -22,7 +24,12 @@ from drafttrain.drafters.base import Source
 from drafttrain.drafters.common.configs import LastStateConfig
 from drafttrain.drafters.common.layer_model import LayerDrafter
 from drafttrain.drafters.common.layers import DraftLayer
-from drafttrain.drafters.common.starts import copy_last_layers, frozen_head, identity_on_last, projection_start
+from drafttrain.drafters.common.starts import (
+    copy_last_layers,
+    frozen_head,
+    identity_on_last,
+    projection_start,
+)
 from drafttrain.errors import UserError
 from drafttrain.losses import TargetRows
 from drafttrain.ops.cpu_draft import DraftWeights
@@ -37,9 +44,10 @@ class Eagle1Config(LastStateConfig):
     Attributes:
         ttt_steps: 1 as in the paper; more also train on the drafter's own output, as EAGLE-3 does.
         fc_bias: `fc` has a bias, as heads of the paper's authors do.
-        regression, token_weight: weights of the smooth L1 distance to the target's next state (mean over its entries), and
-            of the divergence.
-        feature_noise: a; in training, true states get uniform noise in (-a, a) * 512 / tokens of the conversation.
+        regression, token_weight: weights of the smooth L1 distance to the target's next state (mean
+            over its entries), and of the divergence.
+        feature_noise: a; in training, true states get uniform noise in (-a, a) * 512 / tokens of
+            the conversation.
     """
 
     model_type = "drafttrain_eagle1"
@@ -60,7 +68,8 @@ class Eagle1(LayerDrafter):
     """An EAGLE-1 drafter; `bind` attaches the target's embedding and head.
 
     Attributes:
-        frozen: the target's head over the kept tokens; in a list, so that it is neither trained nor saved.
+        frozen: the target's head over the kept tokens; in a list, so that it is neither trained nor
+            saved.
         all_tokens: the target's own head, which is packed already, where all tokens are kept.
     """
 
@@ -72,7 +81,9 @@ class Eagle1(LayerDrafter):
     def __init__(self, config: Eagle1Config):
         super().__init__(config)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
-        self.layers = nn.ModuleList(DraftLayer(config, normed=i > 0) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            DraftLayer(config, normed=i > 0) for i in range(config.num_hidden_layers)
+        )
         self.finish(config.num_hidden_layers)
 
     @property
@@ -84,7 +95,9 @@ class Eagle1(LayerDrafter):
         return self.config.token_weight
 
     def bind(self, target: Target) -> None:
-        """Attaches the target's embedding and head; UserError for a target that caps its logits, which the loss does not."""
+        """Attaches the target's embedding and head; UserError for a target that caps its logits,
+        which the loss does not.
+        """
         if target.softcap is not None:
             raise UserError(
                 f"target={target.name!r} caps its logits, and kind={self.kind!r} shares its head, which is trained without a "
@@ -92,13 +105,16 @@ class Eagle1(LayerDrafter):
             )
         super().bind(target)
         self.frozen = [frozen_head(target, self.kept_ids, self.packed, target.logit_scale)]
-        self.all_tokens = target.head if len(self.kept_ids) == target.vocab_size else None
+        if len(self.kept_ids) == target.vocab_size:
+            self.all_tokens = target.head
+        else:
+            self.all_tokens = None
 
     def copy_from(self, target: Target) -> list[str]:
         """Copies the target's last layers; `fc` starts as the identity on the state.
 
-        The layers' output projections start near zero: their input comes after the target's final norm, which no layer of
-        the target reads, and their error would grow from depth to depth.
+        The layers' output projections start near zero: their input comes after the target's final
+        norm, which no layer of the target reads, and their error would grow from depth to depth.
         """
         identity_on_last(self.fc)
         copied = copy_last_layers(self.decoder_layers, target.last_layers(len(self.decoder_layers)))
@@ -119,11 +135,20 @@ class Eagle1(LayerDrafter):
         return self.fc(torch.cat((embeds, state), dim=-1)), None
 
     def score(self, read: Tensor) -> Tensor:
-        return self.all_tokens(read) if self.all_tokens is not None else super().score(read)
+        if self.all_tokens is not None:
+            return self.all_tokens(read)
+        return super().score(read)
 
     def draft_weights(self, depth: int) -> DraftWeights | None:
-        h, config = self.config.hidden_size, self.config
-        return DraftWeights(h, h, config.rms_norm_eps, project=self.fc.weight, project_bias=self.fc.bias)
+        h = self.config.hidden_size
+        config = self.config
+        return DraftWeights(
+            h,
+            h,
+            config.rms_norm_eps,
+            project=self.fc.weight,
+            project_bias=self.fc.bias,
+        )
 
     def first_state(self, features: Tensor, batch: Batch) -> Tensor:
         """Adds noise in training, in place of the error of drafted states."""
@@ -131,12 +156,20 @@ class Eagle1(LayerDrafter):
         if not self.training or self.config.feature_noise == 0:
             return state
         length = batch.conversations()[:, 2]  # [c]
-        length = torch.repeat_interleave(length, (length - 1).clamp(min=0))  # [t] of each token's conversation
+        length = torch.repeat_interleave(
+            length, (length - 1).clamp(min=0)
+        )  # [t] of each token's conversation
         length = length[batch.part.of(batch.anchors()[0])]  # [part]
         width = self.config.feature_noise * 512 / length.to(state.dtype)
         return state + (2 * torch.rand_like(state) - 1) * width[:, None]
 
-    def other_loss(self, state: Tensor, rows: TargetRows, at: Tensor, weight: Tensor) -> Tensor | float:
+    def other_loss(
+        self,
+        state: Tensor,
+        rows: TargetRows,
+        at: Tensor,
+        weight: Tensor,
+    ) -> Tensor | float:
         if self.config.regression == 0:
             return 0.0
         if not isinstance(rows, TargetRows):
@@ -144,7 +177,9 @@ class Eagle1(LayerDrafter):
                 f"regression={self.config.regression}: the data's features hold likeliest tokens but no states; store "
                 "states (drafttrain features without --top-k), or set drafter.regression=0"
             )
-        distance = F.smooth_l1_loss(state.float(), rows.hidden[at].float(), reduction="none").mean(-1)
+        distance = F.smooth_l1_loss(state.float(), rows.hidden[at].float(), reduction="none").mean(
+            -1
+        )
         return self.config.regression * (weight * distance).sum()
 
 

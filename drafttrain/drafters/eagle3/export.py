@@ -10,8 +10,9 @@
     config keys       LAYER_KEYS in transformer_layer_config,   all in one config, flags that are false left out: SpecForge
                       HEAD_KEYS in the config                   takes `norm_output: false` for a head without last norm
 
-The embedding stays out: engines share the target's, as we do. llama.cpp's form is in drafters/gguf_heads.py. Sources: vLLM 0.32
-models/{llama,qwen3}_eagle3.py and transformers_utils/configs/speculators; SGLang 0.5.5 to 0.5.23 srt/models/llama_eagle3.py;
+The embedding stays out: engines share the target's, as we do. llama.cpp's form is in
+drafters/gguf_heads.py. Sources: vLLM 0.32 models/{llama,qwen3}_eagle3.py and
+transformers_utils/configs/speculators; SGLang 0.5.5 to 0.5.23 srt/models/llama_eagle3.py;
 TensorRT-LLM _torch/models/modeling_speculative.py (main after 1.2.1); speculators models/eagle3.
 """
 
@@ -36,22 +37,23 @@ from drafttrain.formats.weights import dtype_name, read_config, read_weights, wr
 from drafttrain.formats.write_gguf import ROPES
 from drafttrain.target.loading import architectures_of
 
-# -- unsupported features -------------------------------------------------------------------------------------------
+# -- unsupported features --------------------------------------------------------------------------
 
 
-_SGLANG_ANY_HEAD = (
-    "0.5.12"  # first release with windows, norms of features and output, several layers, any number of features
-)
+# first release with windows, norms of features and output, several layers, any number of features
+_SGLANG_ANY_HEAD = "0.5.12"
 
 
 def unsupported_features(drafter: Eagle3, engine: EngineRelease) -> list[str]:
     """The features of this head that an engine does not support, one reason each; empty if none."""
     config: Eagle3Config = drafter.config  # type: ignore[assignment]
-    fields, layers = config.to_dict(), list(config.feature_layers)
+    fields = config.to_dict()
+    layers = list(config.feature_layers)
     unordered = layers != sorted(set(layers))
     checks = {
         f"hidden_size={config.hidden_size} differs from the target's {config.target_hidden_size}: the engine concatenates the "
-        "target's embedding and the state and needs both of one width": config.target_hidden_size != config.hidden_size,
+        "target's embedding and the state and needs both of one width": config.target_hidden_size
+        != config.hidden_size,
         f"feature_layers={layers}: the engine collects target states in ascending order, each once": unordered,
     }
     if engine.name == "vLLM":
@@ -62,19 +64,29 @@ def unsupported_features(drafter: Eagle3, engine: EngineRelease) -> list[str]:
         }
         reasons = unsupported_by_llama(config, windows=True, partial=True)
     else:
-        sglang, count = engine.name == "SGLang", config.num_hidden_layers
+        sglang = engine.name == "SGLang"
+        count = config.num_hidden_layers
         old = sglang and engine.before(_SGLANG_ANY_HEAD)
         ignored = ["qk_norm", "norm_before_residual"]
-        ignored += ["attention_bias", "mlp_bias"] if sglang else []
-        ignored += ["fc_norm", "norm_output"] if old else []
-        newer = f"; {engine.name} {_SGLANG_ANY_HEAD} does not" if old else ""
+        if sglang:
+            ignored += ["attention_bias", "mlp_bias"]
+        else:
+            ignored += []
+        if old:
+            ignored += ["fc_norm", "norm_output"]
+        else:
+            ignored += []
+        newer = ""
+        if old:
+            newer = f"; {engine.name} {_SGLANG_ANY_HEAD} does not"
         checks |= {
             f"{key}: {engine.name} ignores it silently and would compute something else"
             + (newer if key in ("fc_norm", "norm_output") else ""): fields[key]
             for key in ignored
         }
         checks |= {
-            f"{len(layers)} feature layers: the engine's fc takes three{newer}": old and len(layers) != 3,
+            f"{len(layers)} feature layers: the engine's fc takes three{newer}": old
+            and len(layers) != 3,
             f"num_hidden_layers={count}: the engine loads one layer of this form{newer}": count != 1
             and (old or not sglang),
         }
@@ -82,10 +94,15 @@ def unsupported_features(drafter: Eagle3, engine: EngineRelease) -> list[str]:
     return [*reasons, *(reason for reason, found in checks.items() if found)]
 
 
-# -- writing --------------------------------------------------------------------------------------------------------
+# -- writing ---------------------------------------------------------------------------------------
 
 
-def _speculators_config(config: Eagle3Config, head: Json, decoder: Json, request: ExportRequest) -> Json:
+def _speculators_config(
+    config: Eagle3Config,
+    head: Json,
+    decoder: Json,
+    request: ExportRequest,
+) -> Json:
     verifier = {
         "name_or_path": public_name(request.target) if request.target else "",
         "architectures": architectures_of(request.target_files),
@@ -111,19 +128,30 @@ def _speculators_config(config: Eagle3Config, head: Json, decoder: Json, request
 
 def _flat_config(config: Eagle3Config, head: Json, decoder: Json, everywhere: bool) -> Json:
     """everywhere: SGLang supports the head too, not vLLM alone."""
-    vllm_only = "Eagle3Qwen3ForCausalLM" if config.qk_norm else "Eagle3LlamaForCausalLM"
+    if config.qk_norm:
+        vllm_only = "Eagle3Qwen3ForCausalLM"
+    else:
+        vllm_only = "Eagle3LlamaForCausalLM"
     said = {key: value for key, value in head.items() if value is not False}
-    keys = {"architectures": ["LlamaForCausalLMEagle3" if everywhere else vllm_only], **decoder, **said}
+    keys = {
+        "architectures": ["LlamaForCausalLMEagle3" if everywhere else vllm_only],
+        **decoder,
+        **said,
+    }
     layers = list(config.feature_layers)
     if tuple(layers) != default_layers(config.target.get("num_layers", 0)):
-        # vLLM takes the outer ids as they are and looks there first; SGLang knows the inner ones only and adds one.
+        # vLLM takes the outer ids as they are and looks there first; SGLang knows the inner ones
+        # only and adds one.
         keys["eagle_aux_hidden_state_layer_ids"] = layers
         inner = [layer - 1 for layer in layers]
-        keys["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": inner}
+        keys["eagle_config"] = {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": inner,
+        }
     return keys
 
 
-# -- the kind ---------------------------------------------------------------------------------------------------------
+# -- the kind --------------------------------------------------------------------------------------
 
 
 class Eagle3Files(Shipping[Head]):
@@ -132,8 +160,8 @@ class Eagle3Files(Shipping[Head]):
     def engine_config(self, drafter: Head, form: str, request: ExportRequest) -> Json:
         """Writes speculators' form for vllm, the flat form for sglang.
 
-        A flat head that only vLLM can run gets an architecture that only vLLM knows, so that no other engine loads it and
-        ignores what it does not understand.
+        A flat head that only vLLM can run gets an architecture that only vLLM knows, so that no
+        other engine loads it and ignores what it does not understand.
 
         Raises:
             UserError: the form does not support the head.
@@ -142,18 +170,28 @@ class Eagle3Files(Shipping[Head]):
             raise UserError(f"this head cannot be written for {form}: {'; '.join(reasons)}")
         config: Eagle3Config = drafter.config  # type: ignore[assignment]
         decoder = {
-            "model_type": "qwen3" if config.qk_norm else "llama",  # norms of queries and keys make it Qwen3's
+            "model_type": "qwen3"
+            if config.qk_norm
+            else "llama",  # norms of queries and keys make it Qwen3's
             **layer_keys(config),
             "num_aux_hidden_states": len(config.feature_layers),
         }
         if window := config.sliding_window:
-            decoder |= {"sliding_window": window, "layer_types": ["sliding_attention"] * config.num_hidden_layers}
+            decoder |= {
+                "sliding_window": window,
+                "layer_types": ["sliding_attention"] * config.num_hidden_layers,
+            }
         fields = config.to_dict()
         head = {name: fields[name] for name in HEAD_KEYS}
         if form == "vllm":
             described = _speculators_config(config, head, decoder, request)
         else:
-            described = _flat_config(config, head, decoder, not unsupported_features(drafter, engine_of("sglang")))
+            described = _flat_config(
+                config,
+                head,
+                decoder,
+                not unsupported_features(drafter, engine_of("sglang")),
+            )
         return {**described, "torch_dtype": dtype_name(request.dtype)}
 
     def engine_names(self, drafter: Head, config: Json) -> dict[str, str]:
@@ -164,7 +202,9 @@ class Eagle3Files(Shipping[Head]):
         return {**owns, **{own.replace("input_layernorm", "hidden_norm"): own for own in later}}
 
     def engine_weights(self, drafter: Head, config: Json) -> dict[str, Tensor]:
-        weights, kept, v = super().engine_weights(drafter, config), drafter.kept_ids.cpu(), drafter.config.vocab_size
+        weights = super().engine_weights(drafter, config)
+        kept = drafter.kept_ids.cpu()
+        v = drafter.config.vocab_size
         if len(kept) != v:
             weights["d2t"] = kept - torch.arange(len(kept))  # [d] int64
             weights["t2d"] = torch.zeros(v, dtype=torch.bool)  # [v]
@@ -172,14 +212,22 @@ class Eagle3Files(Shipping[Head]):
         return weights
 
     def drafter_from(self, original: Head, export: Exported) -> Head:
-        return make_head(type(original), export.config, export.weights, original.config.target, export.where)
+        return make_head(
+            type(original),
+            export.config,
+            export.weights,
+            original.config.target,
+            export.where,
+        )
 
     def drafter_weights(self, original: Head, back: Head, export: Exported) -> dict[str, Tensor]:
         return back.state_dict()  # `make_head` has filled it
 
 
 class Eagle3Shipping(GgufHeads[Eagle3], Eagle3Files[Eagle3]):
-    """A repository's root holds the flat form with our own keys in its config, speculators/ the other form."""
+    """A repository's root holds the flat form with our own keys in its config, speculators/ the
+    other form.
+    """
 
     description = (
         "an EAGLE-3 head (arXiv 2503.01840), {layers} over the target's states {features}, {parameters} parameters, "
@@ -187,21 +235,33 @@ class Eagle3Shipping(GgufHeads[Eagle3], Eagle3Files[Eagle3]):
     )
     formats = {
         "vllm": Format("EAGLE-3 in speculators' form", ("vLLM",)),
-        "sglang": Format("EAGLE-3 as LlamaForCausalLMEagle3", ("SGLang", "TensorRT-LLM, Triton", "vLLM")),
+        "sglang": Format(
+            "EAGLE-3 as LlamaForCausalLMEagle3", ("SGLang", "TensorRT-LLM, Triton", "vLLM")
+        ),
         "gguf": Format("EAGLE-3 as GGUF file", ("llama.cpp",)),
     }
     verifiable = {"vllm": "vllm", "llama.cpp": "gguf"}
     in_root = ("vllm", "sglang", "gguf")
     gguf_arch = "eagle3"
     gguf_ropes = ROPES
-    gguf_names = {"fc.weight": "fc.weight", "midlayer.hidden_norm.weight": "blk.0.attn_norm_2.weight"}
+    gguf_names = {
+        "fc.weight": "fc.weight",
+        "midlayer.hidden_norm.weight": "blk.0.attn_norm_2.weight",
+    }
     reads = "EAGLE-3 heads in speculators' form or as LlamaForCausalLMEagle3"
     no_format = "an EAGLE-3 head reads the target's states and is no language model of its own, as a draft_model is"
 
-    def unsupported(self, trained: Trained, form: str, engine: EngineRelease | None = None) -> list[str]:
+    def unsupported(
+        self,
+        trained: Trained,
+        form: str,
+        engine: EngineRelease | None = None,
+    ) -> list[str]:
         engine = engine or engine_of(form)
         found = super().unsupported(trained, form, engine)
-        return found if form == "gguf" else found or unsupported_features(self.load(trained), engine)
+        if form == "gguf":
+            return found
+        return found or unsupported_features(self.load(trained), engine)
 
     def gguf_keys(self, drafter: Eagle3) -> Json:
         config, layers = drafter.config, list(drafter.config.feature_layers)
@@ -219,14 +279,18 @@ class Eagle3Shipping(GgufHeads[Eagle3], Eagle3Files[Eagle3]):
     def gguf_unsupported(self, drafter: Eagle3) -> list[str]:
         config: Eagle3Config = drafter.config  # type: ignore[assignment]
         lacks = f"llama.cpp {RELEASE}"
-        layers, count = config.feature_layers, config.num_hidden_layers
+        layers = config.feature_layers
+        count = config.num_hidden_layers
         ignored = ("attention_bias", "mlp_bias", "qk_norm", "fc_norm", "norm_output")
         checks = {
             f"{len(layers)} feature layers: {lacks} takes three": len(layers) != 3,
             f"num_hidden_layers={count}: {lacks} computes one layer": count != 1,
             f"hidden_size={config.hidden_size} differs from the target's {config.target_hidden_size}: {lacks} reads the "
             "target's embedding": config.hidden_size != config.target_hidden_size,
-        } | {f"{key}: {lacks} has no such thing in its eagle3 model": getattr(config, key) for key in ignored}
+        } | {
+            f"{key}: {lacks} has no such thing in its eagle3 model": getattr(config, key)
+            for key in ignored
+        }
         found = [reason for reason, unsupported in checks.items() if unsupported]
         return [*unsupported_by_llama(config), *found, *super().gguf_unsupported(drafter)]
 
@@ -234,7 +298,10 @@ class Eagle3Shipping(GgufHeads[Eagle3], Eagle3Files[Eagle3]):
         layers = tuple(trained.config.get("feature_layers", ()))
         size = trained.config.get("sliding_window") or 0
         # SGLang counts the keys before a token, ours the token too.
-        window = {"speculative-draft-window-size": max(size - 1, 1)} if size else {}
+        if size:
+            window = {"speculative-draft-window-size": max(size - 1, 1)}
+        else:
+            window = {}
         tensorrt: Json = {"decoding_type": "Eagle3"}
         if layers != default_layers(trained.target.get("num_layers", 0)):
             tensorrt["eagle3_layers_to_capture"] = [layer - 1 for layer in layers]
@@ -247,7 +314,8 @@ class Eagle3Shipping(GgufHeads[Eagle3], Eagle3Files[Eagle3]):
 
     def publish(self, trained: Trained, request: ExportRequest) -> list[tuple[str, str]]:
         head = self.load(trained)
-        folder, target = request.output, {**trained.target, "name": request.target}
+        folder = request.output
+        target = {**trained.target, "name": request.target}
         config = head.config
         config.target = target
         if reasons := unsupported_features(head, engine_of("vllm")):
@@ -255,36 +323,58 @@ class Eagle3Shipping(GgufHeads[Eagle3], Eagle3Files[Eagle3]):
             head.to(request.dtype).save_pretrained(folder)  # type: ignore[arg-type]
             whom = "the head, for drafttrain; other engines do not support it, see below"
             return [("model.safetensors", whom), *self.publish_gguf(trained, request)]
-        own = {key: value for key, value in config.to_diff_dict().items() if value not in (None, 0) and key != "dtype"}
+        own = {
+            key: value
+            for key, value in config.to_diff_dict().items()
+            if value not in (None, 0) and key != "dtype"
+        }
         for form, place in (("vllm", folder / "speculators"), ("sglang", folder)):
             described = self.engine_config(head, form, request)
             write_checkpoint(place, described, self.engine_weights(head, described), request.dtype)
-        write_clean_json(folder / "config.json", {**own, **described, "drafter_kind": trained.kind, "target": target})
+        write_clean_json(
+            folder / "config.json",
+            {**own, **described, "drafter_kind": trained.kind, "target": target},
+        )
         flat = [
-            name for name in ("vLLM", "SGLang", "TensorRT-LLM, Triton") if not unsupported_features(head, ENGINES[name])
+            name
+            for name in ("vLLM", "SGLang", "TensorRT-LLM, Triton")
+            if not unsupported_features(head, ENGINES[name])
         ]
         engines = f"{', '.join(flat)} and drafttrain"
         return [
             ("model.safetensors", f"the head as {described['architectures'][0]}, for {engines}"),
-            ("speculators/model.safetensors", "the head in speculators' form, for vLLM and speculators"),
+            (
+                "speculators/model.safetensors",
+                "the head in speculators' form, for vLLM and speculators",
+            ),
             *self.publish_gguf(trained, request),
         ]
 
     def recognizes(self, config: Mapping[str, object]) -> bool:
-        """Also the authors' own heads, which are named as a language model of one layer with a draft vocabulary."""
+        """Also the authors' own heads, which are named as a language model of one layer with a
+        draft vocabulary.
+        """
         if "speculators_model_type" in config:
             return config["speculators_model_type"] == "eagle3"
         names = config.get("architectures")
         own = names == ["LlamaForCausalLM"] and "draft_vocab_size" in config
         parallel = config.get("parallel_drafting") or config.get("ptd_token_id") is not None
-        return not parallel and (own or (isinstance(names, list) and any("Eagle3" in str(name) for name in names)))
+        return not parallel and (
+            own or (isinstance(names, list) and any("Eagle3" in str(name) for name in names))
+        )
 
     def read(self, folder: Path, target: Json, allow_pickle: bool = False) -> Eagle3:
         config = read_config(folder)
         if not self.recognizes(config):
             kind = config.get("speculators_model_type") or config.get("architectures")
             raise UserError(f"{str(folder)!r} is {kind}; import reads {self.reads}")
-        return make_head(Eagle3, config, read_weights(folder, allow_pickle), target, repr(str(folder)))
+        return make_head(
+            Eagle3,
+            config,
+            read_weights(folder, allow_pickle),
+            target,
+            repr(str(folder)),
+        )
 
 
 SHIPPING = Eagle3Shipping()

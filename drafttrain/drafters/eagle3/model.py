@@ -1,4 +1,5 @@
-"""EAGLE-3: decoder layers over fused target features, trained by training-time test (arXiv 2503.01840).
+"""EAGLE-3: decoder layers over fused target features, trained by training-time test (arXiv
+2503.01840).
 
     anchor t, depth 0:   state = fc(features_t)              token x_{t+1}        predicts x_{t+2}
     anchor t, depth k:   state = own output at depth k-1     token x_{t+1+k}      predicts x_{t+2+k}
@@ -33,11 +34,12 @@ class Eagle3Config(LayerConfig):
     """Config of an EAGLE-3 drafter; hidden_size may differ from the target's.
 
     Attributes:
-        feature_layers: target hidden states that are fused, any number; empty means those that the data stores, else the
-            target's default three.
+        feature_layers: target hidden states that are fused, any number; empty means those that the
+            data stores, else the target's default three.
         target_hidden_size: width of these states.
-        fc_norm: a norm per feature before `fc`. norm_output: the next depth reads the state after the final norm (both
-            EAGLE-3.1). norm_before_residual: the first layer's residual is the normed state.
+        fc_norm: a norm per feature before `fc`. norm_output: the next depth reads the state after
+            the final norm (both EAGLE-3.1). norm_before_residual: the first layer's residual is the
+            normed state.
         train_head: False keeps the head's rows as they are copied from the target.
     """
 
@@ -72,20 +74,39 @@ class Eagle3(LayerDrafter):
 
     def __init__(self, config: Eagle3Config):
         super().__init__(config)
-        h, wide, eps = config.hidden_size, config.target_hidden_size, config.rms_norm_eps
+        h = config.hidden_size
+        wide = config.target_hidden_size
+        eps = config.rms_norm_eps
         self.fc = nn.Linear(len(config.feature_layers) * wide, h, bias=False)
-        self.fc_norm = nn.ModuleList(RMSNorm(wide, eps) for _ in config.feature_layers if config.fc_norm)
-        self.midlayer = DraftLayer(config, embed_width=wide, norm_before_residual=config.norm_before_residual)
+        self.fc_norm = nn.ModuleList(
+            RMSNorm(wide, eps) for _ in config.feature_layers if config.fc_norm
+        )
+        self.midlayer = DraftLayer(
+            config,
+            embed_width=wide,
+            norm_before_residual=config.norm_before_residual,
+        )
         # Numbered as engines number them: the middle layer is their layer 0.
-        self.layers = nn.ModuleDict({str(i): DraftLayer(config) for i in range(1, config.num_hidden_layers)})
+        self.layers = nn.ModuleDict(
+            {str(i): DraftLayer(config) for i in range(1, config.num_hidden_layers)}
+        )
         self.norm = RMSNorm(h, eps)
         self.lm_head = nn.Linear(h, config.draft_vocab_size, bias=False)
         self.finish(config.num_hidden_layers)
 
     @classmethod
-    def begin(cls, target: Target, init: str, options: Json, loss: str, keep: KeepTokens | None = None) -> Self:
+    def begin(
+        cls,
+        target: Target,
+        init: str,
+        options: Json,
+        loss: str,
+        keep: KeepTokens | None = None,
+    ) -> Self:
         other = options.get("hidden_size", target.hidden_size) != target.hidden_size
-        if options.get("train_head") is False and (init == "random" or (init == "target" and other)):
+        if options.get("train_head") is False and (
+            init == "random" or (init == "target" and other)
+        ):
             raise UserError(
                 f"drafter.train_head=false keeps the target's head rows, which init={init!r} does not copy"
                 f"{' to another hidden_size' if other else ''}; set init=target and leave hidden_size out"
@@ -98,12 +119,16 @@ class Eagle3(LayerDrafter):
 
     @classmethod
     def stored_shapes(cls, shapes: Shapes, found: Shapes, config: Any) -> Shapes:
-        """Published checkpoints hold the kept ids as the engines' d2t (target id minus drafter id) and t2d, or leave them out."""
+        """Published checkpoints hold the kept ids as the engines' d2t (target id minus drafter id)
+        and t2d, or leave them out.
+        """
         if "kept_ids" in found:
             return shapes
         tables = {"d2t": (config.draft_vocab_size,), "t2d": (config.vocab_size,)}
         kept = config.draft_vocab_size != config.vocab_size
-        return {name: shape for name, shape in shapes.items() if name != "kept_ids"} | (tables if kept else {})
+        return {name: shape for name, shape in shapes.items() if name != "kept_ids"} | (
+            tables if kept else {}
+        )
 
     def finish_loading(self, folder: Path) -> None:
         if "kept_ids" not in (found := file_shapes(folder)):
@@ -116,10 +141,11 @@ class Eagle3(LayerDrafter):
         return [self.midlayer, *self.layers.values()]  # type: ignore[list-item]
 
     def copy_from(self, target: Target) -> list[str]:
-        """Copies the target's head rows, final norm and last layers (the first one on the state half of its input).
+        """Copies the target's head rows, final norm and last layers (the first one on the state
+        half of its input).
 
-        `fc` starts as the identity on the highest feature, so the untrained drafter is the target's last layers on a late
-        state. Nothing fits a drafter of another hidden size.
+        `fc` starts as the identity on the highest feature, so the untrained drafter is the target's
+        last layers on a late state. Nothing fits a drafter of another hidden size.
         """
         if self.config.hidden_size != self.config.target_hidden_size:
             return []
@@ -128,11 +154,14 @@ class Eagle3(LayerDrafter):
         names = ["lm_head", "fc"]
         if starts.copy_norm(self.norm, starts.final_norm(target)):
             names.append("norm")
-        copied = starts.copy_last_layers(self.decoder_layers, target.last_layers(len(self.decoder_layers)))
+        copied = starts.copy_last_layers(
+            self.decoder_layers, target.last_layers(len(self.decoder_layers))
+        )
         return names + (copied[0] if copied else [])
 
     def draft_weights(self, depth: int) -> DraftWeights | None:
-        config, first = self.config, self.midlayer
+        config = self.config
+        first = self.midlayer
         if not isinstance(first.input_layernorm, RMSNorm) or first.hidden_norm is None:
             return None
         return DraftWeights(
@@ -152,21 +181,30 @@ class Eagle3(LayerDrafter):
         return self.fc(self.norm_features(features))
 
     def norm_features(self, features: Tensor) -> Tensor:
-        """[t, f * target h], the input of `fc` in its dtype: each feature under its own norm, with `fc_norm`."""
+        """[t, f * target h], the input of `fc` in its dtype: each feature under its own norm, with
+        `fc_norm`.
+        """
         features = features.to(self.fc.weight.dtype)
         if not self.fc_norm:
             return features
         parts = features.chunk(len(self.fc_norm), dim=-1)
-        return torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return torch.cat(
+            [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)],
+            dim=-1,
+        )
 
     def enter(self, state: Tensor, embeds: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
         return state, embeds
 
     def leave(self, state: Tensor) -> Tensor:
-        return self.norm(state) if self.config.norm_output else state
+        if self.config.norm_output:
+            return self.norm(state)
+        return state
 
     def read_out(self, state: Tensor) -> Tensor:
-        return state if self.config.norm_output else self.norm(state)
+        if self.config.norm_output:
+            return state
+        return self.norm(state)
 
 
 KIND = Eagle3

@@ -1,4 +1,5 @@
-"""Reading published EAGLE-3 heads, in the checkpoint forms that export.py writes and in other trainers' spellings of them.
+"""Reading published EAGLE-3 heads, in the checkpoint forms that export.py writes and in other
+trainers' spellings of them.
 
 LlamaForCausalLM with draft_vocab_size   SafeAILab/EAGLE, the authors'
 LlamaForCausalLMEagle3                   SpecForge 0.3, TensorRT-LLM, ModelOpt (its own keys in eagle_config), NeMo Automodel
@@ -25,8 +26,8 @@ from drafttrain.formats.weights import check_kept_ids, check_names, pop_kept_ids
 from drafttrain.target import resolve_target
 from drafttrain.target.loading import check_finite, read_embedding
 
-# Keys beyond a decoder layer's, and the default where a checkpoint lacks one. Fields without a key of one value: qk_norm (a
-# model type), sliding_window (with layer types), rope, feature_layers.
+# Keys beyond a decoder layer's, and the default where a checkpoint lacks one. Fields without a key
+# of one value: qk_norm (a model type), sliding_window (with layer types), rope, feature_layers.
 HEAD_KEYS: Json = {
     "draft_vocab_size": 0,
     "target_hidden_size": 0,
@@ -38,7 +39,9 @@ Head = TypeVar("Head", bound=Eagle3)
 
 
 class _PublishedLayer(TypedDict, total=False):
-    """Keys of a decoder layer that a published config.json may hold; sizes and flags are checked by `Eagle3Config`."""
+    """Keys of a decoder layer that a published config.json may hold; sizes and flags are checked by
+    `Eagle3Config`.
+    """
 
     layer_types: list[str] | None
     sliding_window: int | None
@@ -78,12 +81,18 @@ def default_layers(count: int) -> tuple[int, int, int]:
 
 
 def make_head(
-    cls: type[Head], config: Json, weights: Mapping[str, Tensor], target: Json, where: str, **more: object
+    cls: type[Head],
+    config: Json,
+    weights: Mapping[str, Tensor],
+    target: Json,
+    where: str,
+    **more: object,
 ) -> Head:
     """Makes a head from an engine's config and weights.
 
     Args:
-        cls: Eagle3, or a kind with the same checkpoint form. more: further fields of its config. where: names the checkpoint.
+        cls: Eagle3, or a kind with the same checkpoint form. more: further fields of its config.
+            where: names the checkpoint.
 
     Raises:
         UserError: the config describes what ours cannot compute, or the weights do not fit it.
@@ -91,25 +100,47 @@ def make_head(
     try:
         TypeAdapter(_Published).validate_python(config, strict=True)
     except ValidationError as error:
-        raise UserError(f"{where}: config.json has {violation(error)}; get an intact copy of it") from error
-    found = {name.removeprefix("model.").replace("layers.0.", "midlayer."): w for name, w in weights.items()}
+        raise UserError(
+            f"{where}: config.json has {violation(error)}; get an intact copy of it"
+        ) from error
+    found = {
+        name.removeprefix("model.").replace("layers.0.", "midlayer."): w
+        for name, w in weights.items()
+    }
     for name in [name for name in found if re.fullmatch(r"layers\.\d+\.hidden_norm\.weight", name)]:
-        ours, norm = name.replace("hidden_norm", "input_layernorm"), found.pop(name)
-        if "Eagle3" in str(config.get("architectures")) and not torch.equal(found.setdefault(ours, norm), norm):
-            raise UserError(f"{where}: {name}, which SGLang reads, and {ours}, which vLLM reads, differ; keep one")
+        ours = name.replace("hidden_norm", "input_layernorm")
+        norm = found.pop(name)
+        if "Eagle3" in str(config.get("architectures")) and not torch.equal(
+            found.setdefault(ours, norm), norm
+        ):
+            raise UserError(
+                f"{where}: {name}, which SGLang reads, and {ours}, which vLLM reads, differ; keep one"
+            )
     with torch.device("meta"):
         drafter = cls(cls.config_class(**_our_fields(config, found, target, where), **more))
-    d, v = drafter.config.draft_vocab_size, drafter.config.vocab_size
+    d = drafter.config.draft_vocab_size
+    v = drafter.config.vocab_size
     for name in [name for name in found if name.endswith("rotary_emb.inv_freq")]:
-        if not torch.allclose(found.pop(name).float(), drafter.rotary.frequencies, rtol=1e-2):  # of bfloat16
-            raise UserError(f"{where}: {name} is not what config.json's rope_parameters give; ask its author")
+        if not torch.allclose(
+            found.pop(name).float(),
+            drafter.rotary.frequencies,
+            rtol=1e-2,
+        ):  # of bfloat16
+            raise UserError(
+                f"{where}: {name} is not what config.json's rope_parameters give; ask its author"
+            )
     found["kept_ids"] = kept = pop_kept_ids(found, d, v, where)  # [d] int64
     if (embedding := found.pop("embed_tokens.weight", None)) is not None:
         check_embedding(embedding, target["name"], where)
-    # Some trainers store copies of what belongs to the target, which the head does not compute with.
+    # Some trainers store copies of what belongs to the target, which the head does not compute
+    # with.
     for name in ("t2d", "verifier_norm.weight", "verifier_lm_head.weight"):
         found.pop(name, None)
-    check_names(found, {name: tuple(value.shape) for name, value in drafter.state_dict().items()}, where)
+    check_names(
+        found,
+        {name: tuple(value.shape) for name, value in drafter.state_dict().items()},
+        where,
+    )
     check_kept_ids(kept, v, where)
     check_finite(found.items(), where, "get an intact copy of it")
     dtype = found["fc.weight"].dtype
@@ -119,7 +150,8 @@ def make_head(
 
 
 def check_embedding(embedding: Tensor, target: str, where: str) -> None:
-    """Checks that an embedding that comes with a head is the target's, which our heads read: up to its format, by value.
+    """Checks that an embedding that comes with a head is the target's, which our heads read: up to
+    its format, by value.
 
     Raises:
         UserError: it differs, or the target's weights are not at hand.
@@ -131,8 +163,11 @@ def check_embedding(embedding: Tensor, target: str, where: str) -> None:
             "target's folder with its weights"
         )
     rows = min(len(own), len(embedding))  # either may be padded
-    ours, theirs = own[:rows], embedding[:rows]
-    same = ours.shape == theirs.shape and any(torch.equal(ours.to(x), theirs.to(x)) for x in (ours.dtype, theirs.dtype))
+    ours = own[:rows]
+    theirs = embedding[:rows]
+    same = ours.shape == theirs.shape and any(
+        torch.equal(ours.to(x), theirs.to(x)) for x in (ours.dtype, theirs.dtype)
+    )
     if not same:
         raise UserError(
             f"{where} brings an embed_tokens that differs from the target's; ours read the target's, so the head would draft "
@@ -142,21 +177,32 @@ def check_embedding(embedding: Tensor, target: str, where: str) -> None:
 
 def _check_foreign(config: Json, layer: Json, weights: Mapping[str, Tensor], where: str) -> None:
     """Raises UserError for a checkpoint that computes what no kind of ours computes."""
-    eagle, scale = config.get("eagle_config") or {}, layer.get("logit_scale") or 1.0
-    norms = config.get("norm_before_fc") or eagle.get("norm_before_fc") or "input_norm.weight" in weights
-    embeds, one_state = config.get("embed_requires_grad"), eagle.get("use_aux_hidden_state") is False
+    eagle = config.get("eagle_config") or {}
+    scale = layer.get("logit_scale") or 1.0
+    norms = (
+        config.get("norm_before_fc")
+        or eagle.get("norm_before_fc")
+        or "input_norm.weight" in weights
+    )
+    embeds = config.get("embed_requires_grad")
+    one_state = eagle.get("use_aux_hidden_state") is False
     mixed = set(layer.get("layer_types") or []) == {"sliding_attention", "full_attention"}
     checks = {
         "has no norm of the token's embedding (use_input_layernorm_in_first_layer false)": eagle.get(
             "use_input_layernorm_in_first_layer"
         )
         is False,
-        "has no norm before its head (use_last_layernorm false)": eagle.get("use_last_layernorm") is False,
+        "has no norm before its head (use_last_layernorm false)": eagle.get("use_last_layernorm")
+        is False,
         "has an MTP module's norms (use_mtp_layernorm)": eagle.get("use_mtp_layernorm"),
-        "has later layers that read the embedding too (next_layer_regular false)": eagle.get("next_layer_regular")
+        "has later layers that read the embedding too (next_layer_regular false)": eagle.get(
+            "next_layer_regular"
+        )
         is False
         and (layer.get("num_hidden_layers") or 1) > 1,
-        "has Medusa-like heads beside its own (parallel_draft_step above 1)": (eagle.get("parallel_draft_step") or 1)
+        "has Medusa-like heads beside its own (parallel_draft_step above 1)": (
+            eagle.get("parallel_draft_step") or 1
+        )
         > 1,
         "has norm_before_fc, one norm over all features, which no kind of ours has": norms,
         "trained an embedding of its own (embed_requires_grad); ours reads the target's": embeds,
@@ -169,7 +215,9 @@ def _check_foreign(config: Json, layer: Json, weights: Mapping[str, Tensor], whe
 
 
 def _our_fields(config: Json, weights: Mapping[str, Tensor], target: Json, where: str) -> Json:
-    """Arguments of Eagle3Config from an engine's config. Raises UserError for what ours cannot compute."""
+    """Arguments of Eagle3Config from an engine's config. Raises UserError for what ours cannot
+    compute.
+    """
     layer = config.get("transformer_layer_config", config)
     _check_foreign(config, layer, weights, where)
     # What vLLM takes for heads in speculators' form that do not say.
@@ -178,16 +226,25 @@ def _our_fields(config: Json, weights: Mapping[str, Tensor], target: Json, where
     fields: Json = {}
     for keys, place in ((LAYER_KEYS, layer), (defaults, config)):
         for name, default in keys.items():
-            fields[name] = default if place.get(name) is None else place[name]
+            if place.get(name) is None:
+                fields[name] = default
+            else:
+                fields[name] = place[name]
             if fields[name] is None:
                 raise UserError(f"{where}: config.json has no {name}; it is needed")
     fields["qk_norm"] = "midlayer.self_attn.q_norm.weight" in weights
     windowed = "sliding_attention" in (layer.get("layer_types") or [])
-    fields["sliding_window"] = (layer.get("sliding_window") or 0) if windowed else 0
+    if windowed:
+        fields["sliding_window"] = layer.get("sliding_window") or 0
+    else:
+        fields["sliding_window"] = 0
     rope = published_rope(layer)
     fields |= {"rope_theta": rope["rope_theta"], "rope_parameters": rope}
     if not fields["draft_vocab_size"]:
-        fields["draft_vocab_size"] = len(weights["lm_head.weight"]) if "lm_head.weight" in weights else 0
+        if "lm_head.weight" in weights:
+            fields["draft_vocab_size"] = len(weights["lm_head.weight"])
+        else:
+            fields["draft_vocab_size"] = 0
     width = fields["target_hidden_size"] or fields["hidden_size"]
     for key, theirs in (("hidden_size", width), ("vocab_size", fields["vocab_size"])):
         if theirs != target[key]:
@@ -196,7 +253,11 @@ def _our_fields(config: Json, weights: Mapping[str, Tensor], target: Json, where
             )
     fields["feature_layers"] = _feature_layers(config, width, weights, target, where)
     # A drafter of ours that was published says how it was trained.
-    trained = {key: config[key] for key in Eagle3Config.recipe_keys if "drafter_kind" in config and key in config}
+    trained = {
+        key: config[key]
+        for key in Eagle3Config.recipe_keys
+        if "drafter_kind" in config and key in config
+    }
     return {**fields, **trained, "target": target}
 
 
@@ -211,9 +272,15 @@ def published_rope(layer: Json) -> Json:
 
 
 def _feature_layers(
-    config: Json, width: int, weights: Mapping[str, Tensor], target: Json, where: str
+    config: Json,
+    width: int,
+    weights: Mapping[str, Tensor],
+    target: Json,
+    where: str,
 ) -> tuple[int, ...]:
-    """The target states that the head fuses, as our numbers: i is the input of layer i. width: of a state."""
+    """The target states that the head fuses, as our numbers: i is the input of layer i. width: of a
+    state.
+    """
     layers = config.get("eagle_aux_hidden_state_layer_ids")
     inner = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     if not layers and inner:
@@ -222,7 +289,11 @@ def _feature_layers(
     if "fc.weight" in weights:
         count, rest = divmod(weights["fc.weight"].shape[1], width)
         if rest or count != len(layers):
-            raise UserError(f"{where}: fc takes {count} target states, but config.json names {list(layers)}")
+            raise UserError(
+                f"{where}: fc takes {count} target states, but config.json names {list(layers)}"
+            )
     if max(layers) > target["num_layers"] or min(layers) < 0:
-        raise UserError(f"{where} reads layers {list(layers)}, but {target['name']!r} has {target['num_layers']}")
+        raise UserError(
+            f"{where} reads layers {list(layers)}, but {target['name']!r} has {target['num_layers']}"
+        )
     return layers

@@ -4,9 +4,9 @@
 
     out_k = block(M x + SiLU(W x)), x what is read         logits = lm_head_k(out_k)
 
-h_t is the target's last state, as in Medusa; e is its embedding, frozen and scaled to RMS 1. M replaces the residual of
-Medusa, whose input is as wide as its output. With init=target W starts at 0, and M as the identity on h_t or the best linear
-prediction of the state at t+1+k.
+h_t is the target's last state, as in Medusa; e is its embedding, frozen and scaled to RMS 1. M
+replaces the residual of Medusa, whose input is as wide as its output. With init=target W starts at
+0, and M as the identity on h_t or the best linear prediction of the state at t+1+k.
 """
 
 from __future__ import annotations

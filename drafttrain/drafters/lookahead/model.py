@@ -1,8 +1,9 @@
 """Lookahead decoding: n-grams that the target generates while it verifies. No weights, no training.
 
-Source: Fu et al. 2024, arXiv 2402.02057. Next to the root and the drafted tokens, each pass of the target verifies a window of
-guessed future tokens. The target's choices after them are better guesses (Jacobi iteration), and successive guesses form
-n-grams of the target's own. They are stored by their first token, and drafted when that token is the root.
+Source: Fu et al. 2024, arXiv 2402.02057. Next to the root and the drafted tokens, each pass of the
+target verifies a window of guessed future tokens. The target's choices after them are better
+guesses (Jacobi iteration), and successive guesses form n-grams of the target's own. They are stored
+by their first token, and drafted when that token is the root.
 
     position          p      p+1    p+2    p+3    p+4        window W = 3, n-grams N = 4
     row 0 (oldest)    root   a1     a2
@@ -10,9 +11,12 @@ n-grams of the target's own. They are stored by their first token, and drafted w
     row 2 (newest)                  c0     c1     c2
     target's choice                        d0     d1     d2     after row 2
 
-Column i is an n-gram: a_i b_i c_i d_i. A guess sees the root, row 0 up to its column, and its column above it, so the window is
-a tree below the root, whose nodes are probes (see `Session.probe`): never accepted, only learned from. After the round, rows 1
-and 2 and the choices are the new rows, one position later. Rows move by one position even if more tokens were committed: their
+Column i is an n-gram: a_i b_i c_i d_i. A guess sees the root, row 0 up to its column, and its
+    column above it, so the window is
+a tree below the root, whose nodes are probes (see `Session.probe`): never accepted, only learned
+    from. After the round, rows 1
+and 2 and the choices are the new rows, one position later. Rows move by one position even if more
+    tokens were committed: their
 guesses improve within a few rounds, whereas new columns would start with random n-grams.
 """
 
@@ -38,7 +42,8 @@ class LookaheadDrafter(Drafter):
     """Drafts the n-grams of its own window.
 
     Args:
-        window: W, columns. ngram: N, tokens of an n-gram, its first one included. Each pass has W (N - 1) - 1 probes.
+        window: W, columns. ngram: N, tokens of an n-gram, its first one included. Each pass has W
+            (N - 1) - 1 probes.
         guesses: G, n-grams stored and drafted per first token, the newest.
 
     Raises:
@@ -52,7 +57,9 @@ class LookaheadDrafter(Drafter):
             raise UserError(
                 f"window={window}, ngram={ngram}, guesses={guesses}: window and ngram must be at least 2, guesses at least 1"
             )
-        self.window, self.ngram, self.guesses = window, ngram, guesses
+        self.window = window
+        self.ngram = ngram
+        self.guesses = guesses
         self.probes = window * (ngram - 1) - 1
 
     def start(self, prompt_ids: Tensor, max_length: int) -> LookaheadSession:
@@ -63,21 +70,27 @@ class LookaheadSession(Session):
     """One sequence's window and n-grams.
 
     Attributes:
-        tokens: committed so far. rows: N - 1 rows of W guesses; made: number of rows that the target has generated.
-        pool: by first token, the n-grams' other tokens, the newest last. first: those of the newest n-gram of the root.
-        tries, hits: by step: how often the newest n-gram was right so far, and how often its next token was right.
+        tokens: committed so far. rows: N - 1 rows of W guesses; made: number of rows that the
+            target has generated.
+        pool: by first token, the n-grams' other tokens, the newest last. first: those of the newest
+            n-gram of the root.
+        tries, hits: by step: how often the newest n-gram was right so far, and how often its next
+            token was right.
     """
 
     def __init__(self, drafter: LookaheadDrafter, prompt_ids: Tensor):
         self.device = prompt_ids.device
-        self.window, self.ngram, self.guesses = drafter.window, drafter.ngram, drafter.guesses
+        self.window = drafter.window
+        self.ngram = drafter.ngram
+        self.guesses = drafter.guesses
         self.tokens: list[int] = prompt_ids[:1].tolist()
         self.random = random.Random(0)
         self.rows: list[list[int]] = []
         self.made = 0
         self.pool: defaultdict[int, dict[tuple[int, ...], None]] = defaultdict(dict)
         self.first: tuple[int, ...] = ()
-        self.tries, self.hits = [0] * self.ngram, [0] * self.ngram
+        self.tries = [0] * self.ngram
+        self.hits = [0] * self.ngram
 
     def extend(self, tokens: Tensor, features: Tensor) -> None:
         new = tokens.tolist()
@@ -87,7 +100,10 @@ class LookaheadSession(Session):
             if guess != token:
                 break
         self.tokens += new
-        self.first = next(reversed(self.pool[self.tokens[-1]]), ()) if self.tokens[-1] in self.pool else ()
+        if self.tokens[-1] in self.pool:
+            self.first = next(reversed(self.pool[self.tokens[-1]]), ())
+        else:
+            self.first = ()
 
     def chance(self, step: int) -> float:
         """Probability that an n-gram's token is right if all before it are."""
@@ -101,9 +117,12 @@ class LookaheadSession(Session):
     def probe(self) -> tuple[list[int], list[int]]:
         """The window below the root. Its first guesses are random tokens of the text."""
         if not self.rows:
-            self.rows = [self.random.choices(self.tokens, k=self.window) for _ in range(self.ngram - 1)]
+            self.rows = [
+                self.random.choices(self.tokens, k=self.window) for _ in range(self.ngram - 1)
+            ]
         self.rows[0][0] = self.tokens[-1]
-        tokens, parents = self.rows[0][1:], list(range(-1, self.window - 2))
+        tokens = self.rows[0][1:]
+        parents = list(range(-1, self.window - 2))
         for column in range(self.window):
             above = column - 1
             for row in self.rows[1:]:
@@ -113,9 +132,14 @@ class LookaheadSession(Session):
         return tokens, parents
 
     def observe(self, chosen: list[int]) -> None:
-        """Stores the n-grams that the target's choices complete, and makes the choices the newest row."""
+        """Stores the n-grams that the target's choices complete, and makes the choices the newest
+        row.
+        """
         height = self.ngram - 2  # probes of a column below the first row
-        ends = [self.window - 1 + (column + 1) * height if height else column for column in range(self.window)]
+        ends = [
+            self.window - 1 + (column + 1) * height if height else column
+            for column in range(self.window)
+        ]
         newest = [chosen[end] for end in ends]
         for column, last in enumerate(newest):
             if last < 0:  # too deep to be verified
@@ -126,7 +150,8 @@ class LookaheadSession(Session):
         self.made = min(self.made + 1, self.ngram - 1)
 
     def _keep(self, gram: list[int]) -> None:
-        known, rest = self.pool[gram[0]], tuple(gram[1:])
+        known = self.pool[gram[0]]
+        rest = tuple(gram[1:])
         known.pop(rest, None)
         known[rest] = None
         if len(known) > self.guesses:

@@ -1,4 +1,5 @@
-"""Medusa heads as vLLM's MedusaModel: `blocks.{i}.layers.{j}` and `lm_heads.{i}`, or one `lm_head` for all.
+"""Medusa heads as vLLM's MedusaModel: `blocks.{i}.layers.{j}` and `lm_heads.{i}`, or one `lm_head`
+for all.
 
 Source: vLLM 0.32 models/medusa.py.
 """
@@ -27,7 +28,8 @@ class MedusaShipping(Shipping[Medusa]):
     reads = "Medusa heads without biases (MedusaModel)"
 
     def engine_config(self, drafter: Medusa, form: str, request: ExportRequest) -> Json:
-        """Keeps as many heads as tokens are to be drafted: vLLM drafts one per head, whatever its config says.
+        """Keeps as many heads as tokens are to be drafted: vLLM drafts one per head, whatever its
+        config says.
 
         Raises:
             UserError: more tokens than heads.
@@ -50,26 +52,43 @@ class MedusaShipping(Shipping[Medusa]):
         }
 
     def engine_names(self, drafter: Medusa, config: Json) -> dict[str, str]:
-        names, shared = {}, config["original_lm_head"]
+        names = {}
+        shared = config["original_lm_head"]
         for i in range(config["num_heads"]):
             for j in range(config["num_hidden_layers"]):
                 names[f"blocks.{i}.layers.{j}.weight"] = f"blocks.{i}.{j}.linear.weight"
-            names["lm_head.weight" if shared else f"lm_heads.{i}.weight"] = f"lm_heads.{0 if shared else i}.weight"
+            names["lm_head.weight" if shared else f"lm_heads.{i}.weight"] = (
+                f"lm_heads.{0 if shared else i}.weight"
+            )
         return names
 
     def drafter_from(self, original: Medusa, export: Exported) -> Medusa:
         fields = {key: export.config[key] for key in ("hidden_size", "vocab_size", "num_heads")}
-        fields |= {"blocks": export.config["num_hidden_layers"], "shared_head": export.config["original_lm_head"]}
+        fields |= {
+            "blocks": export.config["num_hidden_layers"],
+            "shared_head": export.config["original_lm_head"],
+        }
         kept = len(original.kept_ids)
         return Medusa(MedusaConfig(**fields, draft_vocab_size=kept, target=original.config.target))
 
-    def published(self, config: Json, weights: dict[str, Tensor], target: Json, where: str) -> Published:
+    def published(
+        self,
+        config: Json,
+        weights: dict[str, Tensor],
+        target: Json,
+        where: str,
+    ) -> Published:
         """Rows beyond the target's tokens are padding; a bias of zeros is none."""
         biased = [name for name, value in weights.items() if name.endswith(".bias") and value.any()]
         if biased or config.get("token_map") is not None:
-            what = f"{biased[0]}, a bias" if biased else "a token_map"
-            raise UserError(f"{where} has {what}, which our Medusa heads have not; train new ones from its target")
-        shared, v = bool(config.get("original_lm_head")), target["vocab_size"]
+            what = "a token_map"
+            if biased:
+                what = f"{biased[0]}, a bias"
+            raise UserError(
+                f"{where} has {what}, which our Medusa heads have not; train new ones from its target"
+            )
+        shared = bool(config.get("original_lm_head"))
+        v = target["vocab_size"]
         found = {
             name: value[:v] if name.startswith("lm_head") else value
             for name, value in weights.items()

@@ -1,14 +1,17 @@
-"""Medusa: heads that each predict a further token from the target's last state alone (arXiv 2401.10774, Medusa-1).
+"""Medusa: heads that each predict a further token from the target's last state alone (arXiv
+2401.10774, Medusa-1).
 
 h_t is the last state from which the target's head chooses x_{t+1}; see common/path_heads.py.
 
-    head k at anchor t reads h_t and predicts x_{t+2+k}; head 0 predicts the token after the one the target has just chosen
+    head k at anchor t reads h_t and predicts x_{t+2+k}; head 0 predicts the token after the one the
+    target has just chosen
 
     out_k = block(h_t), block(x) = x + SiLU(W x)         logits = lm_head_k(out_k)
 
-Heads ignore the tokens of other heads, so all nodes of a depth have the same children, and a node's probability is the
-product along its path. The target stays frozen. With init=target W starts at 0 and the head rows are the target's, combined
-with the best linear prediction of its state at t+1+k where training data is available.
+Heads ignore the tokens of other heads, so all nodes of a depth have the same children, and a node's
+probability is the product along its path. The target stays frozen. With init=target W starts at 0
+and the head rows are the target's, combined with the best linear prediction of its state at t+1+k
+where training data is available.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ class MedusaConfig(HeadsConfig):
 
     Attributes:
         hidden_size: width of the states. num_heads: depths. blocks: residual blocks per head.
-        shared_head: one set of head rows for all depths, which is smaller and trains faster; else one per depth.
+        shared_head: one set of head rows for all depths, which is smaller and trains faster; else
+            one per depth.
     """
 
     model_type = "drafttrain_medusa"
@@ -64,7 +68,8 @@ class Medusa(PathHeads):
         h = config.hidden_size
         rest = range(config.blocks - 1)
         self.blocks = nn.ModuleList(
-            nn.Sequential(self.first_block(h, k), *(ResidualBlock(h, h) for _ in rest)) for k in range(config.num_heads)
+            nn.Sequential(self.first_block(h, k), *(ResidualBlock(h, h) for _ in rest))
+            for k in range(config.num_heads)
         )
         self.finish(h, 1 if config.shared_head else config.num_heads)
 

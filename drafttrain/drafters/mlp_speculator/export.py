@@ -1,6 +1,8 @@
-"""MLP speculators in their published form, MLPSpeculatorPreTrainedModel: `emb`, `proj`, `ln` and `head`, one of each per step.
+"""MLP speculators in their published form, MLPSpeculatorPreTrainedModel: `emb`, `proj`, `ln` and
+`head`, one of each per step.
 
-vLLM 0.32 has the network's class, but nothing in its runner that drafts with it, so no recipe is given; earlier versions did.
+vLLM 0.32 has the network's class, but nothing in its runner that drafts with it, so no recipe is
+given; earlier versions did.
 """
 
 from __future__ import annotations
@@ -12,14 +14,21 @@ from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Publis
 from drafttrain.files import Json
 from drafttrain.formats.weights import dtype_name
 
-_MODULES = {"emb": "emb", "proj": "proj", "ln": "ln", "head": "lm_heads"}  # the engines' names -> ours
+_MODULES = {
+    "emb": "emb",
+    "proj": "proj",
+    "ln": "ln",
+    "head": "lm_heads",
+}  # the engines' names -> ours
 _SAME = ("vocab_size", "emb_dim", "inner_dim", "n_predict", "scale_input")
 
 
 class MlpSpeculatorShipping(Shipping[MlpSpeculator]):
     """The published form for older versions of vLLM; our own format goes to the Hub too."""
 
-    description = "an MLP speculator (arXiv 2404.19124) of {n_predict} steps, {parameters} parameters, {kept}"
+    description = (
+        "an MLP speculator (arXiv 2404.19124) of {n_predict} steps, {parameters} parameters, {kept}"
+    )
     formats = {"vllm": Format("MLPSpeculatorPreTrainedModel", ("vLLM",))}
     full_rows = ("lm_heads.",)
     depth_key = "n_predict"
@@ -32,7 +41,8 @@ class MlpSpeculatorShipping(Shipping[MlpSpeculator]):
             "architectures": ["MLPSpeculatorPreTrainedModel"],
             "model_type": "mlp_speculator",
             **{name: value for name, value in config.to_dict().items() if name in _SAME},
-            "tie_weights": config.tie_weights and config.n_predict > 1,  # a single step has nothing to tie
+            "tie_weights": config.tie_weights
+            and config.n_predict > 1,  # a single step has nothing to tie
             "top_k_tokens_per_head": [max(1, 5 - i) for i in range(config.n_predict)],
             "n_candidates": 5,
             "dtype": dtype_name(request.dtype),
@@ -46,24 +56,45 @@ class MlpSpeculatorShipping(Shipping[MlpSpeculator]):
             assert isinstance(modules, nn.ModuleList), "one module per step, or one for all"
             for i in range(config["n_predict"]):
                 j = min(i, len(modules) - 1)
-                names |= {f"{name}.{i}.{key}": f"{own}.{j}.{key}" for key, _ in modules[j].named_parameters()}
+                names |= {
+                    f"{name}.{i}.{key}": f"{own}.{j}.{key}"
+                    for key, _ in modules[j].named_parameters()
+                }
         return names
 
     def drafter_from(self, original: MlpSpeculator, export: Exported) -> MlpSpeculator:
-        fields, kept = {key: export.config[key] for key in (*_SAME, "tie_weights")}, len(original.kept_ids)
-        return MlpSpeculator(MlpSpeculatorConfig(**fields, draft_vocab_size=kept, target=original.config.target))
+        fields = {key: export.config[key] for key in (*_SAME, "tie_weights")}
+        kept = len(original.kept_ids)
+        return MlpSpeculator(
+            MlpSpeculatorConfig(**fields, draft_vocab_size=kept, target=original.config.target)
+        )
 
-    def published(self, config: Json, weights: dict[str, Tensor], target: Json, where: str) -> Published:
-        """Takes the prefix of published names away, and fills in what a file holds once for all steps."""
+    def published(
+        self,
+        config: Json,
+        weights: dict[str, Tensor],
+        target: Json,
+        where: str,
+    ) -> Published:
+        """Takes the prefix of published names away, and fills in what a file holds once for all
+        steps.
+        """
         found = {name.removeprefix("speculator."): value for name, value in weights.items()}
-        steps, tied = config["n_predict"], bool(config.get("tie_weights"))
+        steps = config["n_predict"]
+        tied = bool(config.get("tie_weights"))
         for name in list(found) if tied else ():
             module, step, part = name.split(".", 2)
-            for later in range(int(step) + 1, steps):  # the first projection alone reads another width
+            for later in range(
+                int(step) + 1, steps
+            ):  # the first projection alone reads another width
                 if not (module == "proj" and step == "0"):
                     found.setdefault(f"{module}.{later}.{part}", found[name])
         defaults = {"scale_input": False, "inner_dim": 0, "emb_dim": target["hidden_size"]}
-        keys = {**defaults, **{key: value for key, value in config.items() if value is not None}, "tie_weights": tied}
+        keys = {
+            **defaults,
+            **{key: value for key, value in config.items() if value is not None},
+            "tie_weights": tied,
+        }
         return Published({**keys, "hidden_size": keys["emb_dim"]}, found)
 
 

@@ -1,11 +1,13 @@
-"""MLP speculator: a small recurrent network over the target's last state and the drafted tokens (arXiv 2404.19124).
+"""MLP speculator: a small recurrent network over the target's last state and the drafted tokens
+(arXiv 2404.19124).
 
     state_0 = gelu(ln_0(proj_0(h_t)         + r emb_0(x_{t+1})))        head 0 predicts x_{t+2}
     state_k = gelu(ln_k(proj_k(state_{k-1}) + r emb_k(x_{t+1+k})))      head k predicts x_{t+2+k}
 
-h_t is the last state from which the target's head chooses x_{t+1}; see common/path_heads.py. r = w_e / w_s with
-w_s = 0.5 ** (0.5 / n) and w_e = sqrt((1 - w_s ** 2) inner / 2) for n steps: the ratio of the published networks, in which ln
-takes the common factor away. Embeddings are the drafter's own. ln is an RMS norm with a shift.
+h_t is the last state from which the target's head chooses x_{t+1}; see common/path_heads.py. r =
+w_e / w_s with w_s = 0.5 ** (0.5 / n) and w_e = sqrt((1 - w_s ** 2) inner / 2) for n steps: the
+ratio of the published networks, in which ln takes the common factor away. Embeddings are the
+drafter's own. ln is an RMS norm with a shift.
 """
 
 from __future__ import annotations
@@ -28,10 +30,14 @@ class MlpSpeculatorConfig(HeadsConfig):
     """Config of an MLP speculator; names are those of published checkpoints where they have one.
 
     Attributes:
-        emb_dim: width of the target's states. inner_dim: the network's width, 0 for emb_dim. n_predict: steps.
-        tie_weights: all steps share embedding, norm and head, and all after the first the projection.
-        scale_input: the target's state is first scaled to RMS 1 / sqrt(2), so that its size does not matter.
-        draft_vocab_size: tokens that heads can predict (d); 0 keeps the target's whole vocabulary. All tokens are read.
+        emb_dim: width of the target's states. inner_dim: the network's width, 0 for emb_dim.
+            n_predict: steps.
+        tie_weights: all steps share embedding, norm and head, and all after the first the
+            projection.
+        scale_input: the target's state is first scaled to RMS 1 / sqrt(2), so that its size does
+            not matter.
+        draft_vocab_size: tokens that heads can predict (d); 0 keeps the target's whole vocabulary.
+            All tokens are read.
     """
 
     model_type = "drafttrain_mlp_speculator"
@@ -67,7 +73,8 @@ class MlpSpeculator(PathHeads):
 
     def __init__(self, config: MlpSpeculatorConfig):
         super().__init__(config)
-        n, inner = config.n_predict, config.inner_dim
+        n = config.n_predict
+        inner = config.inner_dim
         own = 1 if config.tie_weights else n
         self.depths = n
         self.emb = nn.ModuleList(nn.Embedding(config.vocab_size, inner) for _ in range(own))
@@ -84,13 +91,16 @@ class MlpSpeculator(PathHeads):
             nn.init.normal_(module.weight, std=self.config.inner_dim**-0.5)
 
     def copy_from(self, target: Target) -> list[str]:
-        """Copies the target's embedding: its directions of most power, in a random basis, at the size of a random start.
+        """Copies the target's embedding: its directions of most power, in a random basis, at the
+        size of a random start.
 
         `solve_start` fits the heads; the target's rows do not fit states of another network.
         """
         inner = self.config.inner_dim
         rows = target.embed(torch.arange(self.config.vocab_size, device=target.device)).float()
-        directions = torch.linalg.eigh(rows.T @ rows).eigenvectors.flip(1)[:, :inner]  # eigenvalues ascend
+        directions = torch.linalg.eigh(rows.T @ rows).eigenvectors.flip(1)[
+            :, :inner
+        ]  # eigenvalues ascend
         basis = torch.linalg.qr(torch.randn(inner, inner)).Q[: directions.shape[1]].to(rows.device)
         rows = rows @ directions @ basis
         rows *= inner**-0.5 / rows.square().mean().sqrt()
@@ -105,7 +115,9 @@ class MlpSpeculator(PathHeads):
         return self.advance(hidden, tokens, 0)
 
     def advance(self, state: Tensor, tokens: Tensor, depth: int) -> Tensor:
-        emb, proj, ln = (modules[min(depth, len(modules) - 1)] for modules in (self.emb, self.proj, self.ln))
+        emb, proj, ln = (
+            modules[min(depth, len(modules) - 1)] for modules in (self.emb, self.proj, self.ln)
+        )
         return F.gelu(ln(proj(state) + self.ratio * emb(tokens)))
 
     def read(self, state: Tensor, depth: int) -> Tensor:

@@ -1,10 +1,12 @@
-"""The prediction module in a target's own checkpoint: how families store it, and which layer of ours computes it.
+"""The prediction module in a target's own checkpoint: how families store it, and which layer of
+ours computes it.
 
     around the layer    enorm, hnorm, eh_proj, norm      the family's names and order are in `Form`
     the layer           as `DraftLayer`, with kernels, where it computes the same; else as the target's own class (`OwnLayer`)
 
-Sources of names and order: vLLM 0.32 models/{deepseek_mtp, glm4_moe_mtp, qwen3_next_mtp, qwen3_5_mtp, mimo_mtp}.py. They read the
-target's state behind its final norm, concatenate (embedding, state) but for MiMo, and hand the normed output to the next depth.
+Sources of names and order: vLLM 0.32 models/{deepseek_mtp, glm4_moe_mtp, qwen3_next_mtp,
+qwen3_5_mtp, mimo_mtp}.py. They read the target's state behind its final norm, concatenate
+(embedding, state) but for MiMo, and hand the normed output to the next depth.
 """
 
 from __future__ import annotations
@@ -27,9 +29,11 @@ class Form(NamedTuple):
     """How a family stores its first module.
 
     Attributes:
-        module: prefix of its tensors; {n} is the target's number of layers. layer: prefix of the decoder layer's, after that.
+        module: prefix of its tensors; {n} is the target's number of layers. layer: prefix of the
+            decoder layer's, after that.
         names: the family's names -> ours, without `.weight`.
-        further: prefixes that show further modules. swapped: the projection reads the state before the embedding.
+        further: prefixes that show further modules. swapped: the projection reads the state before
+            the embedding.
     """
 
     module: str
@@ -48,19 +52,31 @@ DEEPSEEK = Form(  # GLM-4 too
 QWEN = Form(
     "mtp.",
     "layers.0.",
-    {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "fc": "eh_proj", "norm": "norm"},
+    {
+        "pre_fc_norm_embedding": "enorm",
+        "pre_fc_norm_hidden": "hnorm",
+        "fc": "eh_proj",
+        "norm": "norm",
+    },
     "mtp.layers.1.",
 )
 MIMO = Form(
     "model.mtp_layers.0.",
     "",
-    {"token_layernorm": "enorm", "hidden_layernorm": "hnorm", "input_proj": "eh_proj", "final_layernorm": "norm"},
+    {
+        "token_layernorm": "enorm",
+        "hidden_layernorm": "hnorm",
+        "input_proj": "eh_proj",
+        "final_layernorm": "norm",
+    },
     "model.mtp_layers.1.",
     swapped=True,
 )
 FORMS = {"deepseek": DEEPSEEK, "qwen": QWEN, "mimo": MIMO}
 # A module's copies of the target's embedding and head, and a buffer of older files.
-_EMBEDDINGS, _HEADS, _BUFFERS = ("embed_tokens.weight",), ("shared_head.head.weight",), ("rotary_emb.inv_freq",)
+_EMBEDDINGS = ("embed_tokens.weight",)
+_HEADS = ("shared_head.head.weight",)
+_BUFFERS = ("rotary_emb.inv_freq",)
 _SCALE = "_scale_inv"  # behind the name of an FP8 weight: its factors, one per block
 _PLAIN = {f"{block}.{name}" for block, names in starts.PROJECTIONS.items() for name in names}
 _PLAIN |= {"self_attn.q_norm", "self_attn.k_norm", "input_layernorm", "post_attention_layernorm"}
@@ -70,7 +86,8 @@ class NativeModule(NamedTuple):
     """A module's weights, float32.
 
     Attributes:
-        form: key of `FORMS`. around: by our names; plain norms. layer: by the family's names, behind the layer's.
+        form: key of `FORMS`. around: by our names; plain norms. layer: by the family's names,
+            behind the layer's.
         head: [v, h] the module's own head rows, None if the target's serve it.
     """
 
@@ -87,13 +104,22 @@ def read_native(target: Target) -> NativeModule:
         UserError: no such tensors; values that are not finite; an embedding of its own.
     """
     key, prefix, own = _find(target)
-    form, head = FORMS[key], None
-    around, layer = dict[str, Tensor](), dict[str, Tensor]()
+    form = FORMS[key]
+    head = None
+    around = dict[str, Tensor]()
+    layer = dict[str, Tensor]()
     for name, path in own.items():
-        if name.endswith((*_BUFFERS, _SCALE)) or f"{prefix}{name}".startswith(_further(form, target)):
+        if name.endswith((*_BUFFERS, _SCALE)) or f"{prefix}{name}".startswith(
+            _further(form, target)
+        ):
             continue
         with loading(f"target={target.path!r}", "download it again"), safe_open(path, "pt") as file:
-            weight = _widened(file.get_tensor(prefix + name), prefix + name, own.get(name + _SCALE), target)
+            weight = _widened(
+                file.get_tensor(prefix + name),
+                prefix + name,
+                own.get(name + _SCALE),
+                target,
+            )
         stem, _, part = name.rpartition(".")
         if name.endswith(_EMBEDDINGS):
             if not _same(weight, target.embed_weight):
@@ -102,7 +128,10 @@ def read_native(target: Target) -> NativeModule:
                     "read; use init=target"
                 )
         elif name.endswith(_HEADS):
-            head = None if _same(weight, target.head_weight) else weight
+            if _same(weight, target.head_weight):
+                head = None
+            else:
+                head = weight
         elif stem in form.names:
             around[f"{form.names[stem]}.{part}"] = weight
         else:
@@ -113,14 +142,18 @@ def read_native(target: Target) -> NativeModule:
         "use init=target",
     )
     offset = norm_offset(starts.final_norm(target))
-    around = {name: weight + offset if "norm" in name else weight for name, weight in around.items()}
+    around = {
+        name: weight + offset if "norm" in name else weight for name, weight in around.items()
+    }
     if form.swapped:
         around["eh_proj.weight"] = swapped(around["eh_proj.weight"])
     return NativeModule(key, around, layer, head)
 
 
 def _find(target: Target) -> tuple[str, str, dict[str, Path]]:
-    """The form of the checkpoint's module, the prefix of its tensors, and the file of each tensor by the rest of its name."""
+    """The form of the checkpoint's module, the prefix of its tensors, and the file of each tensor
+    by the rest of its name.
+    """
     folder = Path(target.path)
     if not folder.is_dir():
         folder = hub_snapshot(target.path, ["*.safetensors"], "target")
@@ -130,7 +163,11 @@ def _find(target: Target) -> tuple[str, str, dict[str, Path]]:
             files |= dict.fromkeys(file.keys(), path)
     for key, form in FORMS.items():
         prefix = form.module.format(n=target.num_layers)
-        own = {name.removeprefix(prefix): path for name, path in files.items() if name.startswith(prefix)}
+        own = {
+            name.removeprefix(prefix): path
+            for name, path in files.items()
+            if name.startswith(prefix)
+        }
         if all(f"{name}.weight" in own for name in form.names):
             if any(name.startswith(_further(form, target)) for name in files):
                 print(
@@ -156,7 +193,9 @@ def _widened(weight: Tensor, name: str, scales: Path | None, target: Target) -> 
         raise UserError(
             f"init='native': {name}{_SCALE} of target {target.name!r} scales a weight that is not FP8; use init=target"
         )
-    rows, columns = (getattr(target.config, "quantization_config", None) or {}).get("weight_block_size") or (128, 128)
+    rows, columns = (getattr(target.config, "quantization_config", None) or {}).get(
+        "weight_block_size"
+    ) or (128, 128)
     with safe_open(scales, "pt") as file:
         factors = file.get_tensor(name + _SCALE).float()
     factors = factors.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
@@ -173,9 +212,16 @@ def swapped(project: Tensor) -> Tensor:
 
 
 def norm_offset(norm: nn.Module | None) -> float:
-    """1 for a norm that stores its factors minus one, else 0. A family does it for all norms of a module."""
-    weight = None if norm is None else starts.norm_weight(norm)
-    return 0.0 if norm is None or weight is None else float((weight - next(norm.parameters())).float().mean().round())
+    """1 for a norm that stores its factors minus one, else 0. A family does it for all norms of a
+    module.
+    """
+    if norm is None:
+        weight = None
+    else:
+        weight = starts.norm_weight(norm)
+    if norm is None or weight is None:
+        return 0.0
+    return float((weight - next(norm.parameters())).float().mean().round())
 
 
 def plain_layer(module: NativeModule, target: Target) -> tuple[Json, dict[str, Tensor]]:

@@ -1,4 +1,5 @@
-"""One-module MTP drafters as vLLM loads them: the module of a MiMo checkpoint, which a folder of its own can hold.
+"""One-module MTP drafters as vLLM loads them: the module of a MiMo checkpoint, which a folder of
+its own can hold.
 
     ours          MiMo, below model.mtp_layers.0.
     enorm         token_layernorm
@@ -7,10 +8,14 @@
     layer.*       *, a Qwen2 layer: queries, keys and values have biases, here zero
     norm          final_layernorm
 
-vLLM takes any folder whose config names MiMoForCausalLM for such a module. It gives the module the shapes of the target's layers
-(by the target's config, which `--hf-overrides` tells the number of modules) and the target's embedding and head, so the target
-need not be MiMo. It drafts over the whole vocabulary, whatever was kept, and reads a zero embedding at position 0.
-Sources: vLLM 0.32 models/mimo_mtp.py, config/speculative.py (hf_config_override), v1/spec_decode/llm_base_proposer.py.
+vLLM takes any folder whose config names MiMoForCausalLM for such a module. It gives the module the
+    shapes of the target's layers
+(by the target's config, which `--hf-overrides` tells the number of modules) and the target's
+    embedding and head, so the target
+need not be MiMo. It drafts over the whole vocabulary, whatever was kept, and reads a zero embedding
+    at position 0.
+Sources: vLLM 0.32 models/mimo_mtp.py, config/speculative.py (hf_config_override),
+    v1/spec_decode/llm_base_proposer.py.
 """
 
 from __future__ import annotations
@@ -25,7 +30,14 @@ from drafttrain.drafters.common.llama_layers import LAYER_KEYS, layer_keys, unsu
 from drafttrain.drafters.mtp.checkpoint_modules import MIMO, swapped
 from drafttrain.drafters.mtp.family_export import FAMILY, FORMATS
 from drafttrain.drafters.mtp.model import MTP, MTPConfig
-from drafttrain.drafters.shipping import TARGET_OVERRIDES, Exported, ExportRequest, Format, Shipping, Trained
+from drafttrain.drafters.shipping import (
+    TARGET_OVERRIDES,
+    Exported,
+    ExportRequest,
+    Format,
+    Shipping,
+    Trained,
+)
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.formats.engines import EngineRelease
@@ -44,9 +56,14 @@ _BIASED = ("q_proj", "k_proj", "v_proj")
 
 
 class MTPShipping(Shipping[MTP]):
-    """vLLM alone for plain layers, which are written as MiMo's; layers of the target's class as the family's own (FAMILY)."""
+    """vLLM alone for plain layers, which are written as MiMo's; layers of the target's class as the
+    family's own (FAMILY).
+    """
 
-    formats = {**FORMATS, "vllm": Format("a prediction module as MiMo's, or as the target family's own", ("vLLM",))}
+    formats = {
+        **FORMATS,
+        "vllm": Format("a prediction module as MiMo's, or as the target family's own", ("vLLM",)),
+    }
     verifiable = {"vllm": "vllm"}
     serving = {"vLLM": {"method": "mtp", TARGET_OVERRIDES: {"num_nextn_predict_layers": 1}}}
     tiny = {"train_head": False, "num_key_value_heads": 2}
@@ -57,10 +74,17 @@ class MTPShipping(Shipping[MTP]):
 
     def line(self, trained: Trained, parameters: str) -> str:
         modules = trained.config.get("modules", 1)
-        many = "a multi-token prediction module" if modules == 1 else f"{modules} multi-token prediction modules"
+        many = "a multi-token prediction module"
+        if modules != 1:
+            many = f"{modules} multi-token prediction modules"
         return f"{many} (arXiv 2412.19437), {parameters} parameters"
 
-    def unsupported(self, trained: Trained, form: str, engine: EngineRelease | None = None) -> list[str]:
+    def unsupported(
+        self,
+        trained: Trained,
+        form: str,
+        engine: EngineRelease | None = None,
+    ) -> list[str]:
         if trained.config.get("target_layer"):
             return FAMILY.unsupported(trained, form, engine)
         if found := super().unsupported(trained, form, engine):
@@ -70,21 +94,33 @@ class MTPShipping(Shipping[MTP]):
         config: MTPConfig = self.load(trained).config  # type: ignore[assignment]
         checks = {
             "train_head=true: the engine drafts with the target's head; train with drafter.train_head=false": config.train_head,
-            f"modules={config.modules}: the engine's class runs one for all depths": config.modules > 1,
+            f"modules={config.modules}: the engine's class runs one for all depths": config.modules
+            > 1,
             "qk_norm: the engine's layer norms no queries and keys": config.qk_norm,
             "attention_bias: the engine's layer has no o_proj bias": config.attention_bias,
             "mlp_bias: the engine's MLP has none": config.mlp_bias,
         }
-        return [*unsupported_by_llama(config), *(reason for reason, found in checks.items() if found)]
+        return [
+            *unsupported_by_llama(config),
+            *(reason for reason, found in checks.items() if found),
+        ]
 
     def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
-        """As of most kinds. Raises UserError also for layers of another shape than the target's, which the engine reads."""
+        """As of most kinds. Raises UserError also for layers of another shape than the target's,
+        which the engine reads.
+        """
         if trained.config.get("target_layer"):
             return FAMILY.write(trained, form, request)
         target = load_shell(request.target_files or trained.target_name)
-        ours, theirs = vars(self.load(trained).config), vars(MTPConfig.for_target(target))
-        wrong = [f"{key}={ours[key]} (there {theirs[key]})" for key in _SHAPE if ours[key] != theirs[key]]
-        wrong += [f"embeddings times {target.embed_scale:g}"] if target.embed_scale != 1.0 else []
+        ours = vars(self.load(trained).config)
+        theirs = vars(MTPConfig.for_target(target))
+        wrong = [
+            f"{key}={ours[key]} (there {theirs[key]})" for key in _SHAPE if ours[key] != theirs[key]
+        ]
+        if target.embed_scale != 1.0:
+            wrong += [f"embeddings times {target.embed_scale:g}"]
+        else:
+            wrong += []
         if wrong:
             raise UserError(
                 f"this drafter cannot be written for vLLM, which gives it the layers of target {target.name!r}: "
@@ -94,14 +130,22 @@ class MTPShipping(Shipping[MTP]):
 
     def check(self, trained: Trained, exported: Path) -> Json:
         own = bool(trained.config.get("target_layer"))
-        return FAMILY.check(trained, exported) if own else super().check(trained, exported)
+        if own:
+            return FAMILY.check(trained, exported)
+        return super().check(trained, exported)
 
     def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
-        return FAMILY.serving if trained.config.get("target_layer") else self.serving
+        if trained.config.get("target_layer"):
+            return FAMILY.serving
+        return self.serving
 
     def engine_config(self, drafter: MTP, form: str, request: ExportRequest) -> Json:
         config: MTPConfig = drafter.config  # type: ignore[assignment]
-        own = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1}
+        own = {
+            "architectures": ["MiMoForCausalLM"],
+            "model_type": "qwen2",
+            "num_nextn_predict_layers": 1,
+        }
         return {**layer_keys(config), **own, "torch_dtype": dtype_name(request.dtype)}
 
     def engine_names(self, drafter: MTP, config: Json) -> dict[str, str]:
@@ -115,19 +159,32 @@ class MTPShipping(Shipping[MTP]):
 
     def engine_weights(self, drafter: MTP, config: Json) -> dict[str, Tensor]:
         weights = super().engine_weights(drafter, config)
-        for name in [name for name in weights if name.endswith(tuple(f"{each}.weight" for each in _BIASED))]:
+        for name in [
+            name for name in weights if name.endswith(tuple(f"{each}.weight" for each in _BIASED))
+        ]:
             weights[name.removesuffix("weight") + "bias"] = torch.zeros(len(weights[name]))
         project = next(name for name in weights if name.endswith("input_proj.weight"))
         return {**weights, project: swapped(weights[project])}
 
     def drafter_from(self, original: MTP, export: Exported) -> MTP:
         fields = {key: export.config[key] for key in (*LAYER_KEYS, "rope_parameters")}
-        kept = len(original.kept_ids)  # an engine drafts over the whole vocabulary, by the target's head
-        return MTP(MTPConfig(**fields, draft_vocab_size=kept, train_head=False, target=original.config.target))
+        kept = len(
+            original.kept_ids
+        )  # an engine drafts over the whole vocabulary, by the target's head
+        return MTP(
+            MTPConfig(
+                **fields,
+                draft_vocab_size=kept,
+                train_head=False,
+                target=original.config.target,
+            )
+        )
 
     def drafter_weights(self, original: MTP, back: MTP, export: Exported) -> dict[str, Tensor]:
         if any(weight.any() for name, weight in export.weights.items() if name.endswith("bias")):
-            raise UserError(f"{export.where} computes something else: a bias is not zero; export again")
+            raise UserError(
+                f"{export.where} computes something else: a bias is not zero; export again"
+            )
         state = super().drafter_weights(original, back, export)
         return {**state, "blocks.0.eh_proj.weight": swapped(state["blocks.0.eh_proj.weight"])}
 

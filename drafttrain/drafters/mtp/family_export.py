@@ -1,10 +1,12 @@
-"""Modules of the target's own class, written back as the family stores them; vLLM and SGLang read them with its loaders.
+"""Modules of the target's own class, written back as the family stores them; vLLM and SGLang read
+them with its loaders.
 
     config.json          the target's own, with the number of modules
     model.safetensors    the module's tensors alone, under the names of the target's checkpoint, experts one by one
 
-The engines take embedding and head from the target. Sources: vLLM 0.32 config/speculative.py (hf_config_override),
-v1/spec_decode/llm_base_proposer.py (_maybe_share_lm_head); SGLang 0.5.22 configs/model_config.py (is_draft_model).
+The engines take embedding and head from the target. Sources: vLLM 0.32 config/speculative.py
+(hf_config_override), v1/spec_decode/llm_base_proposer.py (_maybe_share_lm_head); SGLang 0.5.22
+configs/model_config.py (is_draft_model).
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ FORMATS = {
     "vllm": Format("a prediction module as the target's family stores it", ("vLLM",)),
     "sglang": Format("a prediction module as the target's family stores it", ("SGLang",)),
 }
-# Per format, the families whose loader makes a drafter of such a folder, and the config key for its number of modules.
+# Per format, the families whose loader makes a drafter of such a folder, and the config key for its
+# number of modules.
 _COUNT = "num_nextn_predict_layers"
 _FAMILIES = {
     "vllm": {
@@ -40,7 +43,12 @@ _FAMILIES = {
         "exaone_moe": _COUNT,
     }
     | dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), "mtp_num_hidden_layers"),
-    "sglang": {"deepseek_v3": _COUNT, "glm4_moe": _COUNT, "glm4_moe_lite": _COUNT, "qwen3_next": _COUNT},
+    "sglang": {
+        "deepseek_v3": _COUNT,
+        "glm4_moe": _COUNT,
+        "glm4_moe_lite": _COUNT,
+        "qwen3_next": _COUNT,
+    },
 }
 
 
@@ -50,7 +58,12 @@ class FamilyModuleShipping(Shipping[MTP]):
     formats = FORMATS
     serving = {"vLLM": {"method": "mtp"}, "SGLang": {"speculative-algorithm": "NEXTN"}}
 
-    def unsupported(self, trained: Trained, form: str, engine: EngineRelease | None = None) -> list[str]:
+    def unsupported(
+        self,
+        trained: Trained,
+        form: str,
+        engine: EngineRelease | None = None,
+    ) -> list[str]:
         if found := super().unsupported(trained, form, engine):
             return found
         config: MTPConfig = self.load(trained).config  # type: ignore[assignment]
@@ -68,31 +81,48 @@ class FamilyModuleShipping(Shipping[MTP]):
         count = _FAMILIES[form][own.model_type]
         keys = json.loads(own.to_json_string(use_diff=False))
         # The config's own word for the number of modules may differ; engines read theirs.
-        return {**keys, count: 1, "torch_dtype": dtype_name(request.dtype), "quantization_config": None}
+        return {
+            **keys,
+            count: 1,
+            "torch_dtype": dtype_name(request.dtype),
+            "quantization_config": None,
+        }
 
     def engine_weights(self, drafter: MTP, config: Json) -> dict[str, Tensor]:
-        spec, block = drafter.config.target_layer, drafter.blocks[0]
+        spec = drafter.config.target_layer
+        block = drafter.blocks[0]
         form = FORMS[spec["form"]]
         shift = _shift(block.layer)
-        tensors = {form.layer + name: weight for name, weight in layer_tensors(block.layer, spec).items()}
+        tensors = {
+            form.layer + name: weight for name, weight in layer_tensors(block.layer, spec).items()
+        }
         around = {"norm.weight": drafter.norm.weight, **dict(block.named_parameters())}
         for theirs, ours in form.names.items():
             weight = around[f"{ours}.weight"].detach()
-            weight = swapped(weight) if form.swapped and ours == "eh_proj" else weight
-            tensors[f"{theirs}.weight"] = weight - shift if "norm" in ours else weight
+            if form.swapped and ours == "eh_proj":
+                weight = swapped(weight)
+            if "norm" in ours:
+                tensors[f"{theirs}.weight"] = weight - shift
+            else:
+                tensors[f"{theirs}.weight"] = weight
         place = form.module.format(n=config["num_hidden_layers"])
         return {place + name: weight for name, weight in tensors.items()}
 
     def drafter_from(self, original: MTP, export: Exported) -> MTP:
         config: MTPConfig = copy.deepcopy(original.config)  # type: ignore[assignment]
-        spec, own = config.target_layer, AutoConfig.for_model(**export.config)
+        spec = config.target_layer
+        own = AutoConfig.for_model(**export.config)
         config.target_layer = {**spec, **spec_of(own, spec["index"])}
         return MTP(config)
 
     def drafter_weights(self, original: MTP, back: MTP, export: Exported) -> dict[str, Tensor]:
-        spec, block = back.config.target_layer, back.blocks[0]
-        form, shift, layer = FORMS[spec["form"]], _shift(block.layer), dict[str, Tensor]()
-        place, state = form.module.format(n=export.config["num_hidden_layers"]), {"kept_ids": original.kept_ids}
+        spec = back.config.target_layer
+        block = back.blocks[0]
+        form = FORMS[spec["form"]]
+        shift = _shift(block.layer)
+        layer = dict[str, Tensor]()
+        place = form.module.format(n=export.config["num_hidden_layers"])
+        state = {"kept_ids": original.kept_ids}
         for name, weight in export.weights.items():
             theirs = name.removeprefix(place)
             stem = theirs.removesuffix(".weight")
@@ -100,18 +130,24 @@ class FamilyModuleShipping(Shipping[MTP]):
                 layer[theirs.removeprefix(form.layer)] = weight
                 continue
             ours = form.names[stem]
-            weight = swapped(weight) if form.swapped and ours == "eh_proj" else weight
-            state[f"{'' if ours == 'norm' else 'blocks.0.'}{ours}.weight"] = (
-                weight + shift if "norm" in ours else weight
-            )
+            if form.swapped and ours == "eh_proj":
+                weight = swapped(weight)
+            if "norm" in ours:
+                state[f"{'' if ours == 'norm' else 'blocks.0.'}{ours}.weight"] = weight + shift
+            else:
+                state[f"{'' if ours == 'norm' else 'blocks.0.'}{ours}.weight"] = weight
         fill(block.layer, spec, layer)
-        return state | {f"blocks.0.layer.{name}": weight for name, weight in block.layer.state_dict().items()}
+        return state | {
+            f"blocks.0.layer.{name}": weight for name, weight in block.layer.state_dict().items()
+        }
 
 
 def _shift(layer: OwnLayer) -> float:
     """1 for families whose norms store their factors minus one, else 0."""
     with torch.no_grad():
-        return norm_offset(next(part for part in layer.modules() if "RMSNorm" in type(part).__name__))
+        return norm_offset(
+            next(part for part in layer.modules() if "RMSNorm" in type(part).__name__)
+        )
 
 
 FAMILY = FamilyModuleShipping()

@@ -5,8 +5,10 @@
 
     x = eh_proj(enorm(embed(token)) ++ hnorm(state));  out = norm(layer(x));  logits = lm_head(out)
 
-One module serves all depths, as in serving engines, or each depth has its own. The target's head reads f_t after its final
-norm, so the next depth reads `out` after our norm. With several modules each depth's keys come from its own module, and all
+One module serves all depths, as in serving engines, or each depth has its own. The target's head
+    reads f_t after its final
+norm, so the next depth reads `out` after our norm. With several modules each depth's keys come from
+    its own module, and all
 depths see the keys that the first module computes from true states: a cache as with one module.
 (DeepSeek's modules have a causal cache each, which every drafted path would have to recompute.)
 """
@@ -31,7 +33,14 @@ from drafttrain.files import Json
 from drafttrain.ops.cpu_draft import DraftWeights
 from drafttrain.ops.packing import PackedLinear
 from drafttrain.target import Target
-from drafttrain.target.own_layer import PLACES, OwnLayer, causal, read_own_layer, relative_error, spec_of
+from drafttrain.target.own_layer import (
+    PLACES,
+    OwnLayer,
+    causal,
+    read_own_layer,
+    relative_error,
+    spec_of,
+)
 
 # Options that shape a plain layer, and that a layer of the target's class has from the target.
 _LAYER_KEYS = (
@@ -44,9 +53,11 @@ class MTPConfig(LastStateConfig):
 
     Attributes:
         modules: 1, or more for one per depth; deeper depths use the last one. Each has one layer.
-        train_head: train and save a copy of the target's head rows; False uses the target's, frozen, as engines do.
-        target_layer: of modules whose layer is of the target's class: its config and index (`target.own_layer.spec_of`), and
-            the form of the checkpoint it came from; set by init=native. Empty for plain layers.
+        train_head: train and save a copy of the target's head rows; False uses the target's,
+            frozen, as engines do.
+        target_layer: of modules whose layer is of the target's class: its config and index
+            (`target.own_layer.spec_of`), and the form of the checkpoint it came from; set by
+            init=native. Empty for plain layers.
     """
 
     model_type = "drafttrain_mtp"
@@ -58,9 +69,13 @@ class MTPConfig(LastStateConfig):
     def check(self) -> None:
         super().check()
         if not 1 <= self.modules <= self.ttt_steps:
-            raise UserError(f"modules={self.modules} must be from 1 to ttt_steps={self.ttt_steps}: others never train")
+            raise UserError(
+                f"modules={self.modules} must be from 1 to ttt_steps={self.ttt_steps}: others never train"
+            )
         if self.num_hidden_layers != 1:
-            raise UserError(f"num_hidden_layers={self.num_hidden_layers}: a module has 1 layer; set modules instead")
+            raise UserError(
+                f"num_hidden_layers={self.num_hidden_layers}: a module has 1 layer; set modules instead"
+            )
 
 
 class MTPModule(nn.Module):
@@ -68,10 +83,13 @@ class MTPModule(nn.Module):
 
     def __init__(self, config: MTPConfig):
         super().__init__()
-        h, eps = config.hidden_size, config.rms_norm_eps
+        h = config.hidden_size
+        eps = config.rms_norm_eps
         self.enorm, self.hnorm = RMSNorm(h, eps), RMSNorm(h, eps)
         self.eh_proj = nn.Linear(2 * h, h, bias=False)
-        self.layer: DraftLayer | OwnLayer = OwnLayer(config.target_layer) if config.target_layer else DraftLayer(config)
+        self.layer: DraftLayer | OwnLayer = (
+            OwnLayer(config.target_layer) if config.target_layer else DraftLayer(config)
+        )
 
 
 class FamilyRotary(Rotary):
@@ -110,10 +128,14 @@ class MTP(LayerDrafter):
     @property
     def head(self) -> nn.Linear | PackedLinear:
         """The linear layer over the drafter's vocabulary."""
-        return self.lm_head if self.config.train_head else self.frozen[0]
+        if self.config.train_head:
+            return self.lm_head
+        return self.frozen[0]
 
     def bind(self, target: Target) -> None:
-        """Attaches the target's embedding, and its head unless the drafter has one; UserError for capped logits then."""
+        """Attaches the target's embedding, and its head unless the drafter has one; UserError for
+        capped logits then.
+        """
         super().bind(target)
         if not self.config.train_head:
             if target.softcap is not None:
@@ -121,7 +143,9 @@ class MTP(LayerDrafter):
                     f"drafter.train_head=false: target {target.name!r} caps its logits, and the head is trained without a cap; "
                     "set drafter.train_head=true"
                 )
-            self.frozen = [starts.frozen_head(target, self.kept_ids, self.packed, target.logit_scale)]
+            self.frozen = [
+                starts.frozen_head(target, self.kept_ids, self.packed, target.logit_scale)
+            ]
 
     @property
     def decoder_layers(self) -> list[Any]:  # DraftLayer or OwnLayer
@@ -165,18 +189,23 @@ class MTP(LayerDrafter):
     @classmethod
     def check_options(cls, options: Json) -> Json:
         if "target_layer" in options:
-            raise UserError("drafter.target_layer is in the target's checkpoint: drop the key, and set init=native")
+            raise UserError(
+                "drafter.target_layer is in the target's checkpoint: drop the key, and set init=native"
+            )
         return super().check_options(options)
 
     @classmethod
     def native(cls, target: Target, kept_ids: Tensor, options: Json) -> MTP:
-        """A drafter with the weights of the MTP module in the target's checkpoint; of several, the first, for all depths.
+        """A drafter with the weights of the MTP module in the target's checkpoint; of several, the
+        first, for all depths.
 
         Raises:
-            UserError: no module, or one that neither a `DraftLayer` nor a layer of the target's class computes.
+            UserError: no module, or one that neither a `DraftLayer` nor a layer of the target's
+                class computes.
         """
         module = read_native(target)
-        reasons, made = list[str](), list[MTP]()
+        reasons = list[str]()
+        made = list[MTP]()
         for build in (cls._plain_native, cls._own_native):
             try:
                 made.append(build(target, module, kept_ids, options))
@@ -187,7 +216,8 @@ class MTP(LayerDrafter):
                 f"init='native': the prediction module of target {target.name!r} is {reasons[0]}, nor a layer of the target's "
                 f"class: {reasons[1]}; use init=target"
             )
-        # A plain layer with the same weights may compute something else: other rotary tables, a gate, a scale.
+        # A plain layer with the same weights may compute something else: other rotary tables, a
+        # gate, a scale.
         if len(made) == 2 and not made[0]._computes_as(made[1]):
             made.reverse()
         drafter = made[0]
@@ -200,28 +230,59 @@ class MTP(LayerDrafter):
             drafter.lm_head.weight.data.copy_(module.head[kept_ids])
         for block in drafter.blocks[1:]:
             block.load_state_dict(drafter.blocks[0].state_dict())
-        kind = "a plain layer" if isinstance(drafter.blocks[0].layer, DraftLayer) else "a layer of the target's class"
-        print(f"initialized from the prediction module of target {target.name!r}, {kind}", flush=True)
+        if isinstance(drafter.blocks[0].layer, DraftLayer):
+            kind = "a plain layer"
+        else:
+            kind = "a layer of the target's class"
+        print(
+            f"initialized from the prediction module of target {target.name!r}, {kind}",
+            flush=True,
+        )
         return drafter
 
     @classmethod
-    def _plain_native(cls, target: Target, module: NativeModule, kept_ids: Tensor, options: Json) -> MTP:
+    def _plain_native(
+        cls,
+        target: Target,
+        module: NativeModule,
+        kept_ids: Tensor,
+        options: Json,
+    ) -> MTP:
         shapes, state = plain_layer(module, target)
         return cls._around(target, module, {**shapes, **options}, kept_ids, state)
 
     @classmethod
-    def _own_native(cls, target: Target, module: NativeModule, kept_ids: Tensor, options: Json) -> MTP:
+    def _own_native(
+        cls,
+        target: Target,
+        module: NativeModule,
+        kept_ids: Tensor,
+        options: Json,
+    ) -> MTP:
         own, spec = read_own_layer(target, module.layer)
         heads, kv_heads, width, window = own.prove()
         shapes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": width}
-        if wrong := [name for name in options if name in (*shapes, *_LAYER_KEYS) and options[name] != shapes.get(name)]:
-            raise UserError(f"drafter.{wrong[0]}={options[wrong[0]]!r} does not change it; drop the key")
-        options = {"sliding_window": window, **options, **shapes, "target_layer": {**spec, "form": module.form}}
+        if wrong := [
+            name
+            for name in options
+            if name in (*shapes, *_LAYER_KEYS) and options[name] != shapes.get(name)
+        ]:
+            raise UserError(
+                f"drafter.{wrong[0]}={options[wrong[0]]!r} does not change it; drop the key"
+            )
+        options = {
+            "sliding_window": window,
+            **options,
+            **shapes,
+            "target_layer": {**spec, "form": module.form},
+        }
         return cls._around(target, module, options, kept_ids, dict(own.state_dict()))
 
     @classmethod
     def native_options(cls, target: Target) -> Json:
-        """The module's layer is counted as the target's last layer that sees all positions, which it is in published families."""
+        """The module's layer is counted as the target's last layer that sees all positions, which
+        it is in published families.
+        """
         kinds = getattr(target.config, "layer_types", None) or [""] * target.num_layers
         index = max(range(target.num_layers), key=lambda i: (kinds[i] == "full_attention", i))
         spec = spec_of(target.config, index)
@@ -231,42 +292,71 @@ class MTP(LayerDrafter):
 
     @classmethod
     def _around(
-        cls, target: Target, module: NativeModule, options: Json, kept_ids: Tensor, layer: dict[str, Tensor]
+        cls,
+        target: Target,
+        module: NativeModule,
+        options: Json,
+        kept_ids: Tensor,
+        layer: dict[str, Tensor],
     ) -> MTP:
-        """A drafter of these options whose first block has the module's weights and those of `layer`. Raises UserError."""
-        drafter = cls(MTPConfig.for_target(target, **{**options, "draft_vocab_size": len(kept_ids)}))
+        """A drafter of these options whose first block has the module's weights and those of
+        `layer`. Raises UserError.
+        """
+        drafter = cls(
+            MTPConfig.for_target(target, **{**options, "draft_vocab_size": len(kept_ids)})
+        )
         drafter.initialize(target, kept_ids)
         block = drafter.blocks[0]
         ours = {"norm.weight": drafter.norm.weight, **block.state_dict()}
         theirs = {**module.around, **{f"layer.{name}": weight for name, weight in layer.items()}}
         if wrong := sorted(ours.keys() ^ theirs.keys()):
-            raise UserError(f"not a plain layer: {'unknown' if wrong[0] in theirs else 'missing'} is {wrong[0]}")
+            raise UserError(
+                f"not a plain layer: {'unknown' if wrong[0] in theirs else 'missing'} is {wrong[0]}"
+            )
         for name, weight in theirs.items():
             if ours[name].shape != weight.shape:
-                raise UserError(f"not a plain layer: {name} is {list(weight.shape)}, not {list(ours[name].shape)}")
+                raise UserError(
+                    f"not a plain layer: {name} is {list(weight.shape)}, not {list(ours[name].shape)}"
+                )
             ours[name].data.copy_(weight)
         return drafter
 
     @torch.no_grad()
     def _computes_as(self, other: MTP) -> bool:
-        """Whether this drafter's first layer, a plain one, gives the states of another's, an `OwnLayer`."""
+        """Whether this drafter's first layer, a plain one, gives the states of another's, an
+        `OwnLayer`.
+        """
         states, cos, sin = other.blocks[0].layer.probe()
         places = torch.tensor(PLACES)
-        ours = self.blocks[0].layer(states, None, *self.rotary.tables(places, states.dtype), causal, None)
-        return relative_error(ours, other.blocks[0].layer(states, None, cos, sin, causal, None)) < 1e-4
+        ours = self.blocks[0].layer(
+            states,
+            None,
+            *self.rotary.tables(places, states.dtype),
+            causal,
+            None,
+        )
+        return (
+            relative_error(ours, other.blocks[0].layer(states, None, cos, sin, causal, None)) < 1e-4
+        )
 
     def copy_from(self, target: Target) -> list[str]:
-        """Copies head rows, final norm and, into each module, the last layer; projections start as the identity on the state."""
+        """Copies head rows, final norm and, into each module, the last layer; projections start as
+        the identity on the state.
+        """
         names = ["eh_proj"]
         if self.config.train_head:
             self.lm_head.weight.copy_(starts.head_rows(target, self.kept_ids))
             names.append("lm_head")
         if starts.copy_norm(self.norm, starts.final_norm(target)):
             names.append("norm")
-        last, copied = target.last_layers(1), list[str]()
+        last = target.last_layers(1)
+        copied = list[str]()
         for block in self.blocks:
             starts.identity_on_last(block.eh_proj)
-            copied = starts.copy_layer(block.layer, last[0]) if last and isinstance(block.layer, DraftLayer) else []
+            if last and isinstance(block.layer, DraftLayer):
+                copied = starts.copy_layer(block.layer, last[0])
+            else:
+                copied = []
         return names + copied
 
     @torch.no_grad()

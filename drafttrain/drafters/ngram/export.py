@@ -1,7 +1,7 @@
 """Engines' own drafting from earlier tokens, for which nothing is written.
 
-Sources: vLLM 0.32 config/speculative.py and docs/features/spec_decode; llama.cpp b11549 common/arg.cpp; transformers 5.23
-generation/configuration_utils.py.
+Sources: vLLM 0.32 config/speculative.py and docs/features/spec_decode; llama.cpp b11549
+common/arg.cpp; transformers 5.23 generation/configuration_utils.py.
 """
 
 from __future__ import annotations

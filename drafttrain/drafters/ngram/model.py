@@ -1,8 +1,10 @@
-"""Prompt lookup: proposes the tokens that followed an earlier occurrence of the last few tokens. No weights, no training.
+"""Prompt lookup: proposes the tokens that followed an earlier occurrence of the last few tokens. No
+weights, no training.
 
-Source: prompt lookup decoding (Saxena 2023). Here an index replaces the scan, several continuations form a tree, a match that
-reaches the end of the sequence continues periodically, and every node has a probability, which grows with the length of the
-match. Each sequence estimates it from its own committed tokens, drafted or not.
+Source: prompt lookup decoding (Saxena 2023). Here an index replaces the scan, several continuations
+form a tree, a match that reaches the end of the sequence continues periodically, and every node has
+a probability, which grows with the length of the match. Each sequence estimates it from its own
+committed tokens, drafted or not.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from drafttrain.ops.sampling import Sampler
 
 # Occurrences tried per suffix length; older ones rarely add another continuation.
 _OCCURRENCES = 16
-# Weight, in observed matches, of the prior that a match of n tokens continues with probability n / (n + 2).
+# Weight, in observed matches, of the prior that a match of n tokens continues with probability n /
+# (n + 2).
 _BELIEF = 4
 
 
@@ -43,18 +46,23 @@ class NgramDrafter(Drafter):
 
     def __init__(self, max_n: int = 8, min_n: int = 1):
         if not 1 <= min_n <= max_n:
-            raise UserError(f"min_n={min_n}, max_n={max_n}: suffix lengths must satisfy 1 <= min_n <= max_n")
-        self.max_n, self.min_n = max_n, min_n
+            raise UserError(
+                f"min_n={min_n}, max_n={max_n}: suffix lengths must satisfy 1 <= min_n <= max_n"
+            )
+        self.max_n = max_n
+        self.min_n = min_n
 
     def start(self, prompt_ids: Tensor, max_length: int) -> NgramSession:
         return NgramSession(prompt_ids, self.max_n, self.min_n)
 
 
 class NgramSession(Session):
-    """One sequence's tokens, and for every n-gram in it the positions after it: one dictionary entry per token and length.
+    """One sequence's tokens, and for every n-gram in it the positions after it: one dictionary
+    entry per token and length.
 
     Attributes:
-        matches, hits: by length of the longest match: how often one was found, and how often its next token was right.
+        matches, hits: by length of the longest match: how often one was found, and how often its
+            next token was right.
     """
 
     def __init__(self, prompt_ids: Tensor, max_n: int, min_n: int):
@@ -63,13 +71,16 @@ class NgramSession(Session):
         self.sizes = range(max_n, min_n - 1, -1)
         self.tokens: list[int] = prompt_ids[:1].tolist()
         self.followers: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
-        self.matches, self.hits = [0] * (max_n + 1), [0] * (max_n + 1)
+        self.matches = [0] * (max_n + 1)
+        self.hits = [0] * (max_n + 1)
 
     def extend(self, tokens: Tensor, features: Tensor) -> None:
         for token in tokens.tolist():
             place = len(self.tokens)
             keys = [tuple(self.tokens[place - n :]) for n in self.sizes if n <= place]
-            if place >= self.prompt_length:  # repetition inside the prompt predicts the target's own poorly
+            if (
+                place >= self.prompt_length
+            ):  # repetition inside the prompt predicts the target's own poorly
                 self._learn(keys, token)
             for key in keys:
                 self.followers[key].append(place)
@@ -87,8 +98,13 @@ class NgramSession(Session):
         return (self.hits[n] + _BELIEF * n / (n + 2)) / (self.matches[n] + _BELIEF)
 
     def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
-        """Drafts continuations of earlier occurrences; a chain follows the most recent one of the longest match only."""
-        matches = ((self._continuation(at), lambda step, n=n: self.chance(n + step)) for n, at in self._matches())
+        """Drafts continuations of earlier occurrences; a chain follows the most recent one of the
+        longest match only.
+        """
+        matches = (
+            (self._continuation(at), lambda step, n=n: self.chance(n + step))
+            for n, at in self._matches()
+        )
         return match_tree(spec, matches, self.device)
 
     def _matches(self) -> Iterator[tuple[int, int]]:

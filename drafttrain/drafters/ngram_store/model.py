@@ -12,7 +12,8 @@ class NgramStoreDrafter(SuffixDrafter):
     """`suffix` by its former options.
 
     Args:
-        file: a store that `drafttrain ngram-store` wrote. grow: sequences learn from each other's answers, see `suffix`'s memory.
+        file: a store that `drafttrain ngram-store` wrote. grow: sequences learn from each other's
+            answers, see `suffix`'s memory.
         min_n, min_p: as in `suffix`.
     """
 

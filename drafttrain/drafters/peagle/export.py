@@ -1,7 +1,8 @@
-"""P-EAGLE heads in speculators' form, which vLLM loads: EAGLE-3's, with `mask_hidden` and `mask_token_id`.
+"""P-EAGLE heads in speculators' form, which vLLM loads: EAGLE-3's, with `mask_hidden` and
+`mask_token_id`.
 
-Sources: vLLM 0.32 transformers_utils/configs/speculators/algos.py (update_peagle) and models/llama_eagle3.py; SpecForge 0.3
-modeling/draft/peagle.py.
+Sources: vLLM 0.32 transformers_utils/configs/speculators/algos.py (update_peagle) and
+models/llama_eagle3.py; SpecForge 0.3 modeling/draft/peagle.py.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from drafttrain.files import Json
 from drafttrain.formats.engines import EngineRelease, engine_of
 from drafttrain.formats.weights import read_config, read_weights
 
-_MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")  # as vLLM looks for the token, in this order
+_MASK_KEYS = (
+    "mask_token_id",
+    "ptd_token_id",
+    "pard_token",
+)  # as vLLM looks for the token, in this order
 
 
 class PEagleShipping(Eagle3Files[PEagle]):
@@ -33,14 +38,21 @@ class PEagleShipping(Eagle3Files[PEagle]):
     reads = "P-EAGLE heads (speculators' form, PEagleDraftModel, parallel_drafting)"
     serving = {"vLLM": {"method": "eagle3", "parallel_drafting": True}}
 
-    def unsupported(self, trained: Trained, form: str, engine: EngineRelease | None = None) -> list[str]:
+    def unsupported(
+        self,
+        trained: Trained,
+        form: str,
+        engine: EngineRelease | None = None,
+    ) -> list[str]:
         engine = engine or engine_of(form)
         if found := super().unsupported(trained, form, engine):
             return found
         head = self.load(trained)
         found = unsupported_features(head, engine)
         if head.config.fc_norm:
-            found.append("fc_norm: the engine does not read it for P-EAGLE and would compute something else")
+            found.append(
+                "fc_norm: the engine does not read it for P-EAGLE and would compute something else"
+            )
         return found
 
     def engine_config(self, drafter: PEagle, form: str, request: ExportRequest) -> Json:
@@ -56,15 +68,31 @@ class PEagleShipping(Eagle3Files[PEagle]):
         return other or config.get("speculators_model_type") == "peagle" or bool(parallel)
 
     def read(self, folder: Path, target: Json, allow_pickle: bool = False) -> PEagle:
-        where, config = repr(str(folder)), read_config(folder)
+        where = repr(str(folder))
+        config = read_config(folder)
         mask = next((config[key] for key in _MASK_KEYS if config.get(key) is not None), None)
         if mask is None:
             raise UserError(f"{where}: config.json has no mask_token_id; it is needed")
-        return make_head(PEagle, config, read_weights(folder, allow_pickle), target, where, mask_token_id=mask)
+        return make_head(
+            PEagle,
+            config,
+            read_weights(folder, allow_pickle),
+            target,
+            where,
+            mask_token_id=mask,
+        )
 
     def drafter_from(self, original: PEagle, export: Exported) -> PEagle:
-        target, mask = original.config.target, export.config["mask_token_id"]
-        return make_head(PEagle, export.config, export.weights, target, export.where, mask_token_id=mask)
+        target = original.config.target
+        mask = export.config["mask_token_id"]
+        return make_head(
+            PEagle,
+            export.config,
+            export.weights,
+            target,
+            export.where,
+            mask_token_id=mask,
+        )
 
 
 SHIPPING = PEagleShipping()

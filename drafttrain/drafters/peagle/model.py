@@ -1,14 +1,16 @@
-"""P-EAGLE: an EAGLE-3 drafter that predicts all depths in one pass, as speculators trains and vLLM runs it (`peagle`).
+"""P-EAGLE: an EAGLE-3 drafter that predicts all depths in one pass, as speculators trains and vLLM
+runs it (`peagle`).
 
     anchor t, depth 0:   state = fc(features_t)       token x_{t+1}        predicts x_{t+2}
     anchor t, depth k:   state = fc(mask_hidden)      the mask token       predicts x_{t+2+k}
 
-Depths after the first have neither a state nor a token of their own: they read one learned vector and the embedding of one
-fixed token, at position t + k. They see the same keys as EAGLE-3's depths: those of anchors 0..t at depth 0 and of their own
-path, here of masks. So, given the committed text, all nodes of a depth have the same distribution.
+Depths after the first have neither a state nor a token of their own: they read one learned vector
+and the embedding of one fixed token, at position t + k. They see the same keys as EAGLE-3's depths:
+those of anchors 0..t at depth 0 and of their own path, here of masks. So, given the committed text,
+all nodes of a depth have the same distribution.
 
-Source: speculators' models/peagle (create_peagle_mask_mod: depth-0 keys up to the anchor, and the own chain), vLLM's
-parallel drafting (`mask_token_id`, `mask_hidden`).
+Source: speculators' models/peagle (create_peagle_mask_mod: depth-0 keys up to the anchor, and the
+own chain), vLLM's parallel drafting (`mask_token_id`, `mask_hidden`).
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class PEagleConfig(Eagle3Config):
     """Config of a P-EAGLE drafter.
 
     Attributes:
-        mask_token_id: the token whose (frozen) embedding later depths read; the target's padding or end token by default.
+        mask_token_id: the token whose (frozen) embedding later depths read; the target's padding or
+            end token by default.
     """
 
     model_type = "drafttrain_peagle"
@@ -45,7 +48,9 @@ class PEagleConfig(Eagle3Config):
     def check(self) -> None:
         super().check()
         if self.ttt_steps < 2:
-            raise UserError(f"ttt_steps={self.ttt_steps}: the first depth reads no mask, so at least 2 are trained")
+            raise UserError(
+                f"ttt_steps={self.ttt_steps}: the first depth reads no mask, so at least 2 are trained"
+            )
 
     @classmethod
     def for_target(cls, target: Target, **options: Any) -> Self:
@@ -54,7 +59,9 @@ class PEagleConfig(Eagle3Config):
             spare = next(iter(target.eos_ids), 0)
         mask = options.setdefault("mask_token_id", spare)
         if not 0 <= mask < target.vocab_size:
-            raise UserError(f"mask_token_id={mask} is no token of {target.name!r}, which has {target.vocab_size}")
+            raise UserError(
+                f"mask_token_id={mask} is no token of {target.name!r}, which has {target.vocab_size}"
+            )
         return super().for_target(target, **options)
 
 
@@ -72,7 +79,8 @@ class PEagle(Eagle3):
     @torch.no_grad()
     def solve_start(self, batches: list[Batch], source: Source) -> float:
         """As EAGLE-3's; `mask_hidden` starts as the mean of the features that it replaces."""
-        total, count = torch.zeros(self.mask_hidden.shape[-1], device=self.mask_hidden.device), 0
+        total = torch.zeros(self.mask_hidden.shape[-1], device=self.mask_hidden.device)
+        count = 0
         for batch in batches:
             features = source(batch)[0].flatten(0, 1)[anchors_by_depth(batch.response_mask, 1)[0]]
             total += features.float().sum(0)
@@ -90,7 +98,9 @@ class PEagle(Eagle3):
         return self.masks(len(embeds))
 
     def draft_static(self, roots: Tensor, places: DraftPlaces) -> tuple[Logits, Ask]:
-        rows, states, masks = len(roots), roots[:, None], places.depth - 1
+        rows = len(roots)
+        states = roots[:, None]
+        masks = places.depth - 1
         if masks:
             positions, context = places.behind(masks, masks)
             attends = context.layers(self.cache_shape.layers, self.cache_shape.window)
@@ -100,32 +110,48 @@ class PEagle(Eagle3):
         return logits[:, :1], lambda depth, tokens, parents: logits[:, depth, None]
 
     @torch.no_grad()
-    def propose_all(self, sessions: Sequence[LayerSession], specs: Specs, samplers: Samplers) -> list[TokenTree]:
+    def propose_all(
+        self,
+        sessions: Sequence[LayerSession],
+        specs: Specs,
+        samplers: Samplers,
+    ) -> list[TokenTree]:
         """All depths of all sessions in one step over masked positions."""
         steps = sessions[0].steps
         if steps is not None and (static := steps.propose(sessions, specs, samplers)) is not None:
             return static
         sizes = [max(spec.depth - 1, 0) for spec in specs]
-        reads = [self.read_out(session.root) if session.read is None else session.read for session in sessions]
+        reads = [
+            self.read_out(session.root) if session.read is None else session.read
+            for session in sessions
+        ]
         drafting = [(session, size) for session, size in zip(sessions, sizes, strict=True) if size]
         if drafting:
             own = [session for session, _ in drafting]
             layouts = [TreeLayout(session.length, count=size) for session, size in drafting]
             masks = self.masks(sum(sizes))
             made = self.kernel_step(own, layouts, *masks, depth=1)
-            reads.append(made[1] if made else self.read_out(self.packed_step(own, layouts, *masks, depth=1)))
+            reads.append(
+                made[1] if made else self.read_out(self.packed_step(own, layouts, *masks, depth=1))
+            )
         owners = [*sessions, *(session for session, _ in drafting)]
         counts = [*[1] * len(sessions), *(size for _, size in drafting)]
         # Of the roots, then of those that draft.
         parts = self.predict(owners, counts, torch.cat(reads), widest(specs))
-        deeper = dict(zip((id(session) for session, _ in drafting), parts[len(sessions) :], strict=True))
+        deeper = dict(
+            zip((id(session) for session, _ in drafting), parts[len(sessions) :], strict=True)
+        )
         trees = [
             GrowingTree(spec, rows_of(parts[row], 0), session.ids, sampler, row=row)
-            for row, (session, spec, sampler) in enumerate(zip(sessions, specs, samplers, strict=True))
+            for row, (session, spec, sampler) in enumerate(
+                zip(sessions, specs, samplers, strict=True)
+            )
         ]
 
         def step(growing: list[GrowingTree], depth: int) -> list[Logits]:
-            return [rows_of(deeper[id(sessions[tree.row])], slice(depth - 1, depth)) for tree in growing]
+            return [
+                rows_of(deeper[id(sessions[tree.row])], slice(depth - 1, depth)) for tree in growing
+            ]
 
         return grow_trees(trees, step)
 

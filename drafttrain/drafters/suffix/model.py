@@ -1,14 +1,20 @@
-"""Drafting by suffixes: what followed earlier occurrences of the last tokens in the sequence, in answers to earlier requests and
-in a corpus. No weights, no training.
+"""Drafting by suffixes: what followed earlier occurrences of the last tokens in the sequence, in
+answers to earlier requests and in a corpus. No weights, no training.
 
-An occurrence is as long as the text before it agrees with the sequence. An occurrence near the place that the last long one
-has reached goes first: a text that is copied with changes (an edited file, the next line of a table) continues behind
-each change. Where no occurrence is left, counts of a corpus continue, the longest context first. Every child gets its probability
-from how often children of its kind were right so far: by rank, length, origin and agreement of the occurrences. So a tree is deep
-where matches are long and agree, and small elsewhere: its likeliest nodes, and none below `min_p` or the tree's @stop.
+An occurrence is as long as the text before it agrees with the sequence. An occurrence near the
+    place that the last long one
+has reached goes first: a text that is copied with changes (an edited file, the next line of a
+    table) continues behind
+each change. Where no occurrence is left, counts of a corpus continue, the longest context first.
+    Every child gets its probability
+from how often children of its kind were right so far: by rank, length, origin and agreement of the
+    occurrences. So a tree is deep
+where matches are long and agree, and small elsewhere: its likeliest nodes, and none below `min_p`
+    or the tree's @stop.
 
-Sources: SuffixDecoding (arXiv 2411.04975) and SAM decoding (2411.10666), which match suffixes by automata and bound drafts by the
-length of the match; prompt lookup decoding (Saxena 2023); REST (2311.08252) for the corpus.
+Sources: SuffixDecoding (arXiv 2411.04975) and SAM decoding (2411.10666), which match suffixes by
+automata and bound drafts by the length of the match; prompt lookup decoding (Saxena 2023); REST
+(2311.08252) for the corpus.
 """
 
 from __future__ import annotations
@@ -30,26 +36,37 @@ from drafttrain.errors import UserError
 from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target, tokenizer_fingerprint
 
-_SIZES = (5, 2, 1)  # tokens that the indexes look up; longer matches are found by comparing the text before
+_SIZES = (
+    5,
+    2,
+    1,
+)  # tokens that the indexes look up; longer matches are found by comparing the text before
 _PLACES = 6  # occurrences per lookup, the most recent
 _LONGEST = 16  # tokens compared
 _WIDTH = 4  # children that are learned from
-# A place counts as reached by a match of so many tokens; so far behind it texts are looked at, and so many tokens without a hit.
-_FOLLOWED, _REACH, _PATIENCE = 3, 24, 8
+# A place counts as reached by a match of so many tokens; so far behind it texts are looked at, and
+# so many tokens without a hit.
+_FOLLOWED = 3
+_REACH = 24
+_PATIENCE = 8
 _NEARER = 3  # tokens of length that an occurrence near that place is worth
 _BELIEF = 4  # weight, in observations, of what a kind of child is believed to hit before any
-# Believed chance of the first child: length / (length + doubt), by how many occurrences agree: less than half, the only one, all
-# of several, at least half. As counted over answers of SmolLM2-135M to the prompts of a quickstart, which no suite holds.
+# Believed chance of the first child: length / (length + doubt), by how many occurrences agree: less
+# than half, the only one, all of several, at least half. As counted over answers of SmolLM2-135M to
+# the prompts of a quickstart, which no suite holds.
 _DOUBT = (8.0, 3.0, 0.6, 3.0)
 _CACHED = 50_000  # contexts of the corpus whose counts are kept at hand
 _RECENT = 200  # observations after which old ones fade
 
-# What is counted together: rank, length, origin and agreement of occurrences; or rank, context and share in the corpus.
+# What is counted together: rank, length, origin and agreement of occurrences; or rank, context and
+# share in the corpus.
 _Kind = tuple[int, ...]
 
 
 class _Match(NamedTuple):
-    """An occurrence: `length` tokens before text[place] agree. near: it lies where the last long match has led."""
+    """An occurrence: `length` tokens before text[place] agree. near: it lies where the last long
+    match has led.
+    """
 
     length: int
     text: list[int]
@@ -79,7 +96,9 @@ class _Index:
                     del places[: 2 * _PLACES]
 
     def find(self, context: list[int]) -> list[tuple[int, list[int], int]]:
-        """(length so far, text, place) of the most recent occurrences, those of the longest contexts first."""
+        """(length so far, text, place) of the most recent occurrences, those of the longest
+        contexts first.
+        """
         found: dict[tuple[int, int], tuple[int, list[int], int]] = {}
         for n in self.sizes:
             for text, place in reversed(self._places.get(tuple(context[-n:]), ())):
@@ -91,7 +110,9 @@ class _Index:
 
 
 class _Memory:
-    """Answers of all sequences, in two generations: the older one is dropped when the newer one is full. For many threads."""
+    """Answers of all sequences, in two generations: the older one is dropped when the newer one is
+    full. For many threads.
+    """
 
     def __init__(self, most: int):
         self._half, self._count, self._lock = max(1, most // 2), 0, threading.Lock()
@@ -100,7 +121,8 @@ class _Memory:
     def add(self, text: list[int], token: int) -> None:
         with self._lock:
             if self._count == self._half:
-                self.indexes, self._count = (_Index(_SIZES[:-1]), self.indexes[0]), 0
+                self.indexes = (_Index(_SIZES[:-1]), self.indexes[0])
+                self._count = 0
             self._count += 1
             self.indexes[0].add(text)
             text.append(token)
@@ -115,9 +137,11 @@ class SuffixDrafter(Drafter):
     """Drafts the likeliest continuations of suffixes.
 
     Args:
-        file: a corpus of answers, counted by `drafttrain ngram-store`; without one only what was decoded is known.
-        memory: most tokens of answers to earlier prompts that are kept, about half a kilobyte each. With 0, the default,
-            sequences know nothing of each other, as measurements of single answers require.
+        file: a corpus of answers, counted by `drafttrain ngram-store`; without one only what was
+            decoded is known.
+        memory: most tokens of answers to earlier prompts that are kept, about half a kilobyte each.
+            With 0, the default, sequences know nothing of each other, as measurements of single
+            answers require.
         min_n: shortest match in the sequence. min_p: paths less likely than this are not drafted.
 
     Raises:
@@ -132,8 +156,14 @@ class SuffixDrafter(Drafter):
         if min_n < 1 or memory < 0 or not 0 <= min_p < 1:
             rule = "min_n must be at least 1, memory at least 0, min_p at least 0 and below 1"
             raise UserError(f"min_n={min_n}, memory={memory}, min_p={min_p}: {rule}")
-        self.file, self.min_n, self.min_p = file, min_n, min_p
-        self.table, self.tokenizer = NgramTable.load(file) if file else (NgramTable.build([]), "")
+        self.file = file
+        self.min_n = min_n
+        self.min_p = min_p
+        if file:
+            self.table, self.tokenizer = NgramTable.load(file)
+        else:
+            self.table = NgramTable.build([])
+            self.tokenizer = ""
         self.followers = lru_cache(_CACHED)(self.table.likeliest)
         self.memory = _Memory(memory) if memory else None
         self.seen: dict[_Kind, list[float]] = {}
@@ -141,7 +171,8 @@ class SuffixDrafter(Drafter):
     def bind(self, target: Target) -> None:
         if not self.file:
             return
-        actual, fix = tokenizer_fingerprint(target.tokenizer), "build one for this target: drafttrain ngram-store"
+        actual = tokenizer_fingerprint(target.tokenizer)
+        fix = "build one for this target: drafttrain ngram-store"
         if self.tokenizer != actual:
             raise UserError(
                 f"{self.kind}={self.file!r} was built with tokenizer {self.tokenizer!r}, but target {target.name!r} has "
@@ -161,25 +192,33 @@ class SuffixSession(Session):
     """One sequence.
 
     Attributes:
-        tokens: all that are committed. answer: those that the target wrote, behind the end of the prompt, for the memory.
-        followed: text and place that the last long match has reached. lost: tokens since it was right.
+        tokens: all that are committed. answer: those that the target wrote, behind the end of the
+            prompt, for the memory.
+        followed: text and place that the last long match has reached. lost: tokens since it was
+            right.
         seen: hits and observations by kind of child; with a memory, of all sequences.
     """
 
     def __init__(self, drafter: SuffixDrafter, prompt_ids: Tensor):
-        self.drafter, self.device = drafter, prompt_ids.device
+        self.drafter = drafter
+        self.device = prompt_ids.device
         self.prompt_length = len(prompt_ids)
         self.tokens: list[int] = prompt_ids[:1].tolist()
         self.answer: list[int] = prompt_ids[-_SIZES[0] :].tolist()
         self.index = _Index(tuple(n for n in _SIZES if n >= drafter.min_n) or (drafter.min_n,))
         self.followed: tuple[list[int], int] | None = None
         self.lost = 0
-        self.seen = drafter.seen if drafter.memory is not None else {}
+        if drafter.memory is not None:
+            self.seen = drafter.seen
+        else:
+            self.seen = {}
 
     def extend(self, tokens: Tensor, features: Tensor) -> None:
         memory = self.drafter.memory
         for token in tokens.tolist():
-            if len(self.tokens) >= self.prompt_length:  # repetition inside the prompt predicts the target's own poorly
+            if (
+                len(self.tokens) >= self.prompt_length
+            ):  # repetition inside the prompt predicts the target's own poorly
                 self._learn(token)
                 if memory is not None:
                     memory.add(self.answer, token)
@@ -194,7 +233,11 @@ class SuffixSession(Session):
         def children(state: _State, left: float) -> Iterator[tuple[int, float, _State]]:
             path, group = state
             if path:
-                longer = [_Match(n + 1, text, at + 1, near) for n, text, at, near in group if at + 1 < len(text)]
+                longer = [
+                    _Match(n + 1, text, at + 1, near)
+                    for n, text, at, near in group
+                    if at + 1 < len(text)
+                ]
                 group = longer or self._matches(before + path, here=False)
             for token, kind, below in self._children(group, before + path):
                 p = left * self._chance(kind)
@@ -207,34 +250,69 @@ class SuffixSession(Session):
         return grow_best_first(spec, floor, root, children, self.device)
 
     def _matches(self, context: list[int], here: bool = True) -> list[_Match]:
-        """Occurrences of the context's end, the best first. here: the context ends where the sequence does."""
+        """Occurrences of the context's end, the best first. here: the context ends where the
+        sequence does.
+        """
         found = self.index.find(context)
         if self.drafter.memory is not None:
             found += self.drafter.memory.find(context, self.answer)
         matches = []
-        followed, reached = self.followed if here and self.followed is not None else (None, 0)
+        if here and self.followed is not None:
+            followed, reached = self.followed
+        else:
+            followed = None
+            reached = 0
         for n, text, place in found:
             most = min(len(context), place, _LONGEST)
             while n < most and text[place - n - 1] == context[-n - 1]:
                 n += 1
-            matches.append(_Match(n, text, place, text is followed and -2 <= place - reached <= _REACH))
+            matches.append(
+                _Match(n, text, place, text is followed and -2 <= place - reached <= _REACH)
+            )
         ahead = followed is not None and self.lost < _PATIENCE and reached < len(followed)
-        if followed is not None and ahead and not any(match.near and match.place == reached for match in matches):
-            matches.append(_Match(0, followed, reached, True))  # the text goes on, with another token in place of one
+        if (
+            followed is not None
+            and ahead
+            and not any(match.near and match.place == reached for match in matches)
+        ):
+            matches.append(
+                _Match(0, followed, reached, True)
+            )  # the text goes on, with another token in place of one
         matches.sort(key=lambda each: _order(each, reached))
         return matches
 
-    def _children(self, matches: list[_Match], context: list[int]) -> Iterator[tuple[int, _Kind, list[_Match]]]:
+    def _children(
+        self,
+        matches: list[_Match],
+        context: list[int],
+    ) -> Iterator[tuple[int, _Kind, list[_Match]]]:
         """Tokens that may follow a context, the likeliest first, with their kinds and occurrences."""
         groups: dict[int, list[_Match]] = {}
         for match in matches:
             groups.setdefault(match.text[match.place], []).append(match)
         for rank, (token, group) in enumerate(groups.items()):
-            share, best = len(group) / len(matches), group[0]
-            agreed = (2 if len(group) > 1 else 1) if share == 1 else 0 if share < 0.5 else 3
-            yield token, (min(rank, 3), _rounded(best.length), best.text is self.tokens, agreed, best.near), group
+            share = len(group) / len(matches)
+            best = group[0]
+            if share == 1:
+                if len(group) > 1:
+                    agreed = 2
+                else:
+                    agreed = 1
+            elif share < 0.5:
+                agreed = 0
+            else:
+                agreed = 3
+            yield (
+                token,
+                (min(rank, 3), _rounded(best.length), best.text is self.tokens, agreed, best.near),
+                group,
+            )
         rank = len(groups)
-        for n in range(min(self.drafter.table.max_n, len(context)) if self.drafter.file else 0, 0, -1):
+        for n in range(
+            min(self.drafter.table.max_n, len(context)) if self.drafter.file else 0,
+            0,
+            -1,
+        ):
             for token, share in self.drafter.followers(tuple(context[-n:])):
                 if token not in groups:
                     groups[token] = []
@@ -248,8 +326,14 @@ class SuffixSession(Session):
             believed = 0.06 + 0.01 * kind[1] * kind[2]
         else:
             rank, length, own, agreed, near = kind
-            believed = length / (length + _DOUBT[agreed]) if rank == 0 else 0.08
-            believed = (believed if own or near else believed / 2) if length else 0.03
+            believed = 0.08
+            if rank == 0:
+                believed = length / (length + _DOUBT[agreed])
+            if length:
+                if not (own or near):
+                    believed = believed / 2
+            else:
+                believed = 0.03
         return (hits + _BELIEF * believed) / (count + _BELIEF)
 
     def _learn(self, token: int) -> None:
@@ -267,7 +351,8 @@ class SuffixSession(Session):
         right = [match for match in matches if match.text[match.place] == token]
         goal = next((match for match in right if match.length >= _FOLLOWED or match.near), None)
         if goal is not None:
-            self.followed, self.lost = (goal.text, goal.place + 1), 0
+            self.followed = (goal.text, goal.place + 1)
+            self.lost = 0
         elif self.followed is not None:
             self.followed = (self.followed[0], self.followed[1] + 1)
             self.lost += 1
@@ -282,7 +367,11 @@ def _order(match: _Match, reached: int) -> tuple[int, int]:
 
 def _rounded(length: int) -> int:
     """Lengths that are counted together: each up to 8, then coarser."""
-    return length if length <= 8 else length & -4 if length <= 16 else length & -16
+    if length <= 8:
+        return length
+    if length <= 16:
+        return length & -4
+    return length & -16
 
 
 KIND = SuffixDrafter

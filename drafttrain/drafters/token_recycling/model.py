@@ -1,17 +1,19 @@
-"""Token Recycling: what the target predicted in earlier passes is drafted again. No weights, no training.
+"""Token Recycling: what the target predicted in earlier passes is drafted again. No weights, no
+training.
 
-Source: Luo et al. 2024, arXiv 2408.08696. A pass of the target predicts the next token at the root and at every node, accepted or
-not, and decoding uses one path of it. The likeliest tokens of every prediction are kept, by the last tokens before it; a tree is
-grown from what is kept:
+Source: Luo et al. 2024, arXiv 2408.08696. A pass of the target predicts the next token at the root
+and at every node, accepted or not, and decoding uses one path of it. The likeliest tokens of every
+prediction are kept, by the last tokens before it; a tree is grown from what is kept:
 
     kept              a b -> c d e     b -> d c f     b c -> a ...
     text ends with    a b
     tree              c, d, e below the root; a below c, by "b c"
 
-The paper keeps predictions by the last token alone and fills a tree of fixed shape. Here the longest kept context of up to
-`context` tokens predicts, and the tree's nodes are the likeliest: a child's probability is how often children of its kind were
-right so far, by length of the context, rank, and how sure the prediction was. This finds what n-grams cannot: continuations that
-the target considered and did not choose. They find what was written long ago (`token_recycling+ngram`).
+The paper keeps predictions by the last token alone and fills a tree of fixed shape. Here the
+longest kept context of up to `context` tokens predicts, and the tree's nodes are the likeliest: a
+child's probability is how often children of its kind were right so far, by length of the context,
+rank, and how sure the prediction was. This finds what n-grams cannot: continuations that the target
+considered and did not choose. They find what was written long ago (`token_recycling+ngram`).
 """
 
 from __future__ import annotations
@@ -30,19 +32,25 @@ from drafttrain.ops.sampling import Sampler
 
 _OWN = 1 << 16  # contexts that a sequence without a memory keeps
 _BELIEF = 8  # weight, in observations, of what is believed of a kind of child before any
-_SHARE = 0.7  # believed: so much of the probability that was predicted in the context's last occurrence
+_SHARE = (
+    0.7  # believed: so much of the probability that was predicted in the context's last occurrence
+)
 _RECENT = 400  # observations after which old ones fade
 _BINS = 8  # of the first token's predicted probability, which are counted together
 
 Context = tuple[int, ...]
-Kind = tuple[int, int]  # of a prediction: length of its context, bin of its first token's probability
+Kind = tuple[
+    int, int
+]  # of a prediction: length of its context, bin of its first token's probability
 
 
 class _Kept:
-    """Predictions by context, in two generations: the older one is dropped when the newer one is full. For many threads.
+    """Predictions by context, in two generations: the older one is dropped when the newer one is
+    full. For many threads.
 
     Attributes:
-        seen: by kind of prediction, how many were tested, and how often the token of each rank was right.
+        seen: by kind of prediction, how many were tested, and how often the token of each rank was
+            right.
     """
 
     def __init__(self, most: int):
@@ -58,7 +66,9 @@ class _Kept:
             newer.update(predictions)
 
     def find(self, context: Context) -> tuple[Kind, Predictions] | None:
-        """What was predicted behind the longest kept end of a context, and its kind; None if none is kept."""
+        """What was predicted behind the longest kept end of a context, and its kind; None if none
+        is kept.
+        """
         newer, older = self._generations
         for n in range(len(context), 0, -1):
             end = context[-n:]
@@ -67,7 +77,9 @@ class _Kept:
         return None
 
     def children(self, context: Context) -> Iterator[tuple[int, float]]:
-        """Tokens that may follow a context, the likeliest of its last occurrence first, and the probability of each."""
+        """Tokens that may follow a context, the likeliest of its last occurrence first, and the
+        probability of each.
+        """
         if (found := self.find(context)) is not None:
             kind, (tokens, predicted) = found
             tested, *right = self.seen.get(kind) or [0.0] * (1 + len(tokens))
@@ -90,10 +102,10 @@ class TokenRecyclingDrafter(Drafter):
     """Drafts the target's own earlier predictions.
 
     Args:
-        context: most tokens by which a prediction is kept. width: tokens kept of each, the likeliest; more children than these no
-            node has.
-        memory: contexts kept from earlier prompts, about half a kilobyte each. With 0, the default, sequences know nothing of
-            each other, as measurements of single answers require.
+        context: most tokens by which a prediction is kept. width: tokens kept of each, the
+            likeliest; more children than these no node has.
+        memory: contexts kept from earlier prompts, about half a kilobyte each. With 0, the default,
+            sequences know nothing of each other, as measurements of single answers require.
         min_p: paths less likely than this are not drafted.
 
     Raises:
@@ -108,8 +120,12 @@ class TokenRecyclingDrafter(Drafter):
     def __init__(self, context: int = 3, width: int = 4, memory: int = 0, min_p: float = 0.02):
         if not 1 <= context <= 8 or not 1 <= width <= 64 or memory < 0 or not 0 <= min_p < 1:
             rule = "context must be from 1 to 8, width from 1 to 64, memory at least 0, min_p at least 0 and below 1"
-            raise UserError(f"context={context}, width={width}, memory={memory}, min_p={min_p}: {rule}")
-        self.context, self.predictions, self.min_p = context, width, min_p
+            raise UserError(
+                f"context={context}, width={width}, memory={memory}, min_p={min_p}: {rule}"
+            )
+        self.context = context
+        self.predictions = width
+        self.min_p = min_p
         self.memory = _Kept(memory) if memory else None
 
     def start(self, prompt_ids: Tensor, max_length: int) -> TokenRecyclingSession:
@@ -125,15 +141,19 @@ class TokenRecyclingSession(Session):
     """
 
     def __init__(self, drafter: TokenRecyclingDrafter, prompt_ids: Tensor):
-        self.drafter, self.device = drafter, prompt_ids.device
+        self.drafter = drafter
+        self.device = prompt_ids.device
         self.before: Context = tuple(prompt_ids[:1].tolist())
         self.kept = drafter.memory or _Kept(_OWN)
 
     def extend(self, tokens: Tensor, features: Tensor) -> None:
-        self.before = (*self.before, *tokens[-self.drafter.context :].tolist())[-self.drafter.context :]
+        self.before = (*self.before, *tokens[-self.drafter.context :].tolist())[
+            -self.drafter.context :
+        ]
 
     def read_predictions(self, tree: TokenTree, predictions: list[Predictions]) -> None:
-        kept, longest = self.kept, self.drafter.context
+        kept = self.kept
+        longest = self.drafter.context
         contexts = [self.before]
         for token, parent in zip(tree.tokens.tolist(), tree.parents, strict=True):
             contexts.append((*contexts[parent + 1], token)[-longest:])
@@ -149,9 +169,18 @@ class TokenRecyclingSession(Session):
         longest = self.drafter.context
 
         def children(context: Context, path: float) -> Iterator[tuple[int, float, Context]]:
-            return ((token, path * p, (*context, token)[-longest:]) for token, p in self.kept.children(context))
+            return (
+                (token, path * p, (*context, token)[-longest:])
+                for token, p in self.kept.children(context)
+            )
 
-        return grow_best_first(spec, max(self.drafter.min_p, spec.stop), self.before, children, self.device)
+        return grow_best_first(
+            spec,
+            max(self.drafter.min_p, spec.stop),
+            self.before,
+            children,
+            self.device,
+        )
 
 
 KIND = TokenRecyclingDrafter

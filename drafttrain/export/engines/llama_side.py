@@ -1,10 +1,12 @@
-"""llama.cpp's side of a comparison, by its python server (xllamacpp); a script that imports nothing of ours.
+"""llama.cpp's side of a comparison, by its python server (xllamacpp); a script that imports nothing
+of ours.
 
     python llama_side.py JOB.json
 
-The job's keys: target and draft (GGUF files; draft may be null), type (llama-server's --spec-type), exact (caches in float32, and
-plain attention), prompts (token ids), tokens, depth, max_model_len, threads and answer, the file to write: per prompt its tokens,
-and the number of offered and of accepted draft tokens.
+The job's keys: target and draft (GGUF files; draft may be null), type (llama-server's --spec-type),
+exact (caches in float32, and plain attention), prompts (token ids), tokens, depth, max_model_len,
+threads and answer, the file to write: per prompt its tokens, and the number of offered and of
+accepted draft tokens.
 """
 
 import json
@@ -37,7 +39,9 @@ def main() -> None:
         draft.n_max, draft.n_min, draft.p_min = job["depth"], 0, 0.0
     server = llama.Server(params)
     address = server.listening_address
-    tokens, offered, accepted = [], [], []
+    tokens = []
+    offered = []
+    accepted = []
     for prompt in job["prompts"]:
         body = {
             "prompt": prompt,
@@ -47,7 +51,9 @@ def main() -> None:
             "cache_prompt": False,
         }
         request = urllib.request.Request(
-            f"{address}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            f"{address}/completion",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request) as reply:
             answer = json.load(reply)
@@ -55,7 +61,15 @@ def main() -> None:
         offered.append(answer["timings"].get("draft_n", 0))
         accepted.append(answer["timings"].get("draft_n_accepted", 0))
     with open(job["answer"], "w") as file:
-        json.dump({"tokens": tokens, "offered": offered, "accepted": accepted, "version": llama.__version__}, file)
+        json.dump(
+            {
+                "tokens": tokens,
+                "offered": offered,
+                "accepted": accepted,
+                "version": llama.__version__,
+            },
+            file,
+        )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""vLLM's side of a comparison; a script that runs in vLLM's own environment and imports nothing of ours.
+"""vLLM's side of a comparison; a script that runs in vLLM's own environment and imports nothing of
+ours.
 
     python vllm_side.py JOB.json
 
-The job's keys: target, dtype, prompts (token ids), tokens, repeats, warm_up, max_model_len, ignore_eos, speculative (vLLM's
-speculative_config or null), hf_overrides (of the target's config, or null) and answer, the file to write: runs, the last run's
-tokens, and vLLM's counters of speculative decoding. With steps, each prompt is run without compilation and once, step by step;
-in place of runs the answer holds the number of tokens of each step, and rounds, the steps after the prefills. vLLM's own counters
-leave out steps without drafts.
+The job's keys: target, dtype, prompts (token ids), tokens, repeats, warm_up, max_model_len,
+ignore_eos, speculative (vLLM's speculative_config or null), hf_overrides (of the target's config,
+or null) and answer, the file to write: runs, the last run's tokens, and vLLM's counters of
+speculative decoding. With steps, each prompt is run without compilation and once, step by step; in
+place of runs the answer holds the number of tokens of each step, and rounds, the steps after the
+prefills. vLLM's own counters leave out steps without drafts.
 """
 
 import json
@@ -49,14 +51,19 @@ def main() -> None:
     if job["warm_up"]:
         llm.generate(prompts[:1], params, use_tqdm=False)
     print("vllm: ready", flush=True)
-    runs, texts = [], []
+    runs = []
+    texts = []
     steps: list[list[int]] = []
     if job.get("steps"):
         answers = [stepped(llm, prompt, params, i) for i, prompt in enumerate(prompts)]
-        texts, steps = [tokens for tokens, _ in answers], [sizes for _, sizes in answers]
+        texts = [tokens for tokens, _ in answers]
+        steps = [sizes for _, sizes in answers]
     for _ in range(0 if steps else job["repeats"]):
         began = time.perf_counter()
-        texts = [llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids for prompt in prompts]
+        texts = [
+            llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
+            for prompt in prompts
+        ]
         seconds = time.perf_counter() - began
         tokens = sum(len(text) for text in texts)
         runs.append({"seconds": round(seconds, 3), "tokens_per_second": round(tokens / seconds, 2)})

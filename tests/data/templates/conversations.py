@@ -12,7 +12,10 @@ def function(name: str, description: str, **kinds: str) -> Message:
     """A tool as JSON schema. kinds: type of each argument; all are required."""
     properties = {key: {"type": kind, "description": key} for key, kind in kinds.items()}
     parameters = {"type": "object", "properties": properties, "required": list(kinds)}
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": parameters},
+    }
 
 
 TOOLS = [
@@ -23,7 +26,12 @@ TOOLS = [
 
 def answer(content: str, reasoning: str = "", *calls: Message, cut: bool = False) -> Message:
     """What the target writes. cut: the limit ended it inside the reasoning, so there is no content."""
-    message: Message = {"role": "assistant", "content": content, "reasoning_content": reasoning, "cut": cut}
+    message: Message = {
+        "role": "assistant",
+        "content": content,
+        "reasoning_content": reasoning,
+        "cut": cut,
+    }
     return message | ({"tool_calls": list(calls)} if calls else {})
 
 
@@ -67,9 +75,13 @@ CASES = [
         [
             system("You answer in one sentence.\nNever lie."),
             user("Why is the sky blue?"),
-            answer("Air scatters blue light most.", "Rayleigh scattering.\n\nShort waves scatter more."),
+            answer(
+                "Air scatters blue light most.", "Rayleigh scattering.\n\nShort waves scatter more."
+            ),
             user("And at dusk?"),
-            answer("The light's way through air is longer, so **red** is left.", "The same idea again."),
+            answer(
+                "The light's way through air is longer, so **red** is left.", "The same idea again."
+            ),
         ],
     ),
     Case(
@@ -78,12 +90,18 @@ CASES = [
             system("You are an agent."),
             user("Will it rain in Zürich?"),
             answer(
-                "", "I must look: get_weather.", call("functions.get_weather:0", "get_weather", city="Zürich", days=2)
+                "",
+                "I must look: get_weather.",
+                call("functions.get_weather:0", "get_weather", city="Zürich", days=2),
             ),
             result("functions.get_weather:0", "get_weather", '{"rain": [0.1, 0.9]}'),
             answer("Not today; tomorrow yes.", "0.9 is the second day."),
             user("What are 12.5 dollars in francs?"),
-            answer("", "convert does it.", call("functions.convert:1", "convert", amount=12.5, to="CHF")),
+            answer(
+                "",
+                "convert does it.",
+                call("functions.convert:1", "convert", amount=12.5, to="CHF"),
+            ),
             result("functions.convert:1", "convert", "11.2"),
             answer("11.2 francs."),
         ],

@@ -66,7 +66,15 @@ class Family:
     @functools.cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """A byte-level BPE with a few hundred merges, some of them across the borders of turns."""
-        from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+        from tokenizers import (
+            AddedToken,
+            Regex,
+            Tokenizer,
+            decoders,
+            models,
+            pre_tokenizers,
+            trainers,
+        )
         from transformers import PreTrainedTokenizerFast
 
         tokenizer = Tokenizer(models.BPE())
@@ -81,11 +89,18 @@ class Family:
         texts += ["\n\n", ">\n", "\n\n\n", "<think>\n\n</think>\n\n"] * 3
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         tokenizer.train_from_iterator(
-            texts, trainers.BpeTrainer(vocab_size=480, initial_alphabet=alphabet, show_progress=False)
+            texts,
+            trainers.BpeTrainer(vocab_size=480, initial_alphabet=alphabet, show_progress=False),
         )
-        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=self.bos, eos_token=self.eos)
+        fast = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, bos_token=self.bos, eos_token=self.eos
+        )
         fast.add_special_tokens(
-            {"additional_special_tokens": [t for t in self.special if t not in (self.bos, self.eos)]}
+            {
+                "additional_special_tokens": [
+                    t for t in self.special if t not in (self.bos, self.eos)
+                ]
+            }
         )
         fast.add_tokens([AddedToken(text, special=False, normalized=False) for text in self.plain])
         fast.chat_template = (FOLDER / f"{self.file}.jinja").read_text()
@@ -101,7 +116,10 @@ class Family:
     def kwargs(self, case: Case) -> dict[str, Any]:
         """The row's chat_template_kwargs."""
         tools = {self.tools_key: case.tools} if case.tools and self.tools_key != "tools" else {}
-        return {**self.thinking[0 if case.thinking and (self.agent or not case.tools) else 1], **tools}
+        return {
+            **self.thinking[0 if case.thinking and (self.agent or not case.tools) else 1],
+            **tools,
+        }
 
     def turns(self, case: Case) -> Iterator[tuple[Message, Written | None]]:
         """The messages of a conversation as a data set of this family holds them, and what the target wrote for its own."""
@@ -116,7 +134,8 @@ class Family:
                 yield message, None
                 continue
             if not self.thinks(case):
-                cut, message["reasoning_content"] = message["reasoning_content"], ""
+                cut = message["reasoning_content"]
+                message["reasoning_content"] = ""
                 message["content"] = cut if message["cut"] else message["content"]
             text, end = self.write(message, self.thinks(case))
             end = "" if message.pop("cut") else end
@@ -130,7 +149,11 @@ class Family:
             return message
         opening, closing, calls = self.marks
         before, _, rest = text.partition(closing) if thinks else ("", "", text)
-        return {**message, "reasoning_content": before.removeprefix(opening), "content": rest.partition(calls)[0]}
+        return {
+            **message,
+            "reasoning_content": before.removeprefix(opening),
+            "content": rest.partition(calls)[0],
+        }
 
 
 @dataclass(frozen=True)
@@ -152,15 +175,22 @@ def _text(value: object) -> str:
 
 def _calls(message: Message) -> list[tuple[str, str, Mapping[str, Any]]]:
     """(id, name, arguments) of each call."""
-    return [(it["id"], it["function"]["name"], it["function"]["arguments"]) for it in message.get("tool_calls", [])]
+    return [
+        (it["id"], it["function"]["name"], it["function"]["arguments"])
+        for it in message.get("tool_calls", [])
+    ]
 
 
 def _llama3(message: Message, thinking: bool) -> tuple[str, str]:
-    calls = [f'{{"name": "{name}", "parameters": {_json(args)}}}' for _, name, args in _calls(message)]
+    calls = [
+        f'{{"name": "{name}", "parameters": {_json(args)}}}' for _, name, args in _calls(message)
+    ]
     return "".join(calls) or message["content"], "<|eot_id|>"
 
 
-def _tags(opened: bool, function: Callable[[str, Mapping[str, Any]], str], gap: str) -> Callable[..., tuple[str, str]]:
+def _tags(
+    opened: bool, function: Callable[[str, Mapping[str, Any]], str], gap: str
+) -> Callable[..., tuple[str, str]]:
     """Qwen's turns: reasoning in tags, then content, then calls. opened: the prompt holds the opening tag."""
 
     def write(message: Message, thinking: bool) -> tuple[str, str]:
@@ -171,7 +201,10 @@ def _tags(opened: bool, function: Callable[[str, Mapping[str, Any]], str], gap: 
                 return text, ""
             text += "\n</think>\n\n"
         content = message["content"]
-        calls = "\n".join(f"<tool_call>\n{function(name, args)}\n</tool_call>" for _, name, args in _calls(message))
+        calls = "\n".join(
+            f"<tool_call>\n{function(name, args)}\n</tool_call>"
+            for _, name, args in _calls(message)
+        )
         return text + content + (gap if content and calls else "") + calls, "<|im_end|>"
 
     return write
@@ -182,7 +215,9 @@ def _hermes(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def _parameters(name: str, arguments: Mapping[str, Any]) -> str:
-    inner = "".join(f"<parameter={key}>\n{_text(value)}\n</parameter>\n" for key, value in arguments.items())
+    inner = "".join(
+        f"<parameter={key}>\n{_text(value)}\n</parameter>\n" for key, value in arguments.items()
+    )
     return f"<function={name}>\n{inner}</function>"
 
 
@@ -195,11 +230,14 @@ def _deepseek(message: Message, thinking: bool) -> tuple[str, str]:
         f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{_json(args)}<｜tool▁call▁end｜>"
         for _, name, args in _calls(message)
     )
-    return text + (f"<｜tool▁calls▁begin｜>{calls}<｜tool▁calls▁end｜>" if calls else ""), "<｜end▁of▁sentence｜>"
+    return text + (
+        f"<｜tool▁calls▁begin｜>{calls}<｜tool▁calls▁end｜>" if calls else ""
+    ), "<｜end▁of▁sentence｜>"
 
 
 def _harmony(message: Message, thinking: bool) -> tuple[str, str]:
-    parts, analysis = [], message["reasoning_content"] if thinking else ""
+    parts = []
+    analysis = message["reasoning_content"] if thinking else ""
     if analysis:
         parts.append(f"<|channel|>analysis<|message|>{analysis}")
     if message["cut"]:
@@ -209,7 +247,8 @@ def _harmony(message: Message, thinking: bool) -> tuple[str, str]:
         if message["content"]:  # a preamble
             parts.append(f"<|channel|>commentary<|message|>{message['content']}")
         parts += [
-            f" to=functions.{name}<|channel|>commentary json<|message|>{_json(args)}" for _, name, args in calls[:1]
+            f" to=functions.{name}<|channel|>commentary json<|message|>{_json(args)}"
+            for _, name, args in calls[:1]
         ]
     else:
         parts.append(f"<|channel|>final<|message|>{message['content']}")
@@ -221,7 +260,10 @@ def _gemma(message: Message, thinking: bool) -> tuple[str, str]:
 
 
 def _mistral(message: Message, thinking: bool) -> tuple[str, str]:
-    calls = [f'{{"name": "{name}", "arguments": {_json(args)}, "id": "{key}"}}' for key, name, args in _calls(message)]
+    calls = [
+        f'{{"name": "{name}", "arguments": {_json(args)}, "id": "{key}"}}'
+        for key, name, args in _calls(message)
+    ]
     return message["content"] + (f"[TOOL_CALLS][{', '.join(calls)}]" if calls else ""), "</s>"
 
 
@@ -234,7 +276,10 @@ def _glm(message: Message, thinking: bool) -> tuple[str, str]:
         text += "</think>"
     text += "\n" + message["content"] if message["content"] else ""
     for _, name, args in _calls(message):
-        pairs = (f"<arg_key>{key}</arg_key>\n<arg_value>{_text(value)}</arg_value>\n" for key, value in args.items())
+        pairs = (
+            f"<arg_key>{key}</arg_key>\n<arg_value>{_text(value)}</arg_value>\n"
+            for key, value in args.items()
+        )
         text += f"\n<tool_call>{name}\n{''.join(pairs)}</tool_call>"
     return text, "<|observation|>" if _calls(message) else "<|user|>"
 
@@ -248,10 +293,13 @@ def _kimi(message: Message, thinking: bool) -> tuple[str, str]:
         f"<|tool_call_begin|>{key}<|tool_call_argument_begin|>{_json(args)}<|tool_call_end|>"
         for key, _, args in _calls(message)
     )
-    return text + (f"<|tool_calls_section_begin|>{calls}<|tool_calls_section_end|>" if calls else ""), "<|im_end|>"
+    return text + (
+        f"<|tool_calls_section_begin|>{calls}<|tool_calls_section_end|>" if calls else ""
+    ), "<|im_end|>"
 
 
-THINK, CALL = ("<think>", "</think>"), ("<tool_call>", "</tool_call>")
+THINK = ("<think>", "</think>")
+CALL = ("<tool_call>", "</tool_call>")
 ENABLE = ({"enable_thinking": True}, {"enable_thinking": False})
 THINKING = ({"thinking": True}, {"thinking": False})
 
@@ -259,7 +307,14 @@ FAMILIES = [
     Family(
         "Llama 3",
         "llama3",
-        ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>", "<|end_of_text|>"),
+        (
+            "<|start_header_id|>",
+            "<|end_header_id|>",
+            "<|eot_id|>",
+            "<|eom_id|>",
+            "<|python_tag|>",
+            "<|end_of_text|>",
+        ),
         ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
         _llama3,
         bos="<|begin_of_text|>",
@@ -297,7 +352,10 @@ FAMILIES = [
         (
             "<｜User｜>",
             "<｜Assistant｜>",
-            *(f"<｜tool▁{what}｜>" for what in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")),
+            *(
+                f"<｜tool▁{what}｜>"
+                for what in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
+            ),
             *(f"<｜tool▁{what}｜>" for what in ("output▁begin", "output▁end")),
         ),
         ("<｜end▁of▁sentence｜>",),
@@ -312,7 +370,19 @@ FAMILIES = [
     Family(
         "gpt-oss",
         "harmony",
-        tuple(f"<|{w}|>" for w in ("start", "end", "message", "channel", "constrain", "return", "call", "endoftext")),
+        tuple(
+            f"<|{w}|>"
+            for w in (
+                "start",
+                "end",
+                "message",
+                "channel",
+                "constrain",
+                "return",
+                "call",
+                "endoftext",
+            )
+        ),
         ("<|return|>", "<|call|>", "<|endoftext|>"),
         _harmony,
         bos="<|startoftext|>",
@@ -335,7 +405,14 @@ FAMILIES = [
         "Mistral",
         "mistral",
         (
-            *("[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+            *(
+                "[INST]",
+                "[/INST]",
+                "[SYSTEM_PROMPT]",
+                "[/SYSTEM_PROMPT]",
+                "[AVAILABLE_TOOLS]",
+                "[/AVAILABLE_TOOLS]",
+            ),
             *("[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
         ),
         ("</s>",),
@@ -348,7 +425,15 @@ FAMILIES = [
     Family(
         "GLM-4.5",
         "glm",
-        ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>"),
+        (
+            "[gMASK]",
+            "<sop>",
+            "<|system|>",
+            "<|user|>",
+            "<|assistant|>",
+            "<|observation|>",
+            "<|endoftext|>",
+        ),
         ("<|endoftext|>", "<|user|>", "<|observation|>"),
         _glm,
         bos="<|endoftext|>",
@@ -362,7 +447,10 @@ FAMILIES = [
         "kimi",
         (
             *(f"<|im_{word}|>" for word in ("system", "user", "assistant", "middle", "end")),
-            *(f"<|tool_{word}|>" for word in ("calls_section_begin", "calls_section_end", "call_begin", "call_end")),
+            *(
+                f"<|tool_{word}|>"
+                for word in ("calls_section_begin", "calls_section_end", "call_begin", "call_end")
+            ),
             "<|tool_call_argument_begin|>",
         ),
         ("<|im_end|>",),

@@ -21,7 +21,11 @@ from drafttrain.ops.sampling import SamplingParams
 from tests.data.templates.conversations import Case, Message
 from tests.data.templates.families import Family, Written
 
-NAMES = ("reasoning_content", "reasoning", "thinking")  # of reasoning, in the templates that read it
+NAMES = (
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+)  # of reasoning, in the templates that read it
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,11 @@ class Script:
 
     def __post_init__(self) -> None:
         for texts, written in histories(self.family, self.case):
-            end = written.end if self.cut or written.end else self.family.write(written.reply | {"cut": True}, False)[1]
+            end = (
+                written.end
+                if self.cut or written.end
+                else self.family.write(written.reply | {"cut": True}, False)[1]
+            )
             ids = self.sampled(written.text + end)
             served = Served(ids, "stop" if end else "length", written, self.reasoning(ids))
             self.prompts |= dict.fromkeys(texts, served)
@@ -64,15 +72,26 @@ class Script:
         if not self.family.marks:
             return None
         end = self.family.tokenizer.convert_tokens_to_ids(self.family.marks[1])
-        return 0 if not self.family.thinks(self.case) else list(ids).index(end) + 1 if end in ids else len(ids)
+        return (
+            0
+            if not self.family.thinks(self.case)
+            else list(ids).index(end) + 1
+            if end in ids
+            else len(ids)
+        )
 
     def sampled(self, text: str) -> list[int]:
         ids = self.family.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not self.pieces:
             return ids
-        vocab, made = self.family.tokenizer.get_vocab(), []
+        vocab = self.family.tokenizer.get_vocab()
+        made = []
         for token in self.family.tokenizer.convert_ids_to_tokens(ids):
-            whole = len(token) == 1 or token in self.family.tokenizer.added_tokens_encoder or len(made) % 3
+            whole = (
+                len(token) == 1
+                or token in self.family.tokenizer.added_tokens_encoder
+                or len(made) % 3
+            )
             made += [vocab[token]] if whole else [vocab[letter] for letter in token]
         return made
 
@@ -85,7 +104,11 @@ class Script:
         return self.prompts.get(self.text(prompt))
 
     def text(self, ids: Sequence[int]) -> str:
-        return str(self.family.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return str(
+            self.family.tokenizer.decode(
+                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
 
     def answer(self, ids: Sequence[int]) -> Served | None:
         """The response to a prompt; None for one that is unknown."""
@@ -108,7 +131,9 @@ def histories(family: Family, case: Case) -> list[tuple[list[str], Written]]:
         if written is not None:
             texts = []
             for messages in (history, replied):
-                with contextlib.suppress(TemplateError, TypeError):  # the template refuses the turns so far
+                with contextlib.suppress(
+                    TemplateError, TypeError
+                ):  # the template refuses the turns so far
                     tools = case.tools if family.tools_key == "tools" else []
                     texts.append(prompt_text(family, messages, tools, family.kwargs(case)))
             found.append((texts, written))
@@ -117,7 +142,9 @@ def histories(family: Family, case: Case) -> list[tuple[list[str], Written]]:
     return found
 
 
-def prompt_text(family: Family, messages: Sequence[Message], tools: Sequence[Json], kwargs: Json) -> str:
+def prompt_text(
+    family: Family, messages: Sequence[Message], tools: Sequence[Json], kwargs: Json
+) -> str:
     """The prompt that a server's chat template makes of messages."""
     given = [as_server(message) for message in messages]
     options = {"tools": list(tools) or None, "tokenize": False, "add_generation_prompt": True}
@@ -140,7 +167,8 @@ class ScriptedEngine:
     """In the place of `ResponseEngine` in a local backend."""
 
     def __init__(self, script: Script):
-        self.script, self.new_tokens = script, 0
+        self.script = script
+        self.new_tokens = 0
 
     def run(
         self,
@@ -151,7 +179,8 @@ class ScriptedEngine:
         stop: Callable[[], bool] | None = None,
     ) -> Iterator[Finished]:
         for request in requests:
-            sequence, more = list(request.prompt_ids), []
+            sequence = list(request.prompt_ids)
+            more = []
             while more is not None:
                 served = self.script.answer(sequence)
                 if served is None:
@@ -176,24 +205,40 @@ class ScriptedServers(OpenAIBackend):
         status, content = self.reply(json.loads(json.dumps(body)))
         if status != 200:
             raise BadReply(f"HTTP {status}", str(content))
-        checked: Json = TypeAdapter(schema).validate_python(json.loads(json.dumps(content)), strict=True)
+        checked: Json = TypeAdapter(schema).validate_python(
+            json.loads(json.dumps(content)), strict=True
+        )
         return checked
 
     def reply(self, body: Json) -> tuple[int, Json]:
         tokenizer = self.script.family.tokenizer
         if "messages" not in body:
             prompt = body["prompt"]
-            prompt = tokenizer(prompt, add_special_tokens=False)["input_ids"] if isinstance(prompt, str) else prompt
+            prompt = (
+                tokenizer(prompt, add_special_tokens=False)["input_ids"]
+                if isinstance(prompt, str)
+                else prompt
+            )
             if body["max_tokens"] == 1:  # whether ids are exchanged
-                return 200, {"choices": [{"token_ids": [1], "prompt_token_ids": prompt, "finish_reason": "length"}]}
+                return 200, {
+                    "choices": [
+                        {"token_ids": [1], "prompt_token_ids": prompt, "finish_reason": "length"}
+                    ]
+                }
             served = self.script.answer(prompt)
             if served is None:
                 return 400, {"error": f"unknown prompt: ...{self.script.unknown[-1][-300:]!r}"}
-            choice = {"token_ids": served.ids, "prompt_token_ids": prompt, "finish_reason": served.finish}
+            choice = {
+                "token_ids": served.ids,
+                "prompt_token_ids": prompt,
+                "finish_reason": served.finish,
+            }
             return 200, {"choices": [choice]}
         try:
             kwargs = body.get("chat_template_kwargs") or {}
-            text = prompt_text(self.script.family, body["messages"], body.get("tools") or [], kwargs)
+            text = prompt_text(
+                self.script.family, body["messages"], body.get("tools") or [], kwargs
+            )
         except Exception as error:
             return 400, {"error": f"the template refuses it: {error}"}
         served = self.script.answer(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -215,4 +260,8 @@ class ScriptedServers(OpenAIBackend):
         finish = "tool_calls" if calls and served.finish == "stop" else served.finish
         end = served.written.end  # vLLM names the token, but for the tokenizer's own
         stop = tokenizer.convert_tokens_to_ids(end) if end and end != tokenizer.eos_token else None
-        return 200, {"choices": [{"index": 0, "message": message, "finish_reason": finish, "stop_reason": stop}]}
+        return 200, {
+            "choices": [
+                {"index": 0, "message": message, "finish_reason": finish, "stop_reason": stop}
+            ]
+        }

@@ -68,11 +68,21 @@ def target_of(family: Family) -> Target:
     """A tiny target whose tokens are the family's; it never runs."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
     config = LlamaConfig(
-        **sizes, vocab_size=len(family.tokenizer), max_position_embeddings=4096, eos_token_id=family.end_ids
+        **sizes,
+        vocab_size=len(family.tokenizer),
+        max_position_embeddings=4096,
+        eos_token_id=family.end_ids,
     )
-    return Target.wrap(LlamaForCausalLM(config), family.tokenizer, name=family.name, dtype=torch.float32)
+    return Target.wrap(
+        LlamaForCausalLM(config), family.tokenizer, name=family.name, dtype=torch.float32
+    )
 
 
 def row_of(family: Family, case: Case) -> Json:
@@ -81,7 +91,9 @@ def row_of(family: Family, case: Case) -> Json:
     for message, _ in family.turns(case):
         kept = {key: value for key, value in message.items() if value or key == "content"}
         for call in kept.get("tool_calls", []):
-            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+            call["function"]["arguments"] = json.dumps(
+                call["function"]["arguments"], ensure_ascii=False
+            )
         messages.append(kept)
     row: Json = {"id": case.name, "messages": messages, "chat_template_kwargs": family.kwargs(case)}
     return row | ({"tools": case.tools} if case.tools and family.tools_key == "tools" else {})
@@ -134,7 +146,9 @@ def _generated(family: Family, case: Case, path: str, cell: Cell) -> None:
     for it, ended in backend.run([conversation], lambda: False):
         cell.refused = str(ended) if isinstance(ended, BadReply) else it.ended
         if not isinstance(ended, BadReply):
-            cell.add(it.record(settings.renderer), script.by_text if path == "text" else script.by_ids)
+            cell.add(
+                it.record(settings.renderer), script.by_text if path == "text" else script.by_ids
+            )
 
 
 def cells(family: Family) -> dict[str, dict[str, Cell]]:
@@ -142,7 +156,10 @@ def cells(family: Family) -> dict[str, dict[str, Cell]]:
     return {case.name: {path: stored(family, case, path) for path in PATHS} for case in CASES}
 
 
-HEADER = ["| family | " + " | ".join(case.name for case in CASES) + " |", "| --- |" + " --- |" * len(CASES)]
+HEADER = [
+    "| family | " + " | ".join(case.name for case in CASES) + " |",
+    "| --- |" + " --- |" * len(CASES),
+]
 
 
 def row(name: str, rows: dict[str, dict[str, Cell]]) -> str:
@@ -168,6 +185,10 @@ def report(table: dict[str, dict[str, dict[str, Cell]]]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    chosen = {family.name: cells(family) for family in FAMILIES if len(sys.argv) < 2 or family.name in sys.argv}
+    chosen = {
+        family.name: cells(family)
+        for family in FAMILIES
+        if len(sys.argv) < 2 or family.name in sys.argv
+    }
     print(*report(chosen), sep="\n")
     print("", *HEADER, *(row(name, rows) for name, rows in chosen.items()), sep="\n")
