@@ -312,9 +312,8 @@ class TokenTree:
         """The part down to `depth`, of paths that are at least as likely as `cut`.
 
         By depth alone all children of a node stay or go together, so drawn siblings stay draws from
-            q. A cut verifies as many
-        nodes as the drafter is sure of, round by round. Source: D-Cut, angelslim.readthedocs.io
-            (dcut).
+        q. A cut verifies as many nodes as the drafter is sure of, round by round. Source: D-Cut,
+        angelslim.readthedocs.io (dcut).
         """
         if not cut and len(self.parents) <= depth:  # no path is longer than the tree is large
             return self

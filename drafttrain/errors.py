@@ -19,10 +19,8 @@ class UserError(Exception):
     commands exit with 2.
 
     Line breaks, control characters and lone surrogates, which values from files may hold, are shown
-        escaped; a message that
-    quotes too much is cut in the middle. Credentials are replaced: values that users name may hold
-        them, and so may other
-    libraries' errors.
+    escaped; a message that quotes too much is cut in the middle. Credentials are replaced: values
+    that users name may hold them, and so may other libraries' errors.
     """
 
     def __init__(self, message: str = ""):

@@ -239,8 +239,7 @@ def prompt_ids(
     """Token ids of a prompt that the target continues. Raises as `render_text`.
 
     Text gets the special tokens that the tokenizer adds. Messages are rendered up to where the
-        assistant answers (without
-    a template: joined by blank lines, as text).
+    assistant answers (without a template: joined by blank lines, as text).
     """
     if not isinstance(prompt, str) and has_template(tokenizer):
         return render_prompt(tokenizer, prompt, inputs)

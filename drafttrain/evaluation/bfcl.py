@@ -1,9 +1,8 @@
 """Rows of the Berkeley Function-Calling Leaderboard as questions with tools.
 
 Its files hold JSON lines, one file per category; rows of several turns name the classes whose
-    functions may be called, which are
-described in other files. The functions are never run: a later turn follows the answer to the turn
-    before it.
+functions may be called, which are described in other files. The functions are never run: a later
+turn follows the answer to the turn before it.
 
 Source: https://github.com/ShishirPatil/gorilla (berkeley-function-call-leaderboard), versions 1 to
 4.

@@ -1,9 +1,8 @@
 """Bootstrap intervals over prompts, which eval, tune and the diagnosis share.
 
 Prompts are drawn with replacement; what was measured on a prompt stays together, so differences
-    between prompts cancel in
-ratios of two sides. Percentiles of few prompts are too narrow: they are moved outwards as Student's
-    t is wider than the normal.
+between prompts cancel in ratios of two sides. Percentiles of few prompts are too narrow: they are
+moved outwards as Student's t is wider than the normal.
 
 Source: Hesterberg 2015, "What Teachers Should Know about the Bootstrap", arXiv 1411.5279, expanded
 percentile interval.

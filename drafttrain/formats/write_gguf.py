@@ -2,10 +2,9 @@
 family, and drafter heads.
 
 Tensor names, types, merges and special tokens come from the gguf library. Written here is what a
-    family needs besides: Llama's
-query and key rows in llama.cpp's rotary order and Gemma's norm factors plus one. The tokenizer is
-    in gguf_tokenizer.py.
-Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+family needs besides: Llama's query and key rows in llama.cpp's rotary order and Gemma's norm
+factors plus one. The tokenizer is in gguf_tokenizer.py. Source:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations

@@ -2,11 +2,9 @@
 CUDA graph.
 
 A pass over a root and a few nodes takes a GPU less time than Python takes to launch its thousand
-    kernels. A `StaticStep`
-therefore fixes everything that the host decides: shapes, addresses, grids. What changes from round
-    to round (token ids,
-positions, cache slots, ancestors) is copied into its buffers, and the captured launches are
-    replayed.
+kernels. A `StaticStep` therefore fixes everything that the host decides: shapes, addresses, grids.
+What changes from round to round (token ids, positions, cache slots, ancestors) is copied into its
+buffers, and the captured launches are replayed.
 
     round      [root + nodes] of all rows, N tokens     ->   padded to the next bucket: 1 2 4 8 16 24 32 48 64 ...
     buffers    ids, slots, plan (offsets, prefix lengths, positions, ancestor bits)

@@ -398,10 +398,9 @@ def total_variation_normalized(rows: AlignedRows, _: float = 0) -> tuple[Tensor,
     sigma.
 
     With q as a policy, r is the reward of a token; mu and sigma are its mean and standard deviation
-        under q. They are exact,
-    over the row's whole vocabulary, so a token's gradient does not depend on its batch. The value
-        is total variation's.
-    Source: TVD++ of Goel et al. 2024, arXiv 2403.00858.
+    under q. They are exact, over the row's whole vocabulary, so a token's gradient does not depend
+    on its batch. The value is total variation's. Source: TVD++ of Goel et al. 2024, arXiv
+    2403.00858.
     """
     grad, mean = _rewarded(rows)
     return 1 - rows.alpha, grad.mul_((mean * (1 - mean)).clamp(min=_TINY).rsqrt().unsqueeze(1))

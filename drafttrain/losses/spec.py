@@ -4,9 +4,8 @@
     TERM   [WEIGHT*]NAME[:PARAMETER][@TEMPERATURE]
 
 The parameter is beta of `js` and eta of `lk_lambda`. The temperature divides both sides' logits, so
-    `tv@0.6` is the rejection
-rate of decoding at temperature 0.6. The loss is not multiplied by the squared temperature: write
-    `4*kl@2` for that.
+`tv@0.6` is the rejection rate of decoding at temperature 0.6. The loss is not multiplied by the
+squared temperature: write `4*kl@2` for that.
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ def cpu_kernels() -> ctypes.CDLL | None:
     """The built library, or None if it cannot be built; callers then use torch.
 
     torch is loaded before and brings an OpenMP runtime of the same name, so both share one pool of
-        threads. The library has
-    no state of its own, and ctypes releases the GIL during a call: threads may call it at once.
+    threads. The library has no state of its own, and ctypes releases the GIL during a call: threads
+    may call it at once.
     """
     compiler = next(
         filter(None, map(shutil.which, (os.environ.get("CC", ""), "cc", "gcc", "clang"))), None

@@ -2,12 +2,10 @@
 float32.
 
 Two costs are avoided on a CPU. `torch.multinomial` takes longer than a small model's forward pass:
-    `pick` inverts the
-cumulative distribution in two levels; sums over blocks of the vocabulary choose the block, the
-    cumulative sum inside that block
-chooses the token. And a nucleus needs no sort of the full row: `_kept` searches the top tokens
-    first and sorts only rows where
-the kept tokens do not fit.
+`pick` inverts the cumulative distribution in two levels; sums over blocks of the vocabulary choose
+the block, the cumulative sum inside that block chooses the token. And a nucleus needs no sort of
+the full row: `_kept` searches the top tokens first and sorts only rows where the kept tokens do not
+fit.
 
 Source: the order and the rules are those of transformers' `generate` (TemperatureLogitsWarper,
 TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper). Its processors, which read the text so far,

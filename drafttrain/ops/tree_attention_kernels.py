@@ -7,10 +7,9 @@
                       dense: no mask but the window | ancestor bits     ...
 
 Softmax runs in base 2 and in float32. A part writes its normalized output and the logarithm of its
-    weight, so the merge is one
-weighted mean. Lengths are read on the device: the grid depends on upper bounds alone, and programs
-    beyond a row's end return at
-once. A third kernel moves accepted keys and values together.
+weight, so the merge is one weighted mean. Lengths are read on the device: the grid depends on upper
+bounds alone, and programs beyond a row's end return at once. A third kernel moves accepted keys and
+values together.
 
 Source: online softmax with split keys as in Flash-Decoding (Dao et al., 2023).
 """

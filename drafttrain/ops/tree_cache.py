@@ -1,8 +1,8 @@
 """The key/value cache of decoding: preallocated, written in place, rolled back by not committing.
 
 `TreeCache` holds the rows of a batch and attends for packed forwards. `SlotMover` moves an accepted
-    path together in the
-buffers of all layers: one launch on a GPU, one call of ops/cpu.c on a CPU, torch elsewhere.
+path together in the buffers of all layers: one launch on a GPU, one call of ops/cpu.c on a CPU,
+torch elsewhere.
 
     slots       ...  10  11  12  13  14          sources 12, 14   goals 11, 12
     before           r   a   b   a1  b1

@@ -25,11 +25,9 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     """Writes the model in `gguf` to `folder`.
 
     transformers dequantizes the weights; it must read the file's architecture. This function
-        corrects what its loader gets
-    wrong: a config that still claims to be quantized (and so cannot be saved), tokenizer details,
-        and the token ids that
-    end a response. The folder must not exist. Raises UserError if the file lacks weights that the
-        model needs.
+    corrects what its loader gets wrong: a config that still claims to be quantized (and so cannot
+    be saved), tokenizer details, and the token ids that end a response. The folder must not exist.
+    Raises UserError if the file lacks weights that the model needs.
     """
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     kind = require("gguf").GGUFReader(gguf).get_field("tokenizer.ggml.pre")

@@ -2,11 +2,9 @@
 line says what is wrong.
 
 transformers initializes weights that a file lacks at random and drops those that the model does not
-    have, with a warning at most.
-Both compute something else than the published model, so both are errors here. Allowed are tied
-    weights, which are stored once,
-buffers of older versions, and parts that no language model reads: towers of other modalities and
-    prediction modules (MTP).
+have, with a warning at most. Both compute something else than the published model, so both are
+errors here. Allowed are tied weights, which are stored once, buffers of older versions, and parts
+that no language model reads: towers of other modalities and prediction modules (MTP).
 """
 
 from __future__ import annotations

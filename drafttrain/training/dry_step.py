@@ -6,10 +6,9 @@ what memory it takes.
     result             weights, gradients, optimizer states, and what the step holds at its peak with the line that reached it
 
 Floating-point tensors are meta tensors. Integers (tokens, anchors, rows) have data on the CPU,
-    because shapes depend on them.
-A GPU's step runs as it would there: FlexAttention and the fused loss are stood in for by what they
-    allocate. What the prediction
-leaves out is the CUDA context, cuBLAS workspaces and fragmentation: about 1 GB, and a few per cent.
+because shapes depend on them. A GPU's step runs as it would there: FlexAttention and the fused loss
+are stood in for by what they allocate. What the prediction leaves out is the CUDA context, cuBLAS
+workspaces and fragmentation: about 1 GB, and a few per cent.
 
 Source: wrapper subclasses, torch.utils._python_dispatch; rounding to 512 bytes, torch's CUDA
 caching allocator.

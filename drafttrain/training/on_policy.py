@@ -1,11 +1,9 @@
 """On-policy distillation: some responses are sampled by the drafter, and scored by the target.
 
 From its second token on, a drafter continues *its own* tokens in decoding, while the data holds the
-    target's responses only.
-So every few steps a frozen copy of the drafter answers prompts of the data, and its responses
-    replace a share of the rows
-until the next refresh. The loss on them is the same: the divergence from the target's distribution
-    at each of their tokens.
+target's responses only. So every few steps a frozen copy of the drafter answers prompts of the
+data, and its responses replace a share of the rows until the next refresh. The loss on them is the
+same: the divergence from the target's distribution at each of their tokens.
 
 Source: DistillSpec, arXiv 2310.08461 (and GKD, arXiv 2306.13649).
 """

@@ -8,8 +8,8 @@ A pass over N tokens of B sequences takes
     operations  2 per weight and token, and 4 per head column, position and token for attention
 
 so speculation is nearly free while bytes are the limit, and costs in proportion once operations
-    are. Real engines reach only a
-share of both limits: the efficiencies. Everything but the acceptance is computed, not measured.
+are. Real engines reach only a share of both limits: the efficiencies. Everything but the acceptance
+is computed, not measured.
 
 Source: the roofline model (Williams et al. 2009); speed-up tau / (c * gamma + cost of the wider
 pass) as in Leviathan et al. 2023, arXiv 2211.17192.

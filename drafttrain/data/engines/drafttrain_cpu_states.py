@@ -2,8 +2,8 @@
 drafttrain is not needed there.
 
 The connector of vLLM 0.32 copies states through pinned memory and waits for CUDA events, which CPUs
-    do not have. Here both are
-what they are on a CPU: ordinary memory, and work that is done when the call returns.
+do not have. Here both are what they are on a CPU: ordinary memory, and work that is done when the
+call returns.
 """
 
 from __future__ import annotations

@@ -8,16 +8,12 @@ block.
     with sample_from_anchor                                  x_{t+2}   x_{t+3}   x_{t+4}   x_{t+5}
 
 Fused target features, hidden_norm(fc features), give each layer the keys and values of the context,
-    computed once per
-committed token. The block's tokens see the context and each other, in both directions. A mask
-    predicts the token at its own
-position: depth k, at position t+2+k, is aligned with the target's distribution at position t+1+k.
-    Embedding and head are the
-target's.
+computed once per committed token. The block's tokens see the context and each other, in both
+directions. A mask predicts the token at its own position: depth k, at position t+2+k, is aligned
+with the target's distribution at position t+1+k. Embedding and head are the target's.
 
 Training draws anchors and places a block behind each; a block sees its context up to its anchor,
-    and no other block.
-Source: DFlash, arXiv 2602.06036.
+and no other block. Source: DFlash, arXiv 2602.06036.
 """
 
 from __future__ import annotations

@@ -15,23 +15,19 @@ key; values and the output projection hold [E, A - rho I], where rho I is the re
 MLP starts at zero.
 
 Block-parallel drafters (`block_start`) start with a linear prediction in their first layer's
-    attention. A mask carries no
-information on what to predict, so attention must first find the two places that do: the last token,
-    at the start of the block,
-and the newest feature, at the end of the context. Least squares over some data gives the map
+attention. A mask carries no information on what to predict, so attention must first find the two
+places that do: the last token, at the start of the block, and the newest feature, at the end of the
+context. Least squares over some data gives the map
 
     y_{t+1}  ~  E embed(x_{t+1}) + A unit(fc features_t)        y: the target's last hidden state, scaled to RMS 1
 
 which the layer's attention then computes. All masks have one constant query, given by their
-    embedding. Keys are plus or minus
-one constant vector, by the sign of a linear probe (heads are normed): `token` heads match the
-    block's token, `context` heads
-match features. Rotary positions do the rest: token heads use the slowest rotation only, so distance
-    does not matter; context
-heads use all rotations at once, whose mean cosine falls like the logarithm of the distance, so
-    their weights fall like a power
-of it and the newest feature dominates. MLPs and upper layers start at zero. All depths start with
-    the prediction of the first.
+embedding. Keys are plus or minus one constant vector, by the sign of a linear probe (heads are
+normed): `token` heads match the block's token, `context` heads match features. Rotary positions do
+the rest: token heads use the slowest rotation only, so distance does not matter; context heads use
+all rotations at once, whose mean cosine falls like the logarithm of the distance, so their weights
+fall like a power of it and the newest feature dominates. MLPs and upper layers start at zero. All
+depths start with the prediction of the first.
 
 Every start reads some of the training data, on the drafter's device and perhaps twice, for a
 drafter that is bound to its target; it returns the share of variance of y that the map explains, 0

@@ -8,12 +8,10 @@ gate [r, h]               candidate_selector.hidden_projection         selector_
 layers.{i}.attention_conv, mlp_conv: {base_kernel, kernel_projection}  blk.{i}.attn_conv, ffn_conv: {_base, _proj.weight}
 
 dflash_config holds conv_kernel_size, conv_group_size, selector_rank and selector_top_k too. Engines
-    rescore so many tokens of a
-position; where ours rescores all, exports say 16. vLLM and SGLang take them from the target's whole
-    vocabulary; llama.cpp maps a
-smaller one (d2t). vLLM has the class since 0.28, SGLang since 0.5.19, llama.cpp since August 2026.
-Sources: vLLM models/qwen3_dflash2.py; SGLang pull request 35371; llama.cpp pull request 27342,
-    src/models/dflash.cpp.
+rescore so many tokens of a position; where ours rescores all, exports say 16. vLLM and SGLang take
+them from the target's whole vocabulary; llama.cpp maps a smaller one (d2t). vLLM has the class
+since 0.28, SGLang since 0.5.19, llama.cpp since August 2026. Sources: vLLM models/qwen3_dflash2.py;
+SGLang pull request 35371; llama.cpp pull request 27342, src/models/dflash.cpp.
 """
 
 from __future__ import annotations

@@ -6,10 +6,9 @@ scores pairs of tokens.
     selector      logits at depth k below y = head(s_k) + B (A[y] * H s_k)     s_k: block state; A: [d+1, r], B: [d, r], H: [r, h]
 
 Before the block x is zero. delta, shared by groups of neighboring channels, is a linear function of
-    the sublayer's normed input,
-for both convolutions around it. Both parts start as nearly the identity: a fresh drafter drafts
-    what DFlash does, whose tokens
-are predicted from the context alone and get worse towards the block's end.
+the sublayer's normed input, for both convolutions around it. Both parts start as nearly the
+identity: a fresh drafter drafts what DFlash does, whose tokens are predicted from the context alone
+and get worse towards the block's end.
 
 Published drafters rescore each position's `selector_top_k` likeliest tokens only, and so do
 engines; ours trains and rescores all of them unless the key is set (common/markov.py).

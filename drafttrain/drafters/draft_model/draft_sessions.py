@@ -41,10 +41,8 @@ class DraftModelSession(JointSession):
     """One sequence being drafted.
 
     The cache holds the keys of all committed tokens but the last, then the last one (the root),
-        then this round's nodes in the
-    order they were opened. Nodes that are committed keep their keys: a node sees its own path only,
-        so reading the
-    committed tokens again would give the same keys.
+    then this round's nodes in the order they were opened. Nodes that are committed keep their keys:
+    a node sees its own path only, so reading the committed tokens again would give the same keys.
 
     Attributes:
         root: [1, d] logits after the last committed token; None before the first `extend`, and once

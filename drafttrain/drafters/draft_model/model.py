@@ -8,10 +8,9 @@ It reads tokens only, no target features, and predicts as any language model doe
     drafter distribution  q1   q2   q3   q4   q5      q_{t+1} knows x0..x_t, is aligned with the target's p_{t+1}
 
 In the notation of batch.py, depth k of anchor t is position t + 1 + k. Every depth is the same
-    function of the tokens before
-it, so training has one depth: white-box distillation at each response position (DistillSpec, arXiv
-    2310.08461),
-on the target's responses or on the drafter's own (training/on_policy.py).
+function of the tokens before it, so training has one depth: white-box distillation at each response
+position (DistillSpec, arXiv 2310.08461), on the target's responses or on the drafter's own
+(training/on_policy.py).
 
 The model runs as the target does: `Target` with its attention contexts, a `TreeCache`, the CPU
 kernels for few tokens. It is saved as a plain checkpoint of its own architecture, which vLLM,

@@ -6,11 +6,9 @@
     paper   architectures ["LlamaForCausalLM"], the same, an embedding that is the target's, and mostly fc.bias (import only)
 
 Layer 0 has no input_layernorm in either. Embedding and head are the target's, which both engines
-    share with a head that brings
-none. They draft over the whole vocabulary, whatever was kept. Sources: vLLM 0.32
-    models/llama_eagle.py and
-transformers_utils/configs/eagle.py; SGLang 0.5.5 to 0.5.23 srt/models/llama_eagle.py;
-    SafeAILab/EAGLE model/cnets1.py.
+share with a head that brings none. They draft over the whole vocabulary, whatever was kept.
+Sources: vLLM 0.32 models/llama_eagle.py and transformers_utils/configs/eagle.py; SGLang 0.5.5 to
+0.5.23 srt/models/llama_eagle.py; SafeAILab/EAGLE model/cnets1.py.
 """
 
 from __future__ import annotations

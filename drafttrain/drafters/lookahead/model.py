@@ -12,12 +12,10 @@ by their first token, and drafted when that token is the root.
     target's choice                        d0     d1     d2     after row 2
 
 Column i is an n-gram: a_i b_i c_i d_i. A guess sees the root, row 0 up to its column, and its
-    column above it, so the window is
-a tree below the root, whose nodes are probes (see `Session.probe`): never accepted, only learned
-    from. After the round, rows 1
-and 2 and the choices are the new rows, one position later. Rows move by one position even if more
-    tokens were committed: their
-guesses improve within a few rounds, whereas new columns would start with random n-grams.
+column above it, so the window is a tree below the root, whose nodes are probes (see
+`Session.probe`): never accepted, only learned from. After the round, rows 1 and 2 and the choices
+are the new rows, one position later. Rows move by one position even if more tokens were committed:
+their guesses improve within a few rounds, whereas new columns would start with random n-grams.
 """
 
 from __future__ import annotations

@@ -9,13 +9,10 @@ its own can hold.
     norm          final_layernorm
 
 vLLM takes any folder whose config names MiMoForCausalLM for such a module. It gives the module the
-    shapes of the target's layers
-(by the target's config, which `--hf-overrides` tells the number of modules) and the target's
-    embedding and head, so the target
-need not be MiMo. It drafts over the whole vocabulary, whatever was kept, and reads a zero embedding
-    at position 0.
-Sources: vLLM 0.32 models/mimo_mtp.py, config/speculative.py (hf_config_override),
-    v1/spec_decode/llm_base_proposer.py.
+shapes of the target's layers (by the target's config, which `--hf-overrides` tells the number of
+modules) and the target's embedding and head, so the target need not be MiMo. It drafts over the
+whole vocabulary, whatever was kept, and reads a zero embedding at position 0. Sources: vLLM 0.32
+models/mimo_mtp.py, config/speculative.py (hf_config_override), v1/spec_decode/llm_base_proposer.py.
 """
 
 from __future__ import annotations

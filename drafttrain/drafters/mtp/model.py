@@ -6,11 +6,10 @@
     x = eh_proj(enorm(embed(token)) ++ hnorm(state));  out = norm(layer(x));  logits = lm_head(out)
 
 One module serves all depths, as in serving engines, or each depth has its own. The target's head
-    reads f_t after its final
-norm, so the next depth reads `out` after our norm. With several modules each depth's keys come from
-    its own module, and all
-depths see the keys that the first module computes from true states: a cache as with one module.
-(DeepSeek's modules have a causal cache each, which every drafted path would have to recompute.)
+reads f_t after its final norm, so the next depth reads `out` after our norm. With several modules
+each depth's keys come from its own module, and all depths see the keys that the first module
+computes from true states: a cache as with one module. (DeepSeek's modules have a causal cache each,
+which every drafted path would have to recompute.)
 """
 
 from __future__ import annotations

@@ -2,15 +2,12 @@
 answers to earlier requests and in a corpus. No weights, no training.
 
 An occurrence is as long as the text before it agrees with the sequence. An occurrence near the
-    place that the last long one
-has reached goes first: a text that is copied with changes (an edited file, the next line of a
-    table) continues behind
-each change. Where no occurrence is left, counts of a corpus continue, the longest context first.
-    Every child gets its probability
-from how often children of its kind were right so far: by rank, length, origin and agreement of the
-    occurrences. So a tree is deep
-where matches are long and agree, and small elsewhere: its likeliest nodes, and none below `min_p`
-    or the tree's @stop.
+place that the last long one has reached goes first: a text that is copied with changes (an edited
+file, the next line of a table) continues behind each change. Where no occurrence is left, counts of
+a corpus continue, the longest context first. Every child gets its probability from how often
+children of its kind were right so far: by rank, length, origin and agreement of the occurrences. So
+a tree is deep where matches are long and agree, and small elsewhere: its likeliest nodes, and none
+below `min_p` or the tree's @stop.
 
 Sources: SuffixDecoding (arXiv 2411.04975) and SAM decoding (2411.10666), which match suffixes by
 automata and bound drafts by the length of the match; prompt lookup decoding (Saxena 2023); REST
