@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 import json
+import random
 from contextlib import closing
 
 import pytest
@@ -20,8 +22,8 @@ from drafttrain.data.filters import (
     stable_id,
 )
 from drafttrain.data.magpie import BUILTIN_OPENINGS, PromptWriter, load_openings
-from drafttrain.data.prompts import parse_columns, write_prompts
 from drafttrain.data.row_formats import parse_row
+from drafttrain.data.sources import SOURCES, Source, collect, parse_columns, write_prompts
 from drafttrain.errors import UserError
 from drafttrain.files import JsonlLog
 from drafttrain.inference.responses import Finished, ResponseEngine
@@ -296,6 +298,43 @@ def test_token_limits_use_the_targets_tokenizer(tmp_path, target_dir):
     )
     assert prompts(*args, "--target", target_dir) == 0
     assert [row["messages"][0]["content"] for row in lines(tmp_path / "out.jsonl")] == ["a" * 40]
+
+
+def csv_prompts(request):
+    """The source of docs/developer/add-a-source-of-prompts.md."""
+    args = request.args
+    if not args.input:
+        raise UserError("source=csv needs --input FILE.csv")
+    with args.input.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    random.Random(args.seed).shuffle(rows)
+    return collect(rows, request.keep, args.count, args.input.name, len(rows))
+
+
+def test_a_source_is_a_function_and_an_entry(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(SOURCES, "csv", Source(csv_prompts))
+    table = tmp_path / "questions.csv"
+    table.write_text(
+        "id,question\n" + "".join(f"q{i},{distinct(i)}\n" for i in range(5)) + "q5,hm\n"
+    )
+    output = tmp_path / "out.jsonl"
+
+    assert prompts("--source", "csv", "--output", output) == 2
+    assert "source=csv needs --input FILE.csv" in capsys.readouterr().err
+    assert prompts("--source", "csv", "--input", table, "--output", output) == 0
+    assert sorted(row["id"] for row in lines(output)) == [f"q{i}" for i in range(5)]
+    assert {row["source"] for row in lines(output)} == {"questions.csv"}
+    assert "dropped: shorter than 10 characters" in capsys.readouterr().out
+
+
+def test_a_source_may_have_a_count_of_its_own(tmp_path, monkeypatch):
+    def endless(request):
+        rows = ({"prompt": distinct(i)} for i in itertools.count())
+        return collect(rows, request.keep, request.args.count, "endless")
+
+    monkeypatch.setitem(SOURCES, "endless", Source(endless, default_count=7))
+    assert prompts("--source", "endless", "--output", tmp_path / "out.jsonl") == 0
+    assert len(lines(tmp_path / "out.jsonl")) == 7
 
 
 # -- magpie ---------------------------------------------------------------------------------------------------------

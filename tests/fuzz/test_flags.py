@@ -57,7 +57,7 @@ NEEDED = {
 }
 LOADERS = (
     "target.fetch.fetch",
-    "data.prompts.collect",
+    "data.sources.collect",
     "data.prompts.evaluation_texts",
     "data.generate.load_target",
     "data.generate.load_shell",

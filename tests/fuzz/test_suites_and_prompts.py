@@ -11,7 +11,7 @@ from random import Random
 import pytest
 from hypothesis import given
 
-from drafttrain.data import prompts, prompts_flags
+from drafttrain.data import prompts, prompts_flags, sources
 from drafttrain.data.filters import Filter, PromptLimits
 from drafttrain.data.generate import read_prompts
 from drafttrain.data.loader import load_text
@@ -254,8 +254,8 @@ def test_a_log_of_written_prompts(path, fault, seed):
     keep = Filter(PromptLimits(1, 100, 0, 0), [], 8, None)
 
     def call():
-        open_log = JsonlLog(log, settings, prompts.WrittenPrompt)
-        prompts.write_prompts(None, lambda start: iter(()), open_log, keep, 5, None, 0)
+        open_log = JsonlLog(log, settings, sources.WrittenPrompt)
+        sources.write_prompts(None, lambda start: iter(()), open_log, keep, 5, None, 0)
 
     outcome("partial log of prompts", fault.name, call)
 

@@ -1,0 +1,388 @@
+"""Sources of prompts by name: a file, a data set, and prompts that the target writes itself.
+
+A source is a function of a `Request` that yields prompts, as lines of the output:
+
+    {"id", "messages" or "text", "tools"?, "chat_template_kwargs"?, "source"}
+
+docs/developer/add-a-source-of-prompts.md adds one to `SOURCES` step by step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from drafttrain.data.failures import BadReply
+from drafttrain.data.filters import Filter, stable_id
+from drafttrain.data.row_file import RowFile, line_starts
+from drafttrain.data.row_formats import Prompt, parse_row, row_id
+from drafttrain.errors import UserError, shown
+from drafttrain.files import Json, JsonlLog, reading
+from drafttrain.flags import load_target
+from drafttrain.progress import Progress
+
+if TYPE_CHECKING:
+    from drafttrain.data.magpie import PromptWriter
+    from drafttrain.inference.responses import Finished
+    from drafttrain.ops.sampling import SamplingParams
+    from drafttrain.target import Target
+
+_READ_AHEAD = 10_000  # rows of a streamed data set that are shuffled together
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command asks of a source.
+
+    Attributes:
+        args: the command's flags.
+        keep: decides which prompts are kept, and counts the others by reason.
+        partial: a file for results of an interrupted run; deleted when the output is complete.
+        settings: the flags that determine the prompts, except for their number.
+    """
+
+    args: argparse.Namespace
+    keep: Filter
+    partial: Path
+    settings: Json
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source of prompts.
+
+    Attributes:
+        prompts: checks the flags that it needs, then yields at most `args.count` kept prompts.
+            Raises UserError.
+        default_count: number of prompts without --count; None for all that there are.
+    """
+
+    prompts: Callable[[Request], Iterator[Json]]
+    default_count: int | None = None
+
+
+class PromptMessage(TypedDict):
+    """A turn."""
+
+    role: str
+    content: str
+
+
+class ChatPrompt(TypedDict):
+    """A prompt of turns."""
+
+    messages: Annotated[list[PromptMessage], Field(min_length=1)]
+
+
+class TextPrompt(TypedDict):
+    """A beginning to continue."""
+
+    text: str
+
+
+class WrittenPrompt(TypedDict):
+    """A line of FILE.partial: the answer to a numbered request, as a prompt or the reason to drop
+    it.
+    """
+
+    number: Annotated[int, Field(ge=0)]
+    result: ChatPrompt | TextPrompt | str
+
+
+def collect(
+    rows: Iterable[Json],
+    keep: Filter,
+    count: int | None,
+    source: str,
+    total: int = 0,
+) -> Iterator[Json]:
+    """Yields the kept prompts of rows in any format of row_formats.py, at most `count`.
+
+    Args:
+        rows: a row's own "id" stays.
+        source: name of the source, which every prompt carries.
+        total: number of rows; 0 if unknown.
+
+    Raises:
+        UserError: an id that is neither text nor a number, or that two prompts have.
+    """
+    kept = 0
+    ids = set[str]()
+    with Progress("prompts", count, "prompts") as progress:
+        for read, row in enumerate(rows, 1):
+            prompt = parse_row(row)
+            if prompt is None:
+                keep.dropped["unknown format"] += 1
+            elif keep.keeps(prompt):
+                kept += 1
+                key = _id_of(row, prompt, source)
+                if key in ids:
+                    raise UserError(
+                        f"source={source}: id={shown(key)} occurs twice; make ids unique, or drop them"
+                    )
+                ids.add(key)
+                yield {"id": key, **prompt, "source": source}
+
+            share = 0.0
+            if total:
+                share = read / total
+            progress.advance(kept - progress.done, f"{read} rows read", share)
+            if kept == count:
+                break
+
+
+def _id_of(row: Json, prompt: Prompt, source: str) -> str:
+    """The row's own id, or a hash of the prompt."""
+    given = row.get("id")
+    if given in (None, ""):
+        return stable_id(prompt)
+    return row_id(given, f"source={source}")
+
+
+# -- files and data sets ---------------------------------------------------------------------------
+
+
+def file_prompts(request: Request) -> Iterator[Json]:
+    """Prompts of the JSONL file --input, in random order."""
+    args = request.args
+    if not args.input:
+        raise UserError("source=file needs --input FILE.jsonl")
+    rows = RowFile(args.input, lambda row, _: row, line_starts(args.input))
+    shuffled = rows.shuffled(args.seed)
+    return collect(shuffled, request.keep, args.count, args.input.name, len(rows))
+
+
+def data_set_prompts(request: Request) -> Iterator[Json]:
+    """Prompts of a data set of the Hub or in a local folder, whose id is the source's name."""
+    args = request.args
+    columns = parse_columns(args.columns)
+    rows = data_set_rows(args.source, args.subset, args.split, columns, args.seed)
+    return collect(rows, request.keep, args.count, args.source)
+
+
+def data_set_rows(
+    name: str,
+    subset: str | None,
+    split: str,
+    columns: dict[str, str],
+    seed: int,
+) -> Iterator[Json]:
+    """Streams rows of a data set in seeded random order.
+
+    Args:
+        columns: our name -> the data set's; {} keeps all columns as they are.
+
+    Raises:
+        UserError: no such data set, subset or split, or a mapped column that it does not have.
+    """
+    from datasets import load_dataset
+
+    fix = f"give magpie, file, a reachable Hub id or a local folder, with a --subset and a --split of it ({subset}, {split})"
+    with reading(name, "source", fix):
+        stream = load_dataset(name, subset, split=split, streaming=True)
+        rows = iter(stream.shuffle(seed=seed, buffer_size=_READ_AHEAD))
+    while True:
+        with reading(name, "source", fix):
+            row = next(rows, None)
+        if row is None:
+            return
+        if not columns:
+            yield row
+            continue
+
+        mapped = {}
+        for ours, theirs in columns.items():
+            if theirs not in row:
+                raise UserError(
+                    f"columns: {name} has no column {theirs!r}; it has {', '.join(row)}"
+                )
+            mapped[ours] = row[theirs]
+        yield mapped
+
+
+def parse_columns(text: str) -> dict[str, str]:
+    """Reads `messages=conversations,system=system_prompt` as {our name: the data set's}.
+
+    Raises UserError: another form.
+    """
+    columns = {}
+    for part in text.split(","):
+        if not part.strip():
+            continue
+        ours, _, theirs = part.partition("=")
+        if not ours.strip() or not theirs.strip():
+            raise UserError(
+                f"columns={text!r} must read OURS=THEIRS,..., for example messages=conversations"
+            )
+        columns[ours.strip()] = theirs.strip()
+    return columns
+
+
+# -- magpie: the target writes the prompts ---------------------------------------------------------
+
+
+def magpie_prompts(request: Request) -> Iterator[Json]:
+    """Prompts that the target writes, here or on servers; see data/magpie.py."""
+    from drafttrain.data.magpie import PromptWriter, load_openings
+    from drafttrain.inference.responses import ResponseEngine
+    from drafttrain.ops.sampling import SamplingParams
+    from drafttrain.target import load_shell
+
+    args = request.args
+    if not args.target:
+        raise UserError("source=magpie needs --target, the model that writes prompts")
+    target: Target
+    if args.url:
+        target = load_shell(args.target, trust_remote_code=args.trust_remote_code)
+    else:
+        target = load_target(args)
+    sampling = SamplingParams(args.temperature, 0, args.top_p)
+    openings = load_openings(args.openings)
+    writer = PromptWriter(target, openings, args.opening_share, args.max_prompt_tokens, args.seed)
+
+    answers: Callable[[int], Iterator[Finished]]
+    if args.url:
+
+        def answers(start: int) -> Iterator[Finished]:
+            return served_answers(args, target, writer, sampling, start, request.keep.dropped)
+    else:
+        engine = ResponseEngine(target, slots=args.slots, max_length=writer.max_length)
+
+        def answers(start: int) -> Iterator[Finished]:
+            return engine.run(writer.requests(start), sampling, args.seed)
+
+    results = JsonlLog(request.partial, request.settings, WrittenPrompt, args.overwrite)
+    with contextlib.closing(results) as log:
+        kept = write_prompts(
+            writer,
+            answers,
+            log,
+            request.keep,
+            args.count,
+            args.max_minutes,
+            args.seed,
+        )
+    return map(json.loads, kept)
+
+
+def write_prompts(
+    writer: PromptWriter,
+    answers: Callable[[int], Iterator[Finished]],
+    log: JsonlLog,
+    keep: Filter,
+    count: int,
+    minutes: float | None,
+    seed: int,
+) -> list[bytes]:
+    """Collects prompts that the target writes until `count` are kept or time is up.
+
+    Args:
+        writer: turns an answer into a prompt.
+        answers: the target's answers to the writer's requests from the given number on.
+        log: gets every result. Results of an earlier run in it count too.
+
+    Returns:
+        The kept prompts as JSON, which takes a fifth of the objects' memory, in random order by the
+        seed: in order of completion, short ones would come first.
+    """
+    kept: list[bytes] = []
+
+    def take(result: Prompt | str) -> None:
+        if isinstance(result, str):  # the reason to drop it
+            keep.dropped[result] += 1
+        elif keep.keeps(result):
+            prompt = {"id": stable_id(result), **result, "source": "magpie"}
+            kept.append(json.dumps(prompt).encode())
+
+    start = 0
+    for row in log.rows:
+        take(row["result"])
+        start = max(start, row["number"] + 1)
+    log.rows.clear()  # the file holds them
+
+    until = float("inf")
+    if minutes:
+        until = time.monotonic() + 60 * minutes
+    with Progress("prompts written by the target", count, "prompts") as progress:
+        progress.start_at(len(kept))
+        if len(kept) < count:
+            for finished in answers(start):
+                result = writer.prompt(finished)
+                log.add({"number": int(finished.key), "result": result})
+                log.rows.clear()
+
+                before = len(kept)
+                take(result)
+                spent = 0.0
+                if minutes:
+                    spent = 1 - (until - time.monotonic()) / (60 * minutes)
+                progress.advance(len(kept) - before, share=min(spent, 1.0))
+                if len(kept) >= count or time.monotonic() > until:
+                    break
+    if minutes and len(kept) < count and time.monotonic() > until:
+        print(f"--max-minutes {minutes:g} are over: {len(kept)} of {count} prompts")
+    random.Random(seed).shuffle(kept)
+    return kept[:count]
+
+
+def served_answers(
+    args: argparse.Namespace,
+    target: Target,
+    writer: PromptWriter,
+    sampling: SamplingParams,
+    start: int,
+    dropped: Counter[str],
+) -> Iterator[Finished]:
+    """Answers of the servers of --url to the writer's requests from number `start` on.
+
+    Args:
+        dropped: gets the number of failed requests by reason.
+
+    Raises:
+        UserError: a server that does not exchange token ids, so that it cannot continue an open
+            turn.
+    """
+    from drafttrain.data.backends import OpenAIBackend, ResponseSettings
+    from drafttrain.data.conversation import ChatRenderer, Conversation
+    from drafttrain.inference.responses import Finished
+
+    renderer = ChatRenderer(target)
+    renderer.stop_ids = set(writer.stop_ids)
+    settings = ResponseSettings(renderer, sampling, writer.max_tokens, writer.max_length, args.seed)
+    backend = OpenAIBackend(args.url, "", settings, args.slots)
+    if not backend.by_ids:
+        raise UserError(
+            f"url={', '.join(args.url)}: source=magpie needs servers that exchange token ids, such as vLLM; see the line above"
+        )
+    limits = dict[str, int]()  # tokens of the answers in flight
+
+    def conversations() -> Iterator[Conversation]:
+        for request in writer.requests(start):
+            limits[request.key] = request.max_new_tokens
+            yield Conversation(request.key, "magpie", tokens=list(request.prompt_ids))
+
+    for it, problem in backend.run(conversations(), lambda: False):
+        limit = limits.pop(it.id)
+        if isinstance(problem, BadReply):
+            dropped[f"failed request: {problem.reason}"] += 1
+            continue
+        begin = it.spans[0][0]
+        yield Finished(it.id, it.tokens[begin : begin + limit], it.finish[0], it.tokens)
+
+
+DATA_SET = Source(data_set_prompts)  # for every name that SOURCES does not have
+SOURCES = {
+    "file": Source(file_prompts),
+    "magpie": Source(magpie_prompts, default_count=1000),
+}
