@@ -365,8 +365,11 @@ class Engine:
                 those follow.
             sizes: new tokens of each sequence in the pass. features: [N, f*h] of all.
         """
-        if self._capture:  # no drafter, so every sequence has one new token
-            for (sequence, _), state in zip(news, features.bfloat16().split(1), strict=True):
+        if self._capture:
+            # The pass may own the features, and overwrite them when it is replayed. There is no
+            # drafter, so every sequence has one new token.
+            states = features.to(torch.bfloat16, copy=True)  # [N, f*h]
+            for (sequence, _), state in zip(news, states.split(1), strict=True):
                 sequence.states.append(state)
         going = [i for i, (sequence, _) in enumerate(news) if not sequence.stats.finish]
         numbers = [token for i in going for token in news[i][1]]

@@ -248,12 +248,19 @@ class PretendGpu(TorchDispatchMode):
         self._outputs = []
         return self.recording
 
-    def end_capture(self) -> None:
-        """What a capture made holds nothing until the first replay."""
-        for made in self._outputs:
-            made.fill_(float("nan") if made.is_floating_point() else 0)
+    def end_capture(self) -> list[Tensor]:
+        """Ends the capture and returns what it made, which holds nothing until the first replay."""
+        made = self._outputs
+        self.poison(made)
         self.recording = None
         self._outputs = []
+        return made
+
+    @staticmethod
+    def poison(made: list[Tensor]) -> None:
+        """Overwrites what a graph made, as its next replay does."""
+        for tensor in made:
+            tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
 
     # -- operations ------------------------------------------------------------------------------------------------------
 

@@ -184,13 +184,20 @@ def _graphs(gpu: PretendGpu) -> dict[str, Any]:
 
         def __init__(self, keep_graph: bool = False) -> None:
             self.launches: list[Any] | None = None
+            self.made: list[Tensor] = []
 
         def replay(self) -> None:
             if self.launches is None:
                 raise RuntimeError("a graph is replayed that holds no capture")
             gpu.replays += 1
             gpu.calls[place()] += 1
-            without_pretending(lambda: [launch() for launch in self.launches])()
+
+            def run() -> None:
+                gpu.poison(self.made)  # whoever still reads the last replay's outputs notices
+                for launch in self.launches:
+                    launch()
+
+            without_pretending(run)()
 
         def reset(self) -> None:
             self.launches = None
@@ -206,7 +213,7 @@ def _graphs(gpu: PretendGpu) -> dict[str, Any]:
                 yield
             graph.launches = launches
         finally:
-            without_pretending(gpu.end_capture)()
+            graph.made = without_pretending(gpu.end_capture)()
 
     return {"CUDAGraph": CUDAGraph, "graph": capture, "graph_pool_handle": lambda: (0, 0)}
 

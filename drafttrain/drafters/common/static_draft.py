@@ -511,6 +511,7 @@ class DraftSteps:
         tokens = grown.tokens[:count].clone()
         scores = grown.scores[:count].float()
         if growth.fixed:
+            scores = scores.clone()  # the next replay overwrites what the step made
             rows = list(range(growth.nodes))
             kept = self.drafter.kept_ids
             if grown.proposals is None:

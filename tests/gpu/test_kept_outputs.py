@@ -1,0 +1,105 @@
+"""What outlives a captured pass is a copy: the next replay overwrites the pass's own outputs.
+
+The target's residual stream is the token's embedding, and its next token a fixed permutation with a wide margin, so
+that states and tokens are known exactly in bfloat16.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.inference import Decoder, SamplingParams
+from drafttrain.inference.responses import ResponseEngine, ResponseRequest
+from drafttrain.target import Target
+from tests.drafters import test_contract as contract
+from tests.gpu.count import drafter_of, moved
+from tests.inference.fakes import ANY, FakeBatch
+
+VOCABULARY = 300
+STEP = 7  # the token after t is t + STEP; 7 and 300 share no factor, so all tokens are visited
+LAYERS = (1, 3)
+PROMPTS = [[5, 9, 11, 30], [7], [3, 3, 8]]
+NEW = 9
+
+
+def permuting_target(dtype=torch.bfloat16):
+    """A target on the pretend GPU whose states are embeddings and whose next token is known."""
+    base = contract.the_target()
+    model = copy.deepcopy(base.model)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        embeddings = torch.randn(model.model.embed_tokens.weight.shape, generator=generator)
+        embeddings /= embeddings.square().mean(1, keepdim=True).sqrt()
+        model.model.embed_tokens.weight.copy_(embeddings)
+        model.model.norm.weight.fill_(1)
+        model.lm_head.weight.copy_(embeddings.roll(STEP, 0))
+    return Target.wrap(model.to("cuda", dtype), base.tokenizer, name=base.name, dtype=dtype)
+
+
+def continuation(prompt):
+    return [(prompt[-1] + STEP * (number + 1)) % VOCABULARY for number in range(NEW)]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("captured", [True, False])
+def test_states_of_responses_are_those_of_their_tokens(gpu, monkeypatch, captured):
+    monkeypatch.setenv("DRAFTTRAIN_GRAPHS", str(int(captured)))
+    target = permuting_target()
+    engine = ResponseEngine(target, slots=2, max_length=64, feature_layers=LAYERS)
+    requests = [
+        ResponseRequest(str(number), prompt, NEW, ()) for number, prompt in enumerate(PROMPTS)
+    ]
+    embeddings = target.model.model.embed_tokens.weight.detach().cpu()
+    for finished in engine.run(requests, SamplingParams()):
+        prompt = PROMPTS[int(finished.key)]
+        assert finished.sequence == prompt + continuation(prompt)
+        want = embeddings[torch.tensor(finished.sequence[:-1])]  # [n, h] bfloat16
+        assert torch.equal(finished.features, torch.cat([want] * len(LAYERS), dim=1))
+        assert torch.allclose(finished.last_hidden.float(), want.float(), atol=0.02, rtol=0.02)
+    assert (gpu.replays > 0) == captured
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("rows", [1, 3])
+def test_sessions_get_the_features_of_committed_tokens(gpu, rows):
+    target = permuting_target()
+    truths = {tuple(prompt): continuation(prompt) for prompt in PROMPTS}
+    drafter = FakeBatch(truths, agree=0.6, feature_layers=LAYERS, vocab=VOCABULARY)
+    decoder = Decoder(target, drafter, spec=ANY, max_rows=rows, eos_ids=(), graphs=True)
+    made = decoder.generate(PROMPTS, max_new_tokens=NEW)
+    assert gpu.replays > 0
+    assert [one.tokens for one in made] == list(truths.values())
+    embeddings = target.model.model.embed_tokens.weight.detach().cpu()
+    for session in drafter.sessions:
+        read = torch.cat([part.cpu() for part in session.features])  # [n, f*h]
+        text = session.prompt + truths[tuple(session.prompt)]
+        want = embeddings[torch.tensor(text[: len(read)])]
+        assert torch.equal(read, torch.cat([want] * len(LAYERS), dim=1))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("tree", ["chain:3", "fanout:2x2"])
+def test_trees_that_an_observer_keeps_stay_as_they_were(gpu, tree):
+    target = permuting_target(torch.float32)
+    drafter = moved(drafter_of("eagle3"), target)
+    decoder = Decoder(target, drafter, spec=TreeSpec.parse(tree), eos_ids=(), graphs=True)
+    seen = []
+
+    def observe(_, tree, verdict, logits):
+        if len(tree):
+            seen.append((tree, tree.tokens.tolist(), tree.log_probs.tolist()))
+
+    decoder.observer = observe
+    decoder.generate(PROMPTS[:1], max_new_tokens=NEW)
+    assert gpu.replays > 0
+    assert len({tuple(scores) for _, _, scores in seen}) > 1  # rounds differ
+    for kept, tokens, scores in seen:
+        assert kept.tokens.tolist() == tokens
+        assert kept.log_probs.tolist() == scores
