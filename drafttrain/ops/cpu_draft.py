@@ -425,11 +425,8 @@ class DraftStep:
             raise ValueError(
                 f"counts={list(counts)}, lengths={list(lengths)}, window={window}: 1 to {OPENED}, from 0 on"
             )
-        self._check_places(
-            tables,
-            stores,
-            [length + count for length, count in zip(lengths, counts, strict=True)],
-        )
+        ends = [length + count for length, count in zip(lengths, counts, strict=True)]
+        self._check_places(tables, stores, ends, max(ends))
         count = len(counts)
         own = _rows(stores)
         new = array("q", counts)
@@ -514,7 +511,8 @@ class DraftStep:
             raise ValueError(
                 f"{found}: must be {self.hidden}, at most {OPENED}, from 1 on, and from 0 on"
             )
-        self._check_places(tables, stores, ends)
+        reach = max(lengths) - 1 + shape.depth
+        self._check_places(tables, stores, ends, reach)
         budget = shape.budget
         own = _rows(stores)
         long = array("q", lengths)
@@ -556,16 +554,17 @@ class DraftStep:
             raise ValueError(
                 f"sequences={plan.sequences}, stores={len(stores)}, window={window}: must be equal, and from 0 on"
             )
-        self._check_places(tables, stores, plan.ends)
+        # Siblings share a position, so a tree reaches fewer positions than it takes slots.
+        self._check_places(tables, stores, plan.ends, plan.positions)
 
     def _check_places(
         self,
         tables: tuple[Tensor, Tensor],
         stores: Sequence[KeyStore],
         ends: Sequence[int],
+        reach: int,
     ) -> None:
-        """ends: slots that each sequence needs; no token stands at a position behind them."""
-        reach = max(ends)
+        """ends: slots that each sequence needs. reach: positions that its tokens need, from 0 on."""
         for name, table in zip(("cosine", "sine"), tables, strict=True):
             if (count := check_rows(name, table, 1, self.rotary_dim)) < reach:
                 raise ValueError(f"{name} has {count} positions, but the tokens reach {reach}")

@@ -226,7 +226,7 @@ def grow_by_kernel(
     head = DraftHead.of(drafter.head)
     if head is None or max(lengths) > LONGEST_PREFIX or any(session.text for session in sessions):
         return None
-    tables = tables_of(drafter.rotary, sessions, max(lengths) - 1 + shape.opens)
+    tables = tables_of(drafter.rotary, sessions, max(lengths) - 1 + shape.depth)
     if tables is None:
         return None
     stores = [session.store_of(session.length - 1 + shape.opens, reads) for session in sessions]
