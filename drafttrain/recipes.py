@@ -79,9 +79,10 @@ def table() -> list[tuple[str, str, str]]:
         data = re.search(r"^# Data: ([\d,]+ answers)", text, re.MULTILINE)
         if plan and data:
             about = f"{data[1]}; {plan[1]}"
-        about = ""
-        if words:
+        elif words:
             about = words[1]
+        else:
+            about = ""
         rows.append((name, target[1] if target else "any", about))
     return rows
 

@@ -31,6 +31,7 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import wrap_torch_function
 
 from drafttrain.errors import UserError
 from drafttrain.losses.fused import fused_step
@@ -469,8 +470,12 @@ class DivergenceOutput:
     agree: Tensor | None = None
 
 
+@wrap_torch_function(lambda hidden: (hidden,))
 def has_kernel(hidden: Tensor) -> bool:
-    """Whether the Triton kernel serves this tensor: on a GPU, not float64, Triton installed."""
+    """Whether the Triton kernel serves this tensor: on a GPU, not float64, Triton installed.
+
+    `drafttrain plan` overrides it.
+    """
     return hidden.is_cuda and hidden.dtype != torch.float64 and has_triton()
 
 

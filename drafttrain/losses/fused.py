@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.overrides import wrap_torch_function
 
 from drafttrain.losses.shared_head import products
 from drafttrain.losses.spec import ACCEPTANCE, Loss
@@ -57,6 +58,14 @@ def plan(loss: Loss) -> tuple[Launch, ...]:
     return tuple(sorted(launches, key=lambda launch: launch.temperature != 1))
 
 
+@wrap_torch_function(lambda z, *rest, **options: (z,))
+def launch_rows(z: Tensor, *rest: object, **options: object) -> None:
+    """Launches the Triton kernel, a program per row of z [c, d]; `drafttrain plan` overrides it."""
+    from drafttrain.ops.divergence_kernels import divergence_rows
+
+    run_kernel(divergence_rows, (len(z),), z, *rest, **options)
+
+
 def fused_step(
     hidden: Tensor,
     weight: Tensor,
@@ -72,8 +81,6 @@ def fused_step(
         values [c] float32, their weighted gradient in the logits [c, d] in hidden's dtype, alpha
         [c] and agree [c] or None.
     """
-    from drafttrain.ops.divergence_kernels import divergence_rows
-
     z = products(hidden, weight)  # [c, d] in hidden's dtype
     width = z.shape[1]
     launches = plan(loss)
@@ -106,9 +113,7 @@ def fused_step(
         full = row_weight  # not read
         if accept or measures:
             full = targets.full_log_z(index, launch.temperature).float().contiguous()  # [c]
-        run_kernel(
-            divergence_rows,
-            (len(z),),
+        launch_rows(
             *(z, y, grad, values, alpha, agree, full),
             targets.argmax[index] if measures else index,
             targets.sampled_at(index) if "ce" in weights else index,

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import BlockMask
+from torch.overrides import wrap_torch_function
 
 from drafttrain.ops.flex_spans import Flex, span_attention_gpu
 
@@ -344,7 +345,8 @@ def narrowed(query: Tensor, base: Pair, tensors: Tensors) -> tuple[Tensor, Pair,
     return query, (key, value), rest
 
 
-def _attend(
+@wrap_torch_function(lambda own, spans, query, *rest: (query,))
+def attend_spans(
     own: Own,
     spans: Spans,
     query: Tensor,
@@ -352,8 +354,10 @@ def _attend(
     tensors: Tensors,
     flex: Flex | None,
 ) -> Tensor:
-    """[t, heads, e]. On a CPU by flash attention; elsewhere, or by a given `flex`, with torch's own
-    gradients.
+    """Attention over intervals of base keys and own keys: [t, heads, e].
+
+    Runs on a CPU by flash attention; elsewhere, or by a given `flex`, with torch's own gradients.
+    `drafttrain plan` overrides it.
     """
     if flex is None and (query.device.type == "cpu" or not len(query)):
         # The CPU's flash attention is faster in float32 than in bfloat16.
@@ -403,7 +407,7 @@ def block_attention(
             blocks
         )
         each = each._replace(first=torch.maximum(each.first, each.last + j + 2 - window))
-    return _attend(
+    return attend_spans(
         _Blocks(blocks),
         each,
         query,
@@ -502,4 +506,4 @@ def path_attention(
     """
     tensors = [tensor for path in paths for tensor in path[:2]]
     own = _Paths([path.rows for path in paths])
-    return _attend(own, spans, query, (base_key, base_value), tensors, flex).flatten(1)
+    return attend_spans(own, spans, query, (base_key, base_value), tensors, flex).flatten(1)

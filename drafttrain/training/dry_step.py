@@ -23,11 +23,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
-from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.nn.attention.flex_attention import AuxOutput
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from transformers import AutoModelForCausalLM, PretrainedConfig
@@ -36,7 +38,7 @@ from drafttrain.batch import Batch
 from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.registry import kind_class
 from drafttrain.files import Json
-from drafttrain.losses import divergence, parse_loss
+from drafttrain.losses import divergence, fused, parse_loss
 from drafttrain.ops import path_attention
 from drafttrain.target import Target
 from drafttrain.training.feature_sources import NoTarget, TargetSource
@@ -384,7 +386,9 @@ def dry_step(
                 step = drafter(StepInputs(batch, embeds, features, targets, row_of, total, True))  # type: ignore[arg-type]
             del features, targets, row_of, embeds
             if trains:  # autocast is left before backward, as in the trainer
-                step.loss.backward()
+                # The engine gets a graph edge: a call with a tensor would leave `_GpuKernels`.
+                edge = torch.autograd.graph.get_gradient_edge(step.loss)
+                torch.autograd.backward(edge, torch.ones_like(step.loss))
         gradients = sum(x.grad.nbytes for x in trained if x.grad is not None)
         count = sum(x.numel() for x in trained)
         beyond = max(0, ghosts.peak - held - gradients)
@@ -401,8 +405,8 @@ def dry_step(
 def _prepared(gpu: bool) -> Iterator[_Ghosts]:
     """What runs on ghosts inside does as on this kind of device."""
     with ExitStack() as open_:
-        for owner, name, value in _stand_ins() if gpu else ():
-            open_.enter_context(mock.patch.object(owner, name, value))
+        if gpu:
+            open_.enter_context(_GpuKernels())
         before = torch._C._only_lift_cpu_tensors()
         torch._C._set_only_lift_cpu_tensors(
             True
@@ -458,38 +462,19 @@ def _source(
     return source
 
 
-def _stand_ins() -> list[tuple[object, str, object]]:
-    """What a GPU runs instead of what the code chooses for a CPU: (module, name, replacement)."""
-    from drafttrain.ops import divergence_kernels
-
-    class NoLaunch:
-        def __getitem__(self, grid: object) -> Callable[..., None]:
-            return lambda *args, **constants: None
-
-    return [
-        (divergence, "has_kernel", lambda hidden: True),
-        (divergence_kernels, "divergence_rows", NoLaunch()),
-        (path_attention, "_attend", _attend),
-        (nn.functional, "scaled_dot_product_attention", _flash),
-        (
-            nn.functional,
-            "rms_norm",
-            lambda x, shape, weight=None, eps=None: _FusedNorm.apply(x, weight),
-        ),
-    ]
-
-
 class _FusedNorm(torch.autograd.Function):
     """What torch's fused RMS norm keeps: its input and a float32 per row."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
         x, weight, _ = ctx.saved_tensors
+        if weight is None:
+            return torch.empty_like(x), None
         return torch.empty_like(x), torch.empty_like(weight)
 
 
@@ -549,13 +534,48 @@ def _attend(
     return own.merge(query, out, lse, tensors, flash=False)[0]
 
 
-def _flex(query: Tensor, key: Tensor, value: Tensor, **options: object) -> Any:
+def _flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    **options: object,
+) -> tuple[Tensor, AuxOutput]:
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))
     out, lse = _Flex.apply(query, key, value)
-    if options.get("return_aux") is not None:
-        return (out, mock.Mock(lse=lse))
-    return (out, lse)
+    return out, AuxOutput(lse=lse)
+
+
+def _rms_norm(
+    x: Tensor,
+    shape: object,
+    weight: Tensor | None = None,
+    eps: object = None,
+) -> Tensor:
+    out: Tensor = _FusedNorm.apply(x, weight)
+    return out
+
+
+_STAND_INS: dict[object, Callable[..., object]] = {
+    divergence.has_kernel: lambda hidden: True,
+    fused.launch_rows: lambda *args, **options: None,
+    path_attention.attend_spans: _attend,
+    F.scaled_dot_product_attention: _flash,
+    F.rms_norm: _rms_norm,
+}
+
+
+class _GpuKernels(TorchFunctionMode):
+    """Functions that a GPU runs by kernels allocate here what those kernels do."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        return _STAND_INS.get(func, func)(*args, **(kwargs or {}))
 
 
 def _tensors(values: Iterable[object]) -> list[Tensor]:

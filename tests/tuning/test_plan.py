@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -342,6 +345,51 @@ def test_the_deepspeed_stage_comes_from_a_number_a_file_or_the_recipe(tmp_path):
 def test_what_cannot_be_planned_is_one_line(recipe, words, job, message):
     with pytest.raises(UserError, match=message):
         plan(recipe, words, Job(**job))
+
+
+WITHOUT_TRITON = """
+import sys
+
+
+class Hiding:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "triton":
+            return None
+        return self.finder.find_spec(name, path, target)
+
+
+sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
+
+from drafttrain.tuning import plan_memory
+from drafttrain.tuning.plan import plan
+
+plan_memory._MOST_TOKENS = 256
+plan_memory.Memory.most = lambda *_: 0
+totals = {}
+for kind in sys.argv[2:]:
+    totals[kind] = plan(sys.argv[1], [f"kind={kind}", "drafter={}"]).memory_gb["total"]
+assert "triton" not in sys.modules
+print(totals)
+"""
+
+
+def test_a_plan_needs_no_triton(recipe, monkeypatch):
+    """An environment without the extra `dev` plans the same memory; a kind per sort of attention and of norm."""
+    kinds = ("eagle3", "dflash", "medusa", "mlp_speculator")
+    words = [sys.executable, "-c", WITHOUT_TRITON, recipe, *kinds]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = ast.literal_eval(done.stdout.splitlines()[-1])
+    monkeypatch.setattr(plan_memory, "_MOST_TOKENS", 256)
+    monkeypatch.setattr(Memory, "most", lambda *_: 0)
+    want = {kind: plan(recipe, [f"kind={kind}", "drafter={}"]).memory_gb["total"] for kind in kinds}
+    assert found == want
 
 
 @pytest.mark.thorough
