@@ -37,7 +37,6 @@ from typing_extensions import TypedDict
 from drafttrain.batch import Batch
 from drafttrain.data.answer_log import LogReader, Place, read_answer
 from drafttrain.data.loader import collate
-from drafttrain.data.state_client import StateClient
 from drafttrain.data.store import load_records, read_meta
 from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.common.trainable import TrainableDrafter
@@ -54,10 +53,11 @@ from drafttrain.folders import PARTIAL, OutputFolder, check_folder, inputs_of
 from drafttrain.losses import parse_loss
 from drafttrain.outcome import conclude, next_command
 from drafttrain.progress import counted
+from drafttrain.states.served import Served, StateClient
+from drafttrain.states.source import TargetSource
 from drafttrain.target import Target, load_shell
 from drafttrain.target.devices import has_bfloat16
 from drafttrain.train import check_data
-from drafttrain.training.feature_sources import TargetSource
 from drafttrain.training.step import count_anchors
 
 STATE = "state.jsonl"
@@ -162,17 +162,18 @@ class Adapter:
                 args.states_dir,
             )
             servers.prove()
-        memory = _CACHE_BYTES, parse_loss(drafter.config.loss).temperatures
+        origin = None
+        if servers is not None:
+            origin = Served(servers, torch.bfloat16)
         self.source = TargetSource(
             self.target,
             drafter.feature_layers,
             drafter.kept_ids,
-            None,
-            None,
-            *memory,
-            servers=servers,
+            origin,
+            limit_bytes=_CACHE_BYTES,
+            temperatures=parse_loss(drafter.config.loss).temperatures,
         )
-        self.source.together = _FORWARD_ROWS
+        self.source.online.together = _FORWARD_ROWS
         self.random = random.Random(f"{args.seed} {self.state.number}")
         self.earlier = self._first_data()
         self.optimizer: torch.optim.AdamW | None = None
@@ -382,9 +383,7 @@ class Adapter:
             key=lambda it: it["number"],
         )
         self.answers = [*judges, *older, *newer]
-        kept = {it["number"] for it in self.answers}
-        for number in [number for number in self.source.kept if number not in kept]:
-            self.source.drop(number)
+        self.source.kept.keep_only({it["number"] for it in self.answers})
 
     # -- a round -----------------------------------------------------------------------------------
 

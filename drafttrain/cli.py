@@ -33,7 +33,7 @@ COMMANDS = {  # command -> (module below drafttrain, help)
     "prompts": ("data.prompts", "collect prompts, clean them, and drop those of evaluation suites"),
     "generate": ("data.generate", "let the target answer the prompts: the distillation data"),
     "features": (
-        "data.features",
+        "states.features",
         "store the target's hidden states of a data set, to train without the target",
     ),
     "serve-target": (

@@ -46,7 +46,6 @@ from drafttrain.data.loader import (
     training_rows,
     without_reasoning,
 )
-from drafttrain.data.state_client import StateClient
 from drafttrain.data.store import FeatureStore, Share, load_records, read_meta, stored_features
 from drafttrain.drafters.base import NEW
 from drafttrain.drafters.common.trainable import TrainableDrafter
@@ -63,6 +62,9 @@ from drafttrain.moved import CallableModule
 from drafttrain.outcome import conclude, next_command
 from drafttrain.progress import counted
 from drafttrain.sequence_parallel import SequenceGroup
+from drafttrain.states.origins import Origin, Stored
+from drafttrain.states.served import Served, StateClient
+from drafttrain.states.source import BatchSource, NoTarget, TargetSource
 from drafttrain.target import Target, TargetShell, load_shell
 from drafttrain.target.shared_rows import check_shared
 from drafttrain.training import arguments
@@ -73,7 +75,6 @@ from drafttrain.training.callbacks import (
     TimeBudget,
     gather_drafter,
 )
-from drafttrain.training.feature_sources import BatchSource, NoTarget, TargetSource
 from drafttrain.training.first_batches import first_batches
 from drafttrain.training.on_policy import OnPolicy, OnPolicyOptions
 from drafttrain.training.trainer import (
@@ -368,31 +369,26 @@ def build_source(
     records: Dataset,
     stored: FeatureStore | None,
 ) -> BatchSource:
-    """The source of target features and distributions: memory, stored features, the target; none
-    for next_token.
-    """
+    """The source of target features and distributions; that of next_token reads no target."""
     if config.loss == "next_token":
         return NoTarget()
-    servers = None
-    if config.sequence_parallel > 1 and stored is None and not config.target_url:
-        check_shared(target)
+    origin: Origin | None = None
     if config.target_url:
-        servers = proven_servers(config, target, drafter, stored is not None)
-        stored = None
-    if stored:
-        ids = list(records["id"])
-    else:
-        ids = None
-    at = parse_loss(config.loss).temperatures
-    memory = config.cache_size(target.device.type != "cpu") * 1e9, at, config.prefetch_gb * 1e9
+        client = proven_servers(config, target, drafter, stored is not None)
+        # Rounded as stored states are: a streamed run equals one on stored states.
+        origin = Served(client, torch.bfloat16)
+    elif stored is not None:
+        origin = Stored(stored, list(records["id"]))
+    elif config.sequence_parallel > 1:
+        check_shared(target)
     return TargetSource(
         target,
         drafter.feature_layers,
         drafter.kept_ids,
-        stored,
-        ids,
-        *memory,
-        servers,
+        origin,
+        limit_bytes=config.cache_size(target.device.type != "cpu") * 1e9,
+        temperatures=parse_loss(config.loss).temperatures,
+        prefetch_bytes=config.prefetch_gb * 1e9,
     )
 
 

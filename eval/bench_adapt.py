@@ -33,8 +33,8 @@ from drafttrain.evaluation.held_out import replayed_rows
 from drafttrain.files import write_json
 from drafttrain.flags import CommandParser
 from drafttrain.inference import Decoder
+from drafttrain.states.source import TargetSource
 from drafttrain.target import Target
-from drafttrain.training.feature_sources import TargetSource
 
 SPEC = "chain:4"
 DOMAINS = json.loads(

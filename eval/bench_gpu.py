@@ -35,10 +35,10 @@ from drafttrain.drafters.registry import kind_class
 from drafttrain.environment import peak_memory, reset_peak
 from drafttrain.inference import Decoder, SamplingParams
 from drafttrain.inference.responses import ResponseEngine, ResponseRequest
+from drafttrain.states.source import TargetSource
 from drafttrain.target import Target
 from drafttrain.target.devices import DTYPES, resolve_device
 from drafttrain.training.dry_step import dry_step
-from drafttrain.training.feature_sources import TargetSource
 
 ROUND_GOAL = 1.25  # a round of a chain of 5, in readings of the target's weights
 MEMORY_GOAL = 0.15  # how far the prediction may be off

@@ -116,7 +116,7 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, float]:
         "embedding": shell.embed_weight.nbytes,
         "head": 0 if tied else shell.head_weight.nbytes,
         "final_norm": sum(weight.nbytes for weight in shell.norm.parameters()),
-        "head_rows": source.weight.nbytes,
+        "head_rows": source.head.weight.nbytes,
         "drafter": own,
         "gradients": learned,
         "optimizer": 2 * learned,

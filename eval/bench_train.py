@@ -3,7 +3,7 @@
 Every side trains the same drafter (same sizes, TTT depths, vocabulary, precision, AdamW, clipping) on the same packed rows of
 stored target states, in a process of its own, so that peaks are its own; the processes run interleaved, one at a time.
 
-    ours          training/feature_sources.py and drafters/eagle3 as `drafttrain train` runs them offline
+    ours          states/source.py and drafters/eagle3 as `drafttrain train` runs them offline
     plain         the textbook: logits [rows, s, d] of every position and depth, attention under a dense [s, k*s] mask, the
                   target's logits over its whole vocabulary; fed with our weights, and checked to give our loss
     speculators   its model, loss and masks (eval/speculators_side.py), if --peer-python has them
@@ -33,8 +33,9 @@ from drafttrain.data.store import load_records
 from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.common.layers import rotate
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
+from drafttrain.states.origins import Stored
+from drafttrain.states.source import TargetSource
 from drafttrain.target import Target, resolve_device
-from drafttrain.training.feature_sources import TargetSource
 
 GOAL = 1.5
 DECAY = 0.8
@@ -112,7 +113,7 @@ class _Stored:
 def our_step(job: dict[str, Any], target: Target, drafter: Eagle3) -> Step:
     stored: Any = _Stored(job)
     ids = [str(i) for i in range(1 + max(map(int, stored.documents)))]
-    source = TargetSource(target, drafter.feature_layers, drafter.kept_ids, stored, ids)
+    source = TargetSource(target, drafter.feature_layers, drafter.kept_ids, Stored(stored, ids))
     if job["checkpointing"]:
         drafter.gradient_checkpointing_enable()
 

@@ -37,9 +37,9 @@ from drafttrain.evaluation.runner import covered
 from drafttrain.evaluation.suites import load_suite, take_evenly
 from drafttrain.inference import Decoder
 from drafttrain.losses import TargetRows
+from drafttrain.states.source import TargetSource
 from drafttrain.target import Target
 from drafttrain.train import build_drafter
-from drafttrain.training.feature_sources import TargetSource
 
 VARIANTS = {"kept": "extra_vocab_size=0", "+tokens": "extra_vocab_size=256"}
 SAMPLES = 2000  # of the bootstrap over prompts

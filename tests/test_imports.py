@@ -32,6 +32,7 @@ ORDER = [
     ["flags"],
     ["inference"],
     ["data"],
+    ["states"],
     ["training", "evaluation"],
     ["reports"],
     ["tuning"],

@@ -22,8 +22,8 @@ from drafttrain.drafters.registry import kind_class
 from drafttrain.drafters.shipping import Trained, find_drafter, shipped_kinds, shipping
 from drafttrain.inference import generate
 from drafttrain.progress import Progress
+from drafttrain.states.source import TargetSource
 from drafttrain.target import Target
-from drafttrain.training.feature_sources import TargetSource
 
 _VOCAB = 320
 _STEPS = 80

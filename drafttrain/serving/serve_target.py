@@ -14,10 +14,10 @@ import torch
 
 from drafttrain.config import load_config
 from drafttrain.data.generate import parse_layers
-from drafttrain.data.state_server import MooncakeStore, StateServer
 from drafttrain.drafters.base import NEW
 from drafttrain.drafters.registry import kind_class
 from drafttrain.errors import UserError
+from drafttrain.states.server import MooncakeStore, StateServer
 from drafttrain.target import Target, load_shell
 from drafttrain.training import arguments
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -40,8 +40,9 @@ from drafttrain.drafters.registry import kind_class
 from drafttrain.files import Json
 from drafttrain.losses import divergence, fused, parse_loss
 from drafttrain.ops import path_attention
+from drafttrain.states.origins import Origin, Row, RowStates
+from drafttrain.states.source import NoTarget, TargetSource
 from drafttrain.target import Target
-from drafttrain.training.feature_sources import NoTarget, TargetSource
 
 _BLOCK = 512  # bytes; the CUDA allocator's unit
 _aten = torch.ops.aten
@@ -417,24 +418,23 @@ def _prepared(gpu: bool) -> Iterator[_Ghosts]:
         yield _ghosts[-1]
 
 
-class _GivenStates:
-    """Stands for `StatesAhead`: states of every conversation are there."""
+class _GivenStates(Origin):
+    """States of every conversation, which are there without being read."""
 
-    waited = 0.0
+    name = "stored"
 
     def __init__(self, width: int, hidden: int):
         self.width = width
         self.hidden = hidden
 
-    def ask(self, index: int, tokens: Tensor) -> None:
-        pass
-
-    def take(self, index: int, tokens: Tensor) -> dict[str, Tensor]:
-        sizes = {"features": self.width, "last_hidden": self.hidden}
-        return {
-            name: torch.empty(len(tokens), n, dtype=torch.bfloat16, device="cpu")
-            for name, n in sizes.items()
-        }
+    def states(self, rows: Sequence[Row]) -> list[RowStates | None]:
+        found: list[RowStates | None] = []
+        for row in rows:
+            length = len(row.tokens)
+            features = torch.empty(length, self.width, dtype=torch.bfloat16, device="cpu")
+            last = torch.empty(length, self.hidden, dtype=torch.bfloat16, device="cpu")
+            found.append(row.cut(RowStates(features, last)))
+        return found
 
 
 def _source(
@@ -445,20 +445,20 @@ def _source(
     gpu: bool,
     keeps: bool,
 ) -> TargetSource:
-    at = parse_loss(loss).temperatures
+    origin = None
+    if states:
+        width = len(drafter.feature_layers) * target.hidden_size
+        origin = _GivenStates(width, target.hidden_size)
     source = TargetSource(
         target,
         drafter.feature_layers,
         drafter.kept_ids,
+        origin,
         limit_bytes=float(keeps),
-        temperatures=at,
+        temperatures=parse_loss(loss).temperatures,
     )
     if gpu:
-        source.together = None
-    if states:
-        width = len(drafter.feature_layers) * target.hidden_size
-        source.ahead = _GivenStates(width, target.hidden_size)  # type: ignore[assignment]
-        source.hits[source.read_from] = 0
+        source.online.together = None
     return source
 
 

@@ -7,7 +7,7 @@ from datasets import Dataset
 
 from drafttrain.batch import Batch
 from drafttrain.data.loader import collate
-from drafttrain.training.feature_sources import BatchSource
+from drafttrain.states.source import BatchSource
 
 # enough for a regression over a few thousand inputs and for accuracies; more changes little
 _START_TOKENS = 60_000

@@ -1,6 +1,6 @@
 """One training step, from collated tokens to the loss and its metrics.
 
-    tokens [b, s]  ->  target: features [b, s, f*h] and distributions p of the rows that losses read     feature_sources.py
+    tokens [b, s]  ->  target: features [b, s, f*h] and distributions p of the rows that losses read     states/source.py
                    ->  drafter: states [t, h] of every depth, from features and tokens                   forward of the kind
                    ->  loss: divergence of p and q = softmax(head state), summed over depths             losses/divergence.py
                    ->  metrics: sums per depth, divided by the anchors when they are logged              `take_metrics`
@@ -22,8 +22,8 @@ from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.errors import UserError
 from drafttrain.sequence_parallel import SequenceGroup
+from drafttrain.states.source import BatchSource
 from drafttrain.target import Target
-from drafttrain.training.feature_sources import BatchSource
 
 # Acceptance is measured on every so many training steps: it changes slowly, and with small drafters
 # costs more than a step.

@@ -33,10 +33,10 @@ from drafttrain.errors import UserError
 from drafttrain.files import Json, is_disk_full, open_tensors, read_json, reading
 from drafttrain.folders import PARTIAL, OutputFolder
 from drafttrain.sequence_parallel import SharedBatches
+from drafttrain.states.ahead import MOST_STEPS, Inputs, LookAhead, StatesLostError
 from drafttrain.training.callbacks import TimeBudget, max_over_ranks
 from drafttrain.training.column_rates import set_column_rates
 from drafttrain.training.on_policy import OnPolicy
-from drafttrain.training.states_ahead import MOST_BATCHES, Inputs, LookAhead, StatesLostError
 from drafttrain.training.step import StepTrainer, count_anchors
 
 
@@ -123,7 +123,7 @@ class DrafterTrainer(StepTrainer):
         assert isinstance(dataset, Dataset)
         self.order.later = 1
         try:
-            chosen = list(itertools.islice(loader.batch_sampler, MOST_BATCHES))
+            chosen = list(itertools.islice(loader.batch_sampler, MOST_STEPS))
         finally:
             self.order.later = 0
         return (collate([dataset[i] for i in rows]) for rows in chosen)

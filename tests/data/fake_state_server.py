@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save
 
-from drafttrain.data.state_transports import write_record
+from drafttrain.states.transports.folder import write_record
 from drafttrain.target import Target
 from tests.data.faulty_server import FAULTS, Handler
 

@@ -19,9 +19,10 @@ from drafttrain.data.loader import collate, training_rows
 from drafttrain.data.store import FeatureStore, load_records
 from drafttrain.drafters.base import StepInputs
 from drafttrain.errors import UserError
+from drafttrain.states.origins import Stored
+from drafttrain.states.source import TargetSource
 from drafttrain.target import Target
 from drafttrain.target.attention import LAST
-from drafttrain.training.feature_sources import TargetSource
 from tests.drafters.test_eagle3 import make_drafter
 from tests.training.test_train import ROOT
 
@@ -39,8 +40,10 @@ def loss_of(data, target, stored: bool, loss: str = "kl"):
     drafter = make_drafter(
         target, torch.arange(10, 250), ttt_steps=3, feature_layers=LAYERS, loss=loss
     )
-    found = FeatureStore.open(data, LAYERS) if stored else None
-    source = TargetSource(target, LAYERS, drafter.kept_ids, found, list(records["id"]))
+    origin = None
+    if stored:
+        origin = Stored(FeatureStore.open(data, LAYERS), list(records["id"]))
+    source = TargetSource(target, LAYERS, drafter.kept_ids, origin)
     batch = Batch.of(collate(list(rows)))
     features, wanted, row_of = source(batch)
     step = drafter(
@@ -110,7 +113,8 @@ def test_other_settings_and_full_disks_are_refused_before_anything_is_written(
 
 KILL = """
 import os, signal, sys
-from drafttrain.data import features, store
+from drafttrain.data import store
+from drafttrain.states import features
 plain, written = os.replace, []
 def replace(source, goal):
     if str(goal).endswith(".safetensors"):

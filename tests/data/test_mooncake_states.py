@@ -20,11 +20,11 @@ import pytest
 import torch
 
 from drafttrain.cli import main
-from drafttrain.data import state_client
-from drafttrain.data.engines.drafttrain_address import own_address
-from drafttrain.data.state_client import StateClient
-from drafttrain.data.state_server import MooncakeStore, free_port
 from drafttrain.errors import UserError
+from drafttrain.states import served
+from drafttrain.states.engines.drafttrain_address import own_address
+from drafttrain.states.served import StateClient
+from drafttrain.states.server import MooncakeStore, free_port
 from drafttrain.target import Target
 from tests.conftest import make_target
 from tests.data.fake_state_server import FakeStateServer
@@ -118,12 +118,12 @@ def server(tmp_path, target, monkeypatch):
     monkeypatch.setitem(sys.modules, "hs_connectors.mooncake_store", module)
     for name, value in (("objects", {}), ("configs", []), ("away", False)):
         monkeypatch.setattr(FakeStore, name, value)
-    monkeypatch.setattr(state_client, "_FIRST_PAUSE", 0.002)
-    monkeypatch.setattr(state_client, "_LONGEST_PAUSE", 0.02)
+    monkeypatch.setattr(served, "_FIRST_PAUSE", 0.002)
+    monkeypatch.setattr(served, "_LONGEST_PAUSE", 0.02)
     without = functools.partial(
-        state_client.httpx.Client, verify=False
+        served.httpx.Client, verify=False
     )  # reading certificates takes 0.1 s
-    monkeypatch.setattr(state_client.httpx, "Client", without)
+    monkeypatch.setattr(served.httpx, "Client", without)
     with FakeMooncakeServer(target, tmp_path / "states", SERVED) as running:
         running.record = {
             "target": target.identity(), "layers": list(SERVED), "master": "127.0.0.1:50051", "protocol": "tcp",
@@ -143,7 +143,7 @@ def assert_states(client: StateClient, target: Target) -> None:
     ours = target.forward(torch.tensor([ROW]), client.layers)
     got = client.request(ROW)
     torch.testing.assert_close(got.features, ours.features[0], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(got.last_hidden, ours.last_hidden[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got.last, ours.last_hidden[0], rtol=1e-5, atol=1e-6)
 
 
 def test_states_are_the_targets_own_and_no_object_stays(client, server, target):
@@ -211,7 +211,7 @@ def test_a_server_that_started_again_unnoticed_is_proven_again_over_the_same_con
             {"record": None},
             "without a record; start it with: drafttrain serve-target --target tiny --transport mooncake",
         ),
-        ({"handle": "../etc"}, "names the object '../etc', no name of states"),
+        ({"handle": "../etc"}, "names the object '../etc', which is not a name of states"),
         ({"record": {"master": "m:1"}}, r"malformed: kv_transfer_params"),
     ],
 )

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from drafttrain.cli import flags_module, main
-from drafttrain.data import features, state_client, state_server, state_transports
-from drafttrain.data.state_server import StateServer, flag_value, served_layers
-from drafttrain.data.state_transports import RECORD
 from drafttrain.data.store import FeatureStore, Share, load_records
 from drafttrain.errors import UserError
 from drafttrain.serving import serve_target
+from drafttrain.states import features, served
+from drafttrain.states.server import StateServer, flag_value, free_port, served_layers
+from drafttrain.states.transports.folder import RECORD
 from drafttrain.target import Target, load_shell
 from drafttrain.target.attention import LAST
 from tests.data.fake_state_server import FakeStateServer
@@ -39,12 +39,12 @@ else:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(state_client, "_FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(state_transports, "_SETTLE", 0.02)
+    monkeypatch.setattr(served, "_FIRST_PAUSE", 0.001)
+    monkeypatch.setattr("drafttrain.states.transports.folder._SETTLE", 0.02)
     without = functools.partial(
-        state_client.httpx.Client, verify=False
+        served.httpx.Client, verify=False
     )  # reading certificates takes 0.1 s
-    monkeypatch.setattr(state_client.httpx, "Client", without)
+    monkeypatch.setattr(served.httpx, "Client", without)
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_states_from_a_server_are_those_of_the_local_backend(
     assert extract(data, *options) == 0
     ours = stored(data)
     local = json.loads((data / "features" / "features.json").read_text())
-    monkeypatch.setattr(features, "_IN_FLIGHT", 2)  # rows wait for each other
+    monkeypatch.setattr(served, "_IN_FLIGHT", 2)  # rows wait for each other
     server.faults.extend(["503", "", "torn file", "NaN"])
     assert extract(data, *options, "--backend", "vllm", "--url", server.url, "--overwrite") == 0
     theirs = stored(data)
@@ -98,7 +98,7 @@ def test_a_server_that_fails_for_good_keeps_what_was_stored_and_the_next_run_goe
     data, server, monkeypatch, capsys
 ):
     monkeypatch.setattr(features.ShardWriter, "full", True)
-    monkeypatch.setattr(features, "_IN_FLIGHT", 1)
+    monkeypatch.setattr(served, "_IN_FLIGHT", 1)
     server.faults.extend([""] * 5)  # a proof and three rows
     server.always = "400"
     assert extract(data, "--backend", "vllm", "--url", server.url) == 2
@@ -348,7 +348,7 @@ def test_layers_and_flags(target):
         flag_value(["--port", "1", "--port=2"], "--port", "8000") == "2"
         and flag_value(["--port"], "--port", "8") == "8"
     )
-    assert state_server.free_port() > 1023
+    assert free_port() > 1023
 
 
 # -- the real engine --------------------------------------------------------------------------------------------------

@@ -12,11 +12,11 @@ from contextlib import suppress
 import pytest
 import torch
 
-from drafttrain.data import state_client, state_transports
 from drafttrain.data.failures import BadReply
-from drafttrain.data.state_client import StateClient
-from drafttrain.data.state_transports import RECORD, write_record
 from drafttrain.errors import UserError
+from drafttrain.states import served
+from drafttrain.states.served import StateClient
+from drafttrain.states.transports.folder import RECORD, write_record
 from drafttrain.target import Target
 from drafttrain.target.attention import LAST
 from tests.conftest import make_target
@@ -29,13 +29,13 @@ ROWS = [list(range(5 + i, 40 + 3 * i)) for i in range(12)]
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(state_client, "_FIRST_PAUSE", 0.002)
-    monkeypatch.setattr(state_client, "_LONGEST_PAUSE", 0.02)
-    monkeypatch.setattr(state_transports, "_SETTLE", 0.02)
+    monkeypatch.setattr(served, "_FIRST_PAUSE", 0.002)
+    monkeypatch.setattr(served, "_LONGEST_PAUSE", 0.02)
+    monkeypatch.setattr("drafttrain.states.transports.folder._SETTLE", 0.02)
     without = functools.partial(
-        state_client.httpx.Client, verify=False
+        served.httpx.Client, verify=False
     )  # reading certificates takes 0.1 s
-    monkeypatch.setattr(state_client.httpx, "Client", without)
+    monkeypatch.setattr(served.httpx, "Client", without)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def assert_states(client: StateClient, target: Target, row: list[int]) -> None:
     ours = target.forward(torch.tensor([row]), client.layers)
     got = client.request(row)
     torch.testing.assert_close(got.features, ours.features[0], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(got.last_hidden, ours.last_hidden[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got.last, ours.last_hidden[0], rtol=1e-5, atol=1e-6)
 
 
 def left(server: FakeStateServer) -> set[str]:
@@ -135,7 +135,7 @@ def test_a_fault_costs_a_retry_and_nothing_else(client, server, target, fault):
         ),
         (
             "outside",
-            "names the file '/etc/hosts.safetensors', which is no file of states in its folder",
+            "names the file '/etc/hosts.safetensors', which is not a file of states in its folder",
         ),
         ("no states", "hands out no states; start it with: drafttrain serve-target --target tiny"),
         ("400", r"HTTP 400: .*way.*; see the server's log"),
@@ -155,9 +155,7 @@ def test_a_row_without_tokens_needs_no_server_and_long_outages_no_longer_pauses(
 ):
     empty = client.request([])
     assert (
-        empty.features.shape == (0, 3 * 32)
-        and empty.last_hidden.shape == (0, 32)
-        and not server.requests
+        empty.features.shape == (0, 3 * 32) and empty.last.shape == (0, 32) and not server.requests
     )
     client.servers[0].failures = 5000
     server.faults.append("503")
@@ -165,7 +163,7 @@ def test_a_row_without_tokens_needs_no_server_and_long_outages_no_longer_pauses(
 
 
 def test_requests_that_fail_together_lengthen_the_pause_once(client, monkeypatch):
-    monkeypatch.setattr(state_client, "_FIRST_PAUSE", 60.0)
+    monkeypatch.setattr(served, "_FIRST_PAUSE", 60.0)
     server = client.servers[0]
     for _ in range(16):
         with suppress(BadReply), client._in_flight(server):

@@ -16,7 +16,7 @@ from drafttrain.errors import UserError
 from drafttrain.inference import generate, generate_batch
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.sampling import Sampler, SamplingParams, probabilities
-from drafttrain.training.feature_sources import TargetSource
+from drafttrain.states.source import TargetSource
 from tests.conftest import make_target
 from tests.drafters.overfitting import overfit
 from tests.drafters.test_eagle3 import make_batch, step_inputs

@@ -10,7 +10,7 @@ from drafttrain.drafters.common.starts import block_start, unit
 from drafttrain.drafters.dflash.model import DFlash
 from drafttrain.drafters.dflash2.model import DFlash2
 from drafttrain.drafters.dspark.model import DSpark
-from drafttrain.training.feature_sources import TargetSource
+from drafttrain.states.source import TargetSource
 from tests.conftest import make_target
 from tests.drafters.test_block import make_drafter, run_step
 from tests.drafters.test_eagle3 import make_batch

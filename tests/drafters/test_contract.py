@@ -26,9 +26,9 @@ from drafttrain.drafters.registry import kind_class, kinds, load_drafter, untrai
 from drafttrain.errors import UserError
 from drafttrain.inference import SamplingParams, generate, generate_batch
 from drafttrain.ops.sampling import Sampler
+from drafttrain.states.source import TargetSource
 from drafttrain.target import Target
 from drafttrain.train import build_drafter
-from drafttrain.training.feature_sources import TargetSource
 from tests.conftest import make_target
 
 KINDS = kinds()

@@ -26,7 +26,7 @@ from drafttrain.inference import SamplingParams, generate, generate_batch
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import pack_panels
 from drafttrain.ops.sampling import Sampler
-from drafttrain.training.feature_sources import NoTarget, TargetSource
+from drafttrain.states.source import NoTarget, TargetSource
 from tests.conftest import make_target, make_tokenizer
 from tests.drafters.overfitting import overfit
 from tests.drafters.test_eagle3 import make_batch, step_inputs

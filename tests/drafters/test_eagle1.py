@@ -10,7 +10,7 @@ from drafttrain.batch import anchors_by_depth
 from drafttrain.drafters.eagle1.model import Eagle1Config
 from drafttrain.errors import UserError
 from drafttrain.losses import StoredTopK
-from drafttrain.training.feature_sources import TargetSource
+from drafttrain.states.source import TargetSource
 from tests.conftest import make_target
 from tests.drafters.layer_kinds import (
     check_lossless,

@@ -11,7 +11,7 @@ from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.errors import UserError
 from drafttrain.ops.native import cpu_kernels
-from drafttrain.training.feature_sources import TargetSource
+from drafttrain.states.source import TargetSource
 from tests.conftest import make_target
 from tests.drafters.overfitting import overfit
 

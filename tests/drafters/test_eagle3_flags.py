@@ -21,8 +21,8 @@ from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.errors import UserError
 from drafttrain.ops.native import cpu_kernels
+from drafttrain.states.source import TargetSource
 from drafttrain.target import Target
-from drafttrain.training.feature_sources import TargetSource
 from tests.conftest import make_target, make_tokenizer
 from tests.drafters.test_eagle3 import make_batch, make_drafter, run_step
 

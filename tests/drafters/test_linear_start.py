@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drafttrain.drafters.common.starts import LeastSquares, linear_start
-from drafttrain.training.feature_sources import TargetSource
+from drafttrain.states.source import TargetSource
 from tests.conftest import make_target
 from tests.drafters.test_eagle3 import make_batch, make_drafter, run_step
 

@@ -9,9 +9,9 @@ from transformers import GraniteConfig, GraniteForCausalLM
 
 from drafttrain.drafters.mtp.model import MTP, MTPConfig
 from drafttrain.errors import UserError
+from drafttrain.states.source import TargetSource
 from drafttrain.target import Target
 from drafttrain.target.own_layer import OwnLayer
-from drafttrain.training.feature_sources import TargetSource
 from tests.conftest import make_target
 from tests.drafters.layer_kinds import (
     check_lossless,

@@ -16,7 +16,7 @@ from drafttrain.errors import UserError
 from drafttrain.inference import Decoder, SamplingParams, generate
 from drafttrain.ops.packing import pack
 from drafttrain.ops.sampling import Sampler
-from drafttrain.training.feature_sources import TargetSource
+from drafttrain.states.source import TargetSource
 from tests.conftest import make_target
 from tests.drafters.overfitting import overfit
 from tests.drafters.test_eagle3 import make_batch, run_step, step_inputs

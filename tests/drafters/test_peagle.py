@@ -8,7 +8,7 @@ import torch
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.peagle.model import PEagle, PEagleConfig
 from drafttrain.errors import UserError
-from drafttrain.training.feature_sources import TargetSource
+from drafttrain.states.source import TargetSource
 from tests.conftest import make_target
 from tests.drafters.layer_kinds import (
     check_lossless,

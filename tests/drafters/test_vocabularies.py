@@ -31,8 +31,8 @@ from drafttrain.errors import UserError
 from drafttrain.evaluation.diagnose import _vocabulary as diagnose_vocabulary
 from drafttrain.inference import SamplingParams, generate, generate_batch
 from drafttrain.ops.sampling import Sampler, probabilities
+from drafttrain.states.source import NoTarget, TargetSource
 from drafttrain.target import Target
-from drafttrain.training.feature_sources import NoTarget, TargetSource
 from tests.conftest import make_target, make_tokenizer
 from tests.drafters.test_draft_model import session_after
 from tests.drafters.test_eagle3 import make_batch

@@ -33,8 +33,8 @@ from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import kind_class, untrained
 from drafttrain.inference import Decoder, SamplingParams
 from drafttrain.inference.engine import Engine
+from drafttrain.states.source import TargetSource
 from drafttrain.target import Target
-from drafttrain.training.feature_sources import TargetSource
 from tests.drafters import test_contract as contract
 from tests.gpu.pretend import PretendGpu
 

@@ -11,9 +11,9 @@ from transformers import LlamaModel
 
 from drafttrain.errors import UserError
 from drafttrain.inference import generate
+from drafttrain.states.source import run_rows
 from drafttrain.target import Target, load_shell, loading, resolve_dtype
 from drafttrain.target.loading import architectures_of
-from drafttrain.training.feature_sources import run_rows
 from tests.conftest import make_target, make_tokenizer
 from tests.inference.test_every_family import FAMILIES, PROMPT, VARIANTS, build, wrapped
 

@@ -9,8 +9,8 @@ from accelerate import dispatch_model
 from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.inference import generate
+from drafttrain.states.source import TargetSource
 from drafttrain.target import Target
-from drafttrain.training.feature_sources import TargetSource
 from tests.conftest import make_target
 from tests.drafters.test_eagle3 import make_batch, make_drafter, run_step
 

@@ -13,15 +13,15 @@ import time
 from pathlib import Path
 
 from drafttrain.cli import main
-from drafttrain.data import state_client
 from drafttrain.files import append_line
+from drafttrain.states import served
 from drafttrain.training.step import StepTrainer
 
 
 def train(notes: Path, seconds: float, words: list[str]) -> int:
     file = os.open(notes, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     plain = StepTrainer.compute_loss
-    state_client._FIRST_PAUSE, state_client._LONGEST_PAUSE = 0.02, 0.2
+    served._FIRST_PAUSE, served._LONGEST_PAUSE = 0.02, 0.2
 
     def noted(self, model, inputs, *args, **kwargs):
         loss = plain(self, model, inputs, *args, **kwargs)

@@ -10,9 +10,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from drafttrain.batch import Batch
 from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.registry import kind_class
+from drafttrain.states.source import TargetSource
 from drafttrain.target import Target
 from drafttrain.training.dry_step import dry_step
-from drafttrain.training.feature_sources import TargetSource
 
 ROWS = 2
 LENGTH = 384

@@ -7,7 +7,7 @@ import torch
 
 from drafttrain.drafters.base import StepInputs
 from drafttrain.losses import DIVERGENCES
-from drafttrain.training.feature_sources import NoTarget, TargetSource
+from drafttrain.states.source import NoTarget, TargetSource
 from drafttrain.training.first_batches import first_batches
 from tests.drafters.test_eagle3 import make_batch, make_drafter
 from tests.inference.fakes import VOCAB, family

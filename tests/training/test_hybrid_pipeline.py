@@ -13,8 +13,9 @@ from drafttrain.data.store import FeatureStore, load_records
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import kind_class
 from drafttrain.evaluation.held_out import acceptance, first_prompts, replayed
+from drafttrain.states.origins import Stored
+from drafttrain.states.source import TargetSource
 from drafttrain.target import Target, TargetShell, load_shell
-from drafttrain.training.feature_sources import TargetSource
 from tests.drafters.native_families import write_checkpoint
 from tests.training.test_train import write_recipe
 
@@ -134,9 +135,8 @@ def test_replay_in_training_gives_the_figures_of_decoding(hybrid, tmp_path, kind
     records = load_records(data)
     rows, _ = training_rows(records, 2048, 0, 0)
     store = FeatureStore.open(data, drafter.feature_layers)
-    source = TargetSource(
-        shell, drafter.feature_layers, drafter.kept_ids, store, list(records["id"])
-    )
+    origin = Stored(store, list(records["id"]))
+    source = TargetSource(shell, drafter.feature_layers, drafter.kept_ids, origin)
     for tree in ("chain:3", "fanout:3x2"):
         want = acceptance(target, drafter, first_prompts(rows, 6, None), TreeSpec.parse(tree), 20)
         drafter.bind(shell)

@@ -10,8 +10,8 @@ from drafttrain.batch import Batch, anchors_by_depth
 from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.inference import generate_batch
+from drafttrain.states.source import TargetSource
 from drafttrain.target import Target
-from drafttrain.training.feature_sources import TargetSource
 from tests.conftest import make_tokenizer
 from tests.drafters.layer_kinds import make_kind
 

@@ -13,7 +13,7 @@ from drafttrain.data.loader import collate, join_rows
 from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.draft_model.model import DraftModel
 from drafttrain.errors import UserError
-from drafttrain.training.feature_sources import TargetSource
+from drafttrain.states.source import TargetSource
 from drafttrain.training.on_policy import OnPolicy, OnPolicyOptions
 from tests.drafters.test_eagle3 import make_drafter
 
@@ -124,7 +124,7 @@ def test_the_loss_is_on_sampled_tokens_and_the_targets_say(target):
     batch = Batch.of(mixed)
     source = TargetSource(target, (), drafter.kept_ids, limit_bytes=1e9)
     features, rows, row_of = source(batch)
-    assert source.kept == {} and source.hits["online"] == 3, (
+    assert source.kept.held == {} and source.hits["online"] == 3, (
         "such rows are neither looked up nor kept"
     )
     count = int((mixed["shift_labels"] != -100).sum())

@@ -7,7 +7,8 @@ import torch
 
 from drafttrain.batch import Batch
 from drafttrain.data.store import FeatureStore, FeatureWriter, Store
-from drafttrain.training.feature_sources import TargetSource
+from drafttrain.states.origins import Stored
+from drafttrain.states.source import TargetSource
 from tests.conftest import make_target
 from tests.drafters.test_eagle3 import make_batch
 from tests.drafters.test_eagle3_flags import packed_batch
@@ -67,8 +68,8 @@ def test_stored_features_are_laid_out_into_packed_rows(tmp_path):
     stored = FeatureStore.open(tmp_path / "data", LAYERS)
     packed = packed_batch(whole, [[2, 0], [3, 1]])
     sources = [
-        TargetSource(target, LAYERS, torch.arange(300), *rest)
-        for rest in ((), (stored, [f"r{i}" for i in range(4)]))
+        TargetSource(target, LAYERS, torch.arange(300), origin)
+        for origin in (None, Stored(stored, [f"r{i}" for i in range(4)]))
     ]
     online, offline = (list(per_conversation(source, packed)) for source in sources)
     assert sources[1].hits == {"memory": 0, "stored": 4, "online": 0}

@@ -13,8 +13,9 @@ from drafttrain.config import TrainConfig
 from drafttrain.data.store import FeatureStore
 from drafttrain.errors import UserError
 from drafttrain.sequence_parallel import SharedBatches
+from drafttrain.states.origins import Stored
+from drafttrain.states.source import TargetSource
 from drafttrain.training.arguments import sequence_group
-from drafttrain.training.feature_sources import TargetSource
 from tests.conftest import make_target
 from tests.drafters.layer_kinds import make_kind
 from tests.drafters.test_draft_model import make_drafter as make_draft_model
@@ -83,7 +84,7 @@ def test_four_processes_repeat_key_heads_and_may_hold_no_anchor():
         assert any(part[2]["count"][0] == 0 for part in parts)
 
 
-class Stored:
+class Shards:
     """Features on disk, as far as a source reads them; counts the rows that leave it."""
 
     def __init__(self, states: dict[str, dict[str, torch.Tensor]], top_k: int = 0):
@@ -108,8 +109,9 @@ def test_stored_states_are_read_in_parts():
     }
 
     def source() -> TargetSource:
-        stored: FeatureStore = Stored(states)  # type: ignore[assignment]
-        return TargetSource(target, drafter.feature_layers, drafter.kept_ids, stored, ["0", "1"])
+        store: FeatureStore = Shards(states)  # type: ignore[assignment]
+        origin = Stored(store, ["0", "1"])
+        return TargetSource(target, drafter.feature_layers, drafter.kept_ids, origin)
 
     check(drafter, target, batch, 2, source)
     _, parts = check(drafter, target, batch, 2)  # the same without

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from drafttrain.batch import Batch
-from drafttrain.data.features import local_states
 from drafttrain.errors import UserError
+from drafttrain.states.features import computed
+from drafttrain.states.origins import Row
+from drafttrain.states.source import Online, TargetSource, run_rows
 from drafttrain.target import Target
 from drafttrain.target.shared_rows import check_shared
-from drafttrain.training.feature_sources import TargetSource, run_rows
 from tests.drafters.layer_kinds import make_kind
 from tests.drafters.test_eagle3 import make_batch, run_step
 from tests.drafters.test_eagle3_flags import packed_batch
@@ -53,10 +54,9 @@ def check_states(name):
         )  # Mamba's list begins behind the first layer
         close(features, torch.cat([own[i - shift][0] for i in layers], dim=-1))
         close(last, own[-1][0])
-    for key, stored in local_states(
-        target, [(str(i), ids.tolist()) for i, ids in enumerate(rows)], layers, 0, "float32"
-    ):
-        close(stored["features"], found[int(key)][0][:-1])
+    wanted = [Row(index, ids) for index, ids in enumerate(rows)]
+    for row, states in computed(Online(target, layers), wanted):
+        close(states.features, found[row.index][0][:-1])
     return target
 
 

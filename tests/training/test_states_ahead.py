@@ -7,6 +7,7 @@ import json
 import shutil
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,38 +16,48 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from drafttrain.cli import main
-from drafttrain.data import state_client, state_transports
 from drafttrain.data.loader import collate
-from drafttrain.data.state_client import StateClient
 from drafttrain.data.store import ShardWriter, load_records
 from drafttrain.errors import UserError
 from drafttrain.files import write_json
+from drafttrain.states import served
+from drafttrain.states.ahead import MOST_STEPS, Ahead, LookAhead, StatesLostError, ahead
+from drafttrain.states.origins import Origin, Row, RowStates
+from drafttrain.states.served import StateClient
 from drafttrain.target import Target
-from drafttrain.training.states_ahead import MOST_BATCHES, LookAhead, StatesAhead
 from drafttrain.training.step import StepTrainer
 from tests.conftest import make_target
 from tests.data.fake_state_server import FakeStateServer
 from tests.training.test_scale import TWO
 from tests.training.test_train import ROOT, launch, write_data, write_recipe
 
-TOKENS = torch.arange(10)
-ROW = 10 * 4.0  # bytes of its states, at one float32 per token
+ROW_BYTES = 10 * 4.0  # of a row's states, at one float32 per token
 
 
-class Reader:
+def row(index: int, length: int = 10) -> Row:
+    return Row(index, torch.arange(length))
+
+
+class Reader(Origin):
     """Reads a float32 per token; notes the order, and waits for `gate` if one is set."""
+
+    name = "reader"
+    reads = True
+    threads = 2
 
     def __init__(self):
         self.asked: list[int] = []
         self.gate = threading.Event()
         self.gate.set()
 
-    def __call__(self, index: int, tokens: Tensor) -> dict[str, Tensor]:
-        self.asked.append(index)
+    def states(self, rows: Sequence[Row]) -> list[RowStates | None]:
+        (row,) = rows
+        self.asked.append(row.index)
         self.gate.wait()
-        if index == 13:
+        if row.index == 13:
             raise UserError("url='http://x': gone")
-        return {"features": torch.full((len(tokens), 1), float(index))}
+        states = torch.full((len(row.tokens), 1), float(row.index))
+        return [RowStates(states, states[:, :0])]
 
 
 @pytest.fixture
@@ -55,74 +66,76 @@ def reader():
 
 
 @pytest.fixture
-def ahead(reader):
-    made = StatesAhead(reader, 3 * ROW, 4.0, threads=2)
+def reading(reader):
+    made = Ahead(reader, 3 * ROW_BYTES, 4.0)
     yield made
     reader.gate.set()
     made.close()
 
 
-def test_no_more_is_asked_for_than_fits_and_the_order_is_that_of_the_steps(ahead, reader):
+def test_no_more_is_asked_for_than_fits_and_the_order_is_that_of_the_steps(reading, reader):
     for index in range(8):
-        ahead.expect(index, TOKENS)
-        assert ahead.held <= ahead.limit
-    assert ahead.held == 3 * ROW and not ahead.room
+        reading.expect(row(index))
+        assert reading.held <= reading.limit
+    assert reading.held == 3 * ROW_BYTES and not reading.room
     for index in range(8):
-        assert ahead.take(index, TOKENS)["features"][0] == index
-        assert ahead.held == min(3, 7 - index) * ROW
-    assert ahead.room and sorted(reader.asked) == list(range(8))
+        assert reading.take(row(index)).features[0] == index
+        assert reading.held == min(3, 7 - index) * ROW_BYTES
+    assert reading.room and sorted(reader.asked) == list(range(8))
 
 
-def test_what_a_step_waits_for_is_read_at_once_and_a_row_larger_than_the_limit_alone(ahead, reader):
+def test_what_a_step_waits_for_is_read_at_once_and_a_row_larger_than_the_limit_alone(
+    reading, reader
+):
     reader.gate.clear()
     for index in range(6):
-        ahead.expect(index, TOKENS)
-    ahead.ask(5, TOKENS)
-    ahead.ask(9, TOKENS)  # was not announced
-    assert ahead.held == 5 * ROW
+        reading.expect(row(index))
+    reading.ask(row(5))
+    reading.ask(row(9))  # was not announced
+    assert reading.held == 5 * ROW_BYTES
     reader.gate.set()
-    assert [int(ahead.take(i, TOKENS)["features"][0]) for i in (5, 9, 0, 1, 2, 3, 4)] == [
-        5,
-        9,
-        0,
-        1,
-        2,
-        3,
-        4,
-    ]
-    ahead.expect(10, torch.arange(100))
-    ahead.expect(11, TOKENS)
-    assert not ahead.room and ahead.held == 10 * ROW
-    assert len(ahead.take(10, torch.arange(100))["features"]) == 100 and ahead.room
+    order = [5, 9, 0, 1, 2, 3, 4]
+    assert [int(reading.take(row(index)).features[0]) for index in order] == order
+    reading.expect(row(10, 100))
+    reading.expect(row(11))
+    assert not reading.room and reading.held == 10 * ROW_BYTES
+    assert len(reading.take(row(10, 100)).features) == 100 and reading.room
 
 
-def test_a_row_that_two_batches_need_is_read_once_and_a_replaced_one_makes_room(ahead, reader):
+def test_a_row_that_two_batches_need_is_read_once_and_a_replaced_one_makes_room(reading, reader):
     for index in (1, 1, 2, 3, 4):
-        ahead.expect(index, TOKENS)
-    assert not ahead.room
-    ahead.release(4)  # before it was asked for
-    ahead.release(3)
-    assert ahead.room and ahead.held == 2 * ROW
-    assert ahead.take(1, TOKENS) is not None and ahead.held == 2 * ROW
-    assert ahead.take(1, TOKENS) is not None and ahead.held == ROW
-    ahead.take(2, TOKENS)
-    assert ahead.held == 0 and reader.asked.count(1) == 1 and 4 not in reader.asked
+        reading.expect(row(index))
+    assert not reading.room
+    reading.release(4)  # before it was asked for
+    reading.release(3)
+    assert reading.room and reading.held == 2 * ROW_BYTES
+    assert reading.take(row(1)) is not None and reading.held == 2 * ROW_BYTES
+    assert reading.take(row(1)) is not None and reading.held == ROW_BYTES
+    reading.take(row(2))
+    assert reading.held == 0 and reader.asked.count(1) == 1 and 4 not in reader.asked
 
 
-def test_a_failure_is_raised_where_the_states_are_needed(ahead):
+def test_a_failure_is_raised_where_the_states_are_needed(reading):
     for index in (12, 13):
-        ahead.expect(index, TOKENS)
-    assert ahead.take(12, TOKENS) is not None
-    with pytest.raises(UserError, match="http://x': gone"):
-        ahead.take(13, TOKENS)
+        reading.expect(row(index))
+    assert reading.take(row(12)) is not None
+    with pytest.raises(StatesLostError, match="http://x': gone"):
+        reading.take(row(13))
 
 
-def test_waiting_is_measured_and_only_waiting(ahead, monkeypatch):
+def test_waiting_is_measured_and_only_waiting(reading, monkeypatch):
     times = iter([1.0, 3.5, 10.0, 10.25])
-    monkeypatch.setattr(ahead, "clock", lambda: next(times))
-    ahead.take(1, TOKENS)
-    ahead.take(2, TOKENS)
-    assert ahead.waited == 2.75
+    monkeypatch.setattr(reading, "clock", lambda: next(times))
+    reading.take(row(1))
+    reading.take(row(2))
+    assert reading.waited == 2.75
+
+
+def test_what_a_step_takes_is_cut_and_rows_of_no_data_set_are_not_read(reading, reader):
+    needed = torch.tensor([2, 5])
+    (cut, other) = reading.states([Row(1, torch.arange(10), needed, slice(3, 10)), row(-1)])
+    assert cut.features.tolist() == [[1.0]] * 7 and len(cut.last) == 2
+    assert other is None and reader.asked == [1]
 
 
 def batches(*numbers: int):
@@ -154,17 +167,20 @@ def test_batches_are_announced_before_earlier_ones_run_also_those_of_the_next_ep
         assert announced == [*expected, 9], "what the epoch before announced is not announced again"
 
 
-def test_announcing_waits_for_room_and_holds_a_bounded_number():
+@pytest.mark.parametrize("steps", [LookAhead, ahead])
+def test_announcing_waits_for_room_and_holds_a_bounded_number(steps):
     announced: list[int] = []
     room = False
-    coming = LookAhead(
+    coming = steps(
         batches(*range(200)), lambda batch: announced.append(int(batch["n"])), lambda: room
     )
-    next(coming)
+    assert int(next(coming)["n"]) == 0
     assert announced == [0]
     room = True
-    next(coming)
-    assert len(announced) == 2 + MOST_BATCHES - 1
+    assert int(next(coming)["n"]) == 1
+    assert len(announced) == 2 + MOST_STEPS - 1
+    assert [int(batch["n"]) for batch in coming] == list(range(2, 200)), "all are handed out, once"
+    assert announced == list(range(200))
 
 
 # -- training from servers --------------------------------------------------------------------------------------------
@@ -203,7 +219,7 @@ def place(tmp_path_factory):
             writer.add(
                 row["id"],
                 features=states.features.bfloat16(),
-                last_hidden=states.last_hidden.bfloat16(),
+                last_hidden=states.last.bfloat16(),
             )
         writer.flush()
         client.close()
@@ -213,9 +229,9 @@ def place(tmp_path_factory):
 
 @pytest.fixture
 def server(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(state_client, "_FIRST_PAUSE", 0.002)
-    monkeypatch.setattr(state_client, "_LONGEST_PAUSE", 0.02)
-    monkeypatch.setattr(state_transports, "_SETTLE", 0.02)
+    monkeypatch.setattr(served, "_FIRST_PAUSE", 0.002)
+    monkeypatch.setattr(served, "_LONGEST_PAUSE", 0.02)
+    monkeypatch.setattr("drafttrain.states.transports.folder._SETTLE", 0.02)
     with FakeStateServer(
         Target.load(str(place[0]), "float32", "cpu"), tmp_path / "states", SERVED
     ) as running:
@@ -238,11 +254,11 @@ def test_streamed_states_train_what_stored_ones_train_and_are_asked_for_ahead(
 ):
     target, data, stored = place
     events: list[tuple[str, set[int]]] = []
-    start = StatesAhead._start
+    start = Ahead._start
     loss = StepTrainer.compute_loss
 
     def started(self, coming):
-        events.append(("asked", {coming.index}))
+        events.append(("asked", {coming.row.index}))
         start(self, coming)
 
     def computed(self, model, inputs, *args, **kwargs):
@@ -252,7 +268,7 @@ def test_streamed_states_train_what_stored_ones_train_and_are_asked_for_ahead(
 
     extra = {"packing": packing, "max_length": 64 if packing else 2048}
     server.faults.extend(["torn file", "NaN", "503", "no file"])  # cost retries only
-    monkeypatch.setattr(StatesAhead, "_start", started)
+    monkeypatch.setattr(Ahead, "_start", started)
     monkeypatch.setattr(StepTrainer, "compute_loss", computed)
     streamed = train(tmp_path / "streamed", target, data, target_url=server.url, **extra)
     out = capsys.readouterr().out

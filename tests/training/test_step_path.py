@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 import drafttrain
 from drafttrain.data.loader import collate, training_rows
 from drafttrain.data.store import load_records
-from drafttrain.training.feature_sources import TargetSource
+from drafttrain.states.source import TargetSource
 from drafttrain.training.trainer import DrafterTrainer
 from tests.drafters.test_eagle3 import make_drafter
 from tests.training.test_train import ROOT, write_data

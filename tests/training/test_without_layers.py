@@ -15,8 +15,9 @@ from drafttrain.data.store import FeatureStore, Store, load_records
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.evaluation.held_out import acceptance, first_prompts, replayed
 from drafttrain.inference import generate
+from drafttrain.states.origins import Stored
+from drafttrain.states.source import TargetSource
 from drafttrain.target import Target, TargetShell, load_shell
-from drafttrain.training.feature_sources import TargetSource
 from tests.conftest import make_target
 from tests.drafters.test_eagle3 import make_drafter
 from tests.target.test_shell import delete_layer_files, save
@@ -187,8 +188,7 @@ def test_replayed_answers_give_the_figures_of_decoding(stored, tree, most):
         shell,
         drafter.feature_layers,
         drafter.kept_ids,
-        FeatureStore.open(data, drafter.feature_layers),
-        list(records["id"]),
+        Stored(FeatureStore.open(data, drafter.feature_layers), list(records["id"])),
     )
     most = min(most, 24)
     want = acceptance(target, drafter, first_prompts(rows, 8, None), TreeSpec.parse(tree), most)

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -21,8 +19,6 @@ from torch import Tensor
 
 from drafttrain.data.generate import parse_layers, train_command
 from drafttrain.data.int8_rows import stored_as, value_bytes
-from drafttrain.data.state_client import RowStates, StateClient
-from drafttrain.data.state_server import StateServer, check_flags, flag_value, free_port
 from drafttrain.data.store import (
     FeatureStore,
     ShardWriter,
@@ -38,19 +34,24 @@ from drafttrain.flags import load_target
 from drafttrain.folders import OutputFolder, check_folder
 from drafttrain.outcome import conclude
 from drafttrain.progress import Progress, counted
+from drafttrain.states.ahead import Ahead, ahead
+from drafttrain.states.origins import Origin, Row, RowStates, TopTokens
+from drafttrain.states.served import Served, StateClient
+from drafttrain.states.server import StateServer, check_flags, flag_value, free_port
+from drafttrain.states.source import Online
 from drafttrain.target import Target, load_shell
 from drafttrain.values import StoreDtype
 
 _BATCH_TOKENS = 16_384  # padded tokens of one forward on a GPU; on a CPU rows run one by one
-_IN_FLIGHT = 16  # rows that a server is asked for at a time
-Row = tuple[str, list[int]]  # a conversation's id and tokens
+_AHEAD_BYTES = 1e9  # of states that servers are asked for before they are written
 
 
 def run(args: argparse.Namespace) -> int:
     """Extracts the missing states.
 
-    Raises UserError: no data set there, one of another tokenizer, stored states of other settings,
-    or too little disk.
+    Raises:
+        UserError: no data set there, one of another tokenizer, stored states of other settings,
+            or too little disk.
     """
     share = Share.of_process()
     root = check_folder(args.data, "generate", key="data")
@@ -79,12 +80,10 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             f"layers={args.layers!r} stores nothing; write default, or layer numbers such as 2,15,27"
         )
-    with OutputFolder(
-        root,
-        "generate",
-        key="data",
-        rank=share.rank if share.world > 1 else None,
-    ) as output:
+    rank = None
+    if share.world > 1:
+        rank = share.rank
+    with OutputFolder(root, "generate", key="data", rank=rank) as output:
         if args.overwrite and share.world == 1:
             output.set_aside("features/part-*.safetensors", "features/features.json")
         try:
@@ -102,15 +101,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_backend(args: argparse.Namespace, share: Share) -> None:
-    """Raises UserError: flags of one backend together with the other, or a flag of vLLM that is set
-    here.
+    """Checks that the flags belong to one backend.
+
+    Raises:
+        UserError: flags of both, or a flag of vLLM that is set here.
     """
     local = args.backend == "local"
     given = {"url": args.url, "states_dir": args.states_dir, "flags behind --": args.flags}
-    if local and (set_ := [key for key, value in given.items() if value]):
-        raise UserError(
-            f"{set_[0]}={given[set_[0]]!r} belongs to --backend vllm; give that too, or drop it"
-        )
+    for key, value in given.items():
+        if local and value:
+            raise UserError(f"{key}={value!r} belongs to --backend vllm; give that too, or drop it")
     if not local and args.target_device_map:
         raise UserError(
             f"target_device_map={args.target_device_map!r} belongs to --backend local; vLLM spreads the target by its own "
@@ -136,61 +136,68 @@ def extract(
     records: Dataset,
     stack: ExitStack,
 ) -> None:
-    """Computes and stores the missing states of this process's conversations. stack: ends what the
-    backend starts.
+    """Computes and stores the missing states of this process's conversations.
+
+    Args:
+        stack: ends what the backend starts.
     """
     root = Path(args.data).expanduser()
     describe(root, target, layers, args)
     done = FeatureStore(root)
-    limit = args.max_length or None
-    todo = [(row["id"], row["tokens"][:limit]) for row in records if row["id"] not in done]
+    keys: list[str] = []  # conversations without states
+    rows: list[Row] = []
+    tokens = 0  # no state is needed at the last token
+    for record in records:
+        if record["id"] in done:
+            continue
+        ids = torch.tensor(record["tokens"])
+        if args.max_length:
+            ids = ids[: args.max_length]
+        rows.append(Row(len(keys), ids))
+        keys.append(record["id"])
+        tokens += len(ids) - 1
+
     element = value_bytes(args.store_dtype, target.hidden_size)
-    # ids, logits and log_z, or the state
     if args.top_k:
-        last = 8 * args.top_k + 4
+        last = 8 * args.top_k + 4.0  # ids, logits and log_z
     else:
         last = element * target.hidden_size
-    row_bytes = 1.01 * (element * len(layers) * target.hidden_size + last)
-    needed = row_bytes * sum(
-        len(tokens) - 1 for _, tokens in todo
-    )  # no state is needed at the last token
+    needed = 1.01 * (element * len(layers) * target.hidden_size + last) * tokens
     if share.rank == 0:
         free = shutil.disk_usage(root).free
         kind = "last states"
         if args.top_k:
             kind = f"the {args.top_k} most likely tokens"
         print(
-            f"{args.data}: states of layers {','.join(map(str, layers))} and {kind} in {args.store_dtype}, {len(todo)} of "
+            f"{args.data}: states of layers {','.join(map(str, layers))} and {kind} in {args.store_dtype}, {len(rows)} of "
             f"{counted(len(records), 'conversations')} to do, about {needed / 1e9:.3f} GB; {free / 1e9:.1f} GB are free",
             flush=True,
         )
-    check_space(
-        root,
-        needed,
-        "features",
-        "choose another disk for the data, --top-k 64, fewer --layers, --max-length",
-    )
+    remedy = "choose another disk for the data, --top-k 64, fewer --layers, --max-length"
+    check_space(root, needed, "features", remedy)
+
     writer = ShardWriter(root / "features", share.rank)
-    mine = [it for it in todo if share.owns(it[0])]
+    mine = [row for row in rows if share.owns(keys[row.index])]
     if not mine:
         return
-    top_k = args.top_k
-    dtype = args.store_dtype
     if args.backend == "local":
-        found = local_states(target, mine, layers, top_k, dtype)
+        found = computed(Online(target, layers), mine)
     else:
         client = stack.enter_context(proven_client(args, target, layers))
-        found = served_states(client, mine, _IN_FLIGHT * len(client.servers), top_k, dtype)
+        found = read_ahead(Served(client), mine, 4 * (len(layers) + 1) * target.hidden_size)
     with Progress("features", len(mine), "conversations") as progress:
-        for key, tensors in found:
-            writer.add(key, **tensors)
+        for row, states in found:
+            tensors = stored_tensors(target, states, args.top_k, args.store_dtype)
+            writer.add(keys[row.index], **tensors)
             progress.advance()
         writer.flush()
 
 
 def describe(root: Path, target: Target, layers: tuple[int, ...], args: argparse.Namespace) -> None:
-    """Writes features.json, or checks that stored states were made with the same settings. Raises
-    UserError: they were not.
+    """Writes features.json, or checks that stored states were made with the same settings.
+
+    Raises:
+        UserError: they were not.
     """
     wanted = {
         "layers": list(layers),
@@ -198,8 +205,11 @@ def describe(root: Path, target: Target, layers: tuple[int, ...], args: argparse
         "top_k": args.top_k,
         "max_length": args.max_length,
     }
-    held = stored_features(root) or {}
-    changed = first_change({**wanted, **{key: held[key] for key in wanted if key in held}}, wanted)
+    held = dict(wanted)
+    for key, value in (stored_features(root) or {}).items():
+        if key in wanted:
+            held[key] = value
+    changed = first_change(held, wanted)
     if changed and any((root / "features").glob("part-*.safetensors")):
         raise UserError(
             f"data={args.data!r} holds features with {changed}; use the same, or replace them: --overwrite"
@@ -207,76 +217,47 @@ def describe(root: Path, target: Target, layers: tuple[int, ...], args: argparse
     write_json(root / "features" / "features.json", {"target": target.identity(), **wanted})
 
 
-def batches(todo: list[tuple[str, list[int]]], limit: int) -> Iterator[list[tuple[str, list[int]]]]:
-    """Groups conversations of similar length, at most `limit` padded tokens or a single
-    conversation per group.
-    """
-    group: list[tuple[str, list[int]]] = []
-    for key, tokens in sorted(todo, key=lambda it: len(it[1])) if limit > 1 else todo:
-        if group and (len(group) + 1) * len(tokens) > limit:
+def batches(rows: list[Row], limit: int) -> Iterator[list[Row]]:
+    """Groups rows of similar length, with at most `limit` padded tokens or a single row each."""
+    group: list[Row] = []
+    for row in sorted(rows, key=lambda row: len(row.tokens)):
+        if group and (len(group) + 1) * len(row.tokens) > limit:
             yield group
             group = []
-        group.append((key, tokens))
+        group.append(row)
     if group:
         yield group
 
 
-@torch.no_grad()
-def local_states(
-    target: Target,
-    rows: list[Row],
-    layers: tuple[int, ...],
-    top_k: int,
-    dtype: StoreDtype,
-) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Ids and stored tensors of rows, from the target in this process; in the order in which rows
-    share forwards.
+def computed(origin: Online, rows: list[Row]) -> Iterator[tuple[Row, RowStates]]:
+    """States of all but the last token of each row, from the target in this process.
+
+    On a GPU rows of similar length share forwards.
     """
-    for group in batches(rows, 1 if target.device.type == "cpu" else _BATCH_TOKENS):
-        ids = torch.zeros(
-            len(group),
-            max(len(tokens) for _, tokens in group),
-            dtype=torch.long,
-        )  # [b, s]
-        for i, (_, tokens) in enumerate(group):
-            ids[i, : len(tokens)] = torch.as_tensor(tokens)
-        out = target.forward(ids.to(target.device), layers)
-        for i, (key, tokens) in enumerate(group):
-            n = len(tokens) - 1
-            yield (
-                key,
-                stored_tensors(
-                    target,
-                    RowStates(out.features[i, :n], out.last_hidden[i, :n]),
-                    top_k,
-                    dtype,
-                ),
-            )
+    device = origin.target.device
+    groups: Iterable[list[Row]] = ([row] for row in rows)
+    if device.type != "cpu":
+        groups = batches(rows, _BATCH_TOKENS)
+    for group in groups:
+        made = origin.states([Row(row.index, row.tokens.to(device)) for row in group])
+        for row, states in zip(group, made, strict=True):
+            assert states is not None and isinstance(states.last, Tensor)
+            yield row, RowStates(states.features[:-1], states.last[:-1])
 
 
-def served_states(
-    client: StateClient,
-    rows: list[Row],
-    in_flight: int,
-    top_k: int,
-    dtype: StoreDtype,
-) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Ids and stored tensors of rows, in their order, from servers that are asked for `in_flight`
-    rows at a time.
-    """
-    waiting: deque[tuple[str, Future[RowStates]]] = deque()
-    with ThreadPoolExecutor(in_flight) as pool:
-        try:
-            for at in range(len(rows) + in_flight):
-                if at < len(rows):
-                    key, tokens = rows[at]
-                    waiting.append((key, pool.submit(client.request, tokens[:-1])))
-                if at >= in_flight and waiting:
-                    key, asked = waiting.popleft()
-                    yield key, stored_tensors(client.shell, asked.result(), top_k, dtype)
-        finally:
-            client.close()  # requests that wait for a server end
-            pool.shutdown(cancel_futures=True)
+def read_ahead(
+    origin: Origin, rows: list[Row], token_bytes: float
+) -> Iterator[tuple[Row, RowStates]]:
+    """States of all but the last token of each row in their order, with many requests at once."""
+    reading = Ahead(origin, _AHEAD_BYTES, token_bytes)
+    try:
+        for row in ahead(rows, reading.expect, lambda: reading.room, 2 * origin.threads):
+            states = reading.take(row)
+            assert states is not None
+            yield row, states
+    finally:
+        origin.close()  # requests that wait for a server end
+        reading.close()
 
 
 @torch.no_grad()
@@ -287,14 +268,16 @@ def stored_tensors(
     dtype: StoreDtype,
 ) -> dict[str, Tensor]:
     """The tensors to store for a row, on the CPU."""
+    assert isinstance(row.last, Tensor)
     found = stored_as("features", row.features, dtype, target.hidden_size)  # [n, f*h]
     if top_k:
-        last = row.last_hidden.to(target.device, target.embed_weight.dtype)
+        last = row.last.to(target.device, target.embed_weight.dtype)
         parts = [top_tokens(target.head(part), top_k) for part in last.split(256)]
-        names = ("topk_ids", "topk_logits", "log_z")
-        found.update(zip(names, map(torch.cat, zip(*parts, strict=True)), strict=True))
+        found["topk_ids"] = torch.cat([part.ids for part in parts])
+        found["topk_logits"] = torch.cat([part.logits for part in parts])
+        found["log_z"] = torch.cat([part.log_z for part in parts])
     else:
-        found |= stored_as("last_hidden", row.last_hidden, dtype, target.hidden_size)  # [n, h]
+        found |= stored_as("last_hidden", row.last, dtype, target.hidden_size)  # [n, h]
     return {name: tensor.cpu() for name, tensor in found.items()}
 
 
@@ -304,31 +287,22 @@ def proven_client(
     shell: Target,
     layers: tuple[int, ...],
 ) -> Iterator[StateClient]:
-    """A client of the servers that --url names, or of one that starts here and ends with the block;
-    proven.
+    """A proven client of the servers of --url, or of one that starts here and ends with the block.
 
-    Raises UserError: a server does not start, or does not serve this target.
+    Raises:
+        UserError: a server does not start, or does not serve this target.
     """
     with ExitStack() as stack:
         urls = args.url
         states_dir = args.states_dir
         if not urls:
-            if flag_value(args.flags, "--port", ""):
-                port = []
-            else:
-                port = ["--port", str(free_port())]
-            if args.dtype == "auto" or flag_value(args.flags, "--dtype", ""):
-                dtype = []
-            else:
-                dtype = ["--dtype", args.dtype]
-            flags = [*args.flags, *port, *dtype]
+            flags = list(args.flags)
+            if not flag_value(flags, "--port", ""):
+                flags += ["--port", str(free_port())]
+            if args.dtype != "auto" and not flag_value(flags, "--dtype", ""):
+                flags += ["--dtype", args.dtype]
             server = StateServer(
-                shell,
-                layers,
-                flags,
-                args.engine_python,
-                states_dir,
-                args.trust_remote_code,
+                shell, layers, flags, args.engine_python, states_dir, args.trust_remote_code
             )
             stack.callback(server.stop, 1.0)  # an interrupted command has little more
             print(f"starting {server}", flush=True)
@@ -343,9 +317,7 @@ def proven_client(
         yield client
 
 
-def top_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """[n, v] -> ids [n, k] int32, most likely first, their logits [n, k], and log of the full
-    softmax denominator [n].
-    """
+def top_tokens(logits: Tensor, k: int) -> TopTokens:
+    """The k likeliest tokens of logits [n, v]."""
     top = logits.topk(k, dim=-1)
-    return top.indices.int(), top.values, logits.logsumexp(-1)
+    return TopTokens(top.indices.int(), top.values, logits.logsumexp(-1))

@@ -16,10 +16,10 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, TypeVar
 
 import httpx
 import torch
@@ -29,19 +29,21 @@ from typing_extensions import NotRequired, TypedDict
 
 from drafttrain.data.backends import TIME_OUT, UNREACHABLE, key_headers, send_json
 from drafttrain.data.failures import BadReply
-from drafttrain.data.state_transports import (
+from drafttrain.errors import UserError
+from drafttrain.files import first_change
+from drafttrain.states.origins import Origin, Row, RowStates
+from drafttrain.states.transports import open_transport
+from drafttrain.states.transports.transport import (
     Announced,
     FileReply,
     StatesTransport,
     StoreReply,
-    open_transport,
 )
-from drafttrain.errors import UserError
-from drafttrain.files import first_change
 from drafttrain.target import Target
 from drafttrain.target.attention import LAST
 from drafttrain.target.loading import is_finite
 
+_IN_FLIGHT = 16  # requests at once, which a server runs together
 _TIMEOUT = 600.0  # seconds of a row's forward, queue included
 _PATIENCE = 900.0  # seconds that a server may be away; large targets take minutes to start
 _BAD_STATES = 4  # tries of a row whose states arrive damaged
@@ -52,7 +54,9 @@ _TOP = 8  # most likely tokens of each probed position
 _PROBE_IDS = 48
 _PROBE_TEXT = "Prove it: the state of 1,024 tokens — naïve café, 東京, здравствуй, def f(x): return x**2\n\tend."
 _LEAST_GAP = 5e-3  # nats; kernels of float32 differ by less
-
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Failures of a row's states; others are the server's.
+_DAMAGE = ("torn file", "no file", "torn object", "no object", "other tokens", "not finite")
 
 T = TypeVar("T")
 
@@ -79,15 +83,6 @@ class _Choice(TypedDict):
 class _StatesReply(TypedDict):
     choices: Annotated[list[_Choice], Field(min_length=1)]
     kv_transfer_params: NotRequired[FileReply | StoreReply | None]
-
-
-class RowStates(NamedTuple):
-    """The target's states of a row of n tokens, on the CPU, in the dtype that the server computes
-    in.
-    """
-
-    features: Tensor  # [n, f*h]
-    last_hidden: Tensor  # [n, h] behind the final norm
 
 
 @dataclass
@@ -138,26 +133,24 @@ class StateClient:
         timeout: float = _TIMEOUT,
         patience: float = _PATIENCE,
     ):
-        wrong = [url for url in urls if not re.match(r"https?://[^/]", url)]
-        if wrong or not urls:
-            raise UserError(
-                f"url={wrong[0] if wrong else ''!r} is not an address; write http://HOST:PORT"
-            )
-        self.servers = [
-            _StateServer(url)
-            for url in dict.fromkeys(url.rstrip("/").removesuffix("/v1") for url in urls)
-        ]
-        self.shell, self.layers, self.states_dir = shell, tuple(feature_layers), states_dir
+        addresses: dict[str, _StateServer] = {}
+        for url in urls or [""]:
+            if not re.match(r"https?://[^/]", url):
+                raise UserError(f"url={url!r} is not an address; write http://HOST:PORT")
+            address = url.rstrip("/").removesuffix("/v1")
+            addresses[address] = _StateServer(address)
+        self.servers = list(addresses.values())
+        self.shell = shell
+        self.layers = tuple(feature_layers)
+        self.states_dir = states_dir
         self.timeout = timeout
         self.patience = patience
-        self._http = httpx.Client(
-            headers=key_headers("OPENAI_API_KEY"),
-            limits=httpx.Limits(max_connections=None),
-        )
-        self._lock, self._closing = threading.Lock(), threading.Event()
-        self._chance = (
-            random.Random()
-        )  # retries must not draw from the generator that checkpoints hold
+        headers = key_headers("OPENAI_API_KEY")
+        self._http = httpx.Client(headers=headers, limits=httpx.Limits(max_connections=None))
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        # Retries must not draw from the generator that checkpoints hold.
+        self._chance = random.Random()
 
     @property
     def gaps(self) -> dict[str, float]:
@@ -185,8 +178,9 @@ class StateClient:
             self._retried(self._prove_once, [server])
 
     def request(self, tokens: Sequence[int]) -> RowStates:
-        """The states of all n tokens of a row. A row's last token needs none in training: leave it
-        out.
+        """The states of all n tokens of a row, on the CPU, in the server's dtype.
+
+        A row's last token needs none in training: leave it out.
 
         Raises:
             UserError: after the retries, or at once where none can help; names the server, what
@@ -212,47 +206,44 @@ class StateClient:
     # -- retries -----------------------------------------------------------------------------------
 
     def _retried(self, ask: Callable[[_StateServer], T], servers: Sequence[_StateServer]) -> T:
-        """The result of `ask(server)`, tried again, on other servers if there are any, while that
-        may help.
-        """
-        # the first failure
+        """The result of `ask(server)`, tried again while that may help, on all servers in turn."""
         damaged = 0
-        since = float("inf")
+        first_failure: float | None = None
         while True:
             server = self._next(servers)
             try:
                 with self._in_flight(server):
                     return ask(server)
             except BadReply as bad:
-                away = bad.reason in (UNREACHABLE, TIME_OUT) or (
-                    bad.retry and bad.reason not in _DAMAGE
-                )
-                damaged += bad.reason in _DAMAGE
-                since = min(since, time.monotonic())
-                late = time.monotonic() - since > self.patience
-                if (
-                    self._closing.is_set()
-                    or not (away or bad.retry)
-                    or damaged == _BAD_STATES
-                    or (away and late)
-                ):
-                    raise UserError(
-                        f"url={server.url!r}: {bad}{_fix(bad, server.transport, self.patience if away else 0)}"
-                    ) from bad
+                now = time.monotonic()
+                if first_failure is None:
+                    first_failure = now
+                patience = 0.0
+                if bad.reason in _DAMAGE:
+                    damaged += 1
+                    hopeless = not bad.retry or damaged == _BAD_STATES
+                elif bad.retry or bad.reason in (UNREACHABLE, TIME_OUT):
+                    # The server is away, for a while perhaps.
+                    patience = self.patience
+                    hopeless = now - first_failure > patience
+                else:
+                    hopeless = True
+                if hopeless or self._closing.is_set():
+                    fix = _fix(bad, server.transport, patience)
+                    raise UserError(f"url={server.url!r}: {bad}{fix}") from bad
 
     def _next(self, servers: Sequence[_StateServer]) -> _StateServer:
-        """The server to ask: the least busy of those that do not rest after a failure; waits until
-        one does not.
-        """
+        """The least busy of the servers that do not rest after a failure; waits for one of them."""
         while True:
             with self._lock:
                 now = time.monotonic()
                 awake = [server for server in servers if server.rests_until <= now]
-                if awake or self._closing.is_set():
-                    server = min(
-                        awake or servers,
-                        key=lambda server: (server.running, self._chance.random()),
-                    )
+                if self._closing.is_set() and not awake:
+                    awake = list(servers)
+                if awake:
+                    least = min(server.running for server in awake)
+                    idlest = [server for server in awake if server.running == least]
+                    server = self._chance.choice(idlest)
                     server.running += 1
                     return server
                 pause = min(server.rests_until for server in servers) - now
@@ -265,15 +256,16 @@ class StateClient:
             yield
         except BadReply as bad:
             with self._lock:
-                server.failures += (
-                    server.rests_until <= time.monotonic()
-                )  # requests that fail together are one failure
-                pause = min(
-                    _FIRST_PAUSE * 2 ** min(server.failures - 1, 10), _LONGEST_PAUSE
-                ) * self._chance.uniform(0.75, 1.25)
-                server.rests_until = time.monotonic() + max(bad.pause, pause)
+                now = time.monotonic()
+                # Requests that fail together are one failure.
+                if server.rests_until <= now:
+                    server.failures += 1
+                doubled = _FIRST_PAUSE * 2 ** min(server.failures - 1, 10)
+                pause = min(doubled, _LONGEST_PAUSE) * self._chance.uniform(0.75, 1.25)
+                server.rests_until = now + max(bad.pause, pause)
                 # What comes back after an outage may be another model.
-                server.proven = server.proven and bad.reason not in (UNREACHABLE, "connection lost")
+                if bad.reason in (UNREACHABLE, "connection lost"):
+                    server.proven = False
             raise
         else:
             server.failures = 0
@@ -289,17 +281,22 @@ class StateClient:
         prompt: list[int] | str,
         logprobs: int | None = None,
     ) -> tuple[dict[str, Tensor], list[dict[str, _Logprob] | None]]:
-        """Asks once: hidden_states [n, layers, h] and token_ids [n], and the prompt's
-        log-probabilities. Raises BadReply.
+        """Asks once for hidden_states [n, layers, h], token_ids [n] and log-probabilities.
+
+        Args:
+            prompt: token ids, or a text of the proof.
+            logprobs: likeliest tokens per position to get log-probabilities of; None for none.
+
+        Raises:
+            BadReply: no states this time. UserError: a row too long, or a server without states.
         """
-        if (
-            server.longest is not None
-            and len(prompt) >= server.longest
-            and not isinstance(prompt, str)
-        ):
+        row = None
+        if not isinstance(prompt, str):
+            row = prompt
+        if row is not None and server.longest is not None and len(row) >= server.longest:
             raise UserError(
-                f"url={server.url!r} reads rows of at most {server.longest - 1} tokens, one has {len(prompt)}; start it with "
-                f"-- --max-model-len {len(prompt) + 1}, or shorten the rows"
+                f"url={server.url!r} reads rows of at most {server.longest - 1} tokens, one has {len(row)}; start it with "
+                f"-- --max-model-len {len(row) + 1}, or shorten the rows"
             )
         body = {"model": server.model, "prompt": prompt, "max_tokens": 1, "temperature": 0.0}
         if logprobs is not None:
@@ -311,16 +308,15 @@ class StateClient:
             raise UserError(f"url={server.url!r} hands out no states; {self._start}")
         if server.transport is None or not server.proven:
             server.transport = open_transport(
-                named,
-                self.states_dir,
-                server.url,
-                self._command,
-                server.transport,
+                named, self.states_dir, server.url, self._command, server.transport
             )
             self._check_record(server, server.transport.record)
         states = server.transport.take(named, self.timeout)
-        self._check(server, states, None if isinstance(prompt, str) else prompt)
-        return states, reply["choices"][0].get("prompt_logprobs") or []
+        self._check(server, states, row)
+        found = reply["choices"][0].get("prompt_logprobs")
+        if found is None:
+            found = []
+        return states, found
 
     @property
     def _start(self) -> str:
@@ -336,8 +332,11 @@ class StateClient:
         states: Mapping[str, Tensor],
         row: list[int] | None,
     ) -> None:
-        """Raises BadReply: states of another row, or not finite; UserError: of another shape than
-        announced.
+        """Checks states against their row and the server's record.
+
+        Raises:
+            BadReply: states of another row, or not finite. UserError: of another shape than
+                announced.
         """
         assert server.transport is not None
         found = states["hidden_states"]
@@ -365,12 +364,16 @@ class StateClient:
     @torch.no_grad()
     def _row_states(self, server: _StateServer, states: Mapping[str, Tensor]) -> RowStates:
         assert server.transport is not None
-        # [n, layers, h]
-        found = states["hidden_states"]
+        found = states["hidden_states"]  # [n, layers, h]
         held = server.transport.record["layers"]
         last = _normed(self.shell, found).to("cpu", found.dtype)  # [n, h]
-        parts = [last if layer == LAST else found[:, held.index(layer)] for layer in self.layers]
-        return RowStates(torch.cat(parts, dim=-1) if parts else last[:, :0], last.clone())
+        parts = [last[:, :0]]  # a drafter may read no layer
+        for layer in self.layers:
+            if layer == LAST:
+                parts.append(last)
+            else:
+                parts.append(found[:, held.index(layer)])
+        return RowStates(torch.cat(parts, dim=-1), last.clone())
 
     # -- the proof ---------------------------------------------------------------------------------
 
@@ -381,24 +384,19 @@ class StateClient:
                 self._prove(server)
 
     def _prove(self, server: _StateServer) -> None:
-        """Compares a server with the shell. Raises BadReply while it does not answer; UserError for
-        another target.
+        """Compares a server with the shell.
+
+        Raises:
+            BadReply: it does not answer. UserError: it serves another target.
         """
-        listed = send_json(
-            self._http,
-            "GET",
-            f"{server.url}/v1/models",
-            None,
-            _ServedModels,
-            min(30.0, self.timeout),
-        )
-        server.model, server.longest = (
-            listed["data"][0]["id"],
-            listed["data"][0].get("max_model_len"),
-        )
-        server.proven = (
-            False  # so its record is read again: it may have been started with other layers
-        )
+        address = f"{server.url}/v1/models"
+        seconds = min(30.0, self.timeout)
+        listed = send_json(self._http, "GET", address, None, _ServedModels, seconds)
+        model = listed["data"][0]
+        server.model = model["id"]
+        server.longest = model.get("max_model_len")
+        # So its record is read again: it may have been started with other layers.
+        server.proven = False
         rows: list[list[int] | str] = [_spread_ids(self.shell.vocab_size)]
         if self.shell.tokenizer is not None:
             rows.append(_PROBE_TEXT)
@@ -406,18 +404,8 @@ class StateClient:
         allowed = 0.0
         for row in rows:
             states, logprobs = self._ask(server, row, _TOP)
-            ids = states["token_ids"].tolist()
-            if isinstance(row, str) and ids != (wanted := self.shell.tokenizer(row)["input_ids"]):
-                same = next(
-                    (
-                        i
-                        for i, pair in enumerate(zip(ids, wanted, strict=False))
-                        if pair[0] != pair[1]
-                    ),
-                    0,
-                )
-                raise self._refused(server, f"its tokenizer makes {len(ids)} tokens of a text, the target's {len(wanted)}, "
-                                    f"and they differ from token {same} on")  # fmt: skip
+            if isinstance(row, str):
+                self._check_tokens(server, states["token_ids"].tolist(), row)
             gap, allowed = head_gap(self.shell, states["hidden_states"], logprobs)
             gaps.append(gap)
             server.dtype = str(states["hidden_states"].dtype).removeprefix("torch.")
@@ -431,6 +419,19 @@ class StateClient:
             )
         server.proven = True
 
+    def _check_tokens(self, server: _StateServer, ids: list[int], text: str) -> None:
+        """Raises UserError: the server tokenizes a text otherwise than the target does."""
+        wanted = self.shell.tokenizer(text)["input_ids"]
+        if ids == wanted:
+            return
+        pairs = zip(ids, wanted, strict=False)
+        differing = (number for number, (own, theirs) in enumerate(pairs) if own != theirs)
+        raise self._refused(
+            server,
+            f"its tokenizer makes {len(ids)} tokens of a text, the target's {len(wanted)}, and they differ from token "
+            f"{next(differing, 0)} on",
+        )
+
     def _refused(self, server: _StateServer, why: str) -> UserError:
         return UserError(
             f"url={server.url!r} does not serve target {self.shell.name!r}: {why}; {self._start}"
@@ -440,17 +441,16 @@ class StateClient:
         """Raises UserError: the record announces another target, or lacks a layer."""
         own = self.shell.identity()
         theirs = dict(record["target"])
-        if changed := first_change({**theirs, "name": own["name"]}, own):
-            raise self._refused(
-                server, f"its record announces {changed.replace('this run has', 'the target has')}"
-            )
+        theirs["name"] = own["name"]  # a path or an id, which may differ
+        changed = first_change(theirs, own)
+        if changed:
+            changed = changed.replace("this run has", "the target has")
+            raise self._refused(server, f"its record announces {changed}")
         layers = record["layers"]
-        wanted = {layer for layer in self.layers if layer != LAST} | {self.shell.num_layers}
-        if (
-            not wanted <= {*layers}
-            or layers[-1] != self.shell.num_layers
-            or layers != sorted(set(layers))
-        ):
+        held = set(layers)
+        wanted = set(self.layers) - {LAST} | {self.shell.num_layers}
+        ascending = layers == sorted(held) and layers[-1] == self.shell.num_layers
+        if not ascending or not wanted <= held:
             named = ",".join(map(str, sorted(wanted)))
             raise UserError(
                 f"url={server.url!r} hands out layers {','.join(map(str, layers))}, and {named} are needed; {self._start} "
@@ -469,9 +469,44 @@ class StateClient:
             raise self._refused(server, f"its input embedding differs by {apart:.2g} of its norm")
 
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Reasons that depend on a row's states.
-_DAMAGE = ("torn file", "no file", "torn object", "no object", "other tokens", "not finite")
+class Served(Origin):
+    """States from vLLM servers.
+
+    Args:
+        dtype: to which states are rounded; None for the server's.
+    """
+
+    name = "streamed"
+    reads = True
+
+    def __init__(self, client: StateClient, dtype: torch.dtype | None = None):
+        self.client = client
+        self.dtype = dtype
+        self.threads = _IN_FLIGHT * len(client.servers)
+        self.once: dict[int, RowStates | None] = {}  # rows that are read once
+
+    def states(self, rows: Sequence[Row]) -> list[RowStates | None]:
+        return [row.cut(self._ask(row)) for row in rows]
+
+    def _ask(self, row: Row) -> RowStates:
+        known = self.once.get(row.index)
+        if known is not None:
+            return known
+        # The last token's state is not needed.
+        states = self.client.request(row.tokens[:-1].tolist())
+        if self.dtype is not None:
+            assert isinstance(states.last, Tensor)
+            states = RowStates(states.features.to(self.dtype), states.last.to(self.dtype))
+        if row.index in self.once:
+            self.once[row.index] = states
+        return states
+
+    def read_once(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            self.once.setdefault(index)
+
+    def close(self) -> None:
+        self.client.close()
 
 
 def _fix(bad: BadReply, transport: StatesTransport | None, patience: float) -> str:
@@ -497,8 +532,7 @@ def head_gap(
     states: Tensor,
     logprobs: Sequence[Mapping[str, _Logprob] | None],
 ) -> tuple[float, float]:
-    """How far a server's log-probabilities are from the shell's head over the states that it hands
-    out.
+    """How far a server's log-probabilities are from those of the shell's head over its states.
 
     Args:
         states: [n, layers, h]; the last layer's output before the final norm comes last.
@@ -510,23 +544,26 @@ def head_gap(
     """
     logits = shell.head(_normed(shell, states)).float().cpu()  # [n, v]
     ours = logits.log_softmax(-1)
-    pairs = [
-        (at, int(token), entry["logprob"])
-        for at, entries in enumerate(logprobs[1:])  # the state at a token predicts the next one
-        for token, entry in (entries or {}).items()
-        if token.isdecimal() and int(token) < ours.shape[-1] and at < len(ours)
-    ]
-    if not pairs:
+    positions = list[int]()
+    tokens = list[int]()
+    theirs = list[float]()
+    # The state at a token predicts the next one.
+    for position, entries in zip(range(len(ours)), logprobs[1:], strict=False):
+        for token, entry in (entries or {}).items():
+            if token.isdecimal() and int(token) < ours.shape[-1]:
+                positions.append(position)
+                tokens.append(int(token))
+                theirs.append(entry["logprob"])
+    if not tokens:
         return float("inf"), 0.0
-    rows, tokens, theirs = zip(*pairs, strict=True)
-    gap = (ours[list(rows), list(tokens)] - torch.tensor(theirs)).abs().mean()
-    eps = max(torch.finfo(dtype).eps for dtype in (states.dtype, shell.embed_weight.dtype))
-    return float(gap), max(_LEAST_GAP, float(logits.abs().amax(-1).mean()) * eps)
+
+    gap = (ours[positions, tokens] - torch.tensor(theirs)).abs().mean()
+    eps = max(torch.finfo(states.dtype).eps, torch.finfo(shell.embed_weight.dtype).eps)
+    rounding = float(logits.abs().amax(-1).mean()) * eps
+    return float(gap), max(_LEAST_GAP, rounding)
 
 
 def _normed(shell: Target, states: Tensor) -> Tensor:
-    """[n, layers, h], the last of them before the final norm -> [n, h] behind it, as the shell
-    computes.
-    """
+    """States [n, layers, h], the last layer before the final norm -> [n, h] behind it."""
     last = states[:, -1].to(shell.device, shell.embed_weight.dtype)
     return shell.final_norm(last)  # type: ignore[attr-defined]  # of TargetShell

