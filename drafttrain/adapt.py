@@ -29,7 +29,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
@@ -45,7 +44,7 @@ from drafttrain.drafters.registry import kind_class, kind_of, load_trained
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 from drafttrain.evaluation.held_out import replayed_rows
-from drafttrain.evaluation.resampling import Ratio, draws, ends
+from drafttrain.evaluation.resampling import Ratio, paired_ratio
 from drafttrain.evaluation.verdicts import FEWEST
 from drafttrain.files import Json, check_json, read_jsonl, replacing, violation, write_json, writing
 from drafttrain.flags import load_target
@@ -578,19 +577,13 @@ def _batches(rows: Sequence[Json]) -> list[list[Json]]:
 
 
 def compared(before: Sequence[list[int]], after: Sequence[list[int]]) -> tuple[Ratio, float, float]:
-    """Ratio of accepted lengths with its 95 % interval, paired by answer; and both lengths. Each:
-    [committed, passes].
-    """
-    drawn = np.vstack(
-        [np.arange(len(before)), draws(len(before))]
-    )  # the first row is the figure itself
-    lengths = []
-    for side in (before, after):
-        committed, passes = np.array(side, float).T  # [answers] each
-        lengths.append(committed[drawn].sum(-1) / np.maximum(passes[drawn].sum(-1), 1))
-    ratios = lengths[1] / np.maximum(lengths[0], 1e-9)
-    ratio = Ratio(float(ratios[0]), *ends(ratios[1:], len(before)))
-    return ratio, round(float(lengths[0][0]), 4), round(float(lengths[1][0]), 4)
+    """Ratio of accepted lengths, paired by answer, and both lengths. Each: [committed, passes]."""
+    committed_before, passes_before = (list(amounts) for amounts in zip(*before, strict=True))
+    committed_after, passes_after = (list(amounts) for amounts in zip(*after, strict=True))
+    ratio = paired_ratio([committed_after, passes_before], [passes_after, committed_before])
+    length_before = sum(committed_before) / max(sum(passes_before), 1)
+    length_after = sum(committed_after) / max(sum(passes_after), 1)
+    return ratio, round(length_before, 4), round(length_after, 4)
 
 
 def show(record: Json, share: float) -> None:

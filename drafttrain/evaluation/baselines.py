@@ -20,12 +20,14 @@ BASELINE_NAMES = {
 def parse_baselines(text: str) -> list[str]:
     """Reads a comma-separated list of baselines, or `none`. Raises UserError for an unknown name."""
     if text == "none":
-        names = []
-    else:
-        names = [name.strip() for name in text.split(",")]
-    unknown = [name for name in names if name not in ALL_BASELINES]
-    if unknown:
-        raise UserError(
-            f"baselines={shown(text)}: {shown(unknown[0])} is not one of {', '.join(ALL_BASELINES)}; or write none"
-        )
+        return []
+    names = []
+    for word in text.split(","):
+        name = word.strip()
+        if name not in ALL_BASELINES:
+            known = ", ".join(ALL_BASELINES)
+            raise UserError(
+                f"baselines={shown(text)}: {shown(name)} is not one of {known}; or write none"
+            )
+        names.append(name)
     return names

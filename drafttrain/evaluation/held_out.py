@@ -1,6 +1,4 @@
-"""Accepted length of real decoding on a few held-out prompts, by which training selects its best
-checkpoint.
-"""
+"""Accepted length on a few held-out prompts, by which training selects its best checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from drafttrain.data.loader import collate
 from drafttrain.drafters.base import Source
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.evaluation.metrics import acceptance_by_depth
+from drafttrain.evaluation.metrics import Rounds, acceptance_by_depth
 from drafttrain.inference import Decoder
 from drafttrain.target import Target
 
@@ -29,8 +27,10 @@ def first_prompts(
     count: int,
     context: int | None,
 ) -> list[list[int]]:
-    """The tokens before the first response of the first `count` rows. context: the target's longest
-    sequence, half kept free.
+    """The tokens before the first response of the first `count` rows.
+
+    Args:
+        context: the target's longest sequence, half of which is kept free.
     """
     prompts: list[list[int]] = []
     for row in rows:
@@ -43,24 +43,50 @@ def first_prompts(
 
 
 class ReplayedRow(NamedTuple):
-    """A response's replay: tokens that its passes committed, passes, and their number by (accepted,
-    offered).
+    """A decoded or replayed response.
+
+    Attributes:
+        committed: tokens that its passes committed. passes: their number. rounds: their number by
+            (accepted, offered).
     """
 
     committed: int
     passes: int
-    rounds: Counter[tuple[int, int]]
+    rounds: Rounds
 
     @staticmethod
     def figures(each: Sequence[ReplayedRow]) -> dict[str, float]:
-        """What `acceptance` returns."""
-        rounds = sum((row.rounds for row in each), Counter[tuple[int, int]]())
-        depths = acceptance_by_depth(rounds)["conditional"]
-        return {
-            "accepted_length": sum(row.committed for row in each)
-            / max(sum(row.passes for row in each), 1),
-            **{f"acceptance@{k}": share for k, share in enumerate(depths, 1)},
-        }
+        """accepted_length and acceptance@k of several rows, see `acceptance`."""
+        rounds: Rounds = Counter()
+        for row in each:
+            rounds += row.rounds
+        committed = sum(row.committed for row in each)
+        passes = sum(row.passes for row in each)
+        figures = {"accepted_length": committed / max(passes, 1)}
+        for k, share in enumerate(acceptance_by_depth(rounds)["conditional"], 1):
+            figures[f"acceptance@{k}"] = share
+        return figures
+
+
+def acceptance(
+    target: Target,
+    drafter: TrainableDrafter,
+    prompts: list[list[int]],
+    spec: TreeSpec,
+    max_new_tokens: int,
+) -> dict[str, float]:
+    """Decodes the prompts greedily in one batch.
+
+    Returns:
+        accepted_length: tokens committed per target pass, bonus token included.
+        acceptance@k: of the rounds that accepted k-1 tokens, the share that accepted another.
+    """
+    decoder = Decoder(target, drafter, spec=spec, max_rows=len(prompts))
+    rows = []
+    for made in decoder.generate(prompts, max_new_tokens=max_new_tokens):
+        stats = made.stats
+        rows.append(ReplayedRow(stats.new_tokens - 1, stats.target_passes, stats.rounds))
+    return ReplayedRow.figures(rows)
 
 
 def replayed(
@@ -71,10 +97,12 @@ def replayed(
     count: int,
     max_new_tokens: int,
 ) -> dict[str, float]:
-    """`acceptance` without running the target, on the first `count` rows with a prompt; see
-    `replayed_rows`.
+    """`acceptance` without running the target, on the first `count` rows with a prompt.
+
+    See `replayed_rows`.
     """
-    chosen = list(itertools.islice((row for row in rows if row["spans"][0][0] > 0), count))
+    with_prompt = (row for row in rows if row["spans"][0][0] > 0)
+    chosen = list(itertools.islice(with_prompt, count))
     return ReplayedRow.figures(replayed_rows(drafter, chosen, source, spec, max_new_tokens))
 
 
@@ -86,8 +114,7 @@ def replayed_rows(
     spec: TreeSpec,
     max_new_tokens: int,
 ) -> list[ReplayedRow]:
-    """Decoding of each row's first response, replayed: the drafter drafts, and the stored response
-    verifies.
+    """Replays the decoding of each row's first response: the stored response verifies the drafts.
 
     The drafter's sessions read what decoding would give them, since a drafter sees committed tokens
     and the target's states at them. Of greedy responses the figures are therefore those of
@@ -102,30 +129,38 @@ def replayed_rows(
     """
     made: list[ReplayedRow] = []
     for first in range(0, len(rows), _TOGETHER):
-        part = [
-            _Replay(drafter, row, source, max_new_tokens) for row in rows[first : first + _TOGETHER]
-        ]
-        while running := [it for it in part if it.root + 1 < it.end]:
-            read = [it.unread() for it in running]
-            sessions = [it.session for it in running]
-            drafter.extend_all(
-                sessions,
-                [tokens for tokens, _ in read],
-                [features for _, features in read],
-            )
-            for it, tree in zip(
-                running,
-                drafter.propose_all(sessions, [spec] * len(running), [None] * len(running)),
-                strict=True,
-            ):
-                it.commit(tree, spec.cut)
-        made += [ReplayedRow(it.root - it.begin, it.rounds.total(), it.rounds) for it in part]
+        part = []
+        for row in rows[first : first + _TOGETHER]:
+            part.append(_Replay(drafter, row, source, max_new_tokens))
+        running = [replay for replay in part if not replay.ended]
+        while running:
+            sessions = [replay.session for replay in running]
+            tokens = []
+            features = []
+            for replay in running:
+                tokens.append(replay.tokens[replay.read + 1 : replay.root + 1])
+                features.append(replay.features[replay.read : replay.root])
+                replay.read = replay.root
+            drafter.extend_all(sessions, tokens, features)
+
+            count = len(running)
+            trees = drafter.propose_all(sessions, [spec] * count, [None] * count)
+            for replay, tree in zip(running, trees, strict=True):
+                replay.commit(tree, spec.cut)
+            running = [replay for replay in running if not replay.ended]
+        for replay in part:
+            committed = replay.root - replay.begin
+            made.append(ReplayedRow(committed, replay.rounds.total(), replay.rounds))
     return made
 
 
 class _Replay:
-    """A running replay. root: position of the last committed token; read: features that the session
-    has read.
+    """A running replay.
+
+    Attributes:
+        tokens: [s] int64 of the row. features: [s, f*h] of the target at them.
+        begin, end: of the response. limit: where decoding would stop.
+        root: position of the last committed token. read: features that the session has read.
     """
 
     def __init__(
@@ -136,60 +171,32 @@ class _Replay:
         most: int,
     ):
         self.begin, end = row["spans"][0]
-        self.limit, self.end = self.begin + most, min(end, self.begin + most)
-        self.features = source(Batch.of(collate([dict(row)])).to(drafter.device))[0][0]  # [s, f*h]
-        self.tokens = torch.as_tensor(row["tokens"], device=self.features.device)  # [s]
+        self.limit = self.begin + most
+        self.end = min(end, self.limit)
+        batch = Batch.of(collate([dict(row)])).to(drafter.device)
+        self.features: Tensor = source(batch)[0][0]
+        self.tokens = torch.as_tensor(row["tokens"], device=self.features.device)
         self.list = list(row["tokens"])
         self.session = drafter.start(self.tokens[: self.begin], self.end)
         self.root = self.begin
         self.read = 0
-        self.rounds: Counter[tuple[int, int]] = Counter()
+        self.rounds: Rounds = Counter()
 
-    def unread(self) -> tuple[Tensor, Tensor]:
-        """Committed tokens [m] and features [m, f*h] that the session has not read."""
-        new = self.tokens[self.read + 1 : self.root + 1], self.features[self.read : self.root]
-        self.read = self.root
-        return new
+    @property
+    def ended(self) -> bool:
+        return self.root + 1 >= self.end
 
     def commit(self, tree: TokenTree, cut: float) -> None:
-        """Verifies a tree against the response; cut: `TreeSpec.cut`."""
-        # of the tree; of the response
-        deepest = self.limit - self.root - 2
-        left = self.end - self.root - 1
+        """Verifies a tree against the response. cut: `TreeSpec.cut`."""
+        deepest = self.limit - self.root - 2  # decoding cuts trees at the token limit
         if deepest:
             tree = tree.prune(deepest, cut)
         else:
             tree = TokenTree.empty(self.tokens.device)
+        left = self.end - self.root - 1  # tokens of the response
         accepted = tree.match(self.list[self.root + 1 : self.end])
-        offered = (
-            accepted if accepted == left else tree.drafted_depth
-        )  # cut at the end, as in decoding
+        offered = tree.drafted_depth
+        if accepted == left:  # a path that is cut at the end was offered no deeper, as in decoding
+            offered = accepted
         self.rounds[accepted, offered] += 1
         self.root += min(accepted + 1, left)
-
-
-def acceptance(
-    target: Target,
-    drafter: TrainableDrafter,
-    prompts: list[list[int]],
-    spec: TreeSpec,
-    max_new_tokens: int,
-) -> dict[str, float]:
-    """Decodes the prompts greedily in one batch.
-
-    Returns:
-        accepted_length: tokens committed per target pass, bonus token included. acceptance@k: the
-            share that accepted
-        another token of the rounds that accepted k-1.
-    """
-    decoder = Decoder(target, drafter, spec=spec, max_rows=len(prompts))
-    every = [made.stats for made in decoder.generate(prompts, max_new_tokens=max_new_tokens)]
-    passes = sum(stats.target_passes for stats in every)
-    rounds: Counter[tuple[int, int]] = Counter()
-    for stats in every:
-        rounds += stats.rounds
-    depths = acceptance_by_depth(rounds)["conditional"]
-    return {
-        "accepted_length": sum(stats.new_tokens - 1 for stats in every) / max(passes, 1),
-        **{f"acceptance@{k}": share for k, share in enumerate(depths, 1)},
-    }

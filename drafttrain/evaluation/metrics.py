@@ -1,24 +1,6 @@
-"""Figures of results.json, computed from records of single prompts, and the files with both. Every
-figure is defined here.
+"""Figures of results.json, computed from records of single prompts, and the files with both.
 
-A record holds one prompt (one turn of a question):
-
-    {"question_id", "turn", "category", "prompt_tokens",
-     "sides": {"drafter": {"tokens", "seconds", "latency", "ttft", "passes", "draft_seconds",
-     "target_seconds",
-                           "rounds": [[accepted, offered, count], ...]},
-               "autoregressive": {the same}, "hf_generate": {"tokens", "seconds"}},
-     "identical": {"autoregressive": bool, "hf_generate": bool} or {} when sampled,
-     "outputs": {"drafter": text, ...}, with the text of each side that differs; absent if none
-     does,
-     "memory": peak bytes in use while the drafter's side answered (in a batch: of the whole batch),
-     "covered": share of the answer's tokens that the drafter can propose; absent if its vocabulary
-     is complete,
-     "speculation": false if decoding.json switches the category off}
-
-`seconds` is the wall-clock time of a generation, prefill included; the prompts of a batch get equal
-shares of the batch's time. `latency` is the time until the prompt's last token. A round is one
-target pass after the prefill; the prefill's own token belongs to no round.
+Every figure is defined here. A record holds one prompt: `results_schema.PromptRecord`.
 """
 
 from __future__ import annotations
@@ -28,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -35,32 +18,43 @@ from drafttrain.drafters.kinds import split_name
 from drafttrain.errors import UserError
 from drafttrain.evaluation.baselines import ALL_BASELINES, BASELINES
 from drafttrain.evaluation.resampling import FEWEST, draws, ends
-from drafttrain.evaluation.results_schema import PartialLine, Results, SweepSummary, TrainingRecord
+from drafttrain.evaluation.results_schema import (
+    EngineSide,
+    PartialLine,
+    PromptRecord,
+    Results,
+    SweepSummary,
+    TrainingRecord,
+)
 from drafttrain.files import Json, JsonlLog, check_json, read_json
 from drafttrain.inference import Generation
 
-Record = Json
+Record = Mapping[str, Any]  # a PromptRecord
+Side = Mapping[str, Any]  # an EngineSide or a PlainSide
 Rounds = Counter[tuple[int, int]]  # counts by (accepted tokens, offered depth)
 
 
-def side_record(generation: Generation, share: float | None = None) -> Record:
-    """The record of a generation by our engine, in seconds. share: the prompt's share of a batch's
-    time, None if it is alone.
+def side_record(generation: Generation, share: float | None = None) -> EngineSide:
+    """The record of a generation by our engine.
+
+    Args:
+        share: the prompt's share of a batch's seconds, None if it is alone.
     """
     stats = generation.stats
-    return {
-        "tokens": stats.new_tokens,
-        "seconds": round(stats.total_seconds if share is None else share, 6),
-        "latency": round(stats.total_seconds, 6),
-        "ttft": round(stats.prefill_seconds, 6),
-        "passes": stats.target_passes,
-        "draft_seconds": round(stats.draft_seconds, 6),
-        "target_seconds": round(stats.target_seconds, 6),
-        "rounds": [
-            [accepted, offered, count]
-            for (accepted, offered), count in sorted(stats.rounds.items())
-        ],
-    }
+    seconds = stats.total_seconds if share is None else share
+    rounds = []
+    for (accepted, offered), count in sorted(stats.rounds.items()):
+        rounds.append([accepted, offered, count])
+    return EngineSide(
+        tokens=stats.new_tokens,
+        seconds=round(seconds, 6),
+        latency=round(stats.total_seconds, 6),
+        ttft=round(stats.prefill_seconds, 6),
+        passes=stats.target_passes,
+        draft_seconds=round(stats.draft_seconds, 6),
+        target_seconds=round(stats.target_seconds, 6),
+        rounds=rounds,
+    )
 
 
 def rounds_of(records: Iterable[Record]) -> Rounds:
@@ -105,30 +99,27 @@ def accepted_length_histogram(rounds: Rounds) -> list[int]:
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:
     """p50, p95 and p99 in milliseconds; zeros for an empty list."""
+    points = np.zeros(3)
     if len(seconds):
         points = np.percentile(seconds, (50, 95, 99)) * 1000
-    else:
-        points = np.zeros(3)
-    return {
-        name: round(float(point), 3)
-        for name, point in zip(("p50", "p95", "p99"), points, strict=True)
-    }
+    p50, p95, p99 = (round(float(point), 3) for point in points)
+    return {"p50": p50, "p95": p95, "p99": p99}
 
 
-def tokens_per_second(sides: Sequence[Record]) -> float:
+def tokens_per_second(sides: Sequence[Side]) -> float:
     """New tokens / wall-clock seconds, prefill included, summed over prompts."""
     return round(_ratio(_sum(sides, "tokens"), _sum(sides, "seconds")), 3)
 
 
-def latencies(sides: Sequence[Record]) -> dict[str, dict[str, float]]:
-    """ttft_ms: time to first token, per prompt. tpot_ms: mean time per token after the first, per
-    prompt.
+def latencies(sides: Sequence[Side]) -> dict[str, dict[str, float]]:
+    """Percentiles over prompts of ttft_ms and tpot_ms.
+
+    ttft_ms: time to first token. tpot_ms: mean time per token after the first.
     """
-    tpot = [
-        (side["latency"] - side["ttft"]) / (side["tokens"] - 1)
-        for side in sides
-        if side["tokens"] > 1
-    ]
+    tpot = []
+    for side in sides:
+        if side["tokens"] > 1:
+            tpot.append((side["latency"] - side["ttft"]) / (side["tokens"] - 1))
     return {"ttft_ms": percentiles([side["ttft"] for side in sides]), "tpot_ms": percentiles(tpot)}
 
 
@@ -156,27 +147,35 @@ def summarize(records: Sequence[Record]) -> Json:
         peak_memory_mb: of the drafter's side, on a GPU of the device, on a CPU of the process
             (baselines' models included); None if unknown.
     """
-    ours = [record["sides"]["drafter"] for record in records]
+    ours = _sides(records, "drafter")
     rounds = rounds_of(records)
+    accepted = sum(taken * count for (taken, _), count in rounds.items())
+    offered = sum(depth * count for (_, depth), count in rounds.items())
     passes = _sum(ours, "passes")
     tokens = _sum(ours, "tokens")
-    draft_seconds = _sum(ours, "draft_seconds")
-    tau = _ratio(tokens - len(ours), passes)
     rate = tokens_per_second(ours)
-    measured = [name for name in ALL_BASELINES if all(name in r["sides"] for r in records)]
-    baselines = {name: _baseline(records, name) for name in measured}
-    speedup = {
-        name: round(rate / b["tokens_per_second"], 4)
-        for name, b in baselines.items()
-        if b["tokens_per_second"]
-    }
+    tau = _ratio(tokens - len(ours), passes)
+
+    measured = []  # baselines that every prompt has
+    for name in ALL_BASELINES:
+        if all(name in record["sides"] for record in records):
+            measured.append(name)
+    baselines = {name: _baseline(_sides(records, name)) for name in measured}
+    speedup = {}
+    for name, figures in baselines.items():
+        if figures["tokens_per_second"]:
+            speedup[name] = round(rate / figures["tokens_per_second"], 4)
+    plain_speedups = [speedup[name] for name in BASELINES if name in speedup]
+
+    plain = ours
     if "autoregressive" in baselines:
-        plain = [record["sides"]["autoregressive"] for record in records]
-    else:
-        plain = ours
+        plain = _sides(records, "autoregressive")
     plain_pass = _ratio(_sum(plain, "target_seconds"), _sum(plain, "passes"))  # seconds
+    draft_seconds = _sum(ours, "draft_seconds")
+    # c * gamma, see above
+    drafting = _ratio(_ratio(draft_seconds, passes), plain_pass)
+
     memory = [record["memory"] for record in records if record.get("memory")]
-    accepted, offered = (sum(key[i] * count for key, count in rounds.items()) for i in range(2))
     return {
         "prompts": len(records),
         "tokens": tokens,
@@ -188,12 +187,10 @@ def summarize(records: Sequence[Record]) -> Json:
         "tokens_per_second": rate,
         **latencies(ours),
         "draft_fraction": round(_ratio(draft_seconds, _sum(ours, "seconds")), 4),
-        "mbsu": round(tau / (_ratio(_ratio(draft_seconds, passes), plain_pass) + 1), 4),
+        "mbsu": round(tau / (drafting + 1), 4),
         "baselines": baselines,
         "speedup": speedup,
-        "speedup_vs_fastest": min(
-            (speedup[name] for name in BASELINES if name in speedup), default=None
-        ),
+        "speedup_vs_fastest": min(plain_speedups, default=None),
         "identical_outputs": _identical(records, "autoregressive"),
         "identical_to_hf_generate": _identical(records, "hf_generate"),
         "confidence": intervals(records, measured),
@@ -202,8 +199,7 @@ def summarize(records: Sequence[Record]) -> Json:
 
 
 def intervals(records: Sequence[Record], baselines: Sequence[str], comparisons: int = 1) -> Json:
-    """Computes 95 % bootstrap intervals over prompts: how far the figures would move on other
-    prompts of the same kind.
+    """Computes 95 % bootstrap intervals: how far figures would move on other such prompts.
 
     Computes each figure from the totals of drawn prompts (`evaluation/resampling.py`). Turns of a
     question count as prompts. With a single prompt both ends are equal.
@@ -217,43 +213,49 @@ def intervals(records: Sequence[Record], baselines: Sequence[str], comparisons: 
     """
     if not records:
         return {"accepted_length": None, "speedup": {}}
+
     # Prompts that were answered at once share their seconds, so batches are drawn, not prompts.
-    first: dict[object, int] = {}
-    for i, record in enumerate(records):
-        first.setdefault((record["batch"], record["turn"]) if "batch" in record else i, len(first))
-    batches = [first[(r["batch"], r["turn"]) if "batch" in r else i] for i, r in enumerate(records)]
+    number_of: dict[object, int] = {}
+    batches = []  # of each record: the number of its batch
+    for index, record in enumerate(records):
+        key: object = index
+        if "batch" in record:
+            key = (record["batch"], record["turn"])
+        batches.append(number_of.setdefault(key, len(number_of)))
 
     def total(
         side: str,
         key: str,
         minus: float = 0.0,
-        of: Sequence[int] = batches,
+        groups: Sequence[int] = batches,
     ) -> np.ndarray:  # [RESAMPLES] float64
-        sums = np.bincount(of, [record["sides"][side][key] - minus for record in records])
+        amounts = [record["sides"][side][key] - minus for record in records]
+        sums = np.bincount(groups, amounts)  # [groups]
         return sums[draws(len(sums))].sum(1)
 
     def interval(over: np.ndarray, under: np.ndarray, count: int) -> list[float] | None:
         valid = under > 0
-        ratios = over[valid] / under[valid]
-        if len(ratios):
-            return [round(x, 4) for x in ends(ratios, count, comparisons)]
-        return None
+        if not valid.any():
+            return None
+        low, high = ends(over[valid] / under[valid], count, comparisons)
+        return [round(low, 4), round(high, 4)]
 
     each = range(len(records))
-    few = len(first) < min(FEWEST, len(records))
     lengths = interval(
         total("drafter", "tokens", 1, each),
         total("drafter", "passes", 0, each),
         len(records),
     )
+    too_few = len(number_of) < min(FEWEST, len(records))
     tokens = total("drafter", "tokens")
     seconds = total("drafter", "seconds")
-    speedup = {
-        name: None
-        if few
-        else interval(tokens * total(name, "seconds"), seconds * total(name, "tokens"), len(first))
-        for name in baselines
-    }
+    speedup: dict[str, list[float] | None] = {}
+    for name in baselines:
+        speedup[name] = None
+        if not too_few:
+            over = tokens * total(name, "seconds")
+            under = seconds * total(name, "tokens")
+            speedup[name] = interval(over, under, len(number_of))
     return {"accepted_length": lengths, "speedup": speedup}
 
 
@@ -263,40 +265,40 @@ def accepted_below(
     share: float,
     comparisons: int = 1,
 ) -> bool:
-    """Whether a part of the prompts accepts less than `share` of the tokens per round that the rest
-    accepts, beyond noise.
+    """Whether a part of the prompts accepts less than `share` of what the rest accepts.
+
+    Compares accepted tokens per round, beyond noise.
     """
 
     def sampled(records: Sequence[Record], seed: int) -> np.ndarray:  # [RESAMPLES] float64
-        sides = [record["sides"]["drafter"] for record in records]
-        tokens, passes = (
-            np.array([side[key] for side in sides], float) for key in ("tokens", "passes")
-        )
+        sides = _sides(records, "drafter")
+        tokens = np.array([side["tokens"] for side in sides], float)
+        passes = np.array([side["passes"] for side in sides], float)
         drawn = draws(len(records), seed)
         return (tokens - 1 - passes)[drawn].sum(1) / np.maximum(passes[drawn].sum(1), 1)
 
-    return (
-        ends(sampled(part, 1) - share * sampled(rest, 2), min(len(part), len(rest)), comparisons)[1]
-        < 0
-    )
+    differences = sampled(part, 1) - share * sampled(rest, 2)
+    prompts = min(len(part), len(rest))
+    return ends(differences, prompts, comparisons)[1] < 0
 
 
 def by_category(records: Sequence[Record]) -> dict[str, Json]:
     """`summarize` for each category, in order of first appearance."""
-    names = dict.fromkeys(record["category"] for record in records)
-    return {
-        name: summarize([record for record in records if record["category"] == name])
-        for name in names
-    }
+    parts: dict[str, list[Record]] = {}
+    for record in records:
+        parts.setdefault(record["category"], []).append(record)
+    return {name: summarize(part) for name, part in parts.items()}
 
 
-def _baseline(records: Sequence[Record], name: str) -> Json:
-    sides = [record["sides"][name] for record in records]
+def _sides(records: Sequence[Record], name: str) -> list[Side]:
+    return [record["sides"][name] for record in records]
+
+
+def _baseline(sides: Sequence[Side]) -> Json:
+    figures: Json = {"tokens_per_second": tokens_per_second(sides)}
     if all("ttft" in side for side in sides):
-        known = latencies(sides)
-    else:
-        known = {}
-    return {"tokens_per_second": tokens_per_second(sides), **known}
+        figures |= latencies(sides)
+    return figures
 
 
 def _identical(records: Sequence[Record], name: str) -> float | None:
@@ -306,7 +308,7 @@ def _identical(records: Sequence[Record], name: str) -> float | None:
     return None
 
 
-def _sum(sides: Iterable[Record], key: str) -> float:
+def _sum(sides: Iterable[Side], key: str) -> float:
     return sum(side[key] for side in sides)
 
 
@@ -321,19 +323,24 @@ def _ratio(part: float, whole: float) -> float:
 
 def fingerprint(settings: Mapping[str, object]) -> str:
     """Hashes everything that a record depends on."""
-    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[
-        :16
-    ]
+    text = json.dumps(settings, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def folder_state(name: str) -> list[tuple[str, int, int]]:
-    """Name, size and modification time of a model folder's files; tells a retrained model from the
-    earlier one.
+    """Name, size and modification time of a model folder's files.
+
+    Tells a retrained model from the earlier one.
     """
     folder = Path(name).expanduser()
-    inside = folder.iterdir() if folder.is_dir() else ()
-    files = sorted(path for path in inside if path.is_file() and path.name[0] != ".")
-    return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    if not folder.is_dir():
+        return []
+    found = []
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and not path.name.startswith("."):
+            state = path.stat()
+            found.append((path.name, state.st_size, state.st_mtime_ns))
+    return found
 
 
 def training_record(drafter: str) -> Json:
@@ -344,10 +351,10 @@ def training_record(drafter: str) -> Json:
 def read_training(folder: Path) -> Json:
     """See `training_record`."""
     path = folder / "training.json"
+    if not path.is_file():
+        return {}
     fix = "restore that file, or delete it and go without its figures"
-    if path.is_file():
-        return {**read_json(path, "training", fix, TrainingRecord)}
-    return {}
+    return {**read_json(path, "training", fix, TrainingRecord)}
 
 
 def is_sweep(content: Json) -> bool:
@@ -356,17 +363,23 @@ def is_sweep(content: Json) -> bool:
 
 
 def load_results(name: str, sweeps: bool = False) -> Json:
-    """Reads a results file, or with `sweeps` also a sweep's summary. Raises UserError: missing,
-    damaged, or other content.
+    """Reads a results file; with `sweeps` also a sweep's summary.
+
+    Raises:
+        UserError: missing, damaged, or other content.
     """
     path = Path(name).expanduser()
     fix = "give a file that drafttrain eval wrote"
     content: Json = read_json(path, "results", fix)
-    if is_sweep(content) and not sweeps:
+    if not is_sweep(content):
+        check_json(content, f"results={name!r}", fix, Results)
+    elif sweeps:
+        check_json(content, f"results={name!r}", fix, SweepSummary)
+    else:
         raise UserError(
-            f"results={name!r} is a sweep's summary; give the results of one of its cells, which are in the same folder"
+            f"results={name!r} is a sweep's summary; "
+            "give the results of one of its cells, which are in the same folder"
         )
-    check_json(content, f"results={name!r}", fix, SweepSummary if is_sweep(content) else Results)
     return content
 
 
@@ -385,20 +398,20 @@ class PartialResults:
     def __init__(self, output: Path, key: str):
         partial = output.with_name(output.name + ".partial.jsonl")
         self._log = JsonlLog(partial, {"settings": key}, PartialLine, overwrite=True)
-        rows = self._log.rows
-        self.tree: Json | None = next(
-            (row for row in rows if row.keys() >= {"tree", "tree_search"}), None
-        )
-        self.records = {
-            row["question"]: row["records"] for row in rows if row.keys() >= {"question", "records"}
-        }
+        self.tree: Json | None = None
+        self.records: dict[str, list[PromptRecord]] = {}
+        for row in self._log.rows:
+            if row.keys() >= {"question", "records"}:
+                self.records[row["question"]] = row["records"]
+            elif row.keys() >= {"tree", "tree_search"} and self.tree is None:
+                self.tree = row
 
     def add_tree(self, tree: str, tree_search: list[Json]) -> None:
         """Stores the result of the tree search."""
         self.tree = {"tree": tree, "tree_search": tree_search}
         self._log.add(self.tree)
 
-    def add_question(self, question: str, records: list[Record]) -> None:
+    def add_question(self, question: str, records: list[PromptRecord]) -> None:
         """Stores the records of a finished question."""
         self.records[question] = records
         self._log.add({"question": question, "records": records})

@@ -1,8 +1,8 @@
 """Bootstrap intervals over prompts, which eval, tune and the diagnosis share.
 
-Prompts are drawn with replacement; what was measured on a prompt stays together, so differences
+Prompts are drawn with replacement. What was measured on a prompt stays together, so differences
 between prompts cancel in ratios of two sides. Percentiles of few prompts are too narrow: they are
-moved outwards as Student's t is wider than the normal.
+moved outwards as far as Student's t is wider than the normal distribution.
 
 Source: Hesterberg 2015, "What Teachers Should Know about the Bootstrap", arXiv 1411.5279, expanded
 percentile interval.
@@ -11,6 +11,7 @@ percentile interval.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ import numpy as np
 RESAMPLES = 1000
 FEWEST = 4  # prompts, or batches of them, that a verdict needs
 ERROR = 0.05  # chance that an interval misses
+_LEAST = 1e-9  # smallest divisor
 
 
 class Ratio(NamedTuple):
@@ -34,24 +36,50 @@ def draws(prompts: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(prompts, size=(RESAMPLES, prompts))
 
 
+def totals(amounts: Sequence[float], drawn: np.ndarray) -> np.ndarray:
+    """Sums of a prompt's amounts over drawn prompts [..., n] -> [...] float64, never 0."""
+    sums = np.array(amounts, float)[drawn].sum(-1)
+    return np.maximum(sums, _LEAST)
+
+
+def paired_ratio(over: Sequence[Sequence[float]], under: Sequence[Sequence[float]]) -> Ratio:
+    """Ratio of totals over prompts, with its interval; the amounts of a prompt are drawn together.
+
+    Args:
+        over: amounts per prompt, whose totals are multiplied. under: amounts per prompt, by whose
+            totals is divided. Tokens of one side and seconds of the other are `over` in a ratio of
+            rates.
+    """
+    prompts = len(over[0])
+    # The first row is the figure itself, the others are the resamples.
+    drawn = np.vstack([np.arange(prompts), draws(prompts)])  # [1 + RESAMPLES, prompts]
+    ratios = np.ones(len(drawn))
+    for amounts in over:
+        ratios *= totals(amounts, drawn)
+    for amounts in under:
+        ratios /= totals(amounts, drawn)
+    low, high = ends(ratios[1:], prompts)
+    return Ratio(float(ratios[0]), low, high)
+
+
 def ends(figures: np.ndarray, prompts: int, comparisons: int = 1) -> tuple[float, float]:
     """The ends of a figure's 95 % interval.
 
     Args:
-        figures: of each resample. prompts: how many were drawn. comparisons: intervals that must
-            hold together (Bonferroni).
+        figures: one per resample. prompts: number of drawn prompts. comparisons: number of
+            intervals that must hold together (Bonferroni).
     """
     count = max(prompts, 2)
-    tail = NormalDist().cdf(
-        -math.sqrt(count / (count - 1)) * student(1 - ERROR / 2 / comparisons, count - 1)
-    )
+    quantile = student(1 - ERROR / 2 / comparisons, count - 1)
+    tail = NormalDist().cdf(-math.sqrt(count / (count - 1)) * quantile)
     low, high = np.percentile(figures, (100 * tail, 100 * (1 - tail)))
     return float(low), float(high)
 
 
 def student(share: float, freedom: int) -> float:
-    """A quantile of Student's t by expansion 26.7.5 of Abramowitz and Stegun: within 1 % of 95 %
-    intervals from 3 degrees of freedom on, up to 11 % too wide for stricter ones.
+    """A quantile of Student's t, by expansion 26.7.5 of Abramowitz and Stegun.
+
+    95 % intervals are within 1 % from 3 degrees of freedom on, stricter ones up to 11 % too wide.
     """
     z = NormalDist().inv_cdf(share)
     terms = (

@@ -1,4 +1,5 @@
 """What results.json, a sweep's summary.json and training.json hold, as far as anything reads it.
+
 Other keys are kept.
 
 `drafttrain eval`, `sweep` and `train` write these files; `report`, `diagnose`, `estimate`, `push`
@@ -25,8 +26,9 @@ Round = Annotated[list[Count], Field(min_length=3, max_length=3)]  # accepted, o
 
 
 def _offered(rounds: list[list[int]]) -> list[list[int]]:
-    if any(not accepted <= offered <= 100_000 for accepted, offered, _ in rounds):
-        raise ValueError("a round must not accept more tokens than it offered")
+    for accepted, offered, _ in rounds:
+        if not accepted <= offered <= 100_000:
+            raise ValueError("a round must not accept more tokens than it offered")
     return rounds
 
 
@@ -34,17 +36,18 @@ class PlainSide(TypedDict):
     """A prompt's answer by another engine."""
 
     tokens: Count
-    seconds: Amount
+    seconds: Amount  # wall-clock, prefill included; prompts of a batch have equal shares
 
 
 class EngineSide(PlainSide):
-    """A prompt's answer by our engine."""
+    """A prompt's answer by our engine. A round is one target pass after the prefill."""
 
-    latency: Amount
-    ttft: Amount
-    passes: Count
+    latency: Amount  # seconds until the prompt's last token
+    ttft: Amount  # seconds until its first
+    passes: Count  # number of rounds
     draft_seconds: Amount
     target_seconds: Amount
+    # [accepted, offered, count]; the prefill's own token belongs to no round
     rounds: Annotated[list[Round], AfterValidator(_offered)]
 
 
@@ -59,19 +62,23 @@ class Sides(TypedDict):
 
 
 class PromptRecord(TypedDict):
-    """One turn of a question; `evaluation/metrics.py` describes it."""
+    """A prompt, one turn of a question, as every side answered it."""
 
     question_id: str
     turn: Count
-    batch: NotRequired[Count]
     category: Category
     prompt_tokens: Count
     sides: Sides
+    # by baseline, whether its tokens are the drafter's; empty when sampled
     identical: dict[str, bool]
+    # text of the drafter's side and of each that differs; absent if none does
     outputs: NotRequired[dict[str, str]]
+    # peak bytes in use while the drafter's side answered (in a batch: of the whole batch)
     memory: NotRequired[Count | None]
+    batch: NotRequired[Count]  # index of the batch's first question; absent for single prompts
+    # share of the answer's tokens that the drafter can propose; absent if it knows every token
     covered: NotRequired[Share]
-    speculation: NotRequired[bool]
+    speculation: NotRequired[bool]  # False if decoding.json switches the category off
 
 
 class PartialLine(TypedDict, total=False):

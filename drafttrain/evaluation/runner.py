@@ -1,58 +1,43 @@
-"""Evaluation of a drafter: answers a suite with it and with the baselines in rotating order, and
-writes results.json.
-
-The sides of the comparison are our engine with the drafter, our engine without it, and
-transformers' own generate.
-"""
+"""Evaluation of a drafter: answers a suite with it and with the baselines, writes results.json."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, GenerationConfig
+from typing import cast
 
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.combined import parts_of
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.kinds import split_name
 from drafttrain.drafters.registry import decoding_settings, default_tree, kind_of
-from drafttrain.environment import describe_environment, describe_run, peak_memory, reset_peak
+from drafttrain.environment import describe_environment, describe_run
 from drafttrain.errors import UserError
 from drafttrain.evaluation.baselines import BASELINES, HF_SPECULATIVE
 from drafttrain.evaluation.diagnose import diagnose
 from drafttrain.evaluation.metrics import (
     PartialResults,
-    Record,
     by_category,
     fingerprint,
     folder_state,
-    side_record,
     summarize,
     training_record,
 )
+from drafttrain.evaluation.results_schema import PromptRecord, Sides
+from drafttrain.evaluation.sides import Answer, Request, Side, by_turns, engine_side, hf_sides
 from drafttrain.evaluation.suites import Question, Suite, take_evenly
 from drafttrain.files import Json, write_json
 from drafttrain.inference import Decoder, SamplingParams, token_limit
 from drafttrain.outcome import command_line
 from drafttrain.progress import Progress
-from drafttrain.target import Target, resolve_target
+from drafttrain.target import Target
 
 WARM_UP_TOKENS = 12
-# (token ids of the prompts, max new tokens of each, seed) -> per prompt: new tokens, and the record
-# of the generation
-Side = Callable[..., list[tuple[list[int], Record]]]
-# (target, drafter, sampling, texts of the suite that must not be searched with) -> the fastest
-# tree, a table of candidates
+# (target, drafter, sampling, texts of the suite, which must not be searched with) -> the fastest
+# tree, and a table of candidates
 TreeSearch = Callable[
     [Target, Drafter, SamplingParams, Collection[str]], tuple[TreeSpec, list[Json]]
 ]
@@ -96,14 +81,16 @@ class EvalSettings:
             raise UserError(
                 f"batch-size={self.batch_size}: transformers speculates on single prompts only; use 1"
             )
-        if self.tree not in (None, "auto"):
-            TreeSpec.parse(self.tree or "").check(self.sampling)
+        if self.tree is not None and self.tree != "auto":
+            TreeSpec.parse(self.tree).check(self.sampling)
 
 
 @dataclass
 class EvalPlan:
-    """A loaded target and drafter with the settings that they are measured with. off: categories
-    decoded without drafts.
+    """A loaded target and drafter with the settings that they are measured with.
+
+    Attributes:
+        off: categories that are decoded without drafts.
     """
 
     target: Target
@@ -114,9 +101,13 @@ class EvalPlan:
 
     def decoder(self, drafter: Drafter | None) -> Decoder:
         """The engine with a drafter, or with None for plain decoding."""
-        sampling = self.settings.sampling
-        rows = self.settings.batch_size
-        return Decoder(self.target, drafter, spec=self.spec, sampling=sampling, max_rows=rows)
+        return Decoder(
+            self.target,
+            drafter,
+            spec=self.spec,
+            sampling=self.settings.sampling,
+            max_rows=self.settings.batch_size,
+        )
 
 
 def evaluate(
@@ -138,12 +129,12 @@ def evaluate(
     questions = take_evenly(suite.questions, settings.limit)
     check_lengths(target, questions, settings.max_new_tokens)
     head = describe(settings, target.pack(), suite)
-    # A tree named by the user applies to all categories.
-    if settings.tree is None:
+    off: tuple[str, ...] = ()
+    if settings.tree is None:  # a tree named by the user applies to all categories
         off = tuple(decoding_settings(settings.drafter).get("off", ()))
-    else:
-        off = ()
-    state = [folder_state(target.path), folder_state(split_name(settings.drafter)[0])]
+
+    # Everything that a saved record depends on.
+    files = [folder_state(target.path), folder_state(split_name(settings.drafter)[0])]
     choices = [
         list(settings.baselines),
         settings.assistant,
@@ -152,7 +143,7 @@ def evaluate(
         settings.limit,
         off,
     ]
-    key = fingerprint({"settings": head, "files": state, "choices": choices})
+    key = fingerprint({"settings": head, "files": files, "choices": choices})
     with contextlib.closing(PartialResults(settings.output, key)) as saved:
         results = compare_sides(settings, target, drafter, questions, head, off, saved, search)
         write_json(settings.output, results)
@@ -170,17 +161,15 @@ def compare_sides(
     saved: PartialResults,
     search: TreeSearch,
 ) -> Json:
-    """Chooses the tree, answers what is not saved yet by every side, and returns the content of the
-    results file.
-    """
-    baselines = list(settings.baselines)
+    """Answers what is not saved yet by every side; returns the content of the results file."""
     spec, tree_search = choose_tree(settings, target, drafter, questions, saved, search)
     head["decoding"]["tree"] = {"spec": str(spec), **dataclasses.asdict(spec)}
     plan = EvalPlan(target, drafter, spec, settings, off)
+
     others: dict[str, Side] = {}
-    if "autoregressive" in baselines:
+    if "autoregressive" in settings.baselines:
         others["autoregressive"] = engine_side(plan.decoder(None))
-    theirs = [name for name in baselines if name.startswith("hf_")]
+    theirs = [name for name in settings.baselines if name.startswith("hf_")]
     if theirs:
         others |= hf_sides(
             target,
@@ -190,10 +179,14 @@ def compare_sides(
             settings.trust_remote_code,
         )
     records = measure(plan, questions, others, saved)
+
+    fit: Json = {}
+    if drafter is not None:
+        fit = parts_of(drafter)[0].fit()
     results = {
         **describe_run(),
         **head,
-        **(parts_of(drafter)[0].fit() if drafter is not None else {}),
+        **fit,
         "command": command_line(),
         "tree_search": tree_search,
         "overall": summarize(records),
@@ -205,9 +198,7 @@ def compare_sides(
 
 
 def check_lengths(target: Target, questions: Sequence[Question], max_new_tokens: int) -> None:
-    """Raises UserError for the first question whose first turn does not fit into the target's
-    context.
-    """
+    """Raises UserError for the first question that does not fit into the target's context."""
     for question in questions:
         try:
             token_limit(target, len(question.prompt(target.tokenizer)), max_new_tokens)
@@ -218,7 +209,15 @@ def check_lengths(target: Target, questions: Sequence[Question], max_new_tokens:
 def describe(settings: EvalSettings, target: Target, suite: Suite) -> Json:
     """The head of results.json: what is measured, on which machine, with which settings."""
     folder, plus, side = settings.drafter.partition("+")
-    return {
+    decoding = {
+        **target.generation.rules.recorded(settings.sampling),
+        "max_new_tokens": settings.max_new_tokens,
+        "batch_size": settings.batch_size,
+        "seed": settings.seed,
+    }
+    if settings.chat_template_kwargs:
+        decoding["chat_template_kwargs"] = settings.chat_template_kwargs
+    head = {
         **describe_environment(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
         "compute_dtype": str(target.product_dtype).removeprefix("torch."),
@@ -227,19 +226,11 @@ def describe(settings: EvalSettings, target: Target, suite: Suite) -> Json:
         "kind": kind_of(folder) + plus + side,
         "suite": suite.name,
         "suite_digest": suite.digest,
-        **({"suite_licence": suite.license} if suite.license else {}),
-        "decoding": {
-            **target.generation.rules.recorded(settings.sampling),
-            "max_new_tokens": settings.max_new_tokens,
-            "batch_size": settings.batch_size,
-            "seed": settings.seed,
-            **(
-                {"chat_template_kwargs": settings.chat_template_kwargs}
-                if settings.chat_template_kwargs
-                else {}
-            ),
-        },
     }
+    if suite.license:
+        head["suite_licence"] = suite.license
+    head["decoding"] = decoding
+    return head
 
 
 def choose_tree(
@@ -250,21 +241,17 @@ def choose_tree(
     saved: PartialResults,
     search: TreeSearch,
 ) -> tuple[TreeSpec, list[Json] | None]:
-    """Returns the tree that the user or decoding.json names, or the result of a search with its
-    table of candidates.
-    """
+    """The tree that the user or decoding.json names, or the result of a search with its table."""
     if drafter is None:
         return TreeSpec.parse("none"), None
     wanted = settings.tree or default_tree(settings.drafter) or "auto"
     if wanted != "auto":
         return TreeSpec.parse(wanted), None
     if saved.tree is None:
-        spec, table = search(
-            target,
-            drafter,
-            settings.sampling,
-            {turn for each in questions for turn in each.turns},
-        )
+        texts: set[str] = set()  # of the suite
+        for question in questions:
+            texts.update(question.turns)
+        spec, table = search(target, drafter, settings.sampling, texts)
         saved.add_tree(str(spec), table)
     assert saved.tree is not None
     return TreeSpec.parse(saved.tree["tree"]), saved.tree["tree_search"]
@@ -275,22 +262,19 @@ def measure(
     questions: Sequence[Question],
     others: dict[str, Side],
     saved: PartialResults,
-) -> list[Record]:
+) -> list[PromptRecord]:
     """Answers every question by every side; returns one record per turn, in the suite's order."""
-    seed = plan.settings.seed
     size = plan.settings.batch_size
     decoder = plan.decoder(plan.drafter)
-    sides = {"drafter": engine_side(decoder), **others}
+    sides = {"drafter": engine_side(decoder, watch_memory=True), **others}
     keys = [f"{index}:{question.question_id}" for index, question in enumerate(questions)]
     left = [index for index, key in enumerate(keys) if key not in saved.records]
     if left:  # warm up
         prompt = questions[left[0]].prompt(plan.target.tokenizer)
+        limit = min(WARM_UP_TOKENS, token_limit(plan.target, len(prompt), WARM_UP_TOKENS))
         for side in sides.values():
-            side(
-                [prompt],
-                [min(WARM_UP_TOKENS, token_limit(plan.target, len(prompt), WARM_UP_TOKENS))],
-                seed,
-            )
+            side(Request([prompt], [limit], plan.settings.seed))
+
     with Progress("answering", len(questions), "prompts") as meter:
         meter.start_at(len(questions) - len(left))
         for begin in range(0, len(left), size):
@@ -300,16 +284,19 @@ def measure(
                 meter.advance(note=f"{summarize(records)['tokens_per_second']:.1f} tokens/s")
     if left:
         print(decoder.memory[1])
-    return [record for key in keys for record in saved.records[key]]
+
+    made = []
+    for key in keys:
+        made += saved.records[key]
+    return made
 
 
 def answer(
     plan: EvalPlan,
     batch: dict[int, Question],
     sides: dict[str, Side],
-) -> dict[int, list[Record]]:
-    """Answers a batch of questions turn by turn; later turns follow the answers of the drafter's
-    side.
+) -> dict[int, list[PromptRecord]]:
+    """Answers a batch of questions turn by turn; later turns follow the drafter's answers.
 
     The order of the sides rotates with the question and the turn. A later turn that does not fit
     into the target's context ends its question.
@@ -320,72 +307,82 @@ def answer(
     """
     target = plan.target
     settings = plan.settings
-    if plan.drafter is not None:
-        main = parts_of(plan.drafter)[0]
-    else:
-        main = None
-    kept = main.vocabulary if main is not None else None  # [d] int64, None if all
-    if kept is not None and len(kept) == target.vocab_size:
-        kept = None
-    records: dict[int, list[Record]] = {index: [] for index in batch}
-    answers: dict[int, list[str]] = {index: [] for index in batch}
-    names = list(sides)
     first = min(batch)
+    records: dict[int, list[PromptRecord]] = {index: [] for index in batch}
+    texts: dict[int, list[str]] = {index: [] for index in batch}  # the drafter's answers so far
     for turn in range(max(len(question.turns) for question in batch.values())):
         prompts: dict[int, list[int]] = {}
         limits: dict[int, int] = {}
         for index, question in batch.items():
-            if turn < len(question.turns) and len(answers[index]) == turn:
-                prompt = question.prompt(target.tokenizer, answers[index])
+            if turn < len(question.turns) and len(texts[index]) == turn:
+                prompt = question.prompt(target.tokenizer, texts[index])
                 with contextlib.suppress(UserError):
                     limits[index] = token_limit(target, len(prompt), settings.max_new_tokens)
                     prompts[index] = prompt
         if not prompts:
             break
-        start = (first // settings.batch_size + turn) % len(sides)
-        wanted = [batch[index].category not in plan.off for index in prompts]
-        request = list(prompts.values()), list(limits.values()), settings.seed + first
-        results = {}
-        memory = 0
-        for name in names[start:] + names[:start]:
-            if name != "drafter":
-                results[name] = sides[name](*request)
-                continue
-            reset_peak(target.device)
-            results[name] = sides[name](*request, *([wanted] if plan.off else []))
-            memory = peak_memory(target.device)
+
+        speculate = [batch[index].category not in plan.off for index in prompts]
+        request = Request(
+            list(prompts.values()),
+            list(limits.values()),
+            settings.seed + first,
+            speculate if plan.off else None,
+        )
+        answers = dict(by_turns(sides, request, first // settings.batch_size + turn))
         for row, index in enumerate(prompts):
-            tokens = {name: results[name][row][0] for name in names}
-            if settings.sampling.greedy:
-                same = {name: tokens[name] == tokens["drafter"] for name in names[1:]}
-            else:
-                same = {}
-            differing = [name for name, equal in same.items() if not equal]
-            decode = target.tokenizer.decode
-            texts = {
-                name: decode(tokens[name], skip_special_tokens=True)
-                for name in ("drafter", *differing)
-            }
-            record = {
-                "question_id": batch[index].question_id,
-                "turn": turn,
-                "category": batch[index].category,
-                "prompt_tokens": len(prompts[index]),
-                "sides": {name: results[name][row][1] for name in names},
-                "identical": same,
-                **({"outputs": texts} if differing else {}),
-                "memory": memory,
-                **({"batch": first} if settings.batch_size > 1 else {}),
-            }
-            if kept is not None:
-                if main is not None and main.joins_tokens:
-                    text = prompts[index]
-                else:
-                    text = []
-                record["covered"] = covered(tokens["drafter"], kept.tolist(), text)
-            records[index].append(record if wanted[row] else {**record, "speculation": False})
-            answers[index].append(texts["drafter"])
+            own = {name: answers[name][row] for name in sides}
+            record, text = compare_answers(plan, batch[index], turn, prompts[index], own)
+            if settings.batch_size > 1:
+                record["batch"] = first
+            if not speculate[row]:
+                record["speculation"] = False
+            records[index].append(record)
+            texts[index].append(text)
     return records
+
+
+def compare_answers(
+    plan: EvalPlan,
+    question: Question,
+    turn: int,
+    prompt: list[int],
+    answers: Mapping[str, Answer],
+) -> tuple[PromptRecord, str]:
+    """The record of a prompt, and the text of the drafter's answer. answers: by side."""
+    tokens = answers["drafter"].tokens
+    figures = {name: each.figures for name, each in answers.items()}
+    record = PromptRecord(
+        question_id=question.question_id,
+        turn=turn,
+        category=question.category,
+        prompt_tokens=len(prompt),
+        sides=cast("Sides", figures),
+        identical={},
+        memory=answers["drafter"].memory,
+    )
+
+    def text_of(name: str) -> str:
+        return plan.target.tokenizer.decode(answers[name].tokens, skip_special_tokens=True)
+
+    texts = {"drafter": text_of("drafter")}
+    if plan.settings.sampling.greedy:
+        for name in answers:
+            if name != "drafter":
+                record["identical"][name] = answers[name].tokens == tokens
+        for name, same in record["identical"].items():
+            if not same:
+                texts[name] = text_of(name)
+    if len(texts) > 1:
+        record["outputs"] = texts
+
+    if plan.drafter is not None:
+        main = parts_of(plan.drafter)[0]
+        kept = main.vocabulary  # [d] int64, None for all
+        if kept is not None and len(kept) < plan.target.vocab_size:
+            joined = prompt if main.joins_tokens else []
+            record["covered"] = covered(tokens, kept.tolist(), joined)
+    return record, texts["drafter"]
 
 
 def covered(answer: list[int], kept: list[int], prompt: list[int]) -> float:
@@ -402,123 +399,3 @@ def covered(answer: list[int], kept: list[int], prompt: list[int]) -> float:
     if answer:
         return round(hits / len(answer), 4)
     return 1.0
-
-
-# -- sides -----------------------------------------------------------------------------------------
-
-
-def engine_side(decoder: Decoder) -> Side:
-    """Our engine; a decoder without a drafter decodes plainly by the same code. All prompts of a
-    call form one batch.
-
-    The side takes a fourth argument: whether to speculate, per prompt.
-    """
-
-    def run(
-        prompts: Sequence[list[int]],
-        limits: Sequence[int],
-        seed: int,
-        speculate: Sequence[bool] | None = None,
-    ) -> list[tuple[list[int], Record]]:
-        start = time.perf_counter()
-        generations = decoder.generate(
-            prompts,
-            max_new_tokens=max(limits),
-            seed=seed,
-            speculate=speculate,
-        )
-        seconds = time.perf_counter() - start - decoder.capture_seconds
-        if len(prompts) > 1:
-            share = seconds / len(prompts)
-        else:
-            share = None
-        return [(generation.tokens, side_record(generation, share)) for generation in generations]
-
-    return run
-
-
-def hf_sides(
-    target: Target,
-    sampling: SamplingParams,
-    names: Sequence[str],
-    assistant: str = "",
-    trust_remote_code: bool = False,
-) -> dict[str, Side]:
-    """transformers' generate, plain and with its own speculative decoding, on one shared model.
-
-    Loads a second copy of the target in its dtype, with the attention that transformers chooses for
-    the family (sdpa, or eager where sdpa cannot express it). Replaces the model's generation
-    settings by what ours applies, so that all sides choose tokens and end by the same rules.
-
-    Args:
-        names: of hf_generate, hf_prompt_lookup (10 tokens from the prompt) and hf_assisted.
-        assistant: the draft model of hf_assisted; empty for the target's own first third of layers.
-    """
-
-    def load(path: str) -> Any:  # transformers' stubs know no `generate` on its models
-        options = {
-            "dtype": target.dtype,
-            "trust_remote_code": trust_remote_code,
-            "use_safetensors": True,
-        }
-        loaded: Any = AutoModelForCausalLM.from_pretrained(path, **options)
-        return loaded.to(target.device).eval()
-
-    if not target.path:
-        fix = "give its folder as target, or baselines='autoregressive'"
-        raise UserError(
-            f"baselines={','.join(names)} load target {target.name!r} again, but it has no files; {fix}"
-        )
-    model = load(target.path)
-    end = target.eos_ids or None
-    if target.tokenizer is not None:
-        pad = target.tokenizer.pad_token_id
-    else:
-        pad = None
-    if pad is None and end:
-        pad = end[0]
-    rules = target.generation.rules_for(sampling)
-    model.generation_config = GenerationConfig(**rules.settings, eos_token_id=end, pad_token_id=pad)
-    choice: dict[str, object] = {"do_sample": not sampling.greedy}
-    if not sampling.greedy:
-        choice |= {**dataclasses.asdict(sampling), "min_p": sampling.min_p or None}
-        choice["repetition_penalty"] = rules.repetition_penalty
-    methods: dict[str, dict[str, object]] = {
-        "hf_generate": {},
-        "hf_prompt_lookup": {"prompt_lookup_num_tokens": 10},
-        "hf_assisted": {"assistant_early_exit": max(1, target.num_layers // 3)},
-    }
-    if assistant and "hf_assisted" in names:
-        methods["hf_assisted"] = {"assistant_model": load(resolve_target(assistant))}
-
-    def padded(rows: list[list[int]], value: int) -> Tensor:  # [b, s]
-        tensors = [torch.tensor(row, device=target.device) for row in rows]
-        return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side="left")
-
-    def run(
-        method: dict[str, object],
-        prompts: list[list[int]],
-        limits: Sequence[int],
-        seed: int,
-    ) -> list[tuple[list[int], Record]]:
-        torch.manual_seed(seed)
-        start = time.perf_counter()
-        ids = padded(prompts, pad or 0)
-        mask = padded([[1] * len(prompt) for prompt in prompts], 0)
-        options = {"max_new_tokens": max(limits), "use_cache": True, **choice, **method}
-        out = model.generate(ids, attention_mask=mask, **options)  # [b, s + new]
-        rows = [
-            row[:limit] for row, limit in zip(out[:, ids.shape[1] :].tolist(), limits, strict=True)
-        ]
-        share = round((time.perf_counter() - start) / len(prompts), 6)
-        # generate pads a row after its end until the last row ends.
-        ends = [
-            next((i + 1 for i, token in enumerate(row) if token in target.eos_ids), len(row))
-            for row in rows
-        ]
-        return [
-            (row[:end], {"tokens": end, "seconds": share})
-            for row, end in zip(rows, ends, strict=True)
-        ]
-
-    return {name: partial(run, methods[name]) for name in names}

@@ -1,5 +1,4 @@
-"""Whether speculation pays: the one verdict that eval, tune, sweep, estimate, reports and model
-cards print.
+"""Whether speculation pays: the verdict that eval, tune, sweep, estimate, reports and cards print.
 
 pays            the interval of the speed-up lies above 1, and drafted tokens were accepted
 does not pay    the interval lies below 1, or no drafted token was accepted
@@ -17,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from drafttrain.evaluation.baselines import BASELINE_NAMES, BASELINES
-from drafttrain.evaluation.resampling import FEWEST, Ratio, draws, ends
+from drafttrain.evaluation.resampling import FEWEST, Ratio, paired_ratio, totals
 from drafttrain.files import Json
 
 MOST = 5000  # prompts; a difference that takes more does not matter
@@ -29,8 +28,11 @@ _LEAST_OFF = 1.25  # an outlier's distance from the median, as a factor
 
 
 class SpeedupVerdict(NamedTuple):
-    """A measured speed-up and what follows. state: PAYS, LOSES, OPEN, or empty if nothing was
-    drafted or compared.
+    """A measured speed-up and what follows.
+
+    Attributes:
+        state: PAYS, LOSES, OPEN, or empty if nothing was drafted or compared.
+        figures: the evidence. advice: what to do.
     """
 
     state: str
@@ -52,15 +54,19 @@ def judge(
     """Judges a speed-up.
 
     Args:
-        interval: [low, high], 95 % over prompts; None if unknown. over: what it is compared with.
+        interval: [low, high], 95 % over prompts; None if unknown. over: name of the baseline.
             accepted: any measure of accepted tokens; 0 for none.
     """
     sure = ""
     if interval and prompts > 1:
         sure = f"95 % interval {interval[0]:.2f} to {interval[1]:.2f}, "
-    figures = (
-        f"{speedup:.2f}x as fast as {over} ({sure}{prompts} prompt{'s' if prompts != 1 else ''})"
-    )
+    counted = f"{prompts} prompts"
+    too_few = f"{prompts} prompts are too few"
+    if prompts == 1:
+        counted = "1 prompt"
+        too_few = "1 prompt is too few"
+    figures = f"{speedup:.2f}x as fast as {over} ({sure}{counted})"
+
     if not accepted:
         return SpeedupVerdict(LOSES, figures, "it does not pay: no drafted token was accepted")
     if interval and prompts >= FEWEST and interval[0] > 1:
@@ -68,30 +74,27 @@ def judge(
     if interval and prompts >= FEWEST and interval[1] < 1:
         return SpeedupVerdict(LOSES, figures, "it does not pay here: it slows decoding down")
     if not interval:
-        return SpeedupVerdict(
-            OPEN,
-            figures,
-            f"inconclusive: no interval is known; measure at least {FEWEST} prompts or batches of them",
-        )
-    count = f"{prompts} prompt{'s are' if prompts != 1 else ' is'} too few"
+        more = f"measure at least {FEWEST} prompts or batches of them"
+        return SpeedupVerdict(OPEN, figures, f"inconclusive: no interval is known; {more}")
+
     needed = prompts_needed(interval, prompts)
-    if needed is None:
-        more = "the difference is too small to matter"
-        if not (prompts >= FEWEST):
-            more = f"measure at least {FEWEST}"
-    else:
+    if needed is not None:
         more = f"about {needed} would tell if the figure stays, so measure more"
-    return SpeedupVerdict(OPEN, figures, f"inconclusive: {count}, {more}")
+    elif prompts >= FEWEST:
+        more = "the difference is too small to matter"
+    else:
+        more = f"measure at least {FEWEST}"
+    return SpeedupVerdict(OPEN, figures, f"inconclusive: {too_few}, {more}")
 
 
 def prompts_needed(interval: Sequence[float], prompts: int) -> int | None:
-    """How many prompts would exclude 1 from the interval, if its middle and spread stay; None for
-    more than MOST.
+    """Number of prompts that would exclude 1 from the interval; None for more than MOST.
 
-    The half width of an interval, in logarithms, falls with the square root of the number of
-    prompts.
+    Assumes that the interval's middle and spread stay. Its half width, in logarithms, falls with
+    the square root of the number of prompts.
     """
-    low, high = (math.log(max(end, 1e-9)) for end in interval)
+    low = math.log(max(interval[0], 1e-9))
+    high = math.log(max(interval[1], 1e-9))
     middle = abs(low + high) / 2
     half = (high - low) / 2
     if prompts < 2 or not middle or half / middle > math.sqrt(MOST / prompts):
@@ -100,16 +103,16 @@ def prompts_needed(interval: Sequence[float], prompts: int) -> int | None:
 
 
 def fastest(figures: Json) -> str:
-    """The plain baseline that a speed-up is claimed against, the faster one; empty if none was run."""
-    speedup: dict[str, float] = {
-        name: x for name, x in figures.get("speedup", {}).items() if name in BASELINES
-    }
-    return min(speedup, key=lambda name: speedup[name], default="")
+    """The plain baseline that a speed-up is claimed against: the faster one, empty without one."""
+    speedups: dict[str, float] = figures.get("speedup", {})
+    plain = [name for name in speedups if name in BASELINES]
+    return min(plain, key=lambda name: speedups[name], default="")
 
 
 def interval_of(figures: Json, baseline: str) -> list[float] | None:
     """The recorded interval of a speed-up; earlier versions wrote none."""
-    return ((figures.get("confidence") or {}).get("speedup") or {}).get(baseline)
+    confidence = figures.get("confidence") or {}
+    return (confidence.get("speedup") or {}).get(baseline)
 
 
 def verdict_of(figures: Json) -> SpeedupVerdict:
@@ -119,83 +122,85 @@ def verdict_of(figures: Json) -> SpeedupVerdict:
     if "acceptance_by_depth" in figures and not figures["acceptance_by_depth"]["joint"]:
         return SpeedupVerdict("", "", "nothing was drafted, so there is no speed-up to judge")
     if speedup is None:
-        return SpeedupVerdict(
-            "",
-            "",
-            "no plain baseline was run: measure one to know whether speculation pays",
-        )
-    over = BASELINE_NAMES.get(name, "the faster baseline")
-    rate = figures.get("acceptance_rate", 1.0)
-    return judge(speedup, interval_of(figures, name), figures.get("prompts", 0), over, rate)
+        advice = "no plain baseline was run: measure one to know whether speculation pays"
+        return SpeedupVerdict("", "", advice)
+    return judge(
+        speedup,
+        interval_of(figures, name),
+        figures.get("prompts", 0),
+        over=BASELINE_NAMES.get(name, "the faster baseline"),
+        accepted=figures.get("acceptance_rate", 1.0),
+    )
 
 
 def crossover(label: str, points: Sequence[tuple[float, Json]]) -> str:
     """Says where speculation stops paying along an axis, or that it does not.
 
     Args:
-        label: of the axis. points: (value, figures) in increasing order; figures as in
+        label: name of the axis. points: (value, figures) in increasing order; figures as in
             `verdict_of`.
     """
-    known = [
-        (value, figures)
-        for value, figures in points
-        if figures.get("speedup_vs_fastest") is not None
-    ]
+    known = [point for point in points if point[1].get("speedup_vs_fastest") is not None]
     if not known:
         return "not measured"
     unsure = _unsure(known)
-    if len(unsure) == len(known):
+    pays = []  # (value, whether it pays there) where that is sure
+    for value, figures in known:
+        if value not in unsure:
+            pays.append((value, figures["speedup_vs_fastest"] > 1))
+    if not pays:
         return f"inconclusive at every {label} measured, so no crossover can be named"
-    over = [
-        (value, figures["speedup_vs_fastest"] > 1)
-        for value, figures in known
-        if value not in unsure
-    ]
-    (first, _), (last, _) = over[0], over[-1]
-    turns = [
-        f"{'stops' if before else 'starts'} paying between {label} {left:g} and {right:g}"
-        for (left, before), (right, after) in itertools.pairwise(over)
-        if before != after
-    ]
-    if len(over) == 1:
-        turns = [
-            f"{'pays' if over[0][1] else 'does not pay'} at {label} {first:g}, the only one"
-            + " that is sure" * (len(known) > 1)
-        ]
-    elif not turns and over[0][1]:
-        turns = [f"pays from {label} {first:g} to {last:g}, no crossover seen"]
-    elif not turns:
-        turns = [f"pays at no {label} from {first:g} to {last:g}"]
-    return ", ".join(turns) + (
-        f" (inconclusive at {', '.join(f'{x:g}' for x in unsure)})" if unsure else ""
-    )
+
+    first, pays_first = pays[0]
+    last = pays[-1][0]
+    turns = []
+    for (left, before), (right, after) in itertools.pairwise(pays):
+        if before != after:
+            word = "stops" if before else "starts"
+            turns.append(f"{word} paying between {label} {left:g} and {right:g}")
+    if turns:
+        text = ", ".join(turns)
+    elif len(pays) == 1:
+        word = "pays" if pays_first else "does not pay"
+        text = f"{word} at {label} {first:g}, the only one"
+        if len(known) > 1:
+            text += " that is sure"
+    elif pays_first:
+        text = f"pays from {label} {first:g} to {last:g}, no crossover seen"
+    else:
+        text = f"pays at no {label} from {first:g} to {last:g}"
+    if unsure:
+        text += f" (inconclusive at {', '.join(f'{value:g}' for value in unsure)})"
+    return text
 
 
 def _unsure(points: Sequence[tuple[float, Json]]) -> list[float]:
     """Where a measured speed-up is within noise of 1. Estimates have no noise."""
-    return [
-        x for x, figures in points if "confidence" in figures and verdict_of(figures).state == OPEN
-    ]
+    found = []
+    for value, figures in points:
+        if "confidence" in figures and verdict_of(figures).state == OPEN:
+            found.append(value)
+    return found
 
 
 def crossovers(rows: Sequence[Json]) -> list[Json]:
-    """Finds where speculation stops paying, for each set of cells that differ in batch size,
-    context or temperature only.
+    """Finds where speculation stops paying along batch size, context and temperature.
 
     Returns:
-        cell: what they share; axis; verdict: in words; speedups: by value. Along the batch size
-            also batch_size: where the
-        speed-up first falls to 1, interpolated between two conclusive ones on a logarithmic scale;
-        None if it does at none,
-        0 if it is below 1 from the first.
+        Per axis and per set of cells that differ along it only:
+        cell: the settings that they share; axis; verdict: in words; speedups: by value.
+        batch_size, along the batch size only: where the speed-up first falls to 1, interpolated
+        between two conclusive ones on a logarithmic scale; None if it does at none, 0 if it is
+        below 1 from the first.
     """
     found = []
     measured = [row for row in rows if row.get("speedup_vs_fastest") is not None]
     for axis in ("batch_size", "context", "temperature"):
-        groups: dict[str, dict[float, Json]] = {}
-        for row in (row for row in measured if axis in row["cell"]):
-            shared = {name: value for name, value in row["cell"].items() if name != axis}
-            groups.setdefault(json.dumps(shared), {})[row["cell"][axis]] = row
+        groups: dict[str, dict[float, Json]] = {}  # shared settings -> value -> row
+        for row in measured:
+            if axis in row["cell"]:
+                shared = {name: value for name, value in row["cell"].items() if name != axis}
+                groups.setdefault(json.dumps(shared), {})[row["cell"][axis]] = row
         for shared_text, group in groups.items():
             points = sorted(group.items())
             if len(points) < 2:
@@ -206,35 +211,23 @@ def crossovers(rows: Sequence[Json]) -> list[Json]:
                 "axis": axis,
                 "verdict": crossover(axis.replace("_", " "), points),
             }
-            unsure = _unsure(points)
-            sure = [point for point in speedups.items() if point[0] not in unsure]
             if axis == "batch_size":
-                at = {"batch_size": _falls_at(sure)}
-            else:
-                at = {}
-            found.append({**each, **at, "speedups": speedups})
+                unsure = _unsure(points)
+                each["batch_size"] = _falls_at(
+                    [point for point in speedups.items() if point[0] not in unsure]
+                )
+            each["speedups"] = speedups
+            found.append(each)
     return found
 
 
 def _falls_at(points: Sequence[tuple[float, float]]) -> float | None:
-    falling = (pair for pair in itertools.pairwise(points) if pair[0][1] >= 1 > pair[1][1])
-    for (left, high), (right, low) in falling:
-        return round(left * (right / left) ** ((high - 1) / (high - low)), 2)
+    for (left, high), (right, low) in itertools.pairwise(points):
+        if high >= 1 > low:
+            return round(left * (right / left) ** ((high - 1) / (high - low)), 2)
     if points and points[0][1] < 1:
         return 0
     return None
-
-
-def _pace(sides: Sequence[Json], name: str, drawn: np.ndarray) -> np.ndarray:
-    """Seconds per token of a side. sides: of each prompt. drawn: [..., n] prompts that belong
-    together.
-    """
-    totals = (
-        np.array([each[name][key] for each in sides], float)[drawn].sum(-1)
-        for key in ("seconds", "tokens")
-    )
-    seconds, tokens = (np.maximum(total, 1e-9) for total in totals)
-    return seconds / tokens
 
 
 def against(first: Json, other: Json) -> tuple[Ratio, int] | None:
@@ -242,25 +235,33 @@ def against(first: Json, other: Json) -> tuple[Ratio, int] | None:
 
     Returns:
         how many times as fast the other is, and the number of prompts; None without common prompts.
-        Where both measured plain
-        decoding, rates are divided by it, which takes out that the machine was faster in one of the
-        runs.
+        Where both measured plain decoding, rates are divided by it, which takes out that the
+        machine was faster in one of the runs.
     """
-    runs = [
-        {(r["question_id"], r["turn"]): r["sides"] for r in run.get("prompts", [])}
-        for run in (first, other)
-    ]
-    common = [key for key in runs[0] if key in runs[1]]
+    ours = _sides_by_prompt(first)
+    theirs = _sides_by_prompt(other)
+    common = [key for key in ours if key in theirs]
     if not common:
         return None
-    drawn = np.vstack(
-        [np.arange(len(common)), draws(len(common))]
-    )  # the first row is the figure itself
-    ours, theirs = ([run[key] for key in common] for run in runs)
-    ratios = _pace(ours, "drafter", drawn) / _pace(theirs, "drafter", drawn)
-    if all("autoregressive" in sides for sides in (*ours, *theirs)):
-        ratios *= _pace(theirs, "autoregressive", drawn) / _pace(ours, "autoregressive", drawn)
-    return Ratio(float(ratios[0]), *ends(ratios[1:], len(common))), len(common)
+
+    def amounts(run: dict[tuple[str, int], Json], side: str, key: str) -> list[float]:
+        return [run[prompt][side][key] for prompt in common]
+
+    over = [amounts(ours, "drafter", "seconds"), amounts(theirs, "drafter", "tokens")]
+    under = [amounts(ours, "drafter", "tokens"), amounts(theirs, "drafter", "seconds")]
+    if all("autoregressive" in run[key] for run in (ours, theirs) for key in common):
+        over.append(amounts(theirs, "autoregressive", "seconds"))
+        over.append(amounts(ours, "autoregressive", "tokens"))
+        under.append(amounts(theirs, "autoregressive", "tokens"))
+        under.append(amounts(ours, "autoregressive", "seconds"))
+    return paired_ratio(over, under), len(common)
+
+
+def _sides_by_prompt(run: Json) -> dict[tuple[str, int], Json]:
+    found = {}
+    for record in run.get("prompts", []):
+        found[record["question_id"], record["turn"]] = record["sides"]
+    return found
 
 
 def outliers(results: Json) -> list[str]:
@@ -268,16 +269,23 @@ def outliers(results: Json) -> list[str]:
     known = [record for record in results.get("prompts", []) if "autoregressive" in record["sides"]]
     if len(known) < 2 * FEWEST:
         return []
-    sides = [record["sides"] for record in known]
-    each = np.arange(len(known))[:, None]
-    logs = np.log(_pace(sides, "autoregressive", each) / _pace(sides, "drafter", each))
-    off = np.abs(logs - np.median(logs))
-    far = max(
-        _OUTLIER * float(np.median(off)) / 0.6745, math.log(_LEAST_OFF)
-    )  # the median over 0.6745 is robust
-    return [
-        f"{record['category']}, question {record['question_id']}, turn {record['turn'] + 1}: {math.exp(log):.2f}x, of "
-        f"{math.exp(np.median(logs)):.2f}x at the median prompt"
-        for record, log, distance in zip(known, logs, off, strict=True)
-        if distance > far
-    ]
+    alone = np.arange(len(known))[:, None]  # each prompt by itself
+
+    def pace(side: str) -> np.ndarray:  # [prompts] seconds per token
+        seconds = [record["sides"][side]["seconds"] for record in known]
+        tokens = [record["sides"][side]["tokens"] for record in known]
+        return totals(seconds, alone) / totals(tokens, alone)
+
+    logs = np.log(pace("autoregressive") / pace("drafter"))
+    median = float(np.median(logs))
+    off = np.abs(logs - median)
+    # The median over 0.6745 is a robust standard deviation.
+    far = max(_OUTLIER * float(np.median(off)) / 0.6745, math.log(_LEAST_OFF))
+    lines = []
+    for record, log, distance in zip(known, logs, off, strict=True):
+        if distance > far:
+            lines.append(
+                f"{record['category']}, question {record['question_id']}, turn {record['turn'] + 1}: "
+                f"{math.exp(log):.2f}x, of {math.exp(median):.2f}x at the median prompt"
+            )
+    return lines

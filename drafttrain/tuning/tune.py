@@ -1,5 +1,4 @@
-"""`drafttrain tune`: the fastest tree for a drafter on this machine, predicted for all candidates
-and measured for one.
+"""`drafttrain tune`: the fastest tree for a drafter here, predicted for all and measured for one.
 
 Three measurements, none of which depends on the chosen tree:
 
@@ -8,9 +7,8 @@ Three measurements, none of which depends on the chosen tree:
     the check       the chosen tree, fixed and adaptive, against plain decoding, interleaved, next to the prediction
 
 Timing every candidate instead takes longer and picks by luck: candidates differ by a few per cent,
-    and so does a timing. What is
-kept after the check is decided by paired differences: another setting than the simplest must be
-    better beyond their interval.
+and so does a timing. What is kept after the check is decided by paired differences: another setting
+than the simplest must be better beyond their interval.
 """
 
 from __future__ import annotations
@@ -20,10 +18,10 @@ import contextlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -36,7 +34,9 @@ from drafttrain.drafters.kinds import split_name
 from drafttrain.drafters.registry import decoding_file, decoding_settings, load_drafter
 from drafttrain.environment import describe_environment, describe_run
 from drafttrain.errors import UserError
-from drafttrain.evaluation.resampling import Ratio, draws, ends
+from drafttrain.evaluation.resampling import Ratio, paired_ratio
+from drafttrain.evaluation.results_schema import EngineSide
+from drafttrain.evaluation.sides import Request, by_turns, engine_side
 from drafttrain.evaluation.verdicts import OPEN, PAYS, judge
 from drafttrain.files import Json, read_jsonl, write_json
 from drafttrain.flags import load_target, sampling_of
@@ -51,6 +51,7 @@ from drafttrain.tuning.replay import (
     DEPTH,
     NODES,
     CostModel,
+    Replayed,
     Track,
     chances,
     measure_costs,
@@ -69,16 +70,10 @@ PROMPTS = (
     "Which planets have rings, and what are the rings made of?",
     "Write a polite message that moves a dentist's appointment from Monday to Thursday.",
 )
-NODES_BETWEEN = (
-    3,
-    5,
-    6,
-    19,
-)  # numbers of nodes that candidates have beside those whose costs are measured
-CHEAP = (
-    1.5,
-    2.5,
-)  # costs of a pass, in plain passes, up to which a match that is drafted alone may grow
+# Numbers of nodes of candidates, beside those whose costs are measured.
+NODES_BETWEEN = (3, 5, 6, 19)
+# Costs of a pass, in plain passes, up to which a match that is drafted alone may grow.
+CHEAP = (1.5, 2.5)
 SAME = 1.01  # predictions of about this ratio are equal: the simpler tree comes first
 # relative difference in accepted length of trees that are worth measuring against each other
 APART = 0.02
@@ -93,8 +88,11 @@ _NONE = TreeSpec.parse("none")
 
 @dataclass(frozen=True)
 class TuneSettings:
-    """How to tune. tokens: new tokens per prompt; repeats: of the final measurement; cycles:
-    samples of each cost.
+    """How to tune.
+
+    Attributes:
+        tokens: new tokens per prompt. repeats: of the final measurement. cycles: samples of each
+            cost.
     """
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -123,34 +121,35 @@ def calibration_prompts(
     Raises:
         UserError: a file that is missing, malformed, or has no usable row.
     """
-    try:
-        if file:
+    rows: list[Json] = [{"text": text} for text in PROMPTS]
+    if file:
+        try:
             rows = [row for _, row in read_jsonl(Path(file).expanduser())]
-        else:
-            rows = [{"text": text} for text in PROMPTS]
-    except UserError as error:
-        raise UserError(f"calibrate={file!r} cannot be read: {error}") from error
+        except UserError as error:
+            raise UserError(f"calibrate={file!r} cannot be read: {error}") from error
+
     prompts: list[list[int]] = []
     for row in rows:
         prompt = parse_row(row) or {}
-        if not (messages := _messages(row, prompt)):
+        messages = _messages(row, prompt)
+        if not messages:
             continue
         ids = prompt_ids(target.tokenizer, messages, ChatInputs.of(prompt, kwargs))
-        known = any(message["content"] in exclude for message in messages)
+        if any(message["content"] in exclude for message in messages):
+            continue
         with contextlib.suppress(UserError):  # the target's context is too short for the prompt
-            if known or token_limit(target, len(ids), tokens) < tokens:
-                prompts += []
-            else:
-                prompts += [ids]
+            if token_limit(target, len(ids), tokens) == tokens:
+                prompts.append(ids)
     if file and not prompts:
         raise UserError(
-            f"calibrate={file!r} has no usable row: each needs messages, turns or text not in the suite"
+            f"calibrate={file!r} has no usable row: "
+            "each needs messages, turns or text not in the suite"
         )
     return prompts[:count]
 
 
 def _messages(row: Json, prompt: Json) -> list[dict[str, str]]:
-    """The conversation of a row up to where the assistant answers. prompt: as `parse_row` reads it."""
+    """The messages of a row up to where the assistant answers. prompt: as `parse_row` reads it."""
     if "text" in prompt:
         return [{"role": "user", "content": prompt["text"]}]
     messages = prompt.get("messages", [])
@@ -162,47 +161,52 @@ def _messages(row: Json, prompt: Json) -> list[dict[str, str]]:
 
 
 def candidates(drafter: Drafter, costs: CostModel) -> list[TreeSpec]:
-    """Every tree that can be replayed: chains and dynamic trees, with early stops or cuts, with or
-    without matches.
+    """Every tree that can be replayed: chains and dynamic trees with their options.
+
+    Options are early stops or cuts, and how a second drafter's matches are merged.
 
     Args:
         costs: what passes cost here, which says how long a match drafted alone may be.
     """
     main, side = parts_of(drafter)
-    stops = ("", "@stop=0.1", "@stop=0.3", "@cut=0.03", "@cut=0.08") if main.trainable else ("",)
-    cheap = sorted({costs.affordable(factor) for factor in CHEAP})
-    longer = [f"@match={nodes}" for nodes in cheap if nodes > 1]
-    sure = ("@alone=0.5", "@alone=0.9", *longer, *(f"@alone=0.5{match}" for match in longer))
+    stops = [""]
+    if main.trainable:
+        stops += ["@stop=0.1", "@stop=0.3", "@cut=0.03", "@cut=0.08"]
+
+    chain_matches = [""]
+    tree_matches = [""]
     if side is not None:
-        shares = ("", "@nomatch", *sure)
-        alone = ("", "@nomatch", *longer)
-    else:
-        shares = ("",)
-        alone = ("",)
+        cheap = sorted({costs.affordable(factor) for factor in CHEAP})
+        longer = [f"@match={nodes}" for nodes in cheap if nodes > 1]
+        chain_matches += ["@nomatch", *longer]
+        tree_matches += ["@nomatch", "@alone=0.5", "@alone=0.9", *longer]
+        tree_matches += [f"@alone=0.5{match}" for match in longer]
+
+    texts = ["none"]
+    depths = range(1, DEPTH + 1)
+    for depth, stop, match in itertools.product(depths, stops, chain_matches):
+        texts.append(f"chain:{depth}{stop}{match}")
     sizes = sorted({*NODES, *NODES_BETWEEN})
-    chains = [
-        f"chain:{d}{s}{m}" for d, s, m in itertools.product(range(1, DEPTH + 1), stops, alone)
-    ]
-    trees = [
-        f"dynamic:{d},{k},{n}{s}{m}"
-        for d, k, n, s, m in itertools.product(range(1, DEPTH + 1), (4, 8), sizes, stops, shares)
-        if max(2, d) <= n <= k + (d - 1) * k * k
-    ]
-    return [TreeSpec.parse(text) for text in ["none", *chains, *trees]]
+    for depth, k, nodes, stop, match in itertools.product(
+        depths, (4, 8), sizes, stops, tree_matches
+    ):
+        # As many nodes as the depth takes at least, and as k children of k nodes a depth at most.
+        if max(2, depth) <= nodes <= k + (depth - 1) * k * k:
+            texts.append(f"dynamic:{depth},{k},{nodes}{stop}{match}")
+    return [TreeSpec.parse(text) for text in texts]
 
 
 def effort(spec: TreeSpec) -> tuple[int, ...]:
-    """How complicated a tree is: options, then nodes, then depth. Of trees that are about as fast
-    the simplest is taken.
+    """How complicated a tree is: options, then nodes, then depth.
+
+    Of trees that are about as fast the simplest is taken.
     """
     options = (spec.stop, spec.cut, spec.alone, spec.match, not spec.matches)
     return sum(map(bool, options)), spec.budget, spec.depth, spec.top_k
 
 
 class Prediction(NamedTuple):
-    """The expected performance of a tree. tokens_per_second: of decoding, prefill and first token
-    left out.
-    """
+    """The expected performance of a tree. Rates are of decoding, prefill and first token left out."""
 
     spec: TreeSpec
     tokens_per_second: float
@@ -211,19 +215,26 @@ class Prediction(NamedTuple):
 
 def predict(spec: TreeSpec, tracks: Sequence[Track], costs: CostModel) -> Prediction:
     """Replays a tree's rounds and adds up their costs."""
-    rounds = [done for track in tracks for done in replay(track, spec)]
-    tokens = sum(done.committed for done in rounds)
+    rounds: list[Replayed] = []
+    for track in tracks:
+        rounds += replay(track, spec)
+    if not rounds:
+        return Prediction(spec, 0.0, 0.0)
+
+    # Rounds of the same size cost the same.
     counts = Counter((done.nodes, done.depth) for done in rounds)
-    seconds = sum(
-        n * costs.round(spec if sum(size) else _NONE, *size) for size, n in counts.items()
-    )
+    seconds = 0.0
+    for (nodes, depth), count in counts.items():
+        drafts = nodes + depth > 0
+        seconds += count * costs.round(spec if drafts else _NONE, nodes, depth)
     if spec.shape != "none":
         seconds += costs.read_prompt * sum(track.prompt_tokens for track in tracks)
-    return Prediction(
-        spec,
-        tokens / seconds if seconds else 0.0,
-        tokens / len(rounds) if rounds else 0.0,
-    )
+
+    tokens = sum(done.committed for done in rounds)
+    rate = 0.0
+    if seconds:
+        rate = tokens / seconds
+    return Prediction(spec, rate, tokens / len(rounds))
 
 
 @dataclass
@@ -244,47 +255,45 @@ class Search:
 
     @property
     def chain(self) -> Prediction | None:
-        """The fastest chain of the trained drafter alone: what engines draft that know no trees and
-        no merged matches.
-        """
-        merged = any(not each.spec.matches for each in self.ranking)
-        chains = (
-            each
-            for each in self.ranking
-            if each.spec.shape == "chain" and not (each.spec.stop or each.spec.cut)
-        )
-        return next((each for each in chains if not (merged and each.spec.matches)), None)
+        """The fastest chain of the trained drafter alone, for engines without trees and matches."""
+        merges = any(not each.spec.matches for each in self.ranking)
+        for each in self.ranking:
+            spec = each.spec
+            whole = spec.shape == "chain" and not spec.stop and not spec.cut
+            if whole and not (merges and spec.matches):
+                return each
+        return None
 
     def finalists(self) -> list[TreeSpec]:
-        """The fastest trees that differ: in accepted length, so that errors of the costs do not
-        concern all of them alike.
+        """The fastest trees that differ in accepted length.
+
+        So errors of the costs do not concern all of them alike.
         """
+        least = BEHIND * self.best.tokens_per_second
         found: list[Prediction] = []
         for each in self.ranking:
-            fast = (
-                each.spec.shape != "none"
-                and each.tokens_per_second >= BEHIND * self.best.tokens_per_second
-            )
-            if fast and all(
-                abs(each.accepted_length / other.accepted_length - 1) > APART for other in found
-            ):
+            if each.spec.shape == "none" or each.tokens_per_second < least:
+                continue
+            lengths = (other.accepted_length for other in found)
+            if all(abs(each.accepted_length / length - 1) > APART for length in lengths):
                 found.append(each)
         return [each.spec for each in found[:FINALISTS]]
 
     def table(self, count: int = 12) -> list[Json]:
         """The fastest candidates and plain decoding, as rows of results.json."""
-        shown = self.ranking[:count] + ([] if self.plain in self.ranking[:count] else [self.plain])
+        shown = self.ranking[:count]
+        if self.plain not in shown:
+            shown = [*shown, self.plain]
         return [self.row(each) for each in shown]
 
     def row(self, each: Prediction) -> Json:
         """A candidate as a row of results.json."""
+        plain = self.plain.tokens_per_second or 1.0
         return {
             "tree": str(each.spec),
             "tokens_per_second": round(each.tokens_per_second, 3),
             "accepted_length": round(each.accepted_length, 4),
-            "predicted_speedup": round(
-                each.tokens_per_second / (self.plain.tokens_per_second or 1.0), 4
-            ),
+            "predicted_speedup": round(each.tokens_per_second / plain, 4),
         }
 
 
@@ -348,22 +357,16 @@ class Timings:
         return float(self.tokens[side].sum() / self.seconds[side].sum())
 
     def ratio(self, side: int, over: int) -> Ratio:
-        """The rate of a side over that of another.
-
-        The interval is a bootstrap over prompts: the two sides of a prompt stay together, so
-        differences between prompts cancel.
-        """
-        prompts = self.tokens.shape[1]
-        tokens, seconds = (
-            x[:, draws(prompts)].sum(-1) for x in (self.tokens, self.seconds)
-        )  # [sides, RESAMPLES]
-        ratios = tokens[side] / seconds[side] * seconds[over] / tokens[over]
-        return Ratio(self.rate(side) / self.rate(over), *ends(ratios, prompts))
+        """The rate of a side over that of another, with its interval, paired by prompt."""
+        return paired_ratio(
+            [self.tokens[side], self.seconds[over]],
+            [self.seconds[side], self.tokens[over]],
+        )
 
     def faster(self, side: int, over: int) -> bool:
         """Whether a side is faster than another beyond noise."""
-        value, *interval = self.ratio(side, over)
-        return judge(value, interval, self.tokens.shape[1]).state == PAYS
+        ratio = self.ratio(side, over)
+        return judge(ratio.value, (ratio.low, ratio.high), self.tokens.shape[1]).state == PAYS
 
 
 def measure(
@@ -374,18 +377,24 @@ def measure(
     settings: TuneSettings,
 ) -> Timings:
     """Measures the decoding of several trees on the same prompts, interleaved."""
-    decoders = [Decoder(target, drafter, spec=spec, sampling=settings.sampling) for spec in specs]
+    sides = {}
+    for spec in specs:
+        decoder = Decoder(target, drafter, spec=spec, sampling=settings.sampling)
+        sides[str(spec)] = engine_side(decoder)
+    number = {name: side for side, name in enumerate(sides)}
     seconds = np.zeros((settings.repeats, len(specs), len(prompts)))
     tokens = np.zeros((len(specs), len(prompts)))
     with Progress("measuring the pick", seconds.size, "answers") as meter:
-        for decoder in decoders:
-            decoder.generate(prompts[:1], max_new_tokens=min(12, settings.tokens))
+        for side in sides.values():  # warm up
+            side(Request(prompts[:1], [min(12, settings.tokens)]))
         every = itertools.product(range(settings.repeats), enumerate(prompts))
-        for turn, (repeat, (i, prompt)) in enumerate(every):
-            for side in (*range(turn % len(specs), len(specs)), *range(turn % len(specs))):
-                stats = decoders[side].generate([prompt], max_new_tokens=settings.tokens)[0].stats
-                seconds[repeat, side, i] = max(stats.total_seconds - stats.prefill_seconds, 1e-9)
-                tokens[side, i] = max(stats.new_tokens - 1, 1)
+        for turn, (repeat, (prompt, ids)) in enumerate(every):
+            request = Request([ids], [settings.tokens])
+            for name, (answer,) in by_turns(sides, request, turn):
+                figures = cast("EngineSide", answer.figures)
+                decoding = figures["latency"] - figures["ttft"]  # seconds without the prefill
+                seconds[repeat, number[name], prompt] = max(decoding, 1e-9)
+                tokens[number[name], prompt] = max(figures["tokens"] - 1, 1)
                 meter.advance()
     return Timings(tokens, np.median(seconds, axis=0))
 
@@ -406,6 +415,7 @@ def run(args: argparse.Namespace, target: Target | None = None) -> int:
     writes_tree = not args.dry_run and place.parent.joinpath("config.json").is_file()
     if writes_tree:
         output_file(place, "decoding", key="drafter")
+
     target = (target or load_target(args)).pack()
     drafter = load_drafter(args.drafter, target)
     if drafter is None:
@@ -433,17 +443,25 @@ def run(args: argparse.Namespace, target: Target | None = None) -> int:
         "command": command_line(),
         **tune(target, drafter, prompts, settings),
     }
+
     write_json(output, result)
+    wrote = [output]
     print_result(result)
     if writes_tree:
         keys = ("device", "dtype", "drafter", "predicted_speedup", "measured_speedup")
-        old = decoding_settings(args.drafter)
-        chain = result["chain"] and result["chain"]["tree"].partition("@")[0]
-        tuned = {key: result[key] for key in keys}
-        write_json(place, {**old, "tree": result["tree"], "chain": chain, "tuned": tuned})
+        decoding = {
+            **decoding_settings(args.drafter),
+            "tree": result["tree"],
+            "chain": None,
+            "tuned": {key: result[key] for key in keys},
+        }
+        if result["chain"]:  # without its options, which engines do not know
+            decoding["chain"] = result["chain"]["tree"].partition("@")[0]
+        write_json(place, decoding)
+        wrote.insert(0, place)
         print(f"the drafter's default from now on: {result['tree']}")
     then = next_command("eval", carry=args, target=args.target, drafter=args.drafter)
-    conclude(result, [*([place] if writes_tree else []), output], then)
+    conclude(result, wrote, then)
     return 0
 
 
@@ -453,8 +471,7 @@ def tune(
     prompts: Sequence[list[int]],
     settings: TuneSettings,
 ) -> Json:
-    """Searches a tree, measures it against plain decoding, fixed and adaptive, and decides what to
-    use.
+    """Searches a tree, measures it fixed and adaptive against plain decoding, and decides.
 
     Returns:
         tree: the setting to keep, see `keep`; picked: the best fixed tree, see `simplest`; chain:
@@ -467,14 +484,16 @@ def tune(
     """
     search = search_tree(target, drafter, prompts, settings)
     best = search.best
-    plain = search.plain
     contest = {}
-    if len(trees := search.finalists()) > 1 and best.spec.shape != "none":
+    trees = search.finalists()
+    if len(trees) > 1 and best.spec.shape != "none":
         timings = measure(target, drafter, trees, prompts, replace(settings, repeats=1))
-        contest = {str(spec): round(timings.rate(side), 3) for side, spec in enumerate(trees)}
+        for side, spec in enumerate(trees):
+            contest[str(spec)] = round(timings.rate(side), 3)
         picked = trees[simplest(timings, trees)]
         best = next(each for each in search.ranking if each.spec == picked)
-    predicted = best.tokens_per_second / plain.tokens_per_second
+
+    predicted = best.tokens_per_second / search.plain.tokens_per_second
     measured = 1.0
     adaptive = None
     rates = {}
@@ -483,18 +502,19 @@ def tune(
     if best.spec.shape != "none":
         specs = (_NONE, best.spec, replace(best.spec, adaptive=True))
         timings = measure(target, drafter, specs, prompts, settings)
-        rates = {str(spec): round(timings.rate(side), 3) for side, spec in enumerate(specs)}
-        measured = timings.ratio(1, 0).value
-        adaptive = round(timings.ratio(2, 0).value, 4)
-        every = {
-            "measured_speedup": (1, 0),
-            "adaptive_speedup": (2, 0),
-            "adaptive_over_fixed": (2, 1),
+        for side, spec in enumerate(specs):
+            rates[str(spec)] = round(timings.rate(side), 3)
+        ratios = {
+            "measured_speedup": timings.ratio(1, 0),
+            "adaptive_speedup": timings.ratio(2, 0),
+            "adaptive_over_fixed": timings.ratio(2, 1),
         }
-        intervals = {
-            name: [round(x, 4) for x in timings.ratio(*sides)[1:]] for name, sides in every.items()
-        }
+        for name, ratio in ratios.items():
+            intervals[name] = [round(ratio.low, 4), round(ratio.high, 4)]
+        measured = ratios["measured_speedup"].value
+        adaptive = round(ratios["adaptive_speedup"].value, 4)
         tree = specs[keep(timings)]
+
     return {
         "tree": str(tree),
         "picked": str(best.spec),
@@ -516,16 +536,18 @@ def tune(
 
 
 def simplest(timings: Timings, specs: Sequence[TreeSpec]) -> int:
-    """The side of the simplest tree that is about as fast as the fastest: slower by 2 % at most,
-    and not beyond the interval of their paired difference. So noise does not choose complicated
-    trees, and no choice costs much.
+    """The side of the simplest tree that is about as fast as the fastest.
+
+    It is slower by 2 % at most, and not beyond the interval of their paired difference. So noise
+    does not choose complicated trees, and no choice costs much.
     """
     best = max(range(len(specs)), key=timings.rate)
-    close = [i for i in range(len(specs)) if timings.rate(i) >= (1 - TIE) * timings.rate(best)]
-    return min(
-        (i for i in close if i == best or not timings.faster(best, i)),
-        key=lambda i: effort(specs[i]),
-    )
+    least = (1 - TIE) * timings.rate(best)
+    close = [best]
+    for side in range(len(specs)):
+        if side != best and timings.rate(side) >= least and not timings.faster(best, side):
+            close.append(side)
+    return min(sorted(close), key=lambda side: effort(specs[side]))
 
 
 def keep(timings: Timings) -> int:
@@ -535,10 +557,7 @@ def keep(timings: Timings) -> int:
     paired difference: noise favours neither. Plain decoding is kept if it is faster than what was
     kept so, likewise.
     """
-    if timings.faster(2, 1):
-        tree = 2
-    else:
-        tree = 1
+    tree = 2 if timings.faster(2, 1) else 1
     if timings.faster(0, tree):
         return 0
     return tree
@@ -548,28 +567,24 @@ def print_result(result: Json) -> None:
     """Prints the costs, the acceptance, the best candidates, and prediction against measurement."""
     console = wide_console()
 
-    def line(label: str, values: Iterable[str], note: str = "") -> None:
-        console.print(f"{label:<28}{'  '.join(values)}{note}")
+    def line(label: str, values: Mapping[str, float], digits: int, note: str = "") -> None:
+        shown = [f"{key}: {value:.{digits}f}" for key, value in values.items()]
+        console.print(f"{label:<28}{'  '.join(shown)}{note}")
 
-    line(
-        "verification, ms by nodes",
-        (f"{n}: {ms:.1f}" for n, ms in result["costs"]["verification_ms"].items()),
-    )
-    for k, by_depth in result["costs"]["drafting_ms"].items():
-        line(
-            "drafting, ms by depth",
-            (f"{d}: {ms:.1f}" for d, ms in by_depth.items()),
-            f"   ({k} per node)",
-        )
+    costs = result["costs"]
+    line("verification, ms by nodes", costs["verification_ms"], 1)
+    for k, by_depth in costs["drafting_ms"].items():
+        line("drafting, ms by depth", by_depth, 1, f"   ({k} per node)")
     for top, shares in result["acceptance"]["recall"].items():
-        line(f"true token in the top {top}", (f"{share:.2f}" for share in shares), "   (by depth)")
-    rows = (
-        [c["tree"], f"{c['predicted_speedup']:.2f}x", f"{c['accepted_length']:.2f}"]
-        for c in result["candidates"]
-    )
-    console.print(
-        table_of(("tree", "predicted\nspeed-up", "accepted\nlength"), rows, "fastest candidates")
-    )
+        shown = "  ".join(f"{share:.2f}" for share in shares)
+        console.print(f"{f'true token in the top {top}':<28}{shown}   (by depth)")
+
+    rows = []
+    for each in result["candidates"]:
+        speedup = f"{each['predicted_speedup']:.2f}x"
+        rows.append([each["tree"], speedup, f"{each['accepted_length']:.2f}"])
+    headings = ("tree", "predicted\nspeed-up", "accepted\nlength")
+    console.print(table_of(headings, rows, "fastest candidates"))
     console.print(verdict(result), soft_wrap=True)
 
 
@@ -579,29 +594,28 @@ def verdict(result: Json) -> str:
     if result["picked"] == "none":
         return f"no tree is faster than plain decoding here: {refused}"
     spans = result["intervals"]
-    prompts = result["prompts"]
-    adapts = result["tree"].endswith("@adapt") and "adaptive_speedup" in spans
-    if adapts:
+    kept = "measured_speedup"
+    if result["tree"].endswith("@adapt") and "adaptive_speedup" in spans:
         kept = "adaptive_speedup"
-    else:
-        kept = "measured_speedup"
-    found = judge(result[kept], spans[kept], prompts)
+    found = judge(result[kept], spans[kept], result["prompts"])
     low, high = spans["measured_speedup"]
+    slower, faster = spans["adaptive_over_fixed"]
+    predicted = result["predicted_speedup"]
     text = (
-        f"{result['picked']}: predicted {result['predicted_speedup']:.2f}x, measured {result['measured_speedup']:.2f}x "
-        f"[{low:.2f}, {high:.2f}]; adaptive {result['adaptive_speedup']:.2f}x, "
-        "[{:.2f}, {:.2f}]".format(*spans["adaptive_over_fixed"])
-        + f" of the fixed tree's rate; keeping {result['tree']}\n"
-        f"{found.text}"
+        f"{result['picked']}: predicted {predicted:.2f}x, "
+        f"measured {result['measured_speedup']:.2f}x [{low:.2f}, {high:.2f}]; "
+        f"adaptive {result['adaptive_speedup']:.2f}x, [{slower:.2f}, {faster:.2f}] "
+        f"of the fixed tree's rate; keeping {result['tree']}\n{found.text}"
     )
     if result["tree"] == "none":
         text += f"; {refused}"
     elif found.state == OPEN:
         text += " (--calibrate FILE --prompts N)"
-    if abs(result["relative_error"]) > PARTED and not low <= result["predicted_speedup"] <= high:
+    if abs(result["relative_error"]) > PARTED and not low <= predicted <= high:
         text += (
-            f"\nprediction and measurement part by {result['relative_error']:+.0%}, beyond the interval: trust the measurement, "
-            "which decided what is kept; the predicted speed-ups above are off by about as much. Was the machine busy? Then run "
-            "tune again on a quiet one"
+            f"\nprediction and measurement part by {result['relative_error']:+.0%}, "
+            "beyond the interval: trust the measurement, which decided what is kept; "
+            "the predicted speed-ups above are off by about as much. "
+            "Was the machine busy? Then run tune again on a quiet one"
         )
     return text

@@ -10,7 +10,7 @@ import torch
 from drafttrain import cli
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import default_tree, load_drafter
-from drafttrain.evaluation import runner
+from drafttrain.evaluation import runner, sides
 from drafttrain.evaluation.metrics import PartialResults
 from drafttrain.evaluation.suites import Question, load_suite
 from drafttrain.reports.report import identity_line
@@ -250,9 +250,14 @@ def test_the_order_of_sides_rotates(command, tmp_path, monkeypatch):
     order = []
     original = runner.engine_side
 
-    def spy(decoder):
-        side = original(decoder)
-        return lambda *a: (order.append("ours" if decoder.drafter else "plain"), side(*a))[1]
+    def spy(decoder, **options):
+        side = original(decoder, **options)
+
+        def answer(request):
+            order.append("ours" if decoder.drafter else "plain")
+            return side(request)
+
+        return answer
 
     monkeypatch.setattr(runner, "engine_side", spy)
     assert cli.main(command(baselines="autoregressive")) == 0
@@ -466,17 +471,18 @@ def test_prompts_that_do_not_fit_are_found_first(suite):
 def test_the_reference_model_is_untouched_and_in_the_dtype_asked_for(target_dir, monkeypatch):
     target = Target.load(str(target_dir), "bfloat16", "cpu")
     loaded = []
-    load = runner.AutoModelForCausalLM.from_pretrained
+    load = sides.AutoModelForCausalLM.from_pretrained
     monkeypatch.setattr(
-        runner.AutoModelForCausalLM,
+        sides.AutoModelForCausalLM,
         "from_pretrained",
         lambda *a, **k: loaded.append(load(*a, **k)) or loaded[0],
     )
-    side = runner.hf_sides(target, runner.SamplingParams(), ["hf_generate"])["hf_generate"]
+    side = sides.hf_sides(target, runner.SamplingParams(), ["hf_generate"])["hf_generate"]
     (model,) = loaded
     assert (model.dtype, model.config._attn_implementation) == (torch.bfloat16, "sdpa")
     assert model is not target.model
-    assert side([[1, 2, 3]], [5], 0)[0][1]["tokens"] <= 5
+    (answer,) = side(sides.Request([[1, 2, 3]], [5]))
+    assert answer.figures["tokens"] <= 5
 
 
 def test_the_line_about_identity_says_what_the_dtype_means():
@@ -499,14 +505,14 @@ def test_texts_are_kept_where_outputs_differ(target):
 
     def says(*texts):
         answers = iter(texts)
-        return lambda prompts, limits, seed: [(ids[next(answers)], {})]
+        return lambda request: [sides.Answer(ids[next(answers)], {})]
 
     question = Question("q", "chat", ("one", "two"))
-    sides = {
+    named = {
         "drafter": says("same", "same"),
         "autoregressive": says("same", "other"),
         "hf_generate": says("same", "same"),
     }
-    first, second = runner.answer(plan, {0: question}, sides)[0]
+    first, second = runner.answer(plan, {0: question}, named)[0]
     assert "outputs" not in first
     assert second["outputs"] == {"drafter": "same", "autoregressive": "other"}
