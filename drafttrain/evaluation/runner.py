@@ -27,7 +27,14 @@ from drafttrain.evaluation.metrics import (
     training_record,
 )
 from drafttrain.evaluation.results_schema import PromptRecord, Sides
-from drafttrain.evaluation.sides import Answer, Request, Side, by_turns, engine_side, hf_sides
+from drafttrain.evaluation.sides import (
+    SideAnswer,
+    SideRequest,
+    Side,
+    by_turns,
+    engine_side,
+    hf_sides,
+)
 from drafttrain.evaluation.suites import Question, Suite, take_evenly
 from drafttrain.files import Json, write_json
 from drafttrain.inference import Decoder, SamplingParams, token_limit
@@ -273,7 +280,7 @@ def measure(
         prompt = questions[left[0]].prompt(plan.target.tokenizer)
         limit = min(WARM_UP_TOKENS, token_limit(plan.target, len(prompt), WARM_UP_TOKENS))
         for side in sides.values():
-            side(Request([prompt], [limit], plan.settings.seed))
+            side(SideRequest([prompt], [limit], plan.settings.seed))
 
     with Progress("answering", len(questions), "prompts") as meter:
         meter.start_at(len(questions) - len(left))
@@ -323,7 +330,7 @@ def answer(
             break
 
         speculate = [batch[index].category not in plan.off for index in prompts]
-        request = Request(
+        request = SideRequest(
             list(prompts.values()),
             list(limits.values()),
             settings.seed + first,
@@ -347,7 +354,7 @@ def compare_answers(
     question: Question,
     turn: int,
     prompt: list[int],
-    answers: Mapping[str, Answer],
+    answers: Mapping[str, SideAnswer],
 ) -> tuple[PromptRecord, str]:
     """The record of a prompt, and the text of the drafter's answer. answers: by side."""
     tokens = answers["drafter"].tokens

@@ -23,7 +23,7 @@ from drafttrain.inference import Decoder, SamplingParams
 from drafttrain.target import Target, resolve_target
 
 
-class Request(NamedTuple):
+class SideRequest(NamedTuple):
     """Prompts that are answered at once.
 
     Attributes:
@@ -37,7 +37,7 @@ class Request(NamedTuple):
     speculate: Sequence[bool] | None = None
 
 
-class Answer(NamedTuple):
+class SideAnswer(NamedTuple):
     """A prompt's answer by a side. memory: peak bytes of the whole request, if they were watched."""
 
     tokens: list[int]
@@ -45,14 +45,14 @@ class Answer(NamedTuple):
     memory: int | None = None
 
 
-Side = Callable[[Request], list[Answer]]
+Side = Callable[[SideRequest], list[SideAnswer]]
 
 
 def by_turns(
     sides: Mapping[str, Side],
-    request: Request,
+    request: SideRequest,
     turn: int,
-) -> Iterator[tuple[str, list[Answer]]]:
+) -> Iterator[tuple[str, list[SideAnswer]]]:
     """Answers of every side to the same prompts, one side after the other.
 
     Args:
@@ -71,7 +71,7 @@ def engine_side(decoder: Decoder, watch_memory: bool = False) -> Side:
     All prompts of a request form one batch.
     """
 
-    def answer(request: Request) -> list[Answer]:
+    def answer(request: SideRequest) -> list[SideAnswer]:
         memory = None
         if watch_memory:
             reset_peak(decoder.target.device)
@@ -91,7 +91,7 @@ def engine_side(decoder: Decoder, watch_memory: bool = False) -> Side:
             share = seconds / len(request.prompts)
         answers = []
         for made in generations:
-            answers.append(Answer(made.tokens, side_record(made, share), memory))
+            answers.append(SideAnswer(made.tokens, side_record(made, share), memory))
         return answers
 
     return answer
@@ -166,7 +166,7 @@ def hf_sides(
         return row
 
     def side(method: dict[str, object]) -> Side:
-        def answer(request: Request) -> list[Answer]:
+        def answer(request: SideRequest) -> list[SideAnswer]:
             torch.manual_seed(request.seed)
             start = time.perf_counter()
             ids = padded(request.prompts, pad or 0)  # [b, s]
@@ -179,7 +179,7 @@ def hf_sides(
             answers = []
             for row, most in zip(rows, request.limits, strict=True):
                 tokens = answered(row[:most])
-                answers.append(Answer(tokens, PlainSide(tokens=len(tokens), seconds=share)))
+                answers.append(SideAnswer(tokens, PlainSide(tokens=len(tokens), seconds=share)))
             return answers
 
         return answer

@@ -36,7 +36,7 @@ from drafttrain.environment import describe_environment, describe_run
 from drafttrain.errors import UserError
 from drafttrain.evaluation.resampling import Ratio, paired_ratio
 from drafttrain.evaluation.results_schema import EngineSide
-from drafttrain.evaluation.sides import Request, by_turns, engine_side
+from drafttrain.evaluation.sides import SideRequest, by_turns, engine_side
 from drafttrain.evaluation.verdicts import OPEN, PAYS, judge
 from drafttrain.files import Json, read_jsonl, write_json
 from drafttrain.flags import load_target, sampling_of
@@ -386,10 +386,10 @@ def measure(
     tokens = np.zeros((len(specs), len(prompts)))
     with Progress("measuring the pick", seconds.size, "answers") as meter:
         for side in sides.values():  # warm up
-            side(Request(prompts[:1], [min(12, settings.tokens)]))
+            side(SideRequest(prompts[:1], [min(12, settings.tokens)]))
         every = itertools.product(range(settings.repeats), enumerate(prompts))
         for turn, (repeat, (prompt, ids)) in enumerate(every):
-            request = Request([ids], [settings.tokens])
+            request = SideRequest([ids], [settings.tokens])
             for name, (answer,) in by_turns(sides, request, turn):
                 figures = cast("EngineSide", answer.figures)
                 decoding = figures["latency"] - figures["ttft"]  # seconds without the prefill

@@ -481,7 +481,7 @@ def test_the_reference_model_is_untouched_and_in_the_dtype_asked_for(target_dir,
     (model,) = loaded
     assert (model.dtype, model.config._attn_implementation) == (torch.bfloat16, "sdpa")
     assert model is not target.model
-    (answer,) = side(sides.Request([[1, 2, 3]], [5]))
+    (answer,) = side(sides.SideRequest([[1, 2, 3]], [5]))
     assert answer.figures["tokens"] <= 5
 
 
@@ -505,7 +505,7 @@ def test_texts_are_kept_where_outputs_differ(target):
 
     def says(*texts):
         answers = iter(texts)
-        return lambda request: [sides.Answer(ids[next(answers)], {})]
+        return lambda request: [sides.SideAnswer(ids[next(answers)], {})]
 
     question = Question("q", "chat", ("one", "two"))
     named = {
