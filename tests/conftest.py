@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from typing import TYPE_CHECKING
@@ -93,6 +94,18 @@ def make_target(
     )
     model = LlamaForCausalLM(config)
     return Target.wrap(model, make_tokenizer(vocab_size), name="tiny", dtype=torch.float32)
+
+
+@pytest.fixture
+def steady_clock(monkeypatch) -> None:
+    """A clock of decoding that advances by a millisecond whenever it is read.
+
+    `@adapt` chooses trees by what rounds cost; with this clock it chooses the same ones on every machine.
+    """
+    from drafttrain.inference.sequence import Clock
+
+    readings = itertools.count()
+    monkeypatch.setattr(Clock, "now", lambda self: next(readings) / 1000)
 
 
 @pytest.fixture

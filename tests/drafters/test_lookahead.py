@@ -98,7 +98,7 @@ def test_the_text_of_a_seed_is_plain_decodings():
     "name", ["lookahead", "ngram+lookahead", "lookahead:window=3,ngram=3+ngram"]
 )
 @pytest.mark.parametrize("count", [1, 3, 24])
-def test_probes_reach_no_further_than_the_answer(name, count):
+def test_probes_reach_no_further_than_the_answer(steady_clock, name, count):
     """The last rounds have no room for the whole window, and the context none for a token more."""
     target = make_target(layers=2, max_position_embeddings=40)
     drafter = load_drafter(name, target)
