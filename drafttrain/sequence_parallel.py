@@ -34,8 +34,10 @@ from drafttrain.errors import UserError
 
 @dataclass(frozen=True)
 class SequenceGroup:
-    """The processes that share rows. group: of torch.distributed; rank: of this process in it, from
-    0.
+    """The processes that share rows.
+
+    Attributes:
+        group: of torch.distributed. rank: of this process in it, from 0.
     """
 
     group: Any
@@ -44,17 +46,14 @@ class SequenceGroup:
 
     @classmethod
     def join(cls, size: int) -> SequenceGroup:
-        """Makes the groups of `size` successive processes and returns this one's; every process
-        calls it once.
-        """
+        """The group of this process, of `size` successive ones; every process calls it once."""
         # Only runs that share rows need DeepSpeed, whose import takes seconds.
         from deepspeed import comm
         from deepspeed.runtime.sequence_parallel import parallel_state_sp
         from deepspeed.sequence.layer import register_all_to_all_group
 
-        if (
-            not comm.is_initialized()
-        ):  # Accelerate has begun torch's processes; DeepSpeed takes them over
+        if not comm.is_initialized():
+            # Accelerate has started torch's processes; DeepSpeed takes them over.
             comm.init_distributed(dist.get_backend(), auto_mpi_discovery=False)
         if parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None:
             parallel_state_sp.initialize_sequence_parallel(size)
@@ -65,18 +64,15 @@ class SequenceGroup:
     def share(self, batch: Batch, reach: int) -> Batch:
         """The batch of this process, with an equal part of its work. reach: see `SharedPart`.
 
-        An anchor costs as much at each of about `reach` depths as a token does once, and padding
+        An anchor costs as much at each of about `reach` depths as a token does once. Padding costs
         nothing.
         """
-        weights = torch.zeros(
-            batch.input_ids.numel(),
-            dtype=torch.double,
-            device=batch.input_ids.device,
-        )
+        device = batch.input_ids.device
+        weights = torch.zeros(batch.input_ids.numel(), dtype=torch.double, device=device)
         weights[batch.anchors()[0]] = 1.0
         weights[anchors_by_depth(batch.response_mask, 1)[0]] += reach
         total = weights.cumsum(0)  # [b*s]
-        shares = total[-1] * torch.arange(1, self.size, device=weights.device) / self.size
+        shares = total[-1] * torch.arange(1, self.size, device=device) / self.size
         cuts = torch.searchsorted(total, shares).tolist()
         return replace(batch, shared=SharedPart((0, *cuts, len(weights)), reach, self))
 
@@ -92,18 +88,19 @@ class SequenceGroup:
         return x
 
     def behind(self, x: Tensor) -> Tensor:
-        """[n, ...] of different n -> the x of all later processes, one after the other; not
-        differentiable.
-        """
+        """[n, ...] of different n -> all later processes' x in order; not differentiable."""
         count = torch.tensor([len(x)], device=x.device)
         counts = [torch.empty_like(count) for _ in range(self.size)]
         dist.all_gather(counts, count, group=self.group)
-        most = max(int(count) for count in counts)
-        padded = F.pad(x, (0, 0) * (x.dim() - 1) + (0, most - len(x))).contiguous()
+        lengths = torch.cat(counts).tolist()
+        padding = x.new_zeros(max(lengths) - len(x), *x.shape[1:])
+        padded = torch.cat((x, padding))
         found = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(found, padded, group=self.group)
-        pieces = [piece[: int(n)] for piece, n in zip(found, counts, strict=True)]
-        return torch.cat([x[:0], *pieces[self.rank + 1 :]])
+        pieces = [x[:0]]
+        for rank in range(self.rank + 1, self.size):
+            pieces.append(found[rank][: lengths[rank]])
+        return torch.cat(pieces)
 
 
 class SharedPart(Part):
@@ -139,19 +136,20 @@ class SharedPart(Part):
     def attend(self, attend: Attend, queries: list[int], keys: list[int]) -> Attend:
         def shared(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             heads, e = query.shape[1:]
-            whole = (
+            found = attend(
                 self.to_heads(query, queries),
-                *(self.to_heads(x, keys, keys=True) for x in (key, value)),
+                self.to_heads(key, keys, keys=True),
+                self.to_heads(value, keys, keys=True),
             )
-            return self.to_tokens(attend(*whole).view(sum(queries), -1, e), queries).reshape(
-                -1, heads * e
-            )
+            found = found.view(sum(queries), -1, e)
+            return self.to_tokens(found, queries).reshape(-1, heads * e)
 
         return shared
 
     def to_heads(self, x: Tensor, counts: list[int], keys: bool = False) -> Tensor:
-        """This process's tokens [n, heads, e] -> all tokens [sum(counts), heads / size, e] of this
-        process's heads.
+        """This process's tokens -> all tokens of this process's heads.
+
+        [n, heads, e] -> [sum(counts), heads / size, e]
 
         Fewer key heads than processes (keys=True) are repeated, so that each process has the one
         that its query heads read.
@@ -159,53 +157,49 @@ class SharedPart(Part):
         Raises:
             UserError: heads that cannot be divided.
         """
-        size, (heads, e) = self.group.size, x.shape[1:]
+        size = self.group.size
+        heads, e = x.shape[1:]
         check_heads(heads, size, "a layer", keys)
         if heads < size:
             x = x.repeat_interleave(size // heads, dim=1)
             heads = size
         most = max(*counts, 1)  # DeepSpeed exchanges pieces of one size
-        pieces = (
-            F.pad(x, (0, 0, 0, 0, 0, most - len(x)))
-            .view(most, size, heads // size, e)
-            .transpose(0, 1)
-        )
+        padded = F.pad(x, (0, 0, 0, 0, 0, most - len(x)))
+        pieces = padded.view(most, size, heads // size, e).transpose(0, 1)
         found = self.group.exchange(pieces)  # [size, most, heads / size, e]
         return torch.cat([piece[:count] for piece, count in zip(found, counts, strict=True)])
 
     def to_tokens(self, x: Tensor, counts: list[int]) -> Tensor:
-        """The reverse: all tokens [sum(counts), heads / size, e] of this process's heads -> its
-        tokens [n, heads, e].
+        """The reverse of `to_heads`.
+
+        [sum(counts), heads / size, e] -> [n, heads, e]
         """
         most = max(*counts, 1)
         own = counts[self.group.rank]
-        pieces = torch.stack(
-            [F.pad(piece, (0, 0, 0, 0, 0, most - len(piece))) for piece in x.split(counts)]
-        )
-        found = self.group.exchange(pieces)  # [size, most, heads / size, e]
+        pieces = []
+        for piece in x.split(counts):
+            pieces.append(F.pad(piece, (0, 0, 0, 0, 0, most - len(piece))))
+        found = self.group.exchange(torch.stack(pieces))  # [size, most, heads / size, e]
         return found[:, :own].transpose(0, 1).flatten(1, 2)
 
 
 def check_heads(heads: int, size: int, what: str, keys: bool = False) -> None:
-    """Raises UserError for heads that `size` processes cannot divide among them; fewer key heads
-    are repeated.
-    """
-    if heads % size and not (keys and size % heads == 0):
-        if keys:
-            name = "key"
-            rule = f"divides or is a multiple of {heads}"
-        else:
-            name = "attention"
-            rule = f"divides {heads}"
-        raise UserError(
-            f"sequence_parallel={size}: {what} has {heads} {name} heads, which {size} processes cannot divide among them; "
-            f"choose a number that {rule}"
-        )
+    """Raises UserError: `size` processes cannot divide the heads. Fewer key heads are repeated."""
+    if heads % size == 0 or (keys and size % heads == 0):
+        return
+    name = "attention"
+    rule = f"divides {heads}"
+    if keys:
+        name = "key"
+        rule = f"divides or is a multiple of {heads}"
+    raise UserError(
+        f"sequence_parallel={size}: {what} has {heads} {name} heads, which {size} processes cannot divide among them; "
+        f"choose a number that {rule}"
+    )
 
 
 class SharedBatches(Sampler[int]):
-    """Repeats each batch of another order, so that all processes of a group that shares rows read
-    the same.
+    """Repeats each batch of another order, so that processes that share rows read the same ones.
 
     Processes take successive batches in turn. The last batches are filled from the beginning of the
     order, as Accelerate fills them.

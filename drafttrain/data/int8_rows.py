@@ -29,23 +29,21 @@ def value_bytes(dtype: StoreDtype, width: int) -> float:
 
 
 def stored_as(name: str, states: Tensor, dtype: StoreDtype, width: int) -> dict[str, Tensor]:
-    """Tensors to store for states [n, c*width] of c layers; values that are not finite give scales
-    that are not finite.
+    """Tensors to store for states [n, c*width] of c layers.
+
+    Values that are not finite give scales that are not finite.
     """
     if dtype != "int8":
         return {name: states.to(DTYPES[dtype])}
     blocks = states.float().unflatten(-1, (-1, block_size(width)))  # [n, c*width/64, 64]
     scale = (blocks.abs().amax(-1, keepdim=True) / 127).bfloat16()  # [n, c*width/64, 1]
-    values = (
-        (blocks / scale.float().clamp(min=torch.finfo(torch.float32).tiny)).round().clamp(-127, 127)
-    )
-    return {name: values.nan_to_num().to(torch.int8).flatten(1), name + _SCALE: scale.squeeze(-1)}
+    divisor = scale.float().clamp(min=torch.finfo(torch.float32).tiny)
+    values = (blocks / divisor).round().clamp(-127, 127).nan_to_num()
+    return {name: values.to(torch.int8).flatten(1), name + _SCALE: scale.squeeze(-1)}
 
 
 def scale_names(name: str, values: Tensor) -> tuple[str, ...]:
-    """The name of the tensor that `restored` needs beside these values; none for values that are
-    not int8.
-    """
+    """Names of the scales that `restored` needs for int8 values; none for other values."""
     if values.dtype == torch.int8:
         return (name + _SCALE,)
     return ()

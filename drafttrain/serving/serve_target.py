@@ -25,14 +25,16 @@ _LOOK_SECONDS = 2.0
 
 
 def run(args: argparse.Namespace) -> int:
-    """Starts the server and stays until it ends. Raises UserError: nothing to serve, no vLLM, or
-    the server ended.
+    """Starts the server and stays until it ends.
+
+    Raises:
+        UserError: nothing to serve, no vLLM, or the server ended.
     """
+    config = None
+    name = args.target
     if args.recipe:
         config = load_config(args.recipe, [], arguments.KEYS)
-    else:
-        config = None
-    name = args.target or (config.target if config else "")
+        name = name or config.target
     if not name:
         raise UserError("target='' names nothing to serve; give --target T, or --recipe FILE")
     target = load_shell(name, trust_remote_code=args.trust_remote_code)
@@ -48,15 +50,18 @@ def run(args: argparse.Namespace) -> int:
         args.trust_remote_code,
         store_of(args),
     )
-    print(f"{'' if args.dry_run else 'starting '}{server}", flush=True)
     if args.dry_run:
+        print(server, flush=True)
         return 0
+    print(f"starting {server}", flush=True)
     return watch(server, name)
 
 
 def store_of(args: argparse.Namespace) -> MooncakeStore | None:
-    """The store that the flags name; None for a folder. Raises UserError: flags of one transport
-    together with the other.
+    """The store that the flags name; None for a folder.
+
+    Raises:
+        UserError: flags of one transport together with the other.
     """
     if args.transport == "mooncake":
         if args.states_dir:
@@ -64,12 +69,10 @@ def store_of(args: argparse.Namespace) -> MooncakeStore | None:
                 f"states_dir={args.states_dir!r} belongs to --transport folder; drop it"
             )
         return MooncakeStore(args.mooncake_master, args.mooncake_protocol, args.mooncake_gib)
-    for key, default in (
-        ("mooncake_master", ""),
-        ("mooncake_protocol", "tcp"),
-        ("mooncake_gib", 4.0),
-    ):
-        if (given := getattr(args, key)) != default:
+    defaults = {"mooncake_master": "", "mooncake_protocol": "tcp", "mooncake_gib": 4.0}
+    for key, default in defaults.items():
+        given = getattr(args, key)
+        if given != default:
             raise UserError(
                 f"{key}={given!r} belongs to --transport mooncake; give that too, or drop it"
             )
@@ -78,12 +81,11 @@ def store_of(args: argparse.Namespace) -> MooncakeStore | None:
 
 def layers_of(kind: str, init: str, options: dict[str, object], target: Target) -> tuple[int, ...]:
     """The states that a recipe's drafter reads. Raises UserError: options that do not fit."""
+    if init in NEW:
+        init = "random"
     with torch.device("meta"):
-        return (
-            kind_class(kind)
-            .begin(target, "random" if init in NEW else init, dict(options), "kl")
-            .feature_layers
-        )
+        drafter = kind_class(kind).begin(target, init, dict(options), "kl")
+    return drafter.feature_layers
 
 
 def watch(server: StateServer, name: str) -> int:
