@@ -1,5 +1,5 @@
-"""Backends that generate responses: the target in this process, and servers with an OpenAI API;
-vllm_backend.py has vLLM.
+"""Backends that generate responses: the target in this process, and servers with an OpenAI API.
+vllm_backend.py has vLLM, existing_backend.py the answers of a file.
 
 Each backend takes conversations and yields them when they end. The stored records do not depend on
 the backend: token ids of the target's tokenizer, with response spans known from how the
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from itertools import islice
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import httpx
 from pydantic import TypeAdapter, ValidationError
@@ -59,9 +59,35 @@ _SENT = {"Content-Type": "application/json"}
 UNREACHABLE = "no connection"
 TIME_OUT = "time-out"
 T = TypeVar("T")
-# A conversation, and the engine's result if that captures hidden states, or why it has no complete
-# answer.
-Ended = tuple[Conversation, Finished | BadReply | None]
+
+
+class AnsweredRow(Protocol):
+    """A row of a conversation that has ended: a `Conversation`, or a row of a file.
+
+    Attributes:
+        id: of the conversation.
+        spans: of the responses; [] where none can be stored.
+        ended: the reason why it is not complete; one of `Backend.drops`, or ''.
+        turns_left: turns without a response.
+        follows: whether another row continues it.
+    """
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def spans(self) -> list[list[int]]: ...
+    @property
+    def ended(self) -> str: ...
+    @property
+    def turns_left(self) -> int: ...
+    @property
+    def follows(self) -> bool: ...
+    def record(self, renderer: ChatRenderer) -> Json: ...
+
+
+# With a row: the engine's result if that captures hidden states, or why it has no complete answer.
+Result = Finished | BadReply | None
+Ended = tuple[Conversation, Result]
 
 
 @dataclass(frozen=True)
@@ -93,7 +119,9 @@ class ResponseSettings:
                 raise BadReply(
                     "token ids", f"{token!r} is not in the target's vocabulary of {size}"
                 )
-        it.accept(tokens[:room], finish if len(tokens) <= room else "length")
+        if len(tokens) > room:
+            finish = "length"
+        it.accept(tokens[:room], finish)
 
     def closed(self, tokens: list[int], finish: str, stop_reason: object) -> list[int]:
         """An engine's response with its stop token, which engines may leave out. stop_reason: that
@@ -101,7 +129,10 @@ class ResponseSettings:
         """
         if finish != "stop" or (tokens and tokens[-1] in self.renderer.stop_ids):
             return tokens
-        return [*tokens, stop_reason if type(stop_reason) is int else self.renderer.closing_id]
+        closing = self.renderer.closing_id
+        if type(stop_reason) is int:
+            closing = stop_reason
+        return [*tokens, closing]
 
     def next_turn(self, it: Conversation) -> list[int] | None:
         """Appends the next prompt to the conversation; None when its row ends."""
@@ -113,8 +144,20 @@ class ResponseSettings:
 
 
 class Backend(ABC):
-    """Generates the responses of conversations."""
+    """Generates the responses of conversations.
 
+    Attributes:
+        asks: whether it asks the target, so that a run without answers is an error.
+        drops: reasons why a conversation is not stored, or not all of it.
+    """
+
+    asks = True
+    drops: tuple[str, ...] = (
+        "prompt_too_long",
+        "turns_not_reached",
+        "other_tool_calls",
+        "template_refuses_answer",
+    )
     _new_tokens = 0
 
     @property
@@ -127,7 +170,7 @@ class Backend(ABC):
         self,
         conversations: Iterable[Conversation],
         stop: Callable[[], bool],
-    ) -> Iterator[Ended]:
+    ) -> Iterator[tuple[AnsweredRow, Result]]:
         """Yields the rows of conversations as they end. They are open already: their tokens hold
         the first prompt.
 
@@ -167,19 +210,15 @@ class LocalBackend(Backend):
             return settings.next_turn(it)
 
         requests = _Requests(waiting, iter(conversations), running, settings)
-        for finished in self.engine.run(
-            requests,
-            settings.sampling,
-            settings.seed,
-            follow_up,
-            stop,
-        ):
+        results = self.engine.run(requests, settings.sampling, settings.seed, follow_up, stop)
+        for finished in results:
             it = running.pop(finished.key)
-            if len(it.tokens) < len(
-                finished.sequence
-            ):  # stopped inside a response, so follow_up was not called
+            # The engine stopped inside a response, so follow_up was not called.
+            if len(it.tokens) < len(finished.sequence):
                 it.accept(finished.tokens, finished.finish_reason)
-            waiting.extend(filter(None, [settings.rest(it)]))
+            rest = settings.rest(it)
+            if rest is not None:
+                waiting.append(rest)
             yield it, finished
 
 
@@ -199,11 +238,9 @@ class _Requests(Iterator[ResponseRequest]):
             it = self.waiting.popleft()
         else:
             it = next(self.conversations)
-        # random numbers depend on it
+        key = it.id  # random numbers depend on it
         if it.part:
             key = f"{it.id}\0{it.part}"
-        else:
-            key = it.id
         self.running[key] = it
         return ResponseRequest(
             key,
@@ -259,28 +296,35 @@ class OpenAIBackend(Backend):
         slots: int | None = None,
     ):
         self.settings = settings
-        self.urls = [
-            url.rstrip("/") if url.rstrip("/").endswith("/v1") else url.rstrip("/") + "/v1"
-            for url in urls
-        ]
+        self.urls = []
+        for url in urls:
+            base = url.rstrip("/")
+            if not base.endswith("/v1"):
+                base += "/v1"
+            self.urls.append(base)
         if not self.urls:
             raise UserError(
                 "backend=openai needs --url, for example --url http://localhost:8000/v1"
             )
-        self.concurrency = (slots or _IN_FLIGHT) * len(self.urls)
+        if slots is None:
+            slots = _IN_FLIGHT
+        self.concurrency = slots * len(self.urls)
         pool = httpx.Limits(max_connections=self.concurrency)
         self.client = httpx.Client(headers=key_headers("OPENAI_API_KEY"), limits=pool)
         self._count = threading.Lock()
         self._closing = threading.Event()
         self._reached: set[str] = set()  # servers that have replied
         self.models = {url: self._model(url, model) for url in self.urls}
-        without = {url: reason for url in self.urls if (reason := self._without_ids(url))}
-        self.by_ids = not without
-        for url, reason in without.items():
-            print(
-                f"{url}: no exchange of token ids ({reason}); the text of answers is tokenized here",
-                flush=True,
-            )
+
+        self.by_ids = True
+        for url in self.urls:
+            reason = self._without_ids(url)
+            if reason:
+                self.by_ids = False
+                print(
+                    f"{url}: no exchange of token ids ({reason}); the text of answers is tokenized here",
+                    flush=True,
+                )
         if self.by_ids:
             print(
                 f"{', '.join(self.urls)}: prompts and answers are exchanged as token ids, and stored as served",
@@ -293,9 +337,7 @@ class OpenAIBackend(Backend):
         Raises UserError: the server cannot be reached, or lists no models.
         """
         try:
-            listed = self._retried(lambda _: self._send("GET", f"{url}/models", None, ModelList))[
-                "data"
-            ][0]["id"]
+            reply = self._retried(lambda _: self._send("GET", f"{url}/models", None, ModelList))
         except BadReply as bad:
             if bad.reason == UNREACHABLE:
                 raise UserError(
@@ -306,7 +348,10 @@ class OpenAIBackend(Backend):
                     f"url={url!r} lists no models ({bad}); name one with --model"
                 ) from bad
             return given  # servers need not list models
-        return given or listed
+        if given:
+            return given
+        listed: str = reply["data"][0]["id"]
+        return listed
 
     def _without_ids(self, url: str) -> str:
         """Why a server cannot exchange token ids; '' if it can. Two short requests: one as text,
@@ -315,14 +360,12 @@ class OpenAIBackend(Backend):
         Raises UserError: another tokenizer, or sampled answers from a server that hands out states.
         """
         tokenizer = self.settings.renderer.tokenizer
-        chat = [{"role": "user", "content": _PROBE}]
+        text = _PROBE
         if has_template(tokenizer):
+            chat = [{"role": "user", "content": _PROBE}]
             text = render_text(tokenizer, chat, generation=True)
-        else:
-            text = _PROBE
         ids = text_ids(tokenizer, text)
-        bos = tokenizer.bos_token_id
-        body = {
+        options = {
             "model": self.models[url],
             "max_tokens": 1,
             "temperature": 0.0,
@@ -330,9 +373,8 @@ class OpenAIBackend(Backend):
         }
 
         def ask(prompt: Json) -> Json:
-            return self._retried(
-                lambda _: self._send("POST", f"{url}/completions", {**body, **prompt}, IdsReply)
-            )
+            body = {**options, **prompt}
+            return self._retried(lambda _: self._send("POST", f"{url}/completions", body, IdsReply))
 
         try:
             for prompt in ({"prompt": text, "add_special_tokens": False}, {"prompt": ids}):
@@ -343,15 +385,8 @@ class OpenAIBackend(Backend):
                         "ordinary `vllm serve`, or generate greedily: --temperature 0"
                     )
                 read = reply["choices"][0]["prompt_token_ids"]
-                if read not in (ids, [bos, *ids]):
-                    at = next(
-                        (
-                            i
-                            for i, pair in enumerate(zip(read, ids, strict=False))
-                            if pair[0] != pair[1]
-                        ),
-                        0,
-                    )
+                if read not in (ids, [tokenizer.bos_token_id, *ids]):
+                    at = _first_difference(read, ids)
                     raise UserError(
                         f"url={url!r} serves another tokenizer than target={self.settings.renderer.target.name!r}: it reads "
                         f"{text[-60:]!r} as {read[at : at + 3]}... from token {at} on, the target as {ids[at : at + 3]}...; "
@@ -366,9 +401,11 @@ class OpenAIBackend(Backend):
         conversations: Iterable[Conversation],
         stop: Callable[[], bool],
     ) -> Iterator[Ended]:
-        source = enumerate(iter(conversations))
+        source = enumerate(conversations)
+        # What a thread ends with: the rows of its conversation, and the error that ended it.
         ended: SimpleQueue[tuple[list[Conversation], Exception | None]] = SimpleQueue()
-        running = row = 0  # conversations in flight; failed ones in a row
+        running = 0  # conversations in flight
+        failed = 0  # conversations in a row
         fatal: Exception | None = None
 
         def converse(number: int, it: Conversation) -> None:
@@ -388,21 +425,24 @@ class OpenAIBackend(Backend):
                     raise fatal
                 if not running:
                     return
+
                 rows, problem = ended.get()
                 running -= 1
-                if problem is None or isinstance(problem, BadReply):
-                    yield from ((it, problem) for it in rows)
-                    if problem:
-                        row = row + 1
-                    else:
-                        row = 0
-                    if row == _IN_A_ROW:
-                        fatal = UserError(
-                            f"url={', '.join(self.urls)}: {row} conversations in a row failed, the last with {problem}; finished "
-                            "conversations are kept: check the server and run the same command again to continue"
-                        )
+                if problem is None:
+                    failed = 0
+                elif isinstance(problem, BadReply):
+                    failed += 1
                 else:
-                    fatal = fatal or problem
+                    if fatal is None:
+                        fatal = problem
+                    continue
+                for it in rows:
+                    yield it, problem
+                if failed == _IN_A_ROW:
+                    fatal = UserError(
+                        f"url={', '.join(self.urls)}: {failed} conversations in a row failed, the last with {problem}; finished "
+                        "conversations are kept: check the server and run the same command again to continue"
+                    )
         finally:
             self._closing.set()
             if not running:
@@ -422,7 +462,8 @@ class OpenAIBackend(Backend):
             with self._count:
                 self._new_tokens += len(tokens)
             if self.settings.next_turn(rows[-1]) is None:
-                if (rest := self.settings.rest(rows[-1])) is None:
+                rest = self.settings.rest(rows[-1])
+                if rest is None:
                     return rows
                 rows.append(rest)
 
@@ -431,12 +472,16 @@ class OpenAIBackend(Backend):
         sampling = self.settings.sampling
         # Values that mean "off" are sent too: otherwise the server takes those of the target's
         # generation_config.
+        top_k = sampling.top_k
+        if top_k == 0:
+            top_k = -1
         body: Json = {
-            "top_k": sampling.top_k or -1,
+            "top_k": top_k,
             "min_p": sampling.min_p,
             "return_token_ids": True,
+            "prompt": it.tokens,
+            "stop_token_ids": sorted(self.settings.renderer.stop_ids),
         }
-        body |= {"prompt": it.tokens, "stop_token_ids": sorted(self.settings.renderer.stop_ids)}
         choice = self._query(it, number, "completions", body, IdsReply)
         if choice["prompt_token_ids"] != it.tokens:
             raise BadReply("token ids", "the server read another prompt than was sent")
@@ -449,37 +494,40 @@ class OpenAIBackend(Backend):
         """
         renderer = self.settings.renderer
         sampling = self.settings.sampling
-        body: Json = {key: value for key in ("top_k", "min_p") if (value := getattr(sampling, key))}
+        body: Json = {}
+        if sampling.top_k:
+            body["top_k"] = sampling.top_k
+        if sampling.min_p:
+            body["min_p"] = sampling.min_p
         if not it.turns:
-            choice = self._query(it, number, "completions", body | {"prompt": it.text}, TextReply)
+            body["prompt"] = it.text
+            choice = self._query(it, number, "completions", body, TextReply)
             check_unicode(choice["text"])
             return self._closed_text(choice["text"], choice)
+
         messages = it.messages
-        body |= {"messages": [sent_message(message) for message in messages]}
+        body["messages"] = [sent_message(message) for message in messages]
         if it.inputs.tools:
-            body |= {"tools": list(it.inputs.tools)}
-        else:
-            body |= {}
+            body["tools"] = list(it.inputs.tools)
         if it.inputs.kwargs:
-            body |= {"chat_template_kwargs": it.inputs.kwargs}
-        else:
-            body |= {}
+            body["chat_template_kwargs"] = it.inputs.kwargs
         choice = self._query(it, number, "chat/completions", body, ChatReply)
         text, end = reassembled(renderer, it, choice, messages)
         if end:
-            return (text_ids(renderer.tokenizer, text), "stop")
+            return text_ids(renderer.tokenizer, text), "stop"
         return self._closed_text(text, choice)
 
     def _closed_text(self, text: str, choice: Json) -> tuple[list[int], str]:
         """The ids of a server's text, with the stop token that it has stripped, and the finish
         reason.
         """
+        finish = "stop"  # also of an answer that ends in tool calls
         if choice["finish_reason"] == "length":
             finish = "length"
-        else:
-            finish = "stop"
         ids = text_ids(self.settings.renderer.tokenizer, text)
-        return self.settings.closed(ids, finish, choice.get("stop_reason")) if ids else ids, finish
+        if ids:
+            ids = self.settings.closed(ids, finish, choice.get("stop_reason"))
+        return ids, finish
 
     def _query(self, it: Conversation, number: int, path: str, more: Json, schema: type) -> Json:
         """The server's choice for the conversation's next response. A retry goes to the next
@@ -511,18 +559,16 @@ class OpenAIBackend(Backend):
             except BadReply as bad:
                 if not bad.retry or self._closing.is_set():
                     raise
-                self._closing.wait(
-                    max(bad.pause, _FIRST_PAUSE * 2**attempt * random.uniform(0.75, 1.25))
-                )
+                pause = _FIRST_PAUSE * 2**attempt * random.uniform(0.75, 1.25)
+                self._closing.wait(max(bad.pause, pause))
         return send(_TRIES - 1)
 
     def _send(self, method: str, url: str, body: Json | None, schema: type) -> Json:
         """`send_json` with this class's time limits; a server that has replied before may come
         back.
         """
-        if body is not None:
-            seconds = _TIMEOUT
-        else:
+        seconds = _TIMEOUT
+        if body is None:
             seconds = min(30.0, _TIMEOUT)
         host = url.partition("/v1")[0]
         try:
@@ -535,6 +581,14 @@ class OpenAIBackend(Backend):
             raise
         self._reached.add(host)
         return reply
+
+
+def _first_difference(one: Sequence[int], other: Sequence[int]) -> int:
+    """The first place at which two rows of tokens differ; 0 if one begins with the other."""
+    for place, pair in enumerate(zip(one, other, strict=False)):
+        if pair[0] != pair[1]:
+            return place
+    return 0
 
 
 def send_json(
@@ -553,9 +607,8 @@ def send_json(
     until = time.monotonic() + seconds
     content = bytearray()
     try:
-        if body is None:
-            text = None
-        else:
+        text = None
+        if body is not None:
             text = json.dumps(body)
         timeout = httpx.Timeout(seconds, connect=min(10.0, seconds))
         with client.stream(method, url, content=text, headers=_SENT, timeout=timeout) as reply:
@@ -585,10 +638,8 @@ def send_json(
     if status != 200:
         retry = status in (408, 425, 429) or status >= 500
         if 300 <= status < 400:
-            moved = f"redirects to {reply.headers.get('location', '')}"
-        else:
-            moved = shown
-        raise BadReply(f"HTTP {status}", moved, retry, _retry_after(reply))
+            shown = f"redirects to {reply.headers.get('location', '')}"
+        raise BadReply(f"HTTP {status}", shown, retry, _retry_after(reply))
     try:
         return TypeAdapter(schema).validate_python(json.loads(content), strict=True)
     except ValidationError as error:

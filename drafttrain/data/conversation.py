@@ -14,8 +14,7 @@ in a row of its own.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -33,6 +32,7 @@ from drafttrain.data.chat import (
     turn_glue,
 )
 from drafttrain.data.row_formats import checked_messages, row_id
+from drafttrain.data.transcript import Transcript
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.target import Target
@@ -56,16 +56,19 @@ class ChatRenderer:
     """
 
     def __init__(self, target: Target):
-        self.target, self.tokenizer = target, target.tokenizer
+        self.target = target
+        self.tokenizer = target.tokenizer
         closing = closing_token(self.tokenizer)
         self.stop_ids: set[int] = set(target.eos_ids) | closing
         if not self.stop_ids:
             raise UserError(
                 f"target={target.name!r} has no end-of-sequence token: set eos_token_id in its config.json"
             )
-        self.closing_id = min(
-            closing or {self.tokenizer.eos_token_id} & self.stop_ids or self.stop_ids
-        )
+        if not closing:
+            closing = {self.tokenizer.eos_token_id} & self.stop_ids
+        if not closing:
+            closing = self.stop_ids
+        self.closing_id = min(closing)
 
     def open(self, prompt: str | Turn, inputs: ChatInputs = NO_INPUTS) -> list[int]:
         """Token ids before the first response. prompt: messages, or plain text (a pretrained-only
@@ -80,14 +83,13 @@ class ChatRenderer:
 
 
 @dataclass
-class Conversation:
+class Conversation(Transcript):
     """One row of the prompts file, and what has been generated for it.
 
     Attributes:
         turns: messages before each response (user, system, tool); [] for `text`.
         called: names of the functions that the recorded answer to each turn calls, and the ids of
             the calls.
-        tokens, spans, finish: of the present row, as in a stored record.
         history, answers: messages before the row's first turn, and the row's responses as messages.
         reply: the last response as a message, from a server that returns text.
         ended: why the conversation ended before its last turn, for the counts; '' if for no reason
@@ -99,10 +101,6 @@ class Conversation:
     source: str
     turns: list[Turn] = field(default_factory=list)
     text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    spans: list[list[int]] = field(default_factory=list)
-    finish: list[str] = field(default_factory=list)
-    inputs: ChatInputs = NO_INPUTS
     called: list[list[tuple[str, str]]] = field(default_factory=list)
     history: list[Json] = field(default_factory=list)
     answers: list[Json] = field(default_factory=list)
@@ -129,52 +127,51 @@ class Conversation:
         if isinstance(row.get("text"), str) and row["text"] and "messages" not in row:
             conversation.text = row["text"]
             return conversation
+
+        closed = [*checked_messages(row, where), {"role": "assistant"}]  # ends the last turn
+        asked = False
         turn: Turn = []
-        for message in [
-            *checked_messages(row, where),
-            {"role": "assistant"},
-        ]:  # the added one closes the last turn
+        for message in closed:
             if message["role"] != "assistant":
                 turn.append(message)
+                if message["role"] == "user":
+                    asked = True
             elif turn:
                 calls = message.get("tool_calls", ())
+                named = [(call["function"]["name"], call.get("id", "")) for call in calls]
                 conversation.turns.append(turn)
-                conversation.called.append(
-                    [(it["function"]["name"], it.get("id", "")) for it in calls]
-                )
+                conversation.called.append(named)
                 turn = []
-        if not any(message["role"] == "user" for turn in conversation.turns for message in turn):
+        if not asked:
             raise UserError(f"{where}: no message has the role user; add one, or drop the row")
         conversation.inputs = ChatInputs.of(row, kwargs)
         return conversation
 
     @property
     def total_turns(self) -> int:
-        return len(self.turns) or 1
+        return max(len(self.turns), 1)
+
+    @property
+    def turns_left(self) -> int:
+        """Number of turns without a response."""
+        return self.total_turns - len(self.spans)
 
     def open(self, renderer: ChatRenderer) -> list[int]:
         """Starts the conversation; returns the first prompt's ids."""
-        self.tokens = renderer.open(
-            [*self.history, *self.turns[0]] if self.turns else self.text, self.inputs
-        )
+        prompt: str | Turn = self.text
+        if self.turns:
+            prompt = self.history + self.turns[0]
+        self.tokens = renderer.open(prompt, self.inputs)
         return self.tokens
-
-    def accept(self, tokens: Sequence[int], finish: str) -> None:
-        """Appends the next response, stop token included."""
-        start = len(self.tokens)
-        self.tokens.extend(tokens)
-        self.spans.append([start, start + len(tokens)])
-        self.finish.append(finish)
 
     @property
     def messages(self) -> list[Json]:
         """All messages before the next response, the target's answers as `answers` has them."""
         found = list(self.history)
-        for turn, answer in zip(self.turns, [*self.answers, None], strict=False):
-            if answer is None:
-                found += turn
-            else:
-                found += [*turn, answer]
+        for number, turn in enumerate(self.turns[: len(self.answers) + 1]):
+            found += turn
+            if number < len(self.answers):
+                found.append(self.answers[number])
         return found
 
     def next_turn(self, renderer: ChatRenderer, max_length: int) -> list[int] | None:
@@ -183,75 +180,87 @@ class Conversation:
         continues), where the target made other calls than the tools' recorded results answer, and
         where max_length leaves no token for a response.
         """
-        done = len(self.spans)
-        if done >= self.total_turns or self.finish[-1] != "stop":
+        if not self.turns_left or self.finish[-1] != "stop":
             return None
-        tokenizer, form = renderer.tokenizer, answer_format(renderer.tokenizer, self.inputs)
+        tokenizer = renderer.tokenizer
+        form = answer_format(tokenizer, self.inputs)
         start, end = self.spans[-1]
-        so_far = decode(tokenizer, self.tokens)
-        answer = decode(tokenizer, self.tokens[start : end - 1])
+        answer = decode(tokenizer, self.tokens[start : end - 1])  # without the stop token
         if not self._made_the_recorded_calls(form, answer):
             self.ended = "other_tool_calls"
             return None
-        glue = None
+
+        # Look for a message with which the template writes the row's text and continues it. The
+        # first message that the template reads at all begins the next row otherwise.
+        before = decode(tokenizer, self.tokens[: end - 1])
         chosen = None
-        for message in self._as_messages(
-            tokenizer,
-            form,
-            answer,
-            decode(tokenizer, self.tokens[: end - 1]),
-        ):
-            self.answers[done - 1 :] = [message]
+        glue = None
+        for message in self._as_messages(tokenizer, form, answer, before):
+            self._answer_with(message)
             try:
-                said = render_text(tokenizer, self.messages, True, self.inputs)
+                prompt = render_text(tokenizer, self.messages, True, self.inputs)
             except TemplateRefuses:
                 continue
-            if said.startswith(so_far):
-                glue = text_ids(tokenizer, said[len(so_far) :])
-            else:
-                glue = None
-            if not glue and not any(
-                "tool_calls" in it or it["role"] == "tool" for it in self.messages
-            ):
-                texts = [decode(tokenizer, self.tokens[a : b - 1]) for a, b in self.spans]
-                turns = [[*self.history, *self.turns[0]], *self.turns[1 : done + 1]]
-                with contextlib.suppress(
-                    TemplateRefuses
-                ):  # one that trims an answer writes what surrounds it
-                    glue = turn_glue(tokenizer, turns, self.tokens[-1], texts, self.inputs)
-            if glue:
+            glue = self._glue(tokenizer, prompt)
+            if glue or chosen is None:
                 chosen = message
-            else:
-                chosen = chosen or message
             if glue:
                 break
-        self.answers[done - 1 :] = [chosen or {"role": "assistant", "content": answer}]
-        self.follows = chosen is not None and not glue
-        if chosen:
-            self.ended = ""
-        else:
+
+        if chosen is None:
             self.ended = "template_refuses_answer"
+            self.follows = False
+            self._answer_with({"role": "assistant", "content": answer})
+            return None
+        self.ended = ""
+        self.follows = not glue
+        self._answer_with(chosen)
         if not glue or len(self.tokens) + len(glue) + 1 > max_length:
             return None
         self.tokens.extend(glue)
         return glue
 
+    def _answer_with(self, message: Json) -> None:
+        """Makes the message the last response's."""
+        del self.answers[len(self.spans) - 1 :]
+        self.answers.append(message)
+
+    def _glue(self, tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int] | None:
+        """Tokens from the row's end to the end of the next prompt's text; None if the template
+        writes the row differently there.
+        """
+        so_far = decode(tokenizer, self.tokens)
+        if prompt.startswith(so_far) and len(prompt) > len(so_far):
+            return text_ids(tokenizer, prompt[len(so_far) :])
+        for message in self.messages:
+            if "tool_calls" in message or message["role"] == "tool":
+                return None
+
+        # A template that trims an answer still writes the same around it.
+        texts = [decode(tokenizer, self.tokens[start : end - 1]) for start, end in self.spans]
+        turns = [self.history + self.turns[0]]
+        turns += self.turns[1 : len(self.spans) + 1]
+        try:
+            return turn_glue(tokenizer, turns, self.tokens[-1], texts, self.inputs)
+        except TemplateRefuses:
+            return None
+
     def _made_the_recorded_calls(self, form: AnswerFormat, answer: str) -> bool:
         """Whether the last response calls the functions that the recorded one called, in that
         order.
         """
+        recorded = []
         if self.called:
-            recorded = ["".join(name.split()) for name, _ in self.called[len(self.spans) - 1]]
-        else:
-            recorded = []
+            recorded = [name for name, _ in self.called[len(self.spans) - 1]]
         if not recorded and not self.inputs.tools:
             return True
-        calls = (self.reply or {}).get("tool_calls")
-        if calls:
-            made = [it["function"]["name"] for it in calls]
+        if self.reply is not None and self.reply.get("tool_calls"):
+            made = [call["function"]["name"] for call in self.reply["tool_calls"]]
         else:
             made = form.called(answer)
-        return ["".join(name.split()) for name in made] == recorded
+        return [_without_spaces(name) for name in made] == [
+            _without_spaces(name) for name in recorded
+        ]
 
     def _as_messages(
         self,
@@ -266,39 +275,35 @@ class Conversation:
             answer: its text. so_far: the text of the row up to its end.
         """
         done = len(self.spans)
+        keys = []
         if self.called:
             keys = [key for _, key in self.called[done - 1]]
-        else:
-            keys = []
-        made = self.reply or form.message(
-            tokenizer,
-            answer,
-            keys if self.inputs.tools or keys else None,
-        )
-        ids = [call.get("id") for call in made.get("tool_calls", ())]
-        results = [it for it in self.turns[done] if it["role"] == "tool"]
-        for key, result in zip(ids, results, strict=False):
-            result["tool_call_id"] = key or result.get("tool_call_id", "")
         if self.reply is not None:
-            yield self.reply
-            return
-        plain = {"role": "assistant", "content": answer}
+            made = self.reply
+        elif self.inputs.tools or keys:
+            made = form.message(tokenizer, answer, keys)
+        else:
+            made = form.message(tokenizer, answer, None)
 
-        def again(message: Json) -> str | None:
-            """The row with the message as the template renders it; None if it refuses."""
-            try:
-                return render_text(tokenizer, [*before, message], inputs=self.inputs)
-            except TemplateRefuses:
-                return None
+        # The recorded results answer the calls that were made.
+        ids = [call.get("id") for call in made.get("tool_calls", ())]
+        results = [message for message in self.turns[done] if message["role"] == "tool"]
+        for key, result in zip(ids, results, strict=False):
+            if key:
+                result["tool_call_id"] = key
+            else:
+                result.setdefault("tool_call_id", "")
+        plain = {"role": "assistant", "content": answer}
+        if self.reply is not None or made == plain:
+            yield made
+            return
 
         before = self.messages
-        if made == plain:
-            yield plain
-            return
-        exact = again(made)
+        exact = _rendering(tokenizer, [*before, made], self.inputs)
         if exact is None and "tool_calls" in made and form.lead:
             return  # no server would make a prompt of these calls
-        if (again(plain) or "").startswith(so_far):
+        as_text = _rendering(tokenizer, [*before, plain], self.inputs)
+        if as_text is not None and as_text.startswith(so_far):
             yield plain
         if exact is not None and ("tool_calls" not in made or exact.startswith(so_far)):
             yield made
@@ -310,45 +315,41 @@ class Conversation:
         if not self.follows:
             return None
         done = len(self.spans)
-        turns = self.turns[done:]
-        called = self.called[done:]
         later = Conversation(
             self.id,
             self.source,
-            turns,
+            self.turns[done:],
             inputs=self.inputs,
-            called=called,
+            called=self.called[done:],
+            history=self.messages[: -len(self.turns[done])],
             part=self.part + 1,
         )
-        later.history = self.messages[: -len(self.turns[done])]
         self.follows = len(later.open(renderer)) + least <= max_length
-        return later if self.follows else None
+        if self.follows:
+            return later
+        return None
 
     def record(self, renderer: ChatRenderer) -> Json:
         """The record that the store keeps."""
-        end = self.spans[-1][1]
-        # The last row has the plain id: all are stored then.
-        if self.follows:
-            key = f"{self.id}/{self.part}"
-        else:
-            key = self.id
-        record = {
-            "id": key,
-            "tokens": self.tokens[:end],
-            "spans": self.spans,
-            "finish": self.finish,
-            "source": self.source,
-        }
+        form = AnswerFormat()
         if self.turns:
             form = answer_format(renderer.tokenizer, self.inputs)
-        else:
-            form = AnswerFormat()
-        known = [
-            form.reasoning_tokens(renderer.tokenizer, self.tokens[start:end])
-            for start, end in self.spans
-        ]
-        return (
-            record
-            | ({} if None in known else {"reasoning": known})
-            | ({"part": self.part} if self.follows else {})
-        )
+        if not self.follows:  # the last row has the plain id: all are stored then
+            return self.stored(renderer.tokenizer, form, self.id, self.source)
+        record = self.stored(renderer.tokenizer, form, f"{self.id}/{self.part}", self.source)
+        record["part"] = self.part
+        return record
+
+
+def _without_spaces(text: str) -> str:
+    return "".join(text.split())
+
+
+def _rendering(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Json], inputs: ChatInputs
+) -> str | None:
+    """The messages as the template renders them; None if it refuses."""
+    try:
+        return render_text(tokenizer, messages, inputs=inputs)
+    except TemplateRefuses:
+        return None

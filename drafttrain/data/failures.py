@@ -12,9 +12,13 @@ from drafttrain.files import complete_bytes, read_jsonl, replacing
 
 def one_line(text: str, most: int = 200) -> str:
     """A text from outside as part of a message: printable characters on one line."""
-    return "".join(letter if letter.isprintable() else " " for letter in " ".join(text.split()))[
-        :most
-    ]
+    line = ""
+    for letter in " ".join(text.split())[:most]:
+        if letter.isprintable():
+            line += letter
+        else:
+            line += " "
+    return line
 
 
 class BadReply(Exception):
@@ -29,7 +33,10 @@ class BadReply(Exception):
 
     def __init__(self, reason: str, detail: str = "", retry: bool = False, pause: float = 0.0):
         line = one_line(detail)
-        super().__init__(f"{reason}: {line}" if line else reason)
+        message = reason
+        if line:
+            message = f"{reason}: {line}"
+        super().__init__(message)
         self.reason = reason
         self.detail = line
         self.retry = retry
@@ -51,26 +58,25 @@ class Failures:
     def add(self, key: str, bad: BadReply) -> None:
         self.counts[bad.reason] += 1
         self.last = bad
+        line = json.dumps({"id": key, "reason": bad.reason, "detail": bad.detail}) + "\n"
         with self.path.open("ab") as file:
-            file.truncate(
-                complete_bytes(self.path)
-            )  # a killed process may have left part of a line
-            file.write(
-                (
-                    json.dumps({"id": key, "reason": bad.reason, "detail": bad.detail}) + "\n"
-                ).encode()
-            )
+            # A killed process may have left part of a line.
+            file.truncate(complete_bytes(self.path))
+            file.write(line.encode())
 
     def settle(self, done: Collection[str]) -> None:
         """Drops what has been stored meanwhile from the lists of all processes."""
         for path in self.path.parent.glob("failed-*.jsonl"):
-            rows = {str(row.get("id")): row for _, row in read_jsonl(path, growing=True)}
-            left = [row for key, row in rows.items() if key not in done]
+            left = {}  # the last failure of each conversation
+            for _, row in read_jsonl(path, growing=True):
+                key = str(row.get("id"))
+                if key not in done:
+                    left[key] = row
             if not left:
                 path.unlink()
             elif path == self.path:  # another process may be adding to its own
                 with replacing(path) as part:
-                    part.write_text("".join(json.dumps(row) + "\n" for row in left))
+                    part.write_text("".join(json.dumps(row) + "\n" for row in left.values()))
 
     def __str__(self) -> str:
         """`HTTP 500 7, time-out 3`, most frequent first; '' without a failure."""

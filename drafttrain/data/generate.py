@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import logging
 import math
@@ -12,16 +11,18 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from drafttrain.data.backends import Backend, LocalBackend, OpenAIBackend, ResponseSettings
 from drafttrain.data.chat import ChatInputs, TemplateRefuses, check_inputs, has_template
 from drafttrain.data.conversation import ChatRenderer, Conversation
+from drafttrain.data.existing_backend import UNUSABLE, UNUSABLE_FIX, ExistingBackend
 from drafttrain.data.failures import BadReply, Failures
-from drafttrain.data.masks import conversation_records
 from drafttrain.data.row_file import RowFile, line_starts
-from drafttrain.data.store import FeatureWriter, Share, Store, check_space
+from drafttrain.data.store import Share, Store, check_space
 from drafttrain.data.vllm_backend import VllmBackend, applied_rules, engine_options, named_options
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError, shown
@@ -39,8 +40,7 @@ logger = logging.getLogger(__name__)
 
 _TEMPLATE = "chat template"  # the reason of prompts that it does not render
 _TEMPLATE_FIX = "change those prompts, or use a target whose chat template reads them"
-_ROW = "unusable row"  # the reason of existing answers that cannot be learned from
-_ROW_FIX = "mend those rows, or clean the file with: drafttrain prompts --source file"
+_FIXES = {_TEMPLATE: _TEMPLATE_FIX, UNUSABLE: UNUSABLE_FIX}
 _LEAST_RESPONSE = 16  # response tokens that a prompt must leave below --max-length
 
 
@@ -51,8 +51,48 @@ def run(args: argparse.Namespace) -> int:
     unreachable server.
     """
     share = Share.of_process()
-    sampling = sampling_of(args)
-    limits = {key: getattr(args, key) for key in ("max_new_tokens", "max_length", "seed")}
+    _check(args, share)
+    check_folder(args.output, "generate", inputs_of(args))
+    existing = args.backend == "existing"
+    ids: list[str] = []
+    conversations = None
+    if not existing:
+        path = Path(args.prompts).expanduser()
+        ids, conversations = read_prompts(path, args.chat_template_kwargs)
+    target = _load_target(args)
+    layers = parse_layers(args.features, target)
+    settings = ResponseSettings(
+        ChatRenderer(target),
+        sampling_of(args),
+        args.max_new_tokens,
+        args.max_length,
+        args.seed,
+    )
+    with Store(args.output, _meta(args, target, layers), share.rank, args.overwrite) as store:
+        done = store.done_ids()
+        mine: Sequence[Conversation] = []
+        if conversations is not None:
+            missing = [i for i, key in enumerate(ids) if key not in done and share.owns(key)]
+            mine = conversations.chosen(missing)
+        if layers:
+            row_bytes = (len(layers) + 1) * target.hidden_size * 2
+            check_space(store.directory, feature_bytes(mine, args, settings, row_bytes), "features")
+
+        this_run = run_counts(0, 0, 0.0, {})
+        if existing:
+            path = Path(args.prompts).expanduser()
+            kwargs = args.chat_template_kwargs
+            backend = ExistingBackend(target, path, kwargs, args.max_length, done, share)
+            this_run = store_answers(args, settings, store, backend, [])
+        elif mine:
+            asked = make_backend(args, target, settings, layers, len(mine))
+            this_run = store_answers(args, settings, store, asked, mine)
+        report(args, store, this_run, None if existing else len(ids), share)
+    return 0
+
+
+def _check(args: argparse.Namespace, share: Share) -> None:
+    """Raises UserError: flags that contradict each other."""
     if args.overwrite and share.world > 1:
         raise UserError(
             "overwrite=True with several processes deletes the others' work; delete the folder yourself"
@@ -65,54 +105,54 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             f"url and model need --backend openai; --backend {args.backend} asks no server"
         )
-    if args.backend != "vllm" and (given := [*named_options(args), *args.vllm_flags]):
+    given = [*named_options(args), *args.vllm_flags]
+    if args.backend != "vllm" and given:
         raise UserError(
             f"{given[0]!r} is for --backend vllm; servers get such flags when they start"
         )
-    check_folder(args.output, "generate", inputs_of(args))
-    existing = args.backend == "existing"
-    kwargs = args.chat_template_kwargs
-    ids: list[str] = []
-    conversations = None
-    if not existing:
-        ids, conversations = read_prompts(Path(args.prompts).expanduser(), kwargs)
+
+
+def _load_target(args: argparse.Namespace) -> Target:
+    """The target, with weights if it answers here.
+
+    Raises UserError: chat_template_kwargs that its template does not read.
+    """
+    target: Target
     if args.backend == "local":
         target = load_target(args)
     else:
         target = load_shell(args.target, trust_remote_code=args.trust_remote_code)
+    kwargs = args.chat_template_kwargs
     if kwargs:
         if not has_template(target.tokenizer):
             raise UserError(
                 f"chat_template_kwargs: target={target.name!r} has no chat template; drop them"
             )
         check_inputs(target.tokenizer.get_chat_template(), ChatInputs((), kwargs))
-    layers = parse_layers(args.features, target)
-    rules = backend_rules(args.backend, target)
-    settings = ResponseSettings(ChatRenderer(target), sampling, **limits)
-    meta = {
+    return target
+
+
+def _meta(args: argparse.Namespace, target: Target, layers: tuple[int, ...]) -> Json:
+    """The settings that all runs into one data set share."""
+    sampling: Json = {"max_length": args.max_length}
+    if args.backend != "existing":
+        sampling = {
+            **backend_rules(args.backend, target).recorded(sampling_of(args)),
+            "max_new_tokens": args.max_new_tokens,
+            "max_length": args.max_length,
+            "seed": args.seed,
+        }
+    meta: Json = {
         "target": target.identity(),
-        "sampling": {"max_length": args.max_length}
-        if existing
-        else {**rules.recorded(sampling), **limits},
+        "sampling": sampling,
         "backend": args.backend,
-        "features": {"layers": list(layers), "dtype": "bfloat16"} if layers else None,
-        **({"chat_template_kwargs": kwargs} if kwargs else {}),
+        "features": None,
     }
-    with Store(args.output, meta, share.rank, args.overwrite) as store:
-        done = store.done_ids()
-        this_run = run_counts(0, 0, 0.0, {})
-        missing = [i for i, key in enumerate(ids) if key not in done and share.owns(key)]
-        mine = conversations.chosen(missing) if conversations is not None else []
-        if layers:
-            needed = feature_bytes(mine, args, settings, (len(layers) + 1) * target.hidden_size * 2)
-            check_space(store.directory, needed, "features")
-        if existing:
-            this_run = store_existing(args, target, store, share)
-        elif mine:
-            backend = make_backend(args, target, settings, layers, len(mine))
-            this_run = generate_missing(args, settings, store, backend, mine)
-        report(args, store, this_run, None if existing else len(ids), share)
-    return 0
+    if layers:
+        meta["features"] = {"layers": list(layers), "dtype": "bfloat16"}
+    if args.chat_template_kwargs:
+        meta["chat_template_kwargs"] = args.chat_template_kwargs
+    return meta
 
 
 def backend_rules(backend: str, target: Target) -> LogitsRules:
@@ -125,10 +165,11 @@ def backend_rules(backend: str, target: Target) -> LogitsRules:
     if backend == "local":
         return rules
     applied = applied_rules(rules)
-    if left := ", ".join(key for key in rules.settings if key not in applied.settings):
+    left = [key for key in rules.settings if key not in applied.settings]
+    if left:
         logger.warning(
             "backend=vllm does not apply %s of the target's generation_config; --backend local does",
-            left,
+            ", ".join(left),
         )
     return applied
 
@@ -175,15 +216,16 @@ def parse_layers(text: str, target: Target) -> tuple[int, ...]:
         return target.default_feature_layers
     if text == "wide":
         usual = target.default_feature_layers
-        halfway = ((low + high + 1) // 2 for low, high in itertools.pairwise(usual))
-        return tuple(sorted({*usual, *halfway, target.num_layers - 1}))
+        wide = {*usual, target.num_layers - 1}
+        for low, high in itertools.pairwise(usual):
+            wide.add((low + high + 1) // 2)
+        return tuple(sorted(wide))
     try:
         layers = tuple(int(part) for part in text.split(","))
     except ValueError:
         layers = (-1,)  # fails the check below
-    if len(set(layers)) < len(layers) or not all(
-        0 <= layer <= target.num_layers for layer in layers
-    ):
+    known = range(target.num_layers + 1)
+    if len(set(layers)) < len(layers) or not set(layers) <= set(known):
         raise UserError(
             f"features={shown(text)} must be none, default, wide, or distinct layers from 0 to {target.num_layers}, as 2,15,27"
         )
@@ -202,8 +244,10 @@ def feature_bytes(
     sample = conversations[:: max(1, len(conversations) // 32)]  # 32 to 63 of them
     lengths = []
     for it in sample:
-        with contextlib.suppress(TemplateRefuses):
+        try:
             lengths.append(len(it.open(settings.renderer)))
+        except TemplateRefuses:
+            continue
     if not lengths:
         return 0.0
     prompt = sum(lengths) / len(lengths)
@@ -222,7 +266,9 @@ def make_backend(
     layers: tuple[int, ...],
     count: int,
 ) -> Backend:
-    """The backend of --backend. count: conversations to answer, which bounds the slots."""
+    """The backend of --backend, one that asks the target. count: conversations to answer, which
+    bounds the slots.
+    """
     given = None if args.slots == "auto" else args.slots
     if args.backend == "openai":
         return OpenAIBackend(args.url, args.model, settings, given)
@@ -246,21 +292,17 @@ def choose_slots(slots: int | str, target: Target, max_length: int, features: in
     if isinstance(slots, int):
         return slots
     config = target.config
-    every = (
-        getattr(config, "num_attention_heads", None) or 1
-    )  # Mamba has none, and a state of about this size
-    heads = getattr(config, "num_key_value_heads", None) or every
-    width = getattr(config, "head_dim", None) or config.hidden_size // every
-    # a CPU's cache is float32
-    itemsize = 4
+    # Mamba has no heads, and a state of about this size.
+    heads = getattr(config, "num_attention_heads", None) or 1
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads = getattr(config, "num_key_value_heads", None) or heads
+    itemsize = 4  # a CPU's cache is float32
     if target.device.type != "cpu":
         itemsize = target.compute_dtype.itemsize
     token = 2 * target.num_layers * heads * width * itemsize  # bytes per token: keys and values
-    # captured states in bfloat16
     if features:
-        token += (features + 1) * target.hidden_size * 2
-    else:
-        token += 0
+        token += (features + 1) * target.hidden_size * 2  # captured states in bfloat16
+
     if target.device.type == "cuda":
         most = 256
         free = torch.cuda.mem_get_info(target.device)[0]
@@ -270,68 +312,36 @@ def choose_slots(slots: int | str, target: Target, max_length: int, features: in
     return max(1, min(most, int(free / 2 / (token * max_length))))
 
 
-class RowKeeper:
-    """Stores the rows of conversations, those of one together, so that it is stored with all of its
-    turns or not at all.
+class _Row(NamedTuple):
+    """A row to store, with the target's states if they are stored."""
 
-    Attributes:
-        held: rows of conversations that go on. conversations: stored ones.
-    """
-
-    def __init__(self, store: Store, writer: FeatureWriter | None):
-        self.store = store
-        self.writer = writer
-        self.conversations = 0
-        self.held: dict[str, list[tuple[Json, Finished | None]]] = {}
-
-    def add(self, it: Conversation, record: Json, finished: Finished | None) -> None:
-        """Adds a conversation's next row. finished: with its states, if they are stored."""
-        self.held.setdefault(it.id, []).append((record, finished))
-        if not it.follows:
-            self._store(self.held.pop(it.id))
-
-    def end(self) -> None:
-        """Stores conversations that the budget has ended between two rows."""
-        for key, rows in self.held.items():
-            rows[-1][0].update(id=key)
-            del rows[-1][0]["part"]
-            self._store(rows)
-
-    def _store(self, rows: Sequence[tuple[Json, Finished | None]]) -> None:
-        for record, finished in rows:
-            if self.writer is None:
-                self.store.append(record)
-            else:
-                assert (
-                    finished is not None
-                    and finished.features is not None
-                    and finished.last_hidden is not None
-                )
-                fed = len(record["tokens"]) - 1  # the last token was never an input
-                self.writer.append(record, finished.features[:fed], finished.last_hidden[:fed])
-        self.conversations += 1
+    record: Json
+    states: dict[str, Tensor] | None
 
 
-def generate_missing(
+def store_answers(
     args: argparse.Namespace,
     settings: ResponseSettings,
     store: Store,
     backend: Backend,
     todo: Sequence[Conversation],
 ) -> Json:
-    """Answers the conversations and stores each when it ends, until the budget is spent; returns
-    the run's counts.
+    """Answers the conversations and stores each when it ends, until the budget is spent.
+
+    Args:
+        todo: conversations to answer; none where the backend has its own.
+
+    Returns:
+        The run's counts.
+
+    Raises:
+        UserError: no conversation could be stored.
     """
-    if args.features != "none":
-        writer = FeatureWriter(store)
-    else:
-        writer = None
-    dropped = dict.fromkeys(
-        ("prompt_too_long", "turns_not_reached", "other_tool_calls", "template_refuses_answer"), 0
-    )
-    rows = RowKeeper(store, writer)
-    least = min(_LEAST_RESPONSE, settings.max_new_tokens)
+    dropped = dict.fromkeys(backend.drops, 0)
     failures = Failures(store.directory, store.rank)
+    # The rows of conversations that go on: those of one are stored together.
+    held: dict[str, list[_Row]] = {}
+    conversations = 0
     tokens = 0
     began = time.perf_counter()
 
@@ -341,19 +351,19 @@ def generate_missing(
         """
         seconds = time.perf_counter() - began
         made = backend.new_tokens
-        by_tokens = 0.0
+        spent = 0.0
         if args.max_tokens > 0:
-            by_tokens = made / args.max_tokens
-        by_time = 0.0
+            spent = made / args.max_tokens
         if args.max_minutes > 0:
-            by_time = seconds / (60 * args.max_minutes)
-        note = f"{made} response tokens, {made / max(seconds, 1e-9):.0f} tokens/s" + (
-            f", failed: {failures}" if failures.counts else ""
-        )
-        progress.advance(count, note, max(by_tokens, by_time))
-        return max(by_tokens, by_time)
+            spent = max(spent, seconds / (60 * args.max_minutes))
+        note = f"{made} response tokens, {made / max(seconds, 1e-9):.0f} tokens/s"
+        if failures.counts:
+            note += f", failed: {failures}"
+        progress.advance(count, note, spent)
+        return spent
 
     def opened() -> Iterator[Conversation]:
+        least = min(_LEAST_RESPONSE, settings.max_new_tokens)
         for it in todo:
             try:
                 length = len(it.open(settings.renderer))
@@ -367,29 +377,46 @@ def generate_missing(
                 dropped["prompt_too_long"] += 1
                 show(1)
 
-    with Progress("generate", len(todo), "conversations") as progress:
+    with Progress("generate", len(todo) if backend.asks else None, "conversations") as progress:
         try:
-            for it, finished in backend.run(opened(), lambda: show(0) >= 1):
-                if isinstance(finished, BadReply):
-                    rows.held.pop(it.id, None)
-                    failures.add(it.id, finished)
+            for it, result in backend.run(opened(), lambda: show(0) >= 1):
+                if isinstance(result, BadReply):
+                    held.pop(it.id, None)
+                    failures.add(it.id, result)
                     show(1)
                     continue
-                tokens += sum(end - start for start, end in it.spans)
-                rows.add(it, it.record(settings.renderer), finished)
+                if it.spans:
+                    tokens += sum(end - start for start, end in it.spans)
+                    record = it.record(settings.renderer)
+                    states = None
+                    if args.features != "none":
+                        states = _states_of(record, result)
+                    held.setdefault(it.id, []).append(_Row(record, states))
                 if it.follows:
                     continue
-                dropped["turns_not_reached"] += it.total_turns - len(it.spans)
+                rows = held.pop(it.id, [])
+                _store(store, rows)
+                # A row of a file is stored by itself; all but the last of a conversation have a part.
+                if rows and "part" not in rows[-1].record:
+                    conversations += 1
+                if it.turns_left:
+                    dropped["turns_not_reached"] += it.turns_left
                 if it.ended:
                     dropped[it.ended] += 1
                 show(1)
-            rows.end()
+
+            # Conversations that the budget has ended between two rows end with the earlier one.
+            for key, rows in held.items():
+                rows[-1].record["id"] = key
+                del rows[-1].record["part"]
+                _store(store, rows)
+                conversations += 1
         finally:  # an interrupted run keeps the states of what was finished
-            if writer is not None:
-                writer.flush()
+            store.flush()
+
     done = store.done_ids()
     failures.settle(done)
-    if failures.counts and not done:
+    if backend.asks and failures.counts and not done:
         if failures.counts.keys() == {_TEMPLATE}:  # nothing was asked
             raise UserError(
                 f"no prompt could be rendered; {_TEMPLATE_FIX}; the last: {failures.last}; all: {failures.path}"
@@ -398,89 +425,24 @@ def generate_missing(
             f"no conversation has got an answer ({failures}; the last reply: {failures.last}); check the server and the name "
             f"of its model, and run the same command again; {failures.path} lists the reasons"
         )
-    counts = run_counts(rows.conversations, tokens, time.perf_counter() - began, dropped)
+    counts = run_counts(conversations, tokens, time.perf_counter() - began, dropped)
     return {**counts, "failed": dict(failures.counts)}
 
 
-def store_existing(args: argparse.Namespace, target: Target, store: Store, share: Share) -> Json:
-    """Stores this process's conversations with the answers in the file; returns the run's counts.
-
-    Another model's answers teach the drafter that model's habits, so the target's own answers work
-    better. Rows longer than --max-length are cut; a cut answer ends in "length", as a truncated one
-    does.
-
-    A row that is no conversation, or has no answer, is left out and listed; see `Failures`.
-
-    Raises:
-        UserError: an id that occurs twice, or no row that can be used.
-    """
-    done = store.done_ids()
-    seen = set()
-    failures = Failures(store.directory, share.rank)
-    conversations = tokens = beyond = 0
-    began = time.perf_counter()
-
-    def unusable(key: str, error: UserError) -> None:
-        if share.owns(key):
-            failures.add(key, BadReply(_ROW, str(error)))
-
-    with Progress("conversations", None, "conversations") as progress:
-        path = Path(args.prompts).expanduser()
-        for record in conversation_records(
-            target.tokenizer,
-            path,
-            args.chat_template_kwargs,
-            target.eos_ids,
-            unusable,
-        ):
-            key = record["id"]
-            if key in seen:
-                raise UserError(f"{args.prompts}: id={key!r} occurs twice; ids must be unique")
-            seen.add(key)
-            if key in done or not share.owns(key):
-                continue
-            kept = cut(record, args.max_length)
-            if kept is None:
-                beyond += "part" not in record  # a conversation's other rows have a part
-                continue
-            store.append(kept)
-            conversations += "part" not in record
-            tokens += sum(end - start for start, end in kept["spans"])
-            progress.advance()
-            if 0 < args.max_tokens <= tokens:
-                break
-    if not seen and failures.last:
-        raise UserError(
-            f"no row can be used ({failures}; the last: {failures.last.detail}); {_ROW_FIX}"
-        )
-    if not seen:
-        raise UserError(f"prompts={args.prompts!r} is empty: it must hold one conversation a line")
-    failures.settle(store.done_ids())
-    counts = run_counts(
-        conversations,
-        tokens,
-        time.perf_counter() - began,
-        {"answer_beyond_max_length": beyond},
-    )
-    return {**counts, "failed": dict(failures.counts)}
+def _states_of(record: Json, result: Finished | None) -> dict[str, Tensor]:
+    """The states to store for a row, which the backend has captured."""
+    assert result is not None
+    assert result.features is not None
+    assert result.last_hidden is not None
+    fed = len(record["tokens"]) - 1  # the last token was never an input
+    return {"features": result.features[:fed], "last_hidden": result.last_hidden[:fed]}
 
 
-def cut(record: Json, limit: int) -> Json | None:
-    """The record's first `limit` tokens; None if no answer begins there."""
-    if len(record["tokens"]) <= limit:
-        return record
-    spans = [[start, min(end, limit)] for start, end in record["spans"] if start < limit]
-    if not spans:
-        return None
-    finish = list(record["finish"][: len(spans)])
-    if spans[-1][1] < record["spans"][len(spans) - 1][1]:
-        finish[-1] = "length"
-    kept = {**record, "tokens": record["tokens"][: spans[-1][1]], "spans": spans, "finish": finish}
-    if "reasoning" in record:
-        kept["reasoning"] = [
-            min(n, end - start) for n, (start, end) in zip(record["reasoning"], spans, strict=False)
-        ]
-    return kept
+def _store(store: Store, rows: Sequence[_Row]) -> None:
+    """Stores the rows of a conversation, with their states if they have any."""
+    records = [row.record for row in rows]
+    states = [row.states for row in rows if row.states is not None]
+    store.add(records, states)
 
 
 def run_counts(conversations: int, tokens: int, seconds: float, dropped: dict[str, int]) -> Json:
@@ -492,8 +454,10 @@ def run_counts(conversations: int, tokens: int, seconds: float, dropped: dict[st
 
 def train_command(target: str, data: str) -> str:
     """The command that follows a data set."""
-    settings = {"target": target, "data": data, "output_dir": beside(data, "drafter")}
-    return next_command("train", "RECIPE", *(f"{key}={value}" for key, value in settings.items()))
+    output = beside(data, "drafter")
+    return next_command(
+        "train", "RECIPE", f"target={target}", f"data={data}", f"output_dir={output}"
+    )
 
 
 def report(
@@ -524,30 +488,40 @@ def report(
         print(
             f"{args.output}: {counts['rows']} rows, because the chat template rewrites earlier turns"
         )
-    dropped = ", ".join(
-        f"{name.replace('_', ' ')} {count}" for name, count in this_run["dropped"].items() if count
-    )
+    advice = ""
+    if truncated >= 0.25:
+        advice = " at --max-new-tokens: raise it to keep their ends"
     print(
         f"{args.output}: {counts['conversations']} of {counted(prompts, 'conversations')}, {counts['response_tokens']} response "
-        f"tokens, mean {summary['mean_response_tokens']} a response, {100 * truncated:.1f} % truncated"
-        f"{' at --max-new-tokens: raise it to keep their ends' if truncated >= 0.25 else ''}\n"
+        f"tokens, mean {summary['mean_response_tokens']} a response, {100 * truncated:.1f} % truncated{advice}"
+    )
+    dropped = ""
+    for name, count in this_run["dropped"].items():
+        if count:
+            dropped += f", {name.replace('_', ' ')} {count}"
+    if dropped:
+        dropped = f"; dropped: {dropped[2:]}"
+    print(
         f"this run: {counted(this_run['conversations'], 'conversations')}, {this_run['response_tokens']} response tokens in "
-        f"{this_run['seconds']} s ({this_run['tokens_per_second']} tokens/s)"
-        + (f"; dropped: {dropped}" if dropped else ""),
+        f"{this_run['seconds']} s ({this_run['tokens_per_second']} tokens/s){dropped}",
         flush=True,
     )
-    if failed := this_run.get("failed"):
-        reasons = ", ".join(f"{reason} {count}" for reason, count in failed.items())
-        known = {_TEMPLATE: _TEMPLATE_FIX, _ROW: _ROW_FIX}
-        if failed.keys() - known.keys():
-            fixes = ["run the same command again to ask for them again"]
-        else:
-            fixes = []
-        fixes += [f"{reason}: {known[reason]}" for reason in failed if reason in known]
-        print(
-            f"failed: {counted(sum(failed.values()), 'conversations')} ({reasons}), listed in "
-            f"{args.output}/failed-{share.rank:04d}.jsonl; {'; '.join(fixes)}",
-            flush=True,
-        )
+    if this_run.get("failed"):
+        _print_failures(this_run["failed"], f"{args.output}/failed-{share.rank:04d}.jsonl")
     if share.rank == 0:
         conclude(summary, [args.output], train_command(args.target, args.output))
+
+
+def _print_failures(failed: dict[str, int], place: str) -> None:
+    """Prints how many conversations failed for which reason, and what to do."""
+    reasons = ", ".join(f"{reason} {count}" for reason, count in failed.items())
+    fixes = []
+    for reason in failed:
+        if reason in _FIXES:
+            fixes.append(f"{reason}: {_FIXES[reason]}")
+    if failed.keys() - _FIXES.keys():
+        fixes.insert(0, "run the same command again to ask for them again")
+    print(
+        f"failed: {counted(sum(failed.values()), 'conversations')} ({reasons}), listed in {place}; {'; '.join(fixes)}",
+        flush=True,
+    )

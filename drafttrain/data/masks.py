@@ -13,7 +13,7 @@ what the template adds after it (a line break).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -29,6 +29,7 @@ from drafttrain.data.chat import (
     text_ids,
 )
 from drafttrain.data.row_formats import parse_row, row_id
+from drafttrain.data.transcript import Transcript
 from drafttrain.errors import UserError
 from drafttrain.files import Json, read_jsonl
 
@@ -39,8 +40,13 @@ class TemplateRewrites(UserError):
     """
 
 
-class _Row:
-    """A growing row: the tokens of some turns of a conversation and the spans of its answers."""
+class RecordedTranscript(Transcript):
+    """A row that grows by recorded answers.
+
+    Args:
+        messages: of the whole conversation.
+        stops: tokens that end the target's responses, besides the tokenizer's special ones.
+    """
 
     def __init__(
         self,
@@ -49,24 +55,23 @@ class _Row:
         inputs: ChatInputs,
         stops: Collection[int],
     ):
+        super().__init__(inputs=inputs)
         self.tokenizer = tokenizer
         self.messages = messages
-        self.inputs = inputs
         self.stops = stops
-        self.tokens: list[int] = []
-        self.text = ""
-        self.spans: list[list[int]] = []
-        self.finish: list[str] = []
+        self.text = ""  # that the tokens stand for
 
     def add(self, i: int, id: str) -> None:
-        """Appends message i and its prompt. Raises TemplateRewrites, which leaves the row as it is;
-        UserError.
+        """Appends the prompt before message i, and the message.
+
+        Raises TemplateRewrites, which leaves the row as it is; UserError.
         """
         where = f"row id={id!r}, message {i}"
         answer = self.messages[i]
-        tokenizer = self.tokenizer
-        said = [(answer.get(key) or "").strip() for key in ("content", "reasoning_content")]
-        if not any(said) and not answer.get("tool_calls"):
+        before = self.messages[:i]
+        content = (answer.get("content") or "").strip()
+        reasoning = (answer.get("reasoning_content") or "").strip()
+        if not content and not reasoning and not answer.get("tool_calls"):
             raise UserError(
                 f"{where}: empty mask: the assistant's content is empty; drop such rows"
             )
@@ -74,45 +79,51 @@ class _Row:
             raise UserError(
                 f"{where}: the assistant's turn does not begin where a prompt ends; start with a user turn"
             )
+
         try:
-            before = render_text(tokenizer, self.messages[:i], True, self.inputs)
+            prompt = render_text(self.tokenizer, before, True, self.inputs)
         except TemplateRefuses as error:
             raise UserError(f"{where}: {error}") from error
-        if not before.startswith(self.text):
+        if not prompt.startswith(self.text):
             raise TemplateRewrites(
                 f"{where}: the chat template renders the turns before it differently from here on"
             )
         try:
-            text, end = rendered_answer(
-                tokenizer,
-                self.messages[:i],
-                answer,
-                self.inputs,
-                self.stops,
-            )
+            text, end = rendered_answer(self.tokenizer, before, answer, self.inputs, self.stops)
         except TemplateRefuses as error:
             raise UserError(
                 f"{where}: {error}; let the target answer again: drafttrain generate"
             ) from error
-        if end and any(end in part for part in said):
+        if end and (end in content or end in reasoning):
             raise UserError(
                 f"{where}: the content itself holds {end!r}, the token that ends a turn; drop such rows"
             )
-        prompt = _extend(tokenizer, self.tokens, self.text, before)
-        self.tokens = _extend(tokenizer, prompt, before, before + text)
-        self.text = before + text
-        self.spans.append([len(prompt), len(self.tokens)])
-        self.finish.append("stop" if end else "length")
+
+        self._extend(prompt)
+        start = len(self.tokens)
+        self._extend(prompt + text)
+        self.spans.append([start, len(self.tokens)])
+        if end:
+            self.finish.append("stop")
+        else:
+            self.finish.append("length")
+
+    def _extend(self, text: str) -> None:
+        """Appends the tokens of what `text` adds to the row's text.
+
+        A token may span the border, as of a line break that ends the prompt and one that begins the
+        answer. The rest is then encoded separately, because the target generates its answer after a
+        complete prompt.
+        """
+        ids = encode(self.tokenizer, text)
+        if ids[: len(self.tokens)] != self.tokens:
+            ids = self.tokens + text_ids(self.tokenizer, text[len(self.text) :])
+        self.tokens = ids
+        self.text = text
 
     def record(self, id: str) -> Json:
         """The stored record."""
-        form = answer_format(self.tokenizer, self.inputs)
-        known = [
-            form.reasoning_tokens(self.tokenizer, self.tokens[start:end])
-            for start, end in self.spans
-        ]
-        record = {"id": id, "tokens": self.tokens, "spans": self.spans, "finish": self.finish}
-        return record | ({} if None in known else {"reasoning": known})
+        return self.stored(self.tokenizer, answer_format(self.tokenizer, self.inputs), id)
 
 
 def conversation_record(
@@ -140,7 +151,7 @@ def conversation_record(
         UserError: no assistant turn, an empty one, or one whose text the rendering does not
             contain.
     """
-    row = _Row(tokenizer, messages, inputs, stop_ids)
+    row = RecordedTranscript(tokenizer, messages, inputs, stop_ids)
     for i in _assistant_turns(messages, id):
         row.add(i, id)
     return row.record(id)
@@ -156,8 +167,9 @@ def answer_record(
     """`conversation_record` with the last answer as the only span, as the target saw it when it
     gave that answer.
     """
-    row = _Row(tokenizer, messages, inputs, stop_ids)
-    row.add(_assistant_turns(messages, id)[-1], id)
+    row = RecordedTranscript(tokenizer, messages, inputs, stop_ids)
+    last = _assistant_turns(messages, id)[-1]
+    row.add(last, id)
     return row.record(id)
 
 
@@ -166,10 +178,21 @@ def conversation_records(
     path: Path,
     kwargs: Json | None = None,
     stop_ids: Collection[int] = (),
-    unusable: Callable[[str, UserError], None] | None = None,
 ) -> Iterator[Json]:
-    """Records of a JSONL file of conversations: OpenAI, ShareGPT, instruction and answer, or with
-    tools.
+    """The records of `recorded_conversations`. Raises UserError: a row that cannot be used."""
+    for _, records in recorded_conversations(tokenizer, path, kwargs, stop_ids):
+        if isinstance(records, UserError):
+            raise records
+        yield from records
+
+
+def recorded_conversations(
+    tokenizer: PreTrainedTokenizerBase,
+    path: Path,
+    kwargs: Json | None = None,
+    stop_ids: Collection[int] = (),
+) -> Iterator[tuple[str, list[Json] | UserError]]:
+    """Conversations of a JSONL file: OpenAI, ShareGPT, instruction and answer, or with tools.
 
     Where the template rewrites earlier turns, a conversation goes on in another record, rendered as
     the target sees it from there. All records of such a conversation have ids like "row/2", for
@@ -178,18 +201,18 @@ def conversation_records(
     Args:
         kwargs: chat_template_kwargs for rows that do not set them. stop_ids: as in
             `conversation_record`.
-        unusable: called with the id and the error of a row that is left out; None raises the error.
 
-    Raises:
-        UserError: as in `conversation_record`, or a row that is not a conversation.
+    Yields:
+        A row's id with its records, or with the reason why it cannot be used: an error of
+        `conversation_record`, or it is not a conversation.
     """
     for number, row in read_jsonl(path):
+        records: list[Json] | UserError
         try:
-            yield from _records_of(tokenizer, path, number, row, kwargs, stop_ids)
+            records = _records_of(tokenizer, path, number, row, kwargs, stop_ids)
         except UserError as error:
-            if unusable is None:
-                raise
-            unusable(str(row.get("id", number)), error)
+            records = error
+        yield str(row.get("id", number)), records
 
 
 def _records_of(
@@ -200,52 +223,45 @@ def _records_of(
     kwargs: Json | None,
     stop_ids: Collection[int],
 ) -> list[Json]:
-    """The records of a row; see `conversation_records`."""
-    parsed = parse_row(row) or {}
-    if "messages" not in parsed:
+    """The records of a row. Raises UserError."""
+    parsed = parse_row(row)
+    if parsed is None or "messages" not in parsed:
         raise UserError(
             f"{path} line {number}: no conversation in a known format with text in every turn; clean the file "
             "with: drafttrain prompts --source file"
         )
     id = row_id(row.get("id", number), f"{path} line {number}")
-    source = {"source": str(row.get("source") or path.name)}
+    source = str(row.get("source") or path.name)
     messages = parsed["messages"]
     inputs = ChatInputs.of(parsed, kwargs)
-    made: list[tuple[int, _Row]] = []
+
+    rows: dict[int, RecordedTranscript] = {}  # by the message that is the first answer
+    current = RecordedTranscript(tokenizer, messages, inputs, stop_ids)
     for i in _assistant_turns(messages, id):
         try:
-            if not made:
-                raise TemplateRewrites("the first row")
-            made[-1][1].add(i, id)
+            current.add(i, id)
         except TemplateRewrites:
-            made.append((i, _Row(tokenizer, messages, inputs, stop_ids)))
-            made[-1][1].add(i, id)
-    records = [built.record(id if len(made) == 1 else f"{id}/{i}") | source for i, built in made]
-    return [*({**record, "part": part} for part, record in enumerate(records[:-1])), records[-1]]
+            current = RecordedTranscript(tokenizer, messages, inputs, stop_ids)
+            current.add(i, id)
+        if len(current.spans) == 1:
+            rows[i] = current
+
+    records: list[Json] = []
+    for i, made in rows.items():
+        key = id
+        if len(rows) > 1:
+            key = f"{id}/{i}"
+        records.append({**made.record(key), "source": source})
+    for part, record in enumerate(records[:-1]):
+        record["part"] = part
+    return records
 
 
 def _assistant_turns(messages: Sequence[Message], id: str) -> list[int]:
+    """Indices of the assistant's messages. Raises UserError: there are none."""
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
         raise UserError(
             f"row id={id!r}: empty mask: no message of role assistant, so there is nothing to learn from"
         )
     return turns
-
-
-def _extend(
-    tokenizer: PreTrainedTokenizerBase,
-    tokens: list[int],
-    text: str,
-    longer: str,
-) -> list[int]:
-    """Token ids of `longer` that begin with `tokens`, the ids of its prefix `text`.
-
-    If a token would span the border (a line break that ends the prompt and one that begins the
-    answer), the rest is encoded separately, as the target generates its answer after a complete
-    prompt.
-    """
-    ids = encode(tokenizer, longer)
-    if ids[: len(tokens)] == tokens:
-        return ids
-    return tokens + text_ids(tokenizer, longer[len(text) :])

@@ -112,10 +112,8 @@ class Share:
 
     def owns(self, key: str) -> bool:
         """Whether the conversation with this id belongs to the share."""
-        return (
-            int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") % self.world
-            == self.rank
-        )
+        digest = hashlib.sha256(key.encode()).digest()
+        return int.from_bytes(digest[:8], "little") % self.world == self.rank
 
 
 def read_meta(directory: str | Path) -> Json:
@@ -129,7 +127,8 @@ def read_meta(directory: str | Path) -> Json:
         raise UserError(f"data={name!r} is not a data set (it holds no meta.json); {fix}")
     fix = f"restore that file, or {fix}"
     meta: Json = read_json(path, "data", fix)
-    if (held := meta.get("format")) != FORMAT:
+    held = meta.get("format")
+    if held != FORMAT:
         raise UserError(
             f"data={name!r} has format {held!r}, this drafttrain reads {FORMAT}; generate it again"
         )
@@ -140,9 +139,12 @@ def read_meta(directory: str | Path) -> Json:
 def not_written(directory: Path, kept: str, error: Exception) -> UserError:
     """The error of a write that failed; kept: what is stored, with its verb."""
     free = shutil.disk_usage(directory).free
-    reason = getattr(error, "strerror", None) or first_line(error)
     if is_disk_full(error):
         reason = "no space left on the device"
+    elif isinstance(error, OSError) and error.strerror:
+        reason = error.strerror
+    else:
+        reason = first_line(error)
     return UserError(
         f"output={str(directory)!r}: {reason} ({free / 1e6:.0f} MB free); {kept} kept, free some "
         "space and run the same command again to continue"
@@ -155,8 +157,9 @@ def check_space(
     what: str,
     remedy: str = "choose another disk, fewer prompts or --features none",
 ) -> None:
-    """Checks before any work that `needed` bytes are free; raises UserError, with what needs them
-    and a remedy, if not.
+    """Checks before any work that `needed` bytes are free.
+
+    Raises UserError: they are not; with what needs them, and a remedy.
     """
     free = shutil.disk_usage(directory).free
     if needed > free:
@@ -207,40 +210,40 @@ class Store:
         self.directory = Path(directory).expanduser()
         self.rank = rank
         self.appended = 0
+        self._part = self.directory / f"part-{rank:04d}.jsonl"
         self._stored = StoredIds()
-        self._folder = OutputFolder(self.directory, "generate", rank=None if overwrite else rank)
+        self._shards: StateShards | None = None
+        self._held: list[Json] = []  # rows whose states are not in a shard yet
+        locked_rank = None if overwrite else rank
+        self._folder = OutputFolder(self.directory, "generate", rank=locked_rank)
         try:
             with writing(self.directory):
                 if overwrite:
                     self._folder.set_aside()
                 self._claim(meta)
                 self._file = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            # Readers cache by the modification time.
-            if (whole := complete_bytes(self._part)) < self._part.stat().st_size:
+            # A file that is whole keeps its modification time, by which readers cache.
+            whole = complete_bytes(self._part)
+            if whole < self._part.stat().st_size:
                 os.truncate(self._part, whole)
         except BaseException:
             self._folder.close()
             raise
         self._synced = time.monotonic()
 
-    @property
-    def _part(self) -> Path:
-        return self.directory / f"part-{self.rank:04d}.jsonl"
-
     def _claim(self, meta: Json) -> None:
+        """Writes meta.json, or compares the one that is there. Raises UserError: other settings."""
         path = self.directory / "meta.json"
-        where = f"output={str(self.directory)!r}"
         if not path.exists():
             write_json(path, {"format": FORMAT, "drafttrain": __version__, **meta, "counts": {}})
-        recorded = {
-            key: value
-            for key, value in read_meta(self.directory).items()
-            if key not in _BOOKKEEPING
-        }
-        changed = first_change(_flatten(recorded), _flatten(json.loads(json.dumps(meta))))
+        recorded = read_meta(self.directory)
+        for key in _BOOKKEEPING:
+            recorded.pop(key, None)
+        given = json.loads(json.dumps(meta))
+        changed = first_change(_flatten(recorded), _flatten(given))
         if changed:
             raise UserError(
-                f"{where} was begun with {changed}; one data set has one setting: choose another "
+                f"output={str(self.directory)!r} was begun with {changed}; one data set has one setting: choose another "
                 "--output, or delete it with --overwrite"
             )
 
@@ -249,9 +252,48 @@ class Store:
         self._stored.update(_parts(self.directory))
         return self._stored.ids
 
+    def add(self, rows: Sequence[Json], states: Sequence[dict[str, Tensor]] = ()) -> None:
+        """Stores the rows of a conversation.
+
+        With states, the shard that holds a row's is written first, and the row is appended second.
+        So every stored row has its states, and a killed process redoes at most one shard.
+
+        Args:
+            states: per row its features [n, f*h] and last_hidden [n, h], n = tokens - 1.
+        """
+        if not states:
+            for row in rows:
+                self.append(row)
+            return
+        for row, tensors in zip(rows, states, strict=True):
+            self._held.append(row)
+            self.shards.add(row["id"], **tensors)
+            if not self.shards.pending:
+                self._append_held()
+
+    @property
+    def shards(self) -> StateShards:
+        """The writer of this process's shards."""
+        if self._shards is None:
+            self._shards = StateShards(self)
+        return self._shards
+
+    def flush(self) -> None:
+        """Writes the pending states as a shard, then their rows. Raises UserError: the disk is
+        full.
+        """
+        if self._held:
+            self.shards.flush()
+            self._append_held()
+
+    def _append_held(self) -> None:
+        # One by one: an interrupted flush is called again and must store none twice.
+        while self._held:
+            self.append(self._held.pop(0))
+
     def append(self, record: Json) -> None:
-        """Appends one conversation, completely or not at all. Raises UserError: it cannot be
-        written (the disk is full).
+        """Appends one row, completely or not at all. Raises UserError: it cannot be written (the
+        disk is full).
         """
         try:
             append_line(self._file, record)
@@ -259,25 +301,26 @@ class Store:
                 os.fsync(self._file)
                 self._synced = time.monotonic()
         except OSError as error:
-            raise not_written(
-                self.directory,
-                f"{self.appended} conversations of this run are",
-                error,
-            ) from error
+            raise not_written(self.directory, self.kept, error) from error
         self.appended += 1
+
+    @property
+    def kept(self) -> str:
+        """The work that a full disk does not destroy, for the error."""
+        return f"{self.appended} conversations of this run are"
 
     def finish(self) -> dict[str, int]:
         """Flushes, updates the counts in meta.json, and returns them."""
+        self.flush()
         with writing(self.directory):
             os.fsync(self._file)
         self._stored.update(_parts(self.directory))
-        counts, plain = (
-            dict(self._stored.counts),
-            {"rows": self._stored.counts["conversations"], "reasoning_tokens": 0},
-        )
-        counts = {
-            name: count for name, count in counts.items() if plain.get(name) != count
-        }  # what is there to be said
+        counts = dict(self._stored.counts)
+        # Counts that say nothing are left out.
+        if counts["rows"] == counts["conversations"]:
+            del counts["rows"]
+        if counts["reasoning_tokens"] == 0:
+            del counts["reasoning_tokens"]
         write_json(self.directory / "meta.json", {**read_meta(self.directory), "counts": counts})
         return counts
 
@@ -304,11 +347,10 @@ def _flatten(tree: Json, prefix: str = "") -> Json:
     """{"a": {"b": 1}} -> {"a.b": 1}."""
     flat: Json = {}
     for key, value in tree.items():
-        flat.update(
-            _flatten(value, f"{prefix}{key}.")
-            if isinstance(value, dict)
-            else {f"{prefix}{key}": value}
-        )
+        if isinstance(value, dict):
+            flat.update(_flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
     return flat
 
 
@@ -334,13 +376,14 @@ class ShardWriter:
         self.next_shard = max(written, default=-1) + 1
         for leftover in folder.glob(f".part-{rank:04d}-*"):
             leftover.unlink()
-        self._tensors: dict[str, Tensor] = {}
+        self.pending: dict[str, Tensor] = {}
         self._bytes = 0
 
     def add(self, key: str, **tensors: Tensor) -> None:
         """Adds a conversation's tensors, and writes the shard if it is full."""
-        self._tensors |= {f"{key}/{name}": tensor.contiguous() for name, tensor in tensors.items()}
-        self._bytes += sum(tensor.nbytes for tensor in tensors.values())
+        for name, tensor in tensors.items():
+            self.pending[f"{key}/{name}"] = tensor.contiguous()
+            self._bytes += tensor.nbytes
         if self.full:
             self.flush()
 
@@ -355,49 +398,31 @@ class ShardWriter:
 
     def flush(self) -> None:
         """Writes the pending tensors as a shard. Raises UserError: the disk is full."""
-        if not self._tensors:
+        if not self.pending:
             return
+        path = self.folder / f"part-{self.rank:04d}-{self.next_shard:05d}.safetensors"
         try:
-            with replacing(
-                self.folder / f"part-{self.rank:04d}-{self.next_shard:05d}.safetensors"
-            ) as part:
-                save_file(self._tensors, part)
+            with replacing(path) as part:
+                save_file(self.pending, part)
         except Exception as error:
             if not isinstance(error, OSError) and not is_disk_full(error):
                 raise
             raise not_written(self.folder, self.kept, error) from error
         self.next_shard += 1
-        self._tensors = {}
+        self.pending = {}
         self._bytes = 0
 
 
-class FeatureWriter(ShardWriter):
-    """Writes a store's conversations together with the target's states, shard by shard.
+class StateShards(ShardWriter):
+    """The shards of a store, whose rows are appended behind them."""
 
-    The shard is written first and its conversations are appended second. So every stored
-    conversation has its states, and a killed process redoes at most one shard.
-    """
-
-    def __init__(self, store: Store, shard_bytes: int = _SHARD_BYTES):
-        super().__init__(store.directory / "features", store.rank, shard_bytes)
-        self.store = store
-        self._records: list[Json] = []
+    def __init__(self, store: Store):
+        super().__init__(store.directory / "features", store.rank)
+        self._store = store
 
     @property
     def kept(self) -> str:
-        return f"{self.store.appended} conversations of this run are"
-
-    def append(self, record: Json, features: Tensor, last_hidden: Tensor) -> None:
-        """Adds a conversation with its states: features [n, f*h] and last_hidden [n, h], n = tokens
-        - 1.
-        """
-        self._records.append(record)
-        self.add(record["id"], features=features, last_hidden=last_hidden)
-
-    def flush(self) -> None:
-        super().flush()
-        while self._records:  # an interrupted flush is called again and must store none twice
-            self.store.append(self._records.pop(0))
+        return self._store.kept
 
 
 def stored_features(root: Path) -> Json | None:
@@ -447,9 +472,8 @@ class FeatureStore:
         self.layers = layers
         self.width = width
         self.vocab_size = vocab_size
-        self._files: OrderedDict[Path, safe_open] = (
-            OrderedDict()
-        )  # the last used ones; each is a mapping of memory
+        # The shards used last; each is a mapping of memory.
+        self._files: OrderedDict[Path, safe_open] = OrderedDict()
         self._opening = threading.Lock()
         self._where: dict[str, Path] = {}  # conversation -> shard
         for shard in sorted((directory / "features").glob("part-*.safetensors")):
@@ -464,16 +488,20 @@ class FeatureStore:
         held = stored_features(root)
         if held is None or not held["layers"]:
             return None
-        # Last states are stored with the features, unless top-k tokens are stored in their place.
-        if not set(feature_layers) <= {*held["layers"], *(() if held["top_k"] else (LAST,))}:
-            return None
-        target = held.get("target") or read_meta(root)["target"]
         layers = held["layers"]
+        available = set(layers)
+        if not held["top_k"]:  # else the likeliest tokens are stored in place of last states
+            available.add(LAST)
+        if not set(feature_layers) <= available:
+            return None
+
+        target = held.get("target")
+        if target is None:
+            target = read_meta(root)["target"]
         width = target["hidden_size"]
-        place = {layer: (i * width, (i + 1) * width) for i, layer in enumerate(layers)}
-        if list(feature_layers) == layers:
-            columns = None
-        else:
+        columns = None
+        if list(feature_layers) != layers:
+            place = {layer: (i * width, (i + 1) * width) for i, layer in enumerate(layers)}
             columns = [place.get(layer) for layer in feature_layers]
         return FeatureStore(root, columns, held["top_k"], len(layers), width, target["vocab_size"])
 
@@ -498,34 +526,44 @@ class FeatureStore:
         shard = self._where.get(key)
         if shard is None:
             return None
-        names = ("topk_ids", "topk_logits", "log_z") if self.top_k else ("last_hidden",)
+        names = ["features"]
+        if self.top_k:
+            names += ["topk_ids", "topk_logits", "log_z"]
+        else:
+            names.append("last_hidden")
+        found = {}
+        scales = {}  # of the tensors that are stored as int8
         with reading(shard, "data", _SHARD_FIX):
             file = self._open(shard)
-            found = {name: file.get_tensor(f"{key}/{name}") for name in ("features", *names)}
-            scales = {
-                name: file.get_tensor(f"{key}/{scale}")
-                for name in found
-                for scale in scale_names(name, found[name])
-            }
-        if fault := self._fault(found, scales):
+            for name in names:
+                found[name] = file.get_tensor(f"{key}/{name}")
+                for scale in scale_names(name, found[name]):
+                    scales[name] = file.get_tensor(f"{key}/{scale}")
+        fault = self._fault(found, scales)
+        if fault:
             raise UserError(f"data={str(shard)!r}, conversation {key!r}: {fault}; {_SHARD_FIX}")
-        # Copies, since a view keeps the whole shard mapped.
-        found = {
-            name: restored(held, scales[name]) if name in scales else held.clone()
-            for name, held in found.items()
-        }
+
+        for name in names:
+            if name in scales:
+                found[name] = restored(found[name], scales[name])
+            else:
+                found[name] = found[name].clone()  # a view keeps the whole shard mapped
         if self.columns is not None:
             stored = found["features"]  # [n, layers*h]
-            parts = [
-                found["last_hidden"] if part is None else stored[:, slice(*part)]
-                for part in self.columns
-            ]
-            found["features"] = torch.cat([stored[:, :0], *parts], dim=-1)  # [n, f*h]
+            parts = [stored[:, :0]]
+            for part in self.columns:
+                if part is None:
+                    parts.append(found["last_hidden"])
+                else:
+                    parts.append(stored[:, slice(*part)])
+            found["features"] = torch.cat(parts, dim=-1)  # [n, f*h]
         return found
 
     def _open(self, shard: Path) -> safe_open:
         with self._opening:
-            file = self._files.pop(shard, None) or open_tensors(shard, "data", _SHARD_FIX)
+            file = self._files.pop(shard, None)
+            if file is None:
+                file = open_tensors(shard, "data", _SHARD_FIX)
             self._files[shard] = file
             if len(self._files) > _OPEN_SHARDS:
                 self._files.popitem(last=False)
@@ -533,30 +571,34 @@ class FeatureStore:
 
     def _fault(self, found: dict[str, Tensor], scales: dict[str, Tensor]) -> str:
         """What is wrong with a conversation's tensors; '' if nothing is."""
-        n = found["features"].shape[:1]  # [rows]
-        columns = {
+        rows = found["features"].shape[:1]  # [n]
+        columns: dict[str, tuple[int, ...]] = {
             "features": (self.layers * self.width,),
             "last_hidden": (self.width,),
+            "topk_ids": (self.top_k,),
+            "topk_logits": (self.top_k,),
             "log_z": (),
         }
         for name, tensor in found.items():
-            wanted = (*n, *columns.get(name, (self.top_k,)))
+            wanted = (*rows, *columns[name])
             if tuple(tensor.shape) != wanted:
                 return f"{name} has the shape {list(tensor.shape)} instead of {list(wanted)}"
-            if not (
-                tensor.dtype == torch.int32
-                if name == "topk_ids"
-                else tensor.is_floating_point() or name in scales
-            ):
+            if name == "topk_ids":
+                is_sound = tensor.dtype == torch.int32
+            else:
+                is_sound = tensor.is_floating_point() or name in scales
+            if not is_sound:
                 return f"{name} has the type {tensor.dtype}"
-            if name in scales:  # int8 values are finite, so their scales are looked at
-                blocks = (*n, wanted[1] // block_size(self.width))
+
+            if name in scales:  # int8 values are finite; their scales may not be
                 tensor = scales[name]
+                blocks = (*rows, wanted[1] // block_size(self.width))
                 if tuple(tensor.shape) != blocks or not tensor.is_floating_point():
                     return f"the scales of {name} are {tensor.dtype} {list(tensor.shape)} instead of {list(blocks)}"
             # One pass without a copy: NaN and infinity survive the sum.
             if tensor.is_floating_point() and not math.isfinite(tensor.sum(dtype=torch.float32)):
                 return f"{name} holds NaN or infinite values"
+
         ids = found.get("topk_ids", torch.zeros(1))
         if len(ids) and not (ids.min() >= 0 and ids.max() < self.vocab_size):
             return f"topk_ids are outside the target's vocabulary of {self.vocab_size}"

@@ -23,8 +23,12 @@ _BANNED = float("-inf")
 
 def named_options(args: argparse.Namespace) -> Json:
     """The flags of `add_vllm_flags` that were given, besides those after `--`."""
-    names = ("tensor_parallel_size", "pipeline_parallel_size", "quantization")
-    return {name: vars(args)[name] for name in names if vars(args)[name] is not None}
+    options = {
+        "tensor_parallel_size": args.tensor_parallel_size,
+        "pipeline_parallel_size": args.pipeline_parallel_size,
+        "quantization": args.quantization,
+    }
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def engine_options(args: argparse.Namespace) -> Json:
@@ -41,12 +45,16 @@ def engine_options(args: argparse.Namespace) -> Json:
             raise UserError(f"flags after --: {message}; see vllm serve --help")
 
     parser = arguments.add_cli_args(EngineParser(add_help=False, allow_abbrev=False))
-    plain, given = (vars(parser.parse_args(list(words))) for words in ((), args.vllm_flags))
-    known = {one.name for one in fields(arguments)}
-    changed = {key: value for key, value in given.items() if key in known and value != plain[key]}
-    if "model" in changed:
-        raise UserError("flags after --: --model is the target; name it with --target")
-    return {**named_options(args), **changed}
+    plain = vars(parser.parse_args([]))
+    given = vars(parser.parse_args(list(args.vllm_flags)))
+    options = named_options(args)
+    for field in fields(arguments):
+        if field.name not in given or given[field.name] == plain[field.name]:
+            continue
+        if field.name == "model":
+            raise UserError("flags after --: --model is the target; name it with --target")
+        options[field.name] = given[field.name]
+    return options
 
 
 def applied_rules(rules: LogitsRules) -> LogitsRules:
@@ -59,9 +67,11 @@ def applied_rules(rules: LogitsRules) -> LogitsRules:
             return all(len(ids) == 1 for ids, _ in value)
         return key in ("repetition_penalty", "suppress_tokens", "min_new_tokens", "min_length")
 
-    return LogitsRules(
-        {key: value for key, value in rules.settings.items() if expressible(key, value)}
-    )
+    applied = {}
+    for key, value in rules.settings.items():
+        if expressible(key, value):
+            applied[key] = value
+    return LogitsRules(applied)
 
 
 class VllmBackend(Backend):
@@ -84,28 +94,29 @@ class VllmBackend(Backend):
         slots: int | None,
     ):
         vllm = _vllm()
-        self.settings, self.rules = settings, applied_rules(target.generation.rules)
-        self.queued = slots or _QUEUED
+        self.settings = settings
+        self.rules = applied_rules(target.generation.rules)
+        self.queued = _QUEUED
+        if slots is not None:
+            self.queued = slots
         self._params = vllm.SamplingParams
         self._final = vllm.sampling_params.RequestOutputKind.FINAL_ONLY
-        ours = {
+        arguments: Json = {
             "dtype": dtype,
             "max_model_len": settings.max_length,
             "seed": settings.seed,
             "enable_prefix_caching": True,
         }
-        if slots:
-            ours["max_num_seqs"] = slots
+        if slots is not None:
+            arguments["max_num_seqs"] = slots
+        arguments.update(options)
         try:
-            self.engine = vllm.LLM(
-                model=target.path,
-                trust_remote_code=trust_remote_code,
-                **{**ours, **options},
-            ).llm_engine
+            llm = vllm.LLM(model=target.path, trust_remote_code=trust_remote_code, **arguments)
         except (ValueError, RuntimeError, TypeError, AssertionError, ImportError) as error:
             raise UserError(
                 f"backend=vllm: the engine does not start ({first_line(error)}); correct its flags"
             ) from error
+        self.engine = llm.llm_engine
 
     def run(
         self,
@@ -136,7 +147,10 @@ class VllmBackend(Backend):
                 except BadReply as error:
                     bad = error
                 del running[output.request_id]
-                if bad is None and (rest := self.settings.rest(it)) is not None:
+                rest = None
+                if bad is None:
+                    rest = self.settings.rest(it)
+                if rest is not None:
                     running[output.request_id] = rest
                     self._ask(output.request_id, rest)
                 yield it, bad
@@ -145,18 +159,22 @@ class VllmBackend(Backend):
         """Queues the conversation's next response."""
         sampling = self.settings.sampling
         stops = self.settings.renderer.stop_ids
+        rules = self.rules.settings
         most = self.settings.allowance(it)
-        least = self.rules.settings.get("min_new_tokens", 0)
-        least = max(least, self.rules.settings.get("min_length", 0) - len(it.tokens))
+        least = max(rules.get("min_new_tokens", 0), rules.get("min_length", 0) - len(it.tokens))
+        biases = token_biases(self.rules, stops)
+        top_k = sampling.top_k
+        if top_k == 0:
+            top_k = -1  # vLLM's value for "off"
         params = self._params(
             temperature=sampling.temperature,
-            top_k=sampling.top_k or -1,  # vLLM's value for "off"
+            top_k=top_k,
             top_p=sampling.top_p,
             min_p=sampling.min_p,
             repetition_penalty=self.rules.under(sampling).repetition_penalty,
             max_tokens=most,
             min_tokens=max(0, min(least, most)),
-            logit_bias=token_biases(self.rules, stops) or None,
+            logit_bias=biases if biases else None,
             stop_token_ids=sorted(stops),
             detokenize=False,
             output_kind=self._final,
@@ -172,12 +190,15 @@ class VllmBackend(Backend):
 
 
 def token_biases(rules: LogitsRules, stop_ids: Iterable[int]) -> dict[int, float]:
-    """Token -> what `rules`, of those that `applied_rules` leaves, add to its logit. transformers
-    never bans an end as a word.
-    """
+    """What `rules`, those that `applied_rules` leaves, add to the logits of single tokens."""
     biases = {ids[0]: bias for ids, bias in rules.settings.get("sequence_bias", ())}
-    banned = {word[0] for word in rules.settings.get("bad_words_ids", ())} - set(stop_ids)
-    return biases | dict.fromkeys((*banned, *rules.settings.get("suppress_tokens", ())), _BANNED)
+    # As in transformers, a banned word never bans an end.
+    words = {word[0] for word in rules.settings.get("bad_words_ids", ())} - set(stop_ids)
+    for token in words:
+        biases[token] = _BANNED
+    for token in rules.settings.get("suppress_tokens", ()):
+        biases[token] = _BANNED
+    return biases
 
 
 def _vllm() -> Any:

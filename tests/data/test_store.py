@@ -15,7 +15,6 @@ from drafttrain.data import record_cache
 from drafttrain.data import store as store_module
 from drafttrain.data.store import (
     FeatureStore,
-    FeatureWriter,
     ShardWriter,
     Store,
     check_space,
@@ -243,22 +242,22 @@ def test_space_is_checked_before(tmp_path, monkeypatch):
 # -- features -----------------------------------------------------------------------------------------------------
 
 
-def states(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def states(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(5, 8, generator=generator).bfloat16(), torch.randn(
-        5, 4, generator=generator
-    ).bfloat16()
+    features = torch.randn(5, 8, generator=generator).bfloat16()
+    last_hidden = torch.randn(5, 4, generator=generator).bfloat16()
+    return {"features": features, "last_hidden": last_hidden}
 
 
 def test_features_appear_with_their_records(tmp_path):
     store = Store(tmp_path, META)
-    writer = FeatureWriter(store, shard_bytes=240)  # two conversations of 120 bytes
+    store.shards.shard_bytes = 240  # two conversations of 120 bytes
     for i in range(5):
-        writer.append(record(f"c/{i}"), *states(i))
+        store.add([record(f"c/{i}")], [states(i)])
         assert len(store.done_ids()) == (i + 1) // 2 * 2, (
             "a record is stored once its shard is complete"
         )
-    writer.flush()
+    store.flush()
     store.close()
     assert len(list((tmp_path / "features").glob("*.safetensors"))) == 3
     stored = FeatureStore.open(tmp_path, (1, 2))
@@ -267,45 +266,43 @@ def test_features_appear_with_their_records(tmp_path):
     assert stored.get("nobody") is None
     for i in range(5):
         found = stored.get(f"c/{i}")
-        assert torch.equal(found["features"], states(i)[0])
-        assert torch.equal(found["last_hidden"], states(i)[1])
+        assert torch.equal(found["features"], states(i)["features"])
+        assert torch.equal(found["last_hidden"], states(i)["last_hidden"])
     swapped = FeatureStore.open(tmp_path, (2,)).get("c/3")
-    assert torch.equal(swapped["features"], states(3)[0][:, 4:])
+    assert torch.equal(swapped["features"], states(3)["features"][:, 4:])
     assert FeatureStore.open(tmp_path, (1, 3)) is None
     last = FeatureStore.open(tmp_path, (LAST, 1)).get("c/3")["features"]
-    assert torch.equal(last, torch.cat((states(3)[1], states(3)[0][:, :4]), dim=1))
+    assert torch.equal(
+        last, torch.cat((states(3)["last_hidden"], states(3)["features"][:, :4]), dim=1)
+    )
 
 
 def test_torn_shard_is_not_there(tmp_path):
     store = Store(tmp_path, META)
-    writer = FeatureWriter(store)
-    writer.append(record("a"), *states(0))
-    writer.flush()
-    writer.append(record("b"), *states(1))
+    store.add([record("a")], [states(0)])
+    store.flush()
+    store.add([record("b")], [states(1)])
     store.close()  # killed before the second flush, in mid-write:
     leftover = tmp_path / "features" / ".part-0000-00001.safetensors"
     leftover.write_bytes(b"half a shard")
     with Store(tmp_path, META) as again:
         assert again.done_ids() == {"a"}
-        writer = FeatureWriter(again)
+        assert again.shards.next_shard == 1
         assert not leftover.exists()
-        assert writer.next_shard == 1
-        writer.append(record("b"), *states(1))
-        writer.flush()
+        again.add([record("b")], [states(1)])
     assert len(FeatureStore.open(tmp_path, (1, 2))) == 2
 
 
 def test_full_disk_while_writing_a_shard(tmp_path, monkeypatch):
     store = Store(tmp_path, META)
-    writer = FeatureWriter(store)
-    writer.append(record("a"), *states(0))
+    store.add([record("a")], [states(0)])
 
     def full(tensors, path):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(store_module, "save_file", full)
     with pytest.raises(UserError, match=r"no space left.*0 conversations of this run are kept"):
-        writer.flush()
+        store.flush()
     assert store.done_ids() == set()
     assert not list((tmp_path / "features").iterdir())
 

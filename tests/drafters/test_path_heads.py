@@ -7,7 +7,7 @@ import torch
 
 from drafttrain.batch import Batch
 from drafttrain.cli import main
-from drafttrain.data.store import FeatureStore, FeatureWriter, Store
+from drafttrain.data.store import FeatureStore, Store
 from drafttrain.drafters.common.path_heads import likeliest_paths
 from drafttrain.drafters.common.tree_growth import Likeliest
 from drafttrain.drafters.common.tree_spec import TreeSpec
@@ -324,7 +324,6 @@ def test_stored_last_states_serve_without_the_target(target, tmp_path):
         "features": {"layers": [1, 2], "dtype": "float32"},
     }
     with Store(tmp_path, meta) as store:
-        writer = FeatureWriter(store)
         record = {
             "id": "a",
             "tokens": [1, 2, 3, 4, 5, 6],
@@ -332,8 +331,7 @@ def test_stored_last_states_serve_without_the_target(target, tmp_path):
             "finish": ["stop"],
             "source": "test",
         }
-        writer.append(record, features, last)
-        writer.flush()
+        store.add([record], [{"features": features, "last_hidden": last}])
     drafter = make_heads(target, "medusa")
     found = FeatureStore.open(tmp_path, drafter.feature_layers).get("a")
     assert torch.equal(found["features"].float(), last) and torch.equal(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drafttrain.batch import Batch
-from drafttrain.data.store import FeatureStore, FeatureWriter, Store
+from drafttrain.data.store import FeatureStore, Store
 from drafttrain.states.origins import Stored
 from drafttrain.states.source import TargetSource
 from tests.conftest import make_target
@@ -52,7 +52,6 @@ def test_stored_features_are_laid_out_into_packed_rows(tmp_path):
     whole = make_batch((17, 11, 30, 9), start=2)
     meta = {"target": target.identity(), "features": {"layers": list(LAYERS)}}
     with Store(tmp_path / "data", meta) as store:
-        writer = FeatureWriter(store)
         for i, length in enumerate(whole.lengths.tolist()):
             ids = whole.input_ids[i, :length]
             out = target.forward(ids[None, :-1], LAYERS)
@@ -63,8 +62,9 @@ def test_stored_features_are_laid_out_into_packed_rows(tmp_path):
                 "finish": ["stop"],
                 "source": "t",
             }
-            writer.append(record, out.features[0].bfloat16(), out.last_hidden[0].bfloat16())
-        writer.flush()
+            features = out.features[0].bfloat16()
+            last_hidden = out.last_hidden[0].bfloat16()
+            store.add([record], [{"features": features, "last_hidden": last_hidden}])
     stored = FeatureStore.open(tmp_path / "data", LAYERS)
     packed = packed_batch(whole, [[2, 0], [3, 1]])
     sources = [

@@ -1,0 +1,140 @@
+"""Answers that the file of prompts has already, as a backend of `generate`: nothing is asked.
+
+Another model's answers teach the drafter that model's habits, so the target's own answers work
+better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from drafttrain.data.backends import Backend
+from drafttrain.data.conversation import ChatRenderer, Conversation
+from drafttrain.data.failures import BadReply
+from drafttrain.data.masks import recorded_conversations
+from drafttrain.data.store import Share
+from drafttrain.errors import UserError
+from drafttrain.files import Json
+from drafttrain.target import Target
+
+UNUSABLE = "unusable row"  # the reason of answers that cannot be learned from
+UNUSABLE_FIX = "mend those rows, or clean the file with: drafttrain prompts --source file"
+
+
+@dataclass
+class RecordedRow:
+    """A row whose answers come from the file; what a `Conversation` is to those of the target."""
+
+    id: str
+    stored: Json
+    ended: str = ""
+    follows: bool = False  # every row is stored by itself
+    turns_left: int = 0
+
+    @property
+    def spans(self) -> list[list[int]]:
+        found: list[list[int]] = self.stored.get("spans", [])
+        return found
+
+    def record(self, renderer: ChatRenderer) -> Json:
+        """The record that the store keeps."""
+        return self.stored
+
+
+class ExistingBackend(Backend):
+    """The conversations of a file with the answers in it.
+
+    Rows longer than max_length are cut; a cut answer ends in "length", as a truncated one does. A
+    row that is no conversation, or has no answer, ends with a `BadReply`.
+
+    Args:
+        path: the file. kwargs: chat_template_kwargs for rows that do not set them.
+        done: ids of stored rows, which are passed over. share: the rows of this process.
+    """
+
+    asks = False
+    drops = ("answer_beyond_max_length",)
+
+    def __init__(
+        self,
+        target: Target,
+        path: Path,
+        kwargs: Json,
+        max_length: int,
+        done: set[str],
+        share: Share,
+    ):
+        self.target = target
+        self.path = path
+        self.kwargs = kwargs
+        self.max_length = max_length
+        self.done = done
+        self.share = share
+
+    def run(
+        self,
+        conversations: Iterable[Conversation],
+        stop: Callable[[], bool],
+    ) -> Iterator[tuple[RecordedRow, BadReply | None]]:
+        """Yields the rows of the file; `conversations` are none.
+
+        Raises UserError: an id that occurs twice, or no row that can be used.
+        """
+        seen = set[str]()
+        unusable = 0
+        last: BadReply | None = None
+        for key, records in recorded_conversations(
+            self.target.tokenizer, self.path, self.kwargs, self.target.eos_ids
+        ):
+            if isinstance(records, UserError):
+                unusable += 1
+                last = BadReply(UNUSABLE, str(records))
+                if self.share.owns(key):
+                    yield RecordedRow(key, {}), last
+                continue
+            for record in records:
+                row = record["id"]
+                if row in seen:
+                    raise UserError(f"{self.path}: id={row!r} occurs twice; ids must be unique")
+                seen.add(row)
+                if row in self.done or not self.share.owns(row):
+                    continue
+                if stop():
+                    return
+                kept = cut(record, self.max_length)
+                if kept is not None:
+                    self._new_tokens += sum(end - start for start, end in kept["spans"])
+                    yield RecordedRow(row, kept), None
+                elif "part" not in record:  # a conversation's other rows have a part
+                    yield RecordedRow(row, {}, ended="answer_beyond_max_length"), None
+        if not seen and last is not None:
+            raise UserError(
+                f"no row can be used ({UNUSABLE} {unusable}; the last: {last.detail}); {UNUSABLE_FIX}"
+            )
+        if not seen:
+            raise UserError(
+                f"prompts={str(self.path)!r} is empty: it must hold one conversation a line"
+            )
+
+
+def cut(record: Json, limit: int) -> Json | None:
+    """The record's first `limit` tokens; None if no answer begins there."""
+    if len(record["tokens"]) <= limit:
+        return record
+    spans = [[start, min(end, limit)] for start, end in record["spans"] if start < limit]
+    if not spans:
+        return None
+    count = len(spans)
+    last = spans[-1][1]
+    finish = list(record["finish"][:count])
+    if last < record["spans"][count - 1][1]:
+        finish[-1] = "length"
+
+    kept = {**record, "tokens": record["tokens"][:last], "spans": spans, "finish": finish}
+    if "reasoning" in record:
+        kept["reasoning"] = []
+        for n, (start, end) in zip(record["reasoning"], spans, strict=False):
+            kept["reasoning"].append(min(n, end - start))
+    return kept
