@@ -7,18 +7,31 @@ from __future__ import annotations
 
 import ast
 import functools
-import io
 import re
 import sys
-import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.density import measure
+
 ROOT = Path(__file__).resolve().parents[1]
-MOST_FUNCTION_LINES = 120
+# Size and density of the package, by the arithmetic of tests/density.py. Size falls when mechanisms go, not by packing.
+MOST_NODES = 376_000
+MOST_TEST_NODES = 361_000
+MOST_PER_LINE = 8.9  # nodes per line of code
+MOST_PER_THOUSAND = {  # lines
+    "conditional expressions": 10,
+    "parallel assignments": 7,
+    "comprehensions": 32,
+    "booleans as values": 9,
+    "starred": 11,
+    "assignments in expressions": 3,
+}
+LEAST_COMMENTS = 3.2  # per 100 lines
+MOST_WITH_MANY_PARAMETERS = 24
 MOST_ANY = 250  # annotations that say Any: JSON and what libraries leave untyped
 # Module names that may occur once per drafter kind, and the marker of a package.
 SHARED_NAMES = {"model", "export", "config", "__init__"}
@@ -90,19 +103,6 @@ def any_count(root: Path = ROOT) -> int:
     return sum(isinstance(part, ast.Name) and part.id == "Any" for part in parts)
 
 
-def comment_density(root: Path = ROOT) -> float:
-    """Comments per 100 lines of Python, docstrings not counted."""
-    comments = lines = 0
-    for path in python_files(root):
-        text = path.read_text()
-        lines += len(text.splitlines())
-        comments += sum(
-            token.type == tokenize.COMMENT
-            for token in tokenize.generate_tokens(io.StringIO(text).readline)
-        )
-    return 100 * comments / lines
-
-
 def duplicate_classes(root: Path = ROOT) -> list[str]:
     names: Counter[str] = Counter()
     for path in python_files(root):
@@ -113,19 +113,6 @@ def duplicate_classes(root: Path = ROOT) -> list[str]:
 def duplicate_modules(root: Path = ROOT) -> list[str]:
     names = Counter(path.stem for path in python_files(root))
     return sorted(name for name, count in names.items() if count > 1 and name not in SHARED_NAMES)
-
-
-def long_functions(root: Path = ROOT) -> list[str]:
-    found = []
-    for path in python_files(root):
-        for node in parsed(path):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                length = (node.end_lineno or node.lineno) - node.lineno + 1
-                if length > MOST_FUNCTION_LINES:
-                    found.append(
-                        f"{path.relative_to(root)}:{node.lineno} {node.name} has {length} lines"
-                    )
-    return found
 
 
 # Readers that belong to libraries' own layouts, or to messages between our own processes.
@@ -187,9 +174,40 @@ def test_consoles_show_users_text_as_it_is():
     assert made == ["progress.py"]
 
 
+@pytest.fixture(scope="module")
+def package():
+    return measure(ROOT / "drafttrain")
+
+
 @pytest.mark.thorough
-def test_functions_stay_short():
-    assert long_functions() == []
+@pytest.mark.parametrize("construct", MOST_PER_THOUSAND)
+def test_a_statement_does_one_thing(package, construct):
+    found = package.per_thousand(construct)
+    worst = package.to_unpack.most_common(5)
+    assert found <= MOST_PER_THOUSAND[construct], worst
+
+
+@pytest.mark.thorough
+def test_lines_breathe(package):
+    assert package.nodes <= MOST_NODES
+    assert package.per_line() <= MOST_PER_LINE
+    assert package.wide_share() <= 0.01
+    assert package.comments_per_hundred() >= LEAST_COMMENTS
+
+
+@pytest.mark.thorough
+def test_functions_stay_short(package):
+    assert max(package.lengths.values()) <= 120
+    assert package.long_share() <= 0.03
+    assert len(package.many) <= MOST_WITH_MANY_PARAMETERS, package.many
+
+
+@pytest.mark.thorough
+def test_tests_breathe():
+    tests = measure(ROOT / "tests")
+    assert tests.nodes <= MOST_TEST_NODES
+    assert tests.per_line() <= 9.1
+    assert tests.per_thousand("parallel assignments") <= 6
 
 
 @pytest.mark.thorough
@@ -232,7 +250,5 @@ def test_a_planted_word_is_found(monkeypatch, tmp_path):
 if __name__ == "__main__":
     root = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else ROOT
     print(f"Any in annotations: {any_count(root)}")
-    print(f"comments per 100 lines: {comment_density(root):.1f}")
     print(f"class names used twice: {', '.join(duplicate_classes(root)) or 'none'}")
     print(f"module names used twice: {', '.join(duplicate_modules(root)) or 'none'}")
-    print(f"functions above {MOST_FUNCTION_LINES} lines: {len(long_functions(root))}")

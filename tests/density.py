@@ -1,0 +1,181 @@
+"""How large the package is, how densely it is written, and where a reader has most to unpack.
+
+    python -m tests.density [FOLDER] [--worst 20]
+
+Size is counted in nodes of the syntax tree, which no formatting, packing or renaming changes. Density is nodes per line of
+code (docstrings, comments and blank lines left out), and constructs that a reader must unpack per 1,000 lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+WIDE = 110  # columns
+LONG = 60  # lines of a function
+MANY = 8  # parameters of a function
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+# Where a condition such as `a or b` is a value, not a test.
+VALUE_PLACES = (
+    ast.Assign,
+    ast.Return,
+    ast.keyword,
+    ast.Call,
+    ast.Subscript,
+    ast.BinOp,
+    ast.Dict,
+    ast.List,
+    ast.Tuple,
+    ast.FormattedValue,
+)
+LAYOUT = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+
+
+@dataclass
+class Figures:
+    """What was counted in a folder.
+
+    Attributes:
+        nodes: of the syntax trees. lines: of the files. code: lines with code. wide: lines over WIDE columns.
+        comments: of any kind. constructs: how often each stands in the folder.
+        lengths: lines of each function, by place. many: places of functions with over MANY parameters.
+        to_unpack: constructs in each function, by place.
+    """
+
+    nodes: int = 0
+    lines: int = 0
+    code: int = 0
+    wide: int = 0
+    comments: int = 0
+    constructs: Counter[str] = field(default_factory=Counter)
+    lengths: dict[str, int] = field(default_factory=dict)
+    many: list[str] = field(default_factory=list)
+    to_unpack: Counter[str] = field(default_factory=Counter)
+
+    def per_line(self) -> float:
+        """Nodes per line of code."""
+        return self.nodes / self.code
+
+    def per_thousand(self, construct: str) -> float:
+        """How often a construct stands in 1,000 lines."""
+        return 1000 * self.constructs[construct] / self.lines
+
+    def comments_per_hundred(self) -> float:
+        return 100 * self.comments / self.lines
+
+    def wide_share(self) -> float:
+        return self.wide / self.lines
+
+    def long_share(self) -> float:
+        """The share of functions with over LONG lines."""
+        return sum(length > LONG for length in self.lengths.values()) / len(self.lengths)
+
+
+def construct_of(node: ast.AST, parent: ast.AST | None) -> str:
+    """The construct that a reader must unpack at a node; empty for any other."""
+    if isinstance(node, ast.IfExp):
+        return "conditional expressions"
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+        return "parallel assignments" if len(node.value.elts) > 1 else ""
+    if isinstance(node, Comprehension):
+        return "comprehensions"
+    if isinstance(node, ast.Starred):
+        return "starred"
+    if isinstance(node, ast.NamedExpr):
+        return "assignments in expressions"
+    if isinstance(node, ast.BoolOp) and isinstance(parent, VALUE_PLACES):
+        plain = all(isinstance(value, ast.Compare | ast.UnaryOp) for value in node.values)
+        return "" if plain else "booleans as values"
+    return ""
+
+
+def code_lines(text: str, tree: ast.AST) -> int:
+    """Lines with code: no comment, no docstring, not blank."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in LAYOUT:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Module | ast.ClassDef | Function):
+            continue
+        if ast.get_docstring(node, clean=False) is not None:
+            docstring = node.body[0]
+            lines.difference_update(range(docstring.lineno, (docstring.end_lineno or 0) + 1))
+    return len(lines)
+
+
+def walk(node: ast.AST, parent: ast.AST | None = None) -> Iterator[tuple[ast.AST, ast.AST | None]]:
+    """Every node below a node with its parent, itself first."""
+    yield node, parent
+    for child in ast.iter_child_nodes(node):
+        yield from walk(child, node)
+
+
+def measure(folder: Path) -> Figures:
+    """The figures of all Python files below a folder."""
+    found = Figures()
+    for path in sorted(folder.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        tree = ast.parse(text)
+        found.lines += text.count("\n")
+        found.code += code_lines(text, tree)
+        found.wide += sum(len(line) > WIDE for line in text.splitlines())
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        found.comments += sum(token.type == tokenize.COMMENT for token in tokens)
+        for node, parent in walk(tree):
+            found.nodes += 1
+            construct = construct_of(node, parent)
+            if construct:
+                found.constructs[construct] += 1
+            if not isinstance(node, Function):
+                continue
+            place = f"{path.relative_to(folder)}:{node.lineno} {node.name}"
+            found.lengths[place] = (node.end_lineno or node.lineno) - node.lineno + 1
+            inner = (construct_of(part, above) for part, above in walk(node, parent))
+            found.to_unpack[place] = sum(bool(construct) for construct in inner)
+            # A command's signature has a parameter for each flag.
+            parameters = len(node.args.args) + len(node.args.kwonlyargs)
+            if parameters > MANY and "commands" not in path.parts:
+                found.many.append(place)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "drafttrain")
+    parser.add_argument("--worst", type=int, default=20)
+    given = parser.parse_args()
+    found = measure(given.folder)
+    print(
+        f"{found.nodes:,} nodes, {found.lines:,} lines, {found.per_line():.1f} nodes per line of code"
+    )
+    for construct in found.constructs:
+        print(f"{found.per_thousand(construct):5.1f} {construct} per 1,000 lines")
+    print(f"{100 * found.wide_share():5.1f} % of lines over {WIDE} columns")
+    print(f"{found.comments_per_hundred():5.1f} comments per 100 lines")
+    print(
+        f"{100 * found.long_share():5.1f} % of functions over {LONG} lines; longest {max(found.lengths.values())}"
+    )
+    print(f"{len(found.many):5} functions with over {MANY} parameters")
+    for place, count in found.to_unpack.most_common(given.worst):
+        print(f"{count:5} constructs in {found.lengths[place]} lines: {place}")
+
+
+if __name__ == "__main__":
+    main()
