@@ -52,7 +52,7 @@ from drafttrain.folders import PARTIAL, OutputFolder, check_folder, inputs_of
 from drafttrain.losses import parse_loss
 from drafttrain.outcome import conclude, next_command
 from drafttrain.progress import counted
-from drafttrain.states.served import Served, StateClient
+from drafttrain.states.served import Served
 from drafttrain.states.source import TargetSource
 from drafttrain.target import Target, load_shell
 from drafttrain.target.devices import has_bfloat16
@@ -140,7 +140,6 @@ class Adapter:
         self.first = Path(args.drafter).expanduser().resolve()
         self.state, self.answers = self._read_state()
         name = args.target or load_trained(str(self.first)).config.target["name"]
-        servers = None
         if args.target_url:
             self.target: Target = load_shell(
                 name,
@@ -153,22 +152,21 @@ class Adapter:
             self.target = load_target(args, name)
         self._tidy()
         self.drafter = drafter = self._load(output / (self.state.trial or CURRENT))
+        served = None
         if args.target_url:
-            servers = StateClient(
+            served = Served(
                 args.target_url,
                 self.target,
                 drafter.feature_layers,
                 args.states_dir,
+                torch.bfloat16,
             )
-            servers.prove()
-        origin = None
-        if servers is not None:
-            origin = Served(servers, torch.bfloat16)
+            served.prove()
         self.source = TargetSource(
             self.target,
             drafter.feature_layers,
             drafter.kept_ids,
-            origin,
+            served,
             limit_bytes=_CACHE_BYTES,
             temperatures=parse_loss(drafter.config.loss).temperatures,
         )

@@ -63,7 +63,7 @@ from drafttrain.outcome import conclude, next_command
 from drafttrain.progress import counted
 from drafttrain.sequence_parallel import SequenceGroup
 from drafttrain.states.origins import Origin, Stored
-from drafttrain.states.served import Served, StateClient
+from drafttrain.states.served import Served
 from drafttrain.states.source import BatchSource, NoTarget, TargetSource
 from drafttrain.target import Target, TargetShell, load_shell
 from drafttrain.target.shared_rows import check_shared
@@ -374,9 +374,7 @@ def build_source(
         return NoTarget()
     origin: Origin | None = None
     if config.target_url:
-        client = proven_servers(config, target, drafter, stored is not None)
-        # Rounded as stored states are: a streamed run equals one on stored states.
-        origin = Served(client, torch.bfloat16)
+        origin = proven_servers(config, target, drafter, stored is not None)
     elif stored is not None:
         origin = Stored(stored, list(records["id"]))
     elif config.sequence_parallel > 1:
@@ -397,7 +395,7 @@ def proven_servers(
     target: Target,
     drafter: TrainableDrafter,
     stored: bool,
-) -> StateClient:
+) -> Served:
     """The servers of `target_url`, each proven to serve this target. Raises UserError: one is not,
     or does not answer.
     """
@@ -405,7 +403,8 @@ def proven_servers(
         urls = [config.target_url]
     else:
         urls = list(config.target_url)
-    servers = StateClient(urls, target, drafter.feature_layers, config.states_dir)
+    # Rounded as stored states are: a streamed run equals one on stored states.
+    servers = Served(urls, target, drafter.feature_layers, config.states_dir, dtype=torch.bfloat16)
     servers.prove()
     if Share.of_process().rank == 0:
         print("\n".join(servers.proofs), flush=True)

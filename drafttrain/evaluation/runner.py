@@ -28,9 +28,9 @@ from drafttrain.evaluation.metrics import (
 )
 from drafttrain.evaluation.results_schema import PromptRecord, Sides
 from drafttrain.evaluation.sides import (
+    Side,
     SideAnswer,
     SideRequest,
-    Side,
     by_turns,
     engine_side,
     hf_sides,

@@ -2,7 +2,8 @@
 
 source.py           what training calls: the states of a batch, and their layout for the step
 origins.py          the interface of an origin; states on a disk
-served.py           vLLM servers: requests, retries, proof
+served.py           states from vLLM servers: which one to ask, retries
+proven_server.py    one server: its requests, and the proof that it serves the target
 ahead.py            reads the states of coming steps while one runs
 features.py         `drafttrain features`: from an origin to the data set's shards
 server.py           the vLLM process that `drafttrain serve-target` starts

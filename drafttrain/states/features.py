@@ -36,7 +36,7 @@ from drafttrain.outcome import conclude
 from drafttrain.progress import Progress, counted
 from drafttrain.states.ahead import Ahead, ahead
 from drafttrain.states.origins import Origin, Row, RowStates, TopTokens
-from drafttrain.states.served import Served, StateClient
+from drafttrain.states.served import Served
 from drafttrain.states.server import StateServer, check_flags, flag_value, free_port
 from drafttrain.states.source import Online
 from drafttrain.target import Target, load_shell
@@ -183,8 +183,8 @@ def extract(
     if args.backend == "local":
         found = computed(Online(target, layers), mine)
     else:
-        client = stack.enter_context(proven_client(args, target, layers))
-        found = read_ahead(Served(client), mine, 4 * (len(layers) + 1) * target.hidden_size)
+        served = stack.enter_context(proven_servers(args, target, layers))
+        found = read_ahead(served, mine, 4 * (len(layers) + 1) * target.hidden_size)
     with Progress("features", len(mine), "conversations") as progress:
         for row, states in found:
             tensors = stored_tensors(target, states, args.top_k, args.store_dtype)
@@ -282,12 +282,12 @@ def stored_tensors(
 
 
 @contextmanager
-def proven_client(
+def proven_servers(
     args: argparse.Namespace,
     shell: Target,
     layers: tuple[int, ...],
-) -> Iterator[StateClient]:
-    """A proven client of the servers of --url, or of one that starts here and ends with the block.
+) -> Iterator[Served]:
+    """The proven servers of --url, or one that starts here and ends with the block.
 
     Raises:
         UserError: a server does not start, or does not serve this target.
@@ -310,11 +310,11 @@ def proven_client(
             server.wait_until_ready()
             urls = [server.url]
             states_dir = ""
-        client = StateClient(urls, shell, layers, states_dir)
-        stack.callback(client.close)
-        client.prove()
-        print("\n".join(client.proofs), flush=True)
-        yield client
+        served = Served(urls, shell, layers, states_dir)
+        stack.callback(served.close)
+        served.prove()
+        print("\n".join(served.proofs), flush=True)
+        yield served
 
 
 def top_tokens(logits: Tensor, k: int) -> TopTokens:

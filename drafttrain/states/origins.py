@@ -2,8 +2,8 @@
 
 An origin gives the target's states of conversations. `Stored` (here) reads them from a data set,
 `Served` (served.py) asks vLLM servers, `Online` and `SharedOnline` (source.py) run the target, and
-`KeptStates` (source.py) keeps them from an earlier epoch. `Ahead` (ahead.py) reads from another origin
-in threads.
+`KeptStates` (source.py) holds those of an earlier epoch. `Ahead` (ahead.py) reads from another
+origin in threads.
 
 A conversation has s tokens. Losses read the last states of r of them, and all features.
 """

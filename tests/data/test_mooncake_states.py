@@ -23,7 +23,7 @@ from drafttrain.cli import main
 from drafttrain.errors import UserError
 from drafttrain.states import served
 from drafttrain.states.engines.drafttrain_address import own_address
-from drafttrain.states.served import StateClient
+from drafttrain.states.served import Served
 from drafttrain.states.server import MooncakeStore, free_port
 from drafttrain.target import Target
 from tests.conftest import make_target
@@ -134,12 +134,12 @@ def server(tmp_path, target, monkeypatch):
 
 @pytest.fixture
 def client(server, target):
-    made = StateClient([server.url], target, (1, 3), timeout=5.0, patience=5.0)
+    made = Served([server.url], target, (1, 3), timeout=5.0, patience=5.0)
     yield made
     made.close()
 
 
-def assert_states(client: StateClient, target: Target) -> None:
+def assert_states(client: Served, target: Target) -> None:
     ours = target.forward(torch.tensor([ROW]), client.layers)
     got = client.request(ROW)
     torch.testing.assert_close(got.features, ours.features[0], rtol=1e-5, atol=1e-6)
@@ -227,12 +227,12 @@ def test_a_folder_for_a_store_and_a_missing_package_are_refused(server, target, 
         UserError,
         match=r"states_dir='/mnt' is for servers with a folder; url=.* uses Mooncake; drop it",
     ):
-        StateClient([server.url], target, (1,), states_dir="/mnt").prove()
+        Served([server.url], target, (1,), states_dir="/mnt").prove()
     monkeypatch.setitem(sys.modules, "hs_connectors.mooncake_store", None)
     with pytest.raises(
         UserError, match=r"needs another package here .*pip install 'drafttrain\[mooncake\]'"
     ):
-        StateClient([server.url], target, (1,)).prove()
+        Served([server.url], target, (1,)).prove()
 
 
 def test_the_own_address_is_that_of_the_way_to_the_master(monkeypatch):

@@ -15,7 +15,7 @@ import torch
 from drafttrain.data.failures import BadReply
 from drafttrain.errors import UserError
 from drafttrain.states import served
-from drafttrain.states.served import StateClient
+from drafttrain.states.served import Served
 from drafttrain.states.transports.folder import RECORD, write_record
 from drafttrain.target import Target
 from drafttrain.target.attention import LAST
@@ -53,12 +53,12 @@ def server(tmp_path, target):
 
 @pytest.fixture
 def client(server, target):
-    made = StateClient([server.url], target, LAYERS, timeout=5.0, patience=5.0)
+    made = Served([server.url], target, LAYERS, timeout=5.0, patience=5.0)
     yield made
     made.close()
 
 
-def assert_states(client: StateClient, target: Target, row: list[int]) -> None:
+def assert_states(client: Served, target: Target, row: list[int]) -> None:
     ours = target.forward(torch.tensor([row]), client.layers)
     got = client.request(row)
     torch.testing.assert_close(got.features, ours.features[0], rtol=1e-5, atol=1e-6)
@@ -72,7 +72,7 @@ def left(server: FakeStateServer) -> set[str]:
 def test_states_are_the_targets_own_and_no_file_stays(client, server, target):
     client.prove()
     assert (
-        client.gaps[server.url] < 1e-4 and len(server.requests) == 2
+        client.servers[0].gap < 1e-4 and len(server.requests) == 2
     )  # ids from all over the vocabulary, and a text
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda row: assert_states(client, target, row), ROWS))
@@ -81,7 +81,7 @@ def test_states_are_the_targets_own_and_no_file_stays(client, server, target):
 
 def test_several_servers_share_the_rows(tmp_path, target):
     servers = [FakeStateServer(target, tmp_path / name, SERVED, delay=0.01) for name in "ab"]
-    client = StateClient([server.url + "/v1" for server in servers], target, LAYERS)
+    client = Served([server.url + "/v1" for server in servers], target, LAYERS)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(client.request, ROWS))
     asked = [len(server.requests) - 2 for server in servers]
@@ -260,7 +260,7 @@ def test_the_embedding_is_compared_where_layer_0_is_asked_for(tmp_path, target):
     other = make_target()
     other.embed_weight.data[:] += 0.01
     with FakeStateServer(target, tmp_path / "states", (0, 4)) as server:
-        client = StateClient([server.url], target, (0,))
+        client = Served([server.url], target, (0,))
         assert_states(client, target, ROWS[0])
         server.answer = lambda body, fault: _with_layer_0(
             FakeStateServer.answer(server, body, fault), other, server
@@ -289,12 +289,10 @@ def test_a_folder_under_another_path_and_one_that_is_not_here(tmp_path, server, 
         UserError,
         match="'/nowhere', which this machine does not see; mount that folder, and name it here with",
     ):
-        StateClient([server.url], target, LAYERS).prove()
+        Served([server.url], target, LAYERS).prove()
     os.rename(server.folder, elsewhere)
     server.write = lambda ids, states, fault: _moved(server, elsewhere, ids, states)
-    assert_states(
-        StateClient([server.url], target, LAYERS, states_dir=str(elsewhere)), target, ROWS[0]
-    )
+    assert_states(Served([server.url], target, LAYERS, states_dir=str(elsewhere)), target, ROWS[0])
     assert set(os.listdir(elsewhere)) == {RECORD}
 
 
@@ -321,10 +319,10 @@ def test_addresses_are_checked_and_credentials_are_not_shown(target):
     with pytest.raises(
         UserError, match="url='localhost:8000' is not an address; write http://HOST:PORT"
     ):
-        StateClient(["localhost:8000"], target, LAYERS)
+        Served(["localhost:8000"], target, LAYERS)
     with pytest.raises(UserError, match="url='' is not an address"):
-        StateClient([], target, LAYERS)
-    client = StateClient(["http://user:hunter2secret@127.0.0.1:9"], target, LAYERS, patience=0.01)
+        Served([], target, LAYERS)
+    client = Served(["http://user:hunter2secret@127.0.0.1:9"], target, LAYERS, patience=0.01)
     with pytest.raises(UserError) as raised:
         client.prove()
     assert "hunter2secret" not in str(raised.value)

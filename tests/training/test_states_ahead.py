@@ -23,7 +23,7 @@ from drafttrain.files import write_json
 from drafttrain.states import served
 from drafttrain.states.ahead import MOST_STEPS, Ahead, LookAhead, StatesLostError, ahead
 from drafttrain.states.origins import Origin, Row, RowStates
-from drafttrain.states.served import StateClient
+from drafttrain.states.served import Served
 from drafttrain.target import Target
 from drafttrain.training.step import StepTrainer
 from tests.conftest import make_target
@@ -212,7 +212,7 @@ def place(tmp_path_factory):
     shutil.copytree(data, stored)
     target.final_norm = target.body.norm
     with FakeStateServer(target, folder / "states", SERVED) as server:
-        client = StateClient([server.url], target, LAYERS)
+        client = Served([server.url], target, LAYERS)
         writer = ShardWriter(stored / "features", 0, shard_bytes=4000)
         for row in load_records(stored):
             states = client.request(row["tokens"][:-1])
@@ -308,9 +308,9 @@ def test_a_server_that_is_gone_ends_the_run_in_a_line_that_names_the_checkpoint_
 ):
     target, data, stored = place
     whole = train(tmp_path / "whole", target, stored, decode_prompts=0)
-    patient = StateClient.__init__
+    patient = Served.__init__
     monkeypatch.setattr(
-        StateClient, "__init__", lambda self, *args: patient(self, *args, patience=0.05)
+        Served, "__init__", lambda self, *args, **more: patient(self, *args, patience=0.05, **more)
     )
     save = StepTrainer.save_model
     monkeypatch.setattr(
