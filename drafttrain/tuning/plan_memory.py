@@ -37,57 +37,48 @@ _LIVE = 1_000_000_000
 
 @dataclass(frozen=True)
 class Setting:
-    """What the memory of a process depends on.
+    """What the memory of a process depends on."""
 
-    Attributes:
-        rows, length: of a micro-batch; eval_rows: of one in evaluations; prompt: tokens of each row
-            that are not learned.
-        half: whether the drafter multiplies in 16 bits. checkpointing: of its activations.
-        states: where the target's come from. loaded: bytes of a target that is loaded with its
-            layers though the step does not run them; shards: GPUs that a process spreads the target
-            over.
-        stage: of ZeRO, 0 without DeepSpeed; buckets: elements of DeepSpeed's reduction buffers.
-        accumulates: an optimizer step has several micro-batches. state_bytes: of the optimizer, per
-            trained weight.
-        kept, ahead: most bytes of states that a process on a CPU keeps between epochs, and reads
-            ahead of their steps.
-        data_tokens: of all conversations; no more states than theirs are held.
-    """
-
-    rows: int
-    length: int
-    eval_rows: int
-    prompt: int
+    rows: int  # of a micro-batch
+    length: int  # tokens of a row
+    eval_rows: int  # of a batch in evaluations
+    prompt: int  # tokens of each row that are not learned
     gpu: bool
     target_dtype: torch.dtype
-    half: bool
-    checkpointing: bool
-    states: States
-    loaded: int = 0
-    shards: int = 1
+    half: bool  # the drafter multiplies in 16 bits
+    checkpointing: bool  # of the drafter's activations
+    states: States  # where the target's come from
+    loaded: int = 0  # bytes of a target that is loaded with layers which the step does not run
+    shards: int = 1  # GPUs that a process spreads the target over
     processes: int = 1
-    stage: int = 0
-    buckets: int = _BUCKET
-    accumulates: bool = False
-    state_bytes: int = 8
-    kept: float = 0.0
-    ahead: float = 0.0
-    data_tokens: float = float("inf")
+    stage: int = 0  # of ZeRO, 0 without DeepSpeed
+    buckets: int = _BUCKET  # elements of DeepSpeed's reduction buffers
+    accumulates: bool = False  # an optimizer step has several micro-batches
+    state_bytes: int = 8  # of the optimizer, per trained weight
+    kept: float = 0.0  # most bytes of states that a CPU's process keeps between epochs
+    ahead: float = 0.0  # most bytes of states that it reads ahead of their steps
+    data_tokens: float = float("inf")  # of all conversations; no more states than theirs are held
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number in the drafter's products."""
+        return 2 if self.half else 4
 
 
 def buckets_of(deepspeed: Json) -> int:
     """Elements of the reduction buffers that a DeepSpeed configuration asks for."""
     zero = deepspeed.get("zero_optimization") or {}
-    size = zero.get("reduce_bucket_size", _BUCKET)
-    # "auto"
-    if isinstance(size, int | float):
-        size = int(size)
-    else:
-        size = _BUCKET
-    stage = zero.get("stage", 0)
-    if not zero.get("contiguous_gradients", True) and stage < 3:
+    size = _BUCKET
+    given = zero.get("reduce_bucket_size")
+    if isinstance(given, int | float):  # "auto" otherwise
+        size = int(given)
+    if zero.get("stage", 0) >= 3:
+        return size
+    if not zero.get("contiguous_gradients", True):
         return 0
-    return size * (2 if zero.get("overlap_comm") and stage < 3 else 1)
+    if zero.get("overlap_comm"):
+        return 2 * size
+    return size
 
 
 class Memory:
@@ -111,8 +102,17 @@ class Memory:
         self._run = functools.cache(self._dry_step)
 
     def _dry_step(self, setting: Setting, trains: bool) -> StepMemory:
-        deepspeed = setting.stage > 0
-        bfloat16 = torch.bfloat16 if setting.half else None
+        # DeepSpeed holds the drafter in the dtype of its products; else autocast narrows them.
+        drafter_dtype = torch.float32
+        autocast: torch.dtype | None = None
+        if setting.half:
+            if setting.stage:
+                drafter_dtype = torch.bfloat16
+            else:
+                autocast = torch.bfloat16
+        source: Literal["online", "states", "none"] = "states"
+        if setting.states == "online" or setting.states == "none":
+            source = setting.states
         return dry_step(
             self.config,
             self.kind,
@@ -122,12 +122,12 @@ class Memory:
             prompt=min(setting.prompt, setting.length - 2),
             gpu=setting.gpu,
             target_dtype=setting.target_dtype,
-            drafter_dtype=(bfloat16 if deepspeed else None) or torch.float32,
-            autocast=None if deepspeed else bfloat16,
+            drafter_dtype=drafter_dtype,
+            autocast=autocast,
             checkpointing=setting.checkpointing,
-            source={"online": "online", "none": "none"}.get(setting.states, "states"),  # type: ignore[arg-type]
+            source=source,
             loss=self.loss,
-            accumulates=setting.accumulates and not deepspeed and trains,
+            accumulates=setting.accumulates and not setting.stage and trains,
             trains=trains,
             keeps=setting.kept > 0,
             build=self.build,
@@ -144,9 +144,6 @@ class Memory:
             processes=1,
             stage=min(setting.stage, 1),
             buckets=0,
-        )
-        plain = replace(
-            plain,
             state_bytes=8,
             kept=float(setting.kept > 0),
             ahead=0.0,
@@ -154,22 +151,20 @@ class Memory:
         )
         if not trains:
             plain = replace(plain, rows=setting.eval_rows, accumulates=False)
-        if plain.rows * plain.length <= _MOST_TOKENS:
+        tokens = plain.rows * plain.length
+        if tokens <= _MOST_TOKENS:
             return self._run(plain, trains)
+
         rows = _MOST_TOKENS // plain.length
         if rows > 1:
-            few, many = (replace(plain, rows=n) for n in (rows // 2, rows))
-            at = plain.rows
-            a = few.rows
-            b = many.rows
-        else:  # one row is long: the same number of tokens in rows of a length that runs
-            few, many = (
-                replace(plain, rows=1, length=n) for n in (_MOST_TOKENS // 2, _MOST_TOKENS)
-            )
-            at = plain.rows * plain.length
-            a = few.length
-            b = many.length
-        return _line(self._run(few, trains), self._run(many, trains), (at - a) / (b - a))
+            few = self._run(replace(plain, rows=rows // 2), trains)
+            many = self._run(replace(plain, rows=rows), trains)
+            return _line(few, many, (plain.rows - rows // 2) / (rows - rows // 2))
+        # One row is long: the same number of tokens in rows of a length that runs.
+        half = _MOST_TOKENS // 2
+        few = self._run(replace(plain, rows=1, length=half), trains)
+        many = self._run(replace(plain, rows=1, length=_MOST_TOKENS), trains)
+        return _line(few, many, (tokens - half) / (_MOST_TOKENS - half))
 
     def parts(self, setting: Setting) -> dict[str, float]:
         """Bytes at the peak by part."""
@@ -183,69 +178,61 @@ class Memory:
         if not setting.gpu:
             states = 2.0 * step.state_width * setting.data_tokens  # bfloat16
             working["states kept"] = min(setting.kept, states)
+            working["states ahead"] = 0.0
             if setting.states in ("stored", "vllm"):
                 working["states ahead"] = min(setting.ahead, states)
-            else:
-                working["states ahead"] = 0.0
-        # The optimizer's step holds copies of the gradients that it owns, when the working memory
-        # is free again.
-        copies = 0.0
+        # What the process may use for other things when a step's backward has ended.
+        free = sum(working.values()) + held["gradients"] + held.get("gradient buckets", 0.0)
+
+        # DeepSpeed's optimizer holds copies of the gradients that it owns, in free memory first.
         if setting.stage:
-            width = 2 if setting.half else 4
-            copies = (
-                (2 * width + 4) * step.trained / setting.processes
-                - held["gradients"]
-                - sum(working.values())
-            )
-            copies = max(0.0, copies - held.get("gradient buckets", 0.0))
+            copies = (2 * setting.width + 4) * step.trained / setting.processes
+            beyond = max(0.0, copies - free)
+            held["optimizer"] += beyond
+            free += beyond
+
         parts = {**held, **working}
-        parts["optimizer"] += copies
         evaluation = 0
         if setting.eval_rows:
             evaluation = self.step(setting, trains=False).working
-        free = (
-            sum(working.values()) + held["gradients"] + held.get("gradient buckets", 0.0) + copies
-        )
         if evaluation > free:
             parts["evaluation"] = evaluation - free
         if setting.gpu:
-            fragments = _FRAGMENTS * max(sum(working.values()), evaluation)
-            parts["reserve"] = (
-                _CONTEXT + fragments + (_COMMUNICATION if setting.processes > 1 else 0.0)
-            )
+            reserve = _CONTEXT + _FRAGMENTS * max(sum(working.values()), evaluation)
+            if setting.processes > 1:
+                reserve += _COMMUNICATION
+            parts["reserve"] = reserve
         return parts
 
     def _held(self, setting: Setting, step: StepMemory) -> dict[str, float]:
         """Weights, gradients and optimizer states of one of the processes."""
-        stage = setting.stage
         n = setting.processes
         trained = step.trained
-        target = max(step.target, setting.loaded) / setting.shards
-        if not stage:
-            # those of DistributedDataParallel
-            if n > 1:
-                copies = {"gradient buckets": float(step.gradients)}
-            else:
-                copies = {}
-            parts = {"target": target, "drafter": step.drafter, "gradients": step.gradients}
-            return {**parts, "optimizer": float(setting.state_bytes * trained), **copies}
-        width = 2 if setting.half else 4
-        drafter = float(step.drafter)
-        if stage == 3:
-            gathered = max(min(trained, _LIVE), step.largest)  # for a forward
-            drafter = drafter / n + width * gathered
-        return {
-            "target": target,
-            "drafter": drafter,
-            "gradients": width * trained / (n if stage > 1 else 1),
-            "optimizer": (4 + setting.state_bytes)
-            * trained
-            / n,  # with the float32 copy of the weights
-            # A module's gradients exist whole until they are reduced, in a bucket or as they are.
-            "gradient buckets": float(
-                width * (setting.buckets + (step.largest if stage > 1 and n > 1 else 0))
-            ),
+        parts = {
+            "target": max(step.target, setting.loaded) / setting.shards,
+            "drafter": float(step.drafter),
         }
+        if not setting.stage:
+            parts["gradients"] = step.gradients
+            parts["optimizer"] = float(setting.state_bytes * trained)
+            if n > 1:  # DistributedDataParallel's buckets
+                parts["gradient buckets"] = float(step.gradients)
+            return parts
+
+        gradients = float(setting.width * trained)
+        buckets = setting.buckets
+        if setting.stage > 1:
+            gradients = gradients / n
+            if n > 1:  # a module's gradients exist whole until they are reduced
+                buckets += step.largest
+        if setting.stage == 3:
+            gathered = max(min(trained, _LIVE), step.largest)  # for a forward
+            parts["drafter"] = step.drafter / n + setting.width * gathered
+        parts["gradients"] = gradients
+        # With the float32 copy of the weights.
+        parts["optimizer"] = (4 + setting.state_bytes) * trained / n
+        parts["gradient buckets"] = float(setting.width * buckets)
+        return parts
 
     def total(self, setting: Setting) -> float:
         return sum(self.parts(setting).values())
@@ -261,37 +248,37 @@ class Memory:
         """The largest number of rows, or length, whose peak is at most `limit` bytes; 0 if none."""
         # Peaks grow ever faster with the batch, as the largest of several sums that grow evenly:
         # lines between points are safe.
-        tokens = _MOST_TOKENS // (setting.length if name == "rows" else setting.rows)
-        points = sorted(
-            {unit, *(max(unit, min(tokens, highest) // n // unit * unit) for n in (1, 2))}
-        )
-        if not (len(points) > 1):
+        other = setting.length if name == "rows" else setting.rows
+        runs = min(_MOST_TOKENS // other, highest)  # the largest that a dry step runs
+        points = sorted({unit, max(unit, runs // 2 // unit * unit), max(unit, runs // unit * unit)})
+        if len(points) == 1:
             points = [unit, 2 * unit]
-        totals = [self.total(replace(setting, eval_rows=0, **{name: n})) for n in points]  # type: ignore[arg-type]
+        totals = []
+        for size in points:
+            changed = replace(setting, eval_rows=0, rows=size)
+            if name == "length":
+                changed = replace(setting, eval_rows=0, length=size)
+            totals.append(self.total(changed))
 
-        def fits(size: int) -> bool:
-            i = next((i for i in range(1, len(points)) if size <= points[i]), len(points) - 1)
+        def exceeds(size: int) -> bool:
+            i = min(bisect.bisect_left(points, size, lo=1), len(points) - 1)
             slope = (totals[i] - totals[i - 1]) / (points[i] - points[i - 1])
-            return totals[i] + slope * (size - points[i]) <= limit
+            return totals[i] + slope * (size - points[i]) > limit
 
-        return (
-            bisect.bisect_left(
-                range(unit, highest + 1, unit),
-                True,
-                key=lambda size: not fits(size),
-            )
-            * unit
-        )
+        sizes = range(unit, highest + 1, unit)
+        return bisect.bisect_left(sizes, True, key=exceeds) * unit
 
 
 def _line(a: StepMemory, b: StepMemory, share: float) -> StepMemory:
     """The step at `share` of the way from a to b, beyond b where that is above 1."""
-    names = ("features", "logits", "activations", "flops")
-    ends = {name: (getattr(a, name), getattr(b, name)) for name in names}
+
+    def at(first: float, last: float) -> int:
+        return max(0, round(first + share * (last - first)))
+
     return replace(
         b,
-        **{
-            name: max(0, round(first + share * (last - first)))
-            for name, (first, last) in ends.items()
-        },
+        features=at(a.features, b.features),
+        logits=at(a.logits, b.logits),
+        activations=at(a.activations, b.activations),
+        flops=at(a.flops, b.flops),
     )

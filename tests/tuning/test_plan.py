@@ -18,9 +18,10 @@ from drafttrain.cli import main
 from drafttrain.errors import UserError
 from drafttrain.training.dry_step import StepMemory
 from drafttrain.tuning import plan_memory
+from drafttrain.tuning.costs import model_sizes, sizes_of
 from drafttrain.tuning.plan import Job, plan
 from drafttrain.tuning.plan_memory import Memory, Setting, buckets_of
-from drafttrain.tuning.plan_recipe import deepspeed_of, model_sizes, read_config, stored_bits
+from drafttrain.tuning.plan_recipe import deepspeed_of, read_config, stored_bits
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = {
@@ -311,6 +312,9 @@ def test_sizes_tell_experts_and_compressed_keys_by_the_models_own_weights():
     )
     with torch.device("meta"):
         assert model_sizes(AutoModelForCausalLM.from_config(latent), latent).kv == 2 * (16 + 4)
+    # A config.json alone tells the same sizes of keys and of attention.
+    alone = sizes_of({**latent.to_dict(), "head_dim": None})
+    assert (alone.kv, alone.experts) == (2 * (16 + 4), 8)
     latent.quantization_config = {"quant_method": "fp8"}
     assert (stored_bits(latent), stored_bits(config)) == (8.0, 16.0)
 
