@@ -1,7 +1,12 @@
-"""The same prompts, greedily, with a chain of the same length, in an engine and in our decoder.
+"""The inference engines: how each drafts with an export here, and what serves it.
 
-The accepted length of both sides is the number of tokens committed per target pass after the
+Every engine answers the same prompts, greedily, with a chain of the same length, as our decoder
+does. The accepted length of both is the number of tokens committed per target pass after the
 prefill, bonus token included.
+
+Sources of the commands: vLLM docs/features/spec_decode, SGLang
+docs/advanced_features/speculative_decoding, TensorRT-LLM docs/features/speculative-decoding and
+triton_backend/all_models/llmapi, llama.cpp tools/server (`llama-server --help`).
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,210 +27,417 @@ from transformers import __version__ as transformers_release
 
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.drafters.shipping import TARGET_OVERRIDES, TOKENIZERS
+from drafttrain.drafters.shipping import (
+    GGUF_NAME,
+    TARGET_OVERRIDES,
+    TOKENIZERS,
+    Trained,
+    shipping,
+)
 from drafttrain.errors import UserError
+from drafttrain.export.batch_schedule import Entry, sglang_config, vllm_keys
 from drafttrain.files import Json, scratch_folder
+from drafttrain.formats.engines import ENGINES
+from drafttrain.formats.weights import dtype_name
+from drafttrain.formats.write_gguf import write_gguf
 from drafttrain.inference import generate
-from drafttrain.target import Target
+from drafttrain.target import Target, resolve_dtype
 from drafttrain.target.generation import LogitsRules
 from drafttrain.target.loading import check_loaded, load_language_model, loading
 
 SIDES = Path(__file__).with_name("engines")  # scripts for the engines' own environments
-_EXCEPTION = re.compile(
-    r"(\w+\.)*\w*(Error|Exception|Interrupt|Exit)\b"
-)  # the line that ends a traceback
+# The line that ends a traceback.
+_EXCEPTION = re.compile(r"(\w+\.)*\w*(Error|Exception|Interrupt|Exit)\b")
 _TIMEOUT = 3600  # seconds; vLLM alone takes minutes to start on a CPU
 
 
 class EngineJob(NamedTuple):
-    """What every engine answers."""
+    """What our decoder and every engine do with a drafter."""
 
+    trained: Trained
     target: Target  # loaded here
-    dtype: str  # name of its numeric format
-    prompts: Sequence[list[int]]  # token ids
+    target_name: str
+    dtype: str  # of the target and of what is exported
+    prompts: list[list[int]]  # token ids
     tokens: int  # new ones per prompt at most
     depth: int  # drafted tokens per round
-    python: str  # interpreter of the engine's environment
+    scratch: Path  # folder for what an engine needs besides the export
+
+    @property
+    def longest_prompt(self) -> int:
+        return max(len(prompt) for prompt in self.prompts)
+
+
+class Serving(NamedTuple):
+    """What a serving command names."""
+
+    target: str  # Hub ids or folders
+    drafter: str
+    tree: TreeSpec
+    options: Mapping[str, object]  # of the engine, see `Shipping.options`
+    schedule: list[Entry] | None = None  # draft lengths by batch size
+
+    def over(self, defaults: Mapping[str, object]) -> Json:
+        """The kind's options over an engine's defaults; None drops a key."""
+        chosen = {}
+        for key, value in {**defaults, **self.options}.items():
+            if value is not None and key not in (TARGET_OVERRIDES, TOKENIZERS):
+                chosen[key] = value
+        return chosen
 
 
 def ours(job: EngineJob, drafter: Drafter | None) -> Json:
-    """Runs our decoder: accepted_length (tokens committed per target pass after the prefill, bonus
-    included), tokens.
+    """Runs our decoder.
+
+    Returns:
+        accepted_length: tokens committed per target pass after the prefill, bonus included; tokens.
     """
     spec = TreeSpec.parse(f"chain:{job.depth}")
     target = job.target.pack()
     if drafter is not None:
         drafter.uses_text = False  # engines draft the kept tokens alone
-    raw = (
-        LogitsRules()
-    )  # the engines take the argmax of the logits, whatever the target's generation_config says
-    made = [
-        generate(target, drafter, ids, max_new_tokens=job.tokens, spec=spec, rules=raw)
-        for ids in job.prompts
-    ]
-    passes = sum(generation.stats.target_passes for generation in made)
-    new = sum(generation.stats.new_tokens - 1 for generation in made)
-    return {
-        "accepted_length": round(new / max(passes, 1), 4),
-        "tokens": [generation.tokens for generation in made],
-    }
-
-
-def vllm(job: EngineJob, drafter: Path, options: Mapping[str, object]) -> Json:
-    """Runs vLLM with the exported drafter; its counters give the accepted length. options: of its
-    speculative_config.
-    """
-    speculative = {"model": str(drafter), "num_speculative_tokens": job.depth, **options}
-    described = {
-        "target": job.target.path,
-        "hf_overrides": speculative.pop(TARGET_OVERRIDES, None),
-        "dtype": job.dtype,
-        "prompts": list(job.prompts),
-        "tokens": job.tokens,
-        "steps": True,
-        "warm_up": False,
-        "max_model_len": max(map(len, job.prompts)) + job.tokens + 32,
-        "speculative": speculative,
-        "ignore_eos": False,
-    }
-    environment = {
-        "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "HF_HUB_OFFLINE": "1",
-        **os.environ,
-    }
-    answer = run_side(job.python, SIDES / "vllm_side.py", described, environment)
-    del answer["runs"]  # texts are compared here, not speed
-    drafted = {
-        key.removeprefix("vllm:spec_decode_"): value
-        for key, value in answer.pop("counters").items()
-    }
-    after_prefill = sum(len(made) - 1 for made in answer["tokens"])
-    length = round(after_prefill / max(answer["rounds"], 1), 4)
-    return {**answer, **drafted, "accepted_length": length}
-
-
-def llama_cpp(job: EngineJob, target: Path, draft: Path, kind: str) -> Json:
-    """Runs llama.cpp's server on two GGUF files. It counts drafted and accepted tokens; rounds
-    follow from them.
-
-    kind: the server's --spec-type.
-    """
-    described = {
-        "target": str(target),
-        "draft": str(draft),
-        "type": kind,
-        "exact": job.dtype == "float32",
-        "prompts": list(job.prompts),
-        "tokens": job.tokens,
-        "depth": job.depth,
-        "max_model_len": max(map(len, job.prompts)) + job.tokens + 2 * job.depth + 32,
-        "threads": torch.get_num_threads(),
-    }
-    answer = run_side(
-        job.python,
-        SIDES / "llama_side.py",
-        described,
-        {**os.environ, "GGML_NO_BACKTRACE": "1"},
-    )
-    rounds = after_prefill = 0
-    for made, offered, accepted in zip(
-        answer["tokens"],
-        answer["offered"],
-        answer["accepted"],
-        strict=True,
-    ):
-        # A round commits the accepted tokens and one more, except the last round, if it accepted
-        # the end of the text.
-        after_prefill += len(made) - 1
-        rounds += max(len(made) - 1 - accepted, -(-offered // job.depth))
-    rounds = max(rounds, 1)
-    return {**answer, "rounds": rounds, "accepted_length": round(after_prefill / rounds, 4)}
-
-
-@torch.no_grad()
-def transformers(job: EngineJob, drafter: Path, options: Mapping[str, object]) -> Json:
-    """Runs transformers' assisted generation in this process, on models of its own.
-
-    options: arguments of `generate`, see `Shipping.options`.
-    """
-    target = job.target
-    again = "export again"
-    reads_states = "speculation_type" in options
-    model = load_language_model(
-        str(target.path),
-        repr(str(target.path)),
-        again,
-        dtype=target.compute_dtype,
-    )
-    if reads_states:  # a drafter without head, which is no causal language model
-        what = repr(str(drafter))
-        with loading(what, again):
-            assistant, info = AutoModel.from_pretrained(
-                drafter,
-                dtype=target.compute_dtype,
-                output_loading_info=True,
-            )
-        check_loaded(assistant, info, what, again)
-    else:
-        assistant = load_language_model(
-            str(drafter),
-            repr(str(drafter)),
-            again,
-            dtype=target.compute_dtype,
-        )
-        assistant.generation_config.num_assistant_tokens = job.depth
-        assistant.generation_config.num_assistant_tokens_schedule = "constant"
-        assistant.generation_config.assistant_confidence_threshold = 0.0
-    for each in (model, assistant):
-        each.eval().to(target.device)
-    end = target.eos_ids or None
-    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=end[0] if end else 0)
-    settings = dict(options)
-    if settings.pop(TOKENIZERS, False):
-        settings |= {
-            "tokenizer": target.tokenizer,
-            "assistant_tokenizer": AutoTokenizer.from_pretrained(drafter),
-        }
+    # Engines take the argmax of the logits, whatever the target's generation_config says.
+    raw = LogitsRules()
+    tokens = []
     passes = 0
-    rounds = 0
-    made = []
+    committed = 0
+    for ids in job.prompts:
+        made = generate(target, drafter, ids, max_new_tokens=job.tokens, spec=spec, rules=raw)
+        tokens.append(made.tokens)
+        passes += made.stats.target_passes
+        committed += made.stats.new_tokens - 1
+    return {"accepted_length": round(committed / max(passes, 1), 4), "tokens": tokens}
 
-    def count(*_: object) -> None:
-        nonlocal passes
-        passes += 1
 
-    handle = model.register_forward_hook(count)
-    for prompt in job.prompts:
-        ids = torch.tensor([prompt], device=target.device)  # [1, L] int64
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=1,
-            do_sample=False,
-        )  # [1, L + 1]
-        if job.tokens > 1 and out[0, -1].item() not in target.eos_ids:
-            # A draft model drafts before the first pass, which then is a round like ours if the
-            # first token is known. Other drafters read the states of that pass, so it is a prefill.
-            start = ids if reads_states else out
-            passes = 0
-            most = len(prompt) + job.tokens - start.shape[1]
-            limits = {
-                "attention_mask": torch.ones_like(start),
-                "max_new_tokens": most,
-                "do_sample": False,
+class Engine:
+    """An inference engine: its answers to a job, and the command that serves a drafter.
+
+    Attributes:
+        name: in ENGINES, which holds its release and the form of its files.
+        draws_trees: whether it drafts dynamic trees; others draft chains.
+    """
+
+    name: str
+    draws_trees = False
+
+    def run(self, job: EngineJob, exported: Path, python: str) -> Json:
+        """Answers a job with an exported drafter.
+
+        Args:
+            python: interpreter of the engine's environment.
+
+        Returns:
+            version, rounds, accepted_length, tokens, and what else the engine reports.
+        """
+        raise NotImplementedError(f"drafttrain does not start {self.name}")
+
+    def command(self, serving: Serving) -> str:
+        """What to type to serve a drafter."""
+        raise NotImplementedError(self.name)
+
+
+class Vllm(Engine):
+    """vLLM; its counters give the accepted length."""
+
+    name = "vLLM"
+
+    def run(self, job: EngineJob, exported: Path, python: str) -> Json:
+        options = dict(shipping(job.trained.kind).options(job.trained)[self.name])
+        overrides = options.pop(TARGET_OVERRIDES, None)
+        described = {
+            "target": job.target.path,
+            "hf_overrides": overrides,
+            "dtype": job.dtype,
+            "prompts": job.prompts,
+            "tokens": job.tokens,
+            "steps": True,
+            "warm_up": False,
+            "max_model_len": job.longest_prompt + job.tokens + 32,
+            "speculative": {
+                "model": str(exported),
+                "num_speculative_tokens": job.depth,
+                **options,
+            },
+            "ignore_eos": False,
+        }
+        environment = {
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "HF_HUB_OFFLINE": "1",
+            **os.environ,
+        }
+        answer = run_side(python, SIDES / "vllm_side.py", described, environment)
+        del answer["runs"]  # texts are compared here, not speed
+        for key, value in answer.pop("counters").items():
+            answer[key.removeprefix("vllm:spec_decode_")] = value
+        committed = sum(len(made) - 1 for made in answer["tokens"])
+        answer["accepted_length"] = round(committed / max(answer["rounds"], 1), 4)
+        return answer
+
+    def command(self, serving: Serving) -> str:
+        overrides = ""
+        if TARGET_OVERRIDES in serving.options:
+            overrides = f"--hf-overrides '{json.dumps(serving.options[TARGET_OVERRIDES])}' "
+        settings = json.dumps(self.settings(serving))
+        return f"vllm serve {serving.target} {overrides}--speculative-config '{settings}'"
+
+    def settings(self, serving: Serving) -> Json:
+        """The content of --speculative-config."""
+        chosen = serving.over(
+            {
+                "method": None,
+                "model": serving.drafter,
+                "num_speculative_tokens": serving.tree.depth,
             }
-            out = model.generate(start, assistant_model=assistant, **limits, **settings)
-            rounds += passes - reads_states
-        made.append(out[0, len(prompt) :].tolist())
-    handle.remove()
-    length = round(sum(len(each) - 1 for each in made) / max(rounds, 1), 4)
-    return {
-        "version": transformers_release,
-        "rounds": rounds,
-        "accepted_length": length,
-        "tokens": made,
-    }
+        )
+        if serving.schedule and "num_speculative_tokens" not in serving.options:
+            chosen |= vllm_keys(serving.schedule)
+        return chosen
+
+
+class Sglang(Engine):
+    """SGLang, which drafttrain does not start."""
+
+    name = "SGLang"
+    draws_trees = True
+
+    def command(self, serving: Serving) -> str:
+        flags = _flag_lines(self.settings(serving))
+        command = f"python -m sglang.launch_server --model-path {serving.target} {flags}"
+        if self._is_adaptive(serving):
+            config = json.dumps(sglang_config(serving.schedule or []))
+            return f"echo '{config}' > adaptive.json\n{command}"
+        return command
+
+    def settings(self, serving: Serving) -> Json:
+        """Flags of launch_server."""
+        tree = serving.tree
+        if self._is_adaptive(serving):  # follows chains only
+            longest = max(entry.tokens for entry in serving.schedule or ())
+            tree = TreeSpec.parse(f"chain:{max(1, longest)}")
+        top_k = 1
+        nodes = tree.depth
+        if tree.shape == "dynamic":
+            top_k = tree.top_k
+            nodes = tree.budget
+        chosen = serving.over(
+            {
+                "speculative-algorithm": None,
+                "speculative-draft-model-path": serving.drafter,
+                "speculative-num-steps": tree.depth,
+                "speculative-eagle-topk": top_k,
+                "speculative-num-draft-tokens": nodes + 1,
+            }
+        )
+        if self._is_adaptive(serving):
+            chosen |= {"speculative-adaptive": "", "speculative-adaptive-config": "adaptive.json"}
+        return chosen
+
+    @staticmethod
+    def _is_adaptive(serving: Serving) -> bool:
+        """Whether the drafts follow the batch size, which SGLang knows for EAGLE's chains."""
+        algorithm = serving.options.get("speculative-algorithm")
+        return bool(serving.schedule) and algorithm in ("EAGLE", "EAGLE3")
+
+
+class TensorRt(Engine):
+    """TensorRT-LLM, also behind Triton; drafttrain does not start it."""
+
+    name = "TensorRT-LLM, Triton"
+    draws_trees = True
+
+    def command(self, serving: Serving) -> str:
+        tree = serving.tree
+        defaults: dict[str, object] = {
+            "decoding_type": None,
+            "max_draft_len": tree.depth,
+            "speculative_model": serving.drafter,
+        }
+        if serving.options.get("decoding_type") == "Eagle3" and tree.shape == "dynamic":
+            # Nodes that its rule admits.
+            budget = min(max(tree.budget, tree.depth), tree.top_k * tree.depth)
+            defaults |= {
+                "use_dynamic_tree": "true",
+                "dynamic_tree_max_topK": tree.top_k,
+                "max_total_draft_tokens": budget,
+            }
+        chosen = serving.over(defaults)
+        keys = "\n".join(f"  {key}: {value}" for key, value in chosen.items())
+        return f"""cat > speculative.yaml <<'EOF'
+speculative_config:
+{keys}
+EOF
+trtllm-serve {serving.target} --config speculative.yaml
+# Triton: the same keys in all_models/llmapi/tensorrt_llm/1/model.yaml, beside
+#   model: {serving.target}
+# then: python3 scripts/launch_triton_server.py --model_repo=all_models/llmapi"""
+
+
+class LlamaCpp(Engine):
+    """llama.cpp's server on two GGUF files.
+
+    It counts drafted and accepted tokens; rounds follow from them.
+    """
+
+    name = "llama.cpp"
+
+    def run(self, job: EngineJob, exported: Path, python: str) -> Json:
+        target = job.scratch / "target.gguf"
+        if not target.exists():  # drafters of one target share it
+            write_gguf(Path(job.target.path), target, dtype_name(resolve_dtype(job.dtype)))
+        options = shipping(job.trained.kind).options(job.trained)[self.name]
+        described = {
+            "target": str(target),
+            "draft": str(exported / GGUF_NAME),
+            "type": str(options["spec-type"]),
+            "exact": job.dtype == "float32",
+            "prompts": job.prompts,
+            "tokens": job.tokens,
+            "depth": job.depth,
+            "max_model_len": job.longest_prompt + job.tokens + 2 * job.depth + 32,
+            "threads": torch.get_num_threads(),
+        }
+        environment = {**os.environ, "GGML_NO_BACKTRACE": "1"}
+        answer = run_side(python, SIDES / "llama_side.py", described, environment)
+        rounds = 0
+        committed = 0
+        for made, offered, accepted in zip(
+            answer["tokens"],
+            answer["offered"],
+            answer["accepted"],
+            strict=True,
+        ):
+            # A round commits the accepted tokens and one more, except the last round, if it
+            # accepted the end of the text.
+            committed += len(made) - 1
+            rounds += max(len(made) - 1 - accepted, -(-offered // job.depth))
+        rounds = max(rounds, 1)
+        return {**answer, "rounds": rounds, "accepted_length": round(committed / rounds, 4)}
+
+    def command(self, serving: Serving) -> str:
+        chosen = serving.over(
+            {
+                "spec-type": None,
+                "spec-draft-model": f"{serving.drafter}/{GGUF_NAME}",
+                "spec-draft-n-max": serving.tree.depth,
+            }
+        )
+        note = (
+            f"# target.gguf: {serving.target} as GGUF of any type; "
+            "drafttrain export --format gguf --target-gguf float16 writes one"
+        )
+        return f"{note}\nllama-server -m target.gguf {_flag_lines(chosen)}"
+
+
+class Transformers(Engine):
+    """transformers' assisted generation in this process, on models of its own."""
+
+    name = "transformers"
+
+    @torch.no_grad()
+    def run(self, job: EngineJob, exported: Path, python: str) -> Json:
+        target = job.target
+        settings = dict(shipping(job.trained.kind).options(job.trained)[self.name])
+        # A drafter without head is no causal language model and reads the target's states.
+        reads_states = "speculation_type" in settings
+        again = "export again"
+        dtype = target.compute_dtype
+        place = str(exported)
+        model = load_language_model(target.path, repr(target.path), again, dtype=dtype)
+        if reads_states:
+            with loading(repr(place), again):
+                assistant, info = AutoModel.from_pretrained(
+                    exported, dtype=dtype, output_loading_info=True
+                )
+            check_loaded(assistant, info, repr(place), again)
+        else:
+            assistant = load_language_model(place, repr(place), again, dtype=dtype)
+            assistant.generation_config.num_assistant_tokens = job.depth
+            assistant.generation_config.num_assistant_tokens_schedule = "constant"
+            assistant.generation_config.assistant_confidence_threshold = 0.0
+        for each in (model, assistant):
+            each.eval().to(target.device)
+        end = target.eos_ids or None
+        pad = end[0] if end else 0
+        model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad)
+        if settings.pop(TOKENIZERS, False):
+            settings["tokenizer"] = target.tokenizer
+            settings["assistant_tokenizer"] = AutoTokenizer.from_pretrained(exported)
+
+        passes = 0
+
+        def count(*_: object) -> None:
+            nonlocal passes
+            passes += 1
+
+        handle = model.register_forward_hook(count)
+        rounds = 0
+        made = []
+        for prompt in job.prompts:
+            ids = torch.tensor([prompt], device=target.device)  # [1, L] int64
+            mask = torch.ones_like(ids)
+            out = model.generate(ids, attention_mask=mask, max_new_tokens=1, do_sample=False)
+            if job.tokens > 1 and out[0, -1].item() not in target.eos_ids:
+                # A draft model drafts before the first pass, which then is a round like ours if the
+                # first token is known. Other drafters read the states of that pass, so it is a
+                # prefill.
+                start = ids if reads_states else out
+                passes = 0
+                out = model.generate(  # [1, L + new]
+                    start,
+                    assistant_model=assistant,
+                    attention_mask=torch.ones_like(start),
+                    max_new_tokens=len(prompt) + job.tokens - start.shape[1],
+                    do_sample=False,
+                    **settings,
+                )
+                rounds += passes - reads_states
+            made.append(out[0, len(prompt) :].tolist())
+        handle.remove()
+        committed = sum(len(each) - 1 for each in made)
+        return {
+            "version": transformers_release,
+            "rounds": rounds,
+            "accepted_length": round(committed / max(rounds, 1), 4),
+            "tokens": made,
+        }
+
+    def command(self, serving: Serving) -> str:
+        model = "AutoModelForCausalLM"
+        more = ""
+        if "speculation_type" in serving.options:  # drafts its whole block
+            model = "AutoModel"
+            more = f', speculation_type="{serving.options["speculation_type"]}"'
+        lines = [
+            f'model = AutoModelForCausalLM.from_pretrained("{serving.target}")',
+            f'assistant = {model}.from_pretrained("{serving.drafter}")',
+        ]
+        if "speculation_type" not in serving.options:
+            depth = serving.tree.depth
+            lines.append(f"assistant.generation_config.num_assistant_tokens = {depth}")
+        if serving.options.get(TOKENIZERS):  # another vocabulary: universal assisted generation
+            more += (
+                f', tokenizer=AutoTokenizer.from_pretrained("{serving.target}"),\n'
+                f'               assistant_tokenizer=AutoTokenizer.from_pretrained("{serving.drafter}")'
+            )
+        lines.append(f"model.generate(**inputs, assistant_model=assistant{more})")
+        return "\n".join(lines)
+
+
+def _flag_lines(settings: Mapping[str, object]) -> str:
+    """Settings as flags, the first on the command's line, then two a line."""
+    flags = [f"--{flag} {value}".rstrip() for flag, value in settings.items()]
+    lines = [flags[0]]
+    for first in range(1, len(flags), 2):
+        lines.append(" ".join(flags[first : first + 2]))
+    return " \\\n  ".join(lines)
+
+
+# In the order of ENGINES, which is that of the recipes.
+RUNS: Mapping[str, Engine] = {
+    engine.name: engine for engine in (Vllm(), Sglang(), TensorRt(), LlamaCpp(), Transformers())
+}
+assert list(RUNS) == list(ENGINES), "an object per engine"
 
 
 def missing(python: str, package: str) -> str:
@@ -253,8 +465,14 @@ def run_side(python: str, script: Path, job: Json, environment: dict[str, str]) 
         command = [python, str(script), str(path)]
         try:
             # A group of its own: engines start processes that outlive the script when it is killed.
-            side = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-                                    process_group=0)  # fmt: skip
+            side = subprocess.Popen(
+                command,
+                env=environment,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                process_group=0,
+            )
         except OSError as error:
             fix = "give the engine's interpreter"
             raise UserError(
@@ -271,14 +489,16 @@ def run_side(python: str, script: Path, job: Json, environment: dict[str, str]) 
                 os.killpg(side.pid, signal.SIGKILL)
             side.wait()
         if side.returncode or not answer.is_file():
-            raise UserError(
-                f"the engine stopped (exit code {side.returncode}): " + _last_words(stderr)
-            )
+            words = _last_words(stderr)
+            raise UserError(f"the engine stopped (exit code {side.returncode}): {words}")
         return json.loads(answer.read_text())
 
 
 def _last_words(stderr: str) -> str:
     """The last exception that a program reported, without its traceback; else its last lines."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    found = [number for number, line in enumerate(lines) if _EXCEPTION.match(line)]
-    return " | ".join(lines[found[-1] :] if found else lines[-12:])
+    first = max(len(lines) - 12, 0)
+    for number, line in enumerate(lines):
+        if _EXCEPTION.match(line):
+            first = number
+    return " | ".join(lines[first:])

@@ -1,62 +1,24 @@
-"""Command lines that serve a drafter, per engine: printed by `drafttrain export` and put in the
-model card.
-
-Sources: vLLM docs/features/spec_decode, SGLang docs/advanced_features/speculative_decoding,
-TensorRT-LLM docs/features/speculative-decoding and triton_backend/all_models/llmapi, llama.cpp
-tools/server (`llama-server --help`).
-"""
+"""Command lines that serve a drafter, per engine: for `drafttrain export` and the model card."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import decoding_settings, default_tree
-from drafttrain.drafters.shipping import (
-    GGUF_NAME,
-    TARGET_OVERRIDES,
-    TOKENIZERS,
-    Trained,
-    shipped_kinds,
-    shipping,
-)
+from drafttrain.drafters.shipping import GGUF_NAME, Trained, shipped_kinds, shipping
 from drafttrain.errors import UserError
-from drafttrain.export.batch_schedule import Entry, sglang_config, vllm_keys
+from drafttrain.export.batch_schedule import Entry
+from drafttrain.export.engine_runs import RUNS, Serving
 from drafttrain.files import Json
 from drafttrain.formats.engines import ENGINES
 
-_TREES = (
-    "SGLang",
-    "TensorRT-LLM, Triton",
-)  # engines that draft dynamic trees; the others draft chains
-# What to type, per engine. settings: see `_settings`.
-_COMMANDS = {
-    "vLLM": "vllm serve {target} {overrides}--speculative-config '{settings}'",
-    "SGLang": "python -m sglang.launch_server --model-path {target} {settings}",
-    "TensorRT-LLM, Triton": """cat > speculative.yaml <<'EOF'
-speculative_config:
-{settings}
-EOF
-trtllm-serve {target} --config speculative.yaml
-# Triton: the same keys in all_models/llmapi/tensorrt_llm/1/model.yaml, beside
-#   model: {target}
-# then: python3 scripts/launch_triton_server.py --model_repo=all_models/llmapi""",
-    "llama.cpp": """# target.gguf: {target} as GGUF of any type; drafttrain export --format gguf --target-gguf float16 writes one
-llama-server -m target.gguf {settings}""",
-    "transformers": """model = AutoModelForCausalLM.from_pretrained("{target}")
-assistant = {settings}{tokenizers})""",
-    "drafttrain": """from drafttrain import generate
+_OURS = """from drafttrain import generate
 
 out = generate("{target}", "The capital of France is", drafter="{drafter}", tree="{tree}")
-print(out.text, out.stats.accepted_length)""",
-}
-
-# Of a draft model with another vocabulary (universal assisted generation).
-_TOKENIZERS = """, tokenizer=AutoTokenizer.from_pretrained("{target}"),
-               assistant_tokenizer=AutoTokenizer.from_pretrained("{drafter}")"""
+print(out.text, out.stats.accepted_length)"""
 
 
 class Recipe(NamedTuple):
@@ -89,60 +51,55 @@ def recipes(
         schedule: draft lengths by batch size, for vLLM and SGLang, which can follow one.
     """
     kind = shipping(trained.kind)
+    tree = tuned_tree(trained.folder, results)
     if depth:
         tree = TreeSpec.parse(f"chain:{depth}")
-    else:
-        tree = tuned_tree(trained.folder, results)
-    unsupported = {
-        name: kind.unsupported(trained, engine.form, engine) for name, engine in ENGINES.items()
-    }
-    options = kind.options(trained)
+    # Engines draft no deeper than the drafter reaches.
+    drawn = tree
     most = engine_depth(trained, tree)
-    if most == tree.depth:
-        theirs = tree
-    else:
-        theirs = TreeSpec.parse(f"chain:{most}")
+    if most != tree.depth:
+        drawn = TreeSpec.parse(f"chain:{most}")
     chain = TreeSpec.parse(f"chain:{depth or engine_chain(trained, results)}")
+
+    options = kind.options(trained)
     made = []
-    for engine, (_, form, _) in ENGINES.items():
-        if unsupported[engine] or engine not in options:
-            made.append(
-                Recipe(
-                    engine,
-                    reasons=unsupported[engine] or [f"it knows no drafter of kind {trained.kind}"],
-                )
-            )
+    for name, release in ENGINES.items():
+        reasons = kind.unsupported(trained, release.form, release)
+        if not reasons and name not in options:
+            reasons = [f"it knows no drafter of kind {trained.kind}"]
+        if reasons:
+            made.append(Recipe(name, reasons=reasons))
             continue
         place = drafter
-        before = ""
-        if published and kind.withheld(trained, form):
-            place = f"{drafter.rpartition('/')[2]}-{form}"
-            before = f"drafttrain export --drafter {drafter} --format {form} --output {place}\n"
-        elif published and form not in kind.in_root:
-            place = f"{drafter}/{form}"
-            before = f'hf download {drafter} --include "{form}/*" --local-dir {drafter}\n'
-        elif published and form == "gguf":
-            before = f"hf download {drafter} {GGUF_NAME} --local-dir {drafter}\n"
-        own = dict(options[engine])
-        overrides = ""
-        if TARGET_OVERRIDES in own:
-            overrides = f"--hf-overrides '{json.dumps(own.pop(TARGET_OVERRIDES))}' "
-        words = {"target": target, "drafter": place, "depth": chain.depth, "overrides": overrides}
-        both = ""
-        if own.pop(TOKENIZERS, False):
-            both = _TOKENIZERS.format(**words)
-        settings = _settings(engine, place, theirs if engine in _TREES else chain, own, schedule)
-        if "--speculative-adaptive-config" in settings:
-            before += f"echo '{json.dumps(sglang_config(schedule or []))}' > adaptive.json\n"
-        made.append(
-            Recipe(
-                engine,
-                before + _COMMANDS[engine].format(**words, tokenizers=both, settings=settings),
-            )
-        )
-    _, plus, side = str((fastest(results) or {}).get("kind", "")).partition("+")
-    ours = _COMMANDS["drafttrain"].format(target=target, drafter=drafter + plus + side, tree=tree)
-    return [*made, Recipe("drafttrain", ours)]
+        fetch = ""  # how the engine's files are had
+        if published:
+            place, fetch = _published_files(trained, drafter, release.form)
+        engine = RUNS[name]
+        spec = drawn if engine.draws_trees else chain
+        serving = Serving(target, place, spec, options[name], schedule)
+        made.append(Recipe(name, fetch + engine.command(serving)))
+
+    best = fastest(results)
+    if best is not None:  # with the kind that was merged in
+        _, plus, side = str(best.get("kind", "")).partition("+")
+        drafter += plus + side
+    made.append(Recipe("drafttrain", _OURS.format(target=target, drafter=drafter, tree=tree)))
+    return made
+
+
+def _published_files(trained: Trained, repository: str, form: str) -> tuple[str, str]:
+    """Where an engine finds a published drafter's files, and the command that brings them there."""
+    kind = shipping(trained.kind)
+    if kind.withheld(trained, form):
+        place = f"{repository.rpartition('/')[2]}-{form}"
+        export = f"drafttrain export --drafter {repository} --format {form} --output {place}\n"
+        return place, export
+    if form not in kind.in_root:
+        chosen = f'--include "{form}/*" --local-dir {repository}'
+        return f"{repository}/{form}", f"hf download {repository} {chosen}\n"
+    if form == "gguf":
+        return repository, f"hf download {repository} {GGUF_NAME} --local-dir {repository}\n"
+    return repository, ""
 
 
 def own_drafting(drafter: str, target: str, depth: int) -> list[Recipe]:
@@ -155,156 +112,80 @@ def own_drafting(drafter: str, target: str, depth: int) -> list[Recipe]:
     if not found:
         known = ", ".join(kind for kind in shipped_kinds() if shipping(kind).own_drafting)
         raise UserError(
-            f"drafter={drafter!r} has no weights to export, and no engine drafts so; they have settings for {known}"
+            f"drafter={drafter!r} has no weights to export, and no engine drafts so; "
+            f"they have settings for {known}"
         )
-    return [
-        Recipe(engine, text.format(target=target, depth=depth)) for engine, text in found.items()
-    ]
-
-
-def _settings(
-    engine: str,
-    drafter: str,
-    tree: TreeSpec,
-    options: Mapping[str, object],
-    schedule: list[Entry] | None,
-) -> str:
-    """An engine's settings as its command takes them: a kind's options (`Shipping.options`) over
-    the defaults.
-    """
-    adaptive = schedule and options.get("speculative-algorithm") in ("EAGLE", "EAGLE3")
-    if adaptive:  # which knows chains only
-        tree = TreeSpec.parse(f"chain:{max(1, *(entry.tokens for entry in schedule or ()))}")
-    if tree.shape == "dynamic":
-        top_k = tree.top_k
-        nodes = tree.budget
-    else:
-        top_k = 1
-        nodes = tree.depth
-    defaults: dict[str, Json] = {
-        "vLLM": {"method": None, "model": drafter, "num_speculative_tokens": tree.depth},
-        "SGLang": {
-            "speculative-algorithm": None,
-            "speculative-draft-model-path": drafter,
-            "speculative-num-steps": tree.depth,
-            "speculative-eagle-topk": top_k,
-            "speculative-num-draft-tokens": nodes + 1,
-        },
-        "TensorRT-LLM, Triton": {
-            "decoding_type": None,
-            "max_draft_len": tree.depth,
-            "speculative_model": drafter,
-        },
-        "llama.cpp": {
-            "spec-type": None,
-            "spec-draft-model": f"{drafter}/{GGUF_NAME}",
-            "spec-draft-n-max": tree.depth,
-        },
-    }
-    if options.get("decoding_type") == "Eagle3" and tree.shape == "dynamic":
-        budget = min(max(nodes, tree.depth), top_k * tree.depth)  # what its rule admits
-        defaults["TensorRT-LLM, Triton"] |= {
-            "use_dynamic_tree": "true",
-            "dynamic_tree_max_topK": top_k,
-            "max_total_draft_tokens": budget,
-        }
-    chosen = {
-        key: value
-        for key, value in {**defaults.get(engine, {}), **options}.items()
-        if value is not None
-    }
-    if engine == "transformers":
-        return _assisted(drafter, tree.depth, options)
-    if engine == "vLLM":
-        return json.dumps(
-            {
-                **chosen,
-                **(
-                    vllm_keys(schedule)
-                    if schedule and "num_speculative_tokens" not in options
-                    else {}
-                ),
-            }
-        )
-    if adaptive:
-        chosen |= {"speculative-adaptive": "", "speculative-adaptive-config": "adaptive.json"}
-    if engine in ("SGLang", "llama.cpp"):  # two flags per line
-        flags = [f"--{flag} {value}".rstrip() for flag, value in chosen.items()]
-        return " \\\n  ".join(
-            [flags[0], *(" ".join(flags[at : at + 2]) for at in range(1, len(flags), 2))]
-        )
-    return "\n".join(f"  {key}: {value}" for key, value in chosen.items())
-
-
-def _assisted(drafter: str, depth: int, options: Mapping[str, object]) -> str:
-    """transformers' lines after `assistant = `, the last call's end left out."""
-    lines = [f'AutoModelForCausalLM.from_pretrained("{drafter}")']
-    more = ""
-    if "speculation_type" in options:  # drafts its whole block
-        lines = [f'AutoModel.from_pretrained("{drafter}")']
-        more = f', speculation_type="{options["speculation_type"]}"'
-    else:
-        lines.append(f"assistant.generation_config.num_assistant_tokens = {depth}")
-    return "\n".join([*lines, f"model.generate(**inputs, assistant_model=assistant{more}"])
+    made = []
+    for engine, text in found.items():
+        made.append(Recipe(engine, text.format(target=target, depth=depth)))
+    return made
 
 
 def as_text(made: Sequence[Recipe]) -> str:
     """The recipes for the terminal."""
-    return "\n\n".join(
-        f"-- {engine}\n" + (f"not served, because {'; '.join(reasons)}" if reasons else commands)
-        for engine, commands, reasons in made
-    )
+    parts = []
+    for recipe in made:
+        commands = recipe.commands
+        if recipe.reasons:
+            commands = f"not served, because {'; '.join(recipe.reasons)}"
+        parts.append(f"-- {recipe.engine}\n{commands}")
+    return "\n\n".join(parts)
 
 
 def fastest(results: Sequence[Json]) -> Json | None:
     """The measured run with the highest speed-up; None if no run drafted."""
     measured = [run for run in results if run["decoding"].get("tree", {}).get("depth")]
-    return max(
-        measured,
-        key=lambda run: run["overall"].get("speedup_vs_fastest") or 0.0,
-        default=None,
-    )
+
+    def speedup(run: Json) -> float:
+        return run["overall"].get("speedup_vs_fastest") or 0.0
+
+    return max(measured, key=speedup, default=None)
 
 
 def engine_chain(trained: Trained, results: Sequence[Json] = ()) -> int:
-    """Speculative tokens for engines that draft chains: of the fastest measured chain, else tune's,
-    else the tree's depth.
+    """Speculative tokens for engines that draft chains.
+
+    Those of the fastest measured chain, else tune's, else the tree's depth.
     """
-    measured = fastest(
-        [
-            run
-            for run in results
-            if run["decoding"].get("tree", {}).get("spec", "").startswith("chain:")
-        ]
-    )
-    if measured is not None:
-        return engine_depth(trained, TreeSpec.parse(measured["decoding"]["tree"]["spec"]))
+    chains = []
+    for run in results:
+        if run["decoding"].get("tree", {}).get("spec", "").startswith("chain:"):
+            chains.append(run)
+    measured = fastest(chains)
     tuned = decoding_settings(str(trained.folder)).get("chain")
-    return engine_depth(
-        trained, TreeSpec.parse(tuned) if tuned else tuned_tree(trained.folder, results)
-    )
+    if measured is not None:
+        tree = TreeSpec.parse(measured["decoding"]["tree"]["spec"])
+    elif tuned:
+        tree = TreeSpec.parse(tuned)
+    else:
+        tree = tuned_tree(trained.folder, results)
+    return engine_depth(trained, tree)
 
 
 def engine_depth(trained: Trained, tree: TreeSpec) -> int:
-    """Speculative tokens for an engine: the tree's depth, at most what the drafter reaches; all of
-    a block.
+    """Speculative tokens for an engine: the tree's depth, at most what the drafter reaches.
+
+    A drafter of blocks drafts all of a block.
     """
     kind = shipping(trained.kind)
-    if fixed := kind.block_depth(trained):
-        return fixed
+    block = kind.block_depth(trained)
+    if block:
+        return block
     if kind.depth_key:
         return min(tree.depth, trained.config[kind.depth_key])
     return tree.depth
 
 
 def tuned_tree(folder: Path, results: Sequence[Json] = (), default_depth: int = 3) -> TreeSpec:
-    """The tree to serve with: the fastest measured run's, else decoding.json's, else a chain of the
-    default depth.
+    """The tree to serve with.
+
+    The fastest measured run's, else decoding.json's, else a chain of the default depth.
     """
     best = fastest(results)
     if best is not None:
         return TreeSpec.parse(best["decoding"]["tree"]["spec"])
-    tree = TreeSpec.parse(default_tree(str(folder)) or f"chain:{default_depth}")
+    chain = f"chain:{default_depth}"
+    tree = TreeSpec.parse(default_tree(str(folder)) or chain)
     if tree.depth:
         return tree
-    return TreeSpec.parse(f"chain:{default_depth}")
+    return TreeSpec.parse(chain)

@@ -10,7 +10,7 @@ import pytest
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.export.batch_schedule import Entry, batch_schedule, sglang_config, vllm_keys
-from drafttrain.export.serving_recipes import _settings
+from drafttrain.export.engine_runs import RUNS, Serving, Vllm
 
 RESULTS = Path(__file__).parents[1] / "fixtures" / "results"
 
@@ -44,16 +44,16 @@ def test_the_fastest_chain_of_each_batch_size(tmp_path):
         "64": {"candidate_steps": [0]},
     }
     tree = TreeSpec.parse("dynamic:4,4,8")
-    flags = _settings("SGLang", "D", tree, {"speculative-algorithm": "EAGLE3"}, schedule)
+    options = {"speculative-algorithm": "EAGLE3"}
+    flags = RUNS["SGLang"].command(Serving("T", "D", tree, options, schedule))
     assert "--speculative-eagle-topk 1" in flags and "--speculative-num-steps 3" in flags
     assert "--speculative-adaptive --speculative-adaptive-config adaptive.json" in flags.replace(
         " \\\n ", ""
     )
-    kept = json.loads(_settings("vLLM", "D", tree, {"method": "eagle3"}, schedule))
+    kept = Vllm().settings(Serving("T", "D", tree, {"method": "eagle3"}, schedule))
     assert kept["num_speculative_tokens_per_batch_size"][0] == [1, 15, 3]
-    fixed = json.loads(
-        _settings("vLLM", "D", tree, {"method": "dflash", "num_speculative_tokens": 7}, schedule)
-    )
+    options = {"method": "dflash", "num_speculative_tokens": 7}
+    fixed = Vllm().settings(Serving("T", "D", tree, options, schedule))
     assert fixed == {"method": "dflash", "model": "D", "num_speculative_tokens": 7}
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from drafttrain.batch import Batch
 from drafttrain.drafters.registry import load_drafter
-from drafttrain.drafters.shipping import GGUF_NAME, ExportRequest, check_expressible, find_drafter
+from drafttrain.drafters.shipping import ExportRequest, check_expressible, find_drafter
 from drafttrain.export import engine_runs
 from drafttrain.formats.gguf_tokenizer import RULES
 from drafttrain.formats.write_gguf import write_gguf
@@ -81,12 +81,17 @@ def test_every_round_is_ours(tmp_path, family, kind, options):
     shipped = check_expressible(trained, "gguf")
     shipped.write(trained, "gguf", ExportRequest(tmp_path / "out", torch.float32))
     assert shipped.check(trained, tmp_path / "out")["same_tokens"]
-    file = write_gguf(tmp_path / "hf", tmp_path / "target.gguf", "float32")
     job = engine_runs.EngineJob(
-        target, "float32", prompts, 128, shipped.block_depth(trained) or 3, PYTHON
+        trained=trained,
+        target=target,
+        target_name=target.path,
+        dtype="float32",
+        prompts=prompts,
+        tokens=128,
+        depth=shipped.block_depth(trained) or 3,
+        scratch=tmp_path,
     )
-    spec_type = str(shipped.options(trained)["llama.cpp"]["spec-type"])
-    theirs = engine_runs.llama_cpp(job, file, tmp_path / "out" / GGUF_NAME, spec_type)
+    theirs = engine_runs.RUNS["llama.cpp"].run(job, tmp_path / "out", PYTHON)
     loaded = load_drafter(str(tmp_path / "drafter"), target)
     assert loaded is not None
     mine = engine_runs.ours(job, loaded)
