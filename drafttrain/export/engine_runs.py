@@ -109,7 +109,7 @@ def ours(job: EngineJob, drafter: Drafter | None) -> Json:
     return {"accepted_length": round(committed / max(passes, 1), 4), "tokens": tokens}
 
 
-class Engine:
+class ServingEngine:
     """An inference engine: its answers to a job, and the command that serves a drafter.
 
     Attributes:
@@ -136,7 +136,7 @@ class Engine:
         raise NotImplementedError(self.name)
 
 
-class Vllm(Engine):
+class Vllm(ServingEngine):
     """vLLM; its counters give the accepted length."""
 
     name = "vLLM"
@@ -195,7 +195,7 @@ class Vllm(Engine):
         return chosen
 
 
-class Sglang(Engine):
+class Sglang(ServingEngine):
     """SGLang, which drafttrain does not start."""
 
     name = "SGLang"
@@ -240,7 +240,7 @@ class Sglang(Engine):
         return bool(serving.schedule) and algorithm in ("EAGLE", "EAGLE3")
 
 
-class TensorRt(Engine):
+class TensorRt(ServingEngine):
     """TensorRT-LLM, also behind Triton; drafttrain does not start it."""
 
     name = "TensorRT-LLM, Triton"
@@ -273,7 +273,7 @@ trtllm-serve {serving.target} --config speculative.yaml
 # then: python3 scripts/launch_triton_server.py --model_repo=all_models/llmapi"""
 
 
-class LlamaCpp(Engine):
+class LlamaCpp(ServingEngine):
     """llama.cpp's server on two GGUF files.
 
     It counts drafted and accepted tokens; rounds follow from them.
@@ -329,7 +329,7 @@ class LlamaCpp(Engine):
         return f"{note}\nllama-server -m target.gguf {_flag_lines(chosen)}"
 
 
-class Transformers(Engine):
+class Transformers(ServingEngine):
     """transformers' assisted generation in this process, on models of its own."""
 
     name = "transformers"
@@ -434,7 +434,7 @@ def _flag_lines(settings: Mapping[str, object]) -> str:
 
 
 # In the order of ENGINES, which is that of the recipes.
-RUNS: Mapping[str, Engine] = {
+RUNS: Mapping[str, ServingEngine] = {
     engine.name: engine for engine in (Vllm(), Sglang(), TensorRt(), LlamaCpp(), Transformers())
 }
 assert list(RUNS) == list(ENGINES), "an object per engine"
