@@ -23,7 +23,7 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -31,13 +31,13 @@ from typing import Any
 
 import torch
 from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
 from typing_extensions import TypedDict
 
 from drafttrain.batch import Batch
 from drafttrain.data.answer_log import LogReader, Place, read_answer
 from drafttrain.data.loader import collate
 from drafttrain.data.store import load_records, read_meta
-from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import kind_class, kind_of, load_trained
@@ -57,7 +57,8 @@ from drafttrain.states.source import TargetSource
 from drafttrain.target import Target, load_shell
 from drafttrain.target.devices import has_bfloat16
 from drafttrain.train import check_data
-from drafttrain.training.step import count_anchors
+from drafttrain.training.loop import Learner, take_steps
+from drafttrain.training.step import count_anchors, step_inputs
 
 STATE = "state.jsonl"
 CURRENT = "current"
@@ -73,6 +74,7 @@ _REPLAYED = 128
 # answers of a stage; steps
 _STAGE_ROWS = 64
 _WARM_UP = 4
+_MAX_NORM = 0.5  # of a gradient; longer ones are clipped
 _STEP_TOKENS = 512  # tokens of a training step
 _FORWARD_ROWS = 8  # conversations per forward of the target; on a CPU a few are faster than one
 _CACHE_BYTES = 1e9  # of the target's states, which later passes read again
@@ -480,22 +482,7 @@ class Adapter:
         ]
 
     def _train(self, rows: list[Json], until: float) -> tuple[int, int]:
-        """Trains on rows until `until` seconds are spent in all; returns steps and tokens.
-
-        A stage of a few steps has all its passes before the next begins: the target's forward costs
-        more than a pass.
-        """
-        args = self.args
-        device = self.target.device
-        state = self.state
-        self.random.shuffle(rows)
-        stages = [_batches(rows[i : i + _STAGE_ROWS]) for i in range(0, len(rows), _STAGE_ROWS)]
-        order = [
-            batch
-            for stage in stages
-            for _ in range(args.passes)
-            for batch in self.random.sample(stage, len(stage))
-        ]
+        """Trains on rows until `until` seconds are spent in all; returns steps and tokens."""
         if self.optimizer is None:
             self.optimizer = torch.optim.AdamW(
                 self.drafter.parameters(),
@@ -504,43 +491,73 @@ class Adapter:
                 weight_decay=0.0,
             )
             self.warm = 0
-        steps = tokens = 0
-        start = state.spent
-        self.drafter.train()
-        for batch in order:
-            if (now := state.spent) >= until:
-                break
+        learner = Learner(
+            model=self.drafter,
+            optimizer=self.optimizer,
+            loss=self._loss,
+            max_norm=_MAX_NORM,
+            check=self._check_norm,
+        )
+        order = self._order(rows)
+        steps = 0
+        for _ in take_steps(learner, self._paced(order, until)):
+            self.account()
+            steps += 1
+        tokens = sum(row["length"] for batch in order[:steps] for row in batch)
+        return steps, tokens
+
+    def _order(self, rows: list[Json]) -> list[list[Json]]:
+        """The batches of all passes.
+
+        A stage of a few steps has all its passes before the next begins: the target's forward costs
+        more than a pass.
+        """
+        self.random.shuffle(rows)
+        stages = []
+        for begin in range(0, len(rows), _STAGE_ROWS):
+            stages.append(_batches(rows[begin : begin + _STAGE_ROWS]))
+        order = []
+        for stage in stages:
+            for _ in range(self.args.passes):
+                order += self.random.sample(stage, len(stage))
+        return order
+
+    def _paced(self, order: list[list[Json]], until: float) -> Iterator[list[list[Json]]]:
+        """A batch for each step, with its learning rate set, while seconds are left.
+
+        The rate rises over the first steps of an optimizer, and falls to a tenth by the end of the
+        order or of the time, whichever comes first.
+        """
+        assert self.optimizer is not None
+        start = self.state.spent
+        for steps, batch in enumerate(order):
+            now = self.state.spent
+            if now >= until:
+                return
             done = max(steps / len(order), (now - start) / max(until - start, 1e-9))
             self.warm = min(self.warm + 1, _WARM_UP)
             for group in self.optimizer.param_groups:
-                group["lr"] = args.learning_rate * self.warm / _WARM_UP * (1 - 0.9 * done)
-            inputs = {key: value.to(device) for key, value in collate(batch).items()}
-            made = Batch.of(inputs)
-            features, targets, row_of = self.source(made)
-            total = count_anchors(inputs)
-            with torch.autocast(device.type, torch.bfloat16, enabled=self.bfloat16):
-                given = StepInputs(
-                    made,
-                    self.target.embed(made.input_ids),
-                    features,
-                    targets,  # type: ignore[arg-type]
-                    row_of,
-                    total,
-                    False,
-                )
-                loss = self.drafter(inputs=given).loss
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), 0.5)
-            if not torch.isfinite(norm):
-                raise UserError(
-                    f"grad_norm={float(norm)} is not finite; lower --learning-rate ({args.learning_rate})"
-                )
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-            self.account()
-            steps = steps + 1
-            tokens = tokens + sum(row["length"] for row in batch)
-        return steps, tokens
+                group["lr"] = self.args.learning_rate * self.warm / _WARM_UP * (1 - 0.9 * done)
+            yield [batch]
+
+    def _loss(self, batch: list[Json]) -> Tensor:
+        device = self.target.device
+        inputs = {key: value.to(device) for key, value in collate(batch).items()}
+        given = step_inputs(
+            Batch.of(inputs),
+            self.target,
+            self.source,
+            total=count_anchors(inputs),
+            measure=False,
+        )
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.bfloat16):
+            return self.drafter(inputs=given).loss
+
+    def _check_norm(self, norm: Tensor) -> None:
+        if not torch.isfinite(norm):
+            raise UserError(
+                f"grad_norm={float(norm)} is not finite; lower --learning-rate ({self.args.learning_rate})"
+            )
 
     def _replay(self, drafter: TrainableDrafter, version: str, judges: Sequence[_Answer]) -> None:
         """Notes in each answer what a drafter commits in how many passes."""

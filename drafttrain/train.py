@@ -1,7 +1,7 @@
 """Entry of `accelerate launch drafttrain/train.py CONFIG [key=value ...]` and of `drafttrain
 train`.
 
-setup -> prepare -> fit -> finish       reads top to bottom; the step itself is training/step.py
+setup -> prepare -> learn -> finish       reads top to bottom; the loop itself is training/loop.py
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import PrinterCallback, ProgressCallback, TrainingArguments, set_seed
+from transformers import TrainingArguments, set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from drafttrain.batch import Batch
@@ -61,28 +61,20 @@ from drafttrain.losses import parse_loss
 from drafttrain.moved import CallableModule
 from drafttrain.outcome import conclude, next_command
 from drafttrain.progress import counted
-from drafttrain.sequence_parallel import SequenceGroup
 from drafttrain.states.origins import Origin, Stored
 from drafttrain.states.served import Served
 from drafttrain.states.source import BatchSource, NoTarget, TargetSource
 from drafttrain.target import Target, TargetShell, load_shell
 from drafttrain.target.shared_rows import check_shared
 from drafttrain.training import arguments
-from drafttrain.training.callbacks import (
-    DecodeHeldOut,
-    ProgressLines,
-    SaveOnTerm,
-    TimeBudget,
-    gather_drafter,
-)
+from drafttrain.training.checkpoint import find_checkpoint, newest_checkpoint
+from drafttrain.training.explained import explained
 from drafttrain.training.first_batches import first_batches
+from drafttrain.training.held_out_decoding import DecodeHeldOut, gather_drafter
+from drafttrain.training.limits import SaveOnTerm, TimeBudget
+from drafttrain.training.loop import evaluate, fit
 from drafttrain.training.on_policy import OnPolicy, OnPolicyOptions
-from drafttrain.training.trainer import (
-    DrafterTrainer,
-    explained,
-    find_checkpoint,
-    newest_checkpoint,
-)
+from drafttrain.training.run import Run, Training
 
 MIN_COVERAGE = 0.95  # a continued drafter whose vocabulary covers less of the new data gets a note
 
@@ -134,18 +126,11 @@ def check_pretraining(config: TrainConfig) -> None:
 
 @dataclass
 class Prepared:
-    """What a run trains, on what."""
+    """A run, what training.json records about its drafter, and the folder of the first process."""
 
-    target: Target
-    drafter: TrainableDrafter
-    train_rows: Dataset  # rows {tokens, spans, length, index}; packed if the recipe says so
-    held_out: Dataset | None  # never packed
-    source: BatchSource  # gives batches their target features and distributions
-    on_policy: OnPolicy | None  # mixes in the drafter's responses
-    checkpoint: str | None  # to resume from
-    facts: Json  # what training.json records about the drafter
-    sequence: SequenceGroup | None  # the processes that share this one's rows
-    output: OutputFolder | None  # of the first process
+    run: Run
+    facts: Json
+    output: OutputFolder | None
 
 
 def prepare(config: TrainConfig, args: TrainingArguments, output: OutputFolder | None) -> Prepared:
@@ -201,18 +186,17 @@ def prepare(config: TrainConfig, args: TrainingArguments, output: OutputFolder |
             args.per_device_train_batch_size * config.max_length,
         )
     facts = {"parameters": parameters, "vocabulary": vocab, "data_set": data_facts(config.data)}
-    return Prepared(
-        target,
-        drafter,
-        train_rows,
-        held_out,
-        source,
-        on_policy,
-        checkpoint,
-        facts,
-        sequence,
-        output,
+    run = Run(
+        target=target,
+        drafter=drafter,
+        train_rows=train_rows,
+        held_out=held_out,
+        source=source,
+        on_policy=on_policy,
+        checkpoint=checkpoint,
+        sequence=sequence,
     )
+    return Prepared(run, facts, output)
 
 
 def data_facts(data: str) -> Json:
@@ -433,64 +417,46 @@ def begin_from_least_squares(
         print(text, flush=True)
 
 
-# -- fit: the loop ---------------------------------------------------------------------------------
+# -- learn: the loop -------------------------------------------------------------------------------
 
 
-def fit(
-    config: TrainConfig,
-    args: TrainingArguments,
-    run: Prepared,
-) -> tuple[DrafterTrainer, float]:
-    """Trains from the checkpoint or from the start; returns the trainer and the seconds it took.
-    SIGTERM and Ctrl-C exit here.
+def learn(config: TrainConfig, args: TrainingArguments, run: Run) -> tuple[Training, float]:
+    """Trains from the checkpoint or from the start; returns what has trained and the seconds it
+    took. SIGTERM and Ctrl-C exit here.
     """
     if config.max_minutes > 0:
-        budget = [TimeBudget.after(config.max_minutes, run.checkpoint)]
-    else:
-        budget = []
-    trainer = DrafterTrainer(
-        model=run.drafter,
-        args=args,
-        train_dataset=run.train_rows,
-        eval_dataset=run.held_out,
-        data_collator=collate,
-        target=run.target,
-        source=run.source,
-        on_policy=run.on_policy,
-        sequence=run.sequence,
-        column_rates=feature_rates(config, args, run) if config.feature_rates else None,
-        callbacks=[ProgressLines(), *budget],
-    )
-    trainer.remove_callback(PrinterCallback)
-    trainer.remove_callback(ProgressCallback)
+        run.budget = TimeBudget.after(config.max_minutes, run.checkpoint)
+    if config.feature_rates:
+        run.column_rates = feature_rates(args, run)
     if run.held_out is not None and config.decode_prompts > 0:
-        watch_acceptance(config, trainer, run.held_out)
-    trainer.add_callback(term := SaveOnTerm())
+        run.decoding = held_out_decoding(config, run, run.held_out)
     if run.checkpoint and args.process_index == 0:
         print(f"going on from {run.checkpoint}", flush=True)
     start = time.perf_counter()
-    with term:
-        trainer.train(resume_from_checkpoint=run.checkpoint)
-        if term.received:
+    with SaveOnTerm() as stop:
+        training = Training(run, args)
+        fit(training, stop)
+        if stop.received:
             if args.process_index == 0:
                 where = newest_checkpoint(args)
-                name = signal.Signals(term.received).name
+                name = signal.Signals(stop.received).name
                 print(
                     f"{name}: saved {where}; the same command continues from there",
                     file=sys.stderr,
                     flush=True,
                 )
-            sys.exit(128 + term.received)
-    return trainer, time.perf_counter() - start
+            sys.exit(128 + stop.received)
+    return training, time.perf_counter() - start
 
 
 @torch.no_grad()
-def feature_rates(config: TrainConfig, args: TrainingArguments, run: Prepared) -> Tensor:
+def feature_rates(args: TrainingArguments, run: Run) -> Tensor:
     """[f*h] learning rates of the columns of the weight that reads features: 1 / their RMS at the
     responses of a first batch.
     """
     count = min(args.per_device_train_batch_size, len(run.train_rows))
-    batch = Batch.of(collate([run.train_rows[i] for i in range(count)])).to(run.drafter.device)
+    rows = [run.train_rows[i] for i in range(count)]
+    batch = Batch.of(collate(rows)).to(run.drafter.device)
     with run.source.measuring():
         features, _, row_of = run.source(batch)
     assert row_of is not None, "such kinds read the target"
@@ -498,74 +464,74 @@ def feature_rates(config: TrainConfig, args: TrainingArguments, run: Prepared) -
     return 1 / read.square().mean(0).sqrt().clamp(min=1e-6)
 
 
-def watch_acceptance(config: TrainConfig, trainer: DrafterTrainer, held_out: Dataset) -> None:
-    """Adds the callback that decodes held-out prompts during training."""
-    target = trainer.target
+def held_out_decoding(config: TrainConfig, run: Run, held_out: Dataset) -> DecodeHeldOut | None:
+    """Decodes held-out prompts during training; None if there is no prompt among the rows."""
+    target = run.target
     spec = TreeSpec.parse(config.decode_tree)
-    trainer.drafter.uses_text = False  # held-out acceptance is that of the weights, on any device
+    run.drafter.uses_text = False  # held-out acceptance is that of the weights, on any device
     if isinstance(target, TargetShell):
 
-        def replay(drafter: TrainableDrafter) -> dict[str, float]:
-            with trainer.source.measuring():
+        def decode(drafter: TrainableDrafter) -> dict[str, float]:
+            with run.source.measuring():
                 return replayed(
                     drafter,
                     held_out,
-                    trainer.source,  # type: ignore[arg-type]  # rows may be None in pretraining only
+                    run.source,  # type: ignore[arg-type]  # rows may be None in pretraining only
                     spec,
                     config.decode_prompts,
                     config.decode_tokens,
                 )
 
-        answers = (row for row in held_out if row["spans"][0][0] > 0)
-        trainer.source.read_once(
-            row["index"] for row in itertools.islice(answers, config.decode_prompts)
-        )
-        trainer.add_callback(DecodeHeldOut(trainer, config.decode_steps, replay))
-        return
-    prompts = first_prompts(held_out, config.decode_prompts, target.max_positions)
-    if prompts:
+        answers = (row["index"] for row in held_out if row["spans"][0][0] > 0)
+        run.source.read_once(itertools.islice(answers, config.decode_prompts))
+    else:
+        prompts = first_prompts(held_out, config.decode_prompts, target.max_positions)
+        if not prompts:
+            return None
 
         def decode(drafter: TrainableDrafter) -> dict[str, float]:
             return acceptance(target, drafter, prompts, spec, config.decode_tokens)
 
-        trainer.add_callback(DecodeHeldOut(trainer, config.decode_steps, decode))
+    return DecodeHeldOut(run.drafter, target, config.decode_steps, decode)
 
 
 # -- finish: the best weights, held-out figures, training.json -------------------------------------
 
 
-def finish(config: TrainConfig, run: Prepared, trainer: DrafterTrainer, seconds: float) -> Json:
+def finish(config: TrainConfig, prepared: Prepared, training: Training, seconds: float) -> Json:
     """Saves the best weights and training.json; returns what training.json holds."""
+    run = prepared.run
+    args = training.args
+    state = training.state
+    metrics: Json = {}
     with SaveOnTerm():  # a signal must not end the process while it saves
-        trainer.take_best()
+        training.checkpoints.take_best()
         if run.held_out is not None:
-            metrics = trainer.evaluate()
-        else:
-            metrics = {}
-        save_drafter(trainer, run)
+            metrics = evaluate(training)
+        save_drafter(training, prepared)
         if run.held_out is not None:
-            choose_tree(
-                trainer,
-                run.held_out,
-                trainer.args.per_device_train_batch_size * config.max_length,
-            )
-    state = trainer.state
-    args = trainer.args
-    waits = trainer.wait_share()
-    losses = [entry["train_loss"] for entry in state.log_history if "train_loss" in entry]
+            most = args.per_device_train_batch_size * config.max_length
+            choose_tree(run, run.held_out, args, most)
+
+    train_loss = None
+    for entry in state.log_history:
+        train_loss = entry.get("train_loss", train_loss)
+    replaced = 0
+    if run.on_policy is not None:
+        replaced = run.on_policy.used
     summary = {
         "drafttrain": __version__,
         "config": asdict(config),
         "steps": state.global_step,
         "best": {"step": state.best_global_step, "accepted_length": state.best_metric},
         "seconds": round(seconds, 1),
-        "train_loss": losses[-1] if losses else None,
+        "train_loss": train_loss,
         "held_out": metrics,
-        **run.facts,
+        **prepared.facts,
         "target_features": run.source.hits,
-        "states_wait": waits,
-        "on_policy_rows": run.on_policy.used if run.on_policy else 0,
-        "engine": type(trainer.model_wrapped).__name__,
+        "states_wait": training.logs.wait_share(),
+        "on_policy_rows": replaced,
+        "engine": type(training.model).__name__,
         "device": str(args.device),
         "precision": args.mixed_precision,
         "processes": args.world_size,
@@ -575,32 +541,37 @@ def finish(config: TrainConfig, run: Prepared, trainer: DrafterTrainer, seconds:
     return summary
 
 
-def save_drafter(trainer: DrafterTrainer, run: Prepared) -> None:
+def save_drafter(training: Training, prepared: Prepared) -> None:
     """Saves the drafter in place of an earlier one, of which nothing stays unless this run
     continues it.
     """
-    keep = ("checkpoint-*", *(("decoding.json", "adapter") if run.checkpoint else ()))
-    wait = trainer.accelerator.wait_for_everyone
-    with run.output.staged(keep) if run.output else contextlib.nullcontext():
+    keep: tuple[str, ...] = ("checkpoint-*",)
+    if prepared.run.checkpoint:
+        keep = ("checkpoint-*", "decoding.json", "adapter")
+    staged: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if prepared.output is not None:
+        staged = prepared.output.staged(keep)
+    wait = training.accelerator.wait_for_everyone
+    with staged:
         wait()
-        trainer.save_model(str(Path(str(trainer.args.output_dir)) / PARTIAL))
+        training.checkpoints.save_model(str(Path(str(training.args.output_dir)) / PARTIAL))
         wait()
-    if run.output:
-        run.output.forget()
+    if prepared.output is not None:
+        prepared.output.forget()
 
 
-def choose_tree(trainer: DrafterTrainer, held_out: Dataset, most: int) -> None:
+def choose_tree(run: Run, held_out: Dataset, args: TrainingArguments, most: int) -> None:
     """Writes the tree that the drafter suggests from held-out data to decoding.json; `drafttrain
     tune` finds better ones.
     """
-    first = trainer.is_world_process_zero()
-    drafter = gather_drafter(trainer.drafter, trainer.target, first)
+    first = args.process_index == 0
+    drafter = gather_drafter(run.drafter, run.target, first)
     if first and drafter is not None:
-        with trainer.source.measuring():
-            batches, _ = first_batches(held_out, drafter.device, trainer.source, most)
-            tree = drafter.eval().suggest_tree(batches, trainer.source)
+        with run.source.measuring():
+            batches, _ = first_batches(held_out, drafter.device, run.source, most)
+            tree = drafter.eval().suggest_tree(batches, run.source)
         if tree is not None:
-            write_json(decoding_file(str(trainer.args.output_dir)), {"tree": tree})
+            write_json(decoding_file(str(args.output_dir)), {"tree": tree})
             print(f"default tree, by held-out accuracy: {tree}", flush=True)
 
 
@@ -627,7 +598,7 @@ def claimed(config: TrainConfig, args: TrainingArguments) -> Iterator[OutputFold
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command: setup, prepare, fit, finish, and a line about the result."""
+    """The command: setup, prepare, learn, finish, and a line about the result."""
     words = [
         word for word in (args.recipe, args.config) if word
     ]  # with --recipe the first word is an override
@@ -656,9 +627,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     with explained(training_args), claimed(config, training_args) as output:
         prepared = prepare(config, training_args, output)
-        with contextlib.closing(prepared.source):
-            trainer, seconds = fit(config, training_args, prepared)
-            summary = finish(config, prepared, trainer, seconds)
+        with contextlib.closing(prepared.run.source):
+            training, seconds = learn(config, training_args, prepared.run)
+            summary = finish(config, prepared, training, seconds)
     if training_args.process_index == 0:
         held = summary["held_out"]
         best = summary["best"]

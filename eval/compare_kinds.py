@@ -48,7 +48,7 @@ BEGIN = "<!-- begin: eval/compare_kinds.py -->"
 END = "<!-- end: eval/compare_kinds.py -->"
 # Runs train.py with a budget of CPU time, which a busy machine does not shorten.
 CPU_TIME = (
-    "import runpy, sys, time; from drafttrain.training.callbacks import TimeBudget; sys.argv = sys.argv[1:]; "
+    "import runpy, sys, time; from drafttrain.training.limits import TimeBudget; sys.argv = sys.argv[1:]; "
     "TimeBudget.clock = staticmethod(time.process_time); runpy.run_path(sys.argv[0], run_name='__main__')"
 )
 

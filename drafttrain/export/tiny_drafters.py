@@ -24,6 +24,8 @@ from drafttrain.inference import generate
 from drafttrain.progress import Progress
 from drafttrain.states.source import TargetSource
 from drafttrain.target import Target
+from drafttrain.training.loop import Learner, take_steps
+from drafttrain.training.step import step_inputs
 
 _VOCAB = 320
 _STEPS = 80
@@ -114,13 +116,13 @@ def _batch(prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> Batch:
 def _learn(drafter: TrainableDrafter, target: Target, batch: Batch) -> None:
     source = TargetSource(target, drafter.feature_layers, drafter.kept_ids)
     anchors = len(anchors_by_depth(batch.response_mask, 1)[0])
+    inputs = step_inputs(batch, target, source, total=anchors, measure=False)
     trained = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=_RATE)
-    drafter.train()
-    features, rows, row_of = source(batch)
-    inputs = StepInputs(batch, target.embed(batch.input_ids), features, rows, row_of, anchors)  # type: ignore[arg-type]
-    for _ in range(_STEPS):
-        optimizer.zero_grad()
-        drafter(inputs).loss.backward()
-        optimizer.step()
+    learner: Learner[StepInputs] = Learner(
+        model=drafter,
+        optimizer=torch.optim.AdamW(trained, lr=_RATE),
+        loss=lambda given: drafter(given).loss,
+    )
+    for _ in take_steps(learner, [[inputs]] * _STEPS):
+        pass
     drafter.eval()

@@ -1,1 +1,1 @@
-"""The training loop: a transformers Trainer whose loss is the drafter's training-time test."""
+"""Training: the loop, its step, and what they read, log and save."""

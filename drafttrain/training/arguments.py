@@ -32,6 +32,54 @@ from drafttrain.training.on_policy import OnPolicyOptions
 from drafttrain.values import check, kinds_of
 
 KEYS = [one.name for one in fields(TrainingArguments)]
+_DEFAULTS = {one.name: one.default for one in fields(TrainingArguments)}
+
+# Keys that the loop, accelerate, the optimizers and the reporters read. All others are transformers'
+# Trainer's alone, and an accepted key without effect would be worse than an error.
+# fmt: off
+_READ = {
+    "output_dir", "seed", "data_seed", "full_determinism", "use_cpu", "report_to", "run_name",
+    "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "log_level",
+    "log_level_replica", "log_on_each_node",
+    # rows
+    "num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps",
+    "train_sampling_strategy", "accelerator_config", "dataloader_drop_last",
+    "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers",
+    "dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order",
+    # the optimizer
+    "optim", "optim_args", "optim_target_modules", "learning_rate", "lr_scheduler_type",
+    "lr_scheduler_kwargs", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2",
+    "adam_epsilon", "max_grad_norm",
+    # precision, memory and processes
+    "bf16", "fp16", "tf32", "activation_checkpointing", "activation_checkpointing_kwargs",
+    "gradient_checkpointing", "gradient_checkpointing_kwargs", "torch_empty_cache_steps",
+    "deepspeed", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers",
+    "ddp_static_graph", "ddp_backend", "ddp_timeout", "parallelism_config",
+    # logs, measurements and checkpoints
+    "logging_strategy", "logging_steps", "logging_first_step", "logging_nan_inf_filter",
+    "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "per_device_eval_batch_size",
+    "save_strategy", "save_steps", "save_total_limit", "save_only_model", "save_on_each_node",
+    "hub_token",
+}
+# fmt: on
+_INSTEAD = {
+    "auto_find_batch_size": "an error names the batch size to set where memory is short",
+    "disable_tqdm": "drafttrain prints a line per log",
+    "enable_jit_checkpoint": "SIGTERM saves a checkpoint without it",
+    "fsdp": "set deepspeed to a file such as configs/deepspeed/zero3.json",
+    "greater_is_better": "the checkpoint that decodes held-out prompts best is kept",
+    "load_best_model_at_end": "the checkpoint that decodes held-out prompts best is taken without it",
+    "metric_for_best_model": "the checkpoint that decodes held-out prompts best is kept",
+    "push_to_hub": "publish the trained drafter with drafttrain push",
+}
+_ANYWAY = {"disable_tqdm": True, "remove_unused_columns": False}  # as training does without them
+# Values of keys that are read, but which only that Trainer carries out.
+_REFUSED = {
+    "lr_scheduler_type": ("reduce_lr_on_plateau", "greedy"),
+    "save_strategy": ("best",),
+    "train_sampling_strategy": ("batch_rebalance",),
+}
+_LAYERWISE = ("layerwise", "lomo")  # in names of optimizers that step inside backward
 
 
 def check_recipe(config: TrainConfig) -> None:
@@ -81,8 +129,9 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
     that it refuses.
     """
     types = get_type_hints(TrainingArguments)
-    for name in config.trainer.keys() - TrainerKeys.__dataclass_fields__.keys():
+    for name in sorted(config.trainer.keys() - TrainerKeys.__dataclass_fields__.keys()):
         config.trainer[name] = check(name, config.trainer[name], types[name], words=True)
+        _refuse_trainers_own(name, config.trainer[name])
     if token := config.trainer.pop("hub_token", None):
         # Where the Hub's client finds it; recipes are recorded, and so are arguments.
         os.environ["HF_TOKEN"] = str(token)
@@ -164,6 +213,21 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
             )
         args._n_gpu = 1
     return args
+
+
+def _refuse_trainers_own(name: str, value: object) -> None:
+    """Raises UserError for a key, or a value of one, that only transformers' Trainer reads."""
+    rule = "only transformers' Trainer reads it, which drafttrain does not run"
+    if name not in _READ and value not in (_DEFAULTS[name], _ANYWAY.get(name)):
+        instead = _INSTEAD.get(name, "")
+        if instead:
+            instead = f": {instead}"
+        raise UserError(f"{name}={shown(value)}: {rule}; leave the key out{instead}")
+    refused = value in _REFUSED.get(name, ())
+    if name == "optim":
+        refused = any(part in str(value) for part in _LAYERWISE)
+    if refused:
+        raise UserError(f"{name}={shown(value)}: {rule}; choose another value")
 
 
 def _check_pairs(config: TrainConfig, args: TrainingArguments) -> None:

@@ -13,13 +13,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import ExportableState
+from transformers import TrainingArguments
 
 from drafttrain.batch import Batch
 from drafttrain.data.loader import collate, fill_rows, join_rows
@@ -28,9 +28,11 @@ from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.inference.responses import ResponseEngine, ResponseRequest
 from drafttrain.ops.sampling import SamplingParams
+from drafttrain.states.ahead import Inputs
+from drafttrain.states.source import BatchSource
 from drafttrain.target import Target
 from drafttrain.target.generation import LogitsRules
-from drafttrain.training.callbacks import gather_drafter
+from drafttrain.training.held_out_decoding import gather_drafter
 from drafttrain.values import Count, PositiveFraction, Temperature, check_fields, key
 
 
@@ -60,7 +62,7 @@ class OnPolicyOptions:
         return cls(**given)
 
 
-class OnPolicy(TrainerCallback, ExportableState):
+class OnPolicy:
     """Keeps the drafter's current responses and puts them into batches.
 
     The choice of replaced rows depends on seed, step and row only, and the responses are part of
@@ -171,6 +173,20 @@ class OnPolicy(TrainerCallback, ExportableState):
         writer.release_steps()
         return made
 
+    def replace(self, batches: list[Inputs], step: int, source: BatchSource) -> list[Inputs]:
+        """The micro-batches of a step with a share of their rows replaced.
+
+        `source` need not read the states of replaced rows.
+        """
+        mixed = []
+        for inputs in batches:
+            made = self.mix(inputs, step)
+            mixed.append(made)
+            if source.ahead is not None:
+                for index in set(inputs["index"].tolist()) - set(made["index"].tolist()):
+                    source.ahead.release(index)
+        return mixed
+
     def mix(self, inputs: dict[str, Tensor], step: int) -> dict[str, Tensor]:
         """A collated batch with a share of its rows replaced; a packed row is replaced completely."""
         if not self.ready:
@@ -199,22 +215,18 @@ class OnPolicy(TrainerCallback, ExportableState):
         pool = [[" ".join(map(str, row["tokens"])), row["spans"][0][0]] for row in self.pool]
         return {"args": {}, "attributes": {"round": self.round, "used": self.used, "pool": pool}}
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_
-    ) -> None:
-        callbacks = state.stateful_callbacks
-        saved: Json | None
-        if isinstance(callbacks, dict):
-            saved = callbacks.get(type(self).__name__)
-        else:
-            saved = None
-        if saved:
-            kept = saved["attributes"]
-            self.round = kept["round"]
-            self.used = kept["used"]
-            self._take(
-                [_response(list(map(int, text.split())), begin) for text, begin in kept["pool"]]
-            )
+    def restore(self, saved: Any) -> None:
+        """Takes the responses of a checkpoint's `stateful_callbacks`, if it has any."""
+        if not isinstance(saved, dict) or "OnPolicy" not in saved:
+            return
+        kept: Json = saved["OnPolicy"]["attributes"]
+        self.round = kept["round"]
+        self.used = kept["used"]
+        pool = []
+        for text, begin in kept["pool"]:
+            tokens = [int(word) for word in text.split()]
+            pool.append(_response(tokens, begin))
+        self._take(pool)
 
 
 def _response(tokens: list[int], begin: int) -> Json:

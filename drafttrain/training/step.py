@@ -11,11 +11,12 @@ accumulation steps), so neither padding nor the number of devices changes the gr
 
 from __future__ import annotations
 
-import time
+from collections.abc import Sequence
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import TrainerState, TrainingArguments
 
 from drafttrain.batch import Batch, StepOutput
 from drafttrain.drafters.base import StepInputs
@@ -36,103 +37,146 @@ def count_anchors(inputs: dict[str, Tensor]) -> Tensor:
     return (inputs["shift_labels"] != _IGNORED).sum()
 
 
-class StepTrainer(Trainer):
-    """A transformers Trainer whose loss is a drafter's divergence from the frozen target.
+def step_inputs(
+    batch: Batch,
+    target: Target,
+    source: BatchSource,
+    total: Tensor | float,
+    measure: bool,
+    read: Tensor | None = None,
+) -> StepInputs:
+    """What a drafter's forward reads of a batch.
 
     Args:
-        target: frozen, outside the wrapped model. source: gives each batch its target features and
-            distributions.
+        total: anchors of the whole optimizer step. measure: also compute metrics.
+        read: token ids to embed, if this process reads a part of the batch.
+    """
+    # features [b, s, f*h]; rows: r target distributions; row_of [b, s]: the row of each position
+    features, rows, row_of = source(batch)
+    if read is None:
+        read = batch.input_ids
+    embeds = target.embed(read)  # [b, s, h]
+    if measure and rows is not None:  # None where the drafter reads none, in pretraining
+        rows.prepare()
+    return StepInputs(
+        batch=batch,
+        embeds=embeds,
+        features=features,
+        rows=rows,  # type: ignore[arg-type]
+        row_of=row_of,  # type: ignore[arg-type]
+        total=total,
+        measure=measure,
+    )
+
+
+class TrainingStep:
+    """The loss of a drafter on collated batches: its divergence from the frozen target.
+
+    Args:
+        drafter: what learns, without the wrapper of DDP or DeepSpeed.
+        target: frozen. source: gives each batch its target features and distributions.
+        args, state: of the run, for the step's number and for messages.
+        accelerator: sums over processes.
         sequence: the processes that share the rows of this one's batches; None: its batches are its
             own.
-        args, rest: as for transformers.Trainer.
+
+    Attributes:
+        sums: metric sums by phase ("train", "eval") since they were last taken, each [depths].
+        anchors: of this process since the last log.
     """
 
     def __init__(
         self,
-        *args,
+        drafter: TrainableDrafter,
         target: Target,
         source: BatchSource,
+        args: TrainingArguments,
+        state: TrainerState,
+        accelerator: Accelerator,
         sequence: SequenceGroup | None = None,
-        **rest,
     ):
-        super().__init__(*args, **rest)
+        self.drafter = drafter
         self.target = target
         self.source = source
+        self.args = args
+        self.state = state
+        self.accelerator = accelerator
         self.sequence = sequence
-        self.model_accepts_loss_kwargs = True
-        self.loss_is_scaled_for_ga = True
-        self.sums: dict[str, dict[str, Tensor]] = {
-            "train": {},
-            "eval": {},
-        }  # metric sums since they were last taken
-        # since the last log
-        self.clock = time.perf_counter()
+        self.sums: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}
         self.anchors = 0
 
     @property
-    def drafter(self) -> TrainableDrafter:
-        """The trained model without the wrapper of DDP or DeepSpeed."""
-        return self.accelerator.unwrap_model(self.model)
+    def sharing(self) -> int:
+        """Processes that read the same rows."""
+        if self.sequence is None:
+            return 1
+        return self.sequence.size
+
+    def count(self, batches: Sequence[dict[str, Tensor]]) -> Tensor:
+        """Anchors of an optimizer step, over all ranks and accumulation steps.
+
+        Raises UserError: there are none.
+        """
+        own = torch.stack([count_anchors(inputs) for inputs in batches]).sum()
+        count = self.accelerator.gather(own.to(self.args.device)).sum() // self.sharing
+        if int(count) == 0:
+            raise UserError(
+                f"step {self.state.global_step}: the loss mask of all rows is empty (no two response tokens in a row); give "
+                "data whose conversations have responses, or raise max_length"
+            )
+        return count
 
     def compute_loss(
         self,
         model: nn.Module,
         inputs: dict[str, Tensor],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Tensor | tuple[Tensor, StepOutput]:
+        count: Tensor | None = None,
+    ) -> Tensor:
         """The loss of one micro-batch, its gradient attached.
 
         Args:
-            inputs: a collated batch. num_items_in_batch: anchors of the whole optimizer step; None
-                in evaluation.
+            inputs: a collated batch on the model's device.
+            count: anchors of the whole optimizer step; None in evaluation.
         """
         batch = Batch.of(inputs)  # input_ids [b, s], response_mask [b, s]
         read = batch.input_ids
-        if (
-            self.sequence is not None
-        ):  # this process computes a part of it, and embeds what that part reads
+        if self.sequence is not None:
+            # This process computes a part of the batch, and embeds what that part reads.
             batch = self.sequence.share(batch, self.drafter.sequence_reach)
             read = read.flatten()[batch.part.seen][None]
-        features, rows, row_of = self.source(
-            batch
-        )  # [b, s, f*h]; r target distributions; row of each position [b, s]
-        embeds = self.target.embed(read)  # [b, s, h]
-        anchors = int(count_anchors(inputs))
-        count = anchors if num_items_in_batch is None else num_items_in_batch
-        if model.training and int(count) == 0:
-            raise UserError(
-                f"step {self.state.global_step}: the loss mask of all rows is empty (no two response tokens in a row); give "
-                "data whose conversations have responses, or raise max_length"
-            )
-        total = torch.as_tensor(count, device=batch.input_ids.device).clamp(min=1)
+
+        anchors = count_anchors(inputs)
+        total = count
+        if total is None:
+            total = anchors.clamp(min=1)
         measure = not model.training or self.state.global_step % MEASURE_EVERY == 0
-        if measure and rows is not None:  # None where the drafter reads none, in pretraining
-            rows.prepare()
-        given = StepInputs(batch, embeds, features, rows, row_of, total, measure)  # type: ignore[arg-type]
+        given = step_inputs(batch, self.target, self.source, total, measure, read)
         step: StepOutput = model(inputs=given)
-        loss = (
-            step.loss
-        )  # scalar: sum over depths and anchors of weight * D(p, q), divided by count
+        # scalar: sum over depths and anchors of weight * D(p, q), divided by total
+        loss = step.loss
         self.check_finite("loss", loss.detach())
-        self.anchors += anchors if model.training else 0
-        sums = self.sums["train" if model.training else "eval"]
-        for name, value in step.metrics.items():  # [depths] sums over this batch's anchors
+
+        phase = "eval"
+        if model.training:
+            phase = "train"
+            self.anchors += int(anchors)
+        self._add(self.sums[phase], step.metrics)
+
+        if model.training and count is not None:
+            # Gradients are averaged over ranks, and the count is global.
+            return loss * self.accelerator.num_processes
+        if self.sequence is not None:
+            # Evaluation averages over ranks, each of which has a part of the sum.
+            return loss * self.sequence.size
+        return loss
+
+    @staticmethod
+    def _add(sums: dict[str, Tensor], metrics: dict[str, Tensor]) -> None:
+        for name, value in metrics.items():  # [depths] sums over this batch's anchors
             if name in sums:
                 sums[name] = sums[name] + value.detach()
             else:
                 sums[name] = value.detach()
-        if model.training and num_items_in_batch is not None:
-            loss = (
-                loss * self.accelerator.num_processes
-            )  # gradients are averaged over ranks, the count is global
-        elif self.sequence is not None:
-            loss = (
-                loss * self.sequence.size
-            )  # evaluation averages over ranks, each of which has a part of the sum
-        if return_outputs:
-            return (loss, step)
-        return loss
 
     def check_finite(self, name: str, value: Tensor | float) -> None:
         """Raises UserError for a value that is inf or nan."""
@@ -152,24 +196,23 @@ class StepTrainer(Trainer):
         depths agreed independently. A kind whose decoded depths all equal its trained one sets
         `chain_depth`, the length of that chain.
         """
-        if not self.sums[phase]:
+        sums = self.sums[phase]
+        if not sums:
             return {}
-        summed = {
-            name: self.accelerator.reduce(value) for name, value in sorted(self.sums[phase].items())
-        }
         self.sums[phase] = {}
-        count = summed["count"].clamp(min=1)
-        means = {
-            name: (value / count).tolist() for name, value in summed.items() if name != "count"
-        }
-        metrics = {
-            f"{name}@{k + 1}": round(x, 4) for name, row in means.items() for k, x in enumerate(row)
-        }
-        agree = means["agree"]
+        # Every rank reduces the same names in the same order.
+        summed = {name: self.accelerator.reduce(sums[name]) for name in sorted(sums)}
+        count = summed.pop("count").clamp(min=1)
+        metrics: dict[str, float] = {}
+        for name, value in summed.items():
+            for depth, mean in enumerate((value / count).tolist(), 1):
+                metrics[f"{name}@{depth}"] = round(mean, 4)
+        agree = (summed["agree"] / count).tolist()
         agree += agree[-1:] * (self.drafter.chain_depth - len(agree))
         chain = 1.0
         expected = 1.0
         for share in agree:
             chain *= share
             expected += chain
-        return {**metrics, "accepted_length": round(expected, 4)}
+        metrics["accepted_length"] = round(expected, 4)
+        return metrics

@@ -221,7 +221,7 @@ def test_a_core_and_cpu_time_reach_the_training(script, tmp_path):
     assert log.read_text() == f"{{{core}}} 1\n"
     inner = tmp_path / "inner.py"
     inner.write_text(
-        "import sys; from drafttrain.training.callbacks import TimeBudget; print(TimeBudget.clock.__name__, sys.argv[1:])"
+        "import sys; from drafttrain.training.limits import TimeBudget; print(TimeBudget.clock.__name__, sys.argv[1:])"
     )
     script.execute([sys.executable, "-c", script.CPU_TIME, str(inner), "x=1"], log, 1)
     assert log.read_text() == "process_time ['x=1']\n"

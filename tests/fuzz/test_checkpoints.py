@@ -14,8 +14,8 @@ from hypothesis import given
 from transformers import TrainerState, TrainingArguments
 
 from drafttrain.errors import UserError
-from drafttrain.training.callbacks import TimeBudget
-from drafttrain.training.trainer import find_checkpoint
+from drafttrain.training.checkpoint import find_checkpoint
+from drafttrain.training.limits import TimeBudget
 from tests.fuzz import file_faults, fuzz, json_faults, outcome, seeds
 
 RUN = Path(__file__).parents[1] / "fixtures" / "run"

@@ -15,7 +15,7 @@ from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target, devices
 from drafttrain.target import target as target_module
 from drafttrain.training import arguments
-from drafttrain.training.callbacks import DecodeHeldOut
+from drafttrain.training.held_out_decoding import DecodeHeldOut
 from tests.conftest import make_target
 from tests.gpu.count import moved_target
 
@@ -178,7 +178,6 @@ def test_a_frozen_head_is_not_copied_to_another_dtype(gpu):
 def test_decoding_during_training_leaves_no_graphs_and_no_cache(gpu):
     target = moved_target()
     drafter = SimpleNamespace(eval=lambda: drafter, parameters=lambda: [], train=lambda: None)
-    trainer = SimpleNamespace(drafter=drafter, target=target, log=lambda logs: None)
 
     def decode(_):
         generate(target, None, [5, 9, 11, 9], max_new_tokens=4)
@@ -187,9 +186,9 @@ def test_decoding_during_training_leaves_no_graphs_and_no_cache(gpu):
 
     state = SimpleNamespace(global_step=1, is_world_process_zero=True, best_metric=None)
     control = SimpleNamespace(should_save=True, should_training_stop=False, should_log=False)
-    DecodeHeldOut(trainer, 0, decode).on_step_end(
-        SimpleNamespace(device=target.device), state, control
-    )
+    decoding = DecodeHeldOut(drafter, target, 0, decode)
+    assert decoding.due(state.global_step, control)
+    decoding.measure(state, control, lambda logs: None)
     assert not target.idle_steps
 
 

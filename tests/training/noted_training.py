@@ -15,12 +15,12 @@ from pathlib import Path
 from drafttrain.cli import main
 from drafttrain.files import append_line
 from drafttrain.states import served
-from drafttrain.training.step import StepTrainer
+from drafttrain.training.step import TrainingStep
 
 
 def train(notes: Path, seconds: float, words: list[str]) -> int:
     file = os.open(notes, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    plain = StepTrainer.compute_loss
+    plain = TrainingStep.compute_loss
     served._FIRST_PAUSE, served._LONGEST_PAUSE = 0.02, 0.2
 
     def noted(self, model, inputs, *args, **kwargs):
@@ -35,7 +35,7 @@ def train(notes: Path, seconds: float, words: list[str]) -> int:
             time.sleep(seconds)
         return loss
 
-    StepTrainer.compute_loss = noted
+    TrainingStep.compute_loss = noted
     return main(["train", *words])
 
 

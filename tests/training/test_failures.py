@@ -11,7 +11,8 @@ import torch
 from drafttrain.cli import main
 from drafttrain.data import loader
 from drafttrain.drafters.registry import default_tree
-from drafttrain.training.trainer import DrafterTrainer
+from drafttrain.training.checkpoint import Checkpoints
+from drafttrain.training.step import TrainingStep
 from tests.training.test_train import write_recipe
 
 
@@ -24,20 +25,20 @@ def begun(tiny, tmp_path_factory):
     return folder / "drafter", words
 
 
-def no_memory(trainer, loss):
+def no_memory(step, loss):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-def no_memory_on_a_cpu(trainer, loss):
+def no_memory_on_a_cpu(step, loss):
     torch.empty(1 << 60)  # what torch says for real
 
 
-def infinite_gradients(trainer, loss):
+def infinite_gradients(step, loss):
     return loss * 3e38
 
 
-def infinite_loss(trainer, loss):
-    trainer.check_finite("loss", loss * float("inf"))
+def infinite_loss(step, loss):
+    step.check_finite("loss", loss * float("inf"))
 
 
 STEP = [
@@ -67,13 +68,13 @@ def fails(begun, tmp_path, capsys, message: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize(("fault", "message"), STEP, ids=[fault.__name__ for fault, _ in STEP])
 def test_a_step_that_fails(begun, tmp_path, monkeypatch, capsys, fault, message):
-    plain = DrafterTrainer.compute_loss
+    plain = TrainingStep.compute_loss
 
     def faulty(self, *args, **kwargs):
         loss = plain(self, *args, **kwargs)
         return loss if self.state.global_step < 2 else fault(self, loss)
 
-    monkeypatch.setattr(DrafterTrainer, "compute_loss", faulty)
+    monkeypatch.setattr(TrainingStep, "compute_loss", faulty)
     fails(begun, tmp_path, capsys, message)
 
 
@@ -103,7 +104,7 @@ def test_a_disk_that_fills_while_saving(begun, tmp_path, monkeypatch, capsys, er
         assert output_dir.endswith("/.partial/checkpoint-4")
         raise error
 
-    monkeypatch.setattr(DrafterTrainer, "_save_rng_state", full)
+    monkeypatch.setattr(Checkpoints, "save_random_numbers", full)
     fails(
         begun,
         tmp_path,
@@ -120,7 +121,7 @@ def test_an_empty_mask(begun, tmp_path, monkeypatch, capsys):
         batch = plain(rows)
         return {**batch, "shift_labels": torch.full_like(batch["shift_labels"], -100)}
 
-    monkeypatch.setattr("drafttrain.train.collate", empty)
+    monkeypatch.setattr("drafttrain.training.order.collate", empty)
     assert main(["train", *begun[1], f"output_dir={tmp_path}"]) == 2
     assert "the loss mask of all rows is empty" in capsys.readouterr().err
 
@@ -130,7 +131,7 @@ def test_other_errors_stay_what_they_are(begun, tmp_path, monkeypatch):
     def broken(self, *args, **kwargs):
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
-    monkeypatch.setattr(DrafterTrainer, "compute_loss", broken)
+    monkeypatch.setattr(TrainingStep, "compute_loss", broken)
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         main(["train", *begun[1], f"output_dir={tmp_path}"])
 

@@ -112,7 +112,7 @@ def test_packed_batches_get_packed_responses(target):
     assert seen == {-1, *range(len(ROWS))}
     saved = json.loads(json.dumps({"OnPolicy": policy.state()}))
     other, _ = make(target, packing=True)
-    other.on_train_begin(None, SimpleNamespace(stateful_callbacks=saved), None)
+    other.restore(saved)
     assert other.ready == policy.ready
 
 
@@ -164,7 +164,7 @@ def test_a_resumed_run_has_the_same_responses(target):
     policy.refresh(5)
     saved = json.loads(json.dumps({"OnPolicy": policy.state()}))
     other, _ = make(target)
-    other.on_train_begin(None, SimpleNamespace(stateful_callbacks=saved), None)
+    other.restore(saved)
     assert other.pool == policy.pool and other.round == policy.round == 2
 
 

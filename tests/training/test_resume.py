@@ -19,9 +19,9 @@ from transformers import TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
 from drafttrain.cli import main
-from drafttrain.training.callbacks import TimeBudget
-from drafttrain.training.step import MEASURE_EVERY
-from drafttrain.training.trainer import ByLength, DrafterTrainer
+from drafttrain.training.limits import TimeBudget
+from drafttrain.training.order import ByLength
+from drafttrain.training.step import MEASURE_EVERY, TrainingStep
 from tests.training.test_train import ROOT, launch, write_recipe
 
 STEPS = 11
@@ -210,7 +210,7 @@ def test_wandb_has_the_values(whole):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_a_signal_saves_first_and_the_run_goes_on(tiny, tmp_path, monkeypatch, capsys, number):
     words = recipe(tmp_path, tiny, decode_prompts=0)
-    plain = DrafterTrainer.compute_loss
+    plain = TrainingStep.compute_loss
     signals = iter([number])
 
     def signalled(self, *args, **kwargs):
@@ -218,7 +218,7 @@ def test_a_signal_saves_first_and_the_run_goes_on(tiny, tmp_path, monkeypatch, c
             os.kill(os.getpid(), number)
         return plain(self, *args, **kwargs)
 
-    monkeypatch.setattr(DrafterTrainer, "compute_loss", signalled)
+    monkeypatch.setattr(TrainingStep, "compute_loss", signalled)
     before = signal.getsignal(number)
     with pytest.raises(SystemExit) as stopped:
         main(["train", *words])
@@ -233,14 +233,14 @@ def test_a_signal_saves_first_and_the_run_goes_on(tiny, tmp_path, monkeypatch, c
 @pytest.mark.thorough
 def test_a_second_ctrl_c_ends_at_once(tiny, tmp_path, monkeypatch, capfd):
     words = recipe(tmp_path, tiny, decode_prompts=0)
-    plain = DrafterTrainer.compute_loss
+    plain = TrainingStep.compute_loss
 
     def signalled(self, *args, **kwargs):
         for _ in range(2):
             signal.raise_signal(signal.SIGINT)
         return plain(self, *args, **kwargs)
 
-    monkeypatch.setattr(DrafterTrainer, "compute_loss", signalled)
+    monkeypatch.setattr(TrainingStep, "compute_loss", signalled)
     before = signal.getsignal(signal.SIGINT)
     assert main(["train", *words]) == 130
     said = capfd.readouterr().err

@@ -25,7 +25,8 @@ from drafttrain.states.ahead import MOST_STEPS, Ahead, LookAhead, StatesLostErro
 from drafttrain.states.origins import Origin, Row, RowStates
 from drafttrain.states.served import Served
 from drafttrain.target import Target
-from drafttrain.training.step import StepTrainer
+from drafttrain.training.checkpoint import Checkpoints
+from drafttrain.training.step import TrainingStep
 from tests.conftest import make_target
 from tests.data.fake_state_server import FakeStateServer
 from tests.training.test_scale import TWO
@@ -255,7 +256,7 @@ def test_streamed_states_train_what_stored_ones_train_and_are_asked_for_ahead(
     target, data, stored = place
     events: list[tuple[str, set[int]]] = []
     start = Ahead._start
-    loss = StepTrainer.compute_loss
+    loss = TrainingStep.compute_loss
 
     def started(self, coming):
         events.append(("asked", {coming.row.index}))
@@ -269,7 +270,7 @@ def test_streamed_states_train_what_stored_ones_train_and_are_asked_for_ahead(
     extra = {"packing": packing, "max_length": 64 if packing else 2048}
     server.faults.extend(["torn file", "NaN", "503", "no file"])  # cost retries only
     monkeypatch.setattr(Ahead, "_start", started)
-    monkeypatch.setattr(StepTrainer, "compute_loss", computed)
+    monkeypatch.setattr(TrainingStep, "compute_loss", computed)
     streamed = train(tmp_path / "streamed", target, data, target_url=server.url, **extra)
     out = capsys.readouterr().out
     assert (
@@ -312,9 +313,9 @@ def test_a_server_that_is_gone_ends_the_run_in_a_line_that_names_the_checkpoint_
     monkeypatch.setattr(
         Served, "__init__", lambda self, *args, **more: patient(self, *args, patience=0.05, **more)
     )
-    save = StepTrainer.save_model
+    save = Checkpoints.save_model
     monkeypatch.setattr(
-        StepTrainer,
+        Checkpoints,
         "save_model",
         lambda self, *args, **kw: (save(self, *args, **kw), server.stop()),
     )
@@ -327,7 +328,7 @@ def test_a_server_that_is_gone_ends_the_run_in_a_line_that_names_the_checkpoint_
     assert server.url in error and error.endswith(
         f"{tmp_path / 'cut' / 'drafter' / 'checkpoint-4'} is kept"
     )
-    monkeypatch.setattr(StepTrainer, "save_model", save)
+    monkeypatch.setattr(Checkpoints, "save_model", save)
     server.start()
     assert main(["train", *words]) == 0
     again = load_file(tmp_path / "cut" / "drafter" / "checkpoint-9" / "model.safetensors")

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import TrainingArguments
+from transformers import TrainerState, TrainingArguments
 
 import drafttrain
 from drafttrain.data.loader import collate, training_rows
 from drafttrain.data.store import load_records
 from drafttrain.states.source import TargetSource
-from drafttrain.training.trainer import DrafterTrainer
+from drafttrain.training.acceleration import OneProcess
+from drafttrain.training.step import TrainingStep
 from tests.drafters.test_eagle3 import make_drafter
 from tests.training.test_train import ROOT, write_data
 
@@ -27,18 +28,9 @@ def files_of_a_step(target, tmp_path) -> list[str]:
     records = load_records(str(write_data(tmp_path / "data", target, rows=4)))
     rows, _ = training_rows(records, 64, 0.0, 0)
     drafter = make_drafter(target, torch.arange(0, 300, 2)).train()
-    args = TrainingArguments(
-        output_dir=str(tmp_path / "run"), use_cpu=True, report_to=[], remove_unused_columns=False
-    )
+    args = TrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True, report_to=[])
     source = TargetSource(target, drafter.feature_layers, drafter.kept_ids)
-    trainer = DrafterTrainer(
-        model=drafter,
-        args=args,
-        train_dataset=rows,
-        data_collator=collate,
-        target=target,
-        source=source,
-    )
+    step = TrainingStep(drafter, target, source, args, TrainerState(), OneProcess())
     inputs = collate(list(rows))
     seen = {}
 
@@ -51,7 +43,7 @@ def files_of_a_step(target, tmp_path) -> list[str]:
         seen.clear()
         sys.setprofile(note)
         try:
-            trainer.compute_loss(drafter, inputs, num_items_in_batch=torch.tensor(8)).backward()
+            step.compute_loss(drafter, inputs, torch.tensor(8)).backward()
         finally:
             sys.setprofile(None)
     assert all(p.grad is not None for p in drafter.parameters() if p.requires_grad)

@@ -21,7 +21,7 @@ from drafttrain.drafters.eagle3.model import Eagle3
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.target import Target
 from drafttrain.train import build_drafter
-from drafttrain.training.callbacks import TimeBudget
+from drafttrain.training.limits import TimeBudget
 from tests.conftest import make_target
 from tests.drafters.test_eagle3 import make_drafter
 

@@ -1,0 +1,387 @@
+"""Checkpoints: writing them so that a kill at any time leaves the last one whole, finding the newest
+one, and restoring a run from it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import sys
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedSchedulerWrapper
+from pydantic import Field
+from safetensors.torch import load_file
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_pt_utils import safe_globals
+from transformers.trainer_utils import (
+    get_last_checkpoint,
+    load_sharded_checkpoint,
+    rotate_checkpoints,
+)
+from transformers.training_args import ParallelMode
+from typing_extensions import NotRequired, TypedDict
+
+from drafttrain.drafters.common.trainable import TrainableDrafter
+from drafttrain.errors import UserError
+from drafttrain.files import Json, open_tensors, read_json, reading
+from drafttrain.folders import PARTIAL, OutputFolder
+from drafttrain.training.acceleration import is_deepspeed
+
+STATE = "trainer_state.json"
+WEIGHTS = "model.safetensors"
+OPTIMIZER = "optimizer.pt"
+SCHEDULE = "scheduler.pt"
+SCALER = "scaler.pt"
+ARGUMENTS = "training_args.bin"
+
+
+class Exported(Protocol):
+    """A part of a run whose state is in trainer_state.json, under its class's name."""
+
+    def state(self) -> Json: ...
+
+
+class Checkpoints:
+    """Writes the checkpoints of a run, and restores it from one.
+
+    Args:
+        model: the drafter as the processes train it, perhaps wrapped.
+        parts: time budget and on-policy rows.
+    """
+
+    def __init__(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        accelerator: Accelerator,
+        drafter: TrainableDrafter,
+        model: nn.Module,
+        optimizer: Optimizer,
+        schedule: LRScheduler,
+        parts: Sequence[Exported],
+    ):
+        self.args = args
+        self.state = state
+        self.accelerator = accelerator
+        self.drafter = drafter
+        self.model: Any = model
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.parts = parts
+        self.root = Path(str(args.output_dir))
+
+    # -- writing -----------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Writes a checkpoint under another name and moves it into place when all of it is on disk.
+
+        A search for the newest checkpoint therefore never finds an incomplete one, whenever this
+        process is killed.
+        """
+        state = self.state
+        name = f"checkpoint-{state.global_step}"
+        partial = self.root / PARTIAL
+        if self.args.local_process_index == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        try:
+            self._write(partial / name)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        self.accelerator.wait_for_everyone()
+        if self.args.local_process_index == 0:
+            _move(partial, self.root, name)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            rotate_checkpoints(
+                str(self.root),
+                self.args.save_total_limit,
+                state.best_model_checkpoint,
+            )
+
+    def _write(self, folder: Path) -> None:
+        """Writes all files of a checkpoint; all processes call it."""
+        self.save_model(str(folder))
+        if not self.args.save_only_model:
+            self._save_optimizer(folder)
+            self.save_random_numbers(str(folder))
+        if self.state.best_global_step:
+            best = self.root / f"checkpoint-{self.state.best_global_step}"
+            self.state.best_model_checkpoint = str(best)
+        if self.args.should_save:
+            exported = {type(part).__name__: part.state() for part in self.parts}
+            # Earlier versions expect this entry.
+            exported["TrainerControl"] = TrainerControl(should_save=True).state()
+            self.state.stateful_callbacks = exported  # type: ignore[assignment]
+            self.state.save_to_json(str(folder / STATE))
+
+    def save_model(self, folder: str) -> None:
+        """Writes the drafter as transformers does; all processes call it, and the first one writes."""
+        weights = None
+        if is_deepspeed(self.accelerator):
+            weights = self.accelerator.get_state_dict(self.model)  # gathered, under ZeRO-3
+        if self.args.should_save:
+            os.makedirs(folder, exist_ok=True)
+            self.drafter.save_pretrained(folder, state_dict=weights, is_main_process=True)
+            torch.save(self.args, os.path.join(folder, ARGUMENTS))
+
+    def _save_optimizer(self, folder: Path) -> None:
+        if is_deepspeed(self.accelerator):
+            self.model.save_checkpoint(str(folder))  # global_step*: each process its shards
+        elif self.args.should_save:
+            torch.save(self.optimizer.state_dict(), folder / OPTIMIZER)
+        if not self.args.should_save:
+            return
+        if not isinstance(self.schedule, DeepSpeedSchedulerWrapper):  # which DeepSpeed saves
+            torch.save(self.schedule.state_dict(), folder / SCHEDULE)
+        if self.accelerator.scaler is not None:
+            torch.save(self.accelerator.scaler.state_dict(), folder / SCALER)
+
+    def save_random_numbers(self, folder: str) -> None:
+        """Writes the states of this process's random number generators."""
+        states: Json = {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "cpu": torch.random.get_rng_state(),
+        }
+        if torch.cuda.is_available() and self._distributed:
+            states["cuda"] = torch.cuda.random.get_rng_state_all()
+        elif torch.cuda.is_available():
+            states["cuda"] = torch.cuda.random.get_rng_state()
+        os.makedirs(folder, exist_ok=True)
+        torch.save(states, os.path.join(folder, self._random_name))
+
+    @property
+    def _distributed(self) -> bool:
+        return self.args.parallel_mode == ParallelMode.DISTRIBUTED
+
+    @property
+    def _random_name(self) -> str:
+        if self.args.world_size > 1:
+            return f"rng_state_{self.args.process_index}.pth"
+        return "rng_state.pth"
+
+    def keep_best_alone(self) -> None:
+        """Deletes the last checkpoint if one may stay and another is the best."""
+        best = self.state.best_model_checkpoint
+        if not (self.args.should_save and best and self.args.save_total_limit == 1):
+            return
+        for path in self.root.glob("checkpoint-*"):
+            if path.is_dir() and not os.path.samefile(path, best):
+                shutil.rmtree(path, ignore_errors=True)
+
+    # -- restoring ---------------------------------------------------------------------------------
+
+    def load(self, checkpoint: str) -> None:
+        """Restores optimizer, schedule and loss scale; under DeepSpeed the weights too."""
+        folder = Path(checkpoint)
+        if is_deepspeed(self.accelerator):
+            self._load_engine(checkpoint)
+        elif (folder / OPTIMIZER).is_file() and (folder / SCHEDULE).is_file():
+            # On a GPU the optimizer's state is read there: several copies may not fit the host.
+            place: Any = "cpu"
+            if self.args.world_size > 1 and self.args.device.type != "cpu":
+                place = self.args.device
+            optimizer = torch.load(folder / OPTIMIZER, map_location=place, weights_only=True)
+            self.optimizer.load_state_dict(optimizer)
+        if (folder / SCHEDULE).is_file() and not isinstance(
+            self.schedule, DeepSpeedSchedulerWrapper
+        ):
+            self.schedule.load_state_dict(torch.load(folder / SCHEDULE, weights_only=True))
+        if (folder / SCALER).is_file() and self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(
+                torch.load(folder / SCALER, weights_only=True),
+            )
+
+    def _load_engine(self, checkpoint: str) -> None:
+        """Restores DeepSpeed's weights, optimizer and schedule from its shards."""
+        found = any(Path(checkpoint).glob("global_step*"))
+        if not found or self.model.load_checkpoint(checkpoint)[0] is None:
+            raise UserError(
+                f"checkpoint={checkpoint!r} holds no state of DeepSpeed; go on as the run began, or start again with "
+                "resume=false"
+            )
+
+    def restore_random_numbers(self, checkpoint: str) -> None:
+        """Restores this process's random number generators, if the checkpoint has their states."""
+        path = Path(checkpoint) / self._random_name
+        if not path.is_file():
+            return
+        with safe_globals():
+            states = torch.load(path, weights_only=True)
+        random.setstate(states["python"])
+        np.random.set_state(states["numpy"])
+        torch.random.set_rng_state(states["cpu"])
+        if "cuda" not in states or not torch.cuda.is_available():
+            return
+        if self._distributed:
+            torch.cuda.random.set_rng_state_all(states["cuda"])
+        else:
+            torch.cuda.random.set_rng_state(states["cuda"])
+
+    def take_best(self) -> None:
+        """Restores the weights of the best checkpoint unless the last step's are the best."""
+        best = self.state.best_global_step
+        where = self.state.best_model_checkpoint or ""
+        if not best or best == self.state.global_step or not os.path.isdir(where):
+            return
+        if is_deepspeed(self.accelerator):
+            self._load_engine(where)
+        else:
+            load_weights(self.drafter, where)
+
+
+def load_state(checkpoint: str | None) -> TrainerState:
+    """The state that a run begins with: a checkpoint's, or that of step 0."""
+    if checkpoint is None:
+        return TrainerState()
+    state = TrainerState.load_from_json(os.path.join(checkpoint, STATE))
+    if not os.path.isdir(state.best_model_checkpoint or ""):
+        state.best_model_checkpoint = None
+    return state
+
+
+def load_weights(drafter: TrainableDrafter, checkpoint: str) -> None:
+    """Restores a drafter's weights; kinds whose files have other names load their own."""
+    if drafter.load_checkpoint(checkpoint):
+        return
+    weights = os.path.join(checkpoint, WEIGHTS)
+    if os.path.isfile(weights):
+        # Tied weights are in the file once.
+        drafter.load_state_dict(load_file(weights, device="cpu"), strict=False)
+    else:
+        load_sharded_checkpoint(drafter, checkpoint, strict=False)
+
+
+def _move(partial: Path, root: Path, name: str) -> None:
+    """Syncs a finished checkpoint to the disk and moves it into place; on a shared disk only the
+    first node's move succeeds.
+    """
+    try:
+        for path in (partial / name).rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+        if (partial / name).exists() and (root / name).exists():
+            # written by an earlier run of the same steps
+            os.replace(root / name, partial / "before")
+        os.replace(partial / name, root / name)
+    except FileNotFoundError:  # another node has moved it
+        return
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+# -- finding -------------------------------------------------------------------------------------
+
+
+class SavedState(TypedDict):
+    """A checkpoint's trainer_state.json, as far as a resumed run depends on it."""
+
+    global_step: Annotated[int, Field(ge=0)]
+    max_steps: int
+    epoch: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
+    best_global_step: NotRequired[int | None]
+    best_metric: NotRequired[float | None]
+    best_model_checkpoint: NotRequired[str | None]
+    log_history: list[Json]
+    stateful_callbacks: NotRequired[dict[str, Json | list[Json]]]
+
+
+def damage(checkpoint: Path, needed: Sequence[str] = ()) -> str:
+    """Why a checkpoint cannot be resumed from, as a line; '' for a sound one. Reads all of it but
+    the weights' values.
+
+    Args:
+        needed: patterns of file names that must be there.
+    """
+    skipped = "it is skipped"
+    saved = checkpoint / STATE
+    try:
+        state = read_json(saved, "checkpoint", skipped, SavedState)
+        if state["global_step"] != _step_of(checkpoint):
+            return f"{STATE} is that of step {state['global_step']}"
+        with reading(saved, "checkpoint", skipped):
+            TrainerState.load_from_json(str(saved))
+        for file in sorted(checkpoint.rglob("*.safetensors")):
+            open_tensors(file, "checkpoint", skipped)
+        for file in sorted(checkpoint.glob("*.pt*")):
+            with reading(file, "checkpoint", skipped):
+                _check_archive(file)
+    except UserError as error:
+        return str(error)
+    for pattern in needed:
+        if not any(checkpoint.rglob(pattern)):
+            return f"it holds no {pattern}"
+    return ""
+
+
+def _check_archive(file: Path) -> None:
+    """Reads a file that torch has written. Raises ValueError, or what reading raises."""
+    with zipfile.ZipFile(file) as archive:
+        if bad := archive.testzip():
+            raise ValueError(f"the checksum of {bad} is wrong")
+        with safe_globals():
+            torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def newest_checkpoint(args: TrainingArguments) -> str | None:
+    """The newest checkpoint in output_dir, if there is one."""
+    place = str(args.output_dir)
+    if os.path.isdir(place):
+        return get_last_checkpoint(place)
+    return None
+
+
+def find_checkpoint(
+    args: TrainingArguments,
+    resume: bool,
+    output: OutputFolder | None = None,
+) -> str | None:
+    """The checkpoint to resume from: the newest that is not damaged, with a line about each one
+    that is.
+
+    With resume=False the checkpoints of an earlier run are set aside until this run's drafter is
+    saved.
+
+    Raises UserError: every checkpoint is damaged.
+    """
+    place = Path(str(args.output_dir))
+    if not resume:
+        with args.main_process_first(desc="setting old checkpoints aside"):
+            if output is not None:
+                output.set_aside("checkpoint-*")
+
+    found = []
+    for path in place.glob("checkpoint-*"):
+        if path.is_dir() and path.name.rpartition("-")[2].isdecimal():
+            found.append(path)
+    for path in sorted(found, key=_step_of, reverse=True):
+        needed: tuple[str, ...] = ("*.safetensors", OPTIMIZER, SCHEDULE, "rng_state*.pth")
+        if args.save_only_model or any(path.glob("global_step*")):  # DeepSpeed's own layout
+            needed = ()
+        fault = damage(path, needed)
+        if not fault:
+            return str(path)
+        if args.process_index == 0:
+            print(f"{path} is damaged and not used: {fault}", file=sys.stderr, flush=True)
+    if found:
+        raise UserError(
+            f"output_dir={str(place)!r}: all checkpoints are damaged; start again with resume=false"
+        )
+    return None

@@ -1,0 +1,69 @@
+"""Exhausted memory and disk, as errors that say what to change."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+
+import torch
+from transformers import TrainingArguments
+
+from drafttrain.errors import UserError
+from drafttrain.files import is_disk_full
+from drafttrain.states.ahead import StatesLostError
+from drafttrain.training.checkpoint import newest_checkpoint
+
+# Parts of the messages for exhausted memory: torch's on a CPU, libraries' on a GPU.
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+
+
+@contextlib.contextmanager
+def explained(args: TrainingArguments) -> Iterator[None]:
+    """Turns exhausted memory or disk, from loading to saving, into a UserError that says what to
+    change.
+    """
+    try:
+        yield
+    except StatesLostError as error:
+        kept = "no checkpoint was written before"
+        if last := newest_checkpoint(args):
+            kept = f"{last} is kept"
+        raise UserError(f"{error}; {kept}") from error
+    except UserError:
+        raise
+    except Exception as error:
+        kept = "no checkpoint was written before"
+        if last := newest_checkpoint(args):
+            kept = f"{last} is kept, the same command continues from there"
+        text = " ".join(str(error).split())
+        memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if memory or any(sign in text for sign in _NO_MEMORY):
+            raise UserError(_no_memory(args, text, kept)) from error
+        if is_disk_full(error):
+            raise UserError(_no_space(args, kept)) from error
+        raise
+
+
+def _no_memory(args: TrainingArguments, text: str, kept: str) -> str:
+    batch = args.per_device_train_batch_size
+    steps = args.gradient_accumulation_steps
+    smaller = "max_length or drafter.ttt_steps lower"
+    if batch > 1:
+        smaller = (
+            f"per_device_train_batch_size={batch // 2} gradient_accumulation_steps={2 * steps} (now {batch} and "
+            f"{steps}; the same training in half the memory)"
+        )
+    return f"out of memory on {args.device} ({text[:120]}); set {smaller}, or max_length or cache_gb lower; {kept}"
+
+
+def _no_space(args: TrainingArguments, kept: str) -> str:
+    place = str(args.output_dir)
+    free = 0
+    if os.path.isdir(place):
+        free = shutil.disk_usage(place).free
+    return (
+        f"output_dir={place!r}: no space left on the device while saving ({free / 1e6:.0f} MB free); free some space, "
+        f"or set save_total_limit lower ({args.save_total_limit}); {kept}"
+    )

@@ -1,0 +1,265 @@
+"""Which rows a step reads: the order of an epoch, the micro-batches of this process, and their
+announcement ahead of their steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from accelerate import Accelerator, skip_first_batches
+from datasets import Dataset
+from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
+from transformers import TrainerState, TrainingArguments
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
+from drafttrain.data.loader import collate
+from drafttrain.errors import UserError
+from drafttrain.sequence_parallel import SequenceGroup, SharedBatches
+from drafttrain.states.ahead import MOST_STEPS, Inputs, LookAhead
+from drafttrain.states.source import BatchSource
+
+
+class ByLength(Sampler[int]):
+    """Shuffles rows such that those of one optimizer step have similar lengths.
+
+    The order depends neither on other random draws nor on how a step's rows are divided into
+    devices and accumulation steps. So a resumed run sees the rows of an uninterrupted one, and a
+    run on N devices those of a run on one device.
+
+    Args:
+        lengths: tokens of each row.
+        rows: of an optimizer step: batch size x accumulation steps x processes. An epoch consists
+            of full steps; it leaves out different rows each time.
+        seed: of the order. epoch: returns the epoch's number; called when an epoch begins.
+    """
+
+    # Steps that are sorted together: more mean less padding and less shuffling.
+    _SORTED = 50
+
+    def __init__(self, lengths: Sequence[int], rows: int, seed: int, epoch: Callable[[], int]):
+        self.lengths = lengths
+        self.rows = rows
+        self.seed = seed
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        count = len(self.lengths)
+        if count < self.rows:
+            return count
+        return count - count % self.rows
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.epoch())
+        order = torch.randperm(len(self.lengths), generator=generator)[: len(self)].tolist()
+        together = self.rows * max(1, min(self._SORTED, len(self) // (4 * self.rows)))
+        steps: list[list[int]] = []
+        for begin in range(0, len(order), together):
+            block = sorted(order[begin : begin + together], key=lambda i: -self.lengths[i])
+            for at in range(0, len(block), self.rows):
+                steps.append(block[at : at + self.rows])
+
+        # The longest step comes first, so that a lack of memory shows at once.
+        longest = max(range(len(steps)), key=lambda at: self.lengths[steps[at][0]])
+        places = torch.randperm(len(steps), generator=generator).tolist()
+        places.remove(longest)
+        for at in [longest, *places]:
+            yield from steps[at]
+
+
+def _loader(
+    rows: Dataset,
+    order: Sampler[int],
+    batch_size: int,
+    args: TrainingArguments,
+    accelerator: Accelerator,
+) -> DataLoader:
+    """Collated batches of this process, on its device."""
+    loader = DataLoader(
+        rows,  # type: ignore[arg-type]
+        batch_size=batch_size,
+        sampler=order,
+        collate_fn=collate,
+        drop_last=args.dataloader_drop_last,
+        num_workers=args.dataloader_num_workers,
+        pin_memory=args.dataloader_pin_memory,
+        persistent_workers=args.dataloader_persistent_workers,
+        prefetch_factor=args.dataloader_prefetch_factor,
+        multiprocessing_context=args.dataloader_multiprocessing_context,
+        in_order=args.dataloader_in_order,
+    )
+    return accelerator.prepare(loader)
+
+
+class TrainingOrder:
+    """The micro-batches of this process, step by step and epoch after epoch.
+
+    Args:
+        rows: {tokens, spans, length, index}. source: is told of coming micro-batches.
+        sequence: the processes that share the rows of this one's batches.
+
+    Attributes:
+        epoch: number of the running epoch. batches: micro-batches of an epoch.
+        steps_per_epoch: its optimizer steps; the last one may have fewer micro-batches.
+
+    Raises:
+        UserError: an epoch has no batch.
+    """
+
+    def __init__(
+        self,
+        rows: Dataset,
+        args: TrainingArguments,
+        accelerator: Accelerator,
+        source: BatchSource,
+        sequence: SequenceGroup | None,
+    ):
+        self.rows = rows
+        self.args = args
+        self.source = source
+        self.epoch = 0
+        self.accumulated = args.gradient_accumulation_steps
+        self.loader = _loader(
+            rows,
+            self._sampler(sequence),
+            args.train_batch_size,
+            args,
+            accelerator,
+        )
+        self.batches = len(self.loader)
+        if not self.batches:
+            raise UserError(
+                f"dataloader_drop_last=true: {len(rows)} rows are fewer than a batch of all processes; leave it out"
+            )
+        self.steps_per_epoch = math.ceil(self.batches / self.accumulated)
+
+    def _sampler(self, sequence: SequenceGroup | None) -> Sampler[int]:
+        args = self.args
+        if args.train_sampling_strategy == "sequential":
+            return SequentialSampler(self.rows)  # type: ignore[arg-type]
+        if args.train_sampling_strategy == "random":
+            return RandomSampler(self.rows)  # type: ignore[arg-type]
+        groups = args.world_size
+        if sequence is not None:
+            groups = args.world_size // sequence.size
+        order = ByLength(
+            lengths=list(self.rows["length"]),
+            rows=args.train_batch_size * self.accumulated * groups,
+            seed=args.data_seed or args.seed,
+            epoch=lambda: self.epoch,
+        )
+        if sequence is None:
+            return order
+        return SharedBatches(order, args.train_batch_size, args.world_size, sequence.size)
+
+    def total_steps(self) -> int:
+        """Optimizer steps of the run, by max_steps or num_train_epochs."""
+        if self.args.max_steps > 0:
+            return self.args.max_steps
+        return math.ceil(self.args.num_train_epochs * self.steps_per_epoch)
+
+    def epochs(self, step: int) -> float:
+        """Epochs that are done after a step of the running one."""
+        done = min((step - self.epoch * self.steps_per_epoch) * self.accumulated, self.batches)
+        return self.epoch + done / self.batches
+
+    def steps(self, state: TrainerState) -> Iterator[list[Inputs]]:
+        """The micro-batches of each step from `state.global_step` on, without end."""
+        first = state.global_step % self.steps_per_epoch  # step of the epoch
+        ahead: LookAhead | None = None
+        for epoch in itertools.count(state.global_step // self.steps_per_epoch):
+            self.epoch = epoch
+            loader = self.loader
+            loader.set_epoch(epoch)  # type: ignore[attr-defined]
+            if first:
+                loader = skip_first_batches(loader, first * self.accumulated)
+            coming: Iterator[Inputs] = iter(loader)
+            if self.source.ahead is not None:
+                coming = ahead = self._announced(coming, state, ahead)
+            left = self.batches - first * self.accumulated
+            while left > 0:
+                yield list(itertools.islice(coming, min(self.accumulated, left)))
+                left -= self.accumulated
+            first = 0
+
+    def _announced(
+        self,
+        batches: Iterator[Inputs],
+        state: TrainerState,
+        before: LookAhead | None,
+    ) -> LookAhead:
+        """An epoch's micro-batches, announced ahead of their steps, together with the first ones of
+        the next epoch.
+
+        before: of the epoch before, which has announced the first ones of this one.
+        """
+        ahead = self.source.ahead
+        assert ahead is not None
+        announced = 0
+        if before is not None:
+            announced = before.ahead
+        return LookAhead(
+            batches,
+            self.source.expect,
+            lambda: ahead.room,
+            most=(state.max_steps - state.global_step) * self.accumulated,
+            announced=announced,
+            following=self._next_epoch,
+        )
+
+    def _next_epoch(self) -> Iterator[Inputs]:
+        """Micro-batches of this process in the next epoch.
+
+        None where only the sampler that draws them knows the order.
+        """
+        if self.args.train_sampling_strategy != "group_by_length":
+            return
+        self.epoch += 1
+        try:
+            chosen = list(itertools.islice(self.loader.batch_sampler, MOST_STEPS))  # type: ignore[arg-type]
+        finally:
+            self.epoch -= 1
+        for numbers in chosen:
+            yield collate([self.rows[number] for number in numbers])
+
+
+def held_out_loader(
+    rows: Dataset,
+    args: TrainingArguments,
+    accelerator: Accelerator,
+    sequence: SequenceGroup | None,
+) -> DataLoader:
+    """Batches of held-out rows, in the same order in each measurement."""
+    order: Sampler[int] = SequentialSampler(rows)  # type: ignore[arg-type]
+    if sequence is not None:
+        order = SharedBatches(order, args.eval_batch_size, args.world_size, sequence.size)
+    elif args.train_sampling_strategy == "group_by_length":
+        seed = args.seed
+        if args.data_seed is not None:
+            seed = args.data_seed
+        order = LengthGroupedSampler(
+            args.eval_batch_size,
+            lengths=list(rows["length"]),
+            generator=torch.Generator().manual_seed(seed),
+        )
+    return _loader(rows, order, args.eval_batch_size, args, accelerator)
+
+
+def announced_batches(loader: DataLoader, source: BatchSource) -> Iterator[Inputs]:
+    """A loader's batches, each announced to a source ahead of its turn."""
+    ahead = source.ahead
+    if ahead is None:
+        yield from loader
+        return
+
+    def announced() -> Iterator[Inputs]:
+        # The sampler gives the same order each time it is iterated.
+        for numbers in loader.batch_sampler:  # type: ignore[union-attr]
+            yield collate([loader.dataset[number] for number in numbers])
+
+    coming = LookAhead(announced(), source.expect, lambda: ahead.room)
+    for inputs in loader:
+        next(coming, None)
+        yield inputs

@@ -1,0 +1,159 @@
+"""A run, and its parts ready for the loop: order, optimizer, logs and checkpoints."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from datasets import Dataset
+from torch import Tensor
+from transformers import TrainingArguments, enable_full_determinism, set_seed
+from transformers.utils import logging
+
+from drafttrain.drafters.common.trainable import TrainableDrafter
+from drafttrain.errors import UserError
+from drafttrain.sequence_parallel import SequenceGroup
+from drafttrain.states.source import BatchSource
+from drafttrain.target import Target
+from drafttrain.training.acceleration import (
+    accelerator_of,
+    enable_checkpointing,
+    is_deepspeed,
+    prepared,
+)
+from drafttrain.training.checkpoint import Checkpoints, Exported, load_state, load_weights
+from drafttrain.training.held_out_decoding import DecodeHeldOut
+from drafttrain.training.limits import TimeBudget
+from drafttrain.training.logs import Logs
+from drafttrain.training.on_policy import OnPolicy
+from drafttrain.training.order import TrainingOrder
+from drafttrain.training.step import TrainingStep
+
+
+@dataclass
+class Run:
+    """What a run trains, on what.
+
+    Attributes:
+        train_rows: {tokens, spans, length, index}; packed if the recipe says so. held_out: never
+            packed.
+        source: gives batches their target features and distributions.
+        on_policy: mixes in the drafter's responses. checkpoint: to resume from.
+        sequence: the processes that share this one's rows.
+        column_rates: [f*h] learning rates of the weight that reads features, by column.
+        budget: of time. decoding: of held-out prompts.
+    """
+
+    target: Target
+    drafter: TrainableDrafter
+    train_rows: Dataset
+    held_out: Dataset | None
+    source: BatchSource
+    on_policy: OnPolicy | None = None
+    checkpoint: str | None = None
+    sequence: SequenceGroup | None = None
+    column_rates: Tensor | None = None
+    budget: TimeBudget | None = None
+    decoding: DecodeHeldOut | None = None
+
+
+class Training:
+    """A run that is ready to train, from its checkpoint or from the start.
+
+    Attributes:
+        state: steps, epochs, logs and the best checkpoint, as trainer_state.json holds them.
+        model: the drafter as the processes train it: itself, or wrapped by DDP or DeepSpeed.
+
+    Raises:
+        UserError: held-out rows are needed, and there are none.
+    """
+
+    def __init__(self, run: Run, args: TrainingArguments):
+        self.run = run
+        self.args = args
+        if run.held_out is None and (args.eval_strategy != "no" or args.eval_on_start):
+            raise UserError(
+                "eval_strategy: there are no held-out rows to measure; set validation above 0, or leave "
+                "eval_strategy and eval_on_start out"
+            )
+        if args.full_determinism:
+            enable_full_determinism(args.seed)
+        else:
+            set_seed(args.seed)
+        logging.set_verbosity(args.get_process_log_level())
+        self.accelerator = accelerator_of(args, run.drafter)
+        self.order = TrainingOrder(
+            rows=run.train_rows,
+            args=args,
+            accelerator=self.accelerator,
+            source=run.source,
+            sequence=run.sequence,
+        )
+        steps = self.order.total_steps()
+        self.state = load_state(run.checkpoint)
+        self._begin_state(steps)
+
+        # Under DeepSpeed weights are restored together with the optimizer.
+        if run.checkpoint is not None and not is_deepspeed(self.accelerator):
+            load_weights(run.drafter, run.checkpoint)
+        run.drafter.config.use_cache = False  # config.json has always said so
+        enable_checkpointing(run.drafter, args)
+        self.model, self.optimizer, self.schedule = prepared(
+            accelerator=self.accelerator,
+            drafter=run.drafter,
+            args=args,
+            steps=steps,
+            budget=run.budget,
+            column_rates=run.column_rates,
+        )
+
+        self.step = TrainingStep(
+            drafter=run.drafter,
+            target=run.target,
+            source=run.source,
+            args=args,
+            state=self.state,
+            accelerator=self.accelerator,
+            sequence=run.sequence,
+        )
+        self.logs = Logs(args, self.state, self.accelerator, run.drafter, self.step)
+        parts: list[Exported] = []
+        if run.budget is not None:
+            parts.append(run.budget)
+        if run.on_policy is not None:
+            parts.append(run.on_policy)
+        self.checkpoints = Checkpoints(
+            args=args,
+            state=self.state,
+            accelerator=self.accelerator,
+            drafter=run.drafter,
+            model=self.model,
+            optimizer=self.optimizer,
+            schedule=self.schedule,
+            parts=parts,
+        )
+        if run.checkpoint is not None:
+            self.checkpoints.load(run.checkpoint)
+            if run.on_policy is not None:
+                run.on_policy.restore(self.state.stateful_callbacks)
+
+    def _begin_state(self, steps: int) -> None:
+        """Notes the recipe's steps and intervals, whatever a checkpoint was written with."""
+        args = self.args
+        state = self.state
+        state.train_batch_size = args.train_batch_size
+        state.compute_steps(args, steps)
+        state.max_steps = steps
+        state.num_train_epochs = math.ceil(args.num_train_epochs)
+        if args.max_steps > 0:
+            state.num_train_epochs = math.ceil(steps / self.order.steps_per_epoch)
+        state.is_local_process_zero = args.local_process_index == 0
+        state.is_world_process_zero = args.process_index == 0
+
+    def scheduled_rows(self) -> float:
+        """Rows of the whole schedule, over all processes."""
+        args = self.args
+        if args.max_steps <= 0:
+            return len(self.run.train_rows) * args.num_train_epochs
+        step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        return args.max_steps * step
