@@ -5,6 +5,7 @@ optimizer and the schedule.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from typing import Any
 
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedType
@@ -24,6 +25,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.errors import UserError
+from drafttrain.files import Json
 from drafttrain.training.column_rates import set_column_rates
 from drafttrain.training.limits import TimeBudget
 
@@ -44,7 +46,7 @@ class OneProcess:
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
-    def clip_grad_norm_(self, parameters: Any, max_norm: float) -> Tensor:
+    def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         return nn.utils.clip_grad_norm_(parameters, max_norm)
 
 
@@ -84,7 +86,7 @@ def _ddp_options(
 ) -> DistributedDataParallelKwargs:
     # Activations that backward computes again do not go with a search for unused parameters.
     unused = not (drafter.is_activation_checkpointing or args.activation_checkpointing)
-    options: dict[str, Any] = {"find_unused_parameters": unused}
+    options: Json = {"find_unused_parameters": unused}
     given = {
         "find_unused_parameters": args.ddp_find_unused_parameters,
         "bucket_cap_mb": args.ddp_bucket_cap_mb,
@@ -101,7 +103,7 @@ def enable_checkpointing(drafter: TrainableDrafter, args: TrainingArguments) -> 
     """Lets backward compute activations again, if the recipe says so."""
     if not args.activation_checkpointing:
         return
-    options: dict[str, Any] = {}
+    options: Json = {}
     if args.activation_checkpointing_kwargs:
         options.update(args.activation_checkpointing_kwargs)  # type: ignore[arg-type]
     every = options.pop("every_n_layers", 1)
@@ -131,7 +133,7 @@ def optimizer_of(
             with_decay.append(parameter)
         elif parameter.requires_grad:
             without.append(parameter)
-    groups: Any = [
+    groups: list[Json] = [
         {"params": with_decay, "weight_decay": args.weight_decay},
         {"params": without, "weight_decay": 0.0},
     ]

@@ -37,7 +37,7 @@ _DEFAULTS = {one.name: one.default for one in fields(TrainingArguments)}
 # Keys that the loop, accelerate, the optimizers and the reporters read. All others are transformers'
 # Trainer's alone, and an accepted key without effect would be worse than an error.
 # fmt: off
-_READ = {
+READ = {
     "output_dir", "seed", "data_seed", "full_determinism", "use_cpu", "report_to", "run_name",
     "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "log_level",
     "log_level_replica", "log_on_each_node",
@@ -62,7 +62,7 @@ _READ = {
     "hub_token",
 }
 # fmt: on
-_INSTEAD = {
+INSTEAD = {
     "auto_find_batch_size": "an error names the batch size to set where memory is short",
     "disable_tqdm": "drafttrain prints a line per log",
     "enable_jit_checkpoint": "SIGTERM saves a checkpoint without it",
@@ -72,9 +72,9 @@ _INSTEAD = {
     "metric_for_best_model": "the checkpoint that decodes held-out prompts best is kept",
     "push_to_hub": "publish the trained drafter with drafttrain push",
 }
-_ANYWAY = {"disable_tqdm": True, "remove_unused_columns": False}  # as training does without them
+ANYWAY = {"disable_tqdm": True, "remove_unused_columns": False}  # as training does without them
 # Values of keys that are read, but which only that Trainer carries out.
-_REFUSED = {
+REFUSED = {
     "lr_scheduler_type": ("reduce_lr_on_plateau", "greedy"),
     "save_strategy": ("best",),
     "train_sampling_strategy": ("batch_rebalance",),
@@ -183,6 +183,11 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         raise UserError(
             "feature_rates=true: DeepSpeed's optimizers have one rate for all of a weight; leave one of them out"
         )
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        raise UserError(
+            "ACCELERATE_USE_FSDP=true: drafters train under DDP or DeepSpeed; launch with configs/accelerate/gpu-8.yaml, or with "
+            "--use_deepspeed --deepspeed_config_file configs/deepspeed/zero3.json"
+        )
     if options.get("deepspeed"):
         require("deepspeed", f"deepspeed={shown(options['deepspeed'])}")
     if isinstance(options.get("deepspeed"), str):
@@ -218,12 +223,12 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
 def _refuse_trainers_own(name: str, value: object) -> None:
     """Raises UserError for a key, or a value of one, that only transformers' Trainer reads."""
     rule = "only transformers' Trainer reads it, which drafttrain does not run"
-    if name not in _READ and value not in (_DEFAULTS[name], _ANYWAY.get(name)):
-        instead = _INSTEAD.get(name, "")
+    if name not in READ and value not in (_DEFAULTS[name], ANYWAY.get(name)):
+        instead = INSTEAD.get(name, "")
         if instead:
             instead = f": {instead}"
         raise UserError(f"{name}={shown(value)}: {rule}; leave the key out{instead}")
-    refused = value in _REFUSED.get(name, ())
+    refused = value in REFUSED.get(name, ())
     if name == "optim":
         refused = any(part in str(value) for part in _LAYERWISE)
     if refused:

@@ -46,7 +46,7 @@ SCALER = "scaler.pt"
 ARGUMENTS = "training_args.bin"
 
 
-class Exported(Protocol):
+class SavedPart(Protocol):
     """A part of a run whose state is in trainer_state.json, under its class's name."""
 
     def state(self) -> Json: ...
@@ -69,7 +69,7 @@ class Checkpoints:
         model: nn.Module,
         optimizer: Optimizer,
         schedule: LRScheduler,
-        parts: Sequence[Exported],
+        parts: Sequence[SavedPart],
     ):
         self.args = args
         self.state = state
@@ -191,7 +191,7 @@ class Checkpoints:
             self._load_engine(checkpoint)
         elif (folder / OPTIMIZER).is_file() and (folder / SCHEDULE).is_file():
             # On a GPU the optimizer's state is read there: several copies may not fit the host.
-            place: Any = "cpu"
+            place = torch.device("cpu")
             if self.args.world_size > 1 and self.args.device.type != "cpu":
                 place = self.args.device
             optimizer = torch.load(folder / OPTIMIZER, map_location=place, weights_only=True)

@@ -12,7 +12,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import speed_metrics
 
-from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.environment import peak_memory
 from drafttrain.files import Json
 from drafttrain.states.ahead import Inputs
@@ -26,7 +25,7 @@ class Logs:
     """Collects the figures of steps, and hands them to `state.log_history` and every reporter.
 
     Args:
-        step: counts anchors and metrics.
+        step: counts anchors and metrics. parameters: of the drafter, for its operations.
 
     Attributes:
         written: step of the last training log. seconds: in micro-batches, of this process.
@@ -38,20 +37,19 @@ class Logs:
         args: TrainingArguments,
         state: TrainerState,
         accelerator: Accelerator,
-        drafter: TrainableDrafter,
         step: TrainingStep,
+        parameters: int,
     ):
         self.args = args
         self.state = state
         self.accelerator = accelerator
-        self.drafter = drafter
         self.step = step
         self.reporters: list[TrainerCallback] = []
         for made in get_reporting_integration_callbacks(args.report_to):
             self.reporters.append(made())
         self.reporters.append(ProgressLines())
         self.begun = self.written = state.global_step
-        self.parameters = drafter.num_parameters(exclude_embeddings=True)
+        self.parameters = parameters
         self.flops = 0.0
         self.seconds = 0.0
         self.loss = torch.tensor(0.0, device=args.device)  # sum since the last training log
@@ -68,7 +66,7 @@ class Logs:
                 self.args,
                 self.state,
                 TrainerControl(),
-                model=self.drafter,
+                model=self.step.drafter,
                 processing_class=None,
                 **more,
             )

@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import DefaultFlowCallback, TrainerControl
 
+from drafttrain.files import Json
 from drafttrain.states.ahead import Inputs
 from drafttrain.training.acceleration import OneProcess, is_deepspeed, learning_rate
 from drafttrain.training.limits import SaveOnTerm
@@ -75,7 +76,7 @@ def take_steps(learner: Learner[B], steps: Iterable[Sequence[B]]) -> Iterator[Ta
     """Takes an optimizer step for each list of micro-batches."""
     accelerator = learner.accelerator
     engine = is_deepspeed(accelerator)
-    unscaled: dict[str, Any] = {}
+    unscaled: Json = {}
     if engine:
         unscaled["scale_wrt_gas"] = False  # losses are divided by the step's anchors already
     for batches in steps:
@@ -152,7 +153,8 @@ def fit(training: Training, stop: SaveOnTerm) -> None:
         if run.decoding is not None and run.decoding.due(state.global_step, control):
             run.decoding.measure(state, control, logs.write)
         if stop.anywhere(args.device):
-            control.should_save = control.should_training_stop = True
+            control.should_training_stop = True
+            control.should_save = True
 
         _report(training, control, taken.norm, rate)
         if control.should_training_stop or state.global_step % training.order.steps_per_epoch == 0:
@@ -205,7 +207,9 @@ def _report(training: Training, control: TrainerControl, norm: Tensor, rate: flo
         training.logs.add_flops()
         training.checkpoints.save()
         training.logs.tell("on_save")
-    control.should_log = control.should_evaluate = control.should_save = False
+    control.should_log = False
+    control.should_evaluate = False
+    control.should_save = False
 
 
 @torch.no_grad()

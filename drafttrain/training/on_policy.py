@@ -13,7 +13,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -215,7 +214,7 @@ class OnPolicy:
         pool = [[" ".join(map(str, row["tokens"])), row["spans"][0][0]] for row in self.pool]
         return {"args": {}, "attributes": {"round": self.round, "used": self.used, "pool": pool}}
 
-    def restore(self, saved: Any) -> None:
+    def restore(self, saved: object) -> None:
         """Takes the responses of a checkpoint's `stateful_callbacks`, if it has any."""
         if not isinstance(saved, dict) or "OnPolicy" not in saved:
             return

@@ -97,7 +97,7 @@ class TrainingOrder:
     """The micro-batches of this process, step by step and epoch after epoch.
 
     Args:
-        rows: {tokens, spans, length, index}. source: is told of coming micro-batches.
+        rows: {tokens, spans, length, index}. source: coming micro-batches are announced to it.
         sequence: the processes that share the rows of this one's batches.
 
     Attributes:

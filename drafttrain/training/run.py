@@ -21,7 +21,7 @@ from drafttrain.training.acceleration import (
     is_deepspeed,
     prepared,
 )
-from drafttrain.training.checkpoint import Checkpoints, Exported, load_state, load_weights
+from drafttrain.training.checkpoint import Checkpoints, SavedPart, load_state, load_weights
 from drafttrain.training.held_out_decoding import DecodeHeldOut
 from drafttrain.training.limits import TimeBudget
 from drafttrain.training.logs import Logs
@@ -98,6 +98,8 @@ class Training:
             load_weights(run.drafter, run.checkpoint)
         run.drafter.config.use_cache = False  # config.json has always said so
         enable_checkpointing(run.drafter, args)
+        # counted before ZeRO-3 shards them
+        parameters = run.drafter.num_parameters(exclude_embeddings=True)
         self.model, self.optimizer, self.schedule = prepared(
             accelerator=self.accelerator,
             drafter=run.drafter,
@@ -116,8 +118,8 @@ class Training:
             accelerator=self.accelerator,
             sequence=run.sequence,
         )
-        self.logs = Logs(args, self.state, self.accelerator, run.drafter, self.step)
-        parts: list[Exported] = []
+        self.logs = Logs(args, self.state, self.accelerator, self.step, parameters)
+        parts: list[SavedPart] = []
         if run.budget is not None:
             parts.append(run.budget)
         if run.on_policy is not None:

@@ -1,0 +1,66 @@
+"""Keys of a recipe that only transformers' Trainer would read are refused, each in one line."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from drafttrain.config import TrainConfig
+from drafttrain.errors import UserError
+from drafttrain.training import arguments
+from drafttrain.training.arguments import training_arguments
+
+
+def config(tmp_path, **keys: object) -> TrainConfig:
+    return TrainConfig(
+        target="t",
+        data="d",
+        output_dir=str(tmp_path / "run"),
+        trainer={"use_cpu": True, **keys},
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fix"),
+    [
+        ("fsdp", "full_shard", "leave the key out: set deepspeed to a file"),
+        ("torch_compile", True, "leave the key out"),
+        ("push_to_hub", True, "publish the trained drafter with drafttrain push"),
+        ("auto_find_batch_size", True, "an error names the batch size to set"),
+        ("neftune_noise_alpha", 5.0, "leave the key out"),
+        ("label_smoothing_factor", 0.1, "leave the key out"),
+        ("use_liger_kernel", True, "leave the key out"),
+        ("load_best_model_at_end", True, "the checkpoint that decodes held-out prompts best"),
+        ("disable_tqdm", False, "drafttrain prints a line per log"),
+        ("optim", "galore_adamw_layerwise", "choose another value"),
+        ("optim", "lomo", "choose another value"),
+        ("lr_scheduler_type", "reduce_lr_on_plateau", "choose another value"),
+        ("save_strategy", "best", "choose another value"),
+        ("train_sampling_strategy", "batch_rebalance", "choose another value"),
+    ],
+)
+def test_what_only_the_trainer_reads_is_refused(tmp_path, key, value, fix):
+    with pytest.raises(UserError) as refused:
+        training_arguments(config(tmp_path, **{key: value}))
+    said = str(refused.value)
+    assert said.startswith(f"{key}=") and "only transformers' Trainer reads it" in said
+    assert fix in said and "\n" not in said
+
+
+def test_fsdp_of_a_launcher_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(UserError, match=re.escape("ACCELERATE_USE_FSDP=true")):
+        training_arguments(config(tmp_path))
+
+
+def test_defaults_of_refused_keys_are_accepted(tmp_path):
+    given = {"torch_compile": False, "push_to_hub": False, "disable_tqdm": True, "fsdp": None}
+    assert training_arguments(config(tmp_path, **given)).max_steps == -1
+
+
+def test_the_keys_that_are_read_exist():
+    assert set(arguments.KEYS) > arguments.READ
+    refused = {*arguments.INSTEAD, *arguments.ANYWAY}
+    assert refused <= set(arguments.KEYS) - arguments.READ
+    assert arguments.REFUSED.keys() <= arguments.READ
