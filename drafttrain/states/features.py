@@ -251,7 +251,7 @@ def read_ahead(
     """States of all but the last token of each row in their order, with many requests at once."""
     reading = Ahead(origin, _AHEAD_BYTES, token_bytes)
     try:
-        for row in ahead(rows, reading.expect, lambda: reading.room, 2 * origin.threads):
+        for row in ahead(rows, reading.expect, lambda: reading.room, hold=2 * origin.threads):
             states = reading.take(row)
             assert states is not None
             yield row, states

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from drafttrain.data.store import ShardWriter, load_records
 from drafttrain.errors import UserError
 from drafttrain.files import write_json
 from drafttrain.states import served
-from drafttrain.states.ahead import MOST_STEPS, Ahead, LookAhead, StatesLostError, ahead
+from drafttrain.states.ahead import MOST_STEPS, Ahead, StatesLostError, ahead
 from drafttrain.states.origins import Origin, Row, RowStates
 from drafttrain.states.served import Served
 from drafttrain.target import Target
@@ -139,48 +140,36 @@ def test_what_a_step_takes_is_cut_and_rows_of_no_data_set_are_not_read(reading, 
     assert other is None and reader.asked == [1]
 
 
-def batches(*numbers: int):
-    return iter([{"n": torch.tensor(number)} for number in numbers])
-
-
-@pytest.mark.parametrize(("most", "expected"), [(float("inf"), [0, 1, 2, 3, 7, 8]), (3, [0, 1, 2])])
-def test_batches_are_announced_before_earlier_ones_run_also_those_of_the_next_epoch(most, expected):
+@pytest.mark.parametrize(("most", "expected"), [(math.inf, [0, 1, 2, 3, 7, 8]), (3, [0, 1, 2])])
+def test_steps_are_announced_before_earlier_ones_run_also_those_of_the_next_epoch(most, expected):
     announced: list[int] = []
-    coming = LookAhead(
-        batches(0, 1, 2, 3),
-        lambda batch: announced.append(int(batch["n"])),
-        lambda: True,
-        most,
-        following=lambda: batches(7, 8),
-    )
-    first = next(coming)
-    assert int(first["n"]) == 0 and announced == expected
-    assert [int(batch["n"]) for batch in coming] == [1, 2, 3], "all are handed out, once"
-    if most != 3:
-        assert coming.ahead == 2
-        again = LookAhead(
-            batches(7, 8, 9),
-            lambda batch: announced.append(int(batch["n"])),
-            lambda: True,
-            announced=2,
+    begun: list[int] = []
+
+    def epoch() -> Iterator[int]:
+        count = yield from ahead(
+            range(4), announced.append, lambda: True, most, following=iter((7, 8))
         )
-        next(again)
+        begun.append(count)
+
+    coming = epoch()
+    assert next(coming) == 0 and announced == expected
+    assert list(coming) == [1, 2, 3], "all are handed out, once"
+    if most != 3:
+        assert begun == [2] and announced == expected
+        next(ahead((7, 8, 9), announced.append, lambda: True, announced=begun[0]))
         assert announced == [*expected, 9], "what the epoch before announced is not announced again"
 
 
-@pytest.mark.parametrize("steps", [LookAhead, ahead])
-def test_announcing_waits_for_room_and_holds_a_bounded_number(steps):
+def test_announcing_waits_for_room_and_holds_a_bounded_number():
     announced: list[int] = []
     room = False
-    coming = steps(
-        batches(*range(200)), lambda batch: announced.append(int(batch["n"])), lambda: room
-    )
-    assert int(next(coming)["n"]) == 0
+    coming = ahead(range(200), announced.append, lambda: room)
+    assert next(coming) == 0
     assert announced == [0]
     room = True
-    assert int(next(coming)["n"]) == 1
+    assert next(coming) == 1
     assert len(announced) == 2 + MOST_STEPS - 1
-    assert [int(batch["n"]) for batch in coming] == list(range(2, 200)), "all are handed out, once"
+    assert list(coming) == list(range(2, 200)), "all are handed out, once"
     assert announced == list(range(200))
 
 
