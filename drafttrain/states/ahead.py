@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -249,72 +249,3 @@ def ahead(
             expect(step)
             ahead_of_end += 1
         yield held.popleft()
-
-
-class LookAhead:
-    """Iterates over one process's micro-batches, and announces those to come before it hands out
-    the next one.
-
-    Args:
-        batches: collated micro-batches in the order of the steps.
-        expect: announces a micro-batch. room: whether more should be announced.
-        most: micro-batches to announce; those of the end of training have no later ones.
-        announced: of the first micro-batches, how many were announced as `following` of the epoch
-            before.
-        following: micro-batches of the next epoch, to be announced when this one has no more.
-    """
-
-    def __init__(
-        self,
-        batches: Iterator[Inputs],
-        expect: Callable[[Inputs], None],
-        room: Callable[[], bool],
-        most: float = float("inf"),
-        announced: int = 0,
-        following: Callable[[], Iterator[Inputs]] = lambda: iter(()),
-    ):
-        self.batches = batches
-        self.expect = expect
-        self.room = room
-        self.most = most
-        self.announced = announced
-        self.drawn = self.ahead = (
-            0  # micro-batches drawn from `batches`; announced from the next epoch
-        )
-        self._held: deque[Inputs] = deque()
-        self._next_epoch: Iterator[Inputs] | None = None  # set when `batches` has ended
-        self._following = following
-
-    def __iter__(self) -> LookAhead:
-        return self
-
-    def __next__(self) -> Inputs:
-        while not self._held or (self.room() and self._draws_more):
-            if not self._draw():
-                break
-        if not self._held:
-            raise StopIteration
-        return self._held.popleft()
-
-    @property
-    def _draws_more(self) -> bool:
-        return self.drawn + self.ahead < self.most and len(self._held) + self.ahead < MOST_STEPS
-
-    def _draw(self) -> bool:
-        """Draws and announces one more micro-batch; False if there is none."""
-        if self._next_epoch is None:
-            if (batch := next(self.batches, None)) is not None:
-                self.drawn += 1
-                self._held.append(batch)
-                if self.drawn > self.announced:
-                    self.expect(batch)
-                return True
-            if self.drawn < self.most:
-                self._next_epoch = self._following()
-            else:
-                self._next_epoch = iter(())
-        if (batch := next(self._next_epoch, None)) is None or not self._held:
-            return False
-        self.ahead += 1
-        self.expect(batch)
-        return True

@@ -18,7 +18,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from drafttrain.data.loader import collate
 from drafttrain.errors import UserError
 from drafttrain.sequence_parallel import SequenceGroup, SharedBatches
-from drafttrain.states.ahead import MOST_STEPS, Inputs, LookAhead
+from drafttrain.states.ahead import MOST_STEPS, Inputs, ahead
 from drafttrain.states.source import BatchSource
 
 
@@ -168,46 +168,37 @@ class TrainingOrder:
     def steps(self, state: TrainerState) -> Iterator[list[Inputs]]:
         """The micro-batches of each step from `state.global_step` on, without end."""
         first = state.global_step % self.steps_per_epoch  # step of the epoch
-        ahead: LookAhead | None = None
-        for epoch in itertools.count(state.global_step // self.steps_per_epoch):
-            self.epoch = epoch
-            loader = self.loader
-            loader.set_epoch(epoch)  # type: ignore[attr-defined]
-            if first:
-                loader = skip_first_batches(loader, first * self.accumulated)
-            coming: Iterator[Inputs] = iter(loader)
-            if self.source.ahead is not None:
-                coming = ahead = self._announced(coming, state, ahead)
+        coming = self._micro_batches(state)
+        while True:
             left = self.batches - first * self.accumulated
             while left > 0:
                 yield list(itertools.islice(coming, min(self.accumulated, left)))
                 left -= self.accumulated
             first = 0
 
-    def _announced(
-        self,
-        batches: Iterator[Inputs],
-        state: TrainerState,
-        before: LookAhead | None,
-    ) -> LookAhead:
-        """An epoch's micro-batches, announced ahead of their steps, together with the first ones of
-        the next epoch.
-
-        before: of the epoch before, which has announced the first ones of this one.
-        """
-        ahead = self.source.ahead
-        assert ahead is not None
-        announced = 0
-        if before is not None:
-            announced = before.ahead
-        return LookAhead(
-            batches,
-            self.source.expect,
-            lambda: ahead.room,
-            most=(state.max_steps - state.global_step) * self.accumulated,
-            announced=announced,
-            following=self._next_epoch,
-        )
+    def _micro_batches(self, state: TrainerState) -> Iterator[Inputs]:
+        """The micro-batches, announced ahead of their steps if their states are read ahead."""
+        reading = self.source.ahead
+        skipped = state.global_step % self.steps_per_epoch * self.accumulated
+        announced = 0  # of this epoch, in the one before
+        for epoch in itertools.count(state.global_step // self.steps_per_epoch):
+            self.epoch = epoch
+            loader = self.loader
+            loader.set_epoch(epoch)  # type: ignore[attr-defined]
+            if skipped:
+                loader = skip_first_batches(loader, skipped)
+                skipped = 0
+            if reading is None:
+                yield from loader
+                continue
+            announced = yield from ahead(
+                loader,
+                self.source.expect,
+                lambda: reading.room,
+                most=(state.max_steps - state.global_step) * self.accumulated,
+                announced=announced,
+                following=self._next_epoch(),
+            )
 
     def _next_epoch(self) -> Iterator[Inputs]:
         """Micro-batches of this process in the next epoch.
@@ -249,8 +240,8 @@ def held_out_loader(
 
 def announced_batches(loader: DataLoader, source: BatchSource) -> Iterator[Inputs]:
     """A loader's batches, each announced to a source ahead of its turn."""
-    ahead = source.ahead
-    if ahead is None:
+    reading = source.ahead
+    if reading is None:
         yield from loader
         return
 
@@ -259,7 +250,7 @@ def announced_batches(loader: DataLoader, source: BatchSource) -> Iterator[Input
         for numbers in loader.batch_sampler:  # type: ignore[union-attr]
             yield collate([loader.dataset[number] for number in numbers])
 
-    coming = LookAhead(announced(), source.expect, lambda: ahead.room)
+    coming = ahead(announced(), source.expect, lambda: reading.room)
     for inputs in loader:
         next(coming, None)
         yield inputs
