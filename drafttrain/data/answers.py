@@ -9,7 +9,6 @@ How a target writes them is derived from its template, by rendering messages wit
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -18,6 +17,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from drafttrain.data.chat import (
+    CALL_IDS,
     MARKED_NAME,
     ChatInputs,
     Message,
@@ -75,16 +75,12 @@ class AnswerFormat:
         """
         text = decode(tokenizer, response).lstrip()
         if self.opening is None:
-            block = next(
-                (
-                    text.partition(f"{tag[0]}/{tag[1:]}")[0]
-                    for tag in self.blocks
-                    if text.startswith(tag)
-                ),
-                "",
-            )
-            if block and not self.called(block):
-                return None
+            for tag in self.blocks:
+                if text.startswith(tag):
+                    block = text.partition(f"{tag[0]}/{tag[1:]}")[0]
+                    if not self.called(block):
+                        return None  # what the block holds may be reasoning
+                    return 0
             return 0
         if not text.startswith(self.opening.strip()):
             return 0
@@ -97,8 +93,8 @@ class AnswerFormat:
     def called(self, text: str) -> list[str]:
         """Names of the functions that an answer calls, without whitespace."""
         if not self.lead:
-            return ["".join(call["name"].split()) for call in _json_calls(text)]
-        pieces = "".join(text.split()).split(self.lead)[1:]
+            return [_without_spaces(call["name"]) for call in _json_calls(text)]
+        pieces = _without_spaces(text).split(self.lead)[1:]
         return [piece.partition(self.follow)[0] for piece in pieces]
 
     def message(
@@ -118,35 +114,34 @@ class AnswerFormat:
         if close and self.opening is not None and text.startswith(self.opening):
             reasoning, _, rest = text[len(self.opening) :].partition(close)
             gap = self.between.lstrip().removeprefix(close)
-            made |= {"content": rest.removeprefix(gap), "reasoning_content": reasoning.strip("\n")}
+            made["content"] = rest.removeprefix(gap)
+            made["reasoning_content"] = reasoning.strip("\n")
         elif self.direct and text.startswith(self.direct):
             made["content"] = text[len(self.direct) :]
-        if keys is not None and (
-            calls := list(_json_calls(made["content"])) or list(self._called_with(made["content"]))
-        ):
-            ids = [
-                call.get("id") or key
-                for call, key in zip(calls, [*keys, *[""] * len(calls)], strict=False)
-            ]
-            made["tool_calls"] = [
-                {
-                    "type": "function",
-                    "id": key,
-                    "function": {"name": call["name"], "arguments": call["arguments"]},
-                }
-                for call, key in zip(calls, ids, strict=True)
-            ]
-            marks = "|".join(map(re.escape, filter(str.strip, tokenizer.added_tokens_encoder)))
-            if marks:
-                said = re.split(marks, made["content"], maxsplit=1)
-            else:
-                said = []
-            named = len(said) < 2 or calls[0]["name"] in said[0]
-            # what stands before the first token of calls
-            if named:
-                made["content"] = ""
-            else:
-                made["content"] = said[0].strip()
+        if keys is None:
+            return made
+
+        calls = list(_json_calls(made["content"]))
+        if not calls:
+            calls = list(self._called_with(made["content"]))
+        if not calls:
+            return made
+        made["tool_calls"] = []
+        for number, call in enumerate(calls):
+            key = call.get("id")
+            if not key:
+                key = keys[number] if number < len(keys) else ""
+            function = {"name": call["name"], "arguments": call["arguments"]}
+            made["tool_calls"].append({"type": "function", "id": key, "function": function})
+
+        # What stands before the first token of calls is content, unless it names the function.
+        added = [re.escape(token) for token in tokenizer.added_tokens_encoder if token.strip()]
+        said = [made["content"]]
+        if added:
+            said = re.split("|".join(added), made["content"], maxsplit=1)
+        made["content"] = ""
+        if len(said) > 1 and calls[0]["name"] not in said[0]:
+            made["content"] = said[0].strip()
         return made
 
     def _called_with(self, text: str) -> Iterator[Json]:
@@ -163,12 +158,12 @@ class AnswerFormat:
                     end = len(text)
             except (ValueError, RecursionError):
                 return
-            key = re.compile(rf"functions\.{re.escape(name)}:\d+").search(
-                text,
-                max(0, at - 10),
-                begin,
-            )  # Kimi's
-            yield {"name": name, "arguments": arguments} | ({"id": key[0]} if key else {})
+            made = {"name": name, "arguments": arguments}
+            kimi = re.compile(rf"functions\.{re.escape(name)}:\d+")
+            key = kimi.search(text, max(0, at - 10), begin)
+            if key:
+                made["id"] = key[0]
+            yield made
 
 
 def _json_calls(text: str) -> Iterator[Json]:
@@ -180,21 +175,23 @@ def _json_calls(text: str) -> Iterator[Json]:
         except (ValueError, RecursionError):
             found = None
             end = at + 1
-        if isinstance(found, dict):
+        if isinstance(found, dict) and isinstance(found.get("name"), str):
             arguments = found.get("arguments", found.get("parameters"))
-        else:
-            arguments = None
-        if isinstance(arguments, dict) and isinstance(found.get("name"), str):
-            yield {**found, "arguments": arguments}
+            if isinstance(arguments, dict):
+                yield {**found, "arguments": arguments}
         at = text.find("{", end)
+
+
+def _without_spaces(text: str) -> str:
+    return "".join(text.split())
 
 
 def _shared(one: str, other: str) -> int:
     """Length of the beginning that two texts share."""
-    return sum(
-        1
-        for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    )
+    for length, pair in enumerate(zip(one, other, strict=False)):
+        if pair[0] != pair[1]:
+            return length
+    return min(len(one), len(other))
 
 
 def answer_format(tokenizer: PreTrainedTokenizerBase, inputs: ChatInputs) -> AnswerFormat:
@@ -203,66 +200,70 @@ def answer_format(tokenizer: PreTrainedTokenizerBase, inputs: ChatInputs) -> Ans
     """
     if not has_template(tokenizer):
         return AnswerFormat()
-    template = tokenizer.get_chat_template(tools=list(inputs.tools) or None)
-    return _derived(
-        tokenizer,
-        template,
-        json.dumps(inputs.kwargs, sort_keys=True),
-        bool(inputs.tools),
-    )
+    template = tokenizer.get_chat_template(tools=inputs.tool_list)
+    return _derived(tokenizer, template, json.dumps(inputs.kwargs, sort_keys=True))
 
 
 @lru_cache(maxsize=256)
-def _derived(
-    tokenizer: PreTrainedTokenizerBase,
-    template: str,
-    kwargs: str,
-    tools: bool,
-) -> AnswerFormat:
+def _derived(tokenizer: PreTrainedTokenizerBase, template: str, kwargs: str) -> AnswerFormat:
+    """The format under the variables `kwargs`, as JSON; from the template without tools."""
     inputs = ChatInputs((), json.loads(kwargs))
     before = render_text(tokenizer, _HELLO, True, inputs)
-    opening = None
-    closing = None
-    between = ""
-    marked = {"role": "assistant", "content": _CONTENT, "reasoning_content": _REASONING}
-    for calls in (
-        {},
-        {"tool_calls": marked_calls("functions.{}", 1)["tool_calls"]},
-    ):  # some keep it beside calls only
-        try:
-            head, found, rest = render_text(
-                tokenizer,
-                [*_HELLO, {**marked, **calls}],
-                inputs=inputs,
-            ).partition(_REASONING)
-        except TemplateRefuses:
-            continue
-        between, after, _ = rest.partition(_CONTENT)
-        if found and after:
-            if head.startswith(before):
-                opening = head[len(before) :]
-            else:
-                opening = None
-            closing = min(leading_special(tokenizer, between.lstrip()), default=None)
-            break
-    else:
+    reasoning = _reasoning_frame(tokenizer, before, inputs)
+    if reasoning is None:
         opening, closing = _opened_by_prompt(tokenizer, before)
         between = ""
         if closing is not None:
             between = decode(tokenizer, [closing])
-    plain = render_text(
-        tokenizer,
-        [*_HELLO, {"role": "assistant", "content": _CONTENT}],
-        inputs=inputs,
-    )
+    else:
+        opening, closing, between = reasoning
+
+    content_only = {"role": "assistant", "content": _CONTENT}
+    plain = render_text(tokenizer, [*_HELLO, content_only], inputs=inputs)
     direct = ""
     if plain.startswith(before):
         direct = plain.partition(_CONTENT)[0].removeprefix(before)
-    closing = closing if opening is not None else None
     lead, follow = _call_frame(tokenizer, before, inputs)
-    ends = () if opening is not None else sorted({*re.findall(r"</\w+>|\[/\w+\]", template)})
-    blocks = tuple(tag for tag in (end[0] + end[2:] for end in ends) if not lead.startswith(tag))
-    return AnswerFormat(opening, closing, between, direct, lead, follow, blocks)
+    if opening is not None:
+        return AnswerFormat(opening, closing, between, direct, lead, follow)
+
+    # Tags that the template names: what may open reasoning that it does not read.
+    blocks = []
+    for end in sorted(set(re.findall(r"</\w+>|\[/\w+\]", template))):
+        tag = end[0] + end[2:]
+        if not lead.startswith(tag):
+            blocks.append(tag)
+    return AnswerFormat(None, None, between, direct, lead, follow, tuple(blocks))
+
+
+def _reasoning_frame(
+    tokenizer: PreTrainedTokenizerBase,
+    before: str,
+    inputs: ChatInputs,
+) -> tuple[str | None, int | None, str] | None:
+    """`opening`, `closing` and `between` of AnswerFormat; None if the template does not write
+    reasoning.
+
+    Args:
+        before: the prompt of `_HELLO`.
+    """
+    answer = {"role": "assistant", "content": _CONTENT, "reasoning_content": _REASONING}
+    calls = marked_calls("functions.{}", 1)["tool_calls"]
+    for message in (answer, {**answer, "tool_calls": calls}):  # some keep it beside calls only
+        try:
+            text = render_text(tokenizer, [*_HELLO, message], inputs=inputs)
+        except TemplateRefuses:
+            continue
+        head, found, rest = text.partition(_REASONING)
+        between, after, _ = rest.partition(_CONTENT)
+        if not found or not after:
+            continue
+        opening = None
+        if head.startswith(before):
+            opening = head[len(before) :]
+        closing = min(leading_special(tokenizer, between.lstrip()), default=None)
+        return opening, closing, between
+    return None
 
 
 def _opened_by_prompt(
@@ -272,13 +273,12 @@ def _opened_by_prompt(
     history keeps.
     """
     tag = decode(tokenizer, text_ids(tokenizer, before.rstrip())[-1:]).strip()
-    if tag:
-        closing = min(leading_special(tokenizer, tag[:1] + "/" + tag[1:]), default=None)
-    else:
-        closing = None
-    if closing is not None and leading_special(tokenizer, tag):
-        return ("", closing)
-    return (None, None)
+    if not tag or not leading_special(tokenizer, tag):
+        return None, None
+    closing = min(leading_special(tokenizer, f"{tag[:1]}/{tag[1:]}"), default=None)
+    if closing is None:
+        return None, None
+    return "", closing
 
 
 def _call_frame(
@@ -287,26 +287,23 @@ def _call_frame(
     inputs: ChatInputs,
 ) -> tuple[str, str]:
     """`lead` and `follow` of AnswerFormat."""
-    for key in ("marks000{}", f"functions.{MARKED_NAME}:{{}}"):
-        leads = list[str]()
+    for key in CALL_IDS:
+        leads: list[str] = []
         follow = ""
-        for content, count in itertools.product(
-            (_CONTENT, ""), (2, 1)
-        ):  # some write one call a turn, or no content
+        # Some templates write one call a turn, or no content beside calls.
+        for content, count in ((_CONTENT, 2), (_CONTENT, 1), ("", 2), ("", 1)):
+            answer = {**marked_calls(key, count), "content": content}
             try:
-                text = render_text(
-                    tokenizer,
-                    [*_HELLO, {**marked_calls(key, count), "content": content}],
-                    inputs=inputs,
-                )
+                text = render_text(tokenizer, [*_HELLO, answer], inputs=inputs)
             except TemplateRefuses:
                 continue
             text = text[_shared(before, text) :].rpartition(_CONTENT)[2]
-            pieces = ["".join(part.split()) for part in text.split(MARKED_NAME)]
+            pieces = [_without_spaces(part) for part in text.split(MARKED_NAME)]
             if len(pieces) == count + 1:
-                leads = [*leads, *pieces[:-1]]
+                leads += pieces[:-1]
                 follow = pieces[-1][:1]
         if leads:
+            # The end that all of them share.
             alike = min(_shared(leads[0][::-1], lead[::-1]) for lead in leads)
             return leads[0][len(leads[0]) - alike :], follow
     return "", ""
@@ -319,36 +316,40 @@ def _tail(
     after: str,
     answer: Message,
 ) -> str | None:
-    """What a rendering adds to its prompt, with reasoning that the template leaves out of history;
-    None if they differ.
+    """What a rendering adds to its prompt, with reasoning that the template leaves out of history.
+
+    Args:
+        before: the prompt. after: the rendering with the answer.
+
+    Returns:
+        The text; None if the rendering does not begin as the prompt does.
     """
+    tail = None
     if after.startswith(before):
         tail = after[len(before) :]
-    else:
-        tail = None
-    thought = answer.get("reasoning_content") or ""
-    if (
-        form.closing is None
-        or form.opening is None
-        or (tail is not None and thought.strip() in tail)
-    ):
+    if form.closing is None or form.opening is None:
         return tail
+    thought = ""
+    if answer.get("reasoning_content"):
+        thought = answer["reasoning_content"]
+    if tail is not None and thought.strip() in tail:
+        return tail
+
+    # Put the reasoning where the prompt ends; a prompt may open it itself.
     close = decode(tokenizer, [form.closing])
-    if form.opening:
-        bare = before
-    else:
+    bare = before
+    if not form.opening:
         bare = before.rstrip().removesuffix(close[:1] + close[2:])
     if not after.startswith(bare):
         return None
+    if not answer.get("content") and not answer.get("tool_calls"):
+        return form.opening + thought
     rest = after[len(bare) :]
-    said = answer.get("content") or answer.get("tool_calls")
     if form.opening and rest.startswith(form.opening):  # an empty block
         rest = rest[len(form.opening) :].lstrip()
-    if rest.startswith(close):
-        joined = rest
-    else:
-        joined = f"\n{close}\n\n{rest}"
-    return form.opening + thought + (joined if said else "")
+    if not rest.startswith(close):
+        rest = f"\n{close}\n\n{rest}"
+    return form.opening + thought + rest
 
 
 def rendered_answer(
@@ -374,52 +375,70 @@ def rendered_answer(
     Raises:
         TemplateRefuses: the template does not write all of the answer where the target would.
     """
+    calls = answer.get("tool_calls")
+    before, tail = _rendered_tail(tokenizer, messages, answer, inputs)
+    end = _end_of_parts(tail, answer)
+    if not calls and not (complete and answer.get("content")):
+        return tail[:end], ""
+
+    # The end token: a special token that the template writes behind the answer.
+    text = tail.rstrip()
+    special = {decode(tokenizer, [i]) for i in {*stop_ids, *tokenizer.all_special_ids}}
+    stop = ""
+    for token in special:
+        if token.strip() and text.endswith(token) and len(token) > len(stop):
+            stop = token
+    if stop or not has_template(tokenizer):
+        return text, stop
+
+    # Otherwise the first token of the next turn ends this one, if the target stops at it.
+    header = closing_token(tokenizer)
+    if calls:
+        result = {"role": "tool", "content": "hello"}
+        longer = render_text(tokenizer, [*messages, answer, result], inputs=inputs)
+        after = ""
+        if longer.startswith(before + text):
+            after = longer[len(before) + len(text) :]
+        header = leading_special(tokenizer, after.lstrip())
+    if header & set(stop_ids):
+        stop = decode(tokenizer, sorted(header))
+    return text + stop, stop
+
+
+def _rendered_tail(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    answer: Message,
+    inputs: ChatInputs,
+) -> tuple[str, str]:
+    """The prompt of a rendering, and what the answer adds to it. Raises TemplateRefuses."""
     form = answer_format(tokenizer, inputs)
-    reasoning = (answer.get("reasoning_content") or "").strip()
-    for context in (messages, _HELLO):  # the answer may change how the turns before it are rendered
+    # The answer may change how the turns before it are rendered; a greeting has no such turns.
+    for context in (messages, _HELLO):
         before = render_text(tokenizer, context, True, inputs)
         after = render_text(tokenizer, [*context, answer], inputs=inputs)
         tail = _tail(tokenizer, form, before, after, answer)
         if tail is not None:
-            break
-    if tail is None:
-        raise TemplateRefuses(
-            "the assistant's turn does not begin where the chat template's generation prompt ends"
-        )
+            return before, tail
+    raise TemplateRefuses(
+        "the assistant's turn does not begin where the chat template's generation prompt ends"
+    )
+
+
+def _end_of_parts(tail: str, answer: Message) -> int:
+    """Where the answer's parts end in its rendering. Raises TemplateRefuses: one is not there."""
+    parts = []
+    for what, key in (("reasoning", "reasoning_content"), ("content", "content")):
+        if answer.get(key):
+            parts.append((what, answer[key].strip()))
+    if answer.get("tool_calls"):
+        parts += [("call", call["function"]["name"]) for call in answer["tool_calls"]]
     end = 0
-    calls = [("call", call["function"]["name"]) for call in answer.get("tool_calls") or ()]
-    for what, part in [
-        ("reasoning", reasoning),
-        ("content", (answer.get("content") or "").strip()),
-        *calls,
-    ]:
+    for what, part in parts:
         at = tail.find(part, end)
         if at < 0:
             raise TemplateRefuses(
                 f"the chat template's rendering does not contain the assistant's {what} as given ({part[:40]!r}...)"
             )
         end = at + len(part)
-    if not answer.get("tool_calls") and not (complete and answer.get("content")):
-        return tail[:end], ""
-    text = tail.rstrip()
-    special = {decode(tokenizer, [i]) for i in {*stop_ids, *tokenizer.all_special_ids}}
-    stop = max(
-        (token for token in special if token.strip() and text.endswith(token)), key=len, default=""
-    )
-    if stop or not has_template(tokenizer):
-        return text, stop
-    header = closing_token(tokenizer)  # the next turn's first token ends this one
-    if answer.get("tool_calls"):
-        longer = render_text(
-            tokenizer,
-            [*messages, answer, {"role": "tool", "content": "hello"}],
-            inputs=inputs,
-        )
-        after = ""
-        if longer.startswith(before + text):
-            after = longer[len(before) + len(text) :]
-        header = leading_special(tokenizer, after.lstrip())
-    stop = ""
-    if header & set(stop_ids):
-        stop = decode(tokenizer, sorted(header))
-    return text + stop, stop
+    return end

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 _MARKER = "drafttrain marks this place"  # plain words that no template strips or rewrites
 MARKED_NAME = "drafttrain_marks_a_name"  # the same where a template needs the name of a function
+# Forms that templates ask of a call's id, with {} for its number.
+CALL_IDS = ("marks000{}", f"functions.{MARKED_NAME}:{{}}")
 _RESERVED = {"messages", "tools", "add_generation_prompt"}  # what every template is given
 
 
@@ -45,10 +47,22 @@ class ChatInputs:
         """Those of a row of prompts. defaults: chat_template_kwargs where the row has none of that
         name.
         """
-        return ChatInputs(
-            tuple(row.get("tools") or ()),
-            {**(defaults or {}), **(row.get("chat_template_kwargs") or {})},
-        )
+        tools: Sequence[Json] = ()
+        if row.get("tools"):
+            tools = tuple(row["tools"])
+        kwargs: Json = {}
+        if defaults:
+            kwargs.update(defaults)
+        if row.get("chat_template_kwargs"):
+            kwargs.update(row["chat_template_kwargs"])
+        return ChatInputs(tools, kwargs)
+
+    @property
+    def tool_list(self) -> list[Json] | None:
+        """The tools as transformers takes them: None for none."""
+        if not self.tools:
+            return None
+        return list(self.tools)
 
 
 NO_INPUTS = ChatInputs()
@@ -79,25 +93,32 @@ def render_text(
         TemplateRefuses: the template rejects these messages (roles that do not alternate, no system
             role, ...), or ignores the tools, a variable or the calls.
     """
+    calls = any(message.get("tool_calls") for message in messages)
     if not has_template(tokenizer):
-        if inputs.tools or inputs.kwargs or any(message.get("tool_calls") for message in messages):
+        if inputs.tools or inputs.kwargs or calls:
             raise TemplateRefuses(
                 "tools and chat_template_kwargs need a target with a chat template"
             )
-        text = "\n\n".join(message.get("content") or "" for message in messages)
+        text = "\n\n".join(_content(message) for message in messages)
         if generation:
             return text + "\n\n"
         return text
-    template = tokenizer.get_chat_template(tools=list(inputs.tools) or None)
+
+    template = tokenizer.get_chat_template(tools=inputs.tool_list)
     check_inputs(template, inputs)
-    calls = any(message.get("tool_calls") for message in messages)
-    as_text = calls and _wants_text(tokenizer, template)
-    return _render(
-        tokenizer,
-        [_for_template(message, as_text) for message in messages],
-        generation,
-        inputs,
-    )
+    as_text = False
+    if calls:
+        as_text = _wants_text(tokenizer, template)
+    readable = [_for_template(message, as_text) for message in messages]
+    return _render(tokenizer, readable, generation, inputs)
+
+
+def _content(message: Message) -> str:
+    """The message's text; '' beside calls."""
+    content: str | None = message.get("content")
+    if content:
+        return content
+    return ""
 
 
 def _render(
@@ -107,41 +128,38 @@ def _render(
     inputs: ChatInputs,
 ) -> str:
     options: Json = {
-        "tools": list(inputs.tools) or None,
+        "tools": inputs.tool_list,
         "tokenize": False,
         "add_generation_prompt": generation,
     }
+    plain = [dict(message) for message in messages]
     try:
-        return str(
-            tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                **inputs.kwargs,
-                **options,
-            )
-        )
-    except (
-        Exception
-    ) as error:  # jinja's TemplateError, but also TypeError and KeyError from inside the template
+        text = tokenizer.apply_chat_template(plain, **inputs.kwargs, **options)
+    # jinja's TemplateError, but also TypeError and KeyError from inside the template.
+    except Exception as error:
         roles = ", ".join(str(message.get("role")) for message in messages)
         problem = f"the chat template refuses a conversation with the roles [{roles}]: {first_line(error)}"
         raise TemplateRefuses(problem) from error
+    return str(text)
 
 
 def _for_template(message: Message, as_text: bool) -> Message:
     """A message with the arguments of its calls as JSON text, where the template wants that, and no
     empty fields.
     """
-    made = {key: value for key, value in message.items() if value or key in ("role", "content")}
-    made["content"] = message.get("content") or ""
-    if as_text and "tool_calls" in made:
-        calls = [call["function"] for call in made["tool_calls"]]
-        texts = [
-            {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
-            for call in calls
-        ]
-        made["tool_calls"] = [
-            {**call, "function": text} for call, text in zip(made["tool_calls"], texts, strict=True)
-        ]
+    made: Json = {}
+    for key, value in message.items():
+        if value or key in ("role", "content"):
+            made[key] = value
+    made["content"] = _content(message)
+    if not as_text or "tool_calls" not in made:
+        return made
+
+    calls = []
+    for call in made["tool_calls"]:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    made["tool_calls"] = calls
     return made
 
 
@@ -160,20 +178,21 @@ def check_inputs(template: str, inputs: ChatInputs) -> None:
     """Raises TemplateRefuses: tools or a variable that the chat template does not read, and would
     ignore in silence.
     """
-    if inputs.tools or inputs.kwargs:
-        known = template_variables(template)
-    else:
-        known = frozenset[str]()
-    named = ", ".join(sorted(known - _RESERVED))
+    if not inputs.tools and not inputs.kwargs:
+        return
+    known = template_variables(template)
+    own = known - _RESERVED
+    named = ", ".join(sorted(own))
     if inputs.tools and "tools" not in known:
         more = ""
         if named:
             more = f", or give them as one of its variables ({named}) in chat_template_kwargs"
         raise TemplateRefuses(f"the chat template does not read `tools`; drop them{more}")
-    if unread := [name for name in inputs.kwargs if name not in known - _RESERVED]:
-        raise TemplateRefuses(
-            f"chat_template_kwargs: {unread[0]!r} is no variable of the chat template; it has {named or 'none'}"
-        )
+    for name in inputs.kwargs:
+        if name not in own:
+            raise TemplateRefuses(
+                f"chat_template_kwargs: {name!r} is no variable of the chat template; it has {named if named else 'none'}"
+            )
 
 
 @lru_cache(maxsize=16)
@@ -186,22 +205,17 @@ def _wants_text(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     """
     refused = None
     for as_text in (False, True):
-        for key in (
-            "marks000{}",
-            f"functions.{MARKED_NAME}:{{}}",
-        ):  # forms that templates ask of a call's id
-            turns = [
-                {"role": "user", "content": "hello"},
-                _for_template(marked_calls(key, 1), as_text),
-            ]
+        for key in CALL_IDS:
+            call = _for_template(marked_calls(key, 1), as_text)
             try:
-                text = _render(tokenizer, turns, False, NO_INPUTS)
+                text = _render(
+                    tokenizer, [{"role": "user", "content": "hello"}, call], False, NO_INPUTS
+                )
             except TemplateRefuses as error:
                 refused = error
                 continue
-            if (
-                MARKED_NAME in text and "{'marked'" not in text
-            ):  # Python's form of a dict is no JSON
+            # Python's form of a dict is no JSON.
+            if MARKED_NAME in text and "{'marked'" not in text:
                 return as_text
     raise TemplateRefuses(
         "the chat template writes no tool calls; choose a target that calls tools"
@@ -213,10 +227,9 @@ def marked_calls(key: str, count: int) -> Json:
     for their number.
     """
     function = {"name": MARKED_NAME, "arguments": {"marked": "value"}}
-    calls = [
-        {"type": "function", "id": key.format(number), "function": function}
-        for number in range(count)
-    ]
+    calls = []
+    for number in range(count):
+        calls.append({"type": "function", "id": key.format(number), "function": function})
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
@@ -278,9 +291,10 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """The exact text of token ids, special tokens included."""
-    return str(
-        tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    text = tokenizer.decode(
+        list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
     )
+    return str(text)
 
 
 # -- what a template puts around a turn ------------------------------------------------------------
@@ -288,13 +302,17 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class TurnFrame:
-    """The tokens around a user's first turn."""
+    """What surrounds the content of a user's first turn.
 
-    prefix_ids: list[int]  # before the content
-    stop_ids: frozenset[int]  # special tokens that end the turn
-    ending: (
-        str  # text after the content, for templates that end a turn with plain text; '' for others
-    )
+    Attributes:
+        prefix_ids: tokens before it.
+        stop_ids: special tokens that end the turn.
+        ending: text after it, where a template ends turns with plain text; '' elsewhere.
+    """
+
+    prefix_ids: list[int]
+    stop_ids: frozenset[int]
+    ending: str
 
 
 def user_frame(tokenizer: PreTrainedTokenizerBase) -> TurnFrame | None:
@@ -305,9 +323,12 @@ def user_frame(tokenizer: PreTrainedTokenizerBase) -> TurnFrame | None:
     before, found, after = render_text(tokenizer, messages, generation=True).partition(_MARKER)
     prefix = text_ids(tokenizer, before)
     stops = leading_special(tokenizer, after)
-    if found and prefix:
-        return TurnFrame(prefix, frozenset(stops), "" if stops else after.strip())
-    return None
+    if not found or not prefix:
+        return None
+    ending = ""
+    if not stops:
+        ending = after.strip()
+    return TurnFrame(prefix, frozenset(stops), ending)
 
 
 def closing_token(tokenizer: PreTrainedTokenizerBase) -> set[int]:
@@ -318,8 +339,9 @@ def closing_token(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _MARKER}]
     for following in ([], messages[:1]):
-        text = render_text(tokenizer, [*messages, *following]).partition(_MARKER)[2]
-        if found := leading_special(tokenizer, text.lstrip()):
+        text = render_text(tokenizer, messages + following).partition(_MARKER)[2]
+        found = leading_special(tokenizer, text.lstrip())
+        if found:
             return found
     return set()
 
@@ -347,29 +369,30 @@ def turn_glue(
     """
 
     def rendered(texts: Sequence[str]) -> str:
-        spoken = [
-            [*turn, {"role": "assistant", "content": text}]
-            for turn, text in zip(turns, texts, strict=False)
-        ]
-        return render_text(
-            tokenizer,
-            [*(m for turn in spoken for m in turn), *turns[len(spoken)]],
-            True,
-            inputs,
-        )
+        """The turns with these answers, up to where the assistant answers the turn behind them."""
+        spoken: list[Message] = []
+        for turn, text in zip(turns, texts, strict=False):
+            spoken += turn
+            spoken.append({"role": "assistant", "content": text})
+        spoken += turns[len(texts)]
+        return render_text(tokenizer, spoken, True, inputs)
 
+    # With marks in place of the answers, what follows the last mark is the glue.
     marks = [f"{_MARKER} {i}." for i in range(len(turns) - 1)]
     history, found, after = rendered(marks).partition(marks[-1])
-    said = ""
+    if not found or history != rendered(marks[:-1]):
+        return None
+
+    # The template must write the answers themselves, in order.
     if answers:
         said = rendered(answers)
-    at = 0
-    for answer in answers:
-        if at >= 0:
+        at = 0
+        for answer in answers:
             at = said.find(answer.strip(), at)
+            if at < 0:
+                return None
     ids = text_ids(tokenizer, after.lstrip())  # begins with the token that closes the response
-    kept = found and at >= 0 and history == rendered(marks[:-1])
-    if kept and ids[:1] == [stop_id] and len(ids) > 1:
+    if ids[:1] == [stop_id] and len(ids) > 1:
         return ids[1:]
     return None
 

@@ -6,37 +6,37 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
-from drafttrain.data.answers import answer_format, rendered_answer
+from drafttrain.data.answers import AnswerFormat, answer_format, rendered_answer
 from drafttrain.data.chat import Message, TemplateRefuses, decode
 from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.data.failures import BadReply
 from drafttrain.data.row_formats import REASONING, ToolCall, plain_message
 from drafttrain.files import Json
 
-Finish = Literal[
-    "stop", "length"
-]  # after another one (content_filter, abort) the text is not the target's
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# After another reason (content_filter, abort) the text is not the target's.
+Finish = Literal["stop", "length"]
 
 
 class _Message(TypedDict):
     content: NotRequired[str | None]
-    tool_calls: NotRequired[list[ToolCall] | None]  # what a tool parser took out of the content
-    reasoning_content: NotRequired[
-        str | None
-    ]  # which a parser took out of the content; vLLM: reasoning
+    # What parsers took out of the content; vLLM calls the second one `reasoning`.
+    tool_calls: NotRequired[list[ToolCall] | None]
+    reasoning_content: NotRequired[str | None]
     reasoning: NotRequired[str | None]
 
 
 class _ChatChoice(TypedDict):
     message: _Message
-    finish_reason: (
-        Finish | Literal["tool_calls"]
-    )  # no tool_choice is sent, so calls are the target's text too
+    # No tool_choice is sent, so calls are the target's text too.
+    finish_reason: Finish | Literal["tool_calls"]
     stop_reason: NotRequired[int | str | None]
 
 
@@ -95,67 +95,85 @@ def reassembled(
     """
     tokenizer = renderer.tokenizer
     message = choice["message"]
-    if choice["finish_reason"] == "length":
-        finish = "length"
-    else:
-        finish = "stop"
-    if message.get("content") is None and not any(
-        message.get(key) for key in ("tool_calls", *REASONING)
-    ):
+    complete = choice["finish_reason"] != "length"
+    parsed = any(message.get(key) for key in ("tool_calls", *REASONING))
+    if message.get("content") is None and not parsed:
         raise BadReply(
             "malformed", "choices.0.message.content=None: input should be a valid string"
         )
     try:
-        it.reply = plain_message({"role": "assistant", **message})
-        # More than role and content: parsers differ in what white space between the parts they
-        # keep.
-        if len(it.reply) > 2:
-            it.reply["content"] = it.reply["content"].strip()
+        reply = plain_message({"role": "assistant", **message})
     except (ValueError, TypeError) as error:
         raise BadReply(
             "malformed", f"the arguments of a tool call are no JSON object ({error})"
         ) from error
-    check_unicode(json.dumps(it.reply, ensure_ascii=False))
-    reason = "tool calls" if "tool_calls" in it.reply else "reasoning"
-    content = it.reply["content"]
+    has_parts = len(reply) > 2  # more than role and content
+    if has_parts:  # parsers differ in what white space between the parts they keep
+        reply["content"] = reply["content"].strip()
+    it.reply = reply
+    check_unicode(json.dumps(reply, ensure_ascii=False))
+
+    reason = "reasoning"
+    if "tool_calls" in reply:
+        reason = "tool calls"
+    content: str = reply["content"]
     try:
         form = answer_format(tokenizer, it.inputs)
-        whole = (
-            form.closing is None
-        )  # whether the content holds the reasoning too, or there is none
-        if form.closing is not None and (opening := (form.opening or "").strip()):
-            whole = content.lstrip().startswith(opening)
-        elif form.closing is not None:
-            whole = decode(tokenizer, [form.closing]) in content or finish == "length"
-        if whole and len(it.reply) == 2:  # role and content
+        if not has_parts and _holds_reasoning(tokenizer, form, content, complete):
             return content, ""
         text, end = rendered_answer(
             tokenizer,
             messages,
-            it.reply,
+            reply,
             it.inputs,
             renderer.stop_ids,
-            finish == "stop",
+            complete,
         )
     except TemplateRefuses as error:
-        raise BadReply(reason, f"the chat template does not write the {reason} that the server took out of the answer; "
-                       f"serve the target without a {reason} parser ({error})") from error  # fmt: skip
-    return text, end if finish == "stop" else ""
+        raise BadReply(
+            reason,
+            f"the chat template does not write the {reason} that the server took out of the answer; "
+            f"serve the target without a {reason} parser ({error})",
+        ) from error
+    if not complete:
+        end = ""
+    return text, end
+
+
+def _holds_reasoning(
+    tokenizer: PreTrainedTokenizerBase,
+    form: AnswerFormat,
+    content: str,
+    complete: bool,
+) -> bool:
+    """Whether the content holds the reasoning too, or there is none."""
+    if form.closing is None:
+        return True
+    opening = ""
+    if form.opening is not None:
+        opening = form.opening.strip()
+    if opening:
+        return content.lstrip().startswith(opening)
+    return not complete or decode(tokenizer, [form.closing]) in content
 
 
 def sent_message(message: Json) -> Json:
     """A message as OpenAI's API takes it: the arguments of calls as JSON text."""
-    calls = [
-        {**call, "id": call.get("id") or f"call_{i}",
-         "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}}
-        for i, call in enumerate(message.get("tool_calls", ()))
-    ]  # fmt: skip
+    calls = []
+    for i, call in enumerate(message.get("tool_calls", ())):
+        key = call.get("id")
+        if not key:
+            key = f"call_{i}"
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        function = {**call["function"], "arguments": arguments}
+        calls.append({**call, "id": key, "function": function})
     if calls:
         return {**message, "tool_calls": calls}
     return message
 
 
 def check_unicode(text: str) -> None:
+    """Raises BadReply: half of a surrogate pair, which is no text."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

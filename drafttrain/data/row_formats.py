@@ -31,20 +31,27 @@ from drafttrain.files import Json, check_json, parse_json
 # {"messages": [...]} with "tools" and "chat_template_kwargs" where the row has them, or {"text":
 # str}
 Prompt = Json
-REASONING = (
-    "reasoning_content",
-    "reasoning",
-    "thinking",
-)  # names under which data and servers keep reasoning
+# Names under which data and servers keep reasoning.
+REASONING = ("reasoning_content", "reasoning", "thinking")
 
 _ROLES = {
-    **dict.fromkeys(("user", "human", "prompter"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "model", "chatgpt", "bot"), "assistant"),
-    **dict.fromkeys(("system", "developer"), "system"),
-    **dict.fromkeys(("tool", "function", "observation", "ipython", "tool_response"), "tool"),
-    **dict.fromkeys(
-        ("function_call", "tool_call"), "call"
-    ),  # an assistant's turn that is nothing but calls
+    "user": "user",
+    "human": "user",
+    "prompter": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "system": "system",
+    "developer": "system",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "ipython": "tool",
+    "tool_response": "tool",
+    "function_call": "call",  # an assistant's turn that is nothing but calls
+    "tool_call": "call",
 }
 _CONVERSATIONS = ("messages", "conversations", "conversation", "prompt")
 _QUESTIONS = ("instruction", "prompt", "question", "query")
@@ -120,11 +127,17 @@ def _inputs(row: Json) -> Json:
         kwargs = parse_json(kwargs)
     if kwargs and not isinstance(kwargs, dict):
         raise TypeError
-    found = {
-        "tools": read_tools(row.get("tools") or row.get("functions")),
-        "chat_template_kwargs": kwargs,
-    }
-    return {name: value for name, value in found.items() if value}
+    listed = row.get("tools")
+    if not listed:
+        listed = row.get("functions")
+    tools = read_tools(listed)
+
+    inputs: Json = {}
+    if tools:
+        inputs["tools"] = tools
+    if kwargs:
+        inputs["chat_template_kwargs"] = kwargs
+    return inputs
 
 
 def _parse_messages(row: Json, inputs: Json) -> Prompt | None:
@@ -133,36 +146,47 @@ def _parse_messages(row: Json, inputs: Json) -> Prompt | None:
         return _prompt([_message("user", turn) for turn in row["turns"]])
     for key in _CONVERSATIONS:
         if isinstance(row.get(key), list):
-            if _filled(row.get("system")):
-                system = [_message("system", row["system"])]
-            else:
-                system = []
-            turns = [*system, *(_turn(turn) for turn in row[key])]
-            if turns:
-                first = turns[0]
-            else:
-                first = None
-            if (
-                first
-                and first["role"] == "system"
-                and (listed := tools_in_system(first["content"]))
-            ):
-                inputs.setdefault("tools", listed)  # the template lists them instead
-                turns = turns[1:]
-            names = [tool["function"]["name"] for tool in inputs.get("tools", ())]
-            return _prompt([_with_calls(turn, names) if turn else None for turn in turns])
+            return _conversation(row[key], row.get("system"), inputs)
     for key in _QUESTIONS:
-        if _filled(row.get(key)):
-            question = row[key] + (f"\n\n{row['input']}" if _filled(row.get("input")) else "")
-            answers = [
-                _message("assistant", row[name]) for name in _ANSWERS if _filled(row.get(name))
-            ][:1]
-            if not answers and "tools" in inputs and row.get("answers"):
-                answers = [_calls_message(row["answers"])]
-            return _prompt([_message("user", question), *answers])
-    if _filled(row.get("text")):
+        if _is_filled(row.get(key)):
+            return _question(row, row[key], inputs)
+    if _is_filled(row.get("text")):
         return {"text": row["text"]}
     return None
+
+
+def _conversation(given: Sequence[object], system: object, inputs: Json) -> Prompt | None:
+    """A prompt of ShareGPT's or OpenAI's turns. system: the system turn that stands beside them."""
+    turns = [_turn(turn) for turn in given]
+    if _is_filled(system):
+        turns.insert(0, _message("system", system))
+
+    # Where the system turn lists the tools, the template lists them instead.
+    if turns and turns[0] and turns[0]["role"] == "system":
+        listed = tools_in_system(turns[0]["content"])
+        if listed:
+            inputs.setdefault("tools", listed)
+            turns = turns[1:]
+
+    names = [tool["function"]["name"] for tool in inputs.get("tools", ())]
+    for number, turn in enumerate(turns):
+        if turn is not None:
+            turns[number] = _with_calls(turn, names)
+    return _prompt(turns)
+
+
+def _question(row: Json, question: str, inputs: Json) -> Prompt | None:
+    """A prompt of one question, with its answer if the row has one."""
+    if _is_filled(row.get("input")):
+        question += f"\n\n{row['input']}"
+    messages = [_message("user", question)]
+    for key in _ANSWERS:
+        if _is_filled(row.get(key)):
+            messages.append(_message("assistant", row[key]))
+            return _prompt(messages)
+    if "tools" in inputs and row.get("answers"):
+        messages.append(_calls_message(row["answers"]))
+    return _prompt(messages)
 
 
 def row_id(value: object, where: str) -> str:
@@ -178,12 +202,17 @@ def row_id(value: object, where: str) -> str:
 
 def are_messages(value: object) -> bool:
     """Whether a value is a list of {"role": text, "content": text, ...}, as chat templates read."""
-    return isinstance(value, list) and all(
-        isinstance(m, dict)
-        and isinstance(m.get("role"), str)
-        and (isinstance(m.get("content"), str) or (m.get("content") is None and _says_more(m)))
-        for m in value
-    )
+    if not isinstance(value, list):
+        return False
+    for message in value:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            return False
+        content = message.get("content")
+        if content is None and not _says_more(message):
+            return False
+        if content is not None and not isinstance(content, str):
+            return False
+    return True
 
 
 def checked_messages(row: Json, where: str) -> list[Json]:
@@ -197,12 +226,8 @@ def checked_messages(row: Json, where: str) -> list[Json]:
             f'{where}: needs "text", or "messages" as a list of {{"role": ..., "content": ...}}'
         )
     check_json(row["messages"], f"{where}: messages", _FIX, list[PlainMessage])
-    check_json(
-        {key: row.get(key) for key in PromptInputs.__annotations__},
-        where,
-        _FIX,
-        PromptInputs,
-    )
+    inputs = {key: row.get(key) for key in PromptInputs.__annotations__}
+    check_json(inputs, where, _FIX, PromptInputs)
     try:
         return [plain_message(message) for message in row["messages"]]
     except (ValueError, TypeError) as error:
@@ -217,14 +242,32 @@ def plain_message(message: Mapping[str, object]) -> Json:
 
     Raises ValueError or TypeError: arguments that are no JSON object.
     """
-    made: Json = {"role": message["role"], "content": message.get("content") or ""}
-    if reasoning := next((message[key] for key in REASONING if message.get(key)), None):
+    made: Json = {"role": message["role"], "content": ""}
+    if message.get("content"):
+        made["content"] = message["content"]
+    reasoning = _first_filled(message, REASONING)
+    if reasoning:
         made["reasoning_content"] = reasoning
-    if calls := message.get("tool_calls"):
-        made["tool_calls"] = read_calls(calls)
-    return made | {
-        key: message[key] for key in ("tool_call_id", "name") if isinstance(message.get(key), str)
-    }
+    if message.get("tool_calls"):
+        made["tool_calls"] = read_calls(message["tool_calls"])
+    return {**made, **_named(message)}
+
+
+def _named(message: Mapping[str, object]) -> Json:
+    """The keys that tie a tool's result to its call."""
+    named = {}
+    for key in ("tool_call_id", "name"):
+        if isinstance(message.get(key), str):
+            named[key] = message[key]
+    return named
+
+
+def _first_filled(message: Mapping[str, object], keys: Sequence[str]) -> object:
+    """The first value that is not empty; None if all are."""
+    for key in keys:
+        if message.get(key):
+            return message[key]
+    return None
 
 
 def prompt_texts(prompt: Prompt) -> list[str]:
@@ -234,8 +277,8 @@ def prompt_texts(prompt: Prompt) -> list[str]:
     return [message["content"] for message in prompt["messages"] if message["role"] == "user"]
 
 
-def _filled(value: object) -> bool:
-    return isinstance(value, str) and bool(value.strip())
+def _is_filled(value: object) -> bool:
+    return isinstance(value, str) and value.strip() != ""
 
 
 def _says_more(message: Mapping[str, object]) -> bool:
@@ -245,13 +288,15 @@ def _says_more(message: Mapping[str, object]) -> bool:
 def _message(role: str, content: object) -> Json | None:
     """A message, or None if the content is not text. Text parts of a multi-part content are joined."""
     if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
-        text = [part for part in parts if isinstance(part, str)]
-        if len(text) == len(parts):
-            content = "\n".join(text)
-        else:
-            content = None
-    if isinstance(content, str) and content.strip():
+        texts = []
+        for part in content:
+            if isinstance(part, dict):
+                part = part.get("text")
+            if not isinstance(part, str):
+                return None
+            texts.append(part)
+        content = "\n".join(texts)
+    if _is_filled(content):
         return {"role": role, "content": content}
     return None
 
@@ -273,37 +318,43 @@ def _turn(turn: object) -> Json | None:
     if role == "call":
         return _calls_message(content)
     if role == "tool":
-        named = {
-            key: turn[key] for key in ("tool_call_id", "name") if isinstance(turn.get(key), str)
-        }
-        if content is not None:
-            return {"role": role, "content": plain_result(content), **named}
+        if content is None:
+            return None
+        return {"role": role, "content": plain_result(content), **_named(turn)}
+    if role is None:
         return None
-    calls = turn.get("tool_calls") or ([turn["function_call"]] if turn.get("function_call") else [])
-    reasoning = next((turn[key] for key in REASONING if _filled(turn.get(key))), "")
-    if role != "assistant" or not (calls or reasoning):
-        if role:
-            return _message(role, content)
-        return None
-    made = _message(role, content) or {"role": role, "content": ""}
+    if role != "assistant":
+        return _message(role, content)
+
+    message = _message(role, content)
+    calls = turn.get("tool_calls")
+    if not calls and turn.get("function_call"):
+        calls = [turn["function_call"]]
+    reasoning = ""
+    for key in REASONING:
+        if not reasoning and _is_filled(turn.get(key)):
+            reasoning = turn[key]
+    if not calls and not reasoning:
+        return message
+    if message is None:
+        message = {"role": role, "content": ""}
+    if reasoning:
+        message["reasoning_content"] = reasoning
     if calls:
         called = _calls_message(calls)
-        return called and {
-            **made,
-            **({"reasoning_content": reasoning} if reasoning else {}),
-            **called,
-            "content": made["content"],
-        }
-    return {**made, "reasoning_content": reasoning}
+        if called is None:
+            return None
+        message["tool_calls"] = called["tool_calls"]
+    return message
 
 
 def _with_calls(message: Json, names: Sequence[str]) -> Json:
     """An assistant's message whose text holds calls, in Hermes' or ToolACE's form, with them as
     tool_calls.
     """
-    if (
-        message["role"] != "assistant" or "tool_calls" in message or not names
-    ):  # without tools the text is all there is
+    if message["role"] != "assistant" or "tool_calls" in message:
+        return message
+    if not names:  # without tools the text is all there is
         return message
     content, calls = calls_in(message["content"], names)
     if calls:
@@ -313,10 +364,20 @@ def _with_calls(message: Json, names: Sequence[str]) -> Json:
 
 def _prompt(messages: Sequence[Json | None]) -> Prompt | None:
     """A prompt of these messages; None if one could not be read or none is a user's."""
-    readable = [message for message in messages if message is not None]
-    first = next((i for i, message in enumerate(readable) if message["role"] == "user"), None)
-    if len(readable) < len(messages) or first is None:
+    kept: list[Json] = []
+    system = None
+    asked = False
+    for message in messages:
+        if message is None:
+            return None
+        if message["role"] == "user":
+            asked = True
+        if asked:
+            kept.append(message)
+        elif message["role"] == "system" and system is None:
+            system = message
+    if not asked:
         return None
-    return {
-        "messages": [m for m in readable[:first] if m["role"] == "system"][:1] + readable[first:]
-    }
+    if system is not None:
+        kept.insert(0, system)
+    return {"messages": kept}

@@ -16,18 +16,16 @@ from drafttrain.files import Json, parse_json
 
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _RESULT = re.compile(r"\s*<tool_response>\s*(.*?)\s*</tool_response>\s*", re.DOTALL)
-_TYPES = {
+_TYPES = {  # Python's names of types, as xLAM writes them -> JSON schema's
     "str": "string",
     "int": "integer",
     "float": "number",
     "bool": "boolean",
     "list": "array",
     "tuple": "array",
-}
-_TYPES |= {
     "set": "array",
     "dict": "object",
-}  # Python's names of types, as xLAM writes them -> JSON schema's
+}
 
 
 def _loaded(value: object) -> object:
@@ -51,27 +49,36 @@ def read_tools(value: object) -> list[Json]:
 
     Raises ValueError, TypeError or KeyError for another form.
     """
-    if value:
-        found = _loaded(value)
-    else:
-        found = []
     tools = []
-    for tool in found if isinstance(found, list) else [found]:
+    for tool in _items(value):
         if not isinstance(tool, dict):
             raise TypeError(f"no tool: {str(tool)[:40]!r}")
-        function = dict(tool["function"] if isinstance(tool.get("function"), dict) else tool)
+        function = dict(tool)
+        if isinstance(tool.get("function"), dict):
+            function = dict(tool["function"])
         if not isinstance(function["name"], str) or not function["name"]:
             raise TypeError("a tool without a name")
         parameters = function.get("parameters")
         if (
             isinstance(parameters, dict)
             and parameters
-            and "properties" not in parameters
-            and "type" not in parameters
+            and not {"properties", "type"} & set(parameters)
         ):
             function["parameters"] = _schema(parameters)
         tools.append({"type": "function", "function": function})
     return tools
+
+
+def _items(value: object) -> list[object]:
+    """A list as it is, one object as a list of it, or what the text of either stands for. Raises
+    ValueError.
+    """
+    if not value:
+        return []
+    found = _loaded(value)
+    if isinstance(found, list):
+        return found
+    return [found]
 
 
 def _schema(parameters: Json) -> Json:
@@ -83,7 +90,9 @@ def _schema(parameters: Json) -> Json:
     for name, given in parameters.items():
         kind, _, optional = str(given.get("type", "")).partition(", ")
         plain = kind.partition("[")[0].lower()
-        properties[name] = {**given, "type": _TYPES.get(plain, plain or "string")}
+        if not plain:
+            plain = "string"
+        properties[name] = {**given, "type": _TYPES.get(plain, plain)}
         if not optional and "default" not in given:
             required.append(name)
     return {"type": "object", "properties": properties, "required": required}
@@ -98,29 +107,26 @@ def read_calls(value: object) -> list[Json]:
 
     Raises ValueError or TypeError for another form.
     """
-    found = _loaded(value)
     calls = []
-    for call in found if isinstance(found, list) else [found]:
+    for call in _items(value):
         if not isinstance(call, dict):
             raise TypeError(f"no call: {str(call)[:40]!r}")
+        function = call
         if isinstance(call.get("function"), dict):
             function = call["function"]
-        else:
-            function = call
-        arguments = _loaded(function.get("arguments", function.get("parameters")) or {})
-        if not isinstance(function.get("name"), str) or not isinstance(arguments, dict):
+        given = function.get("arguments", function.get("parameters"))
+        arguments: object = {}
+        if given:
+            arguments = _loaded(given)
+        name = function.get("name")
+        if not isinstance(name, str) or not isinstance(arguments, dict):
             raise TypeError(f"no name or no arguments: {str(call)[:40]!r}")
+
+        made: Json = {"type": "function"}
         if isinstance(call.get("id"), str) and call["id"]:
-            key = {"id": call["id"]}
-        else:
-            key = {}
-        calls.append(
-            {
-                "type": "function",
-                **key,
-                "function": {"name": function["name"], "arguments": arguments},
-            }
-        )
+            made["id"] = call["id"]
+        made["function"] = {"name": name, "arguments": arguments}
+        calls.append(made)
     if not calls:
         raise ValueError("no calls")
     return calls
@@ -146,9 +152,10 @@ def tools_in_system(text: str) -> list[Json]:
         return []
     try:
         found, _ = json.JSONDecoder().raw_decode(text, start.start())
-        if all("parameters" in tool.get("function", tool) for tool in found):
-            return read_tools(found)
-        return []
+        for tool in found:
+            if "parameters" not in tool.get("function", tool):
+                return []
+        return read_tools(found)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return []
 
@@ -162,10 +169,11 @@ def calls_in(text: str, names: Sequence[str]) -> tuple[str, list[Json]]:
             them.
     """
     try:
-        if blocks := _CALL.findall(text):
-            return _CALL.sub("", text).strip(), [
-                call for block in blocks for call in read_calls(block)
-            ]
+        calls: list[Json] = []
+        for block in _CALL.findall(text):
+            calls += read_calls(block)
+        if calls:
+            return _CALL.sub("", text).strip(), calls
         if names and text.lstrip().startswith("["):
             return "", _bracketed(text.strip(), names)
     except (ValueError, TypeError, KeyError, SyntaxError, RecursionError, MemoryError):
@@ -177,18 +185,21 @@ def _bracketed(text: str, names: Sequence[str]) -> list[Json]:
     """The calls of `[Get Weather(city="Rome"), ...]`. Raises ValueError, TypeError or SyntaxError
     for another form.
     """
-    plain = {f"f{i}_": name for i, name in enumerate(sorted(names, key=len, reverse=True))}
-    for word, name in plain.items():
+    # Give functions names that Python can parse, the longest first: one may end with another.
+    plain = {}
+    for i, name in enumerate(sorted(names, key=len, reverse=True)):
+        word = f"f{i}_"
+        plain[word] = name
         text = re.sub(rf"(?<![\w\"']){re.escape(name)}\(", f"{word}(", text)
     tree = ast.parse(text, mode="eval").body
+    nodes: list[ast.expr] = []
+    if isinstance(tree, ast.List):
+        nodes = tree.elts
     calls = []
-    for node in tree.elts if isinstance(tree, ast.List) else ():
-        if (
-            not isinstance(node, ast.Call)
-            or not isinstance(node.func, ast.Name)
-            or node.args
-            or node.func.id not in plain
-        ):
+    for node in nodes:
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.args:
+            raise TypeError("no list of calls")
+        if node.func.id not in plain:
             raise TypeError("no list of calls")
         arguments = {str(word.arg): ast.literal_eval(word.value) for word in node.keywords}
         calls.append({"name": plain[node.func.id], "arguments": arguments})
