@@ -100,20 +100,25 @@ class AnswerLog:
     def add(self, prompt_ids: Sequence[int], answer: Generation) -> None:
         """Appends one answer; follows a file that another program has renamed."""
         held = os.fstat(self._file)
-        if (
-            held.st_size >= self.most_bytes
-            and self.path.exists()
-            and os.path.samestat(held, self.path.stat())
-        ):
+        is_ours = self._is_at_path(held)
+        if is_ours and held.st_size >= self.most_bytes:
             os.replace(self.path, self.path.with_name(self.path.name + ".1"))
-        if not self.path.exists() or not os.path.samestat(held, self.path.stat()):
+            is_ours = False
+        if not is_ours:
             os.close(self._file)
             self._file = self._open()
-        stats = answer.stats
-        append_line(self._file, {
-            "time": round(time.time(), 3), "prompt_token_ids": list(map(int, prompt_ids)), "token_ids": answer.tokens,
-            "finish_reason": "stop" if stats.ended else "length", "accepted_length": round(stats.accepted_length, 3),
-        })  # fmt: skip
+        row = {
+            "time": round(time.time(), 3),
+            "prompt_token_ids": [int(token) for token in prompt_ids],
+            "token_ids": answer.tokens,
+            "finish_reason": "stop" if answer.stats.ended else "length",
+            "accepted_length": round(answer.stats.accepted_length, 3),
+        }
+        append_line(self._file, row)
+
+    def _is_at_path(self, held: os.stat_result) -> bool:
+        """Whether the file is still found by its name."""
+        return self.path.exists() and os.path.samestat(held, self.path.stat())
 
     def close(self) -> None:
         os.close(self._file)
@@ -131,46 +136,49 @@ def read_answer(line: bytes, path: Path, target: Target, kwargs: Json, most: int
             the answer within `most`.
     """
     row = parse_line(line, path, 0)
-    request, reply = (
-        row[name] if isinstance(row.get(name), dict) else row for name in ("request", "response")
-    )
+    request = row["request"] if isinstance(row.get("request"), dict) else row
+    reply = row["response"] if isinstance(row.get("response"), dict) else row
     for part in (row, request, reply):
         check_json(part, "the line", _FIX, _Reply)
-    choice = (reply.get("choices") or [reply])[0]
-    prompt = reply.get("prompt_token_ids")
-    answer = choice.get("token_ids")
-    if prompt and answer:
-        tokens = [*prompt, *answer]
-        start = len(prompt)
+    choice = reply["choices"][0] if reply.get("choices") else reply
+
+    if reply.get("prompt_token_ids") and choice.get("token_ids"):
+        start = len(reply["prompt_token_ids"])
+        tokens = reply["prompt_token_ids"] + choice["token_ids"]
         if max(tokens) >= target.vocab_size:
             raise UserError(
                 f"token {max(tokens)} is outside the target's vocabulary of {target.vocab_size}; give its log"
             )
     else:
-        if choice.get("message"):
-            said = [choice["message"]]
-        else:
-            said = []
-        parsed = (
-            parse_row(
-                {**request, "messages": [*(request.get("messages") or ()), *said]}
-                if said
-                else request
-            )
-            or {}
-        )
-        if "messages" not in parsed:
-            raise UserError(f"no conversation with an answer; {_FIX}")
-        inputs = ChatInputs.of(parsed, kwargs)
-        record = answer_record(target.tokenizer, parsed["messages"], "log", inputs, target.eos_ids)
-        (start, end), tokens = record["spans"][0], record["tokens"]
-        cut = choice.get("finish_reason") == "length" and record["finish"] == ["stop"]
-        tokens = tokens[: end - cut]  # the template has closed an answer that the limit ended
+        tokens, start = _rendered(request, choice, target, kwargs)
     if min(len(tokens), most) - start < 2:
         raise UserError(
             f"less than two tokens of the answer within {most} (the prompt has {start}); raise --max-length"
         )
-    return LoggedAnswer(tokens[:most], start, float(row.get("accepted_length") or 0))
+    accepted = row.get("accepted_length")
+    return LoggedAnswer(tokens[:most], start, float(accepted) if accepted else 0.0)
+
+
+def _rendered(request: Json, choice: Json, target: Target, kwargs: Json) -> tuple[list[int], int]:
+    """The tokens of a conversation and the start of its last answer. Raises UserError.
+
+    Args:
+        request: has the messages. choice: has the answer, unless the messages end with it.
+    """
+    chat = request
+    if choice.get("message"):
+        messages = list(request.get("messages") or [])
+        chat = {**request, "messages": [*messages, choice["message"]]}
+    parsed = parse_row(chat)
+    if parsed is None or "messages" not in parsed:
+        raise UserError(f"no conversation with an answer; {_FIX}")
+    inputs = ChatInputs.of(parsed, kwargs)
+    record = answer_record(target.tokenizer, parsed["messages"], "log", inputs, target.eos_ids)
+    start, end = record["spans"][0]
+    # The template has closed an answer that the limit ended.
+    if choice.get("finish_reason") == "length" and record["finish"] == ["stop"]:
+        end -= 1
+    return record["tokens"][:end], start
 
 
 class LogReader:
@@ -184,19 +192,15 @@ class LogReader:
     """
 
     def __init__(self, path: Path, places: Sequence[Place] = ()):
-        self.path, self.places = path, list(places)
+        self.path = path
+        self.places = list(places)
 
     def _files(self) -> list[Path]:
-        pattern = "*.jsonl*"
-        if not self.path.is_dir():
-            pattern = f"{self.path.name}*"
         if self.path.is_dir():
-            place = self.path
+            files = self.path.glob("*.jsonl*")
         else:
-            place = self.path.parent
-        found = [
-            path for path in place.glob(pattern) if path.suffix not in _PACKED and path.is_file()
-        ]
+            files = self.path.parent.glob(f"{self.path.name}*")
+        found = [path for path in files if path.suffix not in _PACKED and path.is_file()]
         return sorted(found, key=lambda path: (path.stat().st_mtime, path.name))
 
     def read(self, most: int) -> tuple[list[tuple[str, Path, bytes]], int]:
@@ -225,16 +229,12 @@ class LogReader:
     def _new_lines(self, path: Path) -> Iterator[tuple[str, bytes]]:
         with path.open("rb") as file:
             head = file.read(HEAD)
-            known = [
-                p
-                for p in self.places
-                if p["length"] <= len(head) and p["head"] == _hash(head[: p["length"]])
-            ]
-            place = max(
-                known,
-                key=lambda place: place["length"],
-                default=Place(head="", length=0, offset=0),
-            )
+            # The place of the longest beginning that is known; a new log has none.
+            place = Place(head="", length=0, offset=0)
+            for known in self.places:
+                length = known["length"]
+                if place["length"] < length <= len(head) and known["head"] == _hash(head[:length]):
+                    place = known
             at = file.seek(place["offset"])
             for line in file:
                 if not line.endswith(b"\n"):

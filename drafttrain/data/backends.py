@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from itertools import islice
 from queue import SimpleQueue
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import httpx
 from pydantic import TypeAdapter, ValidationError
@@ -61,33 +61,9 @@ TIME_OUT = "time-out"
 T = TypeVar("T")
 
 
-class AnsweredRow(Protocol):
-    """A row of a conversation that has ended: a `Conversation`, or a row of a file.
-
-    Attributes:
-        id: of the conversation.
-        spans: of the responses; [] where none can be stored.
-        ended: the reason why it is not complete; one of `Backend.drops`, or ''.
-        turns_left: turns without a response.
-        follows: whether another row continues it.
-    """
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def spans(self) -> list[list[int]]: ...
-    @property
-    def ended(self) -> str: ...
-    @property
-    def turns_left(self) -> int: ...
-    @property
-    def follows(self) -> bool: ...
-    def record(self, renderer: ChatRenderer) -> Json: ...
-
-
-# With a row: the engine's result if that captures hidden states, or why it has no complete answer.
-Result = Finished | BadReply | None
-Ended = tuple[Conversation, Result]
+# A conversation, and the engine's result if that captures hidden states, or why it has no complete
+# answer.
+Ended = tuple[Conversation, Finished | BadReply | None]
 
 
 @dataclass(frozen=True)
@@ -170,7 +146,7 @@ class Backend(ABC):
         self,
         conversations: Iterable[Conversation],
         stop: Callable[[], bool],
-    ) -> Iterator[tuple[AnsweredRow, Result]]:
+    ) -> Iterator[Ended]:
         """Yields the rows of conversations as they end. They are open already: their tokens hold
         the first prompt.
 

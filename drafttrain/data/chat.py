@@ -233,17 +233,6 @@ def marked_calls(key: str, count: int) -> Json:
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-def render_prompt(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    inputs: ChatInputs = NO_INPUTS,
-) -> list[int]:
-    """Token ids of a conversation up to where the assistant begins to answer; BOS exactly once.
-    Raises as `render_text`.
-    """
-    return encode(tokenizer, render_text(tokenizer, messages, generation=True, inputs=inputs))
-
-
 def prompt_ids(
     tokenizer: PreTrainedTokenizerBase,
     prompt: str | Sequence[Message],
@@ -255,7 +244,7 @@ def prompt_ids(
     assistant answers (without a template: joined by blank lines, as text).
     """
     if not isinstance(prompt, str) and has_template(tokenizer):
-        return render_prompt(tokenizer, prompt, inputs)
+        return encode(tokenizer, render_text(tokenizer, prompt, generation=True, inputs=inputs))
     if isinstance(prompt, str):
         text = prompt
     else:

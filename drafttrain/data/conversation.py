@@ -95,6 +95,7 @@ class Conversation(Transcript):
         ended: why the conversation ended before its last turn, for the counts; '' if for no reason
             of its own.
         part: number of rows before the present one; follows: whether another row continues it.
+        recorded: the record of a row with the answers of a file; nothing is generated for it.
     """
 
     id: str
@@ -108,6 +109,7 @@ class Conversation(Transcript):
     ended: str = ""
     part: int = 0
     follows: bool = False
+    recorded: Json | None = None
 
     @staticmethod
     def from_row(row: Json, where: str, kwargs: Json | None = None) -> Conversation:
@@ -331,6 +333,8 @@ class Conversation(Transcript):
 
     def record(self, renderer: ChatRenderer) -> Json:
         """The record that the store keeps."""
+        if self.recorded is not None:
+            return self.recorded
         form = AnswerFormat()
         if self.turns:
             form = answer_format(renderer.tokenizer, self.inputs)

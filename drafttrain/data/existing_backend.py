@@ -7,11 +7,10 @@ better.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from drafttrain.data.backends import Backend
-from drafttrain.data.conversation import ChatRenderer, Conversation
+from drafttrain.data.conversation import Conversation
 from drafttrain.data.failures import BadReply
 from drafttrain.data.masks import recorded_conversations
 from drafttrain.data.store import Share
@@ -21,26 +20,6 @@ from drafttrain.target import Target
 
 UNUSABLE = "unusable row"  # the reason of answers that cannot be learned from
 UNUSABLE_FIX = "mend those rows, or clean the file with: drafttrain prompts --source file"
-
-
-@dataclass
-class RecordedRow:
-    """A row whose answers come from the file; what a `Conversation` is to those of the target."""
-
-    id: str
-    stored: Json
-    ended: str = ""
-    follows: bool = False  # every row is stored by itself
-    turns_left: int = 0
-
-    @property
-    def spans(self) -> list[list[int]]:
-        found: list[list[int]] = self.stored.get("spans", [])
-        return found
-
-    def record(self, renderer: ChatRenderer) -> Json:
-        """The record that the store keeps."""
-        return self.stored
 
 
 class ExistingBackend(Backend):
@@ -77,7 +56,7 @@ class ExistingBackend(Backend):
         self,
         conversations: Iterable[Conversation],
         stop: Callable[[], bool],
-    ) -> Iterator[tuple[RecordedRow, BadReply | None]]:
+    ) -> Iterator[tuple[Conversation, BadReply | None]]:
         """Yields the rows of the file; `conversations` are none.
 
         Raises UserError: an id that occurs twice, or no row that can be used.
@@ -92,7 +71,7 @@ class ExistingBackend(Backend):
                 unusable += 1
                 last = BadReply(UNUSABLE, str(records))
                 if self.share.owns(key):
-                    yield RecordedRow(key, {}), last
+                    yield Conversation(key, ""), last
                 continue
             for record in records:
                 row = record["id"]
@@ -106,9 +85,9 @@ class ExistingBackend(Backend):
                 kept = cut(record, self.max_length)
                 if kept is not None:
                     self._new_tokens += sum(end - start for start, end in kept["spans"])
-                    yield RecordedRow(row, kept), None
+                    yield Conversation(row, "", spans=kept["spans"], recorded=kept), None
                 elif "part" not in record:  # a conversation's other rows have a part
-                    yield RecordedRow(row, {}, ended="answer_beyond_max_length"), None
+                    yield Conversation(row, "", ended="answer_beyond_max_length"), None
         if not seen and last is not None:
             raise UserError(
                 f"no row can be used ({UNUSABLE} {unusable}; the last: {last.detail}); {UNUSABLE_FIX}"

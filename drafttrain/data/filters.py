@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LONGEST = 128  # texts of a bucket that a text is compared with
+_UNREADABLE = {"Cc", "Cn", "Co", "Cs"}  # Unicode categories
+_PERMUTATIONS = 64
+_BANDS = 16  # of 4 bytes
 _WORD = re.compile(r"\w+", re.UNICODE)
 
 
@@ -31,24 +34,26 @@ def words(text: str) -> list[str]:
 def ngrams(text: str, size: int) -> set[tuple[str, ...]]:
     """All runs of `size` words; a shorter text is a single run."""
     found = words(text)
-    if found:
-        return {tuple(found[i : i + size]) for i in range(max(1, len(found) - size + 1))}
-    return set()
+    if not found:
+        return set()
+    count = max(1, len(found) - size + 1)
+    return {tuple(found[i : i + size]) for i in range(count)}
 
 
 def stable_id(prompt: Prompt) -> str:
     """A hash of the content: equal prompts have equal ids in every run."""
-    return hashlib.sha256(
-        json.dumps(prompt, sort_keys=True, ensure_ascii=True).encode()
-    ).hexdigest()[:16]
+    content = json.dumps(prompt, sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def is_readable(text: str) -> bool:
     """False if text holds control characters, unassigned code points, or the replacement character."""
-    bad = {"Cc", "Cn", "Co", "Cs"}  # Unicode categories
-    return not any(
-        c == "\ufffd" or (unicodedata.category(c) in bad and c not in "\n\t\r") for c in set(text)
-    )
+    for letter in set(text):
+        if letter == "\ufffd":
+            return False
+        if unicodedata.category(letter) in _UNREADABLE and letter not in "\n\t\r":
+            return False
+    return True
 
 
 def is_repetitive(text: str) -> bool:
@@ -66,7 +71,7 @@ class NearDuplicates:
 
     64 permutations, of which one byte each is kept, in 16 bands of 4. Texts whose sets of runs
     overlap by more than about a half share a band; their full signatures are then compared. A hash
-    table per band chains the texts of a bucket, newest first; at most `_LONGEST` of a bucket are
+    table per band chains the texts of a bucket, newest first. At most `_LONGEST` of a bucket are
     compared, so that many alike texts do not make the work quadratic. A text takes 200 bytes.
 
     Source: Broder, On the resemblance and containment of documents (1997).
@@ -74,36 +79,35 @@ class NearDuplicates:
 
     def __init__(self, threshold: float = 0.7):
         random = np.random.default_rng(0)
-        self.factors = random.integers(1, 2**61, size=(64, 1), dtype=np.uint64) | np.uint64(1)
-        self.offsets = random.integers(0, 2**61, size=(64, 1), dtype=np.uint64)
+        shape = (_PERMUTATIONS, 1)
+        self.factors = random.integers(1, 2**61, size=shape, dtype=np.uint64) | np.uint64(1)
+        self.offsets = random.integers(0, 2**61, size=shape, dtype=np.uint64)
         self.threshold = threshold
         self.count = 0
-        self.signatures = np.zeros(
-            (1024, 64), np.uint8
-        )  # [texts, permutations]; a power of two of rows
+        # [texts, permutations]; a power of two of rows
+        self.signatures = np.zeros((1024, _PERMUTATIONS), np.uint8)
         self._chain()
 
     def _buckets(self, signatures: np.ndarray) -> np.ndarray:
         """Bucket of each band: [..., 64] uint8 -> [..., 16]. As many buckets as rows."""
-        keys = np.ascontiguousarray(signatures).view(np.uint32).astype(np.uint64) * np.uint64(
-            0x9E3779B97F4A7C15
-        )
-        return (keys >> np.uint64(65 - len(self.signatures).bit_length())).astype(np.int64)
+        bands = np.ascontiguousarray(signatures).view(np.uint32)  # [..., 16]
+        keys = bands.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        bits = len(self.signatures).bit_length() - 1
+        return (keys >> np.uint64(64 - bits)).astype(np.int64)
 
     def _chain(self) -> None:
         """Builds the tables of all texts: the newest text of each bucket, and the next older one of
         each text; -1 for none.
         """
-        self._heads = np.full((16, len(self.signatures)), -1, np.int32)
-        self._older = np.full((len(self.signatures), 16), -1, np.int32)
-        for band, column in enumerate(self._buckets(self.signatures[: self.count]).T):
+        self._heads = np.full((_BANDS, len(self.signatures)), -1, np.int32)
+        self._older = np.full((len(self.signatures), _BANDS), -1, np.int32)
+        numbers = np.arange(self.count, dtype=np.int32)
+        buckets = self._buckets(self.signatures[: self.count])  # [texts, 16]
+        for band, column in enumerate(buckets.T):
             order = np.argsort(column, kind="stable").astype(np.int32)
             alike = column[order[1:]] == column[order[:-1]]
             self._older[order[1:], band] = np.where(alike, order[:-1], -1)
-            self._heads[band, column] = np.arange(
-                self.count,
-                dtype=np.int32,
-            )  # the last of equal ones stays
+            self._heads[band, column] = numbers  # the last of equal ones stays
 
     def seen(self, text: str) -> bool:
         """True if a similar text was seen before; otherwise stores this one."""
@@ -111,11 +115,12 @@ class NearDuplicates:
         if not runs:
             return False
         # Multiplication wraps at 2^64; the high half of an odd-multiplier hash is well mixed.
-        hashes = (self.factors * np.array(runs, dtype=np.uint64) + self.offsets) >> np.uint64(
-            32
-        )  # [64, runs]
+        mixed = self.factors * np.array(runs, dtype=np.uint64) + self.offsets  # [64, runs]
+        hashes = mixed >> np.uint64(32)
         signature = hashes.min(axis=1).astype(np.uint8)  # [64]
         places = self._buckets(signature).tolist()  # [16]
+
+        # Compare it with the texts that share a band.
         candidates: set[int] = set()
         for band, place in enumerate(places):
             index = int(self._heads[band, place])
@@ -128,6 +133,8 @@ class NearDuplicates:
             shares = (self.signatures[list(candidates)] == signature).mean(axis=1)
             if shares.max() >= self.threshold:
                 return True
+
+        # Store it as the newest text of its buckets.
         self.signatures[self.count] = signature
         for band, place in enumerate(places):
             self._older[self.count, band] = self._heads[band, place]
@@ -173,12 +180,12 @@ class Filter:
         self.limits = limits
         self.ngram = ngram
         self.tokenizer = tokenizer
-        self.forbidden = {run for text in evaluation for run in ngrams(text, ngram)}
+        self.forbidden: set[tuple[str, ...]] = set()
+        for text in evaluation:
+            self.forbidden |= ngrams(text, ngram)
+        self.special: list[str] = []
         if tokenizer is not None:
-            special = tokenizer.all_special_tokens
-        else:
-            special = []
-        self.special = [token for token in special if token.strip()]
+            self.special = [token for token in tokenizer.all_special_tokens if token.strip()]
         self.exact: set[bytes] = set()
         self.near = NearDuplicates()
         self.dropped: Counter[str] = Counter()
@@ -190,24 +197,35 @@ class Filter:
         return reason is None
 
     def _reason(self, prompt: Prompt) -> str | None:
+        """Why the prompt is dropped; None if it is kept."""
         asked = "\n".join(prompt_texts(prompt))
-        everything = list(
-            dict.fromkeys((asked, *(message["content"] for message in prompt.get("messages", ()))))
-        )
+        everything = [asked]
+        for message in prompt.get("messages", ()):
+            if message["content"] not in everything:
+                everything.append(message["content"])
+
         limits = self.limits
-        if reason := _wrong_length(len(asked), limits.min_chars, limits.max_chars, "characters"):
+        reason = _wrong_length(len(asked), limits.min_chars, limits.max_chars, "characters")
+        if reason is not None:
             return reason
         if self.tokenizer is not None and (limits.min_tokens or limits.max_tokens):
             count = len(self.tokenizer(asked, add_special_tokens=False)["input_ids"])
-            if reason := _wrong_length(count, limits.min_tokens, limits.max_tokens, "tokens"):
+            reason = _wrong_length(count, limits.min_tokens, limits.max_tokens, "tokens")
+            if reason is not None:
                 return reason
+
         if not all(map(is_readable, everything)):
             return "unreadable characters"
-        if any(token in text for token in self.special for text in everything):
-            return "contains a special token"
-        if self.forbidden and any(self.forbidden & ngrams(text, self.ngram) for text in everything):
-            return "overlaps with an evaluation prompt"
-        key = hashlib.blake2b(" ".join(asked.casefold().split()).encode(), digest_size=16).digest()
+        for text in everything:
+            if any(token in text for token in self.special):
+                return "contains a special token"
+        if self.forbidden:
+            for text in everything:
+                if self.forbidden & ngrams(text, self.ngram):
+                    return "overlaps with an evaluation prompt"
+
+        plain = " ".join(asked.casefold().split())
+        key = hashlib.blake2b(plain.encode(), digest_size=16).digest()
         if key in self.exact:
             return "duplicate"
         self.exact.add(key)
@@ -217,6 +235,7 @@ class Filter:
 
 
 def _wrong_length(count: int, least: int, most: int, unit: str) -> str | None:
+    """The reason to drop a prompt of this length; None for none."""
     if count < least:
         return f"shorter than {least} {unit}"
     if 0 < most < count:

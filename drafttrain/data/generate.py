@@ -399,7 +399,7 @@ def store_answers(
                 # A row of a file is stored by itself; all but the last of a conversation have a part.
                 if rows and "part" not in rows[-1].record:
                     conversations += 1
-                if it.turns_left:
+                if backend.asks:
                     dropped["turns_not_reached"] += it.turns_left
                 if it.ended:
                     dropped[it.ended] += 1

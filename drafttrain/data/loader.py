@@ -42,10 +42,12 @@ def training_rows(
     """
 
     def cut(row: Json, index: int) -> Json:
-        # No token precedes token 0, so a response that begins there has one anchor less.
-        spans = [
-            [a, min(b, max_length)] for a, b in row["spans"] if min(b, max_length) - max(a, 1) >= 2
-        ]
+        spans = []
+        for start, end in row["spans"]:
+            end = min(end, max_length)
+            # No token precedes token 0, so a response that begins there has one anchor less.
+            if end - max(start, 1) >= 2:
+                spans.append([start, end])
         tokens = row["tokens"][:max_length]
         return {"tokens": tokens, "spans": spans, "length": len(tokens), "index": index}
 
@@ -80,9 +82,10 @@ def without_reasoning(records: Dataset, data: str) -> Dataset:
         )
 
     def shortened(row: Json) -> Json:
-        return {
-            "spans": [[a + n, b] for n, (a, b) in zip(row["reasoning"], row["spans"], strict=True)]
-        }
+        spans = []
+        for count, (start, end) in zip(row["reasoning"], row["spans"], strict=True):
+            spans.append([start + count, end])
+        return {"spans": spans}
 
     return records.map(shortened, desc="leaving out reasoning")
 
@@ -129,10 +132,9 @@ def load_text(data: str, target: Target, max_length: int) -> Dataset:
         )
 
     def rows() -> Iterator[list[int]]:
+        end = []  # of a document
         if tokenizer.eos_token_id is not None:
             end = [tokenizer.eos_token_id]
-        else:
-            end = []
         held: list[int] = []
         for document in _documents(path):
             held += tokenizer(document, add_special_tokens=False)["input_ids"] + end
@@ -142,9 +144,9 @@ def load_text(data: str, target: Target, max_length: int) -> Dataset:
         if len(held) > len(end):
             yield held
 
-    made = [
-        {"id": f"text{i}", "tokens": row, "spans": [[0, len(row)]]} for i, row in enumerate(rows())
-    ]
+    made = []
+    for i, row in enumerate(rows()):
+        made.append({"id": f"text{i}", "tokens": row, "spans": [[0, len(row)]]})
     if not made:
         raise UserError(f"data={data!r} holds no text")
     return Dataset.from_list(made)
@@ -194,14 +196,15 @@ def fill_rows(lengths: list[int], max_length: int, seed: int) -> list[list[int]]
 
     Returns the conversation numbers of each row. No length may exceed max_length.
     """
-    order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed)).tolist()
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(lengths), generator=generator).tolist()
     packed: list[list[int]] = []
     free: list[int] = []  # tokens by row
     first_open = 0
     for number in order:
-        place = next(
-            (i for i in range(first_open, len(packed)) if free[i] >= lengths[number]), len(packed)
-        )
+        place = first_open
+        while place < len(packed) and free[place] < lengths[number]:
+            place += 1
         if place == len(packed):
             packed.append([])
             free.append(max_length)
@@ -216,7 +219,8 @@ def join_rows(members: list[Json]) -> Json:
     result: Json = {"tokens": [], "spans": [], "index": [], "documents": []}
     for member in members:
         begin = len(result["tokens"])
-        result["spans"] += [[begin + start, begin + end] for start, end in member["spans"]]
+        for start, end in member["spans"]:
+            result["spans"].append([begin + start, begin + end])
         result["tokens"] += member["tokens"]
         result["index"].append(member["index"])
         result["documents"].append(member["length"])
@@ -252,24 +256,27 @@ def collate(rows: list[Json]) -> dict[str, Tensor]:
         input_ids[i, : row["length"]] = torch.as_tensor(row["tokens"])
         for start, end in row["spans"]:
             response_mask[i, start:end] = True
+        if "documents" not in row:
+            index.append(row["index"])
+            continue
+        index += row["index"]
         start = 0
-        if "documents" in row:
-            index += row["index"]
-        else:
-            index += [row["index"]]
-        for length in row.get("documents", ()):
+        for length in row["documents"]:
             documents.append([i, start, length])
-            response_mask[i, start] = (
-                False  # no anchor precedes it; an earlier conversation's response has ended
-            )
+            # No anchor precedes it: an earlier conversation's response has ended.
+            response_mask[i, start] = False
             start += length
+
+    # An anchor's next two tokens are a response's.
     labels = torch.full((b, s), -100)
     labels[:, :-2][response_mask[:, 1:-1] & response_mask[:, 2:]] = 0
-    return {
+    batch = {
         "input_ids": input_ids,
         "lengths": torch.tensor([row["length"] for row in rows]),
         "response_mask": response_mask,
         "index": torch.tensor(index),
         "shift_labels": labels,
-        **({"documents": torch.tensor(documents)} if documents else {}),
     }
+    if documents:
+        batch["documents"] = torch.tensor(documents)
+    return batch

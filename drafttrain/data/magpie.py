@@ -29,73 +29,73 @@ from drafttrain.target import Target
 # First words of user turns, ten per group, so that each group gets its share.
 BUILTIN_OPENINGS = (
     # chat and writing
-    *(
-        "Write a",
-        "How can I",
-        "Explain",
-        "What is the difference between",
-        "Give me",
-        "Can you help me",
-        "Why do",
-    ),
-    *("Describe", "Tell me about", "Suggest"),
+    "Write a",
+    "How can I",
+    "Explain",
+    "What is the difference between",
+    "Give me",
+    "Can you help me",
+    "Why do",
+    "Describe",
+    "Tell me about",
+    "Suggest",
     # code
-    *(
-        "Write a Python function",
-        "Write a JavaScript function",
-        "Write a SQL query",
-        "Fix the bug in this code:\n\n",
-    ),
-    *(
-        "What does this code do?\n\n```python\n",
-        "Write a program",
-        "How do I implement",
-        "Explain this code:\n\n",
-    ),
-    *("Write a C++ function", "Complete this function:\n\ndef"),
+    "Write a Python function",
+    "Write a JavaScript function",
+    "Write a SQL query",
+    "Fix the bug in this code:\n\n",
+    "What does this code do?\n\n```python\n",
+    "Write a program",
+    "How do I implement",
+    "Explain this code:\n\n",
+    "Write a C++ function",
+    "Complete this function:\n\ndef",
     # mathematics
-    *(
-        "Solve",
-        "Calculate",
-        "If a",
-        "A train",
-        "How many",
-        "Find the",
-        "Prove that",
-        "What is the value of",
-    ),
-    *("A store sells", "Sarah has"),
+    "Solve",
+    "Calculate",
+    "If a",
+    "A train",
+    "How many",
+    "Find the",
+    "Prove that",
+    "What is the value of",
+    "A store sells",
+    "Sarah has",
     # summaries and rewriting
-    *("Summarize the following text:\n\n", "Summarize this article in one paragraph:\n\n"),
-    *("Shorten this paragraph:\n\n", "Write a short summary of this text.\n\n"),
-    *("Give me the main points of the following passage:\n\n", "Rewrite the following text:\n\n"),
-    *("Summarize this story:\n\n", "Write a headline for this article:\n\n"),
-    *("Make the following text more concise:\n\n", "What is the main idea of this text?\n\n"),
+    "Summarize the following text:\n\n",
+    "Summarize this article in one paragraph:\n\n",
+    "Shorten this paragraph:\n\n",
+    "Write a short summary of this text.\n\n",
+    "Give me the main points of the following passage:\n\n",
+    "Rewrite the following text:\n\n",
+    "Summarize this story:\n\n",
+    "Write a headline for this article:\n\n",
+    "Make the following text more concise:\n\n",
+    "What is the main idea of this text?\n\n",
     # questions about a given text, and about facts
-    *(
-        "Read the passage and answer the question.\n\nPassage:",
-        "Based on the following text, answer the question.\n\n",
-    ),
-    *(
-        "Answer the question using the text below.\n\nText:",
-        "Use the information in this paragraph to answer:\n\n",
-    ),
-    *("Context:", "Passage:", "Who was", "When did", "Where is", "Which"),
+    "Read the passage and answer the question.\n\nPassage:",
+    "Based on the following text, answer the question.\n\n",
+    "Answer the question using the text below.\n\nText:",
+    "Use the information in this paragraph to answer:\n\n",
+    "Context:",
+    "Passage:",
+    "Who was",
+    "When did",
+    "Where is",
+    "Which",
     # translation and language
-    *(
-        "Translate the following sentence into French:",
-        "Translate into German:",
-        "Translate this into Spanish:",
-    ),
-    *(
-        "Translate the following text into English:",
-        "How do you say",
-        "What does the word",
-        "Correct the grammar:",
-    ),
-    *("Translate the following paragraph into Italian:\n\n", "What is the French word for"),
+    "Translate the following sentence into French:",
+    "Translate into German:",
+    "Translate this into Spanish:",
+    "Translate the following text into English:",
+    "How do you say",
+    "What does the word",
+    "Correct the grammar:",
+    "Translate the following paragraph into Italian:\n\n",
+    "What is the French word for",
     "Paraphrase this sentence:",
 )
+
 
 # Tokens of a document's beginning: enough to show its topic, few enough to leave most of it to the
 # target.
@@ -124,32 +124,35 @@ class PromptWriter:
         max_tokens: int,
         seed: int,
     ):
-        tokenizer = self.tokenizer = target.tokenizer
+        self.tokenizer = target.tokenizer
         self.openings = list(openings)
         self.share = share
         self.max_tokens = max_tokens
         self.seed = seed
-        self.is_chat = has_template(tokenizer)
-        if self.is_chat:
-            frame = user_frame(tokenizer)
-        else:
-            frame = None
-        if self.is_chat and frame is None:
+        self.is_chat = has_template(self.tokenizer)
+        self.stop_ids = frozenset(target.eos_ids)
+        self.ending = ""
+        if not self.is_chat:
+            self.prefix_ids = text_prompt(self.tokenizer, "")
+            if not self.prefix_ids:  # the tokenizer adds no BOS
+                bos = self.tokenizer.bos_token_id
+                self.prefix_ids = [bos if bos else target.eos_ids[0]]
+            return
+        frame = user_frame(self.tokenizer)
+        if frame is None:
             raise UserError(
                 f"target={target.name!r}: its chat template has no opening for a user's turn; use --source file or a "
                 "data set id instead of magpie"
             )
-        self.stop_ids = frozenset(target.eos_ids) | (frame.stop_ids if frame else set())
-        self.ending = frame.ending if frame else ""
-        free = text_prompt(tokenizer, "") or [tokenizer.bos_token_id or target.eos_ids[0]]
-        self.prefix_ids = frame.prefix_ids if frame else free
+        self.stop_ids |= frame.stop_ids
+        self.ending = frame.ending
+        self.prefix_ids = frame.prefix_ids
 
     @property
     def max_length(self) -> int:
         """Most tokens of a sequence."""
-        longest = max(
-            (len(text_ids(self.tokenizer, opening)) for opening in self.openings), default=0
-        )
+        lengths = [len(text_ids(self.tokenizer, opening)) for opening in self.openings]
+        longest = max(lengths, default=0)
         return len(self.prefix_ids) + longest + self.max_tokens + 1  # 1: the stop token
 
     def requests(self, start: int) -> Iterator[ResponseRequest]:
@@ -169,22 +172,19 @@ class PromptWriter:
         prompt: Prompt
         if self.is_chat:
             ended = finished.finish_reason == "stop"
-            if self.ending:
-                text, found, _ = text.partition(self.ending)
-                ended = ended or bool(found)
+            if self.ending and self.ending in text:
+                text = text.partition(self.ending)[0]
+                ended = True
             if not ended:
                 return "unfinished"
-            if text.strip() == opening.strip():
+            text = text.strip()
+            if text == opening.strip():
                 text = ""
-            else:
-                text = text.strip()
             prompt = {"messages": [{"role": "user", "content": text}]}
         else:  # the beginning of a document, without its last word, which may be cut
-            text = text.rstrip("\ufffd").lstrip()
+            text = text.rstrip("\ufffd").strip()
             if len(text.split()) > 4:
                 text = text.rsplit(None, 1)[0]
-            else:
-                text = text.strip()
             prompt = {"text": text}
         if not text:
             return "empty"
@@ -202,7 +202,9 @@ class PromptWriter:
             opening = chance.choice(self.openings)
         if self.is_chat:
             return opening, self.max_tokens
-        return opening, chance.randint(*(min(length, self.max_tokens) for length in _TEXT_TOKENS))
+        least = min(_TEXT_TOKENS[0], self.max_tokens)
+        most = min(_TEXT_TOKENS[1], self.max_tokens)
+        return opening, chance.randint(least, most)
 
 
 def load_openings(name: str) -> list[str]:
@@ -211,13 +213,16 @@ def load_openings(name: str) -> list[str]:
 
     Raises UserError: no such file, or an empty one.
     """
-    if name in ("builtin", "none"):
-        if name == "builtin":
-            return list(BUILTIN_OPENINGS)
+    if name == "builtin":
+        return list(BUILTIN_OPENINGS)
+    if name == "none":
         return []
+    lines = []
     try:
         with open(name, encoding="utf-8-sig") as file:
-            lines = [line.rstrip("\n").replace("\\n", "\n") for line in file if line.strip()]
+            for line in file:
+                if line.strip():
+                    lines.append(line.rstrip("\n").replace("\\n", "\n"))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"openings={name!r} cannot be read ({error}); give builtin, none, or a text file"

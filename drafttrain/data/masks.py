@@ -173,19 +173,6 @@ def answer_record(
     return row.record(id)
 
 
-def conversation_records(
-    tokenizer: PreTrainedTokenizerBase,
-    path: Path,
-    kwargs: Json | None = None,
-    stop_ids: Collection[int] = (),
-) -> Iterator[Json]:
-    """The records of `recorded_conversations`. Raises UserError: a row that cannot be used."""
-    for _, records in recorded_conversations(tokenizer, path, kwargs, stop_ids):
-        if isinstance(records, UserError):
-            raise records
-        yield from records
-
-
 def recorded_conversations(
     tokenizer: PreTrainedTokenizerBase,
     path: Path,

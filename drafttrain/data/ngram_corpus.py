@@ -28,6 +28,7 @@ def run(args: argparse.Namespace) -> int:
     if (args.data is None) == (args.text is None):
         raise UserError("give either --data DIR or --text FILE")
     output = output_file(args.output, STORE, inputs_of(args))
+    corpus = args.text if args.data is None else args.data
     if args.data is not None:
         tokenizer = read_meta(args.data)["target"]["tokenizer"]
         documents = responses(args.data, args.max_n)
@@ -39,9 +40,7 @@ def run(args: argparse.Namespace) -> int:
         documents = texts(Path(args.text).expanduser(), reader)
     table = NgramTable.build(documents, args.max_n, args.max_entries)
     if not len(table.tokens):
-        raise UserError(
-            f"the corpus {args.data or args.text!r} has no two tokens in a row; give one with text"
-        )
+        raise UserError(f"the corpus {corpus!r} has no two tokens in a row; give one with text")
     with writing(output), replacing(output) as part:
         table.save(part, tokenizer)
     size = output.stat().st_size / 1e6
@@ -51,12 +50,11 @@ def run(args: argparse.Namespace) -> int:
         "megabytes": round(size, 1),
     }
     print(", ".join(f"{value:,} {name}" for name, value in counts.items()))
-    target = args.target or read_meta(args.data)["target"]["name"]
-    conclude(
-        counts,
-        [output],
-        next_command("eval", target=target, drafter=f"{SuffixDrafter.kind}:{output}"),
-    )
+    target = args.target
+    if not target:
+        target = read_meta(args.data)["target"]["name"]
+    drafter = f"{SuffixDrafter.kind}:{output}"
+    conclude(counts, [output], next_command("eval", target=target, drafter=drafter))
     return 0
 
 
@@ -75,9 +73,8 @@ def texts(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]
         for number, row in read_jsonl(path):
             if row.get("messages") and are_messages(row["messages"]):
                 messages = checked_messages(row, f"{path} line {number}")
-                yield text_ids(
-                    tokenizer, render_text(tokenizer, messages, inputs=ChatInputs.of(row))
-                )
+                text = render_text(tokenizer, messages, inputs=ChatInputs.of(row))
+                yield text_ids(tokenizer, text)
             elif isinstance(row.get("text"), str) and not row.get("messages"):
                 yield tokenizer(row["text"]).input_ids
             else:

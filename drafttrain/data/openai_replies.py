@@ -113,9 +113,7 @@ def reassembled(
     it.reply = reply
     check_unicode(json.dumps(reply, ensure_ascii=False))
 
-    reason = "reasoning"
-    if "tool_calls" in reply:
-        reason = "tool calls"
+    reason = "tool calls" if "tool_calls" in reply else "reasoning"
     content: str = reply["content"]
     try:
         form = answer_format(tokenizer, it.inputs)

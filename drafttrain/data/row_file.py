@@ -1,6 +1,4 @@
-"""A JSON-lines file as a sequence of rows, of which only the offsets are held in memory: 16 bytes
-per row.
-"""
+"""A JSON-lines file as a sequence of rows. Memory holds their offsets only: 16 bytes per row."""
 
 from __future__ import annotations
 
@@ -17,8 +15,9 @@ Row = TypeVar("Row")
 
 
 def line_starts(path: Path) -> Iterator[tuple[int, int]]:
-    """(line number, offset) of every line that is not blank, as `read_jsonl` counts them. Raises
-    UserError: no such file.
+    """(line number, offset) of every line that is not blank, as `read_jsonl` counts them.
+
+    Raises UserError: no such file.
     """
     try:
         with path.open("rb") as file:
@@ -50,7 +49,8 @@ class RowFile(Sequence[Row], Generic[Row]):
     ):
         self.path = path
         self.read = read
-        self._numbers, self._starts = array("q"), array("q")
+        self._numbers = array("q")
+        self._starts = array("q")
         for number, start in places:
             self._numbers.append(number)
             self._starts.append(start)
@@ -73,7 +73,8 @@ class RowFile(Sequence[Row], Generic[Row]):
 
     def chosen(self, indices: Iterable[int]) -> RowFile[Row]:
         """The rows of these indices."""
-        return RowFile(self.path, self.read, ((self._numbers[i], self._starts[i]) for i in indices))
+        places = ((self._numbers[i], self._starts[i]) for i in indices)
+        return RowFile(self.path, self.read, places)
 
     def shuffled(self, seed: int) -> Iterator[Row]:
         """All rows in an order that depends on their number and the seed only."""

@@ -6,10 +6,17 @@ import json
 
 import pytest
 
-from drafttrain.data.chat import render_prompt, text_prompt
-from drafttrain.data.masks import TemplateRewrites, conversation_record, conversation_records
+from drafttrain.data.chat import encode, render_text, text_prompt
+from drafttrain.data.masks import TemplateRewrites, conversation_record
 from drafttrain.errors import UserError
 from tests.conftest import make_tokenizer
+from tests.data.records import records_of
+
+
+def prompt_of(tokenizer, messages):
+    """What the target reads before it answers."""
+    return encode(tokenizer, render_text(tokenizer, messages, generation=True))
+
 
 LOOP = "{% for m in messages %}"
 END = "{% endfor %}"
@@ -106,13 +113,13 @@ def test_spans_hold_the_answer_and_its_stop_token(template, lead, stop):
     assert whole.startswith(tokenizer.decode(record["tokens"]))
     # Before each span stands exactly what generation would be prompted with.
     for i, (start, _) in zip((1, 3), record["spans"], strict=True):
-        assert record["tokens"][:start] == render_prompt(tokenizer, CHAT[:i])
+        assert record["tokens"][:start] == prompt_of(tokenizer, CHAT[:i])
 
 
 def test_bos_stands_once():
     for template in (LLAMA3, GEMMA):
         tokenizer = tokenizer_with(template)
-        assert render_prompt(tokenizer, CHAT[:1]).count(tokenizer.bos_token_id) == 1
+        assert prompt_of(tokenizer, CHAT[:1]).count(tokenizer.bos_token_id) == 1
     plain = adding_bos(make_tokenizer())
     bos = plain.bos_token_id
     assert text_prompt(plain, "ab")[0] == bos
@@ -137,7 +144,7 @@ def test_models_without_a_template_read_turns_as_paragraphs():
     assert tokenizer.decode(record["tokens"]) == "<|im_start|>Hi there\n\nHello! 42 is\n\n  it."
     assert spoken(tokenizer, record) == [CHAT[1]["content"]]
     assert record["finish"] == ["length"]
-    assert render_prompt(tokenizer, CHAT[:1]) == record["tokens"][: record["spans"][0][0]]
+    assert prompt_of(tokenizer, CHAT[:1]) == record["tokens"][: record["spans"][0][0]]
 
 
 def test_a_turn_without_a_stop_token_is_not_finished():
@@ -166,7 +173,7 @@ def test_a_token_across_the_border_does_not_move_it():
     merged = tokenizer("\n\n", add_special_tokens=False)["input_ids"]
     assert len(merged) == 1
     record = conversation_record(tokenizer, chat, "a")
-    assert record["tokens"][: record["spans"][0][0]] == render_prompt(tokenizer, chat[:1])
+    assert record["tokens"][: record["spans"][0][0]] == prompt_of(tokenizer, chat[:1])
     assert spoken(tokenizer, record) == ["\nYes\n\nno<|im_end|>", "Because é.<|im_end|>"]
 
 
@@ -178,7 +185,7 @@ def test_rewriting_templates_are_refused_or_rendered_per_turn(tmp_path):
         conversation_record(tokenizer, CHAT, "a")
     path = tmp_path / "chats.jsonl"
     path.write_text(json.dumps({"id": "a", "messages": CHAT}) + "\n")
-    first, second = conversation_records(tokenizer, path)
+    first, second = records_of(tokenizer, path)
     assert (first["id"], second["id"], second["source"]) == ("a/1", "a/3", "chats.jsonl")
     think = "<think>\n\n</think>\n\n"
     assert spoken(tokenizer, first) == [think + CHAT[1]["content"] + "<|im_end|>"]
@@ -205,7 +212,7 @@ def test_records_of_a_file_in_other_shapes(tmp_path):
     }
     rows = [{"id": "x", "messages": CHAT, "source": "web"}, sharegpt]
     path.write_text("\n".join(map(json.dumps, rows)))
-    first, second = conversation_records(tokenizer, path)
+    first, second = records_of(tokenizer, path)
     assert (first["id"], first["source"], len(first["spans"])) == ("x", "web", 2)
     assert (second["id"], spoken(tokenizer, second)) == ("2", ["Hello!<|im_end|>"])
 
@@ -242,4 +249,4 @@ def test_bad_conversations_are_refused(tmp_path):
     refused(primed, CHAT, "does not begin where the chat template's generation prompt ends")
     (tmp_path / "f.jsonl").write_text('{"text": "no conversation"}\n')
     with pytest.raises(UserError, match=r"f.jsonl line 1: no conversation in a known format"):
-        list(conversation_records(tokenizer_with(CHATML), tmp_path / "f.jsonl"))
+        list(records_of(tokenizer_with(CHATML), tmp_path / "f.jsonl"))

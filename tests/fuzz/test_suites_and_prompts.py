@@ -16,13 +16,13 @@ from drafttrain.data.filters import Filter, PromptLimits
 from drafttrain.data.generate import read_prompts
 from drafttrain.data.loader import load_text
 from drafttrain.data.magpie import load_openings
-from drafttrain.data.masks import conversation_records
 from drafttrain.data.ngram_corpus import texts
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.evaluation.suites import load_suite, take_evenly
 from drafttrain.files import JsonlLog
 from drafttrain.tuning.tune import calibration_prompts
 from tests.conftest import make_target
+from tests.data.records import records_of
 from tests.data.templates.families import FAMILIES
 from tests.fuzz import fuzz, json_faults, outcome, seeds, text_faults
 
@@ -130,7 +130,7 @@ READERS = {
     "generate --prompts, tools": (conversations, [CALLING]),
     "prompts --source file, tools": (collected, [CALLING]),
     "generate --backend existing": (
-        lambda path: list(conversation_records(TARGET.tokenizer, path)),
+        lambda path: list(records_of(TARGET.tokenizer, path)),
         ANSWERED,
     ),
     "tune --calibrate": (

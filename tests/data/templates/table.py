@@ -20,11 +20,11 @@ import torch
 from drafttrain.data.backends import Backend, LocalBackend, ResponseSettings
 from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.data.failures import BadReply
-from drafttrain.data.masks import conversation_records
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.ops.sampling import SamplingParams
 from drafttrain.target import Target
+from tests.data.records import records_of
 from tests.data.templates.conversations import CASES, Case
 from tests.data.templates.families import FAMILIES, Family
 from tests.data.templates.scripted import Script, ScriptedEngine, ScriptedServers, Served
@@ -121,7 +121,7 @@ def _existing(family: Family, case: Case, cell: Cell) -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
         file.write(json.dumps(row_of(family, case)) + "\n")
         file.flush()
-        for record in conversation_records(family.tokenizer, Path(file.name), None, family.end_ids):
+        for record in records_of(family.tokenizer, Path(file.name), family.end_ids):
             cell.add(record, script.by_text)
 
 
