@@ -1,5 +1,6 @@
-"""Draft lengths by batch size, from a sweep or an estimate: speculation pays less, and ends, as
-batches grow.
+"""Draft lengths by batch size, from a sweep or an estimate.
+
+Speculation pays less, and ends, as batches grow.
 
 vLLM    num_speculative_tokens_per_batch_size: [[first, last, tokens], ...], in --speculative-config
 SGLang  --speculative-adaptive-config FILE: {"first": {"candidate_steps": [tokens]}, ...}, for EAGLE and EAGLE3 chains
@@ -10,7 +11,6 @@ of SGLang 0.5.23.
 
 from __future__ import annotations
 
-from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -56,8 +56,7 @@ class Entry(NamedTuple):
 
 
 def batch_schedule(path: Path) -> list[Entry]:
-    """The fastest draft length for every batch size that a file covers; sizes in between take the
-    next smaller one's.
+    """The fastest draft length for every batch size; sizes in between take the next smaller one's.
 
     Args:
         path: summary.json of `drafttrain sweep` over --lengths and --batch-sizes with --grid, or
@@ -70,20 +69,26 @@ def batch_schedule(path: Path) -> list[Entry]:
     content = read_json(path, "schedule", fix, _ScheduleFile)
     if "cells" not in content and "rows" not in content:
         raise UserError(f"schedule={str(path)!r} holds no draft lengths by batch size; {fix}")
-    best = {row["batch_size"]: row["length"] for row in content.get("rows", [])} | _fastest_chains(
-        content.get("cells", [])
-    )
+    best = {row["batch_size"]: row["length"] for row in content.get("rows", [])}
+    best |= _fastest_chains(content.get("cells", []))
     if not best:
         raise UserError(
-            f"schedule={str(path)!r} measured no chain; sweep --lengths 1,2,4 --batch-sizes 1,8,32 --grid"
+            f"schedule={str(path)!r} measured no chain; "
+            "sweep --lengths 1,2,4 --batch-sizes 1,8,32 --grid"
         )
-    starts = [1, *sorted(best)[1:], _LARGEST + 1]
-    found = [
-        Entry(first, after - 1, best[size])
-        for (first, after), size in zip(pairwise(starts), sorted(best), strict=True)
-    ]
-    groups = [list(group) for _, group in groupby(found, key=lambda entry: entry.tokens)]
-    return [Entry(group[0].first, group[-1].last, group[0].tokens) for group in groups]
+
+    sizes = sorted(best)
+    found: list[Entry] = []
+    for number, size in enumerate(sizes):
+        first = 1 if number == 0 else size
+        last = _LARGEST
+        if number + 1 < len(sizes):
+            last = sizes[number + 1] - 1
+        if found and found[-1].tokens == best[size]:  # neighbors of the same length are one entry
+            found[-1] = found[-1]._replace(last=last)
+        else:
+            found.append(Entry(first, last, best[size]))
+    return found
 
 
 def _fastest_chains(cells: list[_MeasuredChain]) -> dict[int, int]:

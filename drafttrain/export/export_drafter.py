@@ -1,6 +1,4 @@
-"""`drafttrain export`: writes a drafter in the form that an engine loads, and prints the command
-that serves it.
-"""
+"""`drafttrain export`: writes a drafter as an engine loads it, and prints what serves it."""
 
 from __future__ import annotations
 
@@ -43,67 +41,42 @@ _TARGET_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt"]
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
     if is_untrained(args.drafter):
-        if args.format or args.output:
-            raise UserError(
-                f"drafter={args.drafter!r} has no weights to write; without --format it prints its recipes"
-            )
-        print(
-            text := as_text(
-                own_drafting(args.drafter, args.target or "TARGET", args.speculative_tokens or 5)
-            )
-        )
-        conclude({"serve": text})
-        return 0
+        return _print_own_drafting(args)
     if args.format is None:
-        kind = find_drafter(args.drafter).kind
-        lines = format_lines(kind)
-        print("\n".join(lines) or f"no engine loads drafters of kind {kind}")
-        form = ""
-        if lines:
-            form = lines[0].split(maxsplit=1)[0]
-        then = next_command(
-            "export",
-            drafter=args.drafter,
-            format=form,
-            output=beside(args.drafter, "export"),
-        )
-        conclude({"kind": kind, "formats": lines}, then=then if lines else "")
-        return 0
+        return _print_formats(args)
     if args.output is None:
         raise UserError(
             "--output is required to write a trained drafter; see drafttrain export --help"
         )
     if args.target_gguf and args.format != "gguf":
         raise UserError(
-            f"target-gguf={args.target_gguf!r} goes with --format gguf, not {args.format!r}; drop the flag"
+            f"target-gguf={args.target_gguf!r} goes with --format gguf, not {args.format!r}; "
+            "drop the flag"
         )
+    schedule = None
     if args.schedule:
         schedule = batch_schedule(Path(args.schedule).expanduser())
-    else:
-        schedule = None
     output = check_folder(args.output, "export", inputs_of(args))
+
+    # Write the files.
     trained = find_drafter(args.drafter)
     depth = args.speculative_tokens or engine_depth(trained, tuned_tree(trained.folder))
     target = args.target or trained.target_name
     if args.target and not trained.target:
         trained = _beside(trained, args.target)
-    files = export(
-        trained,
-        args.format,
-        output,
-        resolve_dtype(args.dtype),
-        target,
-        depth,
-        args.engine_version,
-    )
+    dtype = resolve_dtype(args.dtype)
+    files = export(trained, args.format, output, dtype, target, depth, args.engine_version)
     if args.target_gguf:
         files.append(write_target(target, output / TARGET_GGUF, args.target_gguf))
-    name = "TARGET"
-    if target:
-        name = public_name(target)
-    made = recipes(trained, str(output), name, args.speculative_tokens, schedule=schedule)
+
+    # Print the commands that serve them.
+    name = public_name(target) if target else "TARGET"
     engines = shipping(trained.kind).formats[args.format].engines
-    text = as_text([recipe for recipe in made if recipe.engine in engines])
+    served = []
+    for recipe in recipes(trained, str(output), name, args.speculative_tokens, schedule=schedule):
+        if recipe.engine in engines:
+            served.append(recipe)
+    text = as_text(served)
     if args.target_gguf:
         text = text.replace(f"-m {TARGET_GGUF}", f"-m {output / TARGET_GGUF}")
     print(f"{text}\n")
@@ -112,9 +85,41 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _print_own_drafting(args: argparse.Namespace) -> int:
+    """Prints how engines draft by themselves what a drafter without weights drafts."""
+    if args.format or args.output:
+        raise UserError(
+            f"drafter={args.drafter!r} has no weights to write; "
+            "without --format it prints its recipes"
+        )
+    found = own_drafting(args.drafter, args.target or "TARGET", args.speculative_tokens or 5)
+    text = as_text(found)
+    print(text)
+    conclude({"serve": text})
+    return 0
+
+
+def _print_formats(args: argparse.Namespace) -> int:
+    """Prints the formats of a trained drafter."""
+    kind = find_drafter(args.drafter).kind
+    lines = format_lines(kind)
+    then = ""
+    if lines:
+        print("\n".join(lines))
+        form = lines[0].split(maxsplit=1)[0]
+        place = beside(args.drafter, "export")
+        then = next_command("export", drafter=args.drafter, format=form, output=place)
+    else:
+        print(f"no engine loads drafters of kind {kind}")
+    conclude({"kind": kind, "formats": lines}, then=then)
+    return 0
+
+
 def _beside(trained: Trained, name: str) -> Trained:
-    """A drafter that records no target, such as a downloaded draft model, as one of the target that
-    --target names.
+    """A drafter that records no target, such as a downloaded draft model, as one of a target.
+
+    Args:
+        name: the target that --target names.
     """
     try:
         return replace(trained, target=load_shell(name).identity())
@@ -136,10 +141,9 @@ def write_target(name: str, output: Path, kind: str) -> Path:
     if not name:
         raise UserError("target-gguf: the drafter does not record its target; pass --target")
     path = resolve_target(name)
+    folder = Path(path)
     if is_hub_id(path):
         folder = hub_snapshot(path, _TARGET_FILES, "target", ignore=["*/*"])
-    else:
-        folder = Path(path)
     return write_gguf(folder, output, kind)
 
 
@@ -152,15 +156,12 @@ def export(
     depth: int = 3,
     release: str = "",
 ) -> list[Path]:
-    """Writes a drafter in one of FORMATS; the arguments from `output` to `depth` are those of
-    `ExportRequest`.
+    """Writes a drafter in one of FORMATS; returns the files written.
 
     Args:
+        output, dtype, target, depth: as in `ExportRequest`.
         release: of the format's engine, which decides what is supported; the newest known one
             unless given.
-
-    Returns:
-        The files written.
 
     Raises:
         UserError: the format does not support the drafter, or the output cannot be written.

@@ -32,36 +32,28 @@ def convert(args: argparse.Namespace, output: OutputFolder) -> int:
     """Reads the checkpoint, checks it, and writes the drafter."""
     folder = Path(args.checkpoint).expanduser()
     if not folder.is_dir():
-        patterns = ["*.json", "*.safetensors", *(["*.bin", "*.pt"] if args.allow_pickle else [])]
+        patterns = ["*.json", "*.safetensors"]
+        if args.allow_pickle:
+            patterns += ["*.bin", "*.pt"]
         folder = hub_snapshot(args.checkpoint, patterns, "checkpoint")
     kind = find_kind(folder)
-    drafter = kind.read(
-        folder,
-        load_shell(args.target, trust_remote_code=args.trust_remote_code).identity(),
-        args.allow_pickle,
-    )
+    target = load_shell(args.target, trust_remote_code=args.trust_remote_code)
+    drafter = kind.read(folder, target.identity(), args.allow_pickle)
+
     with output.staged(keep=("decoding.json",)) as part, scratch_folder() as scratch:
         with writing(output.path):
             drafter.save_pretrained(part)
         trained = find_drafter(str(part))
-        # A drafter with features that no engine supports has no export to check; GGUF files need
-        # more than the drafter.
-        form = next(
-            (
-                form
-                for form in kind.formats
-                if form != "gguf" and not kind.unsupported(trained, form)
-            ),
-            "",
-        )
-        if form:
-            exported = scratch / "engine"
-            kind.write(
-                trained,
-                form,
-                ExportRequest(exported, next(drafter.parameters()).dtype, args.target),
-            )
-            kind.check(trained, exported)
+        # Check an export of what was read. A drafter with features that no engine supports has
+        # none; GGUF files need more than the drafter.
+        for form in kind.formats:
+            if form != "gguf" and not kind.unsupported(trained, form):
+                exported = scratch / "engine"
+                dtype = next(drafter.parameters()).dtype
+                kind.write(trained, form, ExportRequest(exported, dtype, args.target))
+                kind.check(trained, exported)
+                break
+
     parameters = sum(p.numel() for p in drafter.parameters())
     print(f"{output.path}: {kind.line(trained, f'{parameters:,}')}")
     then = next_command("eval", carry=args, target=args.target, drafter=output.path)
@@ -79,11 +71,10 @@ def find_kind(folder: Path) -> Shipping:
     for name in shipped_kinds():
         if shipping(name).recognizes(config):
             return shipping(name)
-    found = {
-        key: config[key]
-        for key in ("architectures", "speculators_model_type", "model_type")
-        if config.get(key)
-    }
+    found = {}
+    for key in ("architectures", "speculators_model_type", "model_type"):
+        if config.get(key):
+            found[key] = config[key]
     raise UserError(
         f"checkpoint={str(folder)!r} has {found or 'no architectures'}; import reads {_READS}"
     )

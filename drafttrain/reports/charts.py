@@ -23,16 +23,10 @@ if TYPE_CHECKING:
 
 # The colors of a page are CSS variables with values for light and dark; a picture has the light
 # ones.
-_STYLE = (
-    (Path(__file__).parent / "templates" / "style.css")
-    .read_text(encoding="utf-8")
-    .partition("@media")[0]
-)
-_COLORS = dict(re.findall(r"--(\w+): (#\w+);", _STYLE))
-_LIGHT = {
-    name: _COLORS[name]
-    for name in ("ink", "muted", "grid", "card", *(f"s{tone}" for tone in range(7)))
-}
+_STYLE = (Path(__file__).parent / "templates" / "style.css").read_text(encoding="utf-8")
+_COLORS = dict(re.findall(r"--(\w+): (#\w+);", _STYLE.partition("@media")[0]))
+_NAMES = ("ink", "muted", "grid", "card", "s0", "s1", "s2", "s3", "s4", "s5", "s6")
+_LIGHT = {name: _COLORS[name] for name in _NAMES}
 # matplotlib accepts colors only, so each variable is drawn in an unused color and replaced in the
 # SVG text.
 _STAND_INS = {name: f"#fe01{index:02x}" for index, name in enumerate(_LIGHT)}
@@ -61,11 +55,14 @@ class Series:
     @property
     def color(self) -> str:
         """Name of the CSS variable."""
-        return f"s{(self.tone - 1) % _TONES + 1 if self.tone else 0}"
+        if self.tone == 0:
+            return "s0"
+        return f"s{(self.tone - 1) % _TONES + 1}"
 
     def points(self) -> list[tuple[float | None, Span | None]]:
         """Each value with its interval."""
-        return list(zip(self.values, self.spans or [None] * len(self.values), strict=True))
+        spans = self.spans or [None] * len(self.values)
+        return list(zip(self.values, spans, strict=True))
 
 
 @dataclass
@@ -95,34 +92,38 @@ class Chart:
 
     def rows(self) -> list[tuple[str, list[str]]]:
         """The chart as a table: each label with a cell per series."""
-
-        def cell(value: float | None, span: Span | None) -> str:
-            text = "\u2013"
-            if value is not None:
-                text = self.show(value)
-            return text + (f" ({self.show(span[0])} to {self.show(span[1])})" if span else "")
-
-        columns = [[cell(*point) for point in one.points()] for one in self.series]
-        return [
-            (label, [column[index] for column in columns])
-            for index, label in enumerate(self.labels)
-        ]
+        rows: list[tuple[str, list[str]]] = [(label, []) for label in self.labels]
+        for one in self.series:
+            for (_, cells), (value, span) in zip(rows, one.points(), strict=True):
+                text = "\u2013"
+                if value is not None:
+                    text = self.show(value)
+                if span:
+                    text += f" ({self.show(span[0])} to {self.show(span[1])})"
+                cells.append(text)
+        return rows
 
     def longest(self) -> float:
-        """The largest value, interval end or reference."""
-        points = [point for one in self.series for point in one.points()]
-        ends = [max(value or 0.0, span[1] if span else 0.0) for value, span in points]
-        return max([self.reference or 0.0, *ends]) or 1.0
+        """The largest value, interval end or reference; 1 if all are 0."""
+        largest = self.reference or 0.0
+        for one in self.series:
+            for value, span in one.points():
+                if value is not None:
+                    largest = max(largest, value)
+                if span:
+                    largest = max(largest, span[1])
+        return largest or 1.0
 
     def height(self, titled: bool) -> float:
         """Inches that the drawing takes."""
-        drawing = 2.7
+        inches = 2.7
         if self.form == "bars":
-            drawing = 0.5 + len(self.labels) * max(0.2 * len(self.series) + 0.1, 0.3)
-        legend = 0
-        if len(self.series) > 1:
-            legend = len(self.series)
-        return drawing + (0.4 + 0.2 * math.ceil(legend / self.legend_columns())) * titled
+            inches = 0.5 + len(self.labels) * max(0.2 * len(self.series) + 0.1, 0.3)
+        if titled:
+            inches += 0.4
+            if len(self.series) > 1:  # rows of the legend
+                inches += 0.2 * math.ceil(len(self.series) / self.legend_columns())
+        return inches
 
     def legend_columns(self) -> int:
         if max((len(one.name) for one in self.series), default=0) > 24:
@@ -131,8 +132,10 @@ class Chart:
 
 
 def svg(chart: Chart, prefix: str) -> str:
-    """The drawing as an SVG element for a page whose style defines the colors. prefix: makes its
-    ids unique in the page.
+    """The drawing as an SVG element for a page whose style defines the colors.
+
+    Args:
+        prefix: makes its ids unique in the page.
     """
     buffer = io.StringIO()
     _save([[chart]], buffer, _STAND_INS, False, format="svg", transparent=True)
@@ -143,29 +146,29 @@ def svg(chart: Chart, prefix: str) -> str:
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", text)
     text = re.sub(r" font-family: [^;]*;", "", text)  # the page sets the font
-    label = f"{chart.title}. {chart.note} The figures follow as a table.".replace(
-        "&", "&amp;"
-    ).replace('"', "&quot;")
+
+    # matplotlib's own opening tag has a fixed size and no text for screen readers.
+    label = f"{chart.title}. {chart.note} The figures follow as a table."
+    label = label.replace("&", "&amp;").replace('"', "&quot;")
     box = re.search(r'viewBox="[^"]*"', text)
     assert box is not None, "matplotlib writes one"
-    head = (
-        f'<svg xmlns:xlink="http://www.w3.org/1999/xlink" {box[0]} role="img" aria-label="{label}">'
-    )
+    link = 'xmlns:xlink="http://www.w3.org/1999/xlink"'
+    head = f'<svg {link} {box[0]} role="img" aria-label="{label}">'
     return head + text[text.index(">") + 1 :]
 
 
 def picture(rows: Sequence[Sequence[Chart]], path: Path, headings: Sequence[str] = ()) -> None:
-    """Writes rows of charts with titles and legends; the suffix (.png, .svg, .pdf) decides the
-    format.
+    """Writes rows of charts with titles and legends.
 
     Args:
+        path: its suffix (.png, .svg, .pdf) decides the format.
         headings: one per row; default: none.
 
     Raises:
         UserError: the file cannot be written.
     """
     form = path.suffix[1:]
-    sign = {("Software" if form == "png" else "Creator"): PICTURE_SIGN}
+    signed = "Software" if form == "png" else "Creator"
     with writing(path), replacing(path) as part:
         _save(
             rows,
@@ -176,7 +179,7 @@ def picture(rows: Sequence[Sequence[Chart]], path: Path, headings: Sequence[str]
             dpi=150,
             facecolor=_LIGHT["card"],
             format=form,
-            metadata=sign,
+            metadata={signed: PICTURE_SIGN},
         )
 
 
@@ -196,23 +199,25 @@ def _save(
         "text.parse_math": False,
         "svg.hashsalt": rows[0][0].key,
         "font.size": 10.5,
+        "text.color": colors["ink"],
+        "axes.labelcolor": colors["muted"],
+        "xtick.color": colors["muted"],
+        "ytick.color": colors["muted"],
     }
-    style |= dict.fromkeys(("axes.labelcolor", "xtick.color", "ytick.color"), colors["muted"])
-    style["text.color"] = colors["ink"]
-    heights = [max(chart.height(titled) for chart in row) + 0.5 * bool(headings) for row in rows]
+    heights = []
+    for row in rows:
+        height = max(chart.height(titled) for chart in row)
+        if headings:
+            height += 0.5
+        heights.append(height)
+    width = _WIDTH * max(len(row) for row in rows)
     with plt.rc_context(style):
-        figure = plt.figure(
-            figsize=(_WIDTH * max(map(len, rows)), sum(heights)),
-            layout="constrained",
-        )
+        figure = plt.figure(figsize=(width, sum(heights)), layout="constrained")
         try:
             lines = figure.subfigures(len(rows), 1, height_ratios=heights, squeeze=False)[:, 0]
             for number, (line, row) in enumerate(zip(lines, rows, strict=True)):
-                for place, chart in zip(
-                    line.subfigures(1, len(row), squeeze=False)[0],
-                    row,
-                    strict=True,
-                ):
+                places = line.subfigures(1, len(row), squeeze=False)[0]
+                for place, chart in zip(places, row, strict=True):
                     _draw(chart, place, colors, titled)
                 if headings:
                     line.suptitle(headings[number], x=0.01, ha="left", fontsize=11)
@@ -223,7 +228,12 @@ def _save(
 
 def _draw(chart: Chart, figure: FigureBase, colors: dict[str, str], titled: bool) -> None:
     axes = figure.subplots()
-    (_lines if chart.form == "lines" else _bars)(axes, chart, colors)
+    if chart.form == "lines":
+        _lines(axes, chart, colors)
+    elif chart.form == "columns":
+        _columns(axes, chart, colors)
+    else:
+        _bars(axes, chart, colors)
     axes.set_frame_on(False)
     axes.tick_params(length=0)
     if titled:
@@ -237,67 +247,79 @@ def _draw(chart: Chart, figure: FigureBase, colors: dict[str, str], titled: bool
             )
 
 
-def _bars(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
-    """Horizontal bars or columns; those of a group stand side by side around the group's integer
-    position.
+def _places(chart: Chart, number: int, share: float) -> list[float]:
+    """Positions of a series' bars: those of a group stand around the group's integer position.
+
+    Args:
+        number: of the series. share: of the room between groups that a group takes.
     """
-    flat = chart.form == "bars"
+    offset = (number - (len(chart.series) - 1) / 2) * share / len(chart.series)
+    return [group + offset for group in range(len(chart.labels))]
+
+
+def _bars(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
+    """Horizontal bars with their values behind them."""
     longest = chart.top or chart.longest()
-    count = len(chart.series)
-    draw = axes.barh if flat else axes.bar
-    share = 0.78 if flat else 0.8
-    filled = 0.86 if flat else 0.9
+    thickness = 0.78 / len(chart.series) * 0.86
     for number, one in enumerate(chart.series):
-        places = [
-            group + (number - (count - 1) / 2) * share / count for group in range(len(chart.labels))
-        ]
-        values = [min(value or 0.0, longest) for value in one.values]
-        draw(
-            places,
-            values,
-            share / count * filled,
-            color=colors[one.color],
-            label=one.name,
-            zorder=1 if flat else 2,
-        )
+        places = _places(chart, number, 0.78)
+        lengths = [min(value or 0.0, longest) for value in one.values]
+        axes.barh(places, lengths, thickness, color=colors[one.color], label=one.name, zorder=1)
         _whiskers(axes, chart, one, places, colors)
         for place, (value, span) in zip(places, one.points(), strict=True):
-            if value is not None and flat:
-                end = min(max(value, span[1] if span else 0.0), longest)
-                if chart.reference is not None and 0 <= chart.reference - end < 0.18 * longest:
-                    end = chart.reference  # next to the dashed line, not under it
-                text = chart.show(value) + (", bar cut" if value > longest else "")
-                axes.text(end + 0.012 * longest, place, text, va="center", fontsize=9.5)
-            elif value is not None and count * len(chart.labels) <= 12:
-                axes.text(
-                    place,
-                    value + 0.015 * longest,
-                    chart.show(value),
-                    ha="center",
-                    fontsize=9,
-                )
-    if not flat:
-        return _scale(axes, chart, colors)
+            if value is None:
+                continue
+            end = value
+            if span:
+                end = max(value, span[1])
+            end = min(end, longest)
+            if chart.reference is not None and 0 <= chart.reference - end < 0.18 * longest:
+                end = chart.reference  # next to the dashed line, not under it
+            text = chart.show(value)
+            if value > longest:
+                text += ", bar cut"
+            axes.text(end + 0.012 * longest, place, text, va="center", fontsize=9.5)
     axes.set_yticks(range(len(chart.labels)), chart.labels, color=colors["ink"])
     axes.set_ylim(len(chart.labels) - 0.5, -0.5)
-    axes.set_xlim(0, longest * (1.17 if chart.top is None else 1.7))
+    room = 1.17 if chart.top is None else 1.7  # for values, and for "bar cut"
+    axes.set_xlim(0, longest * room)
     axes.set_xticks([])
     if chart.reference is not None:
         axes.axvline(chart.reference, color=colors["ink"], linewidth=1, linestyle=(0, (3, 2)))
 
 
+def _columns(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
+    """Columns, with their values above them if they are few."""
+    longest = chart.top or chart.longest()
+    width = 0.8 / len(chart.series) * 0.9
+    few = len(chart.series) * len(chart.labels) <= 12
+    for number, one in enumerate(chart.series):
+        places = _places(chart, number, 0.8)
+        heights = [min(value or 0.0, longest) for value in one.values]
+        axes.bar(places, heights, width, color=colors[one.color], label=one.name, zorder=2)
+        _whiskers(axes, chart, one, places, colors)
+        for place, value in zip(places, one.values, strict=True):
+            if value is not None and few:
+                end = value + 0.015 * longest
+                axes.text(place, end, chart.show(value), ha="center", fontsize=9)
+    _scale(axes, chart, colors)
+
+
 def _lines(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
     for one in chart.series:
-        points = [(place, value) for place, value in enumerate(one.values) if value is not None]
-        style: object
+        places = []
+        values = []
+        for place, value in enumerate(one.values):
+            if value is not None:
+                places.append(place)
+                values.append(value)
+        width = 2.2
+        style: object = "-"
+        size = 6
         if one.dashed:
             width = 1.6
             style = (0, (4, 2))
             size = 4
-        else:
-            width = 2.2
-            style = "-"
-            size = 6
         line: Json = {
             "linewidth": width,
             "linestyle": style,
@@ -305,13 +327,7 @@ def _lines(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
             "color": colors[one.color],
         }
         marker = _MARKERS[one.tone % len(_MARKERS)]
-        axes.plot(
-            *zip(*points, strict=True) if points else ([], []),
-            label=one.name,
-            marker=marker,
-            zorder=3,
-            **line,
-        )
+        axes.plot(places, values, label=one.name, marker=marker, zorder=3, **line)
         _whiskers(axes, chart, one, range(len(chart.labels)), colors)
     axes.set_xlim(-0.3, len(chart.labels) - 0.7)
     _scale(axes, chart, colors)
@@ -340,9 +356,11 @@ def _whiskers(
 ) -> None:
     """Draws confidence intervals, if known."""
     for place, span in zip(places, one.spans, strict=False):
-        if span is not None and (chart.top is None or span[1] <= chart.top):
-            if chart.form == "bars":
-                ends = ([*span], [place, place])
-            else:
-                ends = ([place, place], [*span])
-            axes.plot(*ends, color=colors["ink"], linewidth=1.1, solid_capstyle="butt", zorder=4)
+        if span is None or (chart.top is not None and span[1] > chart.top):
+            continue
+        across = [place, place]
+        along = list(span)
+        if chart.form == "bars":
+            across, along = along, across
+        color = colors["ink"]
+        axes.plot(across, along, color=color, linewidth=1.1, solid_capstyle="butt", zorder=4)

@@ -1,6 +1,4 @@
-"""What the pages of results and sweeps share: figures with their intervals, conditions of a
-measurement, settings.
-"""
+"""What pages of results and of sweeps share: figures with intervals, conditions, settings."""
 
 from __future__ import annotations
 
@@ -14,27 +12,44 @@ from drafttrain.reports.charts import Series, Span
 COLORS = {PAYS: "good", LOSES: "bad"}  # of a verdict
 DASH = "\u2013"
 times = "{:.2f}\u00d7".format
+# What a page names first of the settings of a run: keys of its results.
+_SHOWN = (
+    "target",
+    "drafter",
+    "kind",
+    "suite",
+    "suite_digest",
+    "date",
+    "machine",
+    "device",
+    "threads",
+    "dtype",
+    "compute_dtype",
+)
 
 
 def conditions(run: Json) -> str:
     """When, where and how a result was measured, as far as the file says it."""
+    parts = []
     day = str(run.get("date", ""))[:10]
+    if day:
+        parts.append(f"measured {day}")
+    if run.get("device"):
+        parts.append(run["device"])
+    if run.get("threads"):
+        parts.append(f"{run['threads']} threads")
     dtype = run.get("dtype")
     computed = run.get("compute_dtype")
-    parts = [
-        day and f"measured {day}",
-        run.get("device"),
-        run.get("threads") and f"{run['threads']} threads",
-    ]
-    parts.append(
-        f"{dtype} computed in {computed}" if dtype and computed and computed != dtype else dtype
-    )
+    if dtype and computed and computed != dtype:
+        parts.append(f"{dtype} computed in {computed}")
+    elif dtype:
+        parts.append(dtype)
     if "drafttrain" in run:
-        parts.append(
-            f"drafttrain {run['drafttrain']}"
-            + (f" at {run['commit']}" if run.get("commit") else "")
-        )
-    return ", ".join(str(part) for part in parts if part)
+        version = f"drafttrain {run['drafttrain']}"
+        if run.get("commit"):
+            version += f" at {run['commit']}"
+        parts.append(version)
+    return ", ".join(parts)
 
 
 def sentence(text: str) -> str:
@@ -50,8 +65,9 @@ def figure_of(figures: Json, key: str, side: str = "") -> float | None:
 
 
 def span_of(figures: Json, key: str, side: str = "") -> Span | None:
-    """The confidence interval of a figure, if the file has one and enough prompts for it. See
-    `figure_of`.
+    """The confidence interval of a figure, if the file has one and enough prompts for it.
+
+    See `figure_of`.
     """
     if figures.get("prompts", FEWEST) < FEWEST:
         return None
@@ -67,34 +83,42 @@ def span_of(figures: Json, key: str, side: str = "") -> Span | None:
     return None
 
 
+def interval_text(span: Span | None) -> str:
+    """An interval in brackets, as it follows a figure; empty if unknown."""
+    if span is None:
+        return ""
+    return f" ({span[0]:.2f} to {span[1]:.2f})"
+
+
 def series_of(name: str, parts: Sequence[Json], tone: int, key: str, side: str = "") -> Series:
     """One figure of several parts (categories, batch sizes, ...) with its intervals."""
+    values = [figure_of(part, key, side) for part in parts]
     spans = [span_of(part, key, side) for part in parts]
-    return Series(name, [figure_of(part, key, side) for part in parts], tone, spans=spans)
+    return Series(name, values, tone, spans=spans)
 
 
 def settings_table(runs: Sequence[Json]) -> list[tuple[str, list[str], bool]]:
     """(setting, value per run, whether they differ)."""
-    shown = (
-        "target",
-        "drafter",
-        "kind",
-        "suite",
-        "suite_digest",
-        "date",
-        "machine",
-        "device",
-        "threads",
-        "dtype",
-    )
-    tables: list[dict[str, str]] = []
-    for run in runs:
-        decoding = {**run["decoding"], "tree": run["decoding"].get("tree", {}).get("spec", "")}
-        decoding = {"tree": decoding.pop("tree"), **decoding}
-        table = {**{key: run[key] for key in (*shown, "compute_dtype") if key in run}, **decoding}
-        table |= {key: run[key] for key in ("drafttrain", "commit") if run.get(key)}
-        table |= {**run.get("versions", {}), "command": " ".join(redact(run.get("command", [])))}
-        tables.append({key: str(value) for key, value in table.items() if str(value)})
-    keys = dict.fromkeys(key for table in tables for key in table)
-    rows = [(key, [table.get(key, DASH) for table in tables]) for key in keys]
-    return [(key.replace("_", " "), values, len(set(values)) > 1) for key, values in rows]
+    tables = [_settings(run) for run in runs]
+    keys: dict[str, None] = {}  # of all runs, in order
+    for table in tables:
+        keys |= dict.fromkeys(table)
+    rows = []
+    for key in keys:
+        values = [table.get(key, DASH) for table in tables]
+        rows.append((key.replace("_", " "), values, len(set(values)) > 1))
+    return rows
+
+
+def _settings(run: Json) -> dict[str, str]:
+    """The settings of a run that are not empty, as text."""
+    every: Json = {key: run[key] for key in _SHOWN if key in run}
+    every["tree"] = run["decoding"].get("tree", {}).get("spec", "")
+    for key, value in run["decoding"].items():
+        if key != "tree":
+            every[key] = value
+    for key in ("drafttrain", "commit"):
+        every[key] = run.get(key) or ""
+    every |= run.get("versions", {})
+    every["command"] = " ".join(redact(run.get("command", [])))
+    return {key: str(value) for key, value in every.items() if str(value)}

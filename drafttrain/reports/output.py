@@ -18,9 +18,7 @@ MOST_WIDTH = 10_000  # columns of text, for measuring
 
 
 def wide_console() -> Console:
-    """The terminal, or as wide as COLUMNS says; files and pipes, which have no width, get 140
-    columns.
-    """
+    """The terminal, or as wide as COLUMNS says; files and pipes without it get 140 columns."""
     console = plain_console()
     if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
         console.width = 140
@@ -28,34 +26,37 @@ def wide_console() -> Console:
 
 
 class FoldingTable(Table):
-    """A table that shows all of its columns: where the console is too narrow, in parts that each
-    begin with the first column.
+    """A table that shows all of its columns, on a narrow console in parts.
+
+    Each part begins with the first column.
     """
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for number, columns in enumerate(self._parts(console, options)):
+        title = self.title
+        for columns in self._parts(console, options):
             part = copy.copy(self)
             part.columns = [replace(column, _index=index) for index, column in enumerate(columns)]
-            part.title = None if number else self.title
+            part.title = title
+            title = None  # of the first part alone
             yield from Table.__rich_console__(part, console, options)
 
     def _parts(self, console: Console, options: ConsoleOptions) -> Iterator[list[Column]]:
         wide = options.update_width(MOST_WIDTH)
-        # Widths with padding and a line; of a column that does not wrap, of its longest cell.
-        sizes = [
-            (column.no_wrap, self._measure_column(console, wide, column)) for column in self.columns
-        ]
-        needed = [1 + (size.maximum if no_wrap else size.minimum) for no_wrap, size in sizes]
-        part = [0]
+        needed = []  # width of each column with padding and a line
+        for column in self.columns:
+            size = self._measure_column(console, wide, column)
+            needed.append(1 + (size.maximum if column.no_wrap else size.minimum))
+
+        part = [self.columns[0]]
         width = needed[0] + 1
-        for index in range(1, len(self.columns)):
-            if len(part) > 1 and width + needed[index] > options.max_width:
-                yield [self.columns[kept] for kept in part]
-                part = [0]
+        for column, more in zip(self.columns[1:], needed[1:], strict=True):
+            if len(part) > 1 and width + more > options.max_width:
+                yield part
+                part = [self.columns[0]]
                 width = needed[0] + 1
-            part.append(index)
-            width += needed[index]
-        yield [self.columns[kept] for kept in part]
+            part.append(column)
+            width += more
+        yield part
 
 
 def table_of(
@@ -64,20 +65,20 @@ def table_of(
     title: str = "",
     right: bool = False,
 ) -> Table:
-    """A table with its title at the left. right: align all columns but the first right and never
-    wrap them.
+    """A table with its title at the left.
+
+    Args:
+        right: align all columns but the first right and never wrap them; the title is bold.
     """
-    columns = [
-        Column(heading, justify="right", no_wrap=True) if right else heading
-        for heading in headings[1:]
-    ]
-    table = FoldingTable(
-        headings[0],
-        *columns,
-        title=title or None,
-        title_justify="left",
-        title_style="bold" if right else None,
-    )
+    table = FoldingTable(title=title or None, title_justify="left")
+    table.add_column(headings[0])
+    for heading in headings[1:]:
+        if right:
+            table.add_column(heading, justify="right", no_wrap=True)
+        else:
+            table.add_column(heading)
+    if right:
+        table.title_style = "bold"
     for row in rows:
         table.add_row(*row)
     return table

@@ -23,8 +23,10 @@ MOST_DEPTHS = 6  # in the table
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command. Raises UserError for a file that is not a results.json, or an unknown
-    format.
+    """Runs the command.
+
+    Raises:
+        UserError: a file that is not a results.json, or an unknown format.
     """
     wanted = args.output or [beside(args.results[0], "report.html")]
     outputs = [output_file(name, "report", inputs_of(args)) for name in wanted]
@@ -33,38 +35,49 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(
                 f"output={str(output)!r}: the ending must be one of {', '.join(FORMATS)}"
             )
-    loaded = [(name, load_results(name, sweeps=True)) for name in args.results]
-    runs = {index: content for index, (_, content) in enumerate(loaded) if not is_sweep(content)}
-    sweeps = [content for _, content in loaded if is_sweep(content)]
+
+    files: list[str] = []  # of the runs
+    runs: list[Json] = []
+    sweeps: list[Json] = []
+    for name in args.results:
+        content = load_results(name, sweeps=True)
+        if is_sweep(content):
+            sweeps.append(content)
+        else:
+            files.append(name)
+            runs.append(content)
     for output in outputs:
         if sweeps and output.suffix != ".html":
             raise UserError(
                 f"output={str(output)!r}: a sweep is shown on a page; end the name in .html"
             )
-    for results in runs.values():
+
+    for results in runs:
         print_results(results)
     for output in outputs:
         if output.suffix == ".html":
-            write_report(
-                [args.results[index] for index in runs],
-                list(runs.values()),
-                sweeps,
-                output,
-            )
+            write_report(files, runs, sweeps, output)
         else:
-            draw(list(runs.values()), output)
-    figures = [{**run["overall"], "file": args.results[index]} for index, run in runs.items()]
-    names = {split_name(run["drafter"])[0] for run in runs.values()}
+            draw(runs, output)
+    figures = []
+    for name, results in zip(files, runs, strict=True):
+        figures.append({**results["overall"], "file": name})
+    drafters = {split_name(results["drafter"])[0] for results in runs}
     then = ""
-    if len(names) == 1:
-        then = next_command("export", drafter=names.pop())
+    if len(drafters) == 1:
+        then = next_command("export", drafter=drafters.pop())
     conclude({"runs": figures}, outputs, then)
     return 0
 
 
 def write_report(files: list[str], runs: list[Json], sweeps: list[Json], output: Path) -> None:
-    """Writes the page, and a PNG of each chart into a folder next to it. files: of the runs. Raises
-    UserError if it cannot.
+    """Writes the page, and a PNG of each chart into a folder next to it.
+
+    Args:
+        files: of the runs.
+
+    Raises:
+        UserError: a file cannot be written.
     """
     names = report_page.run_names(runs, files)
     drawn = report_page.make_charts(runs, names, sweeps)
@@ -78,21 +91,22 @@ def write_report(files: list[str], runs: list[Json], sweeps: list[Json], output:
 
 def draw(runs: list[Json], output: Path) -> None:
     """Writes a picture: per run, speed-up by category, acceptance by depth and tokens per second.
-    Raises UserError.
+
+    Raises:
+        UserError: the file cannot be written.
     """
     headings = []
     for run in runs:
-        length = f"accepted length {run['overall']['accepted_length']:.2f}"
+        line = f"accepted length {run['overall']['accepted_length']:.2f}"
         found = verdict_of(run["overall"])
-        line = ", ".join(filter(None, (length, found.figures)))
+        if found.figures:
+            line += f", {found.figures}"
         headings.append(f"{run['target']} + {run['drafter']}: {line}\n{conditions(run)}")
     picture([report_page.main_charts(run) for run in runs], output, headings)
 
 
 def identity_line(results: Json) -> str:
-    """Says whether the outputs equal those of plain decoding, and what a difference means in this
-    dtype.
-    """
+    """Whether outputs equal those of plain decoding, and what a difference means in this dtype."""
     overall = results["overall"]
     if results["decoding"]["temperature"] > 0:
         return "outputs: sampled, so they are compared in distribution (by the tests), not token by token"
@@ -101,15 +115,17 @@ def identity_line(results: Json) -> str:
         "transformers generate": "identical_to_hf_generate",
     }
     count = overall["prompts"]
-    known = {name: overall[key] for name, key in sides.items() if overall[key] is not None}
-    if not known:
+    parts = []
+    equal = True
+    for name, key in sides.items():
+        share = overall[key]
+        if share is not None:
+            parts.append(f"identical to {name} on {round(share * count)} of {count} prompts")
+            equal = equal and share == 1.0
+    if not parts:
         return "outputs: not compared (no baseline was run)"
-    parts = [
-        f"identical to {name} on {round(share * count)} of {count} prompts"
-        for name, share in known.items()
-    ]
     line = "outputs: " + "; ".join(parts)
-    if all(share == 1.0 for share in known.values()):
+    if equal:
         return line
     if results["dtype"] == "float32":
         return f"{line}. In float32 all should be: please report this"
@@ -123,19 +139,18 @@ def warnings_of(results: Json) -> list[str]:
 
 
 def print_results(results: Json) -> None:
-    """Prints a table with a row per category and one for all prompts, the headline, and the line
-    about identical outputs.
-    """
+    """Prints a row per category and one for all prompts, the verdict, and a line about outputs."""
     overall = results["overall"]
     headings = ["category", "prompts", "accepted\nlength", "acceptance\nby depth", "tokens/s"]
-    headings += [f"{name}\ntokens/s" for name in overall["baselines"]] + [
-        f"vs\n{name}" for name in overall["speedup"]
-    ]
+    headings += [f"{name}\ntokens/s" for name in overall["baselines"]]
+    headings += [f"vs\n{name}" for name in overall["speedup"]]
     tree = results["decoding"].get("tree", {}).get("spec", "")
-    title = f"{results['target']} + {results['drafter']}   {results['suite']}, {results['dtype']}, tree {tree}"
-    table = table_of(
-        headings, (_row(*part) for part in results["categories"].items()), title, right=True
+    title = (
+        f"{results['target']} + {results['drafter']}   "
+        f"{results['suite']}, {results['dtype']}, tree {tree}"
     )
+    rows = [_row(name, figures) for name, figures in results["categories"].items()]
+    table = table_of(headings, rows, title, right=True)
     table.add_section()
     table.add_row(*_row("all", overall), style="bold")
     console = wide_console()
@@ -151,9 +166,11 @@ def print_results(results: Json) -> None:
 def _row(name: str, figures: Json) -> list[str]:
     by_depth = figures["acceptance_by_depth"]["conditional"]
     depths = " ".join(f"{share:.2f}".lstrip("0") for share in by_depth[:MOST_DEPTHS])
-    depths += " ..." * (len(by_depth) > MOST_DEPTHS)
+    if len(by_depth) > MOST_DEPTHS:
+        depths += " ..."
     cells = [name, str(figures["prompts"]), f"{figures['accepted_length']:.2f}", depths]
-    cells += [
-        f"{side['tokens_per_second']:.1f}" for side in (figures, *figures["baselines"].values())
-    ]
-    return cells + [f"{factor:.2f}x" for factor in figures["speedup"].values()]
+    for side in (figures, *figures["baselines"].values()):
+        cells.append(f"{side['tokens_per_second']:.1f}")
+    for factor in figures["speedup"].values():
+        cells.append(f"{factor:.2f}x")
+    return cells

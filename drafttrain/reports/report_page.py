@@ -1,12 +1,10 @@
-"""The page of `drafttrain report`: results.json files and sweeps, for readers who decide whether to
-deploy.
-"""
+"""The page of `drafttrain report`: results and sweeps, for readers who decide whether to deploy."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +20,7 @@ from drafttrain.reports.figures import (
     DASH,
     conditions,
     figure_of,
+    interval_text,
     sentence,
     series_of,
     settings_table,
@@ -33,37 +32,60 @@ from drafttrain.reports.sweep_page import sweep_charts, sweep_section, sweep_tit
 
 # The settings that name a result, if the files differ in them.
 _FIELDS: dict[str, Callable[[Json], str]] = {
-    "target": lambda r: str(r["target"]),
-    "drafter": lambda r: str(r["drafter"]),
-    "tree": lambda r: str(r["decoding"].get("tree", {}).get("spec", "")),
-    "suite": lambda r: str(r["suite"]),
-    "dtype": lambda r: str(r["dtype"]),
-    "temperature": lambda r: f"T={r['decoding']['temperature']:g}",
-    "batch_size": lambda r: f"batch {r['decoding'].get('batch_size', 1)}",
-    "device": lambda r: str(r.get("device", "")),
+    "target": lambda run: str(run["target"]),
+    "drafter": lambda run: str(run["drafter"]),
+    "tree": lambda run: str(run["decoding"].get("tree", {}).get("spec", "")),
+    "suite": lambda run: str(run["suite"]),
+    "dtype": lambda run: str(run["dtype"]),
+    "temperature": lambda run: f"T={run['decoding']['temperature']:g}",
+    "batch_size": lambda run: f"batch {run['decoding'].get('batch_size', 1)}",
+    "device": lambda run: str(run.get("device", "")),
 }
 # What two runs must share for a ratio between them: keys of the results or of their decoding
 # settings.
-_SHARED = ("target", "suite_digest", "questions", "device", "machine", "threads", "dtype", "compute_dtype", "max_new_tokens",
-           "batch_size", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # fmt: skip
+_SHARED = (
+    "target",
+    "suite_digest",
+    "questions",
+    "device",
+    "machine",
+    "threads",
+    "dtype",
+    "compute_dtype",
+    "max_new_tokens",
+    "batch_size",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+)
+_WORD = r"\s+|\w+|[^\w\s]"
 _CONTEXT = 160  # characters of agreement shown before two outputs differ
 _FAR = 3.0  # times the next bar, from where on a bar is cut
 
 
 def run_names(runs: Sequence[Json], files: Sequence[str]) -> list[str]:
-    """Names each result by the settings in which it differs from the others, and by its file if
-    that is not enough.
+    """Names each result by the settings in which it differs from the others.
+
+    A file's name is added where that is not enough.
     """
     if len(runs) == 1:
         return [str(runs[0]["drafter"])]
-    differing = [show for show in _FIELDS.values() if len({show(run) for run in runs}) > 1]
-    names = [", ".join(filter(None, (show(run) for show in differing))) for run in runs]
-    return [
-        name
-        if name and names.count(name) == 1
-        else ", ".join(filter(None, (name, Path(file).stem)))
-        for name, file in zip(names, files, strict=True)
-    ]
+    parts: list[list[str]] = [[] for _ in runs]
+    for show in _FIELDS.values():
+        shown = [show(run) for run in runs]
+        if len(set(shown)) > 1:
+            for own, word in zip(parts, shown, strict=True):
+                if word:
+                    own.append(word)
+    names = [", ".join(own) for own in parts]
+    unique = []
+    for name, own, file in zip(names, parts, files, strict=True):
+        if not name or names.count(name) > 1:
+            name = ", ".join([*own, Path(file).stem])
+        unique.append(name)
+    return unique
 
 
 class _ReportedRun(NamedTuple):
@@ -79,14 +101,14 @@ class _ReportedRun(NamedTuple):
 
     def parts(self, groups: Sequence[str]) -> list[Json]:
         """The figures of each group; empty for a category that the results lack."""
-        return [
-            {**self.results["categories"], "all": self.overall}.get(group, {}) for group in groups
-        ]
+        every = {**self.results["categories"], "all": self.overall}
+        return [every.get(group, {}) for group in groups]
 
 
 def main_charts(run: Json) -> list[Chart]:
-    """The charts of a picture: speed-up by category, acceptance by depth, tokens per second;
-    without empty ones.
+    """The charts of a picture: speed-up by category, acceptance by depth, tokens per second.
+
+    Empty ones are left out.
     """
     runs = [_ReportedRun(str(run["drafter"]), 1, run)]
     return _with_values([_speedup(runs), _acceptance(runs), _rates(runs)])
@@ -94,31 +116,29 @@ def main_charts(run: Json) -> list[Chart]:
 
 def make_charts(runs: Sequence[Json], names: Sequence[str], sweeps: Sequence[Json]) -> list[Chart]:
     """Every chart that the files have figures for."""
-    named = [
-        _ReportedRun(name, tone, run)
-        for tone, (name, run) in enumerate(zip(names, runs, strict=True), 1)
-    ]
-    charts = [
-        make(named)
-        for make in (_speedup, _other_speedups, _accepted_length, _acceptance, _histogram)
-        if named
-    ]
+    named = []
+    for tone, (name, run) in enumerate(zip(names, runs, strict=True), 1):
+        named.append(_ReportedRun(name, tone, run))
+    charts: list[Chart] = []
     if named:
-        charts += [*_latencies(named), _rates(named)]
-    else:
-        charts += []
-    charts += [
-        chart for number, sweep in enumerate(sweeps, 1) for chart in sweep_charts(sweep, number)
-    ]
+        charts.append(_speedup(named))
+        charts.append(_other_speedups(named))
+        charts.append(_accepted_length(named))
+        charts.append(_acceptance(named))
+        charts.append(_histogram(named))
+        charts += _latencies(named)
+        charts.append(_rates(named))
+    for number, sweep in enumerate(sweeps, 1):
+        charts += sweep_charts(sweep, number)
     return _with_values(charts)
 
 
 def _with_values(charts: Sequence[Chart]) -> list[Chart]:
-    return [
-        chart
-        for chart in charts
-        if any(value is not None for one in chart.series for value in one.values)
-    ]
+    found = []
+    for chart in charts:
+        if any(value is not None for one in chart.series for value in one.values):
+            found.append(chart)
+    return found
 
 
 def page(
@@ -134,34 +154,41 @@ def page(
         runs, names: results and their names. charts: of `make_charts`. notes: per run, whether
             outputs are identical, then warnings. sweeps: summaries.
     """
-    named = list(zip(names, runs, strict=True))
-    found = [verdict_of(run["overall"]) for run in runs]
     if len(runs) == 1:
         title = names[0]
     elif runs:
         title = f"{len(runs)} drafters compared"
     else:
         title = sweep_title(sweeps[0])
+    verdicts = []
+    diagnoses = []
+    categories = []
+    diffs = []
+    for name, run in zip(names, runs, strict=True):
+        found = verdict_of(run["overall"])
+        verdicts.append((found.text.replace("95 %", "95\u00a0%"), COLORS.get(found.state, "")))
+        if "date" in run:
+            diagnoses.append(run.get("diagnosis", []))
+        else:  # earlier versions wrote advice by other rules
+            diagnoses.append(diagnose(run))
+        categories.append((name, [*run["categories"].items(), ("all", run["overall"])]))
+        shown, bare = _diffs(run)
+        diffs.append((name, shown, bare))
     return render_page(
         "report.html",
         title=title,
         runs=list(zip(names, runs, notes, strict=True)),
-        verdicts=[
-            (each.text.replace("95 %", "95\u00a0%"), COLORS.get(each.state, "")) for each in found
-        ],
+        verdicts=verdicts,
         conditions=[conditions(run) for run in runs],
-        # Earlier versions wrote advice by other rules, without a date.
-        diagnoses=[run.get("diagnosis", []) if "date" in run else diagnose(run) for run in runs],
+        diagnoses=diagnoses,
         outliers=[outliers(run) for run in runs],
         tiles=_tiles(runs[0]) if len(runs) == 1 else [],
         comparison=_comparison(runs, names),
         differing=differing(runs),
         sweeps=[sweep_section(sweep) for sweep in sweeps],
         charts=[(chart, svg(chart, f"c{number}")) for number, chart in enumerate(charts)],
-        categories=[
-            (name, [*run["categories"].items(), ("all", run["overall"])]) for name, run in named
-        ],
-        diffs=[(name, *_diffs(run)) for name, run in named],
+        categories=categories,
+        diffs=diffs,
         settings=settings_table(runs),
         baseline=BASELINE_NAMES.get,
         sentence=sentence,
@@ -169,21 +196,24 @@ def page(
 
 
 def differing(runs: Sequence[Json]) -> list[str]:
-    """The settings that keep runs from being compared, with their values. A setting that a file
-    lacks counts as the same.
+    """The settings that keep runs from being compared, with their values.
+
+    A setting that a file lacks counts as the same.
     """
     found = []
     for key in _SHARED:
-        values = [
-            {**run["decoding"], "questions": run["overall"]["prompts"], **run}.get(key)
-            for run in runs
-        ]
-        if len({str(value) for value in values if value is not None}) > 1:
-            shown = [
-                run["suite"] if key == "suite_digest" else value
-                for run, value in zip(runs, values, strict=True)
-            ]
-            found.append(f"{key.replace('_', ' ')} ({', '.join(dict.fromkeys(map(str, shown)))})")
+        values = set()  # of the runs that have one
+        shown: dict[str, None] = {}
+        for run in runs:
+            settings = {**run["decoding"], "questions": run["overall"]["prompts"], **run}
+            value = settings.get(key)
+            if value is not None:
+                values.add(str(value))
+            if key == "suite_digest":  # a hash, which nobody reads
+                value = run["suite"]
+            shown[str(value)] = None
+        if len(values) > 1:
+            found.append(f"{key.replace('_', ' ')} ({', '.join(shown)})")
     return found
 
 
@@ -192,80 +222,86 @@ def differing(runs: Sequence[Json]) -> list[str]:
 
 def _groups(runs: Sequence[_ReportedRun]) -> list[str]:
     """All categories in order of first appearance, and `all`."""
-    return [*dict.fromkeys(name for run in runs for name in run.results["categories"]), "all"]
+    names: dict[str, None] = {}
+    for run in runs:
+        names |= dict.fromkeys(run.results["categories"])
+    return [*names, "all"]
 
 
 def _main_side(runs: Sequence[_ReportedRun]) -> str:
-    """The baseline of the speed-up chart: plain decoding where every run measured it; empty for the
-    faster one of each.
+    """The baseline of the speed-up chart: plain decoding where every run measured it.
+
+    Empty for the faster one of each run.
     """
     if all("autoregressive" in run.overall["speedup"] for run in runs):
         return "autoregressive"
     return ""
 
 
-def _speedup(runs: Sequence[_ReportedRun]) -> Chart:
+def _by_category(
+    runs: Sequence[_ReportedRun],
+    key: str,
+    title: str,
+    note: str,
+    figure: str,
+    side: str = "",
+    show: Callable[[float], str] = "{:.2f}".format,
+) -> Chart:
+    """A chart of one figure with its intervals, a group of bars per category."""
     groups = _groups(runs)
+    series = [series_of(run.name, run.parts(groups), run.tone, figure, side) for run in runs]
+    return Chart(key, title, note, "bars", groups, series, show=show, reference=1.0)
+
+
+def _speedup(runs: Sequence[_ReportedRun]) -> Chart:
     side = _main_side(runs)
-    if side:
-        key = "speedup"
-    else:
-        key = "speedup_vs_fastest"
-    series = [series_of(run.name, run.parts(groups), run.tone, key, side) for run in runs]
     over = BASELINE_NAMES.get(side, "the faster plain baseline")
-    note = f"Tokens per second over {over}'s, with 95\u00a0% intervals. "
-    note += "Left of the dashed line speculation does not pay."
-    return Chart(
-        "speedup",
-        "Speed-up by category",
-        note,
-        "bars",
-        groups,
-        series,
-        show=times,
-        reference=1.0,
+    note = (
+        f"Tokens per second over {over}'s, with 95\u00a0% intervals. "
+        "Left of the dashed line speculation does not pay."
     )
+    figure = "speedup" if side else "speedup_vs_fastest"
+    return _by_category(runs, "speedup", "Speed-up by category", note, figure, side, times)
 
 
 def _other_speedups(runs: Sequence[_ReportedRun]) -> Chart:
-    """The other baselines, on an axis of their own: a slow one would flatten the speed-up over
-    plain decoding.
+    """The other baselines, on an axis of their own.
+
+    A slow one would flatten the speed-up over plain decoding.
     """
-    sides = dict.fromkeys(
-        side for run in runs for side in run.overall["speedup"] if side != _main_side(runs)
-    )
-    series = []
+    sides: dict[str, None] = {}
     for run in runs:
-        points = [
-            (figure_of(run.overall, "speedup", side), span_of(run.overall, "speedup", side))
-            for side in sides
-        ]
-        series.append(
-            Series(
-                run.name,
-                [value for value, _ in points],
-                run.tone,
-                spans=[span for _, span in points],
-            )
-        )
-    largest = sorted(
-        (value for one in series for value in one.values if value is not None), reverse=True
-    )
-    if len(largest) > 1 and largest[0] > _FAR * largest[1]:
-        top = 1.3 * largest[1]
-    else:
-        top = None
-    note = "Of all prompts, with 95\u00a0% intervals." + (
-        " A bar far longer than the others is cut." if top else ""
-    )
-    labels = [BASELINE_NAMES.get(side, side) for side in sides]
-    title = "Speed-up over other baselines"
+        sides |= dict.fromkeys(run.overall["speedup"])
+    sides.pop(_main_side(runs), None)
+
+    series = []
+    known = []  # every value
+    for run in runs:
+        one = Series(run.name, [], run.tone)
+        values = []
+        spans = []
+        for side in sides:
+            value = figure_of(run.overall, "speedup", side)
+            values.append(value)
+            spans.append(span_of(run.overall, "speedup", side))
+            if value is not None:
+                known.append(value)
+        one.values = values
+        one.spans = spans
+        series.append(one)
+
+    known.sort(reverse=True)
+    note = "Of all prompts, with 95\u00a0% intervals."
+    top = None
+    if len(known) > 1 and known[0] > _FAR * known[1]:
+        top = 1.3 * known[1]
+        note += " A bar far longer than the others is cut."
     return Chart(
         "speedup_others",
-        title,
+        "Speed-up over other baselines",
         note,
         "bars",
-        labels,
+        [BASELINE_NAMES.get(side, side) for side in sides],
         series,
         show=times,
         reference=1.0,
@@ -274,18 +310,9 @@ def _other_speedups(runs: Sequence[_ReportedRun]) -> Chart:
 
 
 def _accepted_length(runs: Sequence[_ReportedRun]) -> Chart:
-    groups = _groups(runs)
-    series = [series_of(run.name, run.parts(groups), run.tone, "accepted_length") for run in runs]
     note = "Tokens committed per target pass, the target's own token included; 1 is plain decoding."
-    return Chart(
-        "accepted_length",
-        "Accepted length by category",
-        note,
-        "bars",
-        groups,
-        series,
-        reference=1.0,
-    )
+    title = "Accepted length by category"
+    return _by_category(runs, "accepted_length", title, note, "accepted_length")
 
 
 def _acceptance(runs: Sequence[_ReportedRun]) -> Chart:
@@ -294,26 +321,19 @@ def _acceptance(runs: Sequence[_ReportedRun]) -> Chart:
     for run in runs:
         for kind in ("conditional", "joint"):
             shares = run.overall["acceptance_by_depth"][kind]
-            if len(runs) > 1:
-                name = f"{run.name}: {kind}"
-            else:
-                name = kind
-            series.append(
-                Series(
-                    name,
-                    [*shares, *[None] * (deepest - len(shares))],
-                    run.tone,
-                    dashed=kind == "joint",
-                )
-            )
-    note = "Conditional: given that the token before was accepted. Joint: share of all rounds that accepted so many tokens."
-    labels = [str(depth) for depth in range(1, deepest + 1)]
+            name = kind if len(runs) == 1 else f"{run.name}: {kind}"
+            values = [*shares, *[None] * (deepest - len(shares))]
+            series.append(Series(name, values, run.tone, dashed=kind == "joint"))
+    note = (
+        "Conditional: given that the token before was accepted. "
+        "Joint: share of all rounds that accepted so many tokens."
+    )
     return Chart(
         "acceptance",
         "Acceptance by depth",
         note,
         "lines",
-        labels,
+        [str(depth) for depth in range(1, deepest + 1)],
         series,
         "depth",
         top=1.0,
@@ -321,51 +341,45 @@ def _acceptance(runs: Sequence[_ReportedRun]) -> Chart:
 
 
 def _histogram(runs: Sequence[_ReportedRun]) -> Chart:
-    # Older versions of drafttrain did not write the histogram.
-    key = "accepted_length_histogram"
-    every = []
+    every: list[list[int]] = []  # rounds of each run by accepted length
     for run in runs:
-        every.append(
-            run.overall.get(key)
-            or accepted_length_histogram(rounds_of(run.results.get("prompts", [])))
-        )
-    longest = max(map(len, every), default=0)
+        counts = run.overall.get("accepted_length_histogram")
+        if not counts:  # earlier versions did not write it
+            counts = accepted_length_histogram(rounds_of(run.results.get("prompts", [])))
+        every.append(counts)
+    longest = max((len(counts) for counts in every), default=0)
+    first = 1
     if any(counts and counts[0] for counts in every):
         first = 0
-    else:
-        first = 1
+
     series = []
     for run, counts in zip(runs, every, strict=True):
         total = sum(counts)
+        shares: list[float | None] = [None] * longest
         if total:
-            shares = [count / total for count in counts] + [0.0] * (longest - len(counts))
-        else:
-            shares = [None] * longest
+            shares = [count / total for count in counts]
+            shares += [0.0] * (longest - len(counts))
         series.append(Series(run.name, shares[first:], run.tone))
-    title = "Accepted length of rounds"
-    labels = [str(length) for length in range(first, longest)]
     note = (
         "Share of rounds that committed so many tokens; 1 means that no drafted token was accepted."
     )
     return Chart(
         "histogram",
-        title,
+        "Accepted length of rounds",
         note,
         "columns",
-        labels,
+        [str(length) for length in range(first, longest)],
         series,
         "tokens committed",
         show="{:.0%}".format,
     )
 
 
-def _latencies(runs: Sequence[_ReportedRun]) -> Iterable[Chart]:
-    points = ["p50", "p95", "p99"]
+def _latencies(runs: Sequence[_ReportedRun]) -> list[Chart]:
     sides = [(run.name, run.tone, run.overall) for run in runs]
     if len(runs) == 1:
-        sides.insert(
-            0, ("plain decoding", 0, runs[0].overall["baselines"].get("autoregressive", {}))
-        )
+        plain = runs[0].overall["baselines"].get("autoregressive", {})
+        sides.insert(0, ("plain decoding", 0, plain))
     titles = {
         "ttft_ms": (
             "Time to first token",
@@ -373,28 +387,29 @@ def _latencies(runs: Sequence[_ReportedRun]) -> Iterable[Chart]:
         ),
         "tpot_ms": ("Time per output token", "Mean milliseconds of each later token of a prompt."),
     }
+    points = ["p50", "p95", "p99"]
+    charts = []
     for key, (title, note) in titles.items():
-        known = [(name, tone, figures[key]) for name, tone, figures in sides if key in figures]
-        series = [
-            Series(name, [values[point] for point in points], tone) for name, tone, values in known
-        ]
-        yield Chart(
-            key,
-            title,
-            f"{note} Percentiles over prompts.",
-            "columns",
-            points,
-            series,
-            show="{:,.0f}".format,
-        )
+        series = []
+        for name, tone, figures in sides:
+            if key in figures:
+                values = [figures[key][point] for point in points]
+                series.append(Series(name, values, tone))
+        note += " Percentiles over prompts."
+        charts.append(Chart(key, title, note, "columns", points, series, show="{:,.0f}".format))
+    return charts
 
 
 def _rates(runs: Sequence[_ReportedRun]) -> Chart:
-    sides = list(dict.fromkeys(side for run in runs for side in run.overall["baselines"]))
+    sides: dict[str, None] = {}
+    for run in runs:
+        sides |= dict.fromkeys(run.overall["baselines"])
     series = []
     for run in runs:
-        theirs = [run.overall["baselines"].get(side, {}) for side in sides]
-        series.append(series_of(run.name, [run.overall, *theirs], run.tone, "tokens_per_second"))
+        parts = [run.overall]
+        for side in sides:
+            parts.append(run.overall["baselines"].get(side, {}))
+        series.append(series_of(run.name, parts, run.tone, "tokens_per_second"))
     labels = ["with the drafter", *(BASELINE_NAMES.get(side, side) for side in sides)]
     note = "New tokens over wall-clock time, prefill included, every side alike."
     return Chart("rates", "Tokens per second", note, "bars", labels, series, show="{:,.1f}".format)
@@ -413,16 +428,15 @@ def _tiles(run: Json) -> list[tuple[str, str, str]]:
             return f"; 95 % interval {span[0]:.2f} to {span[1]:.2f}"
         return ""
 
-    note = "tokens per target pass" + between("accepted_length")
-    tiles = [("Accepted length", f"{overall['accepted_length']:.2f}", note)]
+    tiles = []
     factor = overall["speedup_vs_fastest"]
     if factor is not None:
-        tiles.insert(
-            0,
-            ("Speed-up", times(factor), "over the faster baseline" + between("speedup_vs_fastest")),
-        )
+        note = "over the faster baseline" + between("speedup_vs_fastest")
+        tiles.append(("Speed-up", times(factor), note))
+    note = "tokens per target pass" + between("accepted_length")
     return [
         *tiles,
+        ("Accepted length", f"{overall['accepted_length']:.2f}", note),
         ("Acceptance rate", f"{overall['acceptance_rate']:.0%}", "of the depth offered"),
         ("Tokens per second", f"{overall['tokens_per_second']:.1f}", "prefill included"),
         ("First token", f"{overall['ttft_ms']['p50']:,.0f} ms", "median"),
@@ -431,74 +445,95 @@ def _tiles(run: Json) -> list[tuple[str, str, str]]:
     ]
 
 
+class _Compared(NamedTuple):
+    """A figure of the comparison. better: 1 for more, -1 for less, 0 for neither."""
+
+    name: str
+    figure: Callable[[Json], float | None]
+    form: str
+    better: int = 0
+
+
+_COMPARED = (
+    _Compared(
+        "Speed-up over the faster baseline", lambda o: o["speedup_vs_fastest"], "{:.2f}\u00d7", 1
+    ),
+    _Compared("Accepted length", lambda o: o["accepted_length"], "{:.2f}", 1),
+    _Compared("Acceptance rate", lambda o: o["acceptance_rate"], "{:.1%}", 1),
+    _Compared("Tokens per second", lambda o: o["tokens_per_second"], "{:,.1f}", 1),
+    _Compared("First token, p50, ms", lambda o: o["ttft_ms"]["p50"], "{:,.0f}", -1),
+    _Compared("Per token, p50, ms", lambda o: o["tpot_ms"]["p50"], "{:,.1f}", -1),
+    _Compared("Per token, p99, ms", lambda o: o["tpot_ms"]["p99"], "{:,.1f}", -1),
+    _Compared("Drafter's share of the time", lambda o: o["draft_fraction"], "{:.1%}"),
+    _Compared("MBSU", lambda o: o["mbsu"], "{:.2f}", 1),
+    _Compared("Outputs identical to plain decoding", lambda o: o["identical_outputs"], "{:.1%}"),
+    _Compared("Prompts", lambda o: o["prompts"], "{:,}"),
+)
+
+
 def _comparison(
     runs: Sequence[Json], names: Sequence[str]
 ) -> list[tuple[str, list[tuple[str, bool]]]]:
-    """Rows of a table with a column per run: (figure, [(value, is it the best)]); ranks only beyond
-    noise.
+    """Rows of a table with a column per run: (figure, [(value, is it the best)]).
+
+    Figures are ranked only where the runs differ beyond noise.
     """
-    # name, figure, format, sign of better (0: neither)
-    rows: list[tuple[str, Callable[[Json], float | None], str, int]] = [
-        ("Speed-up over the faster baseline", lambda o: o["speedup_vs_fastest"], "{:.2f}\u00d7", 1),
-        ("Accepted length", lambda o: o["accepted_length"], "{:.2f}", 1),
-        ("Acceptance rate", lambda o: o["acceptance_rate"], "{:.1%}", 1),
-        ("Tokens per second", lambda o: o["tokens_per_second"], "{:,.1f}", 1),
-        ("First token, p50, ms", lambda o: o["ttft_ms"]["p50"], "{:,.0f}", -1),
-        ("Per token, p50, ms", lambda o: o["tpot_ms"]["p50"], "{:,.1f}", -1),
-        ("Per token, p99, ms", lambda o: o["tpot_ms"]["p99"], "{:,.1f}", -1),
-        ("Drafter's share of the time", lambda o: o["draft_fraction"], "{:.1%}", 0),
-        ("MBSU", lambda o: o["mbsu"], "{:.2f}", 1),
-        ("Outputs identical to plain decoding", lambda o: o["identical_outputs"], "{:.1%}", 0),
-        ("Prompts", lambda o: o["prompts"], "{:,}", 0),
-    ]
+    if len(runs) < 2:
+        return []
     table = []
-    ranked = len(runs) > 1 and not differing(runs)
+    ranked = not differing(runs)
     if ranked:
-        ratios = [against(runs[0], run) for run in runs[1:]]
-        words = [ratio_text(*found) if found else "no common prompts" for found in ratios]
-        table.append((f"Times as fast as {names[0]}", [(word, False) for word in ("1", *words)]))
-        ranked = all(word.endswith(("faster", "slower")) for word in words)
-    for name, figure, form, better in rows if len(runs) > 1 else []:
-        values = [figure(run["overall"]) for run in runs]
-        known = [value * better for value in values if value is not None]
-        if ranked and better and len(set(known)) > 1:
+        cells = [("1", False)]
+        for run in runs[1:]:
+            word = "no common prompts"
+            found = against(runs[0], run)
+            if found is not None:
+                word = ratio_text(*found)
+            cells.append((word, False))
+            ranked = ranked and word.endswith(("faster", "slower"))
+        table.append((f"Times as fast as {names[0]}", cells))
+
+    for each in _COMPARED:
+        values = [each.figure(run["overall"]) for run in runs]
+        known = [value * each.better for value in values if value is not None]
+        best = None
+        if ranked and each.better and len(set(known)) > 1:
             best = max(known)
-        else:
-            best = None
-        cells = [
-            (DASH if v is None else form.format(v), v is not None and v * better == best)
-            for v in values
-        ]
-        table.append((name, cells))
+        cells = []
+        for value in values:
+            if value is None:
+                cells.append((DASH, False))
+            else:
+                cells.append((each.form.format(value), value * each.better == best))
+        table.append((each.name, cells))
     return table
 
 
 def ratio_text(ratio: Ratio, prompts: int) -> str:
     """A ratio between two runs with its interval, and whether it is beyond noise."""
-    state = judge(ratio.value, ratio[1:], prompts).state
+    span = (ratio.low, ratio.high)
+    state = judge(ratio.value, span, prompts).state
     word = {PAYS: "faster", LOSES: "slower"}.get(state, "within noise")
-    return f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f}), {word}"
+    return f"{ratio.value:.2f}{interval_text(span)}, {word}"
 
 
 def _diffs(run: Json) -> tuple[list[Json], int]:
-    """Outputs that differ from a baseline's, with the differing words marked; and the number
-    without stored text.
-    """
+    """Outputs that differ from a baseline's, marked; and the number of those without stored text."""
     shown = []
     bare = 0
     for record in run.get("prompts", []):
-        for name in (name for name, same in record.get("identical", {}).items() if not same):
-            outputs = record.get("outputs", {})
+        outputs = record.get("outputs", {})
+        for name, same in record.get("identical", {}).items():
+            if same:
+                continue
             if name not in outputs or "drafter" not in outputs:
                 bare += 1
                 continue
             before, after = mark(outputs[name], outputs["drafter"])
-            where = (
-                f"{record['category']}, question {record['question_id']}, turn {record['turn'] + 1}"
-            )
+            question = f"question {record['question_id']}, turn {record['turn'] + 1}"
             shown.append(
                 {
-                    "where": where,
+                    "where": f"{record['category']}, {question}",
                     "side": BASELINE_NAMES.get(name, name),
                     "before": before,
                     "after": after,
@@ -508,29 +543,27 @@ def _diffs(run: Json) -> tuple[list[Json], int]:
 
 
 def mark(before: str, after: str) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Two texts as (kind, text) runs of words: `same`, or `del` in the first and `ins` in the
-    second.
+    """Two texts as (kind, text) runs of words.
 
-    Shortens a long common beginning: the first difference matters.
+    Kinds are `same`, or `del` in the first and `ins` in the second. Shortens a long common
+    beginning: the first difference matters.
     """
-    words: list[list[str]] = [re.findall(r"\s+|\w+|[^\w\s]", text) for text in (before, after)]
-    matcher = difflib.SequenceMatcher(None, words[0], words[1], autojunk=False)
-    left = list[tuple[str, str]]()
-    right = list[tuple[str, str]]()
+    old: list[str] = re.findall(_WORD, before)
+    new: list[str] = re.findall(_WORD, after)
+    left: list[tuple[str, str]] = []
+    right: list[tuple[str, str]] = []
+    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
     for tag, i, j, k, m in matcher.get_opcodes():
+        removed = "".join(old[i:j])
+        added = "".join(new[k:m])
         if tag == "equal":
-            text = "".join(words[0][i:j])
-            if not left and not right and len(text) > _CONTEXT:
-                text = "\u2026" + text[-_CONTEXT:]
-            left.append(("same", text))
-            right.append(("same", text))
-        else:
-            if j > i:
-                left += [("del", "".join(words[0][i:j]))]
-            else:
-                left += []
-            if m > k:
-                right += [("ins", "".join(words[1][k:m]))]
-            else:
-                right += []
+            if not left and not right and len(removed) > _CONTEXT:
+                removed = "\u2026" + removed[-_CONTEXT:]
+            left.append(("same", removed))
+            right.append(("same", removed))
+            continue
+        if removed:
+            left.append(("del", removed))
+        if added:
+            right.append(("ins", added))
     return left, right
