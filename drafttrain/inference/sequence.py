@@ -320,13 +320,20 @@ class TextStream:
     them.
 
     Attributes:
-        text: the text so far without special tokens, cut before the stop string once one is found.
+        keep_special: whether special tokens are in the text.
+        text: the text so far, cut before the stop string once one is found.
         stopped: whether a stop string was found.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Items[str] = ()):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop: Items[str] = (),
+        keep_special: bool = False,
+    ):
         self.tokenizer = tokenizer
         self.stop = stop
+        self.keep_special = keep_special
         self.text = ""
         self.stopped = False
         self._ids: list[int] = []
@@ -375,9 +382,12 @@ class TextStream:
             self._context, self._done = self._done, len(self._ids)
 
     def _read(self, ids: list[int]) -> str:
-        return str(
-            self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = self.tokenizer.decode(
+            ids,
+            skip_special_tokens=not self.keep_special,
+            clean_up_tokenization_spaces=False,
         )
+        return str(text)
 
     def _cut(self, before: int) -> bool:
         """Cuts the text before the first stop string that ends after position `before`."""

@@ -42,10 +42,8 @@ from drafttrain.reports.terminal_chat_flags import COMMANDS
 from drafttrain.target import Target
 
 OWN = "target"  # the producer of tokens that no drafter proposed
-_STYLES = (
-    "black on #93c5fd",
-    "black on #fcd34d",
-)  # of the drafter's tokens, and of the matches merged into its tree
+# Of the drafter's tokens, and of the matches merged into its tree.
+_STYLES = ("black on #93c5fd", "black on #fcd34d")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _REDRAW = 0.05  # seconds between two states of the live display
 
@@ -74,10 +72,8 @@ class ChatTurn:
     @property
     def decoded(self) -> tuple[int, float]:
         """Tokens after the prefill's, and the seconds in which they were decoded."""
-        stats = self.stats
-        return max(stats.new_tokens - 1, 0), max(
-            stats.total_seconds - stats.prefill_seconds - self.shown, 0.0
-        )
+        seconds = self.stats.total_seconds - self.stats.prefill_seconds - self.shown
+        return max(self.stats.new_tokens - 1, 0), max(seconds, 0.0)
 
     @property
     def producers(self) -> Counter[str]:
@@ -126,13 +122,13 @@ class ChatSession:
         self.system = system
         self.max_new_tokens = max_new_tokens
         self.seed = seed
-        self.drafted, self.undrafted = (
-            Decoder(target, each, spec=spec, sampling=sampling) for each in (drafter, None)
-        )
-        parts = parts_of(self.drafted.drafter) if self.drafted.drafter is not None else ()
-        self.names = [
-            part.kind for part in parts if part is not None
-        ]  # the producers besides the target
+        self.drafted = Decoder(target, drafter, spec=spec, sampling=sampling)
+        self.undrafted = Decoder(target, None, spec=spec, sampling=sampling)
+        self.names: list[str] = []  # the producers besides the target
+        if self.drafted.drafter is not None:
+            for part in parts_of(self.drafted.drafter):
+                if part is not None:
+                    self.names.append(part.kind)
         self.drafting = bool(self.names)
         self.plain = (0, 0.0)
         self.turns: list[ChatTurn] = []
@@ -140,17 +136,18 @@ class ChatSession:
     @property
     def messages(self) -> list[Message]:
         """The conversation, system message first."""
-        begin: list[Message]
+        made: list[Message] = []
         if self.system:
-            begin = [{"role": "system", "content": self.system}]
-        else:
-            begin = []
-        pairs = ((("user", turn.user), ("assistant", turn.text)) for turn in self.turns)
-        return begin + [{"role": role, "content": text} for pair in pairs for role, text in pair]
+            made.append({"role": "system", "content": self.system})
+        for turn in self.turns:
+            made.append({"role": "user", "content": turn.user})
+            made.append({"role": "assistant", "content": turn.text})
+        return made
 
     def answer(self, text: str) -> Generator[ChatTurn]:
-        """Answers a message; yields the same turn after each round. The turn joins the conversation
-        with its first token.
+        """Answers a message; yields the same turn after each round.
+
+        The turn joins the conversation with its first token.
 
         Raises:
             UserError: a prompt that the chat template refuses or that the target's context does not
@@ -158,114 +155,106 @@ class ChatSession:
         """
         turn = ChatTurn(text, self.drafting)
         decoder = self.drafted if turn.drafting else self.undrafted
-        prompt = prompt_ids(
-            self.target.tokenizer,
-            [*self.messages, {"role": "user", "content": text}],
-            self.inputs,
-        )
+        messages = [*self.messages, {"role": "user", "content": text}]
+        prompt = prompt_ids(self.target.tokenizer, messages, self.inputs)
         stream = TextStream(self.target.tokenizer)
-        producers = [OWN]
+        producers = [OWN]  # of the tokens of a round; the prefill's is the target's
 
         def observe(_: int, tree: TokenTree, verdict: Verdict, *__: object) -> None:
-            producers[:] = [
-                self.names[node in tree.matched and len(self.names) > 1] for node in verdict.path
-            ] + [OWN]
+            producers.clear()
+            for node in verdict.path:
+                merged = node in tree.matched and len(self.names) > 1
+                producers.append(self.names[1] if merged else self.names[0])
+            producers.append(OWN)
 
         decoder.observer = observe if turn.drafting else None
         seed = (self.seed + len(self.turns)) % 2**32
-        rounds = decoder.stream(
-            [prompt],
-            max_new_tokens=self.max_new_tokens,
-            seed=seed,
-            stats=[turn.stats],
-        )
+        limit = self.max_new_tokens
+        rounds = decoder.stream([prompt], max_new_tokens=limit, seed=seed, stats=[turn.stats])
         try:
             for _, tokens in rounds:
                 began = time.perf_counter()
                 if not turn.pieces:
                     self.turns.append(turn)
                 turn.finish = turn.stats.finish
-                for left, (token, producer) in enumerate(
-                    zip(tokens, producers, strict=False), 1 - len(tokens)
-                ):
+                for number, (token, producer) in enumerate(zip(tokens, producers, strict=False), 1):
                     stream.push([token])
-                    turn.pieces.append(
-                        (stream.take(last=left == 0 and turn.finish != ""), producer)
-                    )
+                    is_last = number == len(tokens) and turn.finish != ""
+                    turn.pieces.append((stream.take(last=is_last), producer))
                 yield turn
                 turn.shown += time.perf_counter() - began
         finally:
             rounds.close()
             turn.finish = turn.finish or "stopped"
             if not turn.drafting:
-                self.plain = (self.plain[0] + turn.decoded[0], self.plain[1] + turn.decoded[1])
+                tokens, seconds = turn.decoded
+                self.plain = (self.plain[0] + tokens, self.plain[1] + seconds)
 
     def record(self, turn: ChatTurn) -> Json:
         """A turn as --json prints and /save writes it."""
         stats = turn.stats
-        rates = {
-            "tokens_per_second": rate(turn.decoded),
-            "plain_tokens_per_second": rate(self.plain),
-        }
-        said = {
+        return {
             "user": turn.user,
             "answer": turn.text,
             "finish": turn.finish,
             "drafting": turn.drafting,
-        }
-        counts = {
             "prompt_tokens": stats.prompt_tokens,
             "tokens": stats.new_tokens,
             "producers": dict(turn.producers),
+            "accepted_length": stats.accepted_length,
+            "tokens_per_second": rate(turn.decoded),
+            "plain_tokens_per_second": rate(self.plain),
         }
-        return {**said, **counts, "accepted_length": stats.accepted_length, **rates}
 
     def figures(self, turn: ChatTurn) -> str:
         """A turn's figures in one line."""
+        stats = turn.stats
         own = rate(turn.decoded)
         plain = rate(self.plain)
-        stats = turn.stats
-        counts = turn.producers
-        parts = [f"{stats.new_tokens} tokens", f"{own:.1f} tokens/s" if own else ""]
+        parts = [f"{stats.new_tokens} tokens"]
+        if own:
+            parts.append(f"{own:.1f} tokens/s")
         if turn.drafting:
-            parts.append(
-                f"accepted length {stats.accepted_length:.2f}" if stats.target_passes else ""
-            )
-            parts.append(
-                ", ".join(
-                    f"{name} {counts[name] / counts.total():.0%}" for name in (*self.names, OWN)
-                )
-            )
-            ratio = ""
-            if own and plain:
-                ratio = f" ({own / plain:.2f}x)"
-            parts.append(
-                f"plain {plain:.1f} tokens/s{ratio}" if plain else "plain: /plain measures it"
-            )
-        full = "the target's context is full: /reset"
-        cut = "cut by --max-new-tokens"
-        if stats.new_tokens < self.max_new_tokens:
-            cut = full
-        parts += [
-            "" if turn.drafting else "plain decoding",
-            {"length": cut, "stopped": "stopped"}.get(turn.finish, ""),
-        ]
-        return " | ".join(filter(None, parts))
+            if stats.target_passes:
+                parts.append(f"accepted length {stats.accepted_length:.2f}")
+            counts = turn.producers
+            shares = []
+            for name in (*self.names, OWN):
+                shares.append(f"{name} {counts[name] / counts.total():.0%}")
+            parts.append(", ".join(shares))
+            if plain is None:
+                parts.append("plain: /plain measures it")
+            elif own:
+                parts.append(f"plain {plain:.1f} tokens/s ({own / plain:.2f}x)")
+            else:
+                parts.append(f"plain {plain:.1f} tokens/s")
+        else:
+            parts.append("plain decoding")
+        if turn.finish == "stopped":
+            parts.append("stopped")
+        elif turn.finish == "length" and stats.new_tokens < self.max_new_tokens:
+            parts.append("the target's context is full: /reset")
+        elif turn.finish == "length":
+            parts.append("cut by --max-new-tokens")
+        return " | ".join(parts)
 
 
 class PlainView:
-    """Answers without colors, for pipes: text or JSON on stdout, everything else on stderr."""
+    """Answers without colors, for pipes: text or JSON on stdout, everything else on stderr.
+
+    Attributes:
+        stop: whether this answer ends after its round; None between answers.
+    """
 
     def __init__(self, session: ChatSession, as_json: bool):
         self.session = session
         self.as_json = as_json
-        self.stop: bool | None = (
-            None  # whether this answer ends after its round; None between answers
-        )
+        self.stop: bool | None = None
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
-        """The handler of Ctrl-C on a terminal: it stops an answer; a second one, or one at the
-        prompt, is an exception.
+        """The handler of Ctrl-C on a terminal, which stops an answer.
+
+        A second one, or one at the prompt, is an exception.
         """
         if self.stop is not False:
             raise KeyboardInterrupt
@@ -282,7 +271,9 @@ class PlainView:
                 if not self.as_json:
                     piece = turn.text[done:]
                     done = len(turn.text)
-                    print(printable(piece) if sys.stdout.isatty() else piece, end="", flush=True)
+                    if sys.stdout.isatty():
+                        piece = printable(piece)
+                    print(piece, end="", flush=True)
                 if self.stop:
                     break
         if self.as_json:
@@ -293,8 +284,9 @@ class PlainView:
 
 
 class LiveView(PlainView):
-    """Answers on a terminal. Complete rows scroll away; rich redraws the last row and the figures
-    below them.
+    """Answers on a terminal.
+
+    Complete rows scroll away; rich redraws the last row and the figures below them.
     """
 
     def __init__(self, session: ChatSession, console: Console):
@@ -310,30 +302,26 @@ class LiveView(PlainView):
         row = Text()
         done = 0
         drawn = 0.0
-        with (
-            Live(
-                console=console,
-                auto_refresh=False,
-                transient=True,
-                vertical_overflow="visible",
-            ) as live,
-            contextlib.closing(self.session.answer(text)) as rounds,
-        ):
+        live = Live(
+            console=console,
+            auto_refresh=False,
+            transient=True,
+            vertical_overflow="visible",
+        )
+        with live, contextlib.closing(self.session.answer(text)) as rounds:
             for turn in rounds:
                 for piece, producer in turn.pieces[done:]:
                     row.append(printable(piece), self.styles.get(producer))
                 done = len(turn.pieces)
-                *complete, end = row.wrap(console, console.width) or [
-                    row
-                ]  # splits at line ends too
-                if row.plain.endswith(" ") and not end.plain.endswith(
-                    " "
-                ):  # dropped at the right margin
-                    end.append(" ")
-                row = end
-                if complete:
-                    console.print(Group(*complete))
-                if complete or time.monotonic() - drawn > _REDRAW:
+
+                rows = list(row.wrap(console, console.width))  # splits at line ends too
+                if rows:
+                    if row.plain.endswith(" ") and not rows[-1].plain.endswith(" "):
+                        rows[-1].append(" ")  # was dropped at the right margin
+                    row = rows.pop()
+                if rows:
+                    console.print(Group(*rows))
+                if rows or time.monotonic() - drawn > _REDRAW:
                     figures = Text(
                         self.session.figures(turn),
                         "dim",
@@ -349,8 +337,10 @@ class LiveView(PlainView):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command. Raises UserError for values out of range, or anything that cannot be
-    loaded.
+    """Runs the command.
+
+    Raises:
+        UserError: values out of range, or anything that cannot be loaded.
     """
     sampling = sampling_of(args)
     spec = TreeSpec.parse(args.tree or default_tree(args.drafter) or "chain:3")
@@ -358,42 +348,45 @@ def run(args: argparse.Namespace) -> int:
     target = load_target(args)
     if target.tokenizer is None:
         raise UserError(
-            f"target={args.target!r} has no tokenizer, which a chat needs; add its files to the folder"
+            f"target={args.target!r} has no tokenizer, which a chat needs; "
+            "add its files to the folder"
         )
     drafter = load_drafter(args.drafter, target)
-    inputs = ChatInputs((), args.chat_template_kwargs)
     session = ChatSession(
         target.pack(),
         drafter,
         spec,
         sampling,
         args.max_new_tokens,
-        args.seed,
-        args.system,
-        inputs,
+        seed=args.seed,
+        system=args.system,
+        inputs=ChatInputs((), args.chat_template_kwargs),
     )
+
+    # A terminal shows colors and is told what to type.
     console = plain_console()
     typed = sys.stdin.isatty()
-    live = typed and console.is_terminal and not (args.json or console.is_dumb_terminal)
-    view = LiveView(session, console) if live else PlainView(session, args.json)
-    if isinstance(view, LiveView):
-        view.say(
+    view = PlainView(session, args.json)
+    if typed and console.is_terminal and not args.json and not console.is_dumb_terminal:
+        live = LiveView(session, console)
+        live.say(
             f"{args.target} answers. /help lists commands, Ctrl-C stops an answer, Ctrl-D ends."
         )
-        shades = [Text(f" {name} ", style) for name, style in view.styles.items()]
+        shades = [Text(f" {name} ", style) for name, style in live.styles.items()]
         console.print(Text("  ").join([*shades, Text("the target's own")]))
+        view = live
     if not has_template(target.tokenizer):
         view.say(f"{args.target} has no chat template: it continues the conversation as a document")
     if drafter is not None and str(spec) == "none":
-        if args.tree:
-            asked = "--tree none"
-        else:
-            asked = "the drafter's tuned tree is none"
+        asked = "--tree none" if args.tree else "the drafter's tuned tree is none"
         view.say(f"{asked}: nothing is drafted; --tree chain:3 drafts all the same")
+
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     if not typed:
-        all(respond(view, line.rstrip("\r\n"), args) for line in sys.stdin if line.strip())
+        for line in sys.stdin:
+            if line.strip() and not respond(view, line.rstrip("\r\n"), args):
+                break
         return 0
     before = signal.signal(signal.SIGINT, view.interrupt)
     try:
@@ -410,21 +403,21 @@ def run(args: argparse.Namespace) -> int:
 
 def respond(view: PlainView, line: str, args: argparse.Namespace) -> bool:
     """Runs a slash command or answers a message; False ends the conversation. Raises UserError."""
-    found = re.fullmatch(r"(/[a-z]+)(?:\s+(.*))?", line, re.DOTALL)
     session = view.session
-    name = ""
-    if found:
-        name = found[1]
-    rest = ""
-    if found:
-        rest = (found[2] or "").strip()
-    if not name:
+    found = re.fullmatch(r"(/[a-z]+)(?:\s+(.*))?", line, re.DOTALL)
+    if not found:
         view.stop = False
         try:
             view.answer(line)
         finally:
             view.stop = None
-    elif name == "/help":
+        return True
+
+    name = found[1]
+    rest = (found[2] or "").strip()
+    if name == "/quit":
+        return False
+    if name == "/help":
         view.say("\n".join(f"{command:<15} {meaning}" for command, meaning in COMMANDS.items()))
     elif name == "/reset":
         session.turns = []
@@ -436,41 +429,46 @@ def respond(view: PlainView, line: str, args: argparse.Namespace) -> bool:
         if not session.names:
             raise UserError("/plain: there is no drafter to switch off; start again with --drafter")
         session.drafting = not session.drafting
-        view.say(
-            "drafting is on"
-            if session.drafting
-            else "drafting is off: answers measure plain decoding"
-        )
+        if session.drafting:
+            view.say("drafting is on")
+        else:
+            view.say("drafting is off: answers measure plain decoding")
     elif name == "/save":
         path = output_file(rest, "chat", inputs_of(args, "system"), key="save")
-        names = {"drafttrain": __version__, "target": args.target, "drafter": args.drafter}
         decoding = {
             "tree": str(session.drafted.spec),
             "temperature": args.temperature,
             "seed": args.seed,
         }
-        turns = [session.record(turn) for turn in session.turns]
-        write_json(
-            path, {**names, "decoding": decoding, "messages": session.messages, "turns": turns}
-        )
+        saved = {
+            "drafttrain": __version__,
+            "target": args.target,
+            "drafter": args.drafter,
+            "decoding": decoding,
+            "messages": session.messages,
+            "turns": [session.record(turn) for turn in session.turns],
+        }
+        write_json(path, saved)
         view.say(f"wrote {rest}")
-    elif name != "/quit":
+    else:
         known = ", ".join(command.split()[0] for command in COMMANDS)
         raise UserError(
             f"{name} is not one of {known}; a leading space sends the line as a message"
         )
-    return name != "/quit"
+    return True
 
 
 def typed_lines(view: PlainView) -> Iterator[str]:
-    """Lines from the terminal, edited with readline where there is one, until Ctrl-D. Ctrl-C drops
-    the line.
+    """Lines from the terminal until Ctrl-D, edited with readline where there is one.
+
+    Ctrl-C drops the line.
     """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # input() then edits lines and remembers them
+    prompt = "> " if isinstance(view, LiveView) else ""
     while True:
         try:
-            line = input("> " if isinstance(view, LiveView) else "")
+            line = input(prompt)
         except EOFError:
             print()
             return

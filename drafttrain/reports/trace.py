@@ -1,6 +1,4 @@
-"""`drafttrain trace`: one answer, token by token: the producer of each, and the tree that it came
-from.
-"""
+"""`drafttrain trace`: one answer token by token, with its producers and the trees they came from."""
 
 from __future__ import annotations
 
@@ -27,6 +25,7 @@ from drafttrain.files import Json, write_text
 from drafttrain.flags import load_target, sampling_of
 from drafttrain.folders import inputs_of, output_file
 from drafttrain.inference import Decoder, Stats
+from drafttrain.inference.sequence import TextStream
 from drafttrain.inference.verify import Verdict
 from drafttrain.ops.sampling import probabilities
 from drafttrain.outcome import conclude, next_command
@@ -98,8 +97,11 @@ class TracedRound:
 
 
 class Piece(NamedTuple):
-    """A token of the answer. depth: where it was accepted, 0 for the target's own; round: 0 for the
-    prefill's token; match: only a merged match proposed it.
+    """A token of the answer.
+
+    Attributes:
+        depth: where it was accepted, 0 for the target's own. round: 0 for the prefill's token.
+        match: only a merged match proposed it.
     """
 
     text: str
@@ -124,9 +126,11 @@ class Trace:
     @property
     def depths(self) -> range:
         """The depths at which tokens were accepted, from 1."""
-        return range(
-            1, max((piece.depth for piece in self.pieces if not piece.match), default=0) + 1
-        )
+        deepest = 0
+        for piece in self.pieces:
+            if not piece.match:
+                deepest = max(deepest, piece.depth)
+        return range(1, deepest + 1)
 
     @property
     def matched(self) -> int:
@@ -134,61 +138,81 @@ class Trace:
         return sum(piece.match for piece in self.pieces)
 
     def best(self) -> int:
-        """Number of the round that accepted most, of several the one with the largest tree; 0
-        without rounds.
+        """Number of the round that accepted most; of several, of the one with the largest tree.
+
+        0 without rounds.
         """
-        if self.rounds:
-            return max(self.rounds, key=lambda r: (r.accepted, len(r.nodes), -r.number)).number
-        return 0
+        if not self.rounds:
+            return 0
+        return max(self.rounds, key=lambda one: (one.accepted, len(one.nodes), -one.number)).number
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command. Raises UserError for values out of range, or anything that cannot be
-    loaded.
+    """Runs the command.
+
+    Raises:
+        UserError: values out of range, or anything that cannot be loaded.
     """
+    output = None
     if args.output is not None:
         output = output_file(args.output, "trace", inputs_of(args, "prompt"))
-    else:
-        output = None
-    if output is not None and output.suffix != ".html":
-        raise UserError(f"output={args.output!r}: the ending must be .html")
+        if output.suffix != ".html":
+            raise UserError(f"output={args.output!r}: the ending must be .html")
     sampling = sampling_of(args)
     spec = TreeSpec.parse(args.tree or default_tree(args.drafter) or "chain:3")
     spec.check(sampling)
+
     target = load_target(args)
     drafter = load_drafter(args.drafter, target)
     decoder = Decoder(target.pack(), drafter, spec=spec, sampling=sampling)
     messages = [{"role": "user", "content": args.prompt}]
-    inputs = ChatInputs((), args.chat_template_kwargs)
-    prompt = prompt_ids(target.tokenizer, messages, inputs)
+    prompt = prompt_ids(target.tokenizer, messages, ChatInputs((), args.chat_template_kwargs))
     trace = record(decoder, prompt, max_new_tokens=args.max_new_tokens, seed=args.seed)
-    if args.round is None:
-        chosen = trace.best()
-    else:
+    chosen = trace.best()
+    if args.round is not None:
         chosen = args.round
-    if args.round is not None and not 1 <= args.round <= len(trace.rounds):
-        raise UserError(
-            f"round={args.round}: the answer has rounds 1 to {len(trace.rounds)}; choose one of them"
-        )
+        if not 1 <= chosen <= len(trace.rounds):
+            raise UserError(
+                f"round={chosen}: the answer has rounds 1 to {len(trace.rounds)}; choose one of them"
+            )
     print_trace(trace, chosen)
+
+    wrote = []
     if output is not None:
         facts = {
             "target": args.target,
             "drafter": args.drafter,
             "tree": str(spec),
-            "dtype": str(target.dtype)[6:],
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "measured": conditions({**describe_run(), **describe_environment(target.device)}),
+            "sampling": "greedy",
         }
-        facts["measured"] = conditions({**describe_run(), **describe_environment(target.device)})
-        if sampling.greedy:
-            facts["sampling"] = "greedy"
-        else:
+        if not sampling.greedy:
             facts["sampling"] = f"temperature {sampling.temperature:g}, seed {args.seed}"
         write_text(output, page(trace, args.prompt, facts, chosen))
-    result = {"text": "".join(piece.text for piece in trace.pieces), "rounds": len(trace.rounds),
-              "tokens": trace.stats.new_tokens, "accepted_length": trace.stats.accepted_length}  # fmt: skip
+        wrote.append(output)
+    result = {
+        "text": "".join(piece.text for piece in trace.pieces),
+        "rounds": len(trace.rounds),
+        "tokens": trace.stats.new_tokens,
+        "accepted_length": trace.stats.accepted_length,
+    }
     then = next_command("eval", carry=args, target=args.target, drafter=args.drafter)
-    conclude(result, [output] if output is not None else [], then)
+    conclude(result, wrote, then)
     return 0
+
+
+class _Seen(NamedTuple):
+    """A round as the decoder's observer sees it.
+
+    Attributes:
+        target: the target's probability of each node's token. own_target: that of its own token.
+    """
+
+    tree: TokenTree
+    verdict: Verdict
+    target: list[float]
+    own_target: float
 
 
 def record(decoder: Decoder, prompt: list[int], *, max_new_tokens: int, seed: int = 0) -> Trace:
@@ -197,134 +221,130 @@ def record(decoder: Decoder, prompt: list[int], *, max_new_tokens: int, seed: in
     Args:
         decoder: without stop strings; the call uses its observer. prompt: token ids.
     """
-    seen: list[tuple[TokenTree, Verdict, list[float], float]] = []
+    rounds: list[_Seen] = []
     sampling = decoder.sampling
 
     def observe(_: int, tree: TokenTree, verdict: Verdict, logits: Tensor) -> None:
         tree = tree.drafts()
-        # [1 + n, v]
         if sampling.greedy:
-            p = logits.float().softmax(-1)
+            p = logits.float().softmax(-1)  # [1 + n, v]; row 0 is the root's
         else:
             p = probabilities(logits.float(), sampling)
-        rows = torch.tensor(
-            [parent + 1 for parent in tree.parents],
-            dtype=torch.long,
-            device=p.device,
-        )  # [n]
-        last = 0
+        above = [parent + 1 for parent in tree.parents]
+        rows = torch.tensor(above, dtype=torch.long, device=p.device)  # [n]
+        last = 0  # row of the node that the target's own token follows
         if verdict.path:
             last = verdict.path[-1] + 1
-        seen.append(
-            (tree, verdict, p[rows, tree.tokens].tolist(), float(p[last, verdict.tokens[-1]]))
-        )
+        own = float(p[last, verdict.tokens[-1]])
+        rounds.append(_Seen(tree, verdict, p[rows, tree.tokens].tolist(), own))
 
     decoder.observer = observe
     try:
         (made,) = decoder.generate([prompt], max_new_tokens=max_new_tokens, seed=seed)
     finally:
         decoder.observer = None
+
     tokenizer = decoder.target.tokenizer
     texts = iter(pieces_of(tokenizer, made.tokens))
     trace = Trace([Piece(next(texts), 0, 0)], [], made.stats)
-    for number, (tree, verdict, target, own_target) in enumerate(seen, 1):
-        accepted = len(verdict.path)
-        tokens = verdict.tokens
+    for number, seen in enumerate(rounds, 1):
+        path = seen.verdict.path
+        tokens = seen.verdict.tokens
         own = ""
-        if len(tokens) > accepted:
+        if len(tokens) > len(path):
             own = decode(tokenizer, tokens[-1:])
         root = trace.pieces[-1].text
-        nodes = _nodes(tokenizer, tree, verdict, target)
+        nodes = _nodes(tokenizer, seen)
         trace.rounds.append(
             TracedRound(
-                number,
-                root,
-                nodes,
-                verdict.path,
-                tree.drafted_depth,
-                tokens,
-                own,
-                own_target,
+                number=number,
+                root=root,
+                nodes=nodes,
+                path=path,
+                depth=seen.tree.drafted_depth,
+                tokens=tokens,
+                own=own,
+                own_target=seen.own_target,
             )
         )
-        trace.pieces += [
-            Piece(next(texts), nodes[node].depth, number, nodes[node].match)
-            for node in verdict.path
-        ]
-        trace.pieces += [Piece(next(texts), 0, number)] if own else []
+        for node in path:
+            trace.pieces.append(Piece(next(texts), nodes[node].depth, number, nodes[node].match))
+        if own:
+            trace.pieces.append(Piece(next(texts), 0, number))
     return trace
 
 
-def _nodes(
-    tokenizer: PreTrainedTokenizerBase,
-    tree: TokenTree,
-    verdict: Verdict,
-    target: list[float],
-) -> list[TracedNode]:
+def _nodes(tokenizer: PreTrainedTokenizerBase, seen: _Seen) -> list[TracedNode]:
+    tree = seen.tree
+    paths = [math.nan] * len(tree)  # log-probability of each path, by the drafter
     if tree.log_probs is not None:
         paths = tree.log_probs.tolist()
-    else:
-        paths = [math.nan] * len(tree)
     nodes = []
-    for node, (token, parent, depth) in enumerate(
-        zip(tree.tokens.tolist(), tree.parents, tree.depths, strict=True)
-    ):
-        log_prob = paths[node] - (paths[parent] if parent >= 0 else 0.0)
-        if math.isnan(log_prob):
-            draft = None
-        else:
+    for node, token in enumerate(tree.tokens.tolist()):
+        parent = tree.parents[node]
+        log_prob = paths[node]
+        if parent >= 0:
+            log_prob -= paths[parent]
+        draft = None
+        if not math.isnan(log_prob):
             draft = math.exp(log_prob)
-        text = decode(tokenizer, [token])
-        accepted = node in verdict.path
         nodes.append(
-            TracedNode(text, parent, depth, draft, target[node], accepted, node in tree.matched)
+            TracedNode(
+                text=decode(tokenizer, [token]),
+                parent=parent,
+                depth=tree.depths[node],
+                draft=draft,
+                target=seen.target[node],
+                accepted=node in seen.verdict.path,
+                match=node in tree.matched,
+            )
         )
     return nodes
 
 
 def pieces_of(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:
-    """The text that each token adds; a character that spans several tokens belongs to the last of
-    them.
-    """
+    """The text that each token adds, special tokens included; see `TextStream`."""
+    stream = TextStream(tokenizer, keep_special=True)
     texts = []
-    done = ""
-    start = 0
-    for end in range(1, len(tokens) + 1):
-        text = decode(tokenizer, tokens[start:end])
-        complete = not text.endswith("\N{REPLACEMENT CHARACTER}") or end == len(tokens)
-        texts.append(text[len(done) :] if complete else "")
-        done = text if complete else done
-        if complete and end - start >= 32:  # a few tokens of context are enough
-            start = end - 8
-            done = decode(tokenizer, tokens[start:end])
+    for number, token in enumerate(tokens, 1):
+        stream.push([token])
+        texts.append(stream.take(last=number == len(tokens)))
     return texts
 
 
 def print_trace(trace: Trace, chosen: int, console: Console | None = None) -> None:
     """Prints the colored answer, the rounds and the chosen round's tree."""
     console = console or plain_console()
-    console.print(Text.assemble(*((piece.text, _shade(piece)) for piece in trace.pieces)))
+    answer = Text()
+    for piece in trace.pieces:
+        answer.append(piece.text, _shade(piece))
+    console.print(answer)
     legend = Text("\ntarget's own")
     for depth in trace.depths:
-        legend.append("  ").append(
-            f" accepted at depth {depth} ",
-            style=_shade(Piece("", depth, 0)),
-        )
+        legend.append("  ")
+        legend.append(f" accepted at depth {depth} ", style=_shade(Piece("", depth, 0)))
     if trace.matched:
-        legend.append("  ").append(" from a match ", style=_MATCHED)
+        legend.append("  ")
+        legend.append(" from a match ", style=_MATCHED)
     console.print(legend)
+
     stats = trace.stats
+    drafted = f"{trace.drafted} tokens by the drafter"
+    if trace.matched:
+        drafted += f", {trace.matched} of them from matches"
     console.print(
-        f"{stats.new_tokens} tokens in {stats.target_passes} rounds, accepted length {stats.accepted_length:.2f}; "
-        f"{trace.drafted} tokens by the drafter{f', {trace.matched} of them from matches' if trace.matched else ''}\n",
+        f"{stats.new_tokens} tokens in {stats.target_passes} rounds, "
+        f"accepted length {stats.accepted_length:.2f}; {drafted}\n",
         highlight=False,
     )
     table = Table("round", "nodes", "depth", "accepted", "by the drafter", "by the target")
     for one in trace.rounds:
         path = "".join(one.nodes[node].text for node in one.path)
-        cells = map(str, (one.number, len(one.nodes), one.depth, one.accepted))
         table.add_row(
-            *cells,
+            str(one.number),
+            str(len(one.nodes)),
+            str(one.depth),
+            str(one.accepted),
             Text(_shown(path)),
             Text(_shown(one.own)),
             style="bold" if one.number == chosen else None,
@@ -347,19 +367,17 @@ def _tree(one: TracedRound) -> Tree:
     tree = Tree(Text(f"round {one.number}, after {_shown(one.root)}"))
     places = {-1: tree}
     for index, node in enumerate(one.nodes):
-        draft = ""
-        if node.draft is not None:
-            draft = f"{'match' if node.match else 'drafter'} {node.draft:.2f}  "
         label = Text(f"{_shown(node.text)}  ", style="bold" if node.accepted else "")
-        label.append(f"{draft}target {node.target:.2f}{'  accepted' if node.accepted else ''}")
+        if node.draft is not None:
+            proposer = "match" if node.match else "drafter"
+            label.append(f"{proposer} {node.draft:.2f}  ")
+        label.append(f"target {node.target:.2f}")
+        if node.accepted:
+            label.append("  accepted")
         places[index] = places[node.parent].add(label)
     if one.own:
-        places[one.last].add(
-            Text(
-                f"{_shown(one.own)}  target {one.own_target:.2f}  the target's own",
-                style="italic",
-            )
-        )
+        line = f"{_shown(one.own)}  target {one.own_target:.2f}  the target's own"
+        places[one.last].add(Text(line, style="italic"))
     return tree
 
 
@@ -378,83 +396,103 @@ _HEIGHT = 38
 
 
 def page(trace: Trace, prompt: str, facts: dict[str, str], chosen: int) -> str:
-    """Renders a self-contained page. facts: settings of the run by name; chosen: the round whose
-    tree is open at first.
+    """Renders a self-contained page.
+
+    Args:
+        facts: settings of the run by name. chosen: the round whose tree is open at first.
     """
-    drawings = {one.number: drawing(one) for one in trace.rounds if one.nodes}
-    content = {
-        "trace": trace,
-        "prompt": prompt,
-        "facts": facts,
-        "chosen": chosen,
-        "drawings": drawings,
-    }
-    return render_page("trace.html", shown=_shown, sentence=sentence, **content)
+    return render_page(
+        "trace.html",
+        trace=trace,
+        prompt=prompt,
+        facts=facts,
+        chosen=chosen,
+        drawings={one.number: drawing(one) for one in trace.rounds if one.nodes},
+        shown=_shown,
+        sentence=sentence,
+    )
+
+
+class _Box(NamedTuple):
+    """A box of a drawn tree. line: the text below it; parent: index of a box, -1 for the root."""
+
+    kind: str
+    text: str
+    line: str
+    parent: int
+    depth: int
 
 
 def drawing(one: TracedRound) -> Json:
     """Lays out a round's tree: depth to the right, leaves below each other.
 
     Returns:
-        width, height; boxes: dicts with x, y, w, h, kind (root, accepted, rejected, own; of a match
-        also match), text, line;
+        width, height.
+        boxes: dicts with x, y, w, h, kind (root, accepted, rejected, own; of a match also match),
+            text, line.
         edges: dicts with path (SVG) and kind.
     """
-    # (kind, text, line below it, parent's box, depth) of each box; node i is box i + 1
-    boxes = [("root", one.root, "committed before", -1, 0)]
-    for node in one.nodes:
-        draft = ""
+    boxes = [_Box("root", one.root, "committed before", -1, 0)]
+    for node in one.nodes:  # node i is box i + 1
+        kind = "accepted" if node.accepted else "rejected"
+        line = f"target {node.target:.2f}"
         if node.draft is not None:
-            draft = f"{'match ' * node.match}{node.draft:.2f} \u2192 "
-        kind = ("accepted" if node.accepted else "rejected") + " match" * node.match
-        boxes.append(
-            (kind, node.text, f"{draft}target {node.target:.2f}", node.parent + 1, node.depth)
-        )
+            line = f"{node.draft:.2f} \u2192 {line}"
+        if node.match:
+            kind += " match"
+            if node.draft is not None:
+                line = f"match {line}"
+        boxes.append(_Box(kind, node.text, line, node.parent + 1, node.depth))
     if one.own:
-        line = f"target's own {one.own_target:.2f}"
         parent = one.last + 1
-        boxes.append(("own", one.own, line, parent, boxes[parent][-1] + 1))
-    rows: dict[int, float] = {}
-    free = 0  # the next row without a leaf
+        line = f"target's own {one.own_target:.2f}"
+        boxes.append(_Box("own", one.own, line, parent, boxes[parent].depth + 1))
 
-    def place(box: int) -> float:
-        nonlocal free
-        below = [place(child) for child, (*_, parent, _) in enumerate(boxes) if parent == box]
-        free += not below
-        if below:
-            rows[box] = (below[0] + below[-1]) / 2
+    # A leaf gets the next row, a parent the middle of its children.
+    children: list[list[int]] = [[] for _ in boxes]
+    for index, box in enumerate(boxes[1:], 1):
+        children[box.parent].append(index)
+    rows: dict[int, float] = {}
+    leaves = 0
+
+    def place(box: int) -> None:
+        nonlocal leaves
+        for child in children[box]:
+            place(child)
+        if children[box]:
+            rows[box] = (rows[children[box][0]] + rows[children[box][-1]]) / 2
         else:
-            rows[box] = free - 1
-        return rows[box]
+            rows[box] = leaves
+            leaves += 1
 
     place(0)
     drawn = []
     edges = []
-    for box, (kind, text, line, parent, depth) in enumerate(boxes):
-        x = depth * _COLUMN + 2
-        y = rows[box] * _ROW + 2
+    for index, box in enumerate(boxes):
+        x = box.depth * _COLUMN + 2
+        y = rows[index] * _ROW + 2
         drawn.append(
             {
                 "x": x,
                 "y": y,
                 "w": _WIDTH,
                 "h": _HEIGHT,
-                "kind": kind,
-                "text": _short(text),
-                "line": line,
+                "kind": box.kind,
+                "text": _short(box.text),
+                "line": box.line,
             }
         )
-        if parent >= 0:
-            x0 = boxes[parent][-1] * _COLUMN + 2 + _WIDTH
-            y0 = rows[parent] * _ROW + 2 + _HEIGHT / 2
+        if box.parent >= 0:
+            x0 = boxes[box.parent].depth * _COLUMN + 2 + _WIDTH
+            y0 = rows[box.parent] * _ROW + 2 + _HEIGHT / 2
             y1 = y + _HEIGHT / 2
             bend = (_COLUMN - _WIDTH) / 2
             path = f"M{x0:g} {y0:g}C{x0 + bend:g} {y0:g} {x - bend:g} {y1:g} {x:g} {y1:g}"
-            edges.append({"path": path, "kind": kind})
-    width = max(depth for *_, depth in boxes) * _COLUMN + _WIDTH + 4
+            edges.append({"path": path, "kind": box.kind})
+    deepest = max(box.depth for box in boxes)
     return {
-        "width": width,
-        "height": (free - 1) * _ROW + _HEIGHT + 4,
+        "width": deepest * _COLUMN + _WIDTH + 4,
+        "height": (leaves - 1) * _ROW + _HEIGHT + 4,
         "boxes": drawn,
         "edges": edges,
     }
