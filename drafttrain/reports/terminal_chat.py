@@ -187,8 +187,8 @@ class ChatSession:
             rounds.close()
             turn.finish = turn.finish or "stopped"
             if not turn.drafting:
-                tokens, seconds = turn.decoded
-                self.plain = (self.plain[0] + tokens, self.plain[1] + seconds)
+                count, seconds = turn.decoded
+                self.plain = (self.plain[0] + count, self.plain[1] + seconds)
 
     def record(self, turn: ChatTurn) -> Json:
         """A turn as --json prints and /save writes it."""
