@@ -363,7 +363,7 @@ def run(args: argparse.Namespace) -> int:
         inputs=ChatInputs((), args.chat_template_kwargs),
     )
 
-    # A terminal shows colors and is told what to type.
+    # A terminal shows colors and a line about what to type.
     console = plain_console()
     typed = sys.stdin.isatty()
     view = PlainView(session, args.json)
