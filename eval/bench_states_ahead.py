@@ -78,7 +78,7 @@ def serving(folder: Path, target: Target, delay: float) -> Iterator[str]:
     command = [
         sys.executable,
         "-m",
-        "tests.data.fake_state_server",
+        "tests.states.fake_state_server",
         str(folder / "target"),
         str(folder / "states"),
         layers,

@@ -19,9 +19,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.states.stand_ins import LAYERS, SERVED
 from tests.training.test_resume import same
 from tests.training.test_resume import state_of as full_state
-from tests.training.test_states_ahead import LAYERS, SERVED
 from tests.training.test_train import ROOT, write_recipe
 
 # optimizer steps of two micro-batches of two rows; 20 of 24 conversations are trained on
@@ -33,7 +33,7 @@ RECIPE = {
     "drafter": {
         "draft_vocab_size": 255,
         "ttt_steps": 2,
-        "feature_layers": LAYERS,
+        "feature_layers": list(LAYERS),
         "depth_share": 0.5,
     },
     "per_device_train_batch_size": 2,
@@ -58,7 +58,7 @@ class ServerProcess:
         self.command = [
             sys.executable,
             "-m",
-            "tests.data.fake_state_server",
+            "tests.states.fake_state_server",
             str(target),
             str(folder),
             layers,

@@ -1,6 +1,6 @@
 """A server that hands out a tiny target's states as vLLM does, and fails as servers fail.
 
-In a process of its own: python -m tests.data.fake_state_server TARGET FOLDER 1,2,3,4 PORT [SECONDS before each answer]
+In a process of its own: python -m tests.states.fake_state_server TARGET FOLDER 1,2,3,4 PORT [SECONDS before each answer]
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import signal
@@ -21,17 +20,15 @@ import torch
 
 from drafttrain.cli import main
 from drafttrain.errors import UserError
-from drafttrain.states import served
 from drafttrain.states.engines.drafttrain_address import own_address
 from drafttrain.states.served import Served
 from drafttrain.states.server import MooncakeStore, free_port
 from drafttrain.target import Target
 from tests.conftest import make_target
-from tests.data.fake_state_server import FakeStateServer
-from tests.data.test_served_features import engine, stored
+from tests.states.fake_state_server import FakeStateServer
+from tests.states.stand_ins import SERVED, engine, stored
 from tests.training.test_train import write_data
 
-SERVED = (1, 2, 3, 4)
 ROW = list(range(5, 40))
 
 
@@ -118,12 +115,6 @@ def server(tmp_path, target, monkeypatch):
     monkeypatch.setitem(sys.modules, "hs_connectors.mooncake_store", module)
     for name, value in (("objects", {}), ("configs", []), ("away", False)):
         monkeypatch.setattr(FakeStore, name, value)
-    monkeypatch.setattr(served, "_FIRST_PAUSE", 0.002)
-    monkeypatch.setattr(served, "_LONGEST_PAUSE", 0.02)
-    without = functools.partial(
-        served.httpx.Client, verify=False
-    )  # reading certificates takes 0.1 s
-    monkeypatch.setattr(served.httpx, "Client", without)
     with FakeMooncakeServer(target, tmp_path / "states", SERVED) as running:
         running.record = {
             "target": target.identity(), "layers": list(SERVED), "master": "127.0.0.1:50051", "protocol": "tcp",

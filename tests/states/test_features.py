@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -14,19 +16,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drafttrain.batch import Batch
-from drafttrain.cli import main
+from drafttrain.cli import flags_module, main
 from drafttrain.data.loader import collate, training_rows
-from drafttrain.data.store import FeatureStore, load_records
+from drafttrain.data.store import FeatureStore, Share, load_records
 from drafttrain.drafters.base import StepInputs
 from drafttrain.errors import UserError
+from drafttrain.states import features, served
 from drafttrain.states.origins import Stored
 from drafttrain.states.source import TargetSource
+from drafttrain.states.transports.folder import RECORD
 from drafttrain.target import Target
 from drafttrain.target.attention import LAST
 from tests.drafters.test_eagle3 import make_drafter
-from tests.training.test_train import ROOT
-
-LAYERS = (1, 2, 3)
+from tests.states.fake_state_server import FakeStateServer
+from tests.states.stand_ins import LAYERS, SERVED, stored
+from tests.training.test_train import ROOT, write_data
 
 
 def extract(data, *more: str) -> int:
@@ -164,3 +168,158 @@ def test_int8_is_noted_and_refused_for_likeliest_tokens(data, capsys):
     save_file(tensors, shard)
     with pytest.raises(UserError, match="the scales of last_hidden are"):
         FeatureStore.open(data, LAYERS).get("row2")
+
+
+# -- from servers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server(tmp_path, target):
+    with FakeStateServer(target, tmp_path / "states", SERVED) as running:
+        yield running
+
+
+def parsed(command: str, *words: str):
+    parser = argparse.ArgumentParser()
+    flags_module(command).add_arguments(parser)
+    return parser.parse_args(words)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "options", [["--store-dtype", "float32"], ["--store-dtype", "float32", "--top-k", "5"]]
+)
+def test_states_from_a_server_are_those_of_the_local_backend(
+    data, server, options, capsys, monkeypatch
+):
+    assert extract(data, *options) == 0
+    ours = stored(data)
+    local = json.loads((data / "features" / "features.json").read_text())
+    monkeypatch.setattr(served, "_IN_FLIGHT", 2)  # rows wait for each other
+    server.faults.extend(["503", "", "torn file", "NaN"])
+    assert extract(data, *options, "--backend", "vllm", "--url", server.url, "--overwrite") == 0
+    theirs = stored(data)
+    assert "log-probabilities differ by" in capsys.readouterr().out and os.listdir(
+        server.folder
+    ) == [RECORD]
+    assert (
+        json.loads((data / "features" / "features.json").read_text()) == local
+        and ours.keys() == theirs.keys()
+    )
+    for key, tensors in ours.items():
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(theirs[key][name], tensor, rtol=1e-5, atol=1e-5)
+    asked = len(server.requests)
+    assert (
+        extract(data, *options, "--backend", "vllm", "--url", server.url) == 0
+    )  # nothing is left to do, nobody is asked
+    assert len(server.requests) == asked
+
+
+@pytest.mark.thorough
+def test_a_server_that_fails_for_good_keeps_what_was_stored_and_the_next_run_goes_on(
+    data, server, monkeypatch, capsys
+):
+    monkeypatch.setattr(features.ShardWriter, "full", True)
+    monkeypatch.setattr(served, "_IN_FLIGHT", 1)
+    server.faults.extend([""] * 5)  # a proof and three rows
+    server.always = "400"
+    assert extract(data, "--backend", "vllm", "--url", server.url) == 2
+    assert "HTTP 400" in capsys.readouterr().err and len(FeatureStore.open(data, LAYERS)) == 3
+    server.always = ""
+    assert extract(data, "--backend", "vllm", "--url", server.url) == 0
+    assert (
+        "3 of 6 conversations to do" in capsys.readouterr().out
+        and len(FeatureStore.open(data, LAYERS)) == 6
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--url", "http://h:1"], r"url=\['http://h:1'\] belongs to --backend vllm"),
+        (["--", "--port", "1"], r"flags behind --=\['--port', '1'\] belongs to --backend vllm"),
+        (
+            ["--backend", "vllm", "--target-device-map", "auto"],
+            "vLLM spreads the target by its own flags",
+        ),
+        (
+            ["--backend", "vllm", "--url", "http://h:1", "--", "--port", "1"],
+            "'--port' is for a server that starts here",
+        ),
+        (
+            ["--backend", "vllm", "--", "--kv-transfer-config={}"],
+            "--kv-transfer-config is set by this command; drop it",
+        ),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(tmp_path, words, message):
+    with pytest.raises(UserError, match=message):
+        features.check_backend(parsed("features", "--data", str(tmp_path), *words), Share(0, 1))
+
+
+def test_every_process_of_a_launch_would_start_a_server(tmp_path):
+    with pytest.raises(
+        UserError, match="backend=vllm without --url would start 8 servers, one per process"
+    ):
+        features.check_backend(
+            parsed("features", "--data", str(tmp_path), "--backend", "vllm"), Share(0, 8)
+        )
+
+
+# -- the real engine --------------------------------------------------------------------------------------------------
+
+PYTHON = os.environ.get("VLLM_PYTHON", "")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON, reason="VLLM_PYTHON is not set")
+@pytest.mark.parametrize(
+    "flags", [[], ["--enable-prefix-caching", "--max-num-batched-tokens", "64"]]
+)
+def test_vllms_states_are_the_local_ones(tmp_path, flags, monkeypatch):
+    """Cached prefixes and prompts in chunks included: every row occurs once alone, and once as the prefix of a longer one."""
+    for name, value in {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }.items():
+        monkeypatch.setenv(name, os.environ.get(name, value))
+    target = Target.load("smollm2-135m", "float32", "cpu")
+    data = write_data(tmp_path / "data", target, rows=8)
+    lines = [json.loads(line) for line in (data / "part-0000.jsonl").read_text().splitlines()]
+    longer = [{**row, "id": row["id"] + "-long", "tokens": row["tokens"] * 4} for row in lines]
+    (data / "part-0000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines + longer))
+    exact = [
+        "--dtype",
+        "float32",
+        "--device",
+        "cpu",
+        "--store-dtype",
+        "float32",
+        "--target",
+        "smollm2-135m",
+    ]
+    words = ["features", "--data", str(data), "--layers", "2,15,27", *exact]
+    assert main(words) == 0
+    held = FeatureStore.open(data, (2, 15, 27))
+    ours = {row["id"]: held.get(row["id"]) for row in load_records(data)}
+    served = ["--backend", "vllm", "--engine-python", PYTHON, "--overwrite", "--"]
+    assert (
+        main(
+            [
+                *words,
+                *served,
+                "--dtype",
+                "float32",
+                "--max-model-len",
+                "2048",
+                "--enforce-eager",
+                *flags,
+            ]
+        )
+        == 0
+    )
+    held = FeatureStore.open(data, (2, 15, 27))
+    for key, tensors in ours.items():
+        for name, tensor in tensors.items():
+            assert (held.get(key)[name] - tensor).norm() <= 1e-4 * tensor.norm(), (key, name)

@@ -21,7 +21,6 @@ from drafttrain.data.loader import collate
 from drafttrain.data.store import ShardWriter, load_records
 from drafttrain.errors import UserError
 from drafttrain.files import write_json
-from drafttrain.states import served
 from drafttrain.states.ahead import MOST_STEPS, Ahead, StatesLostError, ahead
 from drafttrain.states.origins import Origin, Row, RowStates
 from drafttrain.states.served import Served
@@ -29,7 +28,8 @@ from drafttrain.target import Target
 from drafttrain.training.checkpoint import Checkpoints
 from drafttrain.training.step import TrainingStep
 from tests.conftest import make_target
-from tests.data.fake_state_server import FakeStateServer
+from tests.states.fake_state_server import FakeStateServer
+from tests.states.stand_ins import LAYERS, SERVED
 from tests.training.test_scale import TWO
 from tests.training.test_train import ROOT, launch, write_data, write_recipe
 
@@ -175,10 +175,8 @@ def test_announcing_waits_for_room_and_holds_a_bounded_number():
 
 # -- training from servers --------------------------------------------------------------------------------------------
 
-SERVED = (1, 2, 3, 4)
-LAYERS = [1, 2, 3]
 RECIPE = {
-    "drafter": {"draft_vocab_size": 255, "ttt_steps": 2, "feature_layers": LAYERS},
+    "drafter": {"draft_vocab_size": 255, "ttt_steps": 2, "feature_layers": list(LAYERS)},
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 2,
     "max_steps": 9,  # of 5 steps an epoch
@@ -213,18 +211,14 @@ def place(tmp_path_factory):
             )
         writer.flush()
         client.close()
-    write_json(stored / "features" / "features.json", {"layers": LAYERS, "dtype": "bfloat16"})
+    write_json(stored / "features" / "features.json", {"layers": list(LAYERS), "dtype": "bfloat16"})
     return folder / "target", data, stored
 
 
 @pytest.fixture
-def server(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(served, "_FIRST_PAUSE", 0.002)
-    monkeypatch.setattr(served, "_LONGEST_PAUSE", 0.02)
-    monkeypatch.setattr("drafttrain.states.transports.folder._SETTLE", 0.02)
-    with FakeStateServer(
-        Target.load(str(place[0]), "float32", "cpu"), tmp_path / "states", SERVED
-    ) as running:
+def server(place, tmp_path):
+    target = Target.load(str(place[0]), "float32", "cpu")
+    with FakeStateServer(target, tmp_path / "states", SERVED) as running:
         yield running
 
 

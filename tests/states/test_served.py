@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import random
 import threading
@@ -20,22 +19,11 @@ from drafttrain.states.transports.folder import RECORD, write_record
 from drafttrain.target import Target
 from drafttrain.target.attention import LAST
 from tests.conftest import make_target
-from tests.data.fake_state_server import FakeStateServer
+from tests.states.fake_state_server import FakeStateServer
+from tests.states.stand_ins import SERVED
 
 LAYERS = (1, 3, LAST)
-SERVED = (1, 2, 3, 4)
 ROWS = [list(range(5 + i, 40 + 3 * i)) for i in range(12)]
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(served, "_FIRST_PAUSE", 0.002)
-    monkeypatch.setattr(served, "_LONGEST_PAUSE", 0.02)
-    monkeypatch.setattr("drafttrain.states.transports.folder._SETTLE", 0.02)
-    without = functools.partial(
-        served.httpx.Client, verify=False
-    )  # reading certificates takes 0.1 s
-    monkeypatch.setattr(served.httpx, "Client", without)
 
 
 @pytest.fixture(scope="module")
