@@ -1,9 +1,10 @@
-"""Drafters. A kind is a folder with a model.py, here or in a folder that $DRAFTTRAIN_KINDS names;
-see docs/developer.
+"""Drafters. A kind is a folder with a model.py, here or in a folder of $DRAFTTRAIN_KINDS.
+
+See docs/developer.
 """
 
 import os
 
-__path__ += [
-    folder for folder in os.environ.get("DRAFTTRAIN_KINDS", "").split(os.pathsep) if folder
-]
+for folder in os.environ.get("DRAFTTRAIN_KINDS", "").split(os.pathsep):
+    if folder:
+        __path__.append(folder)

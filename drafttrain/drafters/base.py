@@ -1,5 +1,4 @@
-"""The drafter contract: every fact and hook that other subpackages use on a drafter, each with its
-default.
+"""The drafter contract: every fact and hook that other subpackages use, each with its default.
 
 A kind is a folder drafters/KIND/ whose model.py defines `KIND`, a subclass of `Drafter`:
 
@@ -40,14 +39,12 @@ from drafttrain.target import Target
 Source = Callable[[Batch], tuple[Tensor, TargetRows, Tensor]]
 # The kept target ids [d] for a vocabulary of at most `size` tokens; 0 keeps all.
 KeepTokens = Callable[[int], Tensor]
-# Of several sessions, entry i belongs to session i: tokens or features, shapes of trees, what draws
-# the trees' tokens.
-Tensors = Sequence[Tensor]
-Specs = Sequence[TreeSpec]
-Samplers = Sequence[Sampler | None]
-Predictions = tuple[
-    list[int], list[float]
-]  # the target's likeliest next tokens and their probabilities, descending
+# Of several sessions, entry i belongs to session i.
+Tensors = Sequence[Tensor]  # tokens or features
+Specs = Sequence[TreeSpec]  # shapes of trees
+Samplers = Sequence[Sampler | None]  # which draw the trees' tokens
+# The target's likeliest next tokens and their probabilities, descending.
+Predictions = tuple[list[int], list[float]]
 # Values of a recipe's `init` that make a new drafter; any other value names a drafter to continue.
 NEW = ("target", "random", "native")
 
@@ -77,8 +74,9 @@ class StepInputs(NamedTuple):
 
 
 class Session:
-    """A drafter's state for one sequence. Its cache holds committed tokens and true target features
-    only.
+    """A drafter's state for one sequence.
+
+    Its cache holds committed tokens and true target features only.
     """
 
     def extend(self, tokens: Tensor, features: Tensor) -> None:
@@ -93,8 +91,9 @@ class Session:
         raise NotImplementedError(f"{type(self).__name__}.extend")
 
     def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
-        """Drafts a tree below the last committed token. May return fewer nodes than `spec` allows,
-        or none.
+        """Drafts a tree below the last committed token.
+
+        It may have fewer nodes than `spec` allows, or none.
 
         Args:
             spec: the tree's shape. Kinds that draft by a rule ignore `sampled`.
@@ -103,9 +102,9 @@ class Session:
         raise NotImplementedError(f"{type(self).__name__}.propose")
 
     def probe(self) -> tuple[list[int], list[int]]:
-        """Returns this round's probes, after `propose`: their tokens, and their parents among them
-        (-1: the root).
+        """Returns the tokens of this round's probes and their parents (-1: the root).
 
+        Called after `propose`. Parents are counted among the probes.
         Probes are nodes that the target verifies in the same pass but never accepts; only the
         session learns from them.
         """
@@ -115,26 +114,26 @@ class Session:
         """Makes the session, which is new, use a row of static steps (`Drafter.open_steps`)."""
 
     def observe(self, chosen: list[int]) -> None:
-        """Reads the target's likeliest token after the root and after each probe; -1 for probes
-        that were not verified.
+        """Reads the target's likeliest token after the root and after each probe.
 
-        Called before the `extend` of the same round. Decoding stays lossless: the next round's
-        tokens are not chosen yet.
+        It is -1 for probes that were not verified. Called before the `extend` of the same round.
+        Decoding stays lossless: the next round's tokens are not chosen yet.
         """
 
     def read_predictions(self, tree: TokenTree, predictions: list[Predictions]) -> None:
-        """Reads the target's likeliest tokens after the root and each node of a round's tree,
-        accepted or not; as `observe` does.
+        """Reads the target's likeliest tokens after the root and each node of a round's tree.
 
-        The tree hangs below the last token that the session has read. predictions: [n + 1], of
-        `Drafter.predictions` tokens each; probabilities are of the logits as they are, among these
-        tokens alone.
+        Called as `observe`, for nodes accepted or not. The tree hangs below the last token that the
+        session has read.
+
+        Args:
+            predictions: [n + 1], of `Drafter.predictions` tokens each. Probabilities are of the
+                logits as they are, among these tokens alone.
         """
 
 
 class JointSession(Session):
-    """A session of a kind whose drafter serves several sessions in one pass (`extend_all`,
-    `propose_all`).
+    """A session of a drafter that serves several in one pass (`extend_all`, `propose_all`).
 
     Attributes:
         root: what the drafter keeps of the last committed token, a row [1, ...]; None before the
@@ -158,7 +157,7 @@ class JointSession(Session):
         return True
 
     def advance(self, count: int) -> None:
-        """Notes that a static step has read `count` committed tokens, and has stored the new root."""
+        """Notes that a static step has read `count` committed tokens and stored the new root."""
 
     def place(self, steps: DraftSteps, row: int) -> None:
         self.steps = steps
@@ -172,8 +171,9 @@ class JointSession(Session):
 
 
 class Drafter(NamedDrafter):
-    """Base class of all drafters. Every hook that other subpackages call is declared here with its
-    default.
+    """Base class of all drafters.
+
+    Every hook that other subpackages call is declared here with its default.
 
     Attributes:
         kind: the kind's name, which is its folder's.
@@ -218,15 +218,14 @@ class Drafter(NamedDrafter):
 
     @property
     def sequence_reach(self) -> int:
-        """Positions behind an anchor that `forward` reads, for kinds whose rows several processes
-        may share; 0: they may not.
-        """
+        """Positions behind an anchor that `forward` reads; 0: processes may not share rows."""
         return 0
 
     @property
     def vocabulary(self) -> Tensor | None:
-        """[d] int64, target ids that the drafter can propose; None: all of them. Trained kinds
-        store it as `kept_ids`.
+        """[d] int64, target ids that the drafter can propose; None: all of them.
+
+        Trained kinds store it as `kept_ids`.
         """
         return None
 
@@ -267,8 +266,7 @@ class Drafter(NamedDrafter):
 
     @classmethod
     def native(cls, target: Target, kept_ids: Tensor, options: Json) -> Self:
-        """Returns a drafter with the weights of the module that the target's own checkpoint holds
-        (init=native).
+        """Returns a drafter with the weights of the target's own module (init=native).
 
         Raises:
             UserError: targets come with no drafter of this kind (the default), or this target does
@@ -280,8 +278,9 @@ class Drafter(NamedDrafter):
 
     @classmethod
     def native_options(cls, target: Target) -> Json:
-        """Returns the options that give a drafter on the meta device the shapes of `native`, by the
-        target's config alone.
+        """Returns the options with which a drafter on the meta device has the shapes of `native`.
+
+        They follow from the target's config alone.
 
         Raises:
             UserError: as `native`.
@@ -291,8 +290,10 @@ class Drafter(NamedDrafter):
         )
 
     def initialize(self, target: Target, kept_ids: Tensor) -> list[str]:
-        """Copies what fits from the target (init=target) and stores `kept_ids` [d]; returns the
-        names of what it copied.
+        """Copies what fits from the target (init=target) and stores `kept_ids` [d].
+
+        Returns:
+            The names of what it copied.
         """
         return []
 
@@ -306,8 +307,10 @@ class Drafter(NamedDrafter):
         return None
 
     def suggest_tree(self, batches: list[Batch], source: Source) -> str | None:
-        """Chooses a default tree on held-out data after training; returns its text form, None for
-        no suggestion.
+        """Chooses a default tree on held-out data after training.
+
+        Returns:
+            Its text form; None for no suggestion.
         """
         return None
 
@@ -324,14 +327,14 @@ class Drafter(NamedDrafter):
         raise NotImplementedError(f"{type(self).__name__}.forward")
 
     def blank(self) -> Self:
-        """Returns another drafter of the same shapes with weights of its own, for a copy of sharded
-        weights.
-        """
+        """Returns another drafter of the same shapes, for a copy of sharded weights."""
         raise NotImplementedError(f"{type(self).__name__}.blank")
 
     def load_checkpoint(self, folder: str | Path) -> bool:
-        """Reads the weights of a training checkpoint; False if the trainer should load them by
-        their names instead.
+        """Reads the weights of a training checkpoint.
+
+        Returns:
+            False if the trainer should load them by their names instead.
         """
         return False
 
@@ -356,8 +359,7 @@ class Drafter(NamedDrafter):
         """Prepares the weights for inference on a CPU; called after loading and before `bind`."""
 
     def bind(self, target: Target) -> None:
-        """Attaches what is shared with the target (embedding, head) and checks that the two belong
-        together.
+        """Attaches what is shared with the target (embedding, head), after checking that it fits.
 
         Raises:
             UserError: trained for another hidden size, vocabulary or tokenizer.
@@ -371,8 +373,7 @@ class Drafter(NamedDrafter):
         spec: TreeSpec,
         last: DraftSteps | None,
     ) -> DraftSteps | None:
-        """Static steps for a call that decodes on a GPU; None (the default) for kinds whose passes
-        are all dynamic.
+        """Static steps for a call that decodes on a GPU; None: all passes are dynamic.
 
         Args:
             pool: of the graphs. capacity: most tokens of a sequence. rows: most sequences at a
@@ -382,9 +383,7 @@ class Drafter(NamedDrafter):
         return None
 
     def fit(self) -> Json:
-        """What results record about how the drafter was bound, by key; nothing unless a binding
-        leaves a choice.
-        """
+        """What results record about how the drafter was bound, by key; empty by default."""
         return {}
 
     def start(self, prompt_ids: Tensor, max_length: int) -> Session:
@@ -397,13 +396,11 @@ class Drafter(NamedDrafter):
         raise NotImplementedError(f"{type(self).__name__}.start")
 
     def extend_all(self, sessions: Sequence[Any], tokens: Tensors, features: Tensors) -> None:
-        """`Session.extend` of several of this drafter's sessions; kinds without weights read tokens
-        on the host.
-        """
+        """`Session.extend` of several of this drafter's sessions."""
+        # Kinds without weights read tokens on the host: one transfer for all of them.
         if not self.trainable and tokens and not tokens[0].is_cpu:
-            tokens = (
-                torch.cat(list(tokens)).cpu().split([len(new) for new in tokens])
-            )  # one transfer for all
+            sizes = [len(new) for new in tokens]
+            tokens = torch.cat(list(tokens)).cpu().split(sizes)
         for session, new, states in zip(sessions, tokens, features, strict=True):
             session.extend(new, states)
 
@@ -414,6 +411,7 @@ class Drafter(NamedDrafter):
         samplers: Samplers,
     ) -> list[TokenTree]:
         """`Session.propose` of several of this drafter's sessions."""
-        return [
-            session.propose(*each) for session, *each in zip(sessions, specs, samplers, strict=True)
-        ]
+        trees = []
+        for session, spec, sampler in zip(sessions, specs, samplers, strict=True):
+            trees.append(session.propose(spec, sampler))
+        return trees

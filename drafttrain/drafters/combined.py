@@ -1,5 +1,4 @@
-"""Two drafters in one: the match of a kind without weights and another drafter's tree share one
-budget.
+"""Two drafters in one: one drafter's tree and the match of a kind without weights share a budget.
 
 Language models repeat themselves and their prompts. A match that is likely to continue is drafted
 alone: it is long, and costs no pass of the other drafter. Otherwise both draft, and the likeliest
@@ -9,7 +8,7 @@ nodes of the two trees are verified. Written `DRAFTER+ngram` wherever a drafter 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -34,20 +33,18 @@ WORTH = 0.1
 
 
 def merge(first: TokenTree, second: TokenTree, budget: int) -> TokenTree:
-    """The `budget` likeliest nodes of the union of two trees; equal paths share their nodes, at the
-    higher probability.
+    """The `budget` likeliest nodes of the union of two trees.
 
-    Nodes keep the order of the trees, `first` before `second`. Sampled trees cannot be merged:
-    their q would be lost.
+    Equal paths share their nodes, at the higher probability. Nodes keep the order of the trees,
+    `first` before `second`. Sampled trees cannot be merged: their q would be lost.
     """
     parents = list(first.parents)
     tokens = first.tokens.tolist()
     scores = _scores(first)
-    place = {
-        (parent, token): node
-        for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))
-    }
-    where = {-1: -1}
+    place = {}  # node of each (parent, token)
+    for node, edge in enumerate(zip(parents, tokens, strict=True)):
+        place[edge] = node
+    where = {-1: -1}  # node of the union of each node of `second`
     entries = zip(second.parents, second.tokens.tolist(), _scores(second), strict=True)
     for node, (parent, token, score) in enumerate(entries):
         key = (where[parent], token)
@@ -71,8 +68,7 @@ def _scores(tree: TokenTree) -> list[float]:
 
 
 class CombinedDrafter(Drafter):
-    """Drafts with `main`, with `side` or with both, depending on the probability of the side's
-    match.
+    """Drafts with `main`, with `side` or with both, by the probability of the side's match.
 
     A dynamic tree holds the likeliest nodes of both. Chains, fan-outs and sampled trees cannot be
     merged: there a likely match replaces the tree.
@@ -127,30 +123,42 @@ class CombinedDrafter(Drafter):
     ) -> list[TokenTree]:
         sides = [session.side for session in sessions]
         found = self.side.propose_all(sides, [match_spec(spec) for spec in specs], samplers)
-        sure = [
-            self.side.drafts_alone and is_likely(tree, spec)
-            for tree, spec in zip(found, specs, strict=True)
-        ]
-        trees = {row: alone(found[row], specs[row]) for row in range(len(sessions)) if sure[row]}
-        rows = [row for row in range(len(sessions)) if not sure[row]]
+
+        # Likely matches are drafted alone; the other rows need a pass of the main drafter.
+        trees: dict[int, TokenTree] = {}
+        rows = []
+        for row, (tree, spec) in enumerate(zip(found, specs, strict=True)):
+            if self.side.drafts_alone and is_likely(tree, spec):
+                trees[row] = alone(tree, spec)
+            else:
+                rows.append(row)
         if rows:
-            mains = [sessions[row].main for row in rows]
             drafted = self.main.propose_all(
-                mains,
+                [sessions[row].main for row in rows],
                 [specs[row] for row in rows],
                 [samplers[row] for row in rows],
             )
             trees |= zip(rows, drafted, strict=True)
             both = [row for row in rows if specs[row].shape == "dynamic" and len(found[row])]
-            if both:  # one transfer each way for all of them
-                device = drafted[0].tokens.device
-                parts = TokenTree.moved(
-                    [each[row] for each in (trees, found) for row in both], torch.device("cpu")
-                )
-                pairs = zip(both, parts, parts[len(both) :], strict=False)
-                merged = [merge(tree, match, specs[row].budget) for row, tree, match in pairs]
-                trees |= zip(both, TokenTree.moved(merged, device), strict=True)
+            if both:
+                trees |= self._merged(both, trees, found, specs)
         return [trees[row] for row in range(len(sessions))]
+
+    def _merged(
+        self,
+        rows: list[int],
+        trees: Mapping[int, TokenTree],
+        found: Sequence[TokenTree],
+        specs: Sequence[TreeSpec],
+    ) -> dict[int, TokenTree]:
+        """The trees of `rows` merged with their matches; one transfer each way for all of them."""
+        device = trees[rows[0]].tokens.device
+        parts = [trees[row] for row in rows] + [found[row] for row in rows]
+        parts = TokenTree.moved(parts, torch.device("cpu"))
+        merged = []
+        for i, row in enumerate(rows):
+            merged.append(merge(parts[i], parts[len(rows) + i], specs[row].budget))
+        return dict(zip(rows, TokenTree.moved(merged, device), strict=True))
 
 
 def parts_of(drafter: Drafter) -> tuple[Drafter, Drafter | None]:
@@ -162,7 +170,10 @@ def parts_of(drafter: Drafter) -> tuple[Drafter, Drafter | None]:
 
 @cache
 def match_spec(spec: TreeSpec) -> TreeSpec:
-    """The tree that the second drafter may propose; in a dynamic tree, paths as long as the budget."""
+    """The tree that the second drafter may propose.
+
+    In a dynamic tree its paths may be as long as the budget.
+    """
     if not spec.matches or spec.shape == "none":
         return TreeSpec.parse("none")
     if spec.shape == "dynamic":
@@ -172,30 +183,34 @@ def match_spec(spec: TreeSpec) -> TreeSpec:
 
 def is_likely(match: TokenTree, spec: TreeSpec) -> bool:
     """True if the match is likely enough to skip the other drafter."""
-    bar = spec.alone or (_SURE if spec.shape == "dynamic" else _LIKELY)
+    bar = spec.alone
+    if not bar:
+        bar = _SURE if spec.shape == "dynamic" else _LIKELY
     return len(match) > 0 and math.exp(_scores(match)[0]) >= bar
 
 
 def alone(match: TokenTree, spec: TreeSpec) -> TokenTree:
-    """The nodes of a match that is drafted alone: the tree's usual number, and further likely ones."""
+    """The nodes of a match that is drafted alone.
+
+    They are the tree's usual number of nodes, and further likely ones.
+    """
     scores = _scores(match)
     usual = spec.budget if spec.shape == "dynamic" else spec.depth
-    likely = (node for node in range(len(match)) if scores[node] >= math.log(WORTH))
-    kept = {*TokenTree.best_nodes(scores, usual), *likely}
-    return replace(
-        match if len(kept) == len(match) else match.part(sorted(kept)),
-        matched=frozenset(range(len(kept))),
-    )
+    kept = set(TokenTree.best_nodes(scores, usual))
+    kept.update(node for node in range(len(match)) if scores[node] >= math.log(WORTH))
+    if len(kept) < len(match):
+        match = match.part(sorted(kept))
+    return replace(match, matched=frozenset(range(len(kept))))
 
 
 class CombinedSession(JointSession):
-    """Both drafters' sessions of one sequence. probe_counts: probes of each part in this round."""
+    """Both drafters' sessions of one sequence."""
 
     def __init__(self, drafter: CombinedDrafter, main: Session, side: Session):
         self.drafter = drafter
         self.main = main
         self.side = side
-        self.probe_counts: list[int] = []
+        self.probe_counts: list[int] = []  # probes of each part in this round
 
     def place(self, steps: DraftSteps, row: int) -> None:
         self.main.place(steps, row)
@@ -210,7 +225,9 @@ class CombinedSession(JointSession):
         self.probe_counts = []
         for part in (self.main, self.side):
             ids, above = part.probe()
-            parents += [parent + len(tokens) if parent >= 0 else -1 for parent in above]
+            before = len(tokens)
+            for parent in above:
+                parents.append(parent + before if parent >= 0 else -1)
             tokens += ids
             self.probe_counts.append(len(ids))
         return tokens, parents
@@ -218,13 +235,12 @@ class CombinedSession(JointSession):
     def observe(self, chosen: list[int]) -> None:
         begin = 1
         for part, count in zip((self.main, self.side), self.probe_counts, strict=True):
-            part.observe([chosen[0], *chosen[begin : begin + count]])
+            part.observe(chosen[:1] + chosen[begin : begin + count])
             begin += count
 
     def read_predictions(self, tree: TokenTree, predictions: list[Predictions]) -> None:
         for part, drafter in ((self.main, self.drafter.main), (self.side, self.drafter.side)):
-            if drafter.predictions:
-                width = drafter.predictions
-                part.read_predictions(
-                    tree, [(ids[:width], shares[:width]) for ids, shares in predictions]
-                )
+            width = drafter.predictions
+            if width:
+                own = [(ids[:width], shares[:width]) for ids, shares in predictions]
+                part.read_predictions(tree, own)

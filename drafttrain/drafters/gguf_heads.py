@@ -1,13 +1,13 @@
-"""Drafter heads as GGUF files: llama.cpp loads them beside the target's file, as models of
-architectures of their own.
+"""Drafter heads as GGUF files, which llama.cpp loads beside the target's file.
+
+They are models of architectures of their own:
 
     ours                         GGUF
     decoder layers               blk.{i}.*; queries and keys in rotary order (2i, 2i + 1) where the architecture rotates so
     kept_ids [d]                 d2t [d] int64: target ids themselves, where other engines read target id - drafter id
     the target's head rows       output.weight [d, h]; left out where all of the target's rows are used
     the target's embedding       left out; token_embd.weight [v, h] where the target scales its rows, which llama.cpp does in the
-                                 target's graph only, or [v + 1, h] with a learned mask as the last
-                                 row
+                                 target's graph only, or [v + 1, h] with a learned mask as the last row
     tokenizer, vocabulary size   the target's
 
 Sources, of release b11549: src/models/{eagle3,dflash}.cpp and common/speculative.cpp;
@@ -41,8 +41,7 @@ from drafttrain.formats.write_gguf import (
 from drafttrain.target import Target, load_shell
 
 RELEASE = "b11549"  # of llama.cpp, whose rules these are
-# Families of targets that write_gguf.py writes and whose layers' inputs llama.cpp does not hand to
-# drafters.
+# Families of targets that write_gguf.py writes, but of which llama.cpp gives drafters no states.
 _NO_STATES = ("qwen2", "gemma3_text", "gemma3")
 
 
@@ -69,23 +68,30 @@ class GgufHeads(Shipping[D]):
     def gguf_unsupported(self, drafter: D) -> list[str]:
         """Features that llama.cpp does not compute."""
         target = drafter.config.target
+        found = []
         kind = rope_of(drafter.config)["rope_type"]
+        if kind not in self.gguf_ropes:
+            ropes = ", ".join(self.gguf_ropes)
+            found.append(
+                f"rope_type={kind!r}: llama.cpp {RELEASE} computes {ropes} in {self.gguf_arch}"
+            )
         count = target.get("num_layers")
-        family = target.get("model_type")
-        ropes = ", ".join(self.gguf_ropes)
         outside = [layer for layer in drafter.feature_layers if layer < 0 or layer == count]
-        checks = {
-            f"rope_type={kind!r}: llama.cpp {RELEASE} computes {ropes} in {self.gguf_arch}": kind
-            not in self.gguf_ropes,
-            f"feature_layers={outside}: llama.cpp {RELEASE} gives the inputs of layers, not the last one's output": outside,
-            f"target of family {family}: llama.cpp {RELEASE} gives no states of it and stops": family
-            in _NO_STATES,
-        }
-        return [reason for reason, found in checks.items() if found]
+        if outside:
+            found.append(
+                f"feature_layers={outside}: llama.cpp {RELEASE} gives the inputs of layers, not the last one's output"
+            )
+        family = target.get("model_type")
+        if family in _NO_STATES:
+            found.append(
+                f"target of family {family}: llama.cpp {RELEASE} gives no states of it and stops"
+            )
+        return found
 
     def gguf_fields(self, keys: Json, like: D) -> Json:
-        """Arguments of the kind's config beside those of the layers, from a file's keys (without
-        prefix).
+        """Arguments of the kind's config beside those of the layers.
+
+        keys: of a file, without prefix.
         """
         raise NotImplementedError(type(self).__name__)
 
@@ -113,23 +119,20 @@ class GgufHeads(Shipping[D]):
         if self._needs_rows(drafter, target):
             target = load_shell(name, dtype="float32", device="cpu", weights=True)
         keys = {f"{self.gguf_arch}.{key}": value for key, value in self.gguf_keys(drafter).items()}
-        if _mask_id(drafter) is not None:
-            keys["tokenizer.ggml.mask_token_id"] = _mask_id(drafter)
-        path, folder = request.output / GGUF_NAME, Path(target.path)
-        tensors = self.gguf_weights(drafter, target)
-        size = _rows(drafter)
-        return [
-            write_file(
-                path,
-                self.gguf_arch,
-                drafter.config,
-                keys,
-                tensors,
-                dtype_name(request.dtype),
-                folder,
-                size,
-            )
-        ]
+        mask = _mask_id(drafter)
+        if mask is not None:
+            keys["tokenizer.ggml.mask_token_id"] = mask
+        path = write_file(
+            request.output / GGUF_NAME,
+            self.gguf_arch,
+            drafter.config,
+            keys,
+            self.gguf_weights(drafter, target),
+            dtype_name(request.dtype),
+            Path(target.path),
+            _rows(drafter),
+        )
+        return [path]
 
     def gguf_name(self, own: str, drafter: TrainableDrafter) -> str:
         """llama.cpp's name of one of our tensors."""
@@ -137,7 +140,8 @@ class GgufHeads(Shipping[D]):
             return self.gguf_names[own]
         plain = own.replace("midlayer.", "layers.0.")
         for name in (f"model.{plain}", plain):
-            if found := tensor_name(self.gguf_layers, drafter.config.num_hidden_layers, name):
+            found = tensor_name(self.gguf_layers, drafter.config.num_hidden_layers, name)
+            if found:
                 return found
         raise UserError(f"{own} has no place in llama.cpp's {self.gguf_arch} ({RELEASE})")
 
@@ -163,32 +167,39 @@ class GgufHeads(Shipping[D]):
         return made
 
     def gguf_own(self, found: dict[str, Tensor], back: D, original: D) -> dict[str, Tensor]:
-        """A file's tensors with the shapes of ours, for kinds whose `gguf_weights` changes them;
-        the names stay.
+        """A file's tensors with the shapes of ours, under the same names.
+
+        For kinds whose `gguf_weights` changes shapes.
         """
         return found
 
     def _needs_table(self, drafter: D, target: Target) -> bool:
-        plain = (
-            type(target.model.get_input_embeddings()) is nn.Embedding and target.embed_scale == 1.0
-        )
-        return "mask" in drafter.state_dict() or not plain
+        """Whether a file needs the target's embedding."""
+        if "mask" in drafter.state_dict():
+            return True
+        plain = type(target.model.get_input_embeddings()) is nn.Embedding
+        return not plain or target.embed_scale != 1.0
 
     def _needs_rows(self, drafter: D, target: Target) -> bool:
-        lent = "lm_head.weight" not in drafter.state_dict() and not _keeps_all(drafter)
-        return lent or self._needs_table(drafter, target)
+        """Whether a file needs rows of the target's head or embedding."""
+        if "lm_head.weight" not in drafter.state_dict() and not _keeps_all(drafter):
+            return True
+        return self._needs_table(drafter, target)
 
     @torch.no_grad()
     def check(self, trained: Trained, exported: Path) -> Json:
-        """Reads a GGUF file back as a drafter, which must draft what the original does; other forms
-        as the base class.
+        """Reads a GGUF file back as a drafter, which must draft what the original does.
+
+        Other formats are checked as in the base class.
         """
-        if not (exported / GGUF_NAME).is_file():
+        file = exported / GGUF_NAME
+        if not file.is_file():
             return super().check(trained, exported)
-        where = repr(str(exported / GGUF_NAME))
+        where = repr(str(file))
         original = self.load(trained)
-        keys, found = read_gguf(exported / GGUF_NAME)
-        if (dtype := dtype_of(keys)) is None:
+        keys, found = read_gguf(file)
+        dtype = dtype_of(keys)
+        if dtype is None:
             raise UserError(f"{where} has file type {keys.get('general.file_type')}; export again")
         try:
             self._check_keys(original, keys, found, where)
@@ -197,13 +208,8 @@ class GgufHeads(Shipping[D]):
                 f"{where} has no {error}, which llama.cpp needs; export again"
             ) from error
         back = self._read_back(original, found, dtype, where)
-        return compare_drafters(
-            original,
-            back,
-            dtype,
-            self.checked_depth(back.config.to_dict()),
-            where,
-        )
+        depth = self.checked_depth(back.config.to_dict())
+        return compare_drafters(original, back, dtype, depth, where)
 
     def _check_keys(self, original: D, keys: Json, found: Mapping[str, Tensor], where: str) -> None:
         """Raises UserError if a file describes another drafter."""
@@ -241,34 +247,34 @@ class GgufHeads(Shipping[D]):
         config = original.config
         state = {"kept_ids": found.pop("d2t", original.kept_ids)}
         back.kept_ids.copy_(state["kept_ids"])
-        names = {
-            name: self.gguf_name(name, back)
-            for name in back.state_dict()
-            if name not in ("kept_ids", "mask")
-        }
+        shapes = {name: tuple(value.shape) for name, value in back.state_dict().items()}
+        names = {}  # llama.cpp's name of each of our tensors
+        for name in shapes:
+            if name not in ("kept_ids", "mask"):
+                names[name] = self.gguf_name(name, back)
+        own = set(names.values())
+
+        # Tensors that follow from the config or are the target's must be exactly those.
         rows: dict[str, Tensor] = {}
-        if (factors := rope_factors(config)) is not None:
+        factors = rope_factors(config)
+        if factors is not None:
             rows["rope_freqs.weight"] = torch.from_numpy(factors)
-        if {"token_embd.weight", "output.weight"} & (found.keys() - set(names.values())):
+        if {"token_embd.weight", "output.weight"} & (found.keys() - own):
             target = load_shell(config.target["name"], dtype="float32", device="cpu", weights=True)
-            lent = self.gguf_weights(original, target)
-            rows |= {
-                name: lent[name].to(dtype).float()
-                for name in lent.keys() - names.values() - {"d2t"}
-            }
+            for name, value in self.gguf_weights(original, target).items():
+                if name not in own and name != "d2t":
+                    rows[name] = value.to(dtype).float()
         for name, expected in rows.items():
             if name not in found or not torch.equal(found.pop(name), expected):
                 raise UserError(
                     f"{where} computes something else: {name} is not the target's; export again"
                 )
-        if "mask" in back.state_dict():
+        if "mask" in shapes:
             state["mask"] = rows["token_embd.weight"][-1]
+
+        # The rest are the drafter's own weights.
         weights = self.gguf_own(found, back, original)
-        check_names(
-            weights,
-            {theirs: tuple(back.state_dict()[name].shape) for name, theirs in names.items()},
-            where,
-        )
+        check_names(weights, {theirs: shapes[name] for name, theirs in names.items()}, where)
         for name, theirs in names.items():
             state[name] = self._rotate(theirs, weights[theirs], back, back=True)
             if not state[name].isfinite().all():
@@ -280,19 +286,20 @@ class GgufHeads(Shipping[D]):
 
     def _rotate(self, name: str, value: Tensor, drafter: D, back: bool = False) -> Tensor:
         """Between our rotary order and the architecture's."""
-        rotated = self.gguf_layers == "LLAMA"
-        if rotated:
+        if self.gguf_layers == "LLAMA":
             return to_neighbors(name, value, drafter.config, back)
         return value
 
 
 def _rows(drafter: TrainableDrafter) -> int:
-    """Tokens of the file's vocabulary: the target's, and a learned mask."""
-    return drafter.config.vocab_size + ("mask" in drafter.state_dict())
+    """Number of tokens of the file's vocabulary: the target's, and a learned mask."""
+    if "mask" in drafter.state_dict():
+        return drafter.config.vocab_size + 1
+    return drafter.config.vocab_size
 
 
 def _keeps_all(drafter: TrainableDrafter) -> bool:
-    """Whether a row of the head belongs to the token of its number, for all of the file's tokens."""
+    """Whether row i of the head belongs to token i, for all of the file's tokens."""
     return torch.equal(drafter.kept_ids.cpu(), torch.arange(_rows(drafter)))
 
 
@@ -307,4 +314,6 @@ def _agree(value: object, ours: object) -> bool:
     """Whether a file's value is ours; GGUF rounds to float32."""
     if isinstance(value, float) and isinstance(ours, int | float):
         return math.isclose(value, ours, rel_tol=1e-6)
-    return value == (tuple(ours) if isinstance(ours, list) else ours)
+    if isinstance(ours, list):
+        return value == tuple(ours)
+    return value == ours

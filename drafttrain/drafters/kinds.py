@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections import Counter
 from pathlib import Path
 
 from drafttrain import drafters
@@ -17,15 +16,16 @@ def kind_folders(file: str) -> dict[str, Path]:
     Raises:
         UserError: a name that exists twice.
     """
-    found = [
-        path.parent
-        for folder in drafters.__path__
-        for path in sorted(Path(folder).glob(f"*/{file}"))
-    ]
-    twice = [name for name, times in Counter(folder.name for folder in found).items() if times > 1]
-    if twice:
-        raise UserError(f"DRAFTTRAIN_KINDS: kind {twice[0]!r} exists twice; rename its folder")
-    return {folder.name: folder for folder in sorted(found, key=lambda folder: folder.name)}
+    found: dict[str, Path] = {}
+    for place in drafters.__path__:
+        for path in sorted(Path(place).glob(f"*/{file}")):
+            folder = path.parent
+            if folder.name in found:
+                raise UserError(
+                    f"DRAFTTRAIN_KINDS: kind {folder.name!r} exists twice; rename its folder"
+                )
+            found[folder.name] = folder
+    return dict(sorted(found.items()))
 
 
 def kinds() -> list[str]:
@@ -34,14 +34,16 @@ def kinds() -> list[str]:
 
 
 def untrained_kinds() -> list[str]:
-    """The names of all kinds without weights: their packages say UNTRAINED, so that --help needs no
-    model code.
+    """The names of all kinds without weights.
+
+    Their packages say UNTRAINED, so that --help needs no model code.
     """
-    return [
-        kind
-        for kind in kinds()
-        if getattr(importlib.import_module(f"{__package__}.{kind}"), "UNTRAINED", False)
-    ]
+    untrained = []
+    for kind in kinds():
+        package = importlib.import_module(f"{__package__}.{kind}")
+        if getattr(package, "UNTRAINED", False):
+            untrained.append(kind)
+    return untrained
 
 
 def names_help() -> str:
@@ -51,8 +53,9 @@ def names_help() -> str:
 
 
 def split_name(name: str) -> tuple[str, dict[str, str]]:
-    """(NAME, options) of a drafter's name NAME[:OPTION=VALUE,...][+KIND]; a path that exists is no
-    option.
+    """Splits a drafter's name NAME[:OPTION=VALUE,...][+KIND] into NAME and its options.
+
+    A path that exists has no options.
     """
     first, _, side = name.rpartition("+")
     if first and side.partition(":")[0] in untrained_kinds():
@@ -60,5 +63,8 @@ def split_name(name: str) -> tuple[str, dict[str, str]]:
     found = re.fullmatch(r"(.+?):(\w+=[^:/]*)", name)
     if found is None or Path(name).expanduser().exists():
         return name, {}
-    parts = (part.partition("=") for part in found[2].split(","))
-    return found[1], {key: value for key, _, value in parts}
+    options = {}
+    for part in found[2].split(","):
+        key, _, value = part.partition("=")
+        options[key] = value
+    return found[1], options

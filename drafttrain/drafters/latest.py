@@ -37,13 +37,14 @@ class LatestDrafter:
         self._drafter = self._load()
 
     def _load(self) -> Drafter | None:
-        return load_drafter(
-            self.name.replace(split_name(self.name)[0], str(self.version), 1), self.target
-        )
+        # The name, with the folder that its link leads to now.
+        name = self.name.replace(split_name(self.name)[0], str(self.version), 1)
+        return load_drafter(name, self.target)
 
     def get(self) -> Drafter | None:
-        """The newest version, loaded by the first call that sees it. One that does not load is
-        logged; the old one stays.
+        """The newest version, loaded by the first call that sees it.
+
+        If it does not load, a warning is logged and the old one stays.
         """
         found = self._place.resolve()
         if found != self.version and self._loading.acquire(blocking=False):

@@ -1,6 +1,4 @@
-"""The proof of an export: it is read back as a drafter, which must draft what the original drafts
-on random inputs.
-"""
+"""The proof of an export: read back, it must draft what the original drafts on random inputs."""
 
 from __future__ import annotations
 
@@ -20,23 +18,27 @@ from drafttrain.target import Target
 # Of log-probabilities in float32. Both drafters compute the same from the same weights; only the
 # memory layout may differ.
 TOLERANCE = 1e-4
-# tokens before the first draft, and between the first and the second
-_PROMPT = 24
-_COMMITTED = 2
+_PROMPT = 24  # tokens before the first draft
+_COMMITTED = 2  # tokens between the first draft and the second
 _EMBEDDINGS = 64  # different rows of the random embedding
 
 
 class RandomTarget(Target):
-    """A target of the recorded shape with random embedding and head rows; what a drafter is bound
-    to for the proof.
+    """A target of the recorded shape with random embedding and head rows.
+
+    Drafters are bound to it for the proof.
     """
 
     def __init__(self, drafter: TrainableDrafter):
-        config = drafter.config.to_dict()
-        self.recorded: Json = drafter.config.target
+        config = drafter.config
+        self.recorded: Json = config.target
         self.name = self.recorded.get("name", "")
-        self.hidden_size = config.get("target_hidden_size") or drafter.config.hidden_size
-        self.num_layers = self.recorded.get("num_layers") or max(drafter.feature_layers)
+        self.hidden_size = getattr(config, "target_hidden_size", 0)
+        if not self.hidden_size:
+            self.hidden_size = config.hidden_size
+        self.num_layers = self.recorded.get("num_layers", 0)
+        if not self.num_layers:
+            self.num_layers = max(drafter.feature_layers)
         self.vocab_size = drafter.config.vocab_size
         self.softcap = None
         self.logit_scale = 1.0
@@ -79,13 +81,12 @@ def compare_drafters(
     depth: int,
     where: str,
 ) -> Json:
-    """Drafts two chains with both drafters: after a prompt, and after tokens that the target
-    committed.
+    """Compares two chains of both drafters: after a prompt, and after two committed tokens.
 
     Args:
         original, back: the drafter, and what was read back from its export; both on the CPU.
         dtype: of the export; both drafters' weights are rounded to it. depth: tokens of a chain.
-            where: names the export.
+        where: names the export.
 
     Returns:
         rounds, depth, max_log_prob_difference, same_tokens: whether both drafted the same.
@@ -93,29 +94,29 @@ def compare_drafters(
     Raises:
         UserError: the two draft different tokens or probabilities.
     """
-    chains = []
-    tables = []
     target = RandomTarget(original)
     for drafter in (original, back):
         drafter.to(dtype).float().eval()  # type: ignore[arg-type]
         drafter.bind(target)
         drafter.uses_text = False  # engines know the kept tokens alone
-        chains.append(draft_chains(drafter, target, depth)[1])
-        tables.append(drafter.kept_ids)
-    same = torch.equal(*tables)
+    _, chains = draft_chains(original, target, depth)
+    _, their_chains = draft_chains(back, target, depth)
+
+    same = torch.equal(original.kept_ids, back.kept_ids)
     worst = 0.0
-    for ours, theirs in zip(*chains, strict=True):
+    for ours, theirs in zip(chains, their_chains, strict=True):
         same = same and torch.equal(ours.tokens, theirs.tokens)
         if same and ours.log_probs is not None and theirs.log_probs is not None:
-            worst = max(worst, (ours.log_probs - theirs.log_probs).abs().max().item())
+            difference = (ours.log_probs - theirs.log_probs).abs().max().item()
+            worst = max(worst, difference)
     if not same or not worst <= TOLERANCE:
         raise UserError(
             f"{where} computes something else than the drafter (log-probabilities differ by {worst:.3g}, same tokens: {same}); "
             "a key or weight was lost: export again, and report this if it stays"
         )
     return {
-        "rounds": len(chains[0]),
-        "depth": len(chains[0][0]),
+        "rounds": len(chains),
+        "depth": len(chains[0]),
         "max_log_prob_difference": worst,
         "same_tokens": same,
     }
@@ -126,8 +127,9 @@ def draft_chains(
     target: RandomTarget,
     depth: int,
 ) -> tuple[Session, list[TokenTree]]:
-    """Drafts two chains on random tokens and features, the same for every drafter that is bound to
-    `target`.
+    """Drafts two chains on random tokens and features.
+
+    The inputs are the same for every drafter that is bound to `target`.
 
     Returns:
         The session, which has read everything, and the chains.

@@ -1,6 +1,4 @@
-"""Names of drafters: which kinds there are, and how a folder, a Hub id or KIND:OPTIONS becomes a
-drafter.
-"""
+"""Names of drafters: how a folder, a Hub id or KIND:OPTIONS becomes a drafter."""
 
 from __future__ import annotations
 
@@ -25,19 +23,16 @@ from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import round_to_int8
 from drafttrain.target import Target, resolve_device, resolve_dtype, resolve_target
 
-# Lies next to a drafter whose config.json is another library's, and records that it is ours and of
-# which kind.
+# Records the kind of a drafter whose config.json is another library's, next to it.
 META_FILE = "drafttrain.json"
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt"]
 
 
 class _Decoding(TypedDict):
-    """decoding.json: the default tree, and categories of requests that are decoded without the
-    drafter.
-    """
+    """The content of a decoding.json."""
 
-    tree: str
-    off: NotRequired[list[str]]
+    tree: str  # the default tree
+    off: NotRequired[list[str]]  # categories of requests that are decoded without the drafter
 
 
 class _Kind(TypedDict):
@@ -93,16 +88,16 @@ def load_unbound(
     device: str | torch.device | None = None,
     revision: str = "",
 ) -> Drafter:
-    """The drafter of a name as in `load_drafter`, not bound to a target; the others: see
-    `Drafter.from_pretrained`.
+    """The drafter of a name as in `load_drafter`, not bound to a target.
+
+    The other parameters are those of `Drafter.from_pretrained`.
     """
     first, plus, second = name.rpartition("+")
     if plus and is_untrained(second):
         if first == "none":
             raise UserError(f"drafter={name!r}: there is nothing to combine with; use {second}")
-        drafter: Any = CombinedDrafter(
-            load_unbound(first, dtype, device, revision), untrained(second, beside=True)
-        )
+        main = load_unbound(first, dtype, device, revision)
+        drafter: Any = CombinedDrafter(main, untrained(second, beside=True))
     elif is_untrained(name):
         if revision or dtype is not None:
             raise UserError(
@@ -113,9 +108,8 @@ def load_unbound(
         drafter = _with_options(name, revision).eval()
         if dtype is not None:
             wanted = resolve_dtype(dtype, resolve_device(device or "cpu"))
-            for weight in (
-                drafter.parameters()
-            ):  # buffers keep their precision, which rotary frequencies need
+            # Buffers keep their precision, which rotary frequencies need.
+            for weight in drafter.parameters():
                 weight.data = weight.data.to(wanted)
         if device is not None:
             drafter = drafter.to(resolve_device(device))
@@ -124,13 +118,14 @@ def load_unbound(
 
 
 def prepare(drafter: Drafter, target: Target) -> Drafter:
-    """Makes a drafter that was loaded without a target ready to decode with one: bound, on its
-    device, in its compute dtype.
+    """Makes a drafter that was loaded without a target ready to decode with one.
+
+    It is bound to the target, on its device and in its compute dtype.
 
     Raises:
         UserError: it was trained for another target.
     """
-    with _preparing:  # of several threads that use it first
+    with _preparing:  # several threads may use it first
         if isinstance(drafter, CombinedDrafter):
             prepare(drafter.main, target)
             prepare(drafter.side, target)
@@ -143,9 +138,15 @@ def prepare(drafter: Drafter, target: Target) -> Drafter:
 
 
 def _with_options(name: str, revision: str = "") -> Any:
-    """A trained drafter with the options of its name. Raises UserError: an unknown option or value."""
+    """A trained drafter with the options of its name.
+
+    Raises:
+        UserError: an unknown option, or a value that is not valid for it.
+    """
     folder, options = split_name(name)
-    drafter = load_trained(str(drafter_folder(folder, revision=revision)) if revision else folder)
+    if revision:
+        folder = str(drafter_folder(folder, revision=revision))
+    drafter = load_trained(folder)
     for key in options:
         if key not in drafter.name_options:
             known = ", which takes none"
@@ -167,11 +168,8 @@ def _fit(drafter: Any, target: Target) -> None:
         weight.data = weight.data.to(target.dtype).to(target.compute_dtype)
     drafter.to(target.device)
     if target.device.type == "cpu":
-        if (
-            target.dtype == torch.bfloat16
-            and target.compute_dtype == torch.float32
-            and cpu_kernels() is not None
-        ):
+        widened = target.dtype == torch.bfloat16 and target.compute_dtype == torch.float32
+        if widened and cpu_kernels() is not None:
             # A depth costs about the time to read its weights: int8 is a quarter of float32's
             # bytes. Rounding cannot cost correctness: the target verifies every node, and sampled
             # tokens are weighed by the q they were drawn from.
@@ -202,11 +200,16 @@ def untrained(name: str, beside: bool = False) -> Drafter:
     """
     kind, _, text = name.partition(":")
     cls = kind_class(kind)
+    # The options and their defaults.
     known = {key: parameter.default for key, parameter in inspect.signature(cls).parameters.items()}
     given: Json = {}
-    for part in filter(None, text.split(",")):
+    if beside:
+        given |= cls.defaults_beside
+    for part in text.split(","):
+        if not part:
+            continue
         key, equals, value = part.partition("=")
-        if not equals:
+        if not equals:  # a bare value is the first option's
             key = next(iter(known))
             value = part
         if key not in known:
@@ -222,7 +225,7 @@ def untrained(name: str, beside: bool = False) -> Drafter:
         except (KeyError, ValueError) as error:
             wrong = f"{key}={value!r} is no {type(example).__name__}; write for example {kind}:{key}={example}"
             raise UserError(f"drafter={name!r}: {wrong}") from error
-    drafter = cls(**{**(cls.defaults_beside if beside else {}), **given})
+    drafter = cls(**given)
     drafter.fresh = True
     return drafter
 
@@ -233,8 +236,10 @@ def decoding_file(name: str) -> Path:
 
 
 def default_tree(name: str) -> str | None:
-    """The tree in a drafter folder's decoding.json, None without one; raises UserError as
-    `decoding_settings` does.
+    """The tree in a drafter folder's decoding.json; None without the file.
+
+    Raises:
+        UserError: as `decoding_settings`.
     """
     settings = decoding_settings(name)
     if settings:
@@ -243,8 +248,10 @@ def default_tree(name: str) -> str | None:
 
 
 def decoding_settings(name: str) -> Json:
-    """Content of a drafter folder's decoding.json, empty without the file: `tree`, and possibly
-    `off`, the categories of requests that are decoded without the drafter.
+    """Content of a drafter folder's decoding.json; empty without the file.
+
+    Its keys are `tree`, and possibly `off`, the categories of requests that are decoded without the
+    drafter.
 
     Raises:
         UserError: a decoding.json without a tree, or whose `off` is no list.
@@ -261,8 +268,9 @@ def decoding_settings(name: str) -> Json:
 
 
 def drafter_folder(name: str, key: str = "drafter", revision: str = "") -> Path:
-    """The folder of a trained drafter; one on the Hub is downloaded to the Hub's cache (JSON and
-    safetensors only).
+    """The folder of a trained drafter.
+
+    One on the Hub is downloaded to the Hub's cache (JSON and safetensors only).
 
     Args:
         key: the setting that the user gave the name for. revision: branch, tag or commit of a Hub
@@ -289,23 +297,22 @@ def drafter_folder(name: str, key: str = "drafter", revision: str = "") -> Path:
 
 
 def kind_of(name: str, key: str = "drafter") -> str:
-    """The kind of a drafter, named as for `load_drafter`; for a causal language model that is not
-    ours, the kind that loads it.
+    """The kind of a drafter, named as for `load_drafter`.
+
+    For a causal language model that is not ours, the kind that loads it.
 
     Raises:
         UserError: nothing there, or not a drafter.
     """
     if name == "none" or is_untrained(name):
         return name
-    config: Any = read_json(
-        drafter_folder(split_name(name)[0], key) / "config.json",
-        key,
-        "train one, or check the path",
-        _Kind,
-    )
-    if kind := config.get("drafter_kind"):
+    path = drafter_folder(split_name(name)[0], key) / "config.json"
+    config: Any = read_json(path, key, "train one, or check the path", _Kind)
+    kind = config.get("drafter_kind")
+    if kind:
         return kind
-    if set(config.get("architectures") or ()) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
+    architectures = set(config.get("architectures") or ())
+    if architectures & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
         return next(kind for kind in kinds() if kind_class(kind).loads_language_models)
     raise UserError(
         f"{key}={name!r}: config.json has no drafter_kind and is no causal language model's, so it is no drafter of ours; bring "

@@ -1,5 +1,4 @@
-"""The third half of the drafter contract: how a kind is written for engines, checked, served and
-read back.
+"""Part three of the drafter contract: how a kind is written for engines, checked and served.
 
 A kind's folder may hold an export.py that defines SHIPPING, an object of a subclass of `Shipping`:
 formats and their unsupported features, writing, checking, recipes, card line. Most kinds are
@@ -29,6 +28,7 @@ from drafttrain.errors import UserError, first_line
 from drafttrain.files import Json
 from drafttrain.formats.engines import EngineRelease, engine_of
 from drafttrain.formats.weights import (
+    Shapes,
     check_names,
     check_weights,
     read_config,
@@ -38,10 +38,9 @@ from drafttrain.formats.weights import (
 from drafttrain.target import Target
 from drafttrain.target.loading import check_finite
 
-TARGET_OVERRIDES = (
-    "hf_overrides"  # among vLLM's options: keys that the target's config gets, not the drafter's
-)
-# among transformers' options: generate gets both tokenizers, as the vocabularies differ
+# Among vLLM's options: keys that the target's config gets, not the drafter's.
+TARGET_OVERRIDES = "hf_overrides"
+# Among transformers' options: generate gets both tokenizers, as the vocabularies differ.
 TOKENIZERS = "tokenizers"
 GGUF_NAME = "draft.gguf"  # the file of the gguf format
 _DEPTH = 4  # tokens of the chains that prove an export
@@ -84,12 +83,8 @@ def find_drafter(name: str) -> Trained:
         )
     folder = registry.drafter_folder(name)
     config = read_config(folder)
-    return Trained(
-        folder,
-        kind,
-        config,
-        read_config(folder, registry.META_FILE, missing=config).get("target") or {},
-    )
+    recorded = read_config(folder, registry.META_FILE, missing=config)
+    return Trained(folder, kind, config, target=recorded.get("target") or {})
 
 
 class Format(NamedTuple):
@@ -133,12 +128,12 @@ class _Whole:
     """What an import knows instead of an original: it keeps the whole vocabulary, for a target."""
 
     def __init__(self, kept_ids: Tensor, target: Json):
-        self.kept_ids, self.config = kept_ids, TargetedConfig(target=target)
+        self.kept_ids = kept_ids
+        self.config = TargetedConfig(target=target)
 
 
 def whole_rows(head: Tensor, kept_ids: Tensor, vocab_size: int) -> Tensor:
-    """[d, w] head rows of the kept tokens -> [vocab_size, w], for engines that know no table of
-    kept tokens.
+    """[d, w] head rows of the kept tokens -> [vocab_size, w], for engines without kept tokens.
 
     Tokens that the drafter does not keep get the mean of the kept tokens' rows: their logit is the
     mean logit, which is never the highest, so engines that take the likeliest token draft what we
@@ -190,22 +185,24 @@ class Shipping(Generic[D]):
     tiny: Mapping[str, object] = {}
 
     def line(self, trained: Trained, parameters: str) -> str:
-        """Describes the drafter in half a sentence, for the card. parameters: their number, as
-        text.
+        """Describes the drafter in half a sentence, for the card.
+
+        parameters: their number, as text.
         """
         config = trained.config
+        words = dict(config)
+        words["kind"] = trained.kind
+        words["parameters"] = parameters
         layers = config.get("num_hidden_layers", 1)
-        words = {
-            "kind": trained.kind,
-            "parameters": parameters,
-            "layers": "one decoder layer" if layers == 1 else f"{layers} decoder layers",
-            "features": ", ".join(map(str, config.get("feature_layers", []))),
-            "kept": f"{config.get('draft_vocab_size', 0):,} of its {config.get('vocab_size', 0):,} tokens",
-        }
-        return self.description.format(**{**config, **words})
+        words["layers"] = "one decoder layer" if layers == 1 else f"{layers} decoder layers"
+        words["features"] = ", ".join(map(str, config.get("feature_layers", [])))
+        kept = config.get("draft_vocab_size", 0)
+        words["kept"] = f"{kept:,} of its {config.get('vocab_size', 0):,} tokens"
+        return self.description.format(**words)
 
     def load(self, trained: Trained) -> D:
-        return cast(D, trained.load())  # which is of this kind
+        """The drafter, on the CPU and not bound to a target."""
+        return cast(D, trained.load())  # it is of this kind
 
     # -- writing -----------------------------------------------------------------------------------
 
@@ -227,8 +224,7 @@ class Shipping(Generic[D]):
         return [self.no_format.format(form=form, kind=trained.kind)]
 
     def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
-        """Writes a drafter that the format supports: config.json and model.safetensors, unless
-        overridden.
+        """Writes a drafter that the format supports, as config.json and model.safetensors.
 
         Returns:
             The files written.
@@ -238,12 +234,8 @@ class Shipping(Generic[D]):
         """
         drafter = self.load(trained)
         config = self.engine_config(drafter, form, request)
-        return write_checkpoint(
-            request.output,
-            config,
-            self.engine_weights(drafter, config),
-            request.dtype,
-        )
+        weights = self.engine_weights(drafter, config)
+        return write_checkpoint(request.output, config, weights, request.dtype)
 
     def engine_config(self, drafter: D, form: str, request: ExportRequest) -> Json:
         """The config.json of an export."""
@@ -251,6 +243,7 @@ class Shipping(Generic[D]):
 
     def engine_names(self, drafter: D, config: Json) -> dict[str, str]:
         """Every weight that an engine's loader expects, and the tensor of ours that it holds.
+
         config: the export's.
         """
         return {name: name for name in drafter.state_dict() if name != "kept_ids"}
@@ -258,12 +251,17 @@ class Shipping(Generic[D]):
     def engine_weights(self, drafter: D, config: Json) -> dict[str, Tensor]:
         """Every tensor of an export, by the engine's name. config: the export's."""
         state = drafter.state_dict()
-        return {
-            name: whole_rows(state[own], drafter.kept_ids, config["vocab_size"])
-            if own.startswith(self.full_rows)
-            else state[own]
-            for name, own in self.engine_names(drafter, config).items()
-        }
+        weights = {}
+        for name, own in self.engine_names(drafter, config).items():
+            weights[name] = state[own]
+            if own.startswith(self.full_rows):
+                weights[name] = whole_rows(state[own], drafter.kept_ids, config["vocab_size"])
+        return weights
+
+    def engine_shapes(self, drafter: D, config: Json) -> Shapes:
+        """The shape of every tensor of an export. config: the export's."""
+        weights = self.engine_weights(drafter, config)
+        return {name: tuple(value.shape) for name, value in weights.items()}
 
     def publish(self, trained: Trained, request: ExportRequest) -> list[tuple[str, str]]:
         """Writes the weight files of a repository: our own format, and each engine's in a folder.
@@ -277,31 +275,24 @@ class Shipping(Generic[D]):
         drafter = trained.load()
         drafter.config.target = {**trained.target, "name": request.target}
         drafter.to(request.dtype).save_pretrained(request.output)  # type: ignore[arg-type]
-        files = [
-            ("model.safetensors", "the drafter, for drafttrain"),
-            *self.publish_gguf(trained, request),
-        ]
+        files = [("model.safetensors", "the drafter, for drafttrain")]
+        files += self.publish_gguf(trained, request)
         for form, described in self.formats.items():
             if form == "gguf":
                 continue
-            if reasons := self.unsupported(trained, form):
-                print(f"no {form} format: {'; '.join(reasons)}")
-                continue
-            if reason := self.withheld(trained, form):
+            reason = "; ".join(self.unsupported(trained, form))
+            if not reason:
+                reason = self.withheld(trained, form)
+            if reason:
                 print(f"no {form} format: {reason}")
                 continue
             self.write(trained, form, request._replace(output=request.output / form))
-            files.append(
-                (
-                    f"{form}/model.safetensors",
-                    f"{described.text}, for {', '.join(described.engines)}",
-                )
-            )
+            purpose = f"{described.text}, for {', '.join(described.engines)}"
+            files.append((f"{form}/model.safetensors", purpose))
         return files
 
     def publish_gguf(self, trained: Trained, request: ExportRequest) -> list[tuple[str, str]]:
-        """Writes draft.gguf into a repository's root, where kind and drafter can be; prints the
-        reason where they cannot.
+        """Writes draft.gguf into a repository's root, or prints why the drafter has none.
 
         Returns:
             As `publish`.
@@ -309,7 +300,8 @@ class Shipping(Generic[D]):
         if "gguf" not in self.formats:
             return []
         try:
-            if reasons := self.unsupported(trained, "gguf"):
+            reasons = self.unsupported(trained, "gguf")
+            if reasons:
                 raise UserError("; ".join(reasons))
             self.write(trained, "gguf", request)
         except UserError as error:
@@ -318,9 +310,7 @@ class Shipping(Generic[D]):
         return [(GGUF_NAME, f"{self.formats['gguf'].text}, for llama.cpp")]
 
     def withheld(self, trained: Trained, form: str) -> str:
-        """Why `publish` leaves out a format that the drafter can be exported in; empty if it does
-        not.
-        """
+        """Why `publish` leaves out a format that the drafter can be exported in; empty if not."""
         return ""
 
     # -- checking ----------------------------------------------------------------------------------
@@ -330,8 +320,9 @@ class Shipping(Generic[D]):
         return read_weights(exported)
 
     def drafter_from(self, original: D, export: Exported) -> D:
-        """A drafter with the shapes and flags of an export, as an engine reads its keys; its
-        weights do not matter.
+        """A drafter with the shapes and flags of an export, as an engine reads its keys.
+
+        Its weights do not matter.
 
         Args:
             original: gives what a format leaves to the target or the engine.
@@ -339,8 +330,9 @@ class Shipping(Generic[D]):
         raise NotImplementedError(type(self).__name__)
 
     def drafter_weights(self, original: D, back: D, export: Exported) -> dict[str, Tensor]:
-        """The state dict of `back`, from an export's weights. Kept ids are the original's unless
-        overridden.
+        """The state dict of `back`, from an export's weights.
+
+        Kept ids are the original's unless overridden.
         """
         state = {"kept_ids": original.kept_ids}
         for name, own in self.engine_names(back, export.config).items():
@@ -361,8 +353,10 @@ class Shipping(Generic[D]):
         return _DEPTH
 
     def check(self, trained: Trained, exported: Path) -> Json:
-        """Proves an export: tensors as an engine's loader expects them, and read back it drafts
-        what the drafter does.
+        """Proves an export.
+
+        Its tensors are those that an engine's loader expects, and read back it drafts what the
+        drafter does.
 
         Returns:
             Figures for the report: rounds, depth, max_log_prob_difference, same_tokens.
@@ -371,21 +365,13 @@ class Shipping(Generic[D]):
             UserError: a tensor is missing, unknown, of another shape or dtype or not finite, or the
                 drafts differ.
         """
-        export = Exported(
-            repr(str(exported)),
-            read_config(exported),
-            self.exported_weights(exported),
-        )
-        config = export.config
-        where = export.where
+        where = repr(str(exported))
+        config = read_config(exported)
+        export = Exported(where, config, self.exported_weights(exported))
         original = self.load(trained)
         try:
             back = self.drafter_from(original, export)
-            expected = {
-                name: tuple(value.shape)
-                for name, value in self.engine_weights(back, config).items()
-            }
-            dtype = check_weights(export.weights, expected, config, where)
+            dtype = check_weights(export.weights, self.engine_shapes(back, config), config, where)
             back.load_state_dict(self.drafter_weights(original, back, export))
             return self.compare(original, back, dtype, self.checked_depth(config), where)
         except KeyError as error:
@@ -404,14 +390,17 @@ class Shipping(Generic[D]):
     # -- serving -----------------------------------------------------------------------------------
 
     def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
-        """Settings with which each of ENGINES drafts with this kind; an engine without an entry
-        knows no such drafter.
+        """Settings with which each of ENGINES drafts with this kind.
 
-        vLLM: keys of --speculative-config (method), and TARGET_OVERRIDES. SGLang: flags of
-        launch_server (speculative-algorithm). TensorRT-LLM: keys of speculative_config
-        (decoding_type). llama.cpp: flags of llama-server (spec-type). transformers: arguments of
-        `generate`, for drafters that are no language models speculation_type, and TOKENIZERS. Model
-        and number of tokens are added; a value here wins, and None drops the key.
+        An engine without an entry knows no such drafter. Model and number of tokens are added; a
+        value here wins, and None drops the key.
+
+        vLLM: keys of --speculative-config (method), and TARGET_OVERRIDES.
+        SGLang: flags of launch_server (speculative-algorithm).
+        TensorRT-LLM: keys of speculative_config (decoding_type).
+        llama.cpp: flags of llama-server (spec-type).
+        transformers: arguments of `generate`, for drafters that are no language models
+            speculation_type, and TOKENIZERS.
         """
         return self.serving
 
@@ -420,7 +409,7 @@ class Shipping(Generic[D]):
         return True
 
     def block_depth(self, trained: Trained) -> int:
-        """Tokens per round of kinds that draft one number of them, whatever is asked; 0 for others."""
+        """Tokens per round of kinds that always draft the same number; 0 for others."""
         return 0
 
     # -- importing ---------------------------------------------------------------------------------
@@ -437,8 +426,9 @@ class Shipping(Generic[D]):
         target: Json,
         where: str,
     ) -> Published:
-        """A published checkpoint in the engine's form that the kind is written in; the same where
-        others write that form.
+        """A published checkpoint in the engine's format that the kind is written in.
+
+        It is returned unchanged where other trainers write that format.
 
         Raises:
             UserError: it computes what ours cannot.
@@ -456,12 +446,9 @@ class Shipping(Generic[D]):
                 target.
         """
         where = repr(str(folder))
-        config, weights = self.published(
-            read_config(folder),
-            read_weights(folder, allow_pickle),
-            target,
-            where,
-        )
+        config = read_config(folder)
+        weights = read_weights(folder, allow_pickle)
+        config, weights = self.published(config, weights, target, where)
         for key in ("vocab_size", "hidden_size"):
             if config.get(key, target[key]) != target[key]:
                 raise UserError(
@@ -471,16 +458,13 @@ class Shipping(Generic[D]):
         like = cast(D, _Whole(torch.arange(target["vocab_size"]), target))
         try:
             drafter = self.drafter_from(like, export)
-            expected = {
-                name: tuple(value.shape)
-                for name, value in self.engine_weights(drafter, config).items()
-            }
-            check_names(weights, expected, where)
+            check_names(weights, self.engine_shapes(drafter, config), where)
             check_finite(weights.items(), where, "get an intact copy of it")
             drafter.load_state_dict(self.drafter_weights(like, drafter, export))
         except KeyError as error:
             raise UserError(f"{where}: config.json has no {error}; it is needed") from error
-        return cast(D, drafter.to(next(iter(weights.values())).dtype).eval())  # type: ignore[arg-type]
+        dtype = next(iter(weights.values())).dtype
+        return cast(D, drafter.to(dtype).eval())  # type: ignore[arg-type]
 
 
 def shipped_kinds() -> list[str]:
@@ -515,14 +499,14 @@ def check_expressible(trained: Trained, form: str, release: str = "") -> Shippin
         UserError: unsupported features, every one.
     """
     kind = shipping(trained.kind)
-    if reasons := kind.unsupported(trained, form, engine_of(form).of_release(release)):
-        others = [
-            other
-            for other in kind.formats
-            if other != form and not kind.unsupported(trained, other)
-        ]
-        fix = "drafttrain eval, generate and push work with it"
-        if others:
-            fix = f"--format {' or '.join(others)} can"
-        raise UserError(f"format={form!r} cannot express this drafter: {'; '.join(reasons)}; {fix}")
-    return kind
+    reasons = kind.unsupported(trained, form, engine_of(form).of_release(release))
+    if not reasons:
+        return kind
+    others = []  # formats that can express the drafter
+    for other in kind.formats:
+        if other != form and not kind.unsupported(trained, other):
+            others.append(other)
+    fix = "drafttrain eval, generate and push work with it"
+    if others:
+        fix = f"--format {' or '.join(others)} can"
+    raise UserError(f"format={form!r} cannot express this drafter: {'; '.join(reasons)}; {fix}")

@@ -1,6 +1,4 @@
-"""Growing trees best first, for kinds that know each child's probability without a pass: the
-likeliest path is opened next.
-"""
+"""Best-first growth of trees, for kinds that know each child's probability without a pass."""
 
 from __future__ import annotations
 
@@ -29,11 +27,13 @@ def grow_best_first(
     children: Children[S],
     device: torch.device,
 ) -> TokenTree:
-    """The likeliest paths that are likelier than `floor`, within the spec's children per node,
-    depth and nodes in all.
+    """Grows a tree of the likeliest paths: the likeliest path found so far is opened next.
+
+    The tree has at most the spec's children per node, depth and nodes in all.
 
     Args:
-        root: state of the root. children: asked once for every node that is opened.
+        floor: paths that are not likelier are left out. root: state of the root.
+        children: asked once for every node that is opened.
     """
     if spec.shape == "none":
         return TokenTree.empty(device)
@@ -45,6 +45,7 @@ def grow_best_first(
     # A heap of candidates: minus the probability of the path, order found, parent, token, depth,
     # state.
     found: list[tuple[float, int, int, int, int, S]] = []
+    # The node to open: probability of its path, its number, depth and state.
     opened: tuple[float, int, int, S] | None = (1.0, -1, 0, root)
     while True:
         if opened is not None:

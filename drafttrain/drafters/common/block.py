@@ -1,5 +1,4 @@
-"""Block-parallel drafters: one pass over [last committed token, mask, mask, ...] drafts a whole
-block.
+"""Block-parallel drafters: one pass over [last committed token, mask, mask, ...] drafts a block.
 
     anchor t, block of 4      context                        block
     position                  0 .. t-1   t                   t+1       t+2       t+3       t+4
@@ -20,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +28,8 @@ from drafttrain.batch import Attend, Part, StepOutput, TokenTree, anchors_by_dep
 from drafttrain.drafters.base import Samplers, Specs, StepInputs, Tensors
 from drafttrain.drafters.common import starts
 from drafttrain.drafters.common.configs import BlockConfig
-from drafttrain.drafters.common.layer_model import attend_packed
-from drafttrain.drafters.common.layer_session import LayerSession, tables_of
+from drafttrain.drafters.common.layer_model import attend_packed, layouts_of
+from drafttrain.drafters.common.layer_session import LayerSession, stores_of, tables_of
 from drafttrain.drafters.common.layers import DraftLayer, RMSNorm, moved
 from drafttrain.drafters.common.static_draft import DraftPlaces, SlotAttention
 from drafttrain.drafters.common.tensor_growth import Ask
@@ -54,12 +52,11 @@ from drafttrain.target import Target
 
 
 class BlockDrafter(DecoderDrafter):
-    """Both halves of the contract for kinds that draft blocks; `bind` attaches the target's
-    embedding and head.
+    """Both halves of the contract for kinds that draft blocks.
 
-    A kind may let a prediction depend on the token before it (`readout` in training, `conditional`
-    in decoding, which compute the same), and add a loss term (`other_loss`) with metrics
-    (`measures`).
+    `bind` attaches the target's embedding and head. A kind may let a prediction depend on the token
+    before it (`readout` in training, `conditional` in decoding, which compute the same), and add a
+    loss term (`other_loss`) with metrics (`measures`).
     """
 
     static = True
@@ -88,16 +85,17 @@ class BlockDrafter(DecoderDrafter):
             self.layer_class(config) for _ in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(h, eps)
-        self.mask = nn.Parameter(torch.randn(h) * h**-0.5) if config.mask_token_id is None else None
+        self.mask: nn.Parameter | None = None
+        if config.mask_token_id is None:
+            self.mask = nn.Parameter(torch.randn(h) * h**-0.5)
         if config.train_head:
             self.lm_head = nn.Linear(h, config.draft_vocab_size, bias=False)
         else:
             self.lm_head = None
         # The target's head; in a list, so that it is neither trained nor saved.
         self.frozen: list[nn.Linear | PackedLinear] = []
-        self.logit_scale = (
-            1.0  # the target's; its bare head rows lack it, the final norm applies it
-        )
+        # The target's factor of logits. Its bare head rows lack it, so the final norm applies it.
+        self.logit_scale = 1.0
         self.finish(config.num_hidden_layers)
 
     @property
@@ -137,28 +135,29 @@ class BlockDrafter(DecoderDrafter):
             self.norm.weight.mul_(target.logit_scale)
             names.append("norm")
         theirs = target.last_layers(len(self.decoder_layers))
-        if theirs and starts.copy_norm(
-            self.hidden_norm, getattr(theirs[-1], "input_layernorm", None)
-        ):
-            names.append("hidden_norm")
-        copied = starts.copy_last_layers(self.decoder_layers, theirs)
-        return names + [f"layers.{i}.{name}" for i, parts in enumerate(copied) for name in parts]
+        if theirs:
+            input_norm = getattr(theirs[-1], "input_layernorm", None)
+            if starts.copy_norm(self.hidden_norm, input_norm):
+                names.append("hidden_norm")
+        for i, parts in enumerate(starts.copy_last_layers(self.decoder_layers, theirs)):
+            for name in parts:
+                names.append(f"layers.{i}.{name}")
+        return names
 
     # -- forward pass, shared by training and decoding ---------------------------------------------
 
     @property
     def computed(self) -> list[int]:
-        """Per layer, how many last tokens of a block it computes: all, but in the last layer the
-        predicting ones.
+        """How many last tokens of a block each layer computes.
+
+        All of them, but the last layer only those that predict, unless tokens are mixed later.
         """
         size = self.config.block_size
-        last = self.config.depth
-        return [size] * (len(self.layers) - 1) + [size if self.mixes_tokens else last]
+        last = size if self.mixes_tokens else self.config.depth
+        return [size] * (len(self.layers) - 1) + [last]
 
     def fuse(self, features: Tensor) -> Tensor:
-        """[t, f*h] target features -> [t, h], input of every layer's keys and values of the
-        context.
-        """
+        """[t, f*h] target features -> [t, h], input of each layer's context keys and values."""
         return self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
 
     def mask_embedding(self) -> Tensor:
@@ -169,14 +168,9 @@ class BlockDrafter(DecoderDrafter):
         return self.embed(mask).to(self.fc.weight.dtype)
 
     def enter(self, roots: Tensor) -> Tensor:
-        """[m, h] embeddings of last committed tokens -> [m * block size, h], input of the first
-        layer.
-        """
-        mask = self.mask_embedding()
-        return torch.cat(
-            (roots[:, None], mask.expand(len(roots), self.config.block_size - 1, -1)),
-            dim=1,
-        ).flatten(0, 1)
+        """[m, h] embeddings of last committed tokens -> [m * block size, h], the layers' input."""
+        masks = self.mask_embedding().expand(len(roots), self.config.block_size - 1, -1)
+        return torch.cat((roots[:, None], masks), dim=1).flatten(0, 1)
 
     def run(self, roots: Tensor, begins: Tensor, attends: Sequence[Attend]) -> Tensor:
         """All layers over m blocks.
@@ -190,20 +184,18 @@ class BlockDrafter(DecoderDrafter):
             [m, depth, h], input of the head.
         """
         size = self.config.block_size
-        state = self.enter(roots.to(self.fc.weight.dtype))
+        depth = self.config.depth
+        state = self.enter(roots.to(self.fc.weight.dtype))  # [m * size, h]
         positions = (begins[:, None] + torch.arange(size, device=begins.device)).flatten()
         cos, sin = self.rotary.tables(positions, state.dtype)
-        # [m * depth]
-        last = (
-            torch.arange(len(state), device=state.device)
-            .view(-1, size)[:, -self.config.depth :]
-            .flatten()
-        )
+        # [m * depth] int64, the tokens that predict
+        last = torch.arange(len(state), device=state.device).view(-1, size)[:, -depth:].flatten()
         for layer, attend, count in zip(self.layers, attends, self.computed, strict=True):
-            state = layer(state, None, cos, sin, attend, None if count == size else last)
+            queries = None if count == size else last
+            state = layer(state, None, cos, sin, attend, queries)
         if self.mixes_tokens:
             state = state[last]
-        return self.norm(state).view(-1, self.config.depth, state.shape[-1])
+        return self.norm(state).view(-1, depth, state.shape[-1])
 
     def logits(self, reads: Tensor) -> Tensor:
         """[..., h] -> [..., d] over the drafter's vocabulary."""
@@ -224,8 +216,9 @@ class BlockDrafter(DecoderDrafter):
         return logits
 
     def readout(self, reads: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows [t, .] and weights [d, .] whose products are the logits of `conditional`; reads [t,
-        h], parents [t].
+        """Rows [t, .] and weights [d, .] whose products are the logits of `conditional`.
+
+        reads: [t, h]. parents: [t] int64 target ids.
         """
         return reads, self.head.weight
 
@@ -247,54 +240,65 @@ class BlockDrafter(DecoderDrafter):
     # -- training half -----------------------------------------------------------------------------
 
     def forward(self, inputs: StepInputs) -> StepOutput:
-        """One pass over a block behind each drawn anchor; see `Drafter.forward`."""
-        batch, embeds, features, rows, row_of, count, measure = inputs
+        """Computes one pass over a block behind each drawn anchor; see `Drafter.forward`."""
+        config = self.config
+        batch = inputs.batch
         part = batch.part  # of the tokens, in a process that shares its rows; else all
-        every, live, scale = self.draw(batch.response_mask, count, part)
+        every, live, scale = self.draw(batch.response_mask, inputs.total, part)
         valid, place = batch.anchors()  # [t] flat positions, and positions in their conversations
         own = torch.searchsorted(valid, every)  # [m] indices into `valid`
         begin = own - place[own]  # [m] index of each conversation's first token
-        # this process's tokens and blocks
-        held = part.of(valid)
-        blocks = part.of(every)
-        context = self.fuse(features.flatten(0, 1)[valid[held] - part.begin])  # [part, h]
-        offset = 0
-        if self.training:
-            offset = self.config.position_offset
-        # [t]
-        if offset:
-            positions = moved(place, offset, part)
-        else:
-            positions = place
+        held = part.of(valid)  # this process's tokens
+        blocks = part.of(every)  # and blocks
+
+        # The context, and each layer's attention over it.
+        features = inputs.features.flatten(0, 1)  # [part, f*h]
+        context = self.fuse(features[valid[held] - part.begin])  # [part, h]
+        positions = place  # [t] int64 rotary positions
+        if self.training and config.position_offset:
+            positions = moved(place, config.position_offset, part)
         tables = self.rotary.tables(positions[held], context.dtype)
         spans = Spans(begin, own, begin)
         sizes = (part.counts(every), part.counts(valid))
-        size = self.config.block_size
-        window = self.cache_shape.window
-        attends = [
-            _over_context(layer, context, tables, spans, part, sizes, count, size, window)
-            for layer, count in zip(self.decoder_layers, self.computed, strict=True)
-        ]
-        # [m], [m, depth] of this process; below, all its
-        anchors = every[blocks]
-        live = live[blocks]
-        block_of, depth_of = live.nonzero(as_tuple=True)  # [t] each
-        roots = embeds.flatten(0, 1)[anchors + 1 - part.begin]
-        reads = self.run(roots, positions[own[blocks]] + 1, attends)[
-            live
-        ]  # [t, h] of the predictions that count
+        attends = []
+        for layer, count in zip(self.decoder_layers, self.computed, strict=True):
+            attend = _over_context(
+                layer,
+                context,
+                tables,
+                spans,
+                part,
+                sizes,
+                count,
+                config.block_size,
+                self.cache_shape.window,
+            )
+            attends.append(attend)
 
-        before = (
-            anchors[block_of] + 1 + depth_of
-        )  # [t] flat positions of the tokens before the predicted ones
-        at = row_of.flatten()[before]
+        # One pass over this process's blocks; of its predictions, those that count.
+        anchors = every[blocks]  # [m]
+        live = live[blocks]  # [m, depth]
+        block_of, depth_of = live.nonzero(as_tuple=True)  # [t] each
+        roots = inputs.embeds.flatten(0, 1)[anchors + 1 - part.begin]
+        reads = self.run(roots, positions[own[blocks]] + 1, attends)[live]  # [t, h]
+
+        # The loss.
+        before = anchors[block_of] + 1 + depth_of  # [t] flat positions before the predicted tokens
+        at = inputs.row_of.flatten()[before]  # [t] rows of the target's distributions
         parents = batch.input_ids.flatten()[before]
         hidden, head = self.readout(reads, parents)
-        weight = self.weigh(live, scale, hidden, head, rows, at)
-        wanted = measure or bool(self.measures)
-        out = linear_divergence(hidden, head, rows, at, weight, self.config.loss, measure=wanted)
+        weight = self.weigh(live, scale, hidden, head, inputs.rows, at)
+        out = linear_divergence(
+            hidden,
+            head,
+            inputs.rows,
+            at,
+            weight,
+            config.loss,
+            measure=inputs.measure or bool(self.measures),
+        )
         more, measured = self.other_loss(hidden, out.alpha, weight)
-        if out.alpha is None or out.agree is None or not measure:
+        if out.alpha is None or out.agree is None or not inputs.measure:
             return StepOutput(out.loss + more, {})
         values = torch.stack(
             (torch.ones_like(out.values), out.values, out.alpha, out.agree.float(), *measured),
@@ -314,8 +318,9 @@ class BlockDrafter(DecoderDrafter):
         count: Tensor | float,
         part: Part | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Chooses the blocks of a step: in training every n-th anchor from a random one on,
-        otherwise all.
+        """Chooses the blocks of a step.
+
+        In training every n-th anchor from a random one on, otherwise all.
 
         Returns:
             Flat positions of their m anchors; [m, depth] bool, predictions that count; each block's
@@ -327,24 +332,20 @@ class BlockDrafter(DecoderDrafter):
             share = self.config.anchor_share
         by_depth = anchors_by_depth(response_mask, depth)
         anchors = by_depth[0]
+        device = anchors.device
         if share < 1:
-            steps = (
-                torch.arange(len(anchors) + 1, device=anchors.device, dtype=torch.float64) * share
-            )
-            offset = torch.rand((), dtype=torch.float64).to(steps.device)
+            # An anchor is taken wherever its multiple of `share` passes a whole number.
+            steps = torch.arange(len(anchors) + 1, device=device, dtype=torch.float64) * share
+            offset = torch.rand((), dtype=torch.float64).to(device)
             if part:
                 offset = part.same(offset)
             anchors = anchors[(steps + offset).floor().diff() > 0]
-        reach = torch.zeros(
-            response_mask.numel(),
-            dtype=torch.long,
-            device=anchors.device,
-        )  # depths that count
+        # Number of depths that count at each position.
+        reach = torch.zeros(response_mask.numel(), dtype=torch.long, device=device)
         for reached in by_depth:
             reach[reached] += 1
-        depths = torch.arange(depth, device=anchors.device)
-        live = depths < reach[anchors][:, None]
-        return anchors, live, 1.0 / (torch.as_tensor(count, device=anchors.device) * share)
+        live = torch.arange(depth, device=device) < reach[anchors][:, None]  # [m, depth]
+        return anchors, live, 1.0 / (torch.as_tensor(count, device=device) * share)
 
     def weigh(
         self,
@@ -355,13 +356,11 @@ class BlockDrafter(DecoderDrafter):
         rows: TargetRows,
         at: Tensor,
     ) -> Tensor:
-        """[t] float32, weight of each prediction in the loss; see `BlockConfig.weighting` and
-        `draw`.
-        """
+        """[t] float32, weight of each prediction in the loss; see `BlockConfig.weighting`."""
         config = self.config
         depths = torch.arange(config.depth, device=at.device)
         if config.weighting == "exp":
-            decay = torch.exp(-depths / config.gamma)
+            decay = torch.exp(-depths / config.gamma)  # [depth]
             return (decay / decay.sum() * scale).expand_as(live)[live]
         with torch.no_grad():
             ones = torch.ones(len(at), device=at.device)
@@ -374,9 +373,11 @@ class BlockDrafter(DecoderDrafter):
                 "ce",
                 measure=False,
             ).values
+            # Probability that each prediction is right, [t], and smoothed [m, depth].
             right = torch.where(rows.sampled_at(at) >= 0, (-ce).exp(), 0.0)
             smooth = ones.new_ones(live.shape)
             smooth[live] = ((1 - config.dpace_alpha) * right + config.dpace_alpha).float()
+            # That a block is right down to a depth, and the sum of these from there on.
             reached = smooth.cumprod(1) * live
             deeper = reached.flip(1).cumsum(1).flip(1)
             return deeper[live] / config.depth * scale
@@ -395,42 +396,41 @@ class BlockDrafter(DecoderDrafter):
         context: SlotAttention,
         ends: Tensor,
     ) -> Tensor:
-        states = self.fuse(features)
-        tables = self.rotary.tables(positions, states.dtype)
+        states = self.fuse(features)  # [n, h]
+        cos, sin = self.rotary.tables(positions, states.dtype)
         for i, layer in enumerate(self.decoder_layers):
-            key, value = layer.self_attn.keys_values(states, *tables)  # [n, kv_heads, e] each
-            context.cache.store(
-                i,
-                context.slots,
-                key.transpose(0, 1)[None],
-                value.transpose(0, 1)[None],
-            )
+            key, value = layer.self_attn.keys_values(states, cos, sin)  # [n, kv_heads, e] each
+            key = key.transpose(0, 1)[None]
+            value = value.transpose(0, 1)[None]
+            context.cache.store(i, context.slots, key, value)
         return ids[ends]
 
     def draft_static(self, roots: Tensor, places: DraftPlaces) -> tuple[Logits, Ask]:
         size = self.config.block_size
         last = len(self.layers) - 1
         window = self.cache_shape.window
+        # The last layer computes fewer tokens than those below.
         _, context = places.behind(size, size, mutual=True)
         _, ending = places.behind(size, self.computed[-1], mutual=True)
-        attends = [*context.layers(last, window), ending.layers(last + 1, window)[last]]
+        attends = context.layers(last, window)
+        attends.append(ending.layers(last + 1, window)[last])
         reads = self.run(self.embed(roots), places.held, attends)  # [R, depth, h]
         block = self.logits(reads)  # [R, depth, d]
 
-        def ask(depth: int, tokens: Tensor, parents: Tensor) -> Logits:
-            (rows, m), ids = tokens.shape, self.kept_ids[tokens.flatten()]
-            own, read = (
-                part[:, depth, None].expand(-1, m, -1).flatten(0, 1) for part in (block, reads)
-            )
+        def children(depth: int, m: int, ids: Tensor) -> Logits:
+            """Logits [R, m, d] of the children of nodes with target ids [R * m]."""
+            own = block[:, depth, None].expand(-1, m, -1).flatten(0, 1)  # [R * m, d]
+            read = reads[:, depth, None].expand(-1, m, -1).flatten(0, 1)  # [R * m, h]
             logits = self.conditional(own, read, ids)
+            shape = (len(block), m)
             if isinstance(logits, tuple):
-                return logits[0].unflatten(0, (rows, m)), logits[1].unflatten(0, (rows, m))
-            return logits.unflatten(0, (rows, m))
+                return logits[0].unflatten(0, shape), logits[1].unflatten(0, shape)
+            return logits.unflatten(0, shape)
 
-        first = self.conditional(block[:, 0], reads[:, 0], roots)
-        return (first[0][:, None], first[1][:, None]) if isinstance(first, tuple) else first[
-            :, None
-        ], ask
+        def ask(depth: int, tokens: Tensor, parents: Tensor) -> Logits:
+            return children(depth, tokens.shape[1], self.kept_ids[tokens.flatten()])
+
+        return children(0, 1, roots), ask
 
     @without_grad
     def extend_all(
@@ -439,23 +439,24 @@ class BlockDrafter(DecoderDrafter):
         tokens: Tensors,
         features: Tensors,
     ) -> None:
-        """Keys and values of the new context, of all sessions at once."""
-        if (steps := sessions[0].steps) is not None and steps.read(sessions, tokens, features):
+        """Stores keys and values of the new context, of all sessions at once."""
+        steps = sessions[0].steps
+        if steps is not None and steps.read(sessions, tokens, features):
             return
-        sizes = [len(new) for new in tokens]
-        context = self.fuse(torch.cat(list(features)))
-        if not self._kernel_context(sessions, sizes, context):
-            starts = [session.dropped + session.length for session in sessions]
-            positions = torch.cat(
-                [
-                    torch.arange(begin, begin + size)
-                    for begin, size in zip(starts, sizes, strict=True)
-                ]
-            )
-            cos, sin = self.rotary.tables(positions.to(context.device), context.dtype)
+        context = self.fuse(torch.cat(list(features)))  # [t, h]
+        if not self._kernel_context(sessions, tokens, context):
+            sizes = []
+            places = []
+            for session, new in zip(sessions, tokens, strict=True):
+                begin = session.dropped + session.length
+                sizes.append(len(new))
+                places.append(torch.arange(begin, begin + len(new)))
+            positions = torch.cat(places).to(context.device)  # [t] int64
+            cos, sin = self.rotary.tables(positions, context.dtype)
             for i, layer in enumerate(self.decoder_layers):
-                parts = (new.split(sizes) for new in layer.self_attn.keys_values(context, cos, sin))
-                for session, key, value in zip(sessions, *parts, strict=True):
+                keys, values = layer.self_attn.keys_values(context, cos, sin)
+                parts = zip(sessions, keys.split(sizes), values.split(sizes), strict=True)
+                for session, key, value in parts:
                     session.store(i, session.length, key, value)
         for session, new in zip(sessions, tokens, strict=True):
             session.length += len(new)
@@ -471,70 +472,75 @@ class BlockDrafter(DecoderDrafter):
         specs: Specs,
         samplers: Samplers,
     ) -> list[TokenTree]:
-        """One pass drafts the blocks of all sessions; their trees then grow without the layers."""
+        """Drafts the blocks of all sessions in one pass; their trees grow without the layers."""
         steps = sessions[0].steps
-        if steps is not None and (static := steps.propose(sessions, specs, samplers)) is not None:
-            return static
-        deepest = max(1, min(self.config.depth, max(spec.depth for spec in specs)))
-        roots = torch.cat([session.root for session in sessions])
-        reads = self._kernel_block(sessions, roots)
+        if steps is not None:
+            static = steps.propose(sessions, specs, samplers)
+            if static is not None:
+                return static
+
+        roots = torch.cat([session.root for session in sessions])  # [sessions] int64
+        reads = self._kernel_block(sessions, roots)  # [sessions, depth, h]
         if reads is None:
-            begins = torch.tensor(
-                [session.dropped + session.length for session in sessions],
-                device=roots.device,
-            )
+            begins = [session.dropped + session.length for session in sessions]
             attends = []
             for layer, queries in enumerate(self.computed):
                 own = [partial(session.attend_all, layer) for session in sessions]
-                attends.append(
-                    attend_packed(own, [queries] * len(own), [self.config.block_size] * len(own))
-                )
-            reads = self.run(self.embed(roots), begins, attends)
-        joined = any(session.text for session in sessions)  # needs all logits
-        block = self._predict(reads[:, :deepest], None if joined else widest(specs))
-        first = self._children(block, reads, roots, slice(None), 0)
-        size = self.config.depth
-        each = [
-            session.shape_logits(first, reads[:, 0], row, row + 1)
-            for row, session in enumerate(sessions)
-        ]
-        trees = [
-            GrowingTree(spec, rows_of(each[row], 0), session.ids, sampler, size, row)
-            for row, (session, spec, sampler) in enumerate(
-                zip(sessions, specs, samplers, strict=True)
+                keys = [self.config.block_size] * len(own)
+                attends.append(attend_packed(own, [queries] * len(own), keys))
+            reads = self.run(self.embed(roots), torch.tensor(begins, device=roots.device), attends)
+
+        width = widest(specs)
+        if any(session.text for session in sessions):  # joined tokens need all logits
+            width = None
+        deepest = max(1, min(self.config.depth, max(spec.depth for spec in specs)))
+        block = self._predict(reads[:, :deepest], width)
+        first = self._children(block, reads, roots, slice(None), 0)  # of the roots
+        trees = []
+        for row, session in enumerate(sessions):
+            logits = session.shape_logits(first, reads[:, 0], row, row + 1)
+            tree = GrowingTree(
+                specs[row],
+                rows_of(logits, 0),
+                session.ids,
+                samplers[row],
+                self.config.depth,
+                row,
             )
-        ]
+            trees.append(tree)
 
         def step(growing: list[GrowingTree], depth: int) -> list[Logits]:
-            sizes = [len(tree.parents) for tree in growing]
-            rows = torch.tensor(
-                [tree.row for tree in growing for _ in tree.parents],
-                device=roots.device,
-            )  # [n]
+            of_nodes: list[int] = []  # the session of each node
+            for tree in growing:
+                of_nodes += [tree.row] * len(tree.parents)
+            rows = torch.tensor(of_nodes, device=roots.device)  # [n]
             tokens = torch.cat([tree.target_ids for tree in growing])  # [n]
             logits = self._children(block, reads, tokens, rows, depth)
-            ends = [0, *accumulate(sizes)]
-            parts = zip(growing, pairwise(ends), strict=True)
-            return [
-                sessions[tree.row].shape_logits(logits, reads[rows, depth], *ends)
-                for tree, ends in parts
-            ]
+            read = reads[rows, depth]  # [n, h]
+            each = []
+            begin = 0
+            for tree in growing:
+                end = begin + len(tree.parents)
+                each.append(sessions[tree.row].shape_logits(logits, read, begin, end))
+                begin = end
+            return each
 
         return grow_trees(trees, step)
 
     def _predict(self, reads: Tensor, width: int | None) -> Logits:
-        """Logits [m, depth, d] of blocks, or their `width` top tokens where they do not depend on
-        the parents and a kernel finds them; None: all are needed.
+        """Logits [m, depth, d] of blocks, or their `width` top tokens where a kernel finds them.
+
+        A kernel does so where logits do not depend on the parents. width: None if all are needed.
         """
+        head = None
         plain = type(self).conditional is BlockDrafter.conditional
         if plain and width is not None and self.packed:
             head = DraftHead.of(self.head)
-        else:
-            head = None
         if head is None or width is None:
             return self.logits(reads)
+        shape = reads.shape[:2]
         ids, top, _ = head.top(reads.flatten(0, 1), min(width, head.vocabulary))
-        return Likeliest(ids.unflatten(0, reads.shape[:2]), top.unflatten(0, reads.shape[:2]))
+        return Likeliest(ids.unflatten(0, shape), top.unflatten(0, shape))
 
     def _children(
         self,
@@ -553,62 +559,49 @@ class BlockDrafter(DecoderDrafter):
     def _kernel_context(
         self,
         sessions: Sequence[BlockSession],
-        sizes: list[int],
+        tokens: Tensors,
         context: Tensor,
     ) -> bool:
-        """Stores the keys and values of new context by the CPU kernel; False where it does not
-        apply.
+        """Stores the keys and values of new context by the CPU kernel.
+
+        Returns:
+            False where the kernel does not apply.
         """
-        if (
-            self.draft_step is None
-            or not self.draft_step.reads_context
-            or len(context) > SKINNY_ROWS
-        ):
+        step = self.draft_step
+        if step is None or not step.reads_context or len(context) > SKINNY_ROWS:
             return False
-        plan = plan_of(
-            [
-                TreeLayout(session.length, count=size)
-                for session, size in zip(sessions, sizes, strict=True)
-            ]
-        )
+        plan = plan_of(layouts_of(sessions, tokens))
         if plan is None:
-            tables = None
-        else:
-            tables = tables_of(self.rotary, sessions, plan.positions)
-        if plan is None or tables is None:
             return False
-        stores = [
-            session.store_of(end, context) for session, end in zip(sessions, plan.ends, strict=True)
-        ]
-        self.draft_step.store_context(context.contiguous(), tables, stores, plan)
+        tables = tables_of(self.rotary, sessions, plan.positions)
+        if tables is None:
+            return False
+        stores = stores_of(sessions, plan.ends, context)
+        step.store_context(context.contiguous(), tables, stores, plan)
         return True
 
     def _kernel_block(self, sessions: Sequence[BlockSession], roots: Tensor) -> Tensor | None:
-        """`run` of a block behind each session by the CPU kernel, [sessions, depth, h]; None where
-        it does not apply.
+        """`run` of a block behind each session by the CPU kernel, [sessions, depth, h].
+
+        None where the kernel does not apply.
         """
         size = self.config.block_size
         if self.draft_step is None or len(sessions) * size > SKINNY_ROWS:
             return None
         plan = plan_of([BlockLayout(session.length, size) for session in sessions])
         if plan is None:
-            tables = None
-        else:
-            tables = tables_of(self.rotary, sessions, plan.positions)
-        if plan is None or tables is None:
             return None
-        states = self.enter(self.embed(roots).to(self.fc.weight.dtype))
-        stores = [
-            session.store_of(end, states) for session, end in zip(sessions, plan.ends, strict=True)
-        ]
+        tables = tables_of(self.rotary, sessions, plan.positions)
+        if tables is None:
+            return None
+        states = self.enter(self.embed(roots).to(self.fc.weight.dtype))  # [sessions * size, h]
+        stores = stores_of(sessions, plan.ends, states)
         _, reads = self.draft_step.run(None, states, tables, stores, plan, self.cache_shape.window)
         return reads.view(len(sessions), size, -1)[:, -self.config.depth :]
 
 
 class BlockLayout(TreeLayout):
-    """A block behind a prefix, whose tokens see each other in both directions; for the CPU kernel's
-    plan.
-    """
+    """A block behind a prefix, whose tokens see each other in both directions."""
 
     def __init__(self, prefix_len: int, count: int):
         super().__init__(prefix_len, count=count)
@@ -616,16 +609,18 @@ class BlockLayout(TreeLayout):
 
 
 class BlockSession(LayerSession):
-    """One sequence's context. A round's block stores its keys and values behind it, and the next
-    context overwrites them.
+    """One sequence's context.
+
+    A round's block stores its keys and values behind it, and the next context overwrites them.
 
     Attributes:
         root: [1] int64, the last committed token.
     """
 
     def shape_logits(self, logits: Logits, reads: Tensor, begin: int, end: int) -> Logits:
-        """Logits [m, d and further tokens] of nodes begin to end; logits [n, d] and reads [n, h] of
-        all sessions' nodes.
+        """Logits [m, d and further tokens] of nodes begin to end.
+
+        logits: [n, d] of all sessions' nodes, computed from reads [n, h].
         """
         own = rows_of(logits, slice(begin, end))
         if not self.text:
@@ -637,26 +632,31 @@ class BlockSession(LayerSession):
         return self.text.shape(own, read)
 
     def attend_all(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention of a block [m, heads, e] over the context and all of the block -> [m, heads *
-        e].
+        """Attention of a block over the context and all of the block.
+
+        query [m, heads, e], key and value [block, kv_heads, e] -> [m, heads * e].
         """
-        (m, heads, e), end = query.shape, self.length + len(key)
+        m, heads, e = query.shape
+        kv = self.shape.kv_heads
+        group = heads // kv
+        end = self.length + len(key)
         self.store(layer, self.length, key, value)
         begin = 0
         mask = None
-        if window := self.shape.window:
-            last = torch.arange(end - m, end, device=key.device)  # [m] positions of the queries
+        window = self.shape.window
+        if window:
             begin = max(0, end - m + 1 - window)
-            mask = (torch.arange(begin, end, device=key.device) > last[:, None] - window).repeat(
-                heads // self.shape.kv_heads, 1
-            )
-        keys, values = (buffer[None, :, begin:end] for buffer in self.layers[layer])
+            last = torch.arange(end - m, end, device=key.device)  # [m] positions of the queries
+            seen = torch.arange(begin, end, device=key.device) > last[:, None] - window
+            mask = seen.repeat(group, 1)  # [group * m, end - begin]
+        keys, values = self.layers[layer]  # [kv_heads, capacity, e] each
+        keys = keys[None, :, begin:end]
+        values = values[None, :, begin:end]
         # Query heads of a group become rows, so that keys and values are read once and never
         # repeated.
-        kv = self.shape.kv_heads
-        folded = query.view(m, kv, heads // kv, e).permute(1, 2, 0, 3).reshape(1, kv, -1, e)
+        folded = query.view(m, kv, group, e).permute(1, 2, 0, 3).reshape(1, kv, -1, e)
         out = F.scaled_dot_product_attention(folded, keys, values, mask)
-        return out.view(kv, heads // kv, m, e).permute(2, 0, 1, 3).reshape(m, heads * e)
+        return out.view(kv, group, m, e).permute(2, 0, 1, 3).reshape(m, heads * e)
 
 
 def _over_context(
@@ -679,27 +679,22 @@ def _over_context(
         window: positions that a query sees, 0 for all.
     """
     blocks, tokens = sizes
+    cos, sin = tables
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        base = layer.self_attn.keys_values(context, *tables)
+        base_key, base_value = layer.self_attn.keys_values(context, cos, sin)  # [t, kv_heads, e]
         if not isinstance(part, SharedPart):
-            return block_attention(query, key, value, *base, spans, window=window)
-        (_, heads, e), asked, held = (
-            query.shape,
-            [queries * n for n in blocks],
-            [size * n for n in blocks],
-        )
-        key, value = (part.to_heads(x, held, keys=True) for x in (key, value))
-        base_key, base_value = (part.to_heads(x, tokens, keys=True) for x in base)
-        out = block_attention(
-            part.to_heads(query, asked),
-            key,
-            value,
-            base_key,
-            base_value,
-            spans,
-            window=window,
-        )
+            return block_attention(query, key, value, base_key, base_value, spans, window=window)
+        # Processes that share the rows exchange tokens for heads, attend, and exchange them back.
+        _, heads, e = query.shape
+        asked = [queries * n for n in blocks]
+        held = [size * n for n in blocks]
+        key = part.to_heads(key, held, keys=True)
+        value = part.to_heads(value, held, keys=True)
+        base_key = part.to_heads(base_key, tokens, keys=True)
+        base_value = part.to_heads(base_value, tokens, keys=True)
+        query = part.to_heads(query, asked)
+        out = block_attention(query, key, value, base_key, base_value, spans, window=window)
         return part.to_tokens(out.view(sum(asked), -1, e), asked).reshape(-1, heads * e)
 
     return attend

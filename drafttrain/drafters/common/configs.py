@@ -1,8 +1,7 @@
-"""Configs of trained drafters: what all share, decoder layers, blocks and heads. Field names are
-those of published checkpoints.
+"""Configs of trained drafters: what all share, decoder layers, blocks and heads.
 
 transformers makes dataclasses of these classes: the annotated fields are what config.json and a
-recipe's `drafter:` hold.
+recipe's `drafter:` hold. Field names are those of published checkpoints.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ Decay = Annotated[float, Field(gt=0, le=10)]
 Block = Annotated[int, Field(ge=2, le=256)]
 Smoothing = Annotated[float, Field(ge=0, le=0.999)]
 Nodes = Annotated[int, Field(ge=1, le=1024)]
+_HEAD = 64  # width of a head where the target has none
 # Rotary scalings for positions beyond those of pretraining. Scalings that depend on the length of
 # the current sequence are unsupported: cached keys would have to change while it grows.
-_HEAD = 64  # width of a head where the target has none
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -71,8 +70,10 @@ class TargetedConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.drafter_kind = self.kind()
-        self.draft_vocab_size = self.draft_vocab_size or self.vocab_size
-        self.target = self.target or {}
+        if not self.draft_vocab_size:
+            self.draft_vocab_size = self.vocab_size
+        if self.target is None:  # null in a config.json
+            self.target = {}
         for name, kind in kinds_of(type(self)).items():  # type: ignore[arg-type]
             setattr(self, name, check(name, getattr(self, name), kind))
         self.check()
@@ -87,13 +88,13 @@ class TargetedConfig(PreTrainedConfig):
 
     @classmethod
     def for_target(cls, target: Target, **options: Any) -> Self:
-        """A config for this target: its vocabulary, and its own shapes where `options` have none."""
-        fixed = {"vocab_size": target.vocab_size, "target": target.identity()}
+        """A config for this target: its vocabulary, and its shapes where `options` have none."""
+        fields = {**cls.shapes(target, options), **options}
+        fields["vocab_size"] = target.vocab_size
+        fields["target"] = target.identity()
         if cls.width_field:
-            width = {cls.width_field: target.hidden_size}
-        else:
-            width = {}
-        return cls(**{**cls.shapes(target, options), **options, **fixed, **width})
+            fields[cls.width_field] = target.hidden_size
+        return cls(**fields)
 
     @classmethod
     def shapes(cls, target: Target, options: Json) -> Json:
@@ -150,16 +151,26 @@ class DecoderConfig(TargetedConfig):
     extra_vocab_size: Size = 0
 
     def __post_init__(self, **kwargs: Any) -> None:
-        self.rope_parameters = dict(self.rope_parameters or {})
+        if self.rope_parameters is None:
+            self.rope_parameters = {}
+        else:
+            self.rope_parameters = dict(self.rope_parameters)
         super().__post_init__(**kwargs)
         self.rope_theta = self.rope_parameters["rope_theta"]  # transformers has completed them
 
     def check(self) -> None:
-        self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
-        self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
-        self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
-        self.sliding_window = self.sliding_window or 0
-        kind = (self.rope_parameters or {}).get("rope_type", "default")
+        # Sizes that are 0 follow from others.
+        if not self.intermediate_size:
+            self.intermediate_size = 4 * self.hidden_size
+        if not self.num_key_value_heads:
+            self.num_key_value_heads = self.num_attention_heads
+        if not self.head_dim:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.sliding_window is None:
+            self.sliding_window = 0
+
+        rope = self.rope_parameters or {}
+        kind = rope.get("rope_type", "default")
         if kind not in ROPE_TYPES:
             raise UserError(
                 f"rope_parameters: rope_type={kind!r} is not one of {', '.join(ROPE_TYPES)}"
@@ -178,22 +189,32 @@ class DecoderConfig(TargetedConfig):
                 f"hidden_size={width}: kind={cls.kind()!r} shares states with the target, so its width is the target's, "
                 f"{target.hidden_size}; drop the key, or choose a smaller intermediate_size"
             )
-        # Models without attention (Mamba) have no heads to follow.
-        heads = getattr(config, "num_attention_heads", None) or max(1, target.hidden_size // _HEAD)
-        defaults = {
+        heads = getattr(config, "num_attention_heads", None)
+        if not heads:  # models without attention (Mamba)
+            heads = max(1, target.hidden_size // _HEAD)
+
+        # The target's own values, or these where its config has none.
+        own: Json = {
             "intermediate_size": 4 * target.hidden_size,
             "num_key_value_heads": heads,
             "rms_norm_eps": 1e-5,
+            "head_dim": target.hidden_size // heads,
+            "max_position_embeddings": 131072,
         }
-        defaults |= {"head_dim": target.hidden_size // heads, "max_position_embeddings": 131072}
-        own = {name: getattr(config, name, None) or value for name, value in defaults.items()}
-        own |= {"hidden_size": target.hidden_size, "num_attention_heads": heads}
-        if "rope_theta" in options:
-            own["rope_parameters"] = None
-        else:
+        for name in own:
+            value = getattr(config, name, None)
+            if value:
+                own[name] = value
+        own["hidden_size"] = target.hidden_size
+        own["num_attention_heads"] = heads
+        own["rope_parameters"] = None
+        if "rope_theta" not in options:
             own["rope_parameters"] = rope_parameters_of(config)
-        if width != target.hidden_size:  # the size of heads and MLP follows the drafter's own width
-            del own["intermediate_size"], own["head_dim"]
+
+        # A drafter of another width has heads and an MLP of sizes that follow its own.
+        if width != target.hidden_size:
+            del own["intermediate_size"]
+            del own["head_dim"]
             if options.get("num_attention_heads", heads) % own["num_key_value_heads"]:
                 del own["num_key_value_heads"]
         return own
@@ -233,9 +254,10 @@ class LayerConfig(DecoderConfig):
             raise UserError(
                 f"hidden_act={self.hidden_act!r} is no activation of transformers; silu is the usual one"
             )
-        if 0 < (self.sliding_window or 0) <= self.ttt_steps:
+        window = self.sliding_window or 0
+        if 0 < window <= self.ttt_steps:
             raise UserError(
-                f"sliding_window={self.sliding_window} must be larger than ttt_steps={self.ttt_steps}, or drafted tokens "
+                f"sliding_window={window} must be larger than ttt_steps={self.ttt_steps}, or drafted tokens "
                 "would lose sight of the text; raise it, or set 0 for no window"
             )
 
@@ -295,14 +317,17 @@ class BlockConfig(DecoderConfig):
 
     @property
     def depth(self) -> int:
-        """Tokens that a block predicts."""
-        return self.block_size - (not self.sample_from_anchor)
+        """Number of tokens that a block predicts."""
+        if self.sample_from_anchor:
+            return self.block_size
+        return self.block_size - 1
 
     def check(self) -> None:
         super().check()
-        if 0 < (self.sliding_window or 0) <= self.block_size:
+        window = self.sliding_window or 0
+        if 0 < window <= self.block_size:
             raise UserError(
-                f"sliding_window={self.sliding_window} must be larger than block_size={self.block_size}, or the last tokens of a "
+                f"sliding_window={window} must be larger than block_size={self.block_size}, or the last tokens of a "
                 "block would lose sight of the text; raise it, or set 0 for no window"
             )
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
@@ -317,7 +342,7 @@ class BlockConfig(DecoderConfig):
 
 
 def last_layer_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The text config as a target's last layer has it: layers may differ in their heads (Gemma 4)."""
+    """The text config of a target's last layer: layers may differ in their heads (Gemma 4)."""
     layers = getattr(config, "per_layer_config", ())
     if len(layers):
         return layers[len(layers) - 1]
@@ -325,24 +350,25 @@ def last_layer_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def rope_parameters_of(config: PreTrainedConfig) -> Json:
-    """The target's rope_parameters for layers without a window; only rope_theta if their scaling is
-    unsupported.
+    """The target's rope_parameters for layers without a window.
+
+    If their scaling is unsupported, only rope_theta.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     rope = dict(rope.get("full_attention", rope))
-    theta = rope.get("rope_theta") or 10000.0
+    if not rope.get("rope_theta"):
+        rope["rope_theta"] = 10000.0
     if rope.get("rope_type", "default") in ROPE_TYPES:
-        return {**rope, "rope_theta": theta}
-    return {"rope_theta": theta}
+        return rope
+    return {"rope_theta": rope["rope_theta"]}
 
 
 def has_head_norms(layer: nn.Module) -> bool:
-    """True for a layer whose attention norms queries and keys per head, as Qwen3's and Gemma 3's
-    do.
-    """
+    """True if a layer's attention norms queries and keys per head, as in Qwen3 and Gemma 3."""
     attention = getattr(layer, "self_attn", None)
-    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     head_dim = getattr(attention, "head_dim", None)
-    return all(
-        norm is not None and getattr(norm, "weight", norm).shape == (head_dim,) for norm in norms
-    )
+    for name in ("q_norm", "k_norm"):
+        norm = getattr(attention, name, None)
+        if norm is None or getattr(norm, "weight", norm).shape != (head_dim,):
+            return False
+    return True

@@ -41,8 +41,8 @@ class ContextVocabulary:
         self.target = target
         self.kept_ids = kept_ids
         self.limit = limit
-        self._head: tuple[int, int] | None = None  # the weights that the fit is of
-        self._fit: tuple[float, Tensor] | None = None
+        self._head: tuple[int, int] | None = None  # address and version of the fitted weights
+        self._fit: tuple[float, Tensor] | None = None  # scale, shift [h]
 
     def open(self, head: Tensor) -> ContextTokens | None:
         """The tokens of a new sequence, none yet; None where none may join.
@@ -55,13 +55,13 @@ class ContextVocabulary:
         """
         if not self.limit:
             return None
-        if (
-            not head.is_cpu
-        ):  # captured drafts have fixed shapes, and reading the tokens would wait for the device
+        # On a GPU, captured drafts have fixed shapes, and reading the tokens would wait for it.
+        if not head.is_cpu:
             raise UserError(
                 f"extra_vocab_size={self.limit}: tokens of the text join on CPUs only; set 0"
             )
-        if reason := self.reason(head):
+        reason = self.reason(head)
+        if reason:
             raise UserError(f"extra_vocab_size={self.limit}: {reason}; set 0")
         return ContextTokens(self)
 
@@ -75,41 +75,41 @@ class ContextVocabulary:
     @torch.no_grad()
     def reason(self, head: Tensor) -> str:
         """Why no further tokens can be drafted; empty if they can."""
-        theirs = self.target.head_weight
+        theirs = self.target.head_weight  # [v, h]
         if len(self.kept_ids) == self.target.vocab_size:
             return "the drafter keeps the whole vocabulary"
         if self.target.head_bias is not None or theirs.shape[1] != head.shape[1]:
             return "the target's head has a bias or another width"
-        state = head.data_ptr(), head._version
+        state = (head.data_ptr(), head._version)
         if self._head != state:
-            self._head, self._fit = (
-                state,
-                _fit(theirs.detach()[self.kept_ids].float(), head.float()),
-            )
-        if self._fit:
-            return ""
-        return "the drafter's head did not begin as the target's"
+            self._head = state
+            self._fit = _fit(theirs.detach()[self.kept_ids].float(), head.float())
+        if self._fit is None:
+            return "the drafter's head did not begin as the target's"
+        return ""
 
     @torch.no_grad()
     def rows(self, tokens: list[int]) -> Tensor:
-        """[m, h] float32."""
+        """Head rows [m, h] float32 of tokens that are not kept."""
         assert self._fit is not None, "`open` comes first"
         scale, shift = self._fit
         return torch.add(shift, self.target.head_weight.detach()[tokens].float(), alpha=scale)
 
 
 def _fit(theirs: Tensor, ours: Tensor) -> tuple[float, Tensor] | None:
-    """Scale and shift [h] from the target's rows [d, h] to the drafter's; None if they explain too
-    little of them.
+    """Scale and shift [h] from the target's rows [d, h] to the drafter's.
+
+    None if they explain too little of the drafter's rows.
     """
-    means = theirs.mean(0), ours.mean(0)
-    theirs = theirs - means[0]
-    ours = ours - means[1]
+    their_mean = theirs.mean(0)  # [h]
+    our_mean = ours.mean(0)
+    theirs = theirs - their_mean
+    ours = ours - our_mean
     scale = float((theirs * ours).sum() / theirs.square().sum().clamp_min(1e-9))
     left = float((ours - scale * theirs).square().sum())
     if left > (1 - _RELATED) * float(ours.square().sum()):
         return None
-    return scale, means[1] - scale * means[0]
+    return scale, our_mean - scale * their_mean
 
 
 class ContextTokens:
@@ -121,19 +121,18 @@ class ContextTokens:
     """
 
     def __init__(self, source: ContextVocabulary):
-        self.source, self.limit, self.ids = source, source.limit, source.kept_ids
-        self._places: dict[
-            int, int
-        ] = {}  # further token -> place among the m, the least recent token first
+        self.source = source
+        self.limit = source.limit
+        self.ids = source.kept_ids
+        # Place of each joined token among the m, the least recent token first.
+        self._places: dict[int, int] = {}
         self._rows = torch.empty(0)  # [limit, h], the first m are used
 
     def __len__(self) -> int:
         return len(self._places)
 
     def read(self, tokens: Iterable[int]) -> None:
-        """Notes tokens of the text; beyond the limit, further ones replace the least recent of
-        them.
-        """
+        """Notes tokens of the text; beyond the limit, new ones replace the least recent."""
         own = self.source.own
         places = self._places
         kept = len(self.source.kept_ids)
@@ -151,11 +150,14 @@ class ContextTokens:
             places[token] = place
         if not new:
             return
-        at = torch.tensor(list(new))
-        rows = self.source.rows(list(new.values()))
+
+        at = torch.tensor(list(new))  # [n] int64 places
+        rows = self.source.rows(list(new.values()))  # [n, h]
         if not len(self._rows):
             self._rows = rows.new_empty(self.limit, rows.shape[1])
         self._rows[at] = rows
+
+        # A new tensor: trees keep the one that they were drafted with.
         ids = self.ids.new_empty(kept + len(places))
         ids[: len(self.ids)] = self.ids
         ids[kept + at] = torch.tensor(list(new.values()))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -36,6 +36,7 @@ from drafttrain.drafters.common.layer_session import (
     cat,
     grow_by_kernel,
     read_by_kernel,
+    stores_of,
     tables_of,
 )
 from drafttrain.drafters.common.layers import DraftLayer, moved
@@ -60,13 +61,11 @@ Layouts = Sequence[TreeLayout]
 
 
 class Split(NamedTuple):
-    """A depth's tokens and anchors among the processes that share the rows: flat positions [t] and
-    [tq], of all of them.
-    """
+    """A depth's tokens and anchors, of all processes that share the rows."""
 
-    part: Part
-    tokens: Tensor
-    anchors: Tensor
+    part: Part  # this process's part of the rows
+    tokens: Tensor  # [t] int64 flat positions
+    anchors: Tensor  # [tq] int64 flat positions
 
 
 Sessions = Sequence[LayerSession]
@@ -86,9 +85,8 @@ class LayerDrafter(DecoderDrafter):
 
     static = True
     lm_head: nn.Linear
-    draft_steps: tuple[
-        DraftStep, ...
-    ] = ()  # CPU kernels that compute `step` and `read_out`, of each depth that differs
+    # CPU kernels of `step` and `read_out`, one per depth with layers of its own; empty: none apply
+    draft_steps: tuple[DraftStep, ...] = ()
 
     @property
     def head(self) -> nn.Linear | PackedLinear:
@@ -108,16 +106,15 @@ class LayerDrafter(DecoderDrafter):
         return self.decoder_layers
 
     def pack_depths(self) -> None:
-        weights = [self.draft_weights(depth) for depth in range(self.own_depths)]
-        made = [
-            kernel_of([layer.native for layer in self.layers_at(depth)], own)
-            for depth, own in enumerate(weights)
-        ]
-        steps = tuple(step for step in made if step is not None)
-        if len(steps) == len(made):
-            self.draft_steps = steps
-        else:
-            self.draft_steps = ()
+        self.draft_steps = ()
+        steps = []
+        for depth in range(self.own_depths):
+            layers = [layer.native for layer in self.layers_at(depth)]
+            step = kernel_of(layers, self.draft_weights(depth))
+            if step is None:  # the kernels serve all depths or none
+                return
+            steps.append(step)
+        self.draft_steps = tuple(steps)
 
     @property
     def own_depths(self) -> int:
@@ -135,8 +132,9 @@ class LayerDrafter(DecoderDrafter):
         raise NotImplementedError
 
     def enter(self, state: Tensor, embeds: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
-        """state [t, h], embeds [t, target h] -> input of the first layer: a state [t, h], and
-        embeddings if it reads them.
+        """Returns the first layer's input: a state [t, h], and embeddings if it reads them.
+
+        state: [t, h]. embeds: [t, target h].
         """
         raise NotImplementedError
 
@@ -170,23 +168,27 @@ class LayerDrafter(DecoderDrafter):
             width: top tokens that are enough, if a kernel finds them and no tokens joined; None:
                 all are needed.
         """
-        texts = [session.text for session in sessions]
-        ends = [0, *accumulate(sizes)]
-        if width is not None and self.packed and not any(texts):
+        joined = any(session.text for session in sessions)  # needs all logits
+        head = None
+        if width is not None and self.packed and not joined:
             head = DraftHead.of(self.head)
-        else:
-            head = None
+
+        logits: Logits
         if head is None or width is None:
-            top = None
+            logits = self.score(reads)  # [n, d]
         else:
-            top = head.top(reads, min(width, head.vocabulary))
-        logits = self.score(reads) if top is None else Likeliest(*top[:2])
-        parts = [rows_of(logits, slice(begin, end)) for begin, end in pairwise(ends)]
-        each = zip(texts, parts, split(reads, sizes), strict=True)
-        return [
-            text.shape(own, read) if text and isinstance(own, Tensor) else own
-            for text, own, read in each
-        ]
+            ids, log_probs, _ = head.top(reads, min(width, head.vocabulary))  # [n, width] each
+            logits = Likeliest(ids, log_probs)
+
+        each: list[Logits] = []
+        begin = 0
+        for session, size in zip(sessions, sizes, strict=True):
+            own = rows_of(logits, slice(begin, begin + size))
+            if session.text and isinstance(own, Tensor):
+                own = session.text.shape(own, reads[begin : begin + size])
+            each.append(own)
+            begin += size
+        return each
 
     def step(
         self,
@@ -213,8 +215,10 @@ class LayerDrafter(DecoderDrafter):
         layers = self.layers_at(depth)
         state, read = self.enter(state, embeds.to(state.dtype), depth)
         for layer, attend in zip(layers, attends, strict=True):
-            state = layer(state, read, cos, sin, attend, queries if layer is layers[-1] else None)
-            read = None
+            # Lower layers compute every token, since the last one attends to all of them.
+            wanted = queries if layer is layers[-1] else None
+            state = layer(state, read, cos, sin, attend, wanted)  # [t or queries, h]
+            read = None  # only the first layer reads embeddings
         return self.leave(state)
 
     # -- training half -----------------------------------------------------------------------------
@@ -225,14 +229,16 @@ class LayerDrafter(DecoderDrafter):
         return 1.0
 
     def first_state(self, features: Tensor, batch: Batch) -> Tensor:
-        """As `fuse`, for the features [t, f * target h] of a training batch's tokens in this
-        process's part.
+        """As `fuse`, in training.
+
+        features: [t, f * target h] of the batch's tokens in this process's part.
         """
         return self.fuse(features)
 
     def next_inputs(self, state: Tensor, embeds: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs of depths after the first: the previous output [t, h] and the tokens' embeddings
-        [t, target h].
+        """Inputs of depths after the first.
+
+        state: [t, h] output of the depth before. embeds: [t, target h] of the tokens read.
         """
         return state, embeds
 
@@ -243,103 +249,95 @@ class LayerDrafter(DecoderDrafter):
         at: Tensor,
         weight: Tensor,
     ) -> Tensor | float:
-        """A kind's second loss term, from outputs [t, h], rows `at` [t] of the target and weights
-        [t].
+        """A kind's second loss term.
+
+        Args:
+            state: [t, h] outputs of `step`. rows, at: the target's distributions, and the row [t]
+                of each output. weight: [t] float32, of each output in the loss.
         """
         return 0.0
 
     def forward(self, inputs: StepInputs) -> StepOutput:
-        """`ttt_steps` depths in one graph; see `Drafter.forward`. The loss weighs depth k by
-        depth_decay ** k.
+        """Computes `ttt_steps` depths in one graph; see `Drafter.forward`.
+
+        The loss weighs depth k by depth_decay ** k.
         """
-        batch, embeds, features, rows, row_of, count, measure = inputs
         config = self.config
-        share = config.depth_share if self.training else 1.0
-        early = (
-            self.training and self.progress < config.later_depths_from
-        )  # only the first depth has anchors
+        batch = inputs.batch
         part = batch.part  # of the tokens, in a process that shares its rows; else all
-        # per depth: flat [t_k], nested
-        anchors = anchors_by_depth(
-            batch.response_mask,
-            config.ttt_steps,
-            0.0 if early else share,
-            part,
-        )
+
+        # The anchors of each depth. Early in training, only the first depth has any.
+        early = self.training and self.progress < config.later_depths_from
+        share = config.depth_share if self.training else 1.0
+        drawn = 0.0 if early else share
+        # per depth: [t_k] int64 flat positions, nested
+        anchors = anchors_by_depth(batch.response_mask, config.ttt_steps, drawn, part)
         valid, place = batch.anchors()  # [t] flat positions, and positions in their conversations
-        own = [
-            torch.searchsorted(valid, each) for each in anchors
-        ]  # per depth: indices into `valid` [t_k]
+        own = [torch.searchsorted(valid, each) for each in anchors]  # indices into `valid`
         held = part.of(valid)  # this process's entries of `valid`
-        offset = 0
-        if self.training:
-            offset = self.config.position_offset
-        # [t]
-        if offset:
-            positions = moved(place, offset, part)
-        else:
-            positions = place
-        embeds = embeds.flatten(0, 1)  # [part, target h]
-        state = self._first(features.flatten(0, 1), valid[held] - part.begin, batch)  # [part, h]
-        decay = config.depth_decay ** torch.arange(
-            config.ttt_steps,
-            dtype=torch.float32,
-            device=embeds.device,
-        )
+
+        # Inputs of the first depth.
+        positions = place  # [t] int64 rotary positions
+        if self.training and config.position_offset:
+            positions = moved(place, config.position_offset, part)
+        embeds = inputs.embeds.flatten(0, 1)  # [part, target h]
+        features = inputs.features.flatten(0, 1)  # [part, f * target h]
+        state = self._first(features, valid[held] - part.begin, batch)  # [part, h]
+
+        # Weights of the depths, which sum to 1. An early first depth has its weight alone.
+        depths = torch.arange(config.ttt_steps, dtype=torch.float32, device=embeds.device)
+        decay = config.depth_decay**depths  # [ttt_steps] float32
         decay = decay / (1.0 if early else decay.sum())
 
-        begin = (
-            torch.arange(len(valid), device=valid.device) - place
-        )  # [t] index of each conversation's first token
-        attentions = [
-            PathAttention(begin, config.sliding_window) for _ in range(self.cache_shape.layers)
-        ]
+        # [t] index of each conversation's first token
+        begin = torch.arange(len(valid), device=valid.device) - place
+        attentions = []
+        for _ in range(self.cache_shape.layers):
+            attentions.append(PathAttention(begin, config.sliding_window))
         head = SharedHead(self.head_weight)
         losses: list[Tensor] = []
         outs = []
         before = valid[:0]  # this process's anchors of the depth before
         for k, every in enumerate(anchors):
-            flat = every[part.of(every)]  # [t_k] of this process; below, all its
+            flat = every[part.of(every)]  # [t_k] anchors of this process
             if k == 0:
-                read = embeds[valid[held] + 1 - part.begin]
-                state = self._depth(
-                    state,
-                    read,
-                    positions[held],
-                    attentions,
-                    own[0],
-                    Split(part, valid, every),
-                    0,
-                )
+                # Every token has a first-depth key, also those that are no anchors.
+                read = embeds[valid[held] + 1 - part.begin]  # [part, target h]
+                places = positions[held]
+                split = Split(part, valid, every)
             else:
-                if len(flat) < len(
-                    before
-                ):  # anchors are nested: drop those that depth k does not train
+                # Anchors are nested: drop those that depth k does not train.
+                if len(flat) < len(before):
                     state = state[torch.searchsorted(before, flat)]
                 state, read = self.next_inputs(state, embeds[flat + 1 + k - part.begin])
                 places = positions[torch.searchsorted(valid, flat)] + k
-                state = self._depth(
-                    state,
-                    read,
-                    places,
-                    attentions,
-                    own[k],
-                    Split(part, every, every),
-                    k,
-                )  # [t_k, h]
+                split = Split(part, every, every)
+            state = self._depth(state, read, places, attentions, own[k], split, k)  # [t_k, h]
             before = flat
-            weight = (decay[k] / (count * (share if k else 1.0))).expand(len(flat))  # [t_k] float32
-            at = row_of.flatten()[flat + 1 + k]  # [t_k] rows of the target's distributions
-            read = self.read_out(state)
-            scaled = weight * self.token_weight
-            out = linear_divergence(read, head, rows, at, scaled, config.loss, measure=measure)
-            losses.append(out.loss + self.other_loss(state, rows, at, weight))
+
+            # The loss of this depth. Fewer anchors at later depths keep their weight in
+            # expectation.
+            trained = share if k else 1.0
+            weight = (decay[k] / (inputs.total * trained)).expand(len(flat))  # [t_k] float32
+            at = inputs.row_of.flatten()[flat + 1 + k]  # [t_k] rows of the target's distributions
+            out = linear_divergence(
+                self.read_out(state),
+                head,
+                inputs.rows,
+                at,
+                weight * self.token_weight,
+                config.loss,
+                measure=inputs.measure,
+            )
+            losses.append(out.loss + self.other_loss(state, inputs.rows, at, weight))
             outs.append(out)
         return StepOutput(torch.stack(losses).sum() + head.term(), sums_by_depth(outs))
 
     def _first(self, features: Tensor, at: Tensor, batch: Batch) -> Tensor:
-        """`first_state` of the features at indices `at`, whose copy and whose weights' copies are
-        not kept with checkpointing.
+        """`first_state` of the features at indices `at`.
+
+        With checkpointing, neither the copy of the features nor autocast's copies of the weights
+        are kept for backward.
         """
         if not (self.gradient_checkpointing and self.training):
             return self.first_state(features[at], batch)
@@ -362,8 +360,7 @@ class LayerDrafter(DecoderDrafter):
         split: Split,
         depth: int,
     ) -> Tensor:
-        """One depth of training-time test; stores its keys in `attentions`. Backward computes
-        layers again with checkpointing.
+        """Computes one depth of training-time test, and stores its keys in `attentions`.
 
         Args:
             state, embeds, positions: of this process's tokens at this depth. attentions: one per
@@ -373,37 +370,45 @@ class LayerDrafter(DecoderDrafter):
                 below the last compute all of them.
             split: which of the tokens and anchors are this process's.
         """
-        part, tokens, anchors = split
-        queries = everything = None
+        part = split.part
+        tokens = split.tokens
+        anchors = split.anchors
+        queries = None
+        everything = own  # [t] indices of the tokens that layers below the last compute
         if depth == 0:
             queries = torch.searchsorted(tokens[part.of(tokens)], anchors[part.of(anchors)])
             everything = torch.arange(len(tokens), device=own.device)
-        # of each process
+
+        # How many tokens and anchors each process has.
         keys = part.counts(tokens)
         counts = part.counts(anchors)
-        fresh: list[list[Tensor]] = [
-            [] for _ in attentions
-        ]  # per layer: this depth's keys and values
+        fresh: list[list[Tensor]] = []  # per layer: this depth's keys and values
         attends = []
-        for attention, new in zip(attentions, fresh, strict=True):
-            last = attention is attentions[-1] or everything is None
-            attend = attention.attend(own if last else everything, new)  # type: ignore[arg-type]
-            attends.append(part.attend(attend, counts if last else keys, keys))
+        for attention in attentions:
+            new: list[Tensor] = []
+            if attention is attentions[-1]:
+                attend = part.attend(attention.attend(own, new), counts, keys)
+            else:
+                attend = part.attend(attention.attend(everything, new), keys, keys)
+            fresh.append(new)
+            attends.append(attend)
 
         def run(state: Tensor, embeds: Tensor) -> tuple[Tensor, ...]:
-            out = self.step(state, embeds, positions, attends, queries, depth)
-            return out, *(tensor for pair in fresh for tensor in pair)
+            made = [self.step(state, embeds, positions, attends, queries, depth)]
+            for pair in fresh:
+                made += pair
+            return tuple(made)
 
-        ours = all(
-            isinstance(layer, DraftLayer) for layer in self.layers_at(depth)
-        )  # each is computed again by itself
+        # Our own layers checkpoint themselves.
+        ours = all(isinstance(layer, DraftLayer) for layer in self.layers_at(depth))
         if self.gradient_checkpointing and self.training and not ours:
-            out, *cached = self._gradient_checkpointing_func(run, state, embeds)
+            made = self._gradient_checkpointing_func(run, state, embeds)
         else:
-            out, *cached = run(state, embeds)
-        for attention, key, value in zip(attentions, cached[::2], cached[1::2], strict=True):
+            made = run(state, embeds)
+        # made: the output, then key and value of each layer
+        for attention, key, value in zip(attentions, made[1::2], made[2::2], strict=True):
             attention.remember(own, key, value)
-        return out
+        return made[0]
 
     # -- proposal half -----------------------------------------------------------------------------
 
@@ -427,32 +432,32 @@ class LayerDrafter(DecoderDrafter):
         def ask(depth: int, tokens: Tensor, parents: Tensor) -> Logits:
             nonlocal states
             positions, context = places.open(depth, parents)
-            above = states.gather(1, parents[:, :, None].expand(-1, -1, states.shape[2])).flatten(
-                0, 1
-            )
+            index = parents[:, :, None].expand(-1, -1, states.shape[2])
+            above = states.gather(1, index).flatten(0, 1)  # [R * m, h] states of the parents
             attends = context.layers(self.cache_shape.layers, self.cache_shape.window)
-            embeds = self.embed(self.kept_ids[tokens.flatten()])
-            states = self.step(above, embeds, positions, attends, None, depth).unflatten(
-                0, tokens.shape
-            )
-            return self.logits(states.flatten(0, 1)).unflatten(0, tokens.shape)
+            embeds = self.embed(self.kept_ids[tokens.flatten()])  # [R * m, target h]
+            out = self.step(above, embeds, positions, attends, None, depth)  # [R * m, h]
+            states = out.unflatten(0, tokens.shape)
+            return self.logits(out).unflatten(0, tokens.shape)  # [R, m, d]
 
         return self.logits(roots)[:, None], ask
 
     @without_grad
     def extend_all(self, sessions: Sessions, tokens: Tensors, features: Tensors) -> None:
-        """One step over the new tokens of all sessions; only each last token needs an output, the
-        root of the next tree.
+        """Reads the new tokens of all sessions in one step.
+
+        Only each last token needs an output, the root of the next tree.
         """
-        if (steps := sessions[0].steps) is not None and steps.read(sessions, tokens, features):
+        steps = sessions[0].steps
+        if steps is not None and steps.read(sessions, tokens, features):
             return
-        roots, reads = read_by_kernel(self, sessions, tokens, features) or self._read(
-            sessions,
-            tokens,
-            features,
-        )
+        made = read_by_kernel(self, sessions, tokens, features)
+        if made is None:
+            made = self._read(sessions, tokens, features)
+        roots, reads = made  # [sessions, h] each
         for row, (session, own) in enumerate(zip(sessions, tokens, strict=True)):
-            session.root, session.read = roots[row : row + 1], reads[row : row + 1]
+            session.root = roots[row : row + 1]
+            session.read = reads[row : row + 1]
             session.length += own.shape[0]
             session.trim()
             if session.text is not None:
@@ -465,68 +470,77 @@ class LayerDrafter(DecoderDrafter):
         features: Tensors,
     ) -> tuple[Tensor, Tensor]:
         """Outputs of `step` and of `read_out` at each session's last token, [sessions, h]."""
-        new = [
-            TreeLayout(session.length, count=len(own))
-            for session, own in zip(sessions, tokens, strict=True)
-        ]
-        inputs = self.fuse(cat(features)), self.embed(cat(tokens))  # [t, h], [t, target h]
-        made = self.kernel_step(sessions, new, *inputs)
+        layouts = layouts_of(sessions, tokens)
+        states = self.fuse(cat(features))  # [t, h]
+        embeds = self.embed(cat(tokens))  # [t, target h]
+        made = self.kernel_step(sessions, layouts, states, embeds)
         if made is not None:
-            ends = torch.tensor([end - 1 for end in accumulate(layout.count for layout in new)])
+            ends = last_of(layouts)
             return made[0][ends], made[1][ends]
-        roots = self.packed_step(sessions, new, *inputs, ends=True)
+        roots = self.packed_step(sessions, layouts, states, embeds, ends=True)
         return roots, self.read_out(roots)
 
     @without_grad
     def propose_all(self, sessions: Sessions, specs: Specs, samplers: Samplers) -> list[TokenTree]:
-        """One step per depth over the nodes that any of the trees opens."""
+        """Drafts by one step per depth, over the nodes that any of the trees opens."""
         steps = sessions[0].steps
-        if steps is not None and (static := steps.propose(sessions, specs, samplers)) is not None:
-            return static
-        reads = cat(
-            [
-                self.read_out(session.root) if session.read is None else session.read
-                for session in sessions
-            ]
-        )
+        if steps is not None:
+            static = steps.propose(sessions, specs, samplers)
+            if static is not None:
+                return static
+
+        # The head's input at each root; a static read leaves the root only.
+        each = []
+        for session in sessions:
+            read = session.read
+            if read is None:
+                read = self.read_out(session.root)
+            each.append(read)
+        reads = cat(each)  # [sessions, h]
         grown = grow_by_kernel(self, sessions, specs, reads)
         if grown is not None:
             return grown
+
         width = widest(specs)
         first = self.predict(sessions, [1] * len(sessions), reads, width)
-        trees = [
-            GrowingTree(
-                spec,
-                rows_of(first[row], 0),
+        trees = []
+        for row, session in enumerate(sessions):
+            root = rows_of(first[row], 0)
+            tree = GrowingTree(
+                specs[row],
+                root,
                 session.ids,
-                sampler,
+                samplers[row],
                 row=row,
                 states=session.root,
             )
-            for row, (session, spec, sampler) in enumerate(
-                zip(sessions, specs, samplers, strict=True)
-            )
-        ]
+            trees.append(tree)
 
         def step(growing: list[GrowingTree], depth: int) -> Sequence[Logits]:
-            own = [sessions[tree.row] for tree in growing]
-            sizes = [len(tree.parents) for tree in growing]
-            # The root is the last committed token; nodes stand behind it in the order they were
-            # opened.
-            layouts = [
-                TreeLayout(session.length - 1, tree.opened, held=1 + len(tree.opened) - size)
-                for session, tree, size in zip(own, growing, sizes, strict=True)
-            ]
+            own = []
+            sizes = []
+            layouts = []
+            for tree in growing:
+                session = sessions[tree.row]
+                size = len(tree.parents)
+                # The root is the last committed token; nodes stand behind it in the order they
+                # were opened.
+                held = 1 + len(tree.opened) - size
+                own.append(session)
+                sizes.append(size)
+                layouts.append(TreeLayout(session.length - 1, tree.opened, held=held))
             states = cat([tree.parent_states() for tree in growing])  # [n, h]
             embeds = self.embed(cat([tree.target_ids for tree in growing]))  # [n, target h]
+
             made = self.kernel_step(own, layouts, states, embeds, depth)
-            if made:
-                out = made[0]
+            if made is None:
+                out = self.packed_step(own, layouts, states, embeds, depth)  # [n, h]
+                reads = self.read_out(out)
             else:
-                out = self.packed_step(own, layouts, states, embeds, depth)
+                out, reads = made
             for tree, state in zip(growing, split(out, sizes), strict=True):
                 tree.states = state
-            return self.predict(own, sizes, made[1] if made else self.read_out(out), width)
+            return self.predict(own, sizes, reads, width)
 
         return grow_trees(trees, step)
 
@@ -539,33 +553,31 @@ class LayerDrafter(DecoderDrafter):
         depth: int = 0,
         ends: bool = False,
     ) -> Tensor:
-        """`step` over the new tokens of all sessions, [n, h]; ends: only each last token needs an
-        output, [sessions, h].
+        """`step` over the new tokens of all sessions.
+
+        Returns:
+            [n, h]; with `ends` [sessions, h], the outputs at each session's last token only.
         """
         sizes = [layout.count for layout in layouts]
-        places = [
-            layout.positions()[0] + session.dropped
-            for session, layout in zip(sessions, layouts, strict=True)
-        ]
-        positions = cat(places).to(states.device)
-        # lower layers compute every token
-        top = layouts
+        places = []
+        for session, layout in zip(sessions, layouts, strict=True):
+            places.append(layout.positions()[0] + session.dropped)
+        positions = cat(places).to(states.device)  # [n] int64
+
+        top = layouts  # of the last layer; lower layers compute every token
         queries = None
         if ends:
             top = [TreeLayout(layout.prefix_len + layout.count - 1, count=1) for layout in layouts]
-            queries = torch.tensor([end - 1 for end in accumulate(sizes)]).to(
-                states.device
-            )  # [sessions]
+            queries = last_of(layouts).to(states.device)  # [sessions]
+
         attends = []
         for layer in range(self.cache_shape.layers):
+            seen = layouts
             if layer == self.cache_shape.layers - 1:
                 seen = top
-            else:
-                seen = layouts
-            own = [
-                partial(session.attend, layer, layout)
-                for session, layout in zip(sessions, seen, strict=True)
-            ]
+            own = []
+            for session, layout in zip(sessions, seen, strict=True):
+                own.append(partial(session.attend, layer, layout))
             attends.append(attend_packed(own, [layout.count for layout in seen], sizes))
         return self.step(states, embeds, positions, attends, queries, depth)
 
@@ -577,26 +589,41 @@ class LayerDrafter(DecoderDrafter):
         embeds: Tensor,
         depth: int = 0,
     ) -> tuple[Tensor, Tensor] | None:
-        """`step` and `read_out` of all new tokens by the CPU kernel, [n, h] each; None where it
-        does not apply.
+        """`step` and `read_out` of all new tokens by the CPU kernel.
+
+        Returns:
+            [n, h] each; None where the kernel does not apply.
         """
         if not self.draft_steps or len(states) > SKINNY_ROWS:
             return None
         plan = plan_of(layouts)
         if plan is None:
-            tables = None
-        else:
-            tables = tables_of(self.rotary, sessions, plan.positions)
-        if plan is None or tables is None:
             return None
-        stores = [
-            session.store_of(end, states) for session, end in zip(sessions, plan.ends, strict=True)
-        ]
-        inputs = embeds.to(states.dtype).contiguous(), states.contiguous()
-        return self._step_at(depth).run(*inputs, tables, stores, plan, self.cache_shape.window)
+        tables = tables_of(self.rotary, sessions, plan.positions)
+        if tables is None:
+            return None
+        stores = stores_of(sessions, plan.ends, states)
+        embeds = embeds.to(states.dtype).contiguous()
+        states = states.contiguous()
+        window = self.cache_shape.window
+        return self._step_at(depth).run(embeds, states, tables, stores, plan, window)
 
     def _step_at(self, depth: int) -> DraftStep:
         return self.draft_steps[min(depth, len(self.draft_steps) - 1)]
+
+
+def layouts_of(sessions: Sessions, tokens: Tensors) -> list[TreeLayout]:
+    """Layouts of committed tokens behind each session's cache."""
+    layouts = []
+    for session, new in zip(sessions, tokens, strict=True):
+        layouts.append(TreeLayout(session.length, count=len(new)))
+    return layouts
+
+
+def last_of(layouts: Layouts) -> Tensor:
+    """[sessions] int64, index of each session's last token among the packed ones."""
+    ends = accumulate(layout.count for layout in layouts)
+    return torch.tensor([end - 1 for end in ends])
 
 
 def split(packed: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
@@ -607,18 +634,15 @@ def split(packed: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
 
 
 def attend_packed(attends: Sequence[Attend], queries: Sequence[int], keys: Sequence[int]) -> Attend:
-    """Attention of packed tokens, each session's by its own function; queries, keys: numbers of
-    them per session.
+    """Attention of packed tokens, each session's by its own function.
+
+    queries, keys: numbers of them per session.
     """
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        parts = zip(
-            attends,
-            split(query, queries),
-            split(key, keys),
-            split(value, keys),
-            strict=True,
-        )
-        return cat([own(*part) for own, *part in parts])
+        each = split(query, queries)
+        new_keys = split(key, keys)
+        values = split(value, keys)
+        return cat([own(each[i], new_keys[i], values[i]) for i, own in enumerate(attends)])
 
     return attend

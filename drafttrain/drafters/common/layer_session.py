@@ -1,6 +1,4 @@
-"""The session of drafters with decoder layers, a cache of keys and values, and what one kernel call
-computes of sessions.
-"""
+"""The session of drafters with decoder layers: a key-value cache, and its kernel calls."""
 
 from __future__ import annotations
 
@@ -25,9 +23,11 @@ _ROOM = 64  # slots behind a window for a round's tokens; more are added where t
 
 
 class LayerSession(JointSession):
-    """One sequence's cache: per layer, keys and values [kv_heads, capacity, e] of committed
-    positions, then of this round's nodes in the order they were opened. A window bounds it:
-    positions that no later token sees are dropped.
+    """One sequence's key-value cache.
+
+    Per layer it holds keys and values [kv_heads, capacity, e] of committed positions, then of this
+    round's nodes in the order they were opened. A window bounds it: positions that no later token
+    sees are dropped.
 
     Attributes:
         length: committed positions in the cache. dropped: those before them.
@@ -43,18 +43,16 @@ class LayerSession(JointSession):
         max_length: int,
         text: ContextTokens | None = None,
     ):
-        bound = 2 * shape.window + _ROOM
         self.drafter = drafter
         self.shape = shape
         self.text = text
+        self.capacity = max_length  # slots per layer
         if shape.window:
-            self.capacity = min(max_length, bound)
-        else:
-            self.capacity = max_length
-        self.layers: list[
-            tuple[Tensor, Tensor]
-        ] = []  # allocated when the first key shows dtype and device
-        self.length = self.dropped = 0
+            self.capacity = min(max_length, 2 * shape.window + _ROOM)
+        # Keys and values per layer, allocated when the first key shows dtype and device.
+        self.layers: list[tuple[Tensor, Tensor]] = []
+        self.length = 0
+        self.dropped = 0
         self.read: Tensor | None = None
         self._store: KeyStore | None = None  # of the present buffers
 
@@ -77,28 +75,34 @@ class LayerSession(JointSession):
         super().place(steps, row)
         self.text = None
         self.capacity = steps.cache.capacity
-        both = [steps.cache.by_row(layer) for layer in range(self.shape.layers)]
-        self.layers = [(keys[row], values[row]) for keys, values in both]
+        self.layers = []
+        for layer in range(self.shape.layers):
+            keys, values = steps.cache.by_row(layer)  # [rows, kv_heads, capacity, e] each
+            self.layers.append((keys[row], values[row]))
         self._store = None
 
     def trim(self) -> None:
-        """Keeps the last window of committed positions once there are two of them; static steps
-        keep all in their own cache.
+        """Keeps the last window of committed positions once there are two windows of them.
+
+        Static steps keep all positions in their own cache.
         """
         window = self.shape.window
         if not window or self.steps is not None or self.length <= 2 * window:
             return
         gone = self.length - window
-        more = (0, 0, 0, window + _ROOM)
-        kept = slice(gone, self.length)
-        self.layers = [
-            (F.pad(keys[:, kept], more), F.pad(values[:, kept], more))
-            for keys, values in self.layers
-        ]
-        self.dropped = self.dropped + gone
+        self.layers = self._resized(slice(gone, self.length), window + _ROOM)
+        self.dropped += gone
         self.length = window
         self.capacity = 2 * window + _ROOM
         self._store = None
+
+    def _resized(self, kept: slice, more: int) -> list[tuple[Tensor, Tensor]]:
+        """Copies of the buffers' slots `kept`, with `more` empty slots behind them."""
+        padding = (0, 0, 0, more)
+        resized = []
+        for keys, values in self.layers:
+            resized.append((F.pad(keys[:, kept], padding), F.pad(values[:, kept], padding)))
+        return resized
 
     def attend(
         self,
@@ -108,9 +112,13 @@ class LayerSession(JointSession):
         key: Tensor,
         value: Tensor,
     ) -> Tensor:
-        """Stores a layer's new keys and values [m, kv_heads, e] and attends with queries [n, heads,
-        e] of the last n of those tokens over the keys that `layout` selects. Returns [n, heads *
-        e].
+        """Stores a layer's new keys and values, and attends over the keys that `layout` selects.
+
+        Args:
+            query: [n, heads, e] of the last n new tokens. key, value: [m, kv_heads, e] of all.
+
+        Returns:
+            [n, heads * e].
         """
         end = layout.prefix_len + layout.held + layout.count
         window = self.shape.window or None
@@ -118,39 +126,33 @@ class LayerSession(JointSession):
         scaling = query.shape[-1] ** -0.5
         plan = layout.plan
         if key.shape[0] == layout.count and plan is not None and plan.serves(query, keys, values):
-            new = (key, value)
             out = plan.attend(
                 query,
                 keys,
                 values,
-                new=new,
+                new=(key, value),
                 softcap=None,
                 sinks=None,
                 scaling=scaling,
                 window=window,
             )
             return out.view(layout.count, -1)
+
         self.store(layer, end - key.shape[0], key, value)
-        each = (
-            query.transpose(0, 1)[None],
-            keys[None, :, :end],
-            values[None, :, :end],
-        )  # [1, heads, n, e], ...
-        out = tree_attention(*each, layout, scaling=scaling, window=window)
+        queries = query.transpose(0, 1)[None]  # [1, heads, n, e]
+        keys = keys[None, :, :end]  # [1, kv_heads, end, e]
+        values = values[None, :, :end]
+        out = tree_attention(queries, keys, values, layout, scaling=scaling, window=window)
         return out[0].transpose(0, 1).reshape(layout.count, -1)
 
     def buffers(self, layer: int, end: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values [kv_heads, capacity, e], with at least `end` slots: trees may
-        exceed the longest sequence.
-        """
+        """Returns a layer's keys and values [kv_heads, capacity, e], with at least `end` slots."""
         if not self.layers:
             shape = (self.shape.kv_heads, self.capacity, self.shape.head_dim)
-            self.layers = [
-                (like.new_empty(shape), like.new_empty(shape)) for _ in range(self.shape.layers)
-            ]
-        if end > self.capacity:
-            more = (0, 0, 0, end - self.capacity)
-            self.layers = [(F.pad(keys, more), F.pad(values, more)) for keys, values in self.layers]
+            for _ in range(self.shape.layers):
+                self.layers.append((like.new_empty(shape), like.new_empty(shape)))
+        if end > self.capacity:  # a tree may reach beyond the longest sequence
+            self.layers = self._resized(slice(None), end - self.capacity)
             self.capacity = end
             self._store = None
         return self.layers[layer]
@@ -188,10 +190,13 @@ def read_by_kernel(
     tokens: Tensors,
     features: Tensors,
 ) -> tuple[Tensor, Tensor] | None:
-    """Depth 0 of committed tokens by one call: outputs of `step` and of `read_out` at each
-    session's last token, [sessions, h]. None where it does not apply.
+    """Computes depth 0 of committed tokens by one kernel call.
+
+    Returns:
+        Outputs of `step` and of `read_out` at each session's last token, [sessions, h] each; None
+        where the kernel does not apply.
     """
-    table = drafter.embed_table
+    table = drafter.embed_table  # [v, h]
     lengths = [session.length for session in sessions]
     if not drafter.draft_steps or table is None or max(lengths) > LONGEST_PREFIX:
         return None
@@ -201,11 +206,11 @@ def read_by_kernel(
         return None
     ends = [length + count for length, count in zip(lengths, counts, strict=True)]
     tables = tables_of(drafter.rotary, sessions, max(ends))
-    window = drafter.cache_shape.window
     if tables is None:
         return None
-    read = cat(features).to(table.dtype).contiguous()
-    stores = [session.store_of(end, read) for session, end in zip(sessions, ends, strict=True)]
+    read = cat(features).to(table.dtype).contiguous()  # [t, f*h]
+    stores = stores_of(sessions, ends, read)
+    window = drafter.cache_shape.window
     return step.read(cat(tokens), read, counts, lengths, table, tables, stores, window)
 
 
@@ -215,8 +220,9 @@ def grow_by_kernel(
     specs: Specs,
     reads: Tensor,
 ) -> list[TokenTree] | None:
-    """Greedy trees of one shape by one call; reads [sessions, h]: the head's input at the roots.
-    None where it does not apply.
+    """Grows greedy trees of one shape by one kernel call; None where it does not apply.
+
+    reads: [sessions, h], the head's input at the roots.
     """
     shape = tree_shape(specs)
     table = drafter.embed_table
@@ -229,27 +235,32 @@ def grow_by_kernel(
     tables = tables_of(drafter.rotary, sessions, max(lengths) - 1 + shape.depth)
     if tables is None:
         return None
-    stores = [session.store_of(session.length - 1 + shape.opens, reads) for session in sessions]
-    window = drafter.cache_shape.window
-    roots = cat([session.root for session in sessions]).contiguous()
+    ends = [length - 1 + shape.opens for length in lengths]  # slots of the root and opened nodes
     made = drafter.draft_steps[0].trees(
-        *(
-            head,
-            shape,
-            table,
-            drafter.kept_ids,
-            tables,
-            stores,
-            lengths,
-            window,
-            roots,
-            reads.contiguous(),
-        )
+        head,
+        shape,
+        table,
+        drafter.kept_ids,
+        tables,
+        stores_of(sessions, ends, reads),
+        lengths,
+        drafter.cache_shape.window,
+        cat([session.root for session in sessions]).contiguous(),  # [sessions, h]
+        reads.contiguous(),
     )
-    return [
-        TokenTree(torch.from_numpy(tokens), parents, torch.from_numpy(scores))
-        for tokens, parents, scores in made
-    ]
+    trees = []
+    for tokens, parents, scores in made:
+        trees.append(TokenTree(torch.from_numpy(tokens), parents, torch.from_numpy(scores)))
+    return trees
+
+
+def stores_of(
+    sessions: Sequence[LayerSession],
+    ends: Sequence[int],
+    like: Tensor,
+) -> list[KeyStore]:
+    """The sessions' buffers for a CPU kernel, each with slots up to its end."""
+    return [session.store_of(end, like) for session, end in zip(sessions, ends, strict=True)]
 
 
 def tables_of(
@@ -257,8 +268,9 @@ def tables_of(
     sessions: Sequence[LayerSession],
     end: int,
 ) -> tuple[Tensor, Tensor] | None:
-    """Cosine and sine of the positions of slots 0 to `end`; None where the sequences' windows have
-    dropped different numbers.
+    """Cosine and sine [end, 1, r] of the positions of slots 0 to `end`.
+
+    None where the sequences' windows have dropped different numbers of positions.
     """
     dropped = sessions[0].dropped
     if any(session.dropped != dropped for session in sessions):

@@ -1,5 +1,6 @@
-"""Modules of decoder layers that drafter kinds share. Tokens are flat, [t, ...]; `Attend` selects
-the keys.
+"""Modules of decoder layers that drafter kinds share.
+
+Tokens are flat, [t, ...]; an `Attend` selects the keys that each of them sees.
 """
 
 from __future__ import annotations
@@ -28,14 +29,12 @@ _NATIVE_ACTS = {"silu": False, "gelu_pytorch_tanh": True}
 
 
 class CacheShape(NamedTuple):
-    """Shape of a session's keys and values: [layers, kv_heads, capacity, head_dim]. window: visible
-    positions, 0 for all.
-    """
+    """Shape of a session's keys and values, [layers, kv_heads, capacity, head_dim]."""
 
     layers: int
     kv_heads: int
     head_dim: int
-    window: int = 0
+    window: int = 0  # positions that a token sees; 0 for all
 
 
 class Rotary:
@@ -50,30 +49,32 @@ class Rotary:
     """
 
     def __init__(self, head_dim: int, parameters: Json):
-        self.head_dim, self.parameters = head_dim, dict(parameters)
-        self.width = int(head_dim * (self.parameters.get("partial_rotary_factor") or 1.0))
+        self.head_dim = head_dim
+        self.parameters = dict(parameters)
+        rotated = self.parameters.get("partial_rotary_factor") or 1.0
+        self.width = int(head_dim * rotated)
+        # Per device: frequencies [r / 2], and the factor of cosine and sine.
         self._known: dict[torch.device, tuple[Tensor, float]] = {}
-        self._rows = torch.empty(0), torch.empty(0)
+        self._rows = (torch.empty(0), torch.empty(0))  # cos, sin of the first positions on the CPU
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """positions [t] int64 -> cos, sin [t, 1, r]."""
         if positions.device.type != "cpu" or dtype != torch.float32 or not positions.shape[0]:
             return self.compute(positions, dtype)
-        cos, sin = (rows[positions] for rows in self.up_to(int(positions.max()) + 1))
-        return cos, sin
+        cos, sin = self.up_to(int(positions.max()) + 1)
+        return cos[positions], sin[positions]
 
     def up_to(self, end: int) -> tuple[Tensor, Tensor]:
-        """cos, sin [at least `end`, 1, r] of positions 0, 1, 2, ... on the CPU in float32, cached."""
+        """cos, sin [at least `end`, 1, r] of positions 0, 1, ... on the CPU in float32, cached."""
         rows = self._rows  # another thread may replace the tables by shorter ones
         if end > rows[0].shape[0]:
-            rows = self._rows = self.compute(torch.arange(1 << end.bit_length()), torch.float32)
+            rows = self.compute(torch.arange(1 << end.bit_length()), torch.float32)
+            self._rows = rows
         return rows
 
     @property
     def frequencies(self) -> Tensor:
-        """[r / 2] float32, radians per position; what other trainers store as
-        `rotary_emb.inv_freq`.
-        """
+        """[r / 2] float32, radians per position; other trainers store `rotary_emb.inv_freq`."""
         return self._frequencies(torch.device("cpu"))[0]
 
     def compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -82,35 +83,40 @@ class Rotary:
         if device not in self._known:
             self._known[device] = self._frequencies(device)
         frequencies, scale = self._known[device]
-        angles = positions[:, None].float() * frequencies
-        angles = torch.cat((angles, angles), dim=-1)[:, None]
-        return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+        angles = positions[:, None].float() * frequencies  # [t, r / 2]
+        angles = torch.cat((angles, angles), dim=-1)[:, None]  # [t, 1, r]
+        cos = (angles.cos() * scale).to(dtype)
+        sin = (angles.sin() * scale).to(dtype)
+        return cos, sin
 
     def _frequencies(self, device: torch.device) -> tuple[Tensor, float]:
-        kind = self.parameters.get("rope_type", "default")
+        """Frequencies [r / 2] float32, and the factor of cosine and sine."""
+        parameters = self.parameters
+        kind = parameters.get("rope_type", "default")
         if kind == "default":
             steps = torch.arange(0, self.width, 2, device=device, dtype=torch.float)
-            return self.parameters["rope_theta"] ** (-steps / self.width), 1.0
-        original = self.parameters.get("original_max_position_embeddings") or 2048
-        longest = int(original * (self.parameters.get("factor") or 1.0))
-        shape: Json = {
-            "hidden_size": self.head_dim,
-            "num_attention_heads": 1,
-            "head_dim": self.head_dim,
-        }
-        shape |= {"max_position_embeddings": longest, "rope_parameters": dict(self.parameters)}
-        return ROPE_INIT_FUNCTIONS[kind](LlamaConfig(**shape), device)
+            return parameters["rope_theta"] ** (-steps / self.width), 1.0
+        # transformers' functions read a config; one of a single head has the same frequencies.
+        original = parameters.get("original_max_position_embeddings") or 2048
+        factor = parameters.get("factor") or 1.0
+        config = LlamaConfig(
+            hidden_size=self.head_dim,
+            num_attention_heads=1,
+            head_dim=self.head_dim,
+            max_position_embeddings=int(original * factor),
+            rope_parameters=dict(parameters),
+        )
+        return ROPE_INIT_FUNCTIONS[kind](config, device)
 
 
 def moved(place: Tensor, most: int, part: Part) -> Tensor:
-    """Rotary positions [t] in training, from places [t] in conversations, of all tokens of a batch
-    (`position_offset`).
+    """Rotary positions [t] in training with `position_offset`, from places [t] in conversations.
 
     A conversation's first tokens, to which attention often goes, stay where they are, and all
     others move by one random number up to `most`. So short rows train distances of long ones.
     Source: LongSpec, arXiv 2502.17421.
     """
-    first = place == 0
+    first = place == 0  # [t] bool
     drawn = part.same(torch.rand(int(first.sum()), device=place.device))  # one per conversation
     offset = (drawn * (most + 1)).long()[first.cumsum(0) - 1]  # [t]
     return torch.where(place < ANCHORED, place, place + offset)
@@ -126,8 +132,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's. Under autocast the weight takes the dtype of a narrower input: torch's fused kernel
-    serves no mixture.
+    """torch's RMS norm, whose weight takes the dtype of a narrower input under autocast.
+
+    torch's fused kernel supports no mixture of dtypes.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -138,8 +145,10 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention. width: of the input, which may be wider than the output (EAGLE-3
-    reads embedding ++ state).
+    """Grouped-query attention.
+
+    Args:
+        width: of the input, which may exceed the output's (EAGLE-3 reads embedding ++ state).
     """
 
     def __init__(self, config: LayerShape, width: int):
@@ -159,8 +168,10 @@ class Attention(nn.Module):
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """x [t, width]; cos, sin [t, 1, r] -> rotated keys and values [t, kv_heads, e]."""
-        key = rotate(self.k_norm(self.k_proj(x).view(-1, self.kv_heads, self.head_dim)), cos, sin)
-        return key, self.v_proj(x).view(-1, self.kv_heads, self.head_dim)
+        shape = (-1, self.kv_heads, self.head_dim)
+        key = self.k_norm(self.k_proj(x).view(shape))
+        value = self.v_proj(x).view(shape)
+        return rotate(key, cos, sin), value
 
     def forward(
         self,
@@ -184,8 +195,8 @@ class Attention(nn.Module):
             x = x[queries]
             cos = cos[queries]
             sin = sin[queries]
-        query = rotate(self.q_norm(self.q_proj(x).view(-1, self.heads, self.head_dim)), cos, sin)
-        return self.o_proj(attend(query, key, value))
+        query = self.q_norm(self.q_proj(x).view(-1, self.heads, self.head_dim))  # [tq, heads, e]
+        return self.o_proj(attend(rotate(query, cos, sin), key, value))
 
 
 class DraftLayer(nn.Module):
@@ -199,9 +210,9 @@ class DraftLayer(nn.Module):
         norm_before_residual: the residual is the normed state, for layers that read embeddings.
     """
 
-    native: DecoderLayer | None
+    native: DecoderLayer | None  # the layer's CPU kernels
     # Set by transformers with `gradient_checkpointing`: whether backward computes the layer again,
-    # and what remembers to.
+    # and the function that arranges it.
     gradient_checkpointing = False
     _gradient_checkpointing_func: Callable[..., Tensor]
 
@@ -222,34 +233,31 @@ class DraftLayer(nn.Module):
         self.self_attn = Attention(config, embed_width + h)
         self.post_attention_layernorm = RMSNorm(h, eps)
         self.mlp = LlamaMLP(config)  # gated, with the config's activation and biases
-        kernels = (
-            not config.attention_bias and not config.mlp_bias and config.hidden_act in _NATIVE_ACTS
-        )
-        self.native_gelu = (
-            _NATIVE_ACTS[config.hidden_act] if kernels else None
-        )  # None: a form that the kernels lack
+        # Whether the activation is the tanh form of GELU; None: a form that the kernels lack.
+        self.native_gelu: bool | None = None
+        if not config.attention_bias and not config.mlp_bias:
+            self.native_gelu = _NATIVE_ACTS.get(config.hidden_act)
         self.native = None
 
     def pack(self, rotary_dim: int) -> None:
-        """Makes few rows take two CPU kernel calls around the attention, unless the kernels lack
-        the layer's form.
+        """Makes few rows take two CPU kernel calls around the attention.
+
+        Layers whose form the kernels lack stay as they are.
         """
         if self.native_gelu is None:
             return
         attention = self.self_attn
-        after = self.post_attention_layernorm
         norms = {"query_norm": attention.q_norm, "key_norm": attention.k_norm}
         if self.hidden_norm is None:
             norms["input_norm"] = self.input_layernorm
         factors = {name: norm.weight for name, norm in norms.items() if isinstance(norm, RMSNorm)}
-        gelu = self.native_gelu
         self.native = DecoderLayer(
             attention,
             self.mlp,
             rotary_dim,
             self.eps,
-            gelu,
-            mlp_norm=after.weight,
+            self.native_gelu,
+            mlp_norm=self.post_attention_layernorm.weight,
             **factors,
         )
 
@@ -262,10 +270,9 @@ class DraftLayer(nn.Module):
         attend: Attend,
         queries: Tensor | None,
     ) -> Tensor:
-        """state [t, h], embeds [t, embed_width] for a layer that reads them -> [t or queries, h]."""
+        """state [t, h], embeds [t, embed_width] if the layer reads them -> [t or queries, h]."""
         if self.gradient_checkpointing and self.training:
-            # In two parts, of which one is in memory at a time. Neither repeats its last product,
-            # which nothing reads.
+            # Checkpoint attention and MLP separately, so that backward holds one at a time.
             state = self._gradient_checkpointing_func(
                 self._attended,
                 state,
@@ -276,15 +283,11 @@ class DraftLayer(nn.Module):
                 queries,
             )
             return self._gradient_checkpointing_func(self._transformed, state)
-        if len(state) <= SKINNY_ROWS:
-            native = self.native
-        else:
-            native = None
-        if native is not None:
-            x = state
+        if self.native is not None and len(state) <= SKINNY_ROWS:
+            x = state  # the kernel applies the input norm, unless embeddings are read too
             if self.hidden_norm is not None and embeds is not None:
                 state, x = self._inputs(state, embeds)
-            return native.forward(state, x, cos, sin, attend, queries)
+            return self.native.forward(state, x, cos, sin, attend, queries)
         return self._transformed(self._attended(state, embeds, cos, sin, attend, queries))
 
     def _inputs(self, state: Tensor, embeds: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -292,10 +295,10 @@ class DraftLayer(nn.Module):
         if self.hidden_norm is None or embeds is None:
             return state, self.input_layernorm(state)
         normed = self.hidden_norm(state)
-        return normed if self.norm_before_residual else state, torch.cat(
-            (self.input_layernorm(embeds), normed),
-            dim=-1,
-        )
+        x = torch.cat((self.input_layernorm(embeds), normed), dim=-1)
+        if self.norm_before_residual:
+            return normed, x
+        return state, x
 
     def _attended(
         self,
@@ -306,14 +309,12 @@ class DraftLayer(nn.Module):
         attend: Attend,
         queries: Tensor | None,
     ) -> Tensor:
+        """The state behind the attention, [t or queries, h]."""
         state, x = self._inputs(state, embeds)
-        return (state if queries is None else state[queries]) + self.self_attn(
-            x,
-            cos,
-            sin,
-            attend,
-            queries,
-        )
+        if queries is not None:
+            state = state[queries]
+        return state + self.self_attn(x, cos, sin, attend, queries)
 
     def _transformed(self, state: Tensor) -> Tensor:
+        """The state behind the MLP, [t, h]."""
         return state + self.mlp(self.post_attention_layernorm(state))

@@ -24,29 +24,23 @@ LAYER_KEYS: Json = {
 
 
 def rope_parameters(config: LayerConfig) -> Json:
-    """The rotary embedding in transformers 5's form: rope_type, rope_theta, and what the type
-    needs.
-    """
-    return {
-        "rope_type": "default",
-        "rope_theta": config.rope_theta,
-        **(config.rope_parameters or {}),
-    }
+    """The rotary embedding as in transformers 5: rope_type, rope_theta, its parameters."""
+    rope: Json = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if config.rope_parameters:
+        rope |= config.rope_parameters
+    return rope
 
 
 def layer_keys(config: LayerConfig) -> Json:
     """A drafter's layers as keys of a Llama config."""
     rope = rope_parameters(config)
     own = config.to_dict()
-    keys = {
-        **{name: own[name] for name in LAYER_KEYS},
-        "rope_parameters": rope,
-        "rope_theta": rope["rope_theta"],
-        "tie_word_embeddings": False,
-    }
-    if (
-        rope["rope_type"] != "default"
-    ):  # vLLM reads this key last, and null there erases rope_parameters
+    keys = {name: own[name] for name in LAYER_KEYS}
+    keys["rope_parameters"] = rope
+    keys["rope_theta"] = rope["rope_theta"]
+    keys["tie_word_embeddings"] = False
+    # vLLM reads this key last, and null there erases rope_parameters.
+    if rope["rope_type"] != "default":
         keys["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
     return keys
 
@@ -62,14 +56,14 @@ def unsupported_by_llama(
     Args:
         windows, partial: the engine's layer has sliding windows, and partly rotated heads.
     """
+    found = []
+    act = config.hidden_act
+    if act != "silu":
+        found.append(f"hidden_act={act!r}: the engine's MLP raises on anything but silu")
     window = config.sliding_window
+    if window and not windows:
+        found.append(f"sliding_window={window}: the engine's layer attends to everything")
     rotated = rope_parameters(config).get("partial_rotary_factor", 1.0)
-    checks = {
-        f"hidden_act={config.hidden_act!r}: the engine's MLP raises on anything but silu": config.hidden_act
-        != "silu",
-        f"sliding_window={window}: the engine's layer attends to everything": window
-        and not windows,
-        "partial_rotary_factor: the engine's layer rotates whole heads": rotated != 1.0
-        and not partial,
-    }
-    return [reason for reason, found in checks.items() if found]
+    if rotated != 1.0 and not partial:
+        found.append("partial_rotary_factor: the engine's layer rotates whole heads")
+    return found

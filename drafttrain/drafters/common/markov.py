@@ -1,8 +1,6 @@
-"""Blocks corrected by the token before each prediction: a product of low rank, added to the block's
-logits.
+"""Blocks whose logits are corrected by the token before, with a product of low rank.
 
-    logits at depth k below token y  =  head(block state at k) + markov_out (markov_in[y] *
-    gate(block state at k))
+    logits at depth k below token y  =  head(block state at k) + markov_out(markov_in[y] * gate(block state at k))
 
 The block's pass still happens once; a node costs one such product. It makes the children of
 siblings differ: a block alone may draft "New of" from "New York" and "bank of". The last row of
@@ -38,8 +36,9 @@ class MarkovConfig(BlockConfig):
 
 
 class MarkovBlock(BlockDrafter):
-    """The block-parallel backbone with the correction. A kind sets the scale of `markov_in` and
-    calls `post_init`.
+    """The block-parallel backbone with the correction.
+
+    A kind sets the scale of `markov_in` and calls `post_init`.
     """
 
     config: MarkovConfig
@@ -61,28 +60,30 @@ class MarkovBlock(BlockDrafter):
     def markov_rows(self) -> Tensor:
         """[v] int64, the row of `markov_in` of each target id."""
         v = self.config.vocab_size
-        kept = self.kept_ids.cpu()
         if self.config.markov_all:
             return torch.arange(v)
-        rows = torch.full((v,), len(kept))
+        kept = self.kept_ids.cpu()
+        rows = torch.full((v,), len(kept))  # tokens that are not kept share the last row
         rows[kept] = torch.arange(len(kept))
         return rows
 
     def file_rows(self) -> Tensor:
-        """[tokens of a file] int64 rows of `markov_in`; a learned mask, which is never the token
-        before, gets the last row.
-        """
+        """[tokens of a file] int64, the row of `markov_in` of each token in an engine's file."""
         rows = self.markov_rows()
         if self.mask is None:
             return rows
+        # A file has a learned mask as a further token. It is never the token before: any row fits.
         return torch.cat((rows, torch.tensor([len(self.markov_in.weight) - 1])))
 
     def corrections(self, reads: Tensor, parents: Tensor) -> Tensor:
-        """[t, r], input of `markov_out`, from block states reads [t, h] and the tokens before,
-        parents [t] target ids.
+        """Input of `markov_out`, [t, r].
+
+        Args:
+            reads: [t, h] block states. parents: [t] int64 target ids, the tokens before.
         """
         return self.markov_in(self.own_ids[parents])
 
     def readout(self, reads: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
+        # Both products in one: [d, h + r], and [t, h + r] below.
         head = torch.cat((self.head.weight.to(reads.dtype), self.markov_out.weight), dim=1)
         return torch.cat((reads, self.corrections(reads, parents)), dim=-1), head

@@ -1,8 +1,7 @@
-"""Counts of the tokens that followed the last few tokens in a corpus of earlier answers, built once
-and saved as safetensors.
+"""Counts of the tokens that followed each n-gram in a corpus of earlier answers.
 
-Source: retrieval-based speculative decoding (REST, arXiv 2311.08252); here with counts instead of a
-suffix array.
+A table is built once and saved as safetensors. Source: retrieval-based speculative decoding (REST,
+arXiv 2311.08252); here with counts instead of a suffix array.
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ class NgramTable(NamedTuple):
         max_n: int = 4,
         max_entries: int = 4_000_000,
     ) -> NgramTable:
-        """Counts the tokens after every context of 1 to max_n tokens; keeps the max_entries most
-        frequent pairs.
+        """Counts the tokens after every context of 1 to max_n tokens.
 
         Args:
             documents: token ids; contexts do not cross documents.
+            max_entries: number of (context, token) pairs to keep, the most frequent ones.
 
         Raises:
             UserError: max_n or max_entries below 1.
@@ -68,12 +67,22 @@ class NgramTable(NamedTuple):
             np.empty(0, np.int64),
         )
         for tokens, owner in _blocks(documents):
-            parts = [held, *(_pairs(tokens, owner, n) for n in range(1, max_n + 1))]
+            parts = [held]
+            for n in range(1, max_n + 1):
+                parts.append(_pairs(tokens, owner, n))
             held = _reduce(parts, max_entries)
-        order = np.lexsort((-held[2], held[0]))
-        hashes, tokens, counts = (column[order] for column in held)
+        hashes, tokens, counts = held
+
+        # Contexts by hash, and the continuations of each by falling count.
+        order = np.lexsort((-counts, hashes))
+        hashes = hashes[order]
+        tokens = tokens[order]
+        counts = counts[order]
+
+        # The first continuations of each context.
         _, starts, lengths = np.unique(hashes, return_index=True, return_counts=True)
-        kept = np.arange(len(hashes)) - np.repeat(starts, lengths) < _FOLLOWERS
+        rank = np.arange(len(hashes)) - np.repeat(starts, lengths)
+        kept = rank < _FOLLOWERS
         unique, starts = np.unique(hashes[kept], return_index=True)
         starts = np.append(starts, kept.sum()).astype(np.int64)
         counts = np.minimum(counts[kept], np.iinfo(np.int32).max).astype(np.int32)
@@ -81,20 +90,19 @@ class NgramTable(NamedTuple):
 
     def likeliest(self, context: tuple[int, ...]) -> list[tuple[int, float]]:
         """The tokens that followed a context most often, with their shares."""
-        place = int(np.searchsorted(self.hashes, np.uint64(key := context_hash(context))))
+        key = context_hash(context)
+        place = int(np.searchsorted(self.hashes, np.uint64(key)))
         if place == len(self.hashes) or int(self.hashes[place]) != key:
             return []
         begin = int(self.starts[place])
         end = int(self.starts[place + 1])
-        counts = self.counts[begin : min(end, begin + _LIKELIEST)].tolist()
-        if end > begin + _LIKELIEST:
+        last = min(end, begin + _LIKELIEST)
+        tokens = self.tokens[begin:last].tolist()
+        counts = self.counts[begin:last].tolist()
+        total = sum(counts)
+        if end > last:
             total = int(self.counts[begin:end].sum())
-        else:
-            total = sum(counts)
-        return [
-            (t, c / total)
-            for t, c in zip(self.tokens[begin : begin + len(counts)].tolist(), counts, strict=True)
-        ]
+        return [(token, count / total) for token, count in zip(tokens, counts, strict=True)]
 
     def save(self, file: str | Path, tokenizer: str) -> None:
         """Writes the table. tokenizer: fingerprint of the tokenizer of the documents."""
@@ -114,8 +122,8 @@ class NgramTable(NamedTuple):
     def load(file: str | Path) -> tuple[NgramTable, str]:
         """Returns the table and its tokenizer's fingerprint.
 
-        Raises UserError: a missing file, another format, or a table that breaks the rules of the
-        class.
+        Raises:
+            UserError: a missing file, another format, or a table that breaks a rule of the class.
         """
         fix = "build one: drafttrain ngram-store"
         with (
@@ -125,12 +133,16 @@ class NgramTable(NamedTuple):
             about = store.metadata() or {}
             if about.get("format") != _FORMAT:
                 raise UserError(f"ngram_store={str(file)!r} is no n-gram store; {fix}")
-            arrays = {
-                name: store.get_tensor(name) for name in ("hashes", "starts", "tokens", "counts")
-            }
-            table = NgramTable(**arrays, max_n=int(about["max_n"]))
+            table = NgramTable(
+                hashes=store.get_tensor("hashes"),
+                starts=store.get_tensor("starts"),
+                tokens=store.get_tensor("tokens"),
+                counts=store.get_tensor("counts"),
+                max_n=int(about["max_n"]),
+            )
             tokenizer = about["tokenizer"]
-            if rule := table.broken_rule():
+            rule = table.broken_rule()
+            if rule:
                 raise UserError(f"ngram_store={str(file)!r} is damaged ({rule}); {fix}")
         return table, tokenizer
 
@@ -139,11 +151,10 @@ class NgramTable(NamedTuple):
         contexts = len(self.hashes)
         entries = len(self.tokens)
         types = {"hashes": np.uint64, "starts": np.int64, "tokens": np.int32, "counts": np.int32}
-        if any(
-            getattr(self, name).ndim != 1 or getattr(self, name).dtype != wanted
-            for name, wanted in types.items()
-        ):
-            return "its columns have other types or shapes"
+        for name, wanted in types.items():
+            column = getattr(self, name)
+            if column.ndim != 1 or column.dtype != wanted:
+                return "its columns have other types or shapes"
         if len(self.starts) != contexts + 1 or len(self.counts) != entries or self.max_n < 1:
             return "its columns have lengths that do not fit together, or max_n is below 1"
         if self.starts[0] != 0 or self.starts[-1] != entries or (np.diff(self.starts) < 1).any():
@@ -160,26 +171,28 @@ def _blocks(documents: Iterable[Sequence[int]]) -> Iterable[tuple[np.ndarray, np
     rest = iter(documents)
     while True:
         tokens: list[int] = []
-        ends: list[int] = []
-        while len(tokens) < _BLOCK and (document := next(rest, None)) is not None:
+        ends: list[int] = []  # of the documents
+        for document in rest:
             tokens += document
             ends.append(len(tokens))
+            if len(tokens) >= _BLOCK:
+                break
         if not tokens:
             return
-        yield (
-            np.array(tokens, np.int32),
-            np.searchsorted(ends, np.arange(len(tokens)), side="right"),
-        )
+        owner = np.searchsorted(ends, np.arange(len(tokens)), side="right")
+        yield np.array(tokens, np.int32), owner
 
 
 def _pairs(tokens: np.ndarray, owner: np.ndarray, n: int) -> tuple[np.ndarray, ...]:
-    """Every context of n tokens: hashes [c] uint64, next tokens [c] int32, counts of one [c] int64."""
+    """Every context of n tokens: hashes [c] uint64, next tokens [c] int32, counts [c] of 1."""
     count = max(len(tokens) - n, 0)
-    keys = np.full(count, n, np.uint64)
+    keys = np.full(count, n, np.uint64)  # as `context_hash` computes them
     for j in range(n):
         keys = keys * np.uint64(_FACTOR) + tokens[j : j + count].astype(np.uint64) + np.uint64(1)
-    inside = owner[:count] == owner[n : n + count]
-    return keys[inside], tokens[n : n + count][inside], np.ones(int(inside.sum()), np.int64)
+    inside = owner[:count] == owner[n : n + count]  # context and next token in one document
+    keys = keys[inside]
+    following = tokens[n : n + count][inside]
+    return keys, following, np.ones(len(keys), np.int64)
 
 
 def _reduce(parts: Sequence[tuple[np.ndarray, ...]], most: int) -> tuple[np.ndarray, ...]:

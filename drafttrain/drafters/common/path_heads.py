@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
 from operator import itemgetter
 
 import torch
@@ -83,8 +82,9 @@ class PathHeads(TrainableDrafter):
         raise NotImplementedError
 
     def advance(self, state: Tensor, tokens: Tensor, depth: int) -> Tensor:
-        """[t, w] states of depth - 1 and [t] the tokens drafted from them -> [t, w'] states at
-        `depth`, 1 or more.
+        """States [t, w'] at `depth`, 1 or more.
+
+        state: [t, w] at the depth before. tokens: [t] int64, drafted from those states.
         """
         raise NotImplementedError
 
@@ -101,60 +101,59 @@ class PathHeads(TrainableDrafter):
 
     def predict(self, state: Tensor, depth: int, width: int | None) -> Logits:
         """`logits`, or their `width` top tokens where a kernel finds them; None: all are needed."""
-        if width is None:
-            head = None
-        else:
+        head = None
+        if width is not None:
             head = DraftHead.of(self.head(depth))
         if head is None or width is None:
             return self.logits(state, depth)
-        return Likeliest(*head.top(self.read(state, depth), min(width, head.vocabulary))[:2])
+        ids, log_probs, _ = head.top(self.read(state, depth), min(width, head.vocabulary))
+        return Likeliest(ids, log_probs)
 
     # -- training half -----------------------------------------------------------------------------
 
     def walk(self, batch: Batch, features: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields each depth's training inputs: flat positions [t] of the tokens read last, which
-        its predictions are aligned with, and the states [t, w] there.
+        """Yields each depth's training inputs.
+
+        They are flat positions [t] of the tokens read last, which its predictions are aligned with,
+        and the states [t, w] there.
         """
-        ids = batch.input_ids.flatten()
-        anchors = anchors_by_depth(batch.response_mask, self.depths)
-        state = self.enter(features.flatten(0, 1)[anchors[0]], ids[anchors[0] + 1])
-        yield anchors[0] + 1, state
+        ids = batch.input_ids.flatten()  # [b * s]
+        anchors = anchors_by_depth(batch.response_mask, self.depths)  # per depth: [t], nested
+        first = anchors[0]
+        state = self.enter(features.flatten(0, 1)[first], ids[first + 1])
+        yield first + 1, state
         for k, flat in enumerate(anchors[1:], 1):
-            state = state[torch.searchsorted(anchors[k - 1], flat)]  # anchors are nested
+            # Drop the states of anchors that depth k does not train.
+            state = state[torch.searchsorted(anchors[k - 1], flat)]
             state = self.advance(state, ids[flat + 1 + k], k)
             yield flat + 1 + k, state
 
     def forward(self, inputs: StepInputs) -> StepOutput:
-        """All depths of all anchors along the data's tokens. The loss weighs depth k by depth_decay
-        ** k, summing to 1.
+        """Computes all depths of all anchors along the data's tokens.
+
+        The loss weighs depth k by depth_decay ** k; the weights sum to 1.
         """
-        batch, _, features, rows, row_of, count, measure = inputs
-        decay = self.config.depth_decay ** torch.arange(
-            self.depths,
-            dtype=torch.float32,
-            device=row_of.device,
-        )
+        row_of = inputs.row_of.flatten()  # [b * s]
+        depths = torch.arange(self.depths, dtype=torch.float32, device=row_of.device)
+        decay = self.config.depth_decay**depths  # [depths] float32
         decay = decay / decay.sum()
         heads = [SharedHead(head.weight) for head in self.lm_heads]  # type: ignore[arg-type]
         losses: list[Tensor] = []
         outs = []
-        for k, (at, state) in enumerate(self.walk(batch, features)):
-            weight = (decay[k] / count).expand(len(at))  # [t] float32
-            read = self.read(state, k)
-            index = row_of.flatten()[at]
-            head = heads[min(k, len(heads) - 1)]
+        for k, (at, state) in enumerate(self.walk(inputs.batch, inputs.features)):
             out = linear_divergence(
-                read,
-                head,
-                rows,
-                index,
-                weight,
+                self.read(state, k),
+                heads[min(k, len(heads) - 1)],
+                inputs.rows,
+                row_of[at],
+                (decay[k] / inputs.total).expand(len(at)),  # [t] float32
                 self.config.loss,
-                measure=measure,
+                measure=inputs.measure,
             )
             losses.append(out.loss)
             outs.append(out)
-        losses += [head.term() for head in heads]
+        for head in heads:
+            losses.append(head.term())
         return StepOutput(torch.stack(losses).sum(), sums_by_depth(outs))
 
     # -- start from the target ---------------------------------------------------------------------
@@ -173,16 +172,17 @@ class PathHeads(TrainableDrafter):
         return min(depth, len(self.lm_heads) - 1), self.read(state, depth)
 
     def take_map(self, index: int, found: Tensor, rows: Tensor) -> None:
-        """Stores a fitted map [h, i] to the target's last state; rows: [d, h] of the target's head."""
+        """Stores a fitted map [h, i] to the target's last state; rows: [d, h] of its head."""
         self.head(index).weight.copy_(rows @ found)
 
     @torch.no_grad()
     def solve_start(self, batches: list[Batch], source: Source) -> float | None:
-        """Fits the best linear prediction of the target's last state at each depth by least
-        squares; see `Drafter`.
+        """Fits the best linear prediction of the target's last state at each depth.
+
+        By least squares; see `Drafter.solve_start`.
         """
-        fits: dict[int, LeastSquares] = {}
-        power = 0.0
+        fits: dict[int, LeastSquares] = {}  # by the index of the map
+        power = 0.0  # of the target's states
         for batch in batches:
             features, rows, row_of = source(batch)
             for k, (at, state) in enumerate(self.walk(batch, features)):
@@ -221,12 +221,11 @@ class PathHeads(TrainableDrafter):
             nonlocal states
             if self.independent:  # one row for all nodes of a depth
                 return self.logits(roots, depth)[:, None]
-            above = states.gather(1, parents[:, :, None].expand(-1, -1, states.shape[2])).flatten(
-                0, 1
-            )
+            index = parents[:, :, None].expand(-1, -1, states.shape[2])
+            above = states.gather(1, index).flatten(0, 1)  # [R * m, w] states of the parents
             state = self.advance(above, self.kept_ids[tokens.flatten()], depth)
             states = state.unflatten(0, tokens.shape)
-            return self.logits(state, depth).unflatten(0, tokens.shape)
+            return self.logits(state, depth).unflatten(0, tokens.shape)  # [R, m, d]
 
         return self.logits(roots, 0)[:, None], ask
 
@@ -237,16 +236,13 @@ class PathHeads(TrainableDrafter):
         tokens: Tensors,
         features: Tensors,
     ) -> None:
-        """Computes the state of each session's last committed token; the others leave nothing
-        behind.
-        """
-        if (steps := sessions[0].steps) is not None and steps.read(sessions, tokens, features):
+        """Computes the state of each session's last committed token; no other is kept."""
+        steps = sessions[0].steps
+        if steps is not None and steps.read(sessions, tokens, features):
             return
-        last = (
-            torch.cat([states[-1:] for states in features]),
-            torch.cat([new[-1:] for new in tokens]),
-        )
-        for session, state in zip(sessions, self.enter(*last).split(1), strict=True):
+        hidden = torch.cat([states[-1:] for states in features])  # [sessions, h]
+        last = torch.cat([new[-1:] for new in tokens])  # [sessions] int64
+        for session, state in zip(sessions, self.enter(hidden, last).split(1), strict=True):
             session.root = state
 
     @without_grad
@@ -256,44 +252,47 @@ class PathHeads(TrainableDrafter):
         specs: Specs,
         samplers: Samplers,
     ) -> list[TokenTree]:
-        """One step per depth over the nodes that any of the trees opens, down to the last head."""
+        """Drafts by one step per depth, over the nodes that any of the trees opens."""
         steps = sessions[0].steps
-        if steps is not None and (static := steps.propose(sessions, specs, samplers)) is not None:
-            return static
+        if steps is not None:
+            static = steps.propose(sessions, specs, samplers)
+            if static is not None:
+                return static
+
         width = widest(specs)
-        first = self.predict(
-            torch.cat([session.root for session in sessions]),
-            0,
-            width,
-        )  # [sessions, d], or top tokens
-        trees = [
-            GrowingTree(
-                spec,
+        roots = torch.cat([session.root for session in sessions])  # [sessions, w]
+        first = self.predict(roots, 0, width)  # [sessions, d], or top tokens
+        trees = []
+        for row, session in enumerate(sessions):
+            tree = GrowingTree(
+                specs[row],
                 rows_of(first, row),
                 self.kept_ids,
-                sampler,
+                samplers[row],
                 self.depths,
                 row,
                 session.root,
             )
-            for row, (session, spec, sampler) in enumerate(
-                zip(sessions, specs, samplers, strict=True)
-            )
-        ]
+            trees.append(tree)
 
         def step(growing: list[GrowingTree], depth: int) -> Sequence[Logits]:
             if self.independent:  # one row for all nodes of a depth
-                logits = self.predict(torch.cat([tree.states for tree in growing]), depth, width)
-                return [rows_of(logits, slice(row, row + 1)) for row in range(len(growing))]
-            states = torch.cat([tree.parent_states() for tree in growing])  # [n, w]
-            tokens = self.kept_ids[torch.cat([tree.tokens for tree in growing])]  # [n] target ids
-            sizes = [len(tree.parents) for tree in growing]
-            states = self.advance(states, tokens, depth)
-            for tree, own in zip(growing, states.split(sizes), strict=True):
-                tree.states = own
+                sizes = [1] * len(growing)
+                states = torch.cat([tree.states for tree in growing])  # [trees, w]
+            else:
+                sizes = [len(tree.parents) for tree in growing]
+                above = torch.cat([tree.parent_states() for tree in growing])  # [n, w]
+                tokens = torch.cat([tree.target_ids for tree in growing])  # [n]
+                states = self.advance(above, tokens, depth)
+                for tree, own in zip(growing, states.split(sizes), strict=True):
+                    tree.states = own
             logits = self.predict(states, depth, width)
-            ends = [0, *accumulate(sizes)]
-            return [rows_of(logits, slice(begin, end)) for begin, end in pairwise(ends)]
+            each = []
+            begin = 0
+            for size in sizes:
+                each.append(rows_of(logits, slice(begin, begin + size)))
+                begin += size
+            return each
 
         return grow_trees(trees, step)
 
@@ -301,17 +300,17 @@ class PathHeads(TrainableDrafter):
 
     @torch.no_grad()
     def suggest_tree(self, batches: list[Batch], source: Source) -> str | None:
-        """A fixed tree of `tree_nodes` nodes by how often each rank of each head is the target's
-        choice on held-out data.
+        """A fixed tree of `tree_nodes` nodes; None if no head is ever right.
 
-        None if no head is ever right. Source: Medusa, arXiv 2401.10774, on tree construction.
+        The nodes are chosen by how often each rank of each head is the target's choice on held-out
+        data. Source: Medusa, arXiv 2401.10774, on tree construction.
         """
         hits = torch.zeros(self.depths, min(_RANKS, self.config.draft_vocab_size))
-        anchors = torch.zeros(self.depths, 1)
+        anchors = torch.zeros(self.depths, 1)  # number of them at each depth
         for batch in batches:
             features, rows, row_of = source(batch)
             for k, (at, state) in enumerate(self.walk(batch, features)):
-                wanted = rows.argmax[row_of.flatten()[at]][:, None]
+                wanted = rows.argmax[row_of.flatten()[at]][:, None]  # [t, 1]
                 for part, right in zip(state.split(_CHUNK), wanted.split(_CHUNK), strict=True):
                     found = self.logits(part, k).topk(hits.shape[1], dim=-1).indices
                     hits[k] += (found == right).sum(0).cpu()
@@ -335,20 +334,21 @@ def likeliest_paths(shares: Tensor, nodes: int) -> list[tuple[int, ...]]:
     found: list[tuple[float, tuple[int, ...]]] = []
     level: list[tuple[float, tuple[int, ...]]] = [(1.0, ())]
     for own in shares.cummin(dim=1).values.tolist():  # no rank before a better one
-        below = [
-            (score * share, (*path, rank))
-            for score, path in level
-            for rank, share in enumerate(own)
-            if share
-        ]
+        below = []
+        for score, path in level:
+            for rank, share in enumerate(own):
+                if share:
+                    below.append((score * share, (*path, rank)))
         level = heapq.nlargest(nodes, below, key=itemgetter(0))
         found += level
     return [path for _, path in heapq.nlargest(nodes, found, key=itemgetter(0))]
 
 
 class PathSession(JointSession):
-    """One sequence being drafted. root: [1, w] state at the last committed token, from the first
-    `extend` on.
+    """One sequence being drafted.
+
+    Attributes:
+        root: [1, w] state at the last committed token, from the first `extend` on.
     """
 
     def __init__(self, drafter: PathHeads):

@@ -1,6 +1,4 @@
-"""Loading and saving drafters as transformers does: the part of every drafter, and that of drafters
-with weights.
-"""
+"""Loading and saving drafters as transformers does, with and without weights."""
 
 from __future__ import annotations
 
@@ -55,14 +53,15 @@ class NamedDrafter:
         revision: str = "",
         **others: object,
     ) -> Self:
-        """A drafter of any kind, whose weights are exactly those that its config promises; code of
-        a repository never runs.
+        """A drafter of any kind.
+
+        Its weights are exactly those that its config promises. Code of a repository never runs.
 
         Args:
             name: a folder or Hub id, or another name as in `load_drafter`. On a kind's class it
                 must name that kind.
-            dtype: of the weights; as they are saved unless given. device: the CPU unless given.
-                revision: branch, tag or commit of a Hub id.
+            dtype: of the weights (default: as saved). device: default the CPU.
+            revision: branch, tag or commit of a Hub id.
 
         Returns:
             A drafter that can be trained further, saved, pushed, or given to `generate`, which
@@ -72,11 +71,11 @@ class NamedDrafter:
             UserError: nothing there, files that do not fit together, another kind, or an option
                 that is none of these.
         """
-        dtype = others.pop("torch_dtype", dtype)  # type: ignore[assignment]  # the option's former name in transformers
+        # torch_dtype is the option's former name in transformers.
+        dtype = others.pop("torch_dtype", dtype)  # type: ignore[assignment]
         refuse_options("Drafter.from_pretrained", others, ("dtype", "device", "revision"))
-        registry: Any = importlib.import_module(
-            "drafttrain.drafters.registry"
-        )  # which imports this module
+        # The registry imports this module.
+        registry: Any = importlib.import_module("drafttrain.drafters.registry")
         drafter = registry.load_unbound(str(name), dtype, device, revision)
         if not isinstance(drafter, cls):
             raise UserError(
@@ -85,18 +84,22 @@ class NamedDrafter:
         return drafter
 
     def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
-        """Writes the drafter to a folder. Raises UserError: a kind without weights, or a
-        combination.
+        """Writes the drafter to a folder.
+
+        Raises:
+            UserError: a kind without weights, or a combination.
         """
         raise UserError(
             f"kind={self.kind!r} has no weights of its own to save; write its name where it is used"
         )
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
-        """Uploads what `save_pretrained` writes; `drafttrain.push` adds a card, results and
-        engines' formats.
+        """Uploads what `save_pretrained` writes.
 
-        Raises UserError: a kind without weights, or a combination.
+        `drafttrain.push` adds a card, results and engines' formats.
+
+        Raises:
+            UserError: a kind without weights, or a combination.
         """
         raise UserError(
             f"kind={self.kind!r} has no weights of its own to publish; name the trained drafter"
@@ -104,8 +107,7 @@ class NamedDrafter:
 
 
 class SavedWeights(PreTrainedModel if TYPE_CHECKING else object):  # type: ignore[misc]
-    """A drafter with weights, also once they are packed for decoding, where most of them are no
-    parameters.
+    """A drafter with weights. Packed for decoding, most of them are no parameters.
 
     Attributes:
         as_saved: the folder or tensors with the weights as they were before decoding rounded and
@@ -148,8 +150,7 @@ class SavedWeights(PreTrainedModel if TYPE_CHECKING else object):  # type: ignor
         repo_id: str = "",
         **options: Any,
     ) -> None:
-        """Writes the drafter as transformers does; packed for decoding, with the weights that it
-        had before.
+        """Writes the drafter as transformers does, with the weights that it had before packing.
 
         Args:
             push_to_hub: also upload it, to `repo_id` (default: the folder's name). options: of
@@ -176,8 +177,9 @@ class SavedWeights(PreTrainedModel if TYPE_CHECKING else object):  # type: ignor
         return PreTrainedModel.push_to_hub(self, repo_id, **options)
 
     def keep_saved(self, folder: Path | None = None) -> None:
-        """Notes, before weights change for decoding, what `save_pretrained` writes: those of a
-        folder, else the present ones.
+        """Notes the weights that `save_pretrained` will write, before they change for decoding.
+
+        They are those of a folder, else the present ones.
         """
         if self.as_saved is None:
             self.as_saved = folder or self.state_dict()

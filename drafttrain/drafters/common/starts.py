@@ -1,5 +1,4 @@
-"""How drafters start: weights copied from the target where forms agree, and closed-form solutions
-before the first step.
+"""How drafters start: weights copied from the target, and weights solved in closed form.
 
 A drafter whose attention layer reads (state, token embedding) and adds to the state must first
 learn to predict the next token instead of the token it reads. That takes hundreds of steps from a
@@ -24,13 +23,13 @@ context. Least squares over some data gives the map
 which the layer's attention then computes. All masks have one constant query, given by their
 embedding. Keys are plus or minus one constant vector, by the sign of a linear probe (heads are
 normed): `token` heads match the block's token, `context` heads match features. Rotary positions do
-the rest: token heads use the slowest rotation only, so distance does not matter; context heads use
-all rotations at once, whose mean cosine falls like the logarithm of the distance, so their weights
-fall like a power of it and the newest feature dominates. MLPs and upper layers start at zero. All
+the rest. Token heads use the slowest rotation only, so distance does not matter. Context heads use
+all rotations at once, whose mean cosine falls like the logarithm of the distance: their weights
+fall like a power of it, and the newest feature dominates. MLPs and upper layers start at zero. All
 depths start with the prediction of the first.
 
 Every start reads some of the training data, on the drafter's device and perhaps twice, for a
-drafter that is bound to its target; it returns the share of variance of y that the map explains, 0
+drafter that is bound to its target. It returns the share of variance of y that the map explains, 0
 to 1.
 """
 
@@ -70,21 +69,19 @@ PROJECTIONS = {
 
 
 def norm_weight(module: nn.Module) -> Tensor | None:
-    """The factors that an RMS norm applies, which some families store minus one; None for another
-    kind of norm.
-    """
+    """The factors that an RMS norm applies; None for another kind of norm."""
     if "RMSNorm" not in type(module).__name__:
         return None
+    # Some families store the factors minus one, so read what the norm does to ones.
     weight = next(module.parameters())
     return module(torch.ones_like(weight)).detach()
 
 
 def copy_norm(ours: RMSNorm, theirs: nn.Module | None) -> bool:
     """Copies an RMS norm's factors; False if theirs is missing or of another kind or size."""
-    if theirs is not None:
-        weight = norm_weight(theirs)
-    else:
-        weight = None
+    if theirs is None:
+        return False
+    weight = norm_weight(theirs)
     if weight is None or weight.shape != ours.weight.shape:
         return False
     ours.weight.data.copy_(weight)
@@ -92,29 +89,26 @@ def copy_norm(ours: RMSNorm, theirs: nn.Module | None) -> bool:
 
 
 def copy_linear(ours: nn.Linear, theirs: Any, head_dim: int = 0) -> bool:
-    """Copies a projection. A wider input takes it in its last columns; the others get small random
-    weights.
+    """Copies a projection.
 
-    With head_dim, fewer key or value heads than ours are repeated per group, which leaves attention
-    unchanged.
+    A wider input takes it in its last columns; the others get small random weights. With head_dim,
+    fewer key or value heads than ours are repeated per group, which leaves attention unchanged.
 
     Returns:
         False, with ours unchanged, if theirs is missing or does not fit.
     """
     if theirs is None:
         return False
-    weight = theirs.weight.detach().to(ours.weight.dtype)
+    weight = theirs.weight.detach().to(ours.weight.dtype)  # [out, in]
     bias = getattr(theirs, "bias", None)
-    if head_dim and ours.weight.shape[0] % weight.shape[0] == 0 and weight.shape[0] % head_dim == 0:
-        times = ours.weight.shape[0] // weight.shape[0]
-        weight = (
-            weight.view(-1, head_dim, weight.shape[1]).repeat_interleave(times, dim=0).flatten(0, 1)
-        )
-        if bias is None:
-            bias = None
-        else:
+    outs, width = ours.weight.shape
+    if head_dim and outs % weight.shape[0] == 0 and weight.shape[0] % head_dim == 0:
+        times = outs // weight.shape[0]
+        heads = weight.view(-1, head_dim, weight.shape[1])  # [heads, e, in]
+        weight = heads.repeat_interleave(times, dim=0).flatten(0, 1)
+        if bias is not None:
             bias = bias.view(-1, head_dim).repeat_interleave(times, dim=0).flatten()
-    if weight.shape[0] != ours.weight.shape[0] or weight.shape[1] > ours.weight.shape[1]:
+    if weight.shape[0] != outs or weight.shape[1] > width:
         return False
     ours.weight.data[:, : -weight.shape[1]] *= 0.1
     ours.weight.data[:, -weight.shape[1] :] = weight
@@ -128,46 +122,44 @@ def copy_layer(ours: DraftLayer, theirs: nn.Module) -> list[str]:
 
     The `hidden_norm` of a layer that has one takes their input norm.
     """
-    # Families with four norms per layer name the norm before the MLP differently.
-    before_mlp = getattr(theirs, "pre_feedforward_layernorm", None) or getattr(
-        theirs,
-        "post_attention_layernorm",
-        None,
-    )
     attention = ours.self_attn
     their_attention = getattr(theirs, "self_attn", None)
+    # Families with four norms per layer name the norm before the MLP differently.
+    before_mlp = getattr(theirs, "pre_feedforward_layernorm", None)
+    if before_mlp is None:
+        before_mlp = getattr(theirs, "post_attention_layernorm", None)
+    input_norm = "input_layernorm"
     if ours.hidden_norm is not None:
         input_norm = "hidden_norm"
-    else:
-        input_norm = "input_layernorm"
     norms = {
         input_norm: (getattr(ours, input_norm), getattr(theirs, "input_layernorm", None)),
         "post_attention_layernorm": (ours.post_attention_layernorm, before_mlp),
         "self_attn.q_norm": (attention.q_norm, getattr(their_attention, "q_norm", None)),
         "self_attn.k_norm": (attention.k_norm, getattr(their_attention, "k_norm", None)),
     }
-    done = {
-        name: copy_norm(own, other)
-        for name, (own, other) in norms.items()
-        if isinstance(own, RMSNorm)
-    }
+
+    copied = []
+    for name, (own, other) in norms.items():
+        if isinstance(own, RMSNorm) and copy_norm(own, other):
+            copied.append(name)
     for block, names in PROJECTIONS.items():
+        our_block = getattr(ours, block)
+        their_block = getattr(theirs, block, None)
         for name in names:
             repeated = 0
             if name in ("k_proj", "v_proj"):
                 repeated = attention.head_dim
-            other = getattr(getattr(theirs, block, None), name, None)
-            done[f"{block}.{name}"] = copy_linear(
-                getattr(getattr(ours, block), name),
-                other,
-                repeated,
-            )
-    return [name for name, copied in done.items() if copied]
+            other = getattr(their_block, name, None)
+            if copy_linear(getattr(our_block, name), other, repeated):
+                copied.append(f"{block}.{name}")
+    return copied
 
 
 def copy_last_layers(ours: Sequence[DraftLayer], theirs: Sequence[nn.Module]) -> list[list[str]]:
-    """Copies a target's last layers (`Target.last_layers`) into our last ones; returns the names of
-    copied parts per layer.
+    """Copies a target's last layers (`Target.last_layers`) into our last ones.
+
+    Returns:
+        The names of the copied parts, per layer.
     """
     ours = ours[len(ours) - len(theirs) :]
     return [copy_layer(layer, other) for layer, other in zip(ours, theirs, strict=True)]
@@ -179,7 +171,7 @@ def final_norm(target: Target) -> nn.Module | None:
 
 
 def identity_on_last(linear: nn.Linear) -> None:
-    """Makes a projection the identity on its last columns, with small random weights on the others."""
+    """Makes a projection the identity on its last columns, and small and random on the others."""
     linear.weight.mul_(0.1)
     linear.weight[:, -linear.out_features :].add_(torch.eye(linear.out_features))
 
@@ -195,16 +187,19 @@ def frozen_head(
     packed: bool,
     scale: float = 1.0,
 ) -> nn.Linear | PackedLinear:
-    """The target's head rows of the kept tokens times `scale`, as a frozen layer; without a copy
-    where it can.
+    """The target's head rows of the kept tokens times `scale`, as a frozen layer.
+
+    A drafter that keeps all tokens shares the target's tensor.
     """
     if len(kept_ids) == len(target.head_weight):
         rows = target.head_weight
     else:
         rows = head_rows(target, kept_ids)
     head = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
-    rows = rows.detach().to(target.device)
-    head.weight = nn.Parameter(rows if scale == 1.0 else rows * scale, requires_grad=False)
+    rows = rows.detach().to(target.device)  # [d, h]
+    if scale != 1.0:
+        rows = rows * scale
+    head.weight = nn.Parameter(rows, requires_grad=False)
     if packed:
         return PackedLinear(head)
     return head
@@ -219,7 +214,8 @@ class LeastSquares:
     """Ridge regression y ~ W x from batches, in float32 normal equations."""
 
     def __init__(self) -> None:
-        self.xx, self.xy = torch.empty(0), torch.empty(0)  # [i, i], [i, o] sums
+        self.xx = torch.empty(0)  # [i, i] sum of x x'
+        self.xy = torch.empty(0)  # [i, o] sum of x y'
         self.count = 0
 
     def add(self, x: Tensor, y: Tensor) -> None:
@@ -236,61 +232,66 @@ class LeastSquares:
 
     def solve(self, each: bool = False) -> Tensor:
         """[o, i]. each: scale the ridge by every input's own power, for inputs of different sizes."""
-        power = self.xx.diagonal()
-        mean = power.mean().expand_as(power)
-        ridge = RIDGE * (torch.maximum(power, 1e-3 * mean) if each else mean)
+        power = self.xx.diagonal()  # [i]
+        scale = power.mean().expand_as(power)
+        if each:
+            scale = torch.maximum(power, 1e-3 * scale)
+        ridge = RIDGE * scale
         return torch.linalg.solve(self.xx + ridge.diag(), self.xy).T
 
 
 @torch.no_grad()
 def linear_start(drafter: Any, batches: list[Batch], source: Source) -> float:
-    """The start of an `Eagle3` whose head is set: overwrites fc, attention, MLP output, the scale
-    of the final norm.
+    """The start of an `Eagle3` whose head is set.
+
+    It overwrites fc, attention, the MLP's output and the scale of the final norm.
     """
     project = _projection(drafter, batches, source)  # [target h, h]
+
+    # The first map, from features to states.
     first = LeastSquares()
-    second = LeastSquares()
     squares = 0.0
     power = 0.0
     for batch in batches:
         features, rows, row_of = source(batch)
-        hidden = rows.hidden.float()
-        y = unit(hidden) @ project
+        hidden = rows.hidden.float()  # [n, target h]
+        y = unit(hidden) @ project  # [n, h]
         squares += float((hidden @ project).square().mean(-1).sum())
         power += float(y.square().mean(-1).sum())
         first.add(drafter.norm_features(features[row_of >= 0]).float(), y)
     fc = first.solve()  # [h, f * target h]
+
+    # The second map, from embeddings and states to the next states.
+    second = LeastSquares()
     states = 0.0
     for batch in batches:
         embeds, features, hidden = anchor_rows(drafter, batch, source)
         state = drafter.norm_features(features).float() @ fc.T
         states += float(state.square().mean(-1).sum())
         second.add(torch.cat((unit(embeds), unit(state)), dim=-1), unit(hidden) @ project)
-    # [h, target h + h] and its square
-    maps = second.solve()
-    covariance = second.xx / second.count
-    rho = float(((maps @ covariance) * maps).sum() / len(maps)) ** 0.5
+    maps = second.solve()  # [h, i] with i = target h + h
+    covariance = second.xx / second.count  # [i, i]
+    rho = float(((maps @ covariance) * maps).sum() / len(maps)) ** 0.5  # RMS of predictions
+
+    # Store the maps in the drafter.
     config = drafter.config
     middle = drafter.midlayer
     drafter.fc.weight.copy_(fc * rho / (states / second.count) ** 0.5)
     assert middle.hidden_norm is not None
     middle.hidden_norm.weight.fill_(1.0)
     _zero_outputs(drafter.decoder_layers)
-    _set_attention(middle.self_attn, maps, covariance, 1.0 if config.norm_before_residual else rho)
+    residual = 1.0 if config.norm_before_residual else rho
+    _set_attention(middle.self_attn, maps, covariance, residual)
     scale = (squares / first.count) ** 0.5
-    if (
-        config.norm_output
-    ):  # the next depth's input keeps the size that the map expects, so the head takes the scale
+    if config.norm_output:
+        # The next depth's input keeps the size that the map expects, so the head takes the scale.
         drafter.norm.weight.fill_(rho)
         drafter.lm_head.weight.mul_(scale / rho)
+        scaled = drafter.lm_head.weight
     else:
         drafter.norm.weight.fill_(scale)
-    set_temperature(
-        drafter,
-        batches[0],
-        source,
-        drafter.lm_head.weight if config.norm_output else drafter.norm.weight,
-    )
+        scaled = drafter.norm.weight
+    set_temperature(drafter, batches[0], source, scaled)
     return rho**2 / (power / first.count)
 
 
@@ -303,15 +304,14 @@ def _projection(drafter: Any, batches: list[Batch], source: Source) -> Tensor:
     wide = drafter.config.target_hidden_size
     if h == wide:
         return torch.eye(h, device=drafter.device)
-    covariance = torch.zeros(wide, wide, device=drafter.device)
+    covariance = torch.zeros(wide, wide, device=drafter.device)  # of the target's last states
     for batch in batches:
         _, rows, _ = source(batch)
         y = unit(rows.hidden.float())
         covariance += y.T @ y
+    # Eigenvalues come in ascending order, so the last directions have most variance.
+    directions = torch.linalg.eigh(covariance).eigenvectors.flip(1)[:, :h]
     project = torch.zeros(wide, h, device=drafter.device)
-    directions = torch.linalg.eigh(covariance).eigenvectors.flip(1)[
-        :, :h
-    ]  # eigenvalues come in ascending order
     project[:, : directions.shape[1]] = directions
     drafter.lm_head.weight.copy_(rows.weight.float() @ project)
     return project
@@ -320,13 +320,15 @@ def _projection(drafter: Any, batches: list[Batch], source: Source) -> Tensor:
 def _zero_outputs(layers: Iterable[Any]) -> None:
     """Makes decoder layers pass on their input: attention and MLP add nothing."""
     for layer in layers:
-        for parameter in (*layer.self_attn.o_proj.parameters(), *layer.mlp.down_proj.parameters()):
-            parameter.zero_()
+        for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            for parameter in linear.parameters():
+                parameter.zero_()
 
 
 def _set_attention(attention: Attention, maps: Tensor, covariance: Tensor, residual: float) -> None:
-    """Stores x -> maps x, less the residual's share of x, in heads that attend to their own token;
-    the others' outputs are 0.
+    """Stores x -> maps x, less the residual's share of x, in heads that attend to their own token.
+
+    The outputs of the other heads are 0.
     """
     h, width = maps.shape
     e = attention.head_dim
@@ -338,17 +340,17 @@ def _set_attention(attention: Attention, maps: Tensor, covariance: Tensor, resid
     for linear in (attention.q_proj, attention.k_proj, attention.v_proj):
         if linear.bias is not None:
             linear.bias.zero_()
+    # Head norms remove the probe's length, so their weights carry the sharpness.
     for norm in (attention.q_norm, attention.k_norm):
-        for weight in (
-            norm.parameters()
-        ):  # head norms remove the probe's length, so their weights carry the sharpness
+        for weight in norm.parameters():
             weight.fill_(SHARPNESS * (64 / e) ** 0.25)
     store_map(attention, wanted, covariance, used)
+
+    # Queries and keys are one random projection, so each token's own key scores highest.
     generator = torch.Generator().manual_seed(0)
     for head in used:
-        probe = (
-            torch.randn(e, width, generator=generator) * SHARPNESS * (64 / e) ** 0.25 / width**0.5
-        )
+        probe = torch.randn(e, width, generator=generator)
+        probe = probe * SHARPNESS * (64 / e) ** 0.25 / width**0.5
         attention.k_proj.weight[head * e : (head + 1) * e] = probe
         attention.q_proj.weight.view(kv, heads // kv, e, width)[head] = probe
 
@@ -362,15 +364,18 @@ def store_map(attention: Attention, wanted: Tensor, covariance: Tensor, heads: r
     Args:
         wanted: [h, i]; covariance: [i, i] second moments of x.
     """
-    (h, width), e, group = wanted.shape, attention.head_dim, attention.heads // attention.kv_heads
+    h, width = wanted.shape
+    e = attention.head_dim
+    group = attention.heads // attention.kv_heads  # query heads per key/value head
     ridge = 1e-4 * covariance.diagonal().mean() * torch.eye(width, device=wanted.device)
     directions = torch.linalg.svd(wanted @ torch.linalg.cholesky(covariance + ridge)).U  # [h, h]
     out = attention.o_proj.weight.view(h, attention.heads, e)
     for place, head in enumerate(heads):
         part = directions[:, place * e : (place + 1) * e]  # [h, e], fewer columns at the end
-        attention.v_proj.weight[head * e : head * e + part.shape[1]] = part.T @ wanted
-        attention.v_proj.weight[head * e + part.shape[1] : (head + 1) * e] = 0
-        out[:, head * group, : part.shape[1]] = part
+        used = part.shape[1]
+        attention.v_proj.weight[head * e : head * e + used] = part.T @ wanted
+        attention.v_proj.weight[head * e + used : (head + 1) * e] = 0
+        out[:, head * group, :used] = part
 
 
 def anchor_rows(
@@ -378,11 +383,14 @@ def anchor_rows(
     batch: Batch,
     source: Source,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Regression data at every anchor t, float32: embedding of x_{t+1} [n, h], features_t [n, f*h],
-    last state at t+1 [n, h].
+    """Regression data at every anchor t, float32.
+
+    Returns:
+        The embedding of x_{t+1} [n, h], the features at t [n, f*h] and the target's last state at
+        t+1 [n, h].
     """
     features, rows, row_of = source(batch)
-    anchors = anchors_by_depth(batch.response_mask, 1)[0]
+    anchors = anchors_by_depth(batch.response_mask, 1)[0]  # [n] int64 flat positions
     embeds = drafter.embed(batch.input_ids.flatten()[anchors + 1])
     hidden = rows.hidden[row_of.flatten()[anchors + 1]]
     return embeds.float(), features.flatten(0, 1)[anchors].float(), hidden.float()
@@ -396,8 +404,9 @@ def projection_start(
     source: Source,
     normed: bool,
 ) -> tuple[float, float]:
-    """The start of kinds whose projections read (token embedding, state) before the layers: each
-    takes the whole map.
+    """The start of kinds whose projections read (token embedding, state) before the layers.
+
+    Each projection takes the whole map:
 
         projection [embed(x_{t+1}), f_t]  ~  f_{t+1}
 
@@ -408,23 +417,25 @@ def projection_start(
         Share of variance of f that the map explains, 0 to 1, and the RMS of f.
     """
     fit = LeastSquares()
-    sizes = list[Tensor]()
+    sizes: tuple[Tensor, Tensor] | None = None  # RMS of embeddings and of states
     power = 0.0
     squares = 0.0
     for batch in batches:
-        *parts, y = anchor_rows(drafter, batch, source)
+        embeds, state, y = anchor_rows(drafter, batch, source)  # [n, h] each
         squares += float(y.square().mean(-1).sum())
         if normed:
-            y, *parts = (unit(part) for part in (y, *parts))
+            embeds = unit(embeds)
+            state = unit(state)
+            y = unit(y)
         # Inputs of about one size, so that the ridge does not decide between them.
-        sizes = sizes or [part.square().mean().sqrt() for part in parts]
+        if sizes is None:
+            sizes = (embeds.square().mean().sqrt(), state.square().mean().sqrt())
         power += float(y.square().mean(-1).sum())
-        fit.add(
-            torch.cat([part / size for part, size in zip(parts, sizes, strict=True)], dim=-1), y
-        )
+        fit.add(torch.cat((embeds / sizes[0], state / sizes[1]), dim=-1), y)
+    assert sizes is not None, "there are batches"
     maps = fit.solve()  # [h, 2h]
     explained = float(((maps @ fit.xx) * maps).sum()) / len(maps) / power
-    left, right = maps.chunk(2, dim=1)
+    left, right = maps.chunk(2, dim=1)  # [h, h] each, of the scaled inputs
     for projection in projections:
         projection.weight.copy_(torch.cat((left / sizes[0], right / sizes[1]), dim=1))
     _zero_outputs(drafter.decoder_layers)
@@ -437,22 +448,19 @@ def set_temperature(
     source: Source,
     scaled: Tensor,
 ) -> None:
-    """Scales the logits to the lowest loss on two rows: the RMS of a linear prediction does not
-    give its certainty.
+    """Scales the logits to the lowest loss on two rows.
+
+    The RMS of a linear prediction does not give its certainty.
 
     Args:
         scaled: the weight that scales the logits.
     """
     part = batch.first_rows(2)
-    inputs = StepInputs(
-        part,
-        drafter.embed(part.input_ids),
-        *source(part),
-        total=1.0,
-        measure=False,
-    )
+    embeds = drafter.embed(part.input_ids)
+    features, rows, row_of = source(part)
+    inputs = StepInputs(part, embeds, features, rows, row_of, total=1.0, measure=False)
     weight = scaled.clone()
-    best = (float("inf"), 1.0)
+    best = (float("inf"), 1.0)  # loss and factor
     for factor in (0.25, 0.35, 0.5, 0.65, 0.8, 1.0):
         scaled.copy_(weight * factor)
         best = min(best, (float(drafter(inputs).loss), factor))
@@ -461,12 +469,15 @@ def set_temperature(
 
 @torch.no_grad()
 def block_start(drafter: Any, batches: list[Batch], source: Source) -> float:
-    """The start of a `BlockDrafter`: overwrites fc, the first layer's attention, the outputs of all
-    other modules, a learned mask, the final norm's scale.
+    """The start of a `BlockDrafter`.
+
+    It overwrites fc, the first layer's attention, the outputs of all other modules, a learned mask
+    and the final norm's scale.
     """
     h = drafter.config.hidden_size
+
+    # `fc` is the features' share of a joint map of embeddings and features.
     joint = LeastSquares()
-    fitted = LeastSquares()
     squares = 0.0
     for batch in batches:
         embeds, features, hidden = anchor_rows(drafter, batch, source)
@@ -474,6 +485,9 @@ def block_start(drafter: Any, batches: list[Batch], source: Source) -> float:
         squares += float(hidden.square().mean(-1).sum())
     drafter.fc.weight.copy_(_solve_scaled(joint)[:, h:])
     drafter.hidden_norm.weight.fill_(1.0)
+
+    # The map that attention computes, of embeddings and fused features.
+    fitted = LeastSquares()
     mean = torch.zeros(2 * h, device=drafter.device)
     for batch in batches:
         embeds, features, hidden = anchor_rows(drafter, batch, source)
@@ -498,10 +512,9 @@ def block_start(drafter: Any, batches: list[Batch], source: Source) -> float:
 
 
 def _solve_scaled(fit: LeastSquares) -> Tensor:
-    """[o, i]; the ridge is a share of each input's own power: features differ by orders of
-    magnitude.
-    """
-    return torch.linalg.solve(fit.xx + RIDGE * torch.diag(fit.xx.diagonal() + 1e-6), fit.xy).T
+    """[o, i]. The ridge is a share of each input's power, which differ by orders of magnitude."""
+    ridge = RIDGE * torch.diag(fit.xx.diagonal() + 1e-6)
+    return torch.linalg.solve(fit.xx + ridge, fit.xy).T
 
 
 def _set_block_attention(drafter: Any, maps: Tensor, covariance: Tensor, mean: Tensor) -> None:
@@ -517,16 +530,19 @@ def _set_block_attention(drafter: Any, maps: Tensor, covariance: Tensor, mean: T
     e = attention.head_dim
     kv = attention.kv_heads
     group = attention.heads // attention.kv_heads
-    mask = unit(drafter.mask_embedding().float())
+    mask = unit(drafter.mask_embedding().float())  # [h]
     token = slice(0, h)
     context = slice(h, 2 * h)
+    # [h, h] second moments of all that the keys read: tokens, context, masks
     gram = covariance[token, token] + covariance[context, context] + torch.outer(mask, mask)
     gram += RIDGE * gram.diagonal().mean() * torch.eye(h, device=gram.device)
-    tokens = -(-kv // 2)
+    tokens = -(-kv // 2)  # number of token heads
     half = rotary.width // 2
+    # [e] keys: on the slowest rotation only, and on all of them
     slow = torch.zeros(e, device=gram.device)
+    slow[half - 1] = e**0.5
     every = torch.zeros(e, device=gram.device)
-    slow[half - 1], every[:half] = e**0.5, (e / half) ** 0.5
+    every[:half] = (e / half) ** 0.5
     strength = POWER * math.log(rotary.parameters["rope_theta"])
     for norm in (attention.q_norm, attention.k_norm):
         norm.weight.fill_((strength / e**0.5) ** 0.5)
@@ -537,11 +553,12 @@ def _set_block_attention(drafter: Any, maps: Tensor, covariance: Tensor, mean: T
     share = 1.0
     if half > 1:
         share = min(1.0, SCORE / strength)
-    newest = rotate(
-        every[None, None], *rotary.compute(torch.tensor([-1], device=gram.device), torch.float32)
-    )[0, 0]
+    turned = share * slow + (1 - share**2) ** 0.5 * aside
+    # Queries of context heads match the key at the position before.
+    cos, sin = rotary.compute(torch.tensor([-1], device=gram.device), torch.float32)
+    newest = rotate(every[None, None], cos, sin)[0, 0]
     for part, heads, key, query, sign in (
-        (token, range(tokens), slow, share * slow + (1 - share**2) ** 0.5 * aside, 1.0),
+        (token, range(tokens), slow, turned, 1.0),
         (context, range(tokens, kv), every, newest, -1.0),
     ):
         probe = torch.linalg.solve(gram, sign * (mean[token] - mean[context]) - mask)

@@ -1,5 +1,4 @@
-"""Static draft steps: what a drafter reads and drafts in a round, as functions of fixed buffers
-that CUDA graphs replay.
+"""Static draft steps: a drafter's round as functions of fixed buffers, which CUDA graphs replay.
 
     round      committed tokens and features of R sequences    ->  ReadStep    keys of the tokens, `roots` of the next trees
                roots                                           ->  GrowStep    all depths of all trees, one transfer at the end
@@ -14,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol, Unpack
 
 import numpy as np
@@ -36,13 +36,12 @@ from drafttrain.ops.tree_attention_triton import (
 )
 from drafttrain.ops.tree_cache import TreeCache
 
-_WORD = 32
+_WORD = 32  # bits of a word of ancestor masks
 _MOST_OPENED = BUCKETS[-1]  # nodes of all trees at one depth, and of one tree
 
 
 class SlotAttention:
-    """Attention of new tokens that are stored at given slots of a cache, as a plan defines it (an
-    `AttentionContext`).
+    """Attention of new tokens, stored at given slots of a cache (an `AttentionContext`).
 
     Args:
         slots: [n] int64 of the new keys, on the cache's common axis. plan: of the queries, perhaps
@@ -59,32 +58,36 @@ class SlotAttention:
     ) -> Tensor:
         """See `AttentionContext.attend`."""
         self.cache.store(layer, self.slots, key, value)
-        return packed_tree_attention(query, *self.cache.by_row(layer), self.plan, **form).transpose(
-            1, 2
-        )
+        keys, values = self.cache.by_row(layer)
+        return packed_tree_attention(query, keys, values, self.plan, **form).transpose(1, 2)
 
     def layers(self, count: int, window: int) -> list[Attend]:
-        """The same for a drafter's layers, whose tokens are flat; window: visible positions, 0 for
-        all.
+        """The same for a drafter's layers, whose tokens are flat.
+
+        window: positions that a token sees, 0 for all.
         """
+        return [partial(self._attend_flat, layer, window) for layer in range(count)]
 
-        def of_layer(layer: int) -> Attend:
-            def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-                parts = (part.transpose(0, 1)[None] for part in (query, key, value))
-                scaling = query.shape[-1] ** -0.5
-                out = self.attend(
-                    layer,
-                    *parts,
-                    scaling=scaling,
-                    window=window or None,
-                    softcap=None,
-                    sinks=None,
-                )
-                return out[0].flatten(1)  # [n, heads * e]
-
-            return attend
-
-        return [of_layer(layer) for layer in range(count)]
+    def _attend_flat(
+        self,
+        layer: int,
+        window: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+    ) -> Tensor:
+        """query [n, heads, e], key and value [n, kv_heads, e] -> [n, heads * e]."""
+        out = self.attend(
+            layer,
+            query.transpose(0, 1)[None],
+            key.transpose(0, 1)[None],
+            value.transpose(0, 1)[None],
+            scaling=query.shape[-1] ** -0.5,
+            window=window or None,
+            softcap=None,
+            sinks=None,
+        )  # [1, n, heads, e]
+        return out[0].flatten(1)
 
 
 class DraftPlaces:
@@ -104,34 +107,42 @@ class DraftPlaces:
         self.cache = cache
         self.rows = rows
         self.held = held
-        most = 1 + sum(growth.opens)
         self.depth = growth.depth
         self.chain = all(count == 1 for count in growth.opens)
-        self._level = 0
-        self._next = 1
-        shape = (len(rows), most)
-        self._positions = (held - 1)[:, None].expand(shape).to(torch.int32).contiguous()
+        self._level = 0  # number of the first node that was opened last; the root is 0
+        self._next = 1  # number of the next node
+        count = len(rows)
+        most = 1 + sum(growth.opens)
+        # [R, most] int32, of the root and the nodes
+        self._positions = (held - 1)[:, None].expand(count, most).to(torch.int32).contiguous()
         words = 1
         if not self.chain:
             words = -(-most // _WORD)
-        self._ancestors = torch.zeros((*shape, words), dtype=torch.int32, device=rows.device)
+        # [R, most, words] int32: bit i is set if node i is an ancestor or the node itself
+        self._ancestors = torch.zeros(count, most, words, dtype=torch.int32, device=rows.device)
         self._ancestors[:, 0, 0].fill_(1)
 
     def open(self, depth: int, parents: Tensor) -> tuple[Tensor, SlotAttention]:
-        """A depth's nodes, whose parents [R, m] are counted among those opened before: positions [R
-        * m], and their attention.
+        """Opens a depth's nodes.
+
+        Args:
+            parents: [R, m] int64, counted among the nodes that were opened before.
+
+        Returns:
+            Positions [R * m], and the nodes' attention.
         """
-        (_, m), begin = parents.shape, self._next
+        m = parents.shape[1]
+        begin = self._next
         own = torch.arange(begin, begin + m, device=parents.device)  # numbers in the tree
         self._positions[:, begin : begin + m] += depth
         if not self.chain:
+            # A node's ancestors are its parent's and itself.
             words = torch.arange(self._ancestors.shape[2], device=parents.device)
-            # [m, words]
-            bits = torch.where(words == own[:, None] // _WORD, (1 << own % _WORD)[:, None], 0).to(
-                torch.int32
-            )
+            bit = (1 << own % _WORD)[:, None]
+            bits = torch.where(words == own[:, None] // _WORD, bit, 0)  # [m, words]
             above = (self._level + parents)[:, :, None].expand(-1, -1, len(words))
-            self._ancestors[:, begin : begin + m] = self._ancestors.gather(1, above) | bits
+            ancestors = self._ancestors.gather(1, above) | bits.to(torch.int32)  # [R, m, words]
+            self._ancestors[:, begin : begin + m] = ancestors
         self._level = begin
         self._next = begin + m
         return self._attention(self.held - 1, own, m, self._positions, self._ancestors, self.chain)
@@ -142,21 +153,19 @@ class DraftPlaces:
         queries: int,
         mutual: bool = False,
     ) -> tuple[Tensor, SlotAttention]:
-        """`count` tokens in a row behind the committed ones; mutual: they see each other in both
-        directions.
+        """Opens `count` tokens in a row behind the committed ones.
+
+        Args:
+            mutual: the tokens see each other in both directions.
 
         Returns:
             Positions [R * count], and the attention of each sequence's last `queries` tokens.
         """
         own = torch.arange(count, device=self.rows.device)
-        positions = (self.held[:, None] + own).to(torch.int32)
-        words = torch.full(
-            (*positions.shape, -(-count // _WORD)),
-            -1,
-            dtype=torch.int32,
-            device=own.device,
-        )  # all bits
-        return self._attention(self.held, own, queries, positions, words, not mutual)
+        positions = (self.held[:, None] + own).to(torch.int32)  # [R, count]
+        shape = (len(positions), count, -(-count // _WORD))
+        every = torch.full(shape, -1, dtype=torch.int32, device=own.device)  # all bits are set
+        return self._attention(self.held, own, queries, positions, every, not mutual)
 
     def _attention(
         self,
@@ -167,21 +176,20 @@ class DraftPlaces:
         ancestors: Tensor,
         chain: bool,
     ) -> tuple[Tensor, SlotAttention]:
-        """Stores tokens `own` [n] of each tree at the slots behind `prefix` [R]; the last `queries`
-        of them attend.
+        """Positions and attention of tokens `own` [n] of each tree, behind `prefix` [R] slots.
+
+        The last `queries` of them attend.
         """
         rows = len(self.rows)
-        device = own.device
         slots = (self.rows * self.cache.capacity + prefix)[:, None] + own  # [R, n]
-        each = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        whole = lambda number: torch.full((rows,), number, dtype=torch.int32, device=device)  # noqa: E731
+        each = torch.arange(rows + 1, dtype=torch.int32, device=own.device)
         begin = self._level if positions is self._positions else 0
         plan = PackedPlan(
             rows=self.rows.to(torch.int32),
             offsets=each * queries,
             prefix_lens=prefix.to(torch.int32),
-            chains=whole(int(chain)),
-            helds=whole(begin + len(own) - queries),
+            chains=torch.full_like(each[:-1], int(chain)),
+            helds=torch.full_like(each[:-1], begin + len(own) - queries),
             places=each[:-1] * positions.shape[1],
             positions=positions.flatten(),
             ancestors=ancestors.flatten(0, 1),
@@ -227,16 +235,16 @@ class ReadStep:
     """Reads the tokens that a round committed, of all sequences, packed and padded to a shape."""
 
     def __init__(self, steps: DraftSteps, shape: PlanShape, features: Tensor):
-        self.steps, self.shape, tokens, device = steps, shape, shape.tokens, features.device
-        self.ids = torch.zeros(tokens, dtype=torch.long, device=device)
-        self.features = features.new_zeros(tokens, features.shape[1])
-        # int32 numbers of the plan, then int64 ones: slots [N], the row of each sequence and its
-        # last token [R].
-        self._numbers = torch.zeros(
-            shape.numbers + 2 * (tokens + 2 * shape.rows),
-            dtype=torch.int32,
-            device=device,
-        )
+        tokens = shape.tokens
+        device = features.device
+        self.steps = steps
+        self.shape = shape
+        self.ids = torch.zeros(tokens, dtype=torch.long, device=device)  # [N]
+        self.features = features.new_zeros(tokens, features.shape[1])  # [N, f*h]
+        # One buffer, so that a round needs one upload: int32 numbers of the plan, then int64 ones:
+        # slots [N], the row of each sequence [R] and its last token [R].
+        count = shape.numbers + 2 * (tokens + 2 * shape.rows)
+        self._numbers = torch.zeros(count, dtype=torch.int32, device=device)
         self.plan = PackedPlan.static(self._numbers[: shape.numbers], shape)
         long = self._numbers[shape.numbers :].view(torch.int64)
         self.slots, self.rows, self.ends = long.split([tokens, shape.rows, shape.rows])
@@ -253,20 +261,18 @@ class ReadStep:
         cache = self.steps.cache
         self.ids[:n].copy_(ids)
         self.features[:n].copy_(features)
+
+        # The last sequence's slots go on over the padding tokens.
         counts = [layout.count for layout in layouts]
         ends = np.cumsum(counts) - 1
         counts[-1] += self.shape.tokens - n
-        starts = [
-            row * cache.capacity + layout.prefix_len
-            for row, layout in zip(rows, layouts, strict=True)
-        ]
-        slots = [
-            np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)
-        ]
-        spare = self.shape.rows - len(rows)
-        long = np.concatenate((*slots, rows, [cache.rows - 1] * spare, ends, [0] * spare)).astype(
-            np.int64
-        )
+        parts: list[Any] = []
+        for row, layout, count in zip(rows, layouts, counts, strict=True):
+            start = row * cache.capacity + layout.prefix_len
+            parts.append(np.arange(start, start + count))
+        spare = self.shape.rows - len(rows)  # padding rows use the cache's last row
+        parts += [rows, [cache.rows - 1] * spare, ends, [0] * spare]
+        long = np.concatenate(parts).astype(np.int64)
         numbers = np.concatenate((pack_plan(layouts, rows, self.shape), long.view(np.int32)))
         upload(torch.from_numpy(numbers), self._numbers)
 
@@ -299,10 +305,10 @@ class GrowStep:
         self.params = params
         device = growth.device
         self._numbers = torch.zeros(2 * rows, dtype=torch.int64, device=device)
-        self.rows, self.held = self._numbers.split(rows)
-        self.uniforms = (
-            torch.zeros(rows, growth.depth, dtype=torch.float64, device=device) if params else None
-        )
+        self.rows, self.held = self._numbers.split(rows)  # [R] each
+        self.uniforms: Tensor | None = None  # [R, depth], a random number per drawn token
+        if params is not None:
+            self.uniforms = torch.zeros(rows, growth.depth, dtype=torch.float64, device=device)
 
     def fill(
         self,
@@ -310,21 +316,19 @@ class GrowStep:
         held: Sequence[int],
         samplers: Sequence[Sampler | None],
     ) -> None:
-        """Writes the sequences' cache rows and committed tokens to the buffers, and a random number
-        per drawn token.
-        """
-        spare = len(self.rows) - len(rows)
-        upload(
-            torch.tensor([*rows, *[self.steps.cache.rows - 1] * spare, *held, *[1] * spare]),
-            self._numbers,
-        )
+        """Writes the sequences' cache rows, committed tokens and random numbers to the buffers."""
+        spare = len(self.rows) - len(rows)  # padding rows use the cache's last row
+        numbers = list(rows) + [self.steps.cache.rows - 1] * spare
+        numbers += list(held) + [1] * spare
+        upload(torch.tensor(numbers), self._numbers)
         if self.uniforms is not None:
-            depth = self.growth.depth
-            drawn = [
-                torch.rand(depth, dtype=torch.float64, generator=each.generator)
-                for each in samplers
-                if each
-            ]
+            drawn = []
+            for sampler in samplers:
+                if sampler is not None:
+                    uniforms = torch.rand(
+                        self.growth.depth, dtype=torch.float64, generator=sampler.generator
+                    )
+                    drawn.append(uniforms)
             upload(torch.stack(drawn), self.uniforms[: len(drawn)])
 
     @torch.no_grad()
@@ -356,13 +360,13 @@ class DraftSteps:
         self.pool = pool
         self.failure = ""
         self._limits = (capacity, rows)
-        kept = drafter.kept_ids
         self._growths: dict[TreeSpec, TensorGrowth] = {}
-        self._device, self._vocabulary = kept.device, len(kept)
-        self._most_read = spec.depth + 1
-        self._behind = max(
-            1 + sum(self._growth(spec).opens), getattr(drafter.config, "block_size", 0)
-        )
+        self._device = drafter.kept_ids.device
+        self._vocabulary = len(drafter.kept_ids)
+        self._most_read = spec.depth + 1  # tokens that a round may commit
+        # Slots behind the committed tokens: of a tree's opened nodes and root, or of a block.
+        opened = 1 + sum(self._growth(spec).opens)
+        self._behind = max(opened, getattr(drafter.config, "block_size", 0))
         padding = bucket(min(padded_rows(rows) * self._most_read, BUCKETS[-1]))
         self.cache = TreeCache(capacity + self._behind + padding, rows + 1)
         self.cache.allocate(drafter.static_layers())
@@ -386,7 +390,7 @@ class DraftSteps:
         return self._growths[spec]
 
     def _take_root(self, session: PlacedSession) -> None:
-        """Moves a session's root to its row of `roots`, where a dynamic pass does not leave it."""
+        """Moves a session's root to its row of `roots`; a dynamic pass leaves it elsewhere."""
         assert session.root is not None
         if not self._roots:
             self.roots = session.root.new_zeros(self.cache.rows, *session.root.shape[1:])
@@ -415,13 +419,10 @@ class DraftSteps:
             run = self.pool.capture(step.forward)
         except Exception as error:  # whatever prevents a capture, the drafter drafts without graphs
             self.failure = first_line(error)
-            print(
-                f"drafter ({self.drafter.kind}) drafts without CUDA graphs: {self.failure}",
-                file=sys.stderr,
-                flush=True,
-            )
+            warning = f"drafter ({self.drafter.kind}) drafts without CUDA graphs: {self.failure}"
+            print(warning, file=sys.stderr, flush=True)
             return None
-        self._steps[key] = step, run
+        self._steps[key] = (step, run)
         return run
 
     def read(
@@ -430,34 +431,40 @@ class DraftSteps:
         tokens: Sequence[Tensor],
         features: Sequence[Tensor],
     ) -> bool:
-        """Reads what the target committed, as `Drafter.extend_all`; False where a dynamic pass
-        must.
+        """Reads what the target committed, as `Drafter.extend_all`.
+
+        Returns:
+            False where a dynamic pass must read it.
         """
         counts = [len(new) for new in tokens]
-        usual = padded_rows(len(counts)) * self._most_read
         shape = step_shape(counts)
-        if shape is None or any(session.root is None for session in sessions):
+        if shape is None:
             return False
-        if (
-            max(counts) <= self._most_read and usual <= BUCKETS[-1]
-        ):  # one shape whatever was accepted
+        # One shape for all rounds, whatever was accepted.
+        usual = padded_rows(len(counts)) * self._most_read
+        if max(counts) <= self._most_read and usual <= BUCKETS[-1]:
             most = bucket(usual)
             shape = PlanShape(shape.rows, most, most, -(-most // _WORD))
-        padding = shape.tokens - sum(counts)
-        ends = [session.held + count for session, count in zip(sessions, counts, strict=True)]
-        if max(*ends, ends[-1] + padding) > self.cache.capacity:
+
+        padding = shape.tokens - sum(counts)  # written behind the last sequence's tokens
+        end = 0
+        for session, count in zip(sessions, counts, strict=True):
+            if session.root is None or not session.reaches(count):
+                return False
+            end = session.held + count
+            if end > self.cache.capacity:
+                return False
+        if end + padding > self.cache.capacity:
             return False
-        if not all(session.reaches(count) for session, count in zip(sessions, counts, strict=True)):
-            return False
-        for session in sessions:
+
+        rows = []
+        layouts = []
+        for session, count in zip(sessions, counts, strict=True):
             self._take_root(session)
-        rows = [session.row for session in sessions]
-        layouts = [
-            TreeLayout(session.held, count=count)
-            for session, count in zip(sessions, counts, strict=True)
-        ]
-        ids = torch.cat(list(tokens))
-        states = torch.cat(list(features))
+            rows.append(session.row)
+            layouts.append(TreeLayout(session.held, count=count))
+        ids = torch.cat(list(tokens))  # [n]
+        states = torch.cat(list(features))  # [n, f*h]
         run = self._step(
             shape,
             lambda: ReadStep(self, shape, states),
@@ -478,60 +485,63 @@ class DraftSteps:
     ) -> list[TokenTree] | None:
         """A tree per session, as `Drafter.propose_all`; None where dynamic passes must draft."""
         spec = specs[0]
-        sampler = samplers[0]
-        if spec.sampled and sampler is not None:
-            params = sampler.params
-        else:
-            params = None
         if any(other != spec for other in specs) or not TensorGrowth.serves(spec):
-            return None
-        if any(session.root is None or not session.reaches(spec.depth) for session in sessions):
             return None
         growth = self._growth(spec)
         rows = padded_rows(len(sessions))
         most = 1 + sum(growth.opens)
         if rows * max(growth.opens, default=0) > _MOST_OPENED or most > _MOST_OPENED:
             return None
-        if any(session.held + most > self.cache.capacity for session in sessions):
-            return None
+        for session in sessions:
+            if session.root is None or not session.reaches(spec.depth):
+                return None
+            if session.held + most > self.cache.capacity:
+                return None
+
+        at = []
+        held = []
         for session in sessions:
             self._take_root(session)
-        at = [session.row for session in sessions], [session.held for session in sessions]
+            at.append(session.row)
+            held.append(session.held)
+        params = None
+        sampler = samplers[0]
+        if spec.sampled and sampler is not None:
+            params = sampler.params
         run = self._step(
             (spec, rows, params),
             lambda: GrowStep(self, growth, rows, params),
-            lambda step: step.fill(*at, samplers),
+            lambda step: step.fill(at, held, samplers),
         )
         if run is None:
             return None
         return self._trees(run(), growth, len(sessions))
 
     def _trees(self, grown: Grown, growth: TensorGrowth, count: int) -> list[TokenTree]:
-        """Copies the trees of `count` sequences; one transfer where their shapes depend on scores."""
-        tokens = grown.tokens[:count].clone()
-        scores = grown.scores[:count].float()
+        """Copies the trees of `count` sequences; one transfer if their shapes depend on scores."""
+        tokens = grown.tokens[:count].clone()  # [count, n]
+        scores = grown.scores[:count].float()  # [count, n]
+        trees = []
         if growth.fixed:
             scores = scores.clone()  # the next replay overwrites what the step made
             rows = list(range(growth.nodes))
-            kept = self.drafter.kept_ids
-            if grown.proposals is None:
-                q = None
-            else:
-                q = grown.proposals[:count].clone()
-            drawn = [None] * count if q is None else [Proposal(each, rows, kept) for each in q]
-            parts = zip(tokens, scores, drawn, strict=True)
-            return [
-                TokenTree(ids, list(growth.parents), log_probs, q) for ids, log_probs, q in parts
-            ]
-        packed = torch.cat(
-            (grown.counts[:count, None], grown.parents[:count], scores.view(torch.int32).long()),
-            dim=1,
-        )
-        table = packed.cpu()  # the round's one transfer
+            q = grown.proposals  # [R, n, d]
+            if q is not None:
+                q = q[:count].clone()
+            for i in range(count):
+                tree = TokenTree(tokens[i], list(growth.parents), scores[i])
+                if q is not None:
+                    tree.proposal = Proposal(q[i], rows, self.drafter.kept_ids)
+                trees.append(tree)
+            return trees
+
+        # Counts, parents and the bits of scores in one table, which is the round's one transfer.
+        bits = scores.view(torch.int32).long()
+        table = torch.cat((grown.counts[:count, None], grown.parents[:count], bits), dim=1).cpu()
         nodes = tokens.shape[1]
+        sizes = table[:, 0].tolist()
+        parents = table[:, 1 : 1 + nodes].tolist()
         log_probs = table[:, 1 + nodes :].to(torch.int32).view(torch.float32)
-        lists = zip(tokens, log_probs, table[:, : 1 + nodes].tolist(), strict=True)
-        return [
-            TokenTree(ids[:size], parents[:size], scores[:size])
-            for ids, scores, (size, *parents) in lists
-        ]
+        for i, size in enumerate(sizes):
+            trees.append(TokenTree(tokens[i, :size], parents[i][:size], log_probs[i, :size]))
+        return trees

@@ -1,5 +1,6 @@
-"""Trees that grow on a device: `GrowingTree` as functions of tensors of fixed shapes, which a CUDA
-graph can hold.
+"""Trees that grow on a device, as functions of tensors of fixed shapes that a CUDA graph can hold.
+
+Device counterpart of `GrowingTree`:
 
     depth          1            2                   3
     candidates     k            k x k               k x k              children of the opened nodes, all of them
@@ -24,38 +25,34 @@ from drafttrain.drafters.common.tree_growth import Logits
 from drafttrain.drafters.common.tree_spec import TreeSpec, ranks_below
 from drafttrain.ops.sampling import SamplingParams, pick, probabilities, top_log_probs
 
-# (depth of the nodes to open, from 1; their drafter ids [R, m]; their parents [R, m] among the nodes that were opened before) ->
-# logits [R, m, d] of their children, or [R, 1, d] for all of them; perhaps with confidences [R, m]
+# (depth of the nodes to open, from 1; their drafter ids [R, m]; their parents [R, m] among the
+# nodes that were opened before) -> logits [R, m, d] of their children, or [R, 1, d] for all of
+# them; perhaps with confidences [R, m]
 Ask = Callable[[int, Tensor, Tensor], Logits]
 _DEAD = -math.inf
 
 
 class Grown(NamedTuple):
-    """The trees of R sequences, at most n nodes each.
+    """The trees of R sequences, at most n nodes each."""
 
-    Attributes:
-        tokens: [R, n] int64 drafter ids. parents: [R, n] int64, -1 below the root. scores: [R, n]
-            float64, log-probability of the path. counts: [R] int64 nodes; what follows them is no
-            node. proposals: [R, n, d] float32, q of sampled chains.
-    """
-
-    tokens: Tensor
-    parents: Tensor
-    scores: Tensor
-    counts: Tensor
-    proposals: Tensor | None
+    tokens: Tensor  # [R, n] int64 drafter ids
+    parents: Tensor  # [R, n] int64, -1 below the root
+    scores: Tensor  # [R, n] float64, log-probability of the path
+    counts: Tensor  # [R] int64, number of nodes; later entries are padding
+    proposals: Tensor | None  # [R, n, d] float32, q of sampled chains
 
 
 class _Level(NamedTuple):
-    """A depth. Opened nodes have `width` children each. A fixed shape takes some, `taken` (opened
-    node * width + rank), below the opened nodes `nodes`, and opens those in `opened` next.
+    """A depth of the trees: the candidates below its opened nodes, and which are opened next.
+
+    The tensors are those of a fixed shape; None where scores decide.
     """
 
-    width: int
-    candidates: int
-    taken: Tensor | None
-    nodes: Tensor | None
-    opened: Tensor | None
+    width: int  # children per opened node
+    candidates: int  # of all opened nodes
+    taken: Tensor | None  # [c] int64, opened node * width + rank of each candidate
+    nodes: Tensor | None  # [c] int64, opened node of each candidate
+    opened: Tensor | None  # [m] int64, the candidates that are opened next
 
 
 class TensorGrowth:
@@ -77,64 +74,84 @@ class TensorGrowth:
         max_depth: int | None,
         device: torch.device,
     ):
-        self.spec, self.device, self.depth = spec, device, min(spec.depth, max_depth or spec.depth)
+        self.spec = spec
+        self.device = device
+        self.depth = spec.depth
+        if max_depth:
+            self.depth = min(spec.depth, max_depth)
         self.floor = spec.floor if spec.floor > -math.inf else None
         self.levels: list[_Level] = []
         self.opens: list[int] = []
+        self.parents: list[int] = []
         dynamic = spec.shape == "dynamic"
-        self.parents = list[int]()
-        level: list[tuple[int, tuple[int, ...]]] = [
-            (-1, ())
-        ]  # candidates to open: their numbers and paths
-        count = 1
+        if dynamic:
+            total = self._plan_dynamic(vocabulary)
+        else:
+            total = self._plan_fixed(vocabulary)
+        self.total = total
+        self.nodes = min(total, spec.budget)
+        self.fixed = not dynamic and self.floor is None
+
+    def _plan_dynamic(self, vocabulary: int) -> int:
+        """Lists the levels of a dynamic tree; returns the number of all candidates."""
+        width = min(self.spec.top_k, vocabulary)
+        count = 1  # opened nodes
         total = 0
         for depth in range(self.depth):
-            wanted = [range(spec.top_k)] if dynamic else [self._ranks(path) for _, path in level]
-            width = min(1 + max(map(max, wanted)), vocabulary)
-            if dynamic:
-                made = count * width
-                opened = min(spec.top_k, count * width)
-                self.levels.append(_Level(width, made, None, None, None))
-            else:
-                below = [
-                    (i, rank) for i, ranks in enumerate(wanted) for rank in ranks if rank < width
-                ]
-                self.parents += [level[i][0] for i, _ in below]
-                paths = [(*level[i][1], rank) for i, rank in below]
-                more = [
-                    i
-                    for i, path in enumerate(paths)
-                    if depth + 1 < self.depth and self._ranks(path)
-                ]
-                indices = [i * width + rank for i, rank in below], [i for i, _ in below], more
-                self.levels.append(
-                    _Level(
-                        width,
-                        len(below),
-                        *(torch.tensor(part, device=device) for part in indices),
-                    )
-                )
-                level = [(total + i, paths[i]) for i in more]
-                made = len(below)
-                opened = len(more)
+            made = count * width
+            self.levels.append(_Level(width, made, None, None, None))
             total += made
-            count = opened
-            if not opened or depth + 1 == self.depth:
+            count = min(self.spec.top_k, made)
+            if depth + 1 < self.depth:
+                self.opens.append(count)
+        return total
+
+    def _plan_fixed(self, vocabulary: int) -> int:
+        """Lists the levels of a tree whose shape is known; returns the number of its nodes."""
+        level: list[tuple[int, tuple[int, ...]]] = [(-1, ())]  # opened nodes: number and path
+        total = 0
+        for depth in range(self.depth):
+            wanted = [self._ranks(path) for _, path in level]
+            width = min(1 + max(map(max, wanted)), vocabulary)
+            # Per candidate: its place in [opened nodes, width], its opened node, its path.
+            taken = []
+            nodes = []
+            paths = []
+            for i, (number, path) in enumerate(level):
+                for rank in wanted[i]:
+                    if rank < width:
+                        taken.append(i * width + rank)
+                        nodes.append(i)
+                        paths.append((*path, rank))
+                        self.parents.append(number)
+            opened = []  # candidates with children
+            if depth + 1 < self.depth:
+                opened = [i for i, path in enumerate(paths) if self._ranks(path)]
+            self.levels.append(
+                _Level(
+                    width,
+                    len(taken),
+                    torch.tensor(taken, device=self.device),
+                    torch.tensor(nodes, device=self.device),
+                    torch.tensor(opened, device=self.device),
+                )
+            )
+            level = [(total + i, paths[i]) for i in opened]
+            total += len(taken)
+            if not opened:
                 break
-            self.opens.append(opened)
-        self.total, self.nodes = total, min(total, spec.budget)
-        self.fixed = not dynamic and self.floor is None
+            self.opens.append(len(opened))
+        return total
 
     @staticmethod
     def serves(spec: TreeSpec) -> bool:
-        """Whether all shapes follow from the spec: of any tree by rule, and of drawn chains (a
-        number per depth).
-        """
-        return spec.shape != "none" and not (
-            spec.sampled and (spec.shape != "chain" or spec.stop > 0)
-        )
+        """Whether all shapes follow from the spec, as in greedy trees and drawn chains."""
+        if spec.sampled:
+            return spec.shape == "chain" and spec.stop == 0
+        return spec.shape != "none"
 
     def _ranks(self, path: tuple[int, ...]) -> range | list[int]:
+        """Ranks of a node's children."""
         if self.spec.shape == "paths":
             return ranks_below(self.spec.paths).get(path, [])
         return range(self.spec.fanout[len(path)])
@@ -154,34 +171,42 @@ class TensorGrowth:
                 per token.
         """
         logits = first
-        rows = len(first[0] if isinstance(first, tuple) else first)
-        above = torch.zeros(
-            rows,
-            1,
-            dtype=torch.float64,
-            device=self.device,
-        )  # score of each opened node
-        numbers = torch.full((rows, 1), -1, device=self.device)  # which candidate it is
-        parts: list[tuple[Tensor, Tensor, Tensor]] = []
-        begin = 0
-        proposals = []
+        rows = len(first[0]) if isinstance(first, tuple) else len(first)
+        # Score and number of each opened node, [R, m].
+        above = torch.zeros(rows, 1, dtype=torch.float64, device=self.device)
+        numbers = torch.full((rows, 1), -1, device=self.device)
+        # Of all candidates, per depth [R, c].
+        all_tokens: list[Tensor] = []
+        all_scores: list[Tensor] = []
+        all_parents: list[Tensor] = []
+        proposals: list[Tensor] = []
+        begin = 0  # number of the level's first candidate
         for depth, level in enumerate(self.levels):
+            # The children of the opened nodes, [R, m, width].
             if uniforms is not None and params is not None:
                 tokens, values, q = _drawn(logits, params, uniforms[:, depth])
                 proposals.append(q)
             else:
-                values, tokens = _top(logits, level.width, above.shape[1])  # [R, m, width]
+                values, tokens = _top(logits, level.width, above.shape[1])
             tokens, scores, parents = _candidates(level, tokens, values, above, numbers)
-            parts.append((tokens, scores, parents))
+            all_tokens.append(tokens)
+            all_scores.append(scores)
+            all_parents.append(parents)
             if depth == len(self.opens):
                 break
+
+            # The nodes to open next, and the logits of their children.
             chosen, above = self._choose(level, scores, self.opens[depth])
             numbers = chosen + begin
             above_nodes = self._nodes_of(level, chosen)
             begin += level.candidates
             logits = ask(depth + 1, tokens.gather(1, chosen), above_nodes)
-        made = [torch.cat(part, dim=1) for part in zip(*parts, strict=True)]
-        return self._finish(made[0], made[1], made[2], proposals)
+        return self._finish(
+            torch.cat(all_tokens, dim=1),
+            torch.cat(all_scores, dim=1),
+            torch.cat(all_parents, dim=1),
+            proposals,
+        )
 
     def _choose(self, level: _Level, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The nodes to open of a level's candidates, ascending [R, m], and their scores."""
@@ -192,9 +217,8 @@ class TensorGrowth:
         if level.opened is not None:
             chosen = level.opened.expand(len(scores), -1)
         else:
-            chosen = (
-                live.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values
-            )
+            best = live.sort(dim=1, descending=True, stable=True).indices
+            chosen = best[:, :count].sort(dim=1).values
         return chosen, live.gather(1, chosen)
 
     @staticmethod
@@ -213,22 +237,24 @@ class TensorGrowth:
     ) -> Grown:
         """The likeliest nodes of all candidates [R, c], in the candidates' order."""
         rows, total = tokens.shape
+        q = None
         if proposals:
-            q = torch.stack(proposals, dim=1)
-        else:
-            q = None
+            q = torch.stack(proposals, dim=1)  # [R, n, d]
         if self.fixed or (self.floor is None and total <= self.nodes):
-            return Grown(tokens, parents, scores, torch.full((rows,), total, device=self.device), q)
+            counts = torch.full((rows,), total, device=self.device)
+            return Grown(tokens, parents, scores, counts, q)
+
         best = scores.sort(dim=1, descending=True, stable=True)
-        live = best.values[:, : self.nodes] > _DEAD
-        kept = best.indices[:, : self.nodes]
-        kept = (
-            kept.masked_fill(~live, total).sort(dim=1).values.clamp(max=total - 1)
-        )  # what is no node comes last
+        live = best.values[:, : self.nodes] > _DEAD  # [R, n] bool
+        counts = live.sum(dim=1)
+        # [R, n] candidates in their order; dead ones come last, as padding
+        kept = best.indices[:, : self.nodes].masked_fill(~live, total)
+        kept = kept.sort(dim=1).values.clamp(max=total - 1)
+
+        # The place of each candidate among the nodes. The last column stands for the root, and
+        # takes the padding.
         place = torch.full((rows, total + 1), -1, device=self.device)
         order = torch.arange(self.nodes, device=self.device).expand(rows, -1)
-        counts = live.sum(dim=1)
-        # The last column stands for the root, and takes what is no node.
         place.scatter_(
             1,
             torch.where(order < counts[:, None], kept, total),
@@ -240,22 +266,20 @@ class TensorGrowth:
 
 
 def _top(logits: Logits, width: int, count: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities (times confidences) and drafter ids, [R, m, width] each, of the likeliest
-    children of m nodes.
+    """Log-probabilities (times confidences) and drafter ids of the likeliest children of m nodes.
+
+    Both [R, m, width].
     """
+    confidence = None
     if isinstance(logits, tuple):
         logits, confidence = logits
-    else:
-        logits = logits
-        confidence = None
-    values, ids = (
-        part.unflatten(0, logits.shape[:2]) for part in top_log_probs(logits.flatten(0, 1), width)
-    )
-    if confidence is None:
-        values = values.double()
-    else:
-        values = (values + confidence.log()[:, :, None]).double()
-    return values.expand(-1, count, -1), ids.expand(-1, count, -1)
+    shape = logits.shape[:2]
+    values, ids = top_log_probs(logits.flatten(0, 1), width)
+    values = values.unflatten(0, shape)
+    if confidence is not None:
+        values = values + confidence.log()[:, :, None]
+    ids = ids.unflatten(0, shape)
+    return values.double().expand(-1, count, -1), ids.expand(-1, count, -1)
 
 
 def _drawn(
@@ -264,13 +288,11 @@ def _drawn(
     uniforms: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draws a chain's next token: ids and log-probabilities [R, 1, 1], and q [R, d]."""
+    confidence = None
     if isinstance(logits, tuple):
         logits, confidence = logits
-    else:
-        logits = logits
-        confidence = None
-    q = probabilities(logits[:, 0], params)
-    tokens = pick(q, uniforms)[:, None]
+    q = probabilities(logits[:, 0], params)  # [R, d]
+    tokens = pick(q, uniforms)[:, None]  # [R, 1]
     values = q.gather(1, tokens).log()
     if confidence is not None:
         values = values + confidence.log()
@@ -284,10 +306,10 @@ def _candidates(
     above: Tensor,
     numbers: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, scores and parents [R, c] of a level's candidates: the taken ones of [R, m, width]."""
-    scores = above[:, :, None] + values
-    parents = numbers[:, :, None].expand_as(tokens)
-    tokens, scores, parents = (part.flatten(1) for part in (tokens, scores, parents))
+    """Tokens, scores and parents [R, c] of a level's candidates, those taken of [R, m, width]."""
+    scores = (above[:, :, None] + values).flatten(1)
+    parents = numbers[:, :, None].expand_as(tokens).flatten(1)
+    tokens = tokens.flatten(1)
     if level.taken is None or level.candidates == tokens.shape[1]:
         return tokens, scores, parents
     return tokens[:, level.taken], scores[:, level.taken], parents[:, level.taken]

@@ -59,7 +59,7 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
             node; None for any.
         embed: the target's embedding, ids [...] -> [..., h]; attached by `bind` as a plain
             function, so that it is neither trained, saved nor sharded with the drafter.
-            embed_table: its rows [v, h], if that is all and a kernel reads them.
+        embed_table: its rows [v, h], if the embedding does nothing else and a kernel reads them.
     """
 
     base_model_prefix = ""
@@ -97,7 +97,7 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
             return cls._continue(target, init, options, loss)
         size = int(options.pop("draft_vocab_size", 0))
         if keep is None:
-            kept = torch.arange(size or target.vocab_size)
+            kept = torch.arange(size or target.vocab_size)  # [d] int64 target ids
         else:
             kept = keep(size)
         options["loss"] = loss
@@ -112,20 +112,21 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
 
     @classmethod
     def check_options(cls, options: Json) -> Json:
-        """A recipe's `drafter:` keys, each of its kind. Raises UserError for an unknown one, or a
-        wrong value.
+        """Returns a recipe's `drafter:` keys, each converted to its kind of value.
+
+        Raises:
+            UserError: an unknown key, or a value that is not valid for its key.
         """
         kinds = kinds_of(cls.config_class)
         known = [name for name in vars(cls.config_class()) if not name.startswith("_")]
         for name in options:
             if name not in known:
                 raise UserError(f"unknown key drafter.{name}{neighbours(name, known)}")
-        return {
-            name: check(f"drafter.{name}", value, kinds[name], words=True)
-            if name in kinds
-            else value
-            for name, value in options.items()
-        }
+        checked = dict(options)
+        for name, value in options.items():
+            if name in kinds:
+                checked[name] = check(f"drafter.{name}", value, kinds[name], words=True)
+        return checked
 
     @torch.no_grad()
     def initialize(self, target: Target, kept_ids: Tensor) -> list[str]:
@@ -133,16 +134,14 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
         return self.copy_from(target)
 
     def copy_from(self, target: Target) -> list[str]:
-        """Copies what fits from the target, the vocabulary being set; returns the names of what it
-        copied.
-        """
+        """Copies what fits from the target, after `kept_ids` is set; returns the copied names."""
         return []
 
     @classmethod
     def _continue(cls, target: Target, init: str, options: Json, loss: str) -> Self:
-        """Loads a drafter to train it further: on data of another domain, or for a target that was
-        fine-tuned since.
+        """Loads a drafter to train it further.
 
+        The data may be of another domain, or the target may have been fine-tuned since.
         Everything that its weights depend on (sizes, kept vocabulary, feature layers, norms) stays
         as saved. How it is trained (`recipe_keys` of its config, and the loss) follows the recipe.
         """
@@ -178,25 +177,25 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
         what = f"drafter={str(folder)!r}"
         with loading(what, _REPAIR):
             config = cls.config_class.from_pretrained(str(folder))
-        if missing := [
-            key for key in RECORDED if not isinstance(config.target.get(key), RECORDED[key])
-        ]:
-            raise UserError(f"{what}: config.json records no target.{missing[0]}; {_REPAIR}")
+        for key, kind in RECORDED.items():
+            if not isinstance(config.target.get(key), kind):
+                raise UserError(f"{what}: config.json records no target.{key}; {_REPAIR}")
         cls.check_files(folder, config)
         with loading(what, _REPAIR):
-            drafter: Any = super(NamedDrafter, cls).from_pretrained(
-                str(folder),
-                use_safetensors=True,
-            )  # type: ignore[misc]
+            parent: Any = super(NamedDrafter, cls)  # transformers' own `from_pretrained`
+            drafter = parent.from_pretrained(str(folder), use_safetensors=True)
         drafter.finish_loading(folder)
-        check_finite((*drafter.named_parameters(), *drafter.named_buffers()), what, _REPAIR)
+        weights = list(drafter.named_parameters()) + list(drafter.named_buffers())
+        check_finite(weights, what, _REPAIR)
         check_kept_ids(drafter.kept_ids, config.vocab_size, what)
         return drafter
 
     @classmethod
     def check_files(cls, folder: Path, config: Any) -> None:
-        """Checks names and shapes of a folder's tensors against a drafter of this config; raises
-        UserError.
+        """Checks names and shapes of a folder's tensors against a drafter of this config.
+
+        Raises:
+            UserError: a tensor is missing, unknown or of another shape.
         """
         what = f"drafter={str(folder)!r}"
         with loading(what, _REPAIR), torch.device("meta"):
@@ -206,23 +205,22 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
 
     @classmethod
     def stored_shapes(cls, shapes: Shapes, found: Shapes, config: Any) -> Shapes:
-        """The shapes that a file must hold, for a drafter of `shapes`; found: those that it holds."""
+        """The shapes that a file must hold, for a drafter of `shapes`; found: those it holds."""
         return shapes
 
     def finish_loading(self, folder: Path) -> None:
         """Reads what a file stores in another form."""
 
     def load_checkpoint(self, folder: str | Path) -> bool:
-        """Checks a training checkpoint, which the trainer loads by names; one of several shards it
-        checks itself.
+        """Checks a training checkpoint, which the trainer then loads by names.
+
+        The trainer checks one of several shards itself.
         """
-        if (Path(folder) / "model.safetensors").is_file():
-            self.check_files(Path(folder), self.config)
-            check_finite(
-                read_weights(Path(folder)).items(),
-                f"checkpoint={str(folder)!r}",
-                "delete it",
-            )
+        folder = Path(folder)
+        if (folder / "model.safetensors").is_file():
+            self.check_files(folder, self.config)
+            weights = read_weights(folder).items()
+            check_finite(weights, f"checkpoint={str(folder)!r}", "delete it")
         return False
 
     def blank(self) -> Self:
@@ -234,8 +232,9 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
         pack(self)
 
     def bind(self, target: Target) -> None:
-        """Compares the recorded target's hidden size, depth, vocabulary and tokenizer; attaches its
-        embedding.
+        """Checks that the target is the recorded one, and attaches its embedding.
+
+        Hidden size, depth, vocabulary and tokenizer are compared.
         """
         recorded = self.config.target
         actual = target.identity()
@@ -250,12 +249,12 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
                     f"drafter was trained for target {recorded.get('name')!r} with {key}={recorded[key]!r}, but target "
                     f"{actual['name']!r} has {key}={actual[key]!r}; use its own target, or train a drafter for this one"
                 )
-        for key, theirs in (
-            ("vocab_size", target.vocab_size),
-            (self.config.width_field, target.hidden_size),
-        ):
-            if key and getattr(self.config, key) != theirs:
-                ours = getattr(self.config, key)
+        sizes = {"vocab_size": target.vocab_size}
+        if self.config.width_field:
+            sizes[self.config.width_field] = target.hidden_size
+        for key, theirs in sizes.items():
+            ours = getattr(self.config, key)
+            if ours != theirs:
                 raise UserError(
                     f"drafter is for a target with {key}={ours}, but {target.name!r} has {theirs}; use its own target"
                 )
@@ -263,7 +262,8 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
             raise UserError(
                 f"feature_layers={list(self.feature_layers)} reach beyond the {target.num_layers} layers of {target.name!r}"
             )
-        self.embed, self.embed_table = target.embed, target.embed_table()
+        self.embed = target.embed
+        self.embed_table = target.embed_table()
 
     # -- static steps ------------------------------------------------------------------------------
 
@@ -278,10 +278,8 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
         if not self.static or not self.kept_ids.numel():
             return None
         if last is not None and last.fits(self, capacity, rows, spec):
-            kept = last
-        else:
-            kept = None
-        return kept or DraftSteps(self, pool, capacity, rows, spec)
+            return last
+        return DraftSteps(self, pool, capacity, rows, spec)
 
     def static_layers(self) -> dict[int, tuple[Tensor, Tensor]]:
         """Empty keys and values [1, kv_heads, 0, e] of each layer with a cache."""
@@ -312,8 +310,8 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
         """`propose_all` as a function of buffers: what a tree needs to grow below roots [R, ...].
 
         Returns:
-            Logits [R, 1, d] of the roots' children, perhaps with confidences; and what gives those
-            of deeper nodes.
+            Logits [R, 1, d] of the roots' children, perhaps with confidences; and the function
+            that computes those of deeper nodes.
         """
         raise NotImplementedError(f"{type(self).__name__}.draft_static")
 
@@ -356,10 +354,8 @@ class DecoderDrafter(TrainableDrafter):
         raise NotImplementedError(f"{type(self).__name__}.head_weight")
 
     def open_text(self) -> ContextTokens | None:
-        """The tokens that will join a new sequence's vocabulary, none yet; None where none may
-        join.
-        """
-        if self.uses_text and self.context:
+        """The tokens that join a new sequence's vocabulary, none yet; None where none may join."""
+        if self.uses_text and self.context is not None:
             return self.context.open(self.head_weight)
         return None
 
@@ -376,11 +372,8 @@ class DecoderDrafter(TrainableDrafter):
         """Packs layers for the CPU kernels (float32), then linear layers and norms."""
         self.keep_saved()
         weight = next(self.parameters())
-        if (
-            cpu_kernels() is not None
-            and weight.dtype == torch.float32
-            and weight.device.type == "cpu"
-        ):
+        fits = weight.dtype == torch.float32 and weight.device.type == "cpu"
+        if fits and cpu_kernels() is not None:
             for layer in self.decoder_layers:
                 layer.pack(self.rotary.width)
             self.pack_depths()
@@ -392,6 +385,7 @@ class DecoderDrafter(TrainableDrafter):
 
 
 def _plain(value: object) -> object:
+    """A config value as JSON holds it."""
     if isinstance(value, tuple):
         return list(value)
     return value

@@ -1,5 +1,4 @@
-"""Growing token trees: from a drafter that is stepped one depth at a time, and from guessed
-continuations.
+"""Growth of token trees, by steps of a drafter or from guessed continuations.
 
 Fixed shapes open every node that has children. Dynamic trees (EAGLE-2, arXiv 2406.16858) open the
 `top_k` likeliest paths of each depth and keep the `budget` likeliest nodes at the end. The
@@ -33,9 +32,7 @@ from drafttrain.ops.sampling import Sampler, draw_distinct, probabilities, top_l
 
 
 class Likeliest(NamedTuple):
-    """The top tokens of m nodes, or one row for all: what a tree that draws nothing reads of their
-    logits.
-    """
+    """The top tokens of m nodes, or one row for all; a tree that draws nothing needs no more."""
 
     ids: Tensor  # [m, w] int64 drafter ids
     log_probs: Tensor  # [m, w] float32, descending
@@ -49,8 +46,9 @@ _FLOOR = 0.01
 
 
 class GrowingTree:
-    """One sequence's tree while it grows: `tokens` and `parents` are the nodes to open next, `grow`
-    takes their logits.
+    """One sequence's tree while it grows.
+
+    `tokens` and `parents` are the nodes to open next; `grow` takes the logits of their children.
 
     Args:
         root: logits [d] of the root's children, perhaps with a confidence, a scalar; or their top
@@ -83,26 +81,24 @@ class GrowingTree:
         states: Tensor | None = None,
     ):
         assert sampler is not None or not spec.sampled, "sampled trees need a sampler"
-        self.spec, self.kept_ids, self.sampler, self.row = (
-            spec,
-            kept_ids,
-            sampler if spec.sampled else None,
-            row,
-        )
+        self.spec = spec
+        self.kept_ids = kept_ids
+        self.sampler = sampler if spec.sampled else None
+        self.row = row
         if states is None:
             self.states = torch.empty(0)
         else:
             self.states = states
-        # of top tokens the ids
-        if isinstance(root, tuple):
-            logits = root[0]
-        else:
-            logits = root
-        self.device, self.done, self.opened = logits.device, False, list[int]()
-        self._begin = (
-            self._above
-        ) = -1  # order of the first node of the level being opened, and of the level above
-        self._depths_left = min(spec.depth, max_depth or spec.depth)
+        first = root[0] if isinstance(root, tuple) else root
+        self.device = first.device
+        self.done = False
+        self.opened: list[int] = []
+        # Order of the first node of the level being opened, and of the level above.
+        self._begin = -1
+        self._above = -1
+        self._depths_left = spec.depth
+        if max_depth:
+            self._depths_left = min(spec.depth, max_depth)
         self._floor = spec.floor
         # Per candidate: drafter id, parent, log-probability and ranks of its path, order of
         # opening, row of q.
@@ -128,15 +124,10 @@ class GrowingTree:
             return
         level = [node for node in level if self._scores[node] >= self._floor and self._ranks(node)]
         if self.spec.shape == "dynamic":
-            level = [
-                level[i]
-                for i in TokenTree.best_nodes(
-                    [self._scores[node] for node in level], self.spec.top_k
-                )
-            ]
-            if (
-                len(self._scores) >= self.spec.budget
-            ):  # nodes that score above the budget-th candidate
+            scores = [self._scores[node] for node in level]
+            level = [level[i] for i in TokenTree.best_nodes(scores, self.spec.top_k)]
+            # No child of a node that scores below the budget-th candidate can be in the tree.
+            if len(self._scores) >= self.spec.budget:
                 bar = sorted(self._scores, reverse=True)[self.spec.budget - 1]
                 level = [node for node in level if self._scores[node] > bar]
         self.done = not level
@@ -176,62 +167,57 @@ class GrowingTree:
 
     def _ranks(self, node: int) -> Sequence[int]:
         """Ranks of a node's children among its likeliest (or drawn) tokens."""
-        if node >= 0:
-            path = self._paths[node]
-        else:
-            path = ()
+        path = self._path(node)
         if self.spec.shape == "paths":
             return ranks_below(self.spec.paths).get(path, ())
-        return range(
-            self.spec.top_k if self.spec.shape == "dynamic" else self.spec.fanout[len(path)]
-        )
+        if self.spec.shape == "dynamic":
+            return range(self.spec.top_k)
+        return range(self.spec.fanout[len(path)])
+
+    def _path(self, node: int) -> tuple[int, ...]:
+        """The ranks from the root to a node."""
+        if node < 0:
+            return ()
+        return self._paths[node]
 
     def _add_children(self, parents: list[int], logits: Logits) -> list[int]:
+        """Adds candidates below the nodes `parents`; returns their numbers."""
+        full: Tensor | None = None  # [m or 1, d]
+        confidence = None
         if isinstance(logits, Likeliest):
-            top = logits
+            tokens, scores = logits  # [m or 1, w] each
+            size = tokens.shape[-1]
         else:
-            top = None
-        if isinstance(logits, tuple) and top is None:
-            confidence = logits[1]
-        else:
-            confidence = None
-        if isinstance(logits, tuple):
-            logits = logits[0]
+            if isinstance(logits, tuple):
+                full, confidence = logits
+            else:
+                full = logits
+            size = full.shape[-1]
         wanted = [self._ranks(parent) for parent in parents]
-        width = min(1 + max(map(max, wanted)), logits.shape[-1])
+        width = min(1 + max(map(max, wanted)), size)
         first_row = sum(map(len, self._q))
         if self.sampler is None:
-            # [m or 1, width]
-            if top:
-                tokens = top.ids
-                scores = top.log_probs
-            else:
-                tokens, scores = top_log_probs(logits, width)[::-1]
+            if full is not None:
+                scores, tokens = top_log_probs(full, width)  # [m or 1, width] each
             if scores.shape[0] < len(parents):
                 scores = scores.expand(len(parents), -1)
                 tokens = tokens.expand(len(parents), -1)
         else:
-            assert top is None, "tokens are drawn from a full q"
-            q = probabilities(logits, self.sampler.params).expand(len(parents), -1)  # [m, d]
-            tokens = draw_distinct(
-                q,
-                width,
-                self.sampler.generator,
-            )  # [m, width], -1 where q has no more tokens
+            assert full is not None, "tokens are drawn from a full q"
+            q = probabilities(full, self.sampler.params).expand(len(parents), -1)  # [m, d]
+            # [m, width], -1 where q has no more tokens
+            tokens = draw_distinct(q, width, self.sampler.generator)
             scores = q.gather(-1, tokens.clamp_min(0)).log()
             self._q.append(q)
         if confidence is not None:
             scores = scores + confidence.log().unsqueeze(1)
+
+        # One transfer from the device, then lists.
         first = len(self._tokens)
-        for row, (parent, ids, values) in enumerate(
-            zip(parents, tokens.tolist(), scores.tolist(), strict=True)
-        ):
-            if parent >= 0:
-                above = self._scores[parent]
-                path = self._paths[parent]
-            else:
-                above = 0.0
-                path = ()
+        rows = zip(parents, tokens.tolist(), scores.tolist(), strict=True)
+        for row, (parent, ids, values) in enumerate(rows):
+            above = self._scores[parent] if parent >= 0 else 0.0
+            path = self._path(parent)
             ranks = [rank for rank in wanted[row] if rank < width and ids[rank] >= 0]
             self._tokens += [ids[rank] for rank in ranks]
             self._parents += [parent] * len(ranks)
@@ -242,10 +228,15 @@ class GrowingTree:
         return list(range(first, len(self._tokens)))
 
     def _open(self, level: list[int]) -> None:
-        self._level, self._above, self._begin = level, self._begin, len(self.opened)
+        """Makes candidates the nodes to open next."""
+        self._level = level
+        self._above = self._begin
+        self._begin = len(self.opened)
         self.tokens = torch.tensor([self._tokens[node] for node in level], device=self.device)
-        above = [self._parents[node] for node in level]
-        self.parents = [self._order[parent] if parent >= 0 else -1 for parent in above]
+        self.parents = []
+        for node in level:
+            parent = self._parents[node]
+            self.parents.append(self._order[parent] if parent >= 0 else -1)
         for order, node in enumerate(level, self._begin):
             self._order[node] = order
         self.opened = self.opened + self.parents
@@ -253,28 +244,33 @@ class GrowingTree:
 
 def rows_of(logits: Logits, where: int | slice | None) -> Logits:
     """Rows of logits, or a single one with its first dimension added (None)."""
+    if isinstance(logits, Likeliest):
+        return Likeliest(logits.ids[where], logits.log_probs[where])
     if isinstance(logits, tuple):
-        first, second = (part[where] for part in logits)
-        if isinstance(logits, Likeliest):
-            return Likeliest(first, second)
-        return (first, second)
+        return (logits[0][where], logits[1][where])
     return logits[where]
 
 
 def widest(specs: Sequence[TreeSpec]) -> int | None:
-    """The most top tokens that any node of these trees needs; None if some tokens are drawn, which
-    needs all logits.
+    """The most top tokens that any node of these trees needs; None if some tokens are drawn.
+
+    Drawing needs all logits.
     """
-    if any(spec.sampled for spec in specs):
-        return None
-    return max(
-        1, *(1 + max((max(path) for path in spec.paths), default=spec.top_k - 1) for spec in specs)
-    )
+    width = 1
+    for spec in specs:
+        if spec.sampled:
+            return None
+        own = spec.top_k
+        if spec.paths:
+            own = 1 + max(map(max, spec.paths))
+        width = max(width, own)
+    return width
 
 
 def tree_shape(specs: Sequence[TreeSpec]) -> TreeShape | None:
-    """The greedy tree that a kernel grows for all of these specs; None if they differ, or draw
-    tokens, or have ranks.
+    """The greedy tree that a kernel grows for all of these specs.
+
+    None if they differ, draw tokens, or have paths of ranks.
     """
     if all(other == specs[0] for other in specs[1:]):
         return _shape_of(specs[0])
@@ -333,9 +329,7 @@ def match_tree(
     parents: list[int] = []
     scores: list[float] = []
     children: defaultdict[int, dict[int, int]] = defaultdict(dict)
-    left: defaultdict[int, float] = defaultdict(
-        lambda: 1.0
-    )  # probability that a node's children leave
+    left: defaultdict[int, float] = defaultdict(lambda: 1.0)  # share that children leave, per node
     for continuation, chance in guesses:
         node = -1
         above = 1.0

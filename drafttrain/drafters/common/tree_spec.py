@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -19,9 +18,8 @@ from drafttrain.files import Json, read_json
 from drafttrain.ops.sampling import SamplingParams
 from drafttrain.values import Name, check, number
 
-# of any tree; MOST_DEPTH bounds the children per node of a dynamic tree too
-MOST_NODES = 1024
-MOST_DEPTH = 256
+MOST_NODES = 1024  # of any tree
+MOST_DEPTH = 256  # also the most children per node of a dynamic tree
 # Depths and numbers of nodes among which tuning and adaptive decoding choose.
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512, 768)
 _LONGEST_FILE = 1_000_000  # bytes
@@ -116,10 +114,12 @@ class TreeSpec:
             raise UserError(
                 f"{named}: @cut drops tokens after drawing them, which biases; use @stop={spec.cut:g}"
             )
-        if spec.sampled and any(
-            ranks != list(range(len(ranks))) for ranks in ranks_below(spec.paths).values()
-        ):
-            raise UserError(f"{named}: ranks of drawn siblings must be 0, 1, 2, ... without a gap")
+        if spec.sampled:
+            for ranks in ranks_below(spec.paths).values():
+                if ranks != list(range(len(ranks))):
+                    raise UserError(
+                        f"{named}: ranks of drawn siblings must be 0, 1, 2, ... without a gap"
+                    )
         return spec
 
     @functools.cached_property
@@ -145,42 +145,61 @@ class TreeSpec:
         text = {
             "none": "none",
             "chain": f"chain:{self.depth}",
-            "fanout": "fanout:" + "x".join(map(str, self.fanout)),
+            "fanout": fanout_text(self.fanout),
             "dynamic": f"dynamic:{self.depth},{self.top_k},{self.budget}",
             "paths": paths_text(self.paths),
         }[self.shape]
-        numbers = {"stop": self.stop, "cut": self.cut, "alone": self.alone, "match": self.match}
-        text += "@sample" * self.sampled + "".join(
-            f"@{name}={value}" for name, value in numbers.items() if value
-        )
-        return text + "@nomatch" * (not self.matches) + "@adapt" * self.adaptive
+        if self.sampled:
+            text += "@sample"
+        for name in ("stop", "cut", "alone", "match"):
+            value = getattr(self, name)
+            if value:
+                text += f"@{name}={value}"
+        if not self.matches:
+            text += "@nomatch"
+        if self.adaptive:
+            text += "@adapt"
+        return text
 
     def smaller(self) -> list[TreeSpec]:
-        """The trees that an adaptive decoder may choose, from the smallest to this one; without
-        `none`.
+        """The trees that an adaptive decoder may choose, from the smallest to this one.
+
+        `none` is not among them.
         """
-        depths, sizes = (
-            [n for n in SIZES if n < most] + [most] for most in (self.depth, self.budget)
-        )
+        depths = _sizes_to(self.depth)
         if self.shape == "chain":
             texts = [f"chain:{depth}" for depth in depths]
         elif self.shape == "dynamic":
-            texts = [
-                f"dynamic:{depth},{min(self.top_k, size)},{size}"
-                for size, depth in itertools.product(sizes, depths)
-                if depth <= size or size == self.budget
-            ]
+            texts = []
+            for size in _sizes_to(self.budget):
+                for depth in depths:
+                    if depth <= size or size == self.budget:
+                        texts.append(f"dynamic:{depth},{min(self.top_k, size)},{size}")
         elif self.shape == "fanout":
-            texts = ["fanout:" + "x".join(map(str, self.fanout[:depth])) for depth in depths]
+            texts = [fanout_text(self.fanout[:depth]) for depth in depths]
         else:
-            texts = [
-                paths_text(path for path in self.paths if len(path) <= depth) for depth in depths
-            ]
-        same = {
-            name: getattr(self, name)
-            for name in ("sampled", "stop", "cut", "alone", "match", "matches")
-        }
-        return [replace(TreeSpec.parse(text), **same) for text in texts]
+            texts = []
+            for depth in depths:
+                texts.append(paths_text([path for path in self.paths if len(path) <= depth]))
+
+        trees = []
+        for text in texts:
+            tree = replace(
+                TreeSpec.parse(text),
+                sampled=self.sampled,
+                stop=self.stop,
+                cut=self.cut,
+                alone=self.alone,
+                match=self.match,
+                matches=self.matches,
+            )
+            trees.append(tree)
+        return trees
+
+
+def _sizes_to(most: int) -> list[int]:
+    """The usual sizes below a largest one, and that one."""
+    return [size for size in SIZES if size < most] + [most]
 
 
 def _too_large(named: str) -> UserError:
@@ -214,9 +233,8 @@ def _parse_shape(named: str, body: str) -> TreeSpec:
         return _parse_paths(named, rest)
     parts = rest.replace("x", ",").split(",", MOST_DEPTH)
     numbers = tuple(map(_whole, parts[:MOST_DEPTH]))
-    if min(numbers) < 1 or len(numbers) != {"chain": 1, "dynamic": 3, "fanout": len(numbers)}.get(
-        shape
-    ):
+    wanted = {"chain": 1, "dynamic": 3, "fanout": len(numbers)}.get(shape)
+    if min(numbers) < 1 or len(numbers) != wanted:
         raise _no_tree(named)
     depth = numbers[0]
     nodes = numbers[-1]
@@ -229,12 +247,17 @@ def _parse_shape(named: str, body: str) -> TreeSpec:
         raise _too_large(named)
     if shape == "dynamic":
         return TreeSpec("dynamic", depth, (), numbers[1], nodes)
-    return TreeSpec(shape, depth, numbers if shape == "fanout" else (1,) * depth, widest, nodes)
+    if shape == "chain":
+        numbers = (1,) * depth
+    return TreeSpec(shape, depth, numbers, widest, nodes)
 
 
 def _parse_paths(named: str, rest: str) -> TreeSpec:
-    """Raises UserError: no list of paths, a file that is missing or holds none, too many nodes, or
-    a node without its parent.
+    """Reads the nodes of a fixed tree, from text or a file.
+
+    Raises:
+        UserError: no list of paths, a file that is missing or holds none, too many nodes, or a node
+            without its parent.
     """
     if rest.endswith(".json"):
         path = Path(check(f"{named}: file", rest, Name)).expanduser()
@@ -254,21 +277,26 @@ def _parse_paths(named: str, rest: str) -> TreeSpec:
         raise _too_large(named)
     known = set(paths)
     for ranks in paths:
-        if ranks[:-1] and ranks[:-1] not in known:
-            node, parent = ("-".join(map(str, some))[:80] for some in (ranks, ranks[:-1]))
-            raise UserError(f"{named}: node {node} has no parent; add {parent}")
-    below = ranks_below(paths).items()
-    fanout = tuple(
-        max(len(ranks) for path, ranks in below if len(path) == d) for d in range(len(paths[-1]))
-    )
-    return TreeSpec("paths", len(fanout), fanout, max(fanout), len(paths), paths)
+        above = ranks[:-1]
+        if above and above not in known:
+            child = _path_text(ranks)[:80]
+            parent = _path_text(above)[:80]
+            raise UserError(f"{named}: node {child} has no parent; add {parent}")
+
+    fanout = [0] * len(paths[-1])  # most children per node, by depth
+    for node, children in ranks_below(paths).items():
+        depth = len(node)
+        fanout[depth] = max(fanout[depth], len(children))
+    return TreeSpec("paths", len(fanout), tuple(fanout), max(fanout), len(paths), paths)
 
 
 def _option_fields(option: str) -> Json:
     """The fields that an option sets; none for an unknown option or value."""
     name, _, value = option.partition("=")
-    if name in ("stop", "cut", "alone") and 1e-6 <= (number(value) or 0) < 1:
-        return {name: float(value)}
+    if name in ("stop", "cut", "alone"):
+        share = number(value) or 0
+        if 1e-6 <= share < 1:
+            return {name: float(value)}
     if name == "match" and 0 < _whole(value) <= MOST_NODES:
         return {name: int(value)}
     return {
@@ -278,9 +306,18 @@ def _option_fields(option: str) -> Json:
     }.get(option, {})
 
 
+def fanout_text(fanout: Iterable[int]) -> str:
+    """The text form of a fan-out."""
+    return "fanout:" + "x".join(map(str, fanout))
+
+
 def paths_text(paths: Iterable[tuple[int, ...]]) -> str:
     """The text form of a fixed tree."""
-    return "paths:" + ",".join("-".join(map(str, path)) for path in paths)
+    return "paths:" + ",".join(map(_path_text, paths))
+
+
+def _path_text(ranks: Iterable[int]) -> str:
+    return "-".join(map(str, ranks))
 
 
 @functools.cache

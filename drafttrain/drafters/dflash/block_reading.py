@@ -1,5 +1,4 @@
-"""Reading block drafters' checkpoints, in the form that export.py writes and in others' spellings
-of it.
+"""Reading block drafters' checkpoints, in export.py's form and other trainers' spellings of it.
 
     DFlashDraftModel (z-lab; SpecForge and AngelSlim's QwenDFlashDraftModel; ModelOpt)   keys in dflash_config
     DFlash2DraftModel (inco.ai, z-lab)   as DFlashDraftModel, all layers with a window that hides no later token (is_causal false)
@@ -68,53 +67,77 @@ class _PublishedBlock(TypedDict, total=False):
 
 
 def own_keys(config: Mapping[str, object]) -> Json:
-    """A block drafter's own keys, from all places where trainers put them; keys without a value are
-    left out.
+    """A block drafter's own keys, from all places where trainers put them.
+
+    Keys without a value are left out.
     """
-    nested = [config.get(place) for place in ("dflash_config", "dspark_config")]
-    found = [config, *(place for place in nested if isinstance(place, Mapping))]
-    return {key: value for place in found for key, value in place.items() if value is not None}
+    keys: Json = {}
+    for place in (config, config.get("dflash_config"), config.get("dspark_config")):
+        if isinstance(place, Mapping):
+            for key, value in place.items():
+                if value is not None:
+                    keys[key] = value
+    return keys
 
 
 def is_dspark(config: Mapping[str, object]) -> bool:
     """Whether a block drafter's config has a Markov head."""
-    rank = own_keys(config).get(
-        "markov_rank", 256 if config.get("speculators_model_type") == "dspark" else 0
-    )
+    default = 256 if config.get("speculators_model_type") == "dspark" else 0
+    rank = own_keys(config).get("markov_rank", default)
     return isinstance(rank, int) and rank > 0
 
 
 def _check_block(keys: Json, layer: Json, where: str) -> None:
     """Raises UserError for a checkpoint that computes what our block drafters do not."""
-    types = set(layer.get("layer_types") or [])
-    mutual = False in (keys.get("causal"), keys.get("is_causal"))
-    windows = "sliding_attention" in types and not (
-        mutual and len(types) == 1 and layer.get("sliding_window")
-    )
-    windows |= bool(keys.get("use_swa")) and not (mutual and keys.get("swa_window_size"))
-    scales = ("output_multiplier", "input_embedding_scale", "attention_value_scale", "logit_scale")
+    reasons = []
     projector = keys.get("projector_type", "dflash")
+    if projector not in ("dflash", "dspark"):
+        reasons.append(f"is of projector_type={projector!r}")
     head = keys.get("markov_head_type", "vanilla")
-    checks = {
-        f"is of projector_type={projector!r}": projector not in ("dflash", "dspark"),
-        f"has markov_head_type={head!r}": head != "vanilla",
-        "has layers with sliding windows": windows,
-        "has causal layers": keys.get("causal") or keys.get("is_causal"),
-        "has attention_bias": layer.get("attention_bias"),
-        "has attention sinks": keys.get("attention_sink_bias")
-        or keys.get("add_swa_attention_sink_bias"),
-        "caps its logits": keys.get("final_logit_softcapping"),
-        "rotates neighboring values (is_neox_style false)": keys.get("is_neox_style") is False,
-        f"has hidden_act={layer.get('hidden_act')!r}": layer.get("hidden_act", "silu") != "silu",
-        **{f"has {key}={keys.get(key)}": keys.get(key, 1) not in (1, 1.0) for key in scales},
-    }
-    if reasons := [reason for reason, found in checks.items() if found]:
+    if head != "vanilla":
+        reasons.append(f"has markov_head_type={head!r}")
+
+    # Windows are supported where all layers have one and a block's tokens see each other.
+    types = set(layer.get("layer_types") or [])
+    mutual = keys.get("causal") is False or keys.get("is_causal") is False
+    supported = True
+    if "sliding_attention" in types:
+        supported = mutual and len(types) == 1 and bool(layer.get("sliding_window"))
+    if keys.get("use_swa") and not (mutual and keys.get("swa_window_size")):
+        supported = False
+    if not supported:
+        reasons.append("has layers with sliding windows")
+
+    if keys.get("causal") or keys.get("is_causal"):
+        reasons.append("has causal layers")
+    if layer.get("attention_bias"):
+        reasons.append("has attention_bias")
+    if keys.get("attention_sink_bias") or keys.get("add_swa_attention_sink_bias"):
+        reasons.append("has attention sinks")
+    if keys.get("final_logit_softcapping"):
+        reasons.append("caps its logits")
+    if keys.get("is_neox_style") is False:
+        reasons.append("rotates neighboring values (is_neox_style false)")
+    act = layer.get("hidden_act", "silu")
+    if act != "silu":
+        reasons.append(f"has hidden_act={act!r}")
+    for key in (
+        "output_multiplier",
+        "input_embedding_scale",
+        "attention_value_scale",
+        "logit_scale",
+    ):
+        if keys.get(key, 1) != 1:
+            reasons.append(f"has {key}={keys[key]}")
+    if reasons:
         raise UserError(f"{where} {'; it '.join(reasons)}, which our block drafters have not")
 
 
 def block_fields(config: Json, weights: Mapping[str, Tensor], target: Json, where: str) -> Json:
-    """Arguments of a block drafter's config from a checkpoint's. Raises UserError for what ours
-    cannot compute.
+    """Arguments of a block drafter's config, from a checkpoint's.
+
+    Raises:
+        UserError: the checkpoint describes what ours cannot compute.
     """
     try:
         TypeAdapter(_PublishedBlock).validate_python(config, strict=True)
@@ -126,39 +149,42 @@ def block_fields(config: Json, weights: Mapping[str, Tensor], target: Json, wher
     layer = config.get("transformer_layer_config", config)
     nested = "speculators_model_type" in config
     _check_block(keys, layer, where)
-    if nested:
-        place = "aux_hidden_state_layer_ids"
-    else:
-        place = "target_layer_ids"
-    ours: list[int] = [i + (not nested) for i in keys.get(place) or ()]
+    place = "aux_hidden_state_layer_ids" if nested else "target_layer_ids"
     for name in (place, "block_size"):
         if not keys.get(name):
             raise UserError(f"{where}: config.json has no {name}; it is needed")
-    dspark = is_dspark(config)
-    v = target["vocab_size"]
-    flat_dspark = not nested and (
-        dspark or any("DSpark" in str(name) for name in config.get("architectures") or ())
-    )
+    layers: list[int] = list(keys[place])
+    if not nested:  # the flat form counts one less
+        layers = [i + 1 for i in layers]
+
+    # A flat DSpark checkpoint predicts at its first token too unless it says otherwise; if not,
+    # its block_size leaves that token out.
+    flat_dspark = False
+    if not nested:
+        named_dspark = any("DSpark" in str(name) for name in config.get("architectures") or ())
+        flat_dspark = named_dspark or is_dspark(config)
     anchor = bool(keys.get("sample_from_anchor", keys.get("shift_label", flat_dspark)))
+    size = keys["block_size"]
+    if flat_dspark and not anchor:
+        size += 1
+
     fields: Json = {name: layer[name] for name in _SIZES if layer.get(name) is not None}
-    table = weights.get("embed_tokens.weight")
+    v = target["vocab_size"]
     learned = "mask" in weights
-    if (
-        table is not None
-        and len(table) == fields.get("vocab_size") == v + 1
-        and keys.get("mask_token_id") == v
-    ):
-        # the row behind the target's is a learned mask
+    table = weights.get("embed_tokens.weight", ())  # [v, h], perhaps with a learned mask behind
+    if len(table) == fields.get("vocab_size") == v + 1 and keys.get("mask_token_id") == v:
         fields["vocab_size"] = v
         learned = True
+
+    # It must be for this target.
     for key in ("hidden_size", "vocab_size"):
         if fields.get(key) != target[key]:
             raise UserError(
                 f"{where} is for a target with {key}={fields.get(key)}, but {target['name']!r} has {target[key]}"
             )
-    if not all(0 <= i <= target["num_layers"] for i in ours):
+    if not all(0 <= i <= target["num_layers"] for i in layers):
         raise UserError(
-            f"{where} reads layers {ours}, but {target['name']!r} has {target['num_layers']}"
+            f"{where} reads layers {layers}, but {target['name']!r} has {target['num_layers']}"
         )
     if "mask_token_id" not in keys and not learned:
         raise UserError(f"{where}: config.json has no mask_token_id; it is needed")
@@ -167,9 +193,9 @@ def block_fields(config: Json, weights: Mapping[str, Tensor], target: Json, wher
         **fields,
         "rope_theta": rope["rope_theta"],
         "rope_parameters": rope,
-        "feature_layers": tuple(ours),
+        "feature_layers": tuple(layers),
         "draft_vocab_size": keys.get("draft_vocab_size") or v,
-        "block_size": keys["block_size"] + (flat_dspark and not anchor),
+        "block_size": size,
         "sample_from_anchor": anchor,
         "sliding_window": _window(keys, layer),
         "mask_token_id": None if learned else keys["mask_token_id"],
@@ -179,12 +205,11 @@ def block_fields(config: Json, weights: Mapping[str, Tensor], target: Json, wher
 
 
 def _window(keys: Json, layer: Json) -> int:
-    """Positions that a block's token sees, 0 for all; in dflash_config, or of all layers (DFlash
-    2).
-    """
-    if keys.get("use_swa"):
+    """Positions that a block's token sees, 0 for all."""
+    if keys.get("use_swa"):  # in dflash_config
         return keys["swa_window_size"]
-    if "sliding_attention" in (layer.get("layer_types") or []):
+    types = layer.get("layer_types") or []
+    if "sliding_attention" in types:  # of all layers (DFlash 2)
         return layer["sliding_window"]
     return 0
 
@@ -207,12 +232,12 @@ def without_copies(
     where: str,
     loose: bool = False,
 ) -> dict[str, Tensor]:
-    """Leaves out an embedding that is the target's, and takes the learned mask that may stand
-    behind its rows.
+    """Leaves out an embedding that is the target's.
+
+    A learned mask may stand behind its rows, and is kept.
 
     Args:
-        loose: also leave out a head that is the target's, where the target's files are on this
-            disk.
+        loose: also leave out a head that is the target's, if the target's files are on this disk.
 
     Raises:
         UserError: another embedding.
@@ -220,7 +245,8 @@ def without_copies(
     found = dict(weights)
     name = drafter.config.target["name"]
     v = drafter.config.vocab_size
-    if (table := found.pop("embed_tokens.weight", None)) is not None:
+    table = found.pop("embed_tokens.weight", None)
+    if table is not None:
         check_embedding(table[:v], name, where)
         if drafter.mask is not None:
             found["mask"] = table[v]
@@ -228,8 +254,7 @@ def without_copies(
     files = resolve_target(name)
     if loose and head is not None and len(head) == v and Path(files).is_dir():
         own = read_embedding(files, ("lm_head.weight", "embed_out.weight"))
-        # one table for both
-        if own is None:
+        if own is None:  # the target's embedding is its head too
             own = read_embedding(files)
         if own is not None and torch.equal(own[:v].to(head.dtype), head):
             del found["lm_head.weight"]

@@ -1,12 +1,10 @@
-"""DFlash drafters as vLLM, SGLang and TensorRT-LLM load them (`DFlashDraftModel`), as transformers
-does, and as GGUF files.
+"""DFlash drafters as engines load them (`DFlashDraftModel`), as transformers does, and as GGUF.
 
 config.json   a Qwen3 config of the layers, block_size, dflash_config {mask_token_id, target_layer_ids: ours - 1}
 weights       fc, hidden_norm, norm, layers.{i}.* as ours; with a pruned vocabulary or a trained head also lm_head and d2t
 mask          a learned one is mask_embedding.pt, the only form that vLLM reads it in, by torch.load(weights_only=True); it
-              stands for one token id, for which a token that the drafter does not keep is taken. A
-              pickle is not published:
-              the Hub gets our own format, from which `drafttrain export` writes this one
+              stands for one token id, for which a token that the drafter does not keep is taken. A pickle is not
+              published: the Hub gets our own format, from which `drafttrain export` writes this one
 
 SGLang draws from the target's embedding and head alone: it has no place for a pruned vocabulary, a
 trained head or a learned mask. Nor has transformers, whose `generate(speculation_type="dflash")`
@@ -56,9 +54,8 @@ from drafttrain.target import load_shell
 from drafttrain.target.loading import check_finite
 
 _MASK_FILE = "mask_embedding.pt"
-_TRANSFORMERS = (
-    "5.23"  # the release that was read; its one DFlash class is a family's own, and general
-)
+# The release that was read; its one DFlash class is a family's own, and general.
+_TRANSFORMERS = "5.23"
 _GLIMMER = "muse_glimmer_assistant"
 # Architectures of published block drafters; a Markov head, not the name, tells DSpark from DFlash.
 PUBLISHED_BLOCKS = {
@@ -74,8 +71,9 @@ Block = TypeVar("Block", bound=BlockDrafter)
 
 
 class BlockFiles(GgufHeads[Block]):
-    """Block drafters in llama.cpp's dflash model, whose target layers are those whose input it
-    reads, as ours are.
+    """Block drafters in llama.cpp's dflash model.
+
+    Its target layers are those whose input it reads, as ours are.
     """
 
     formats = {"gguf": Format("a block drafter as GGUF file", ("llama.cpp",))}
@@ -86,23 +84,18 @@ class BlockFiles(GgufHeads[Block]):
     gguf_names = {"fc.weight": "fc.weight", "hidden_norm.weight": "enc.output_norm.weight"}
 
     def gguf_keys(self, drafter: Block) -> Json:
-        size = drafter.config.sliding_window
-        layers = drafter.config.num_hidden_layers
-        if size:
-            window = {
-                "attention.sliding_window": size,
-                "attention.sliding_window_pattern": [True] * layers,
-            }
-        else:
-            window = {}
-        return {
-            "target_layers": list(drafter.config.feature_layers),
-            "target_hidden_size": drafter.config.hidden_size,
-            "block_size": drafter.config.block_size,
+        config = drafter.config
+        keys: Json = {
+            "target_layers": list(config.feature_layers),
+            "target_hidden_size": config.hidden_size,
+            "block_size": config.block_size,
             "attention.causal": False,
-            "sample_from_anchor": drafter.config.sample_from_anchor,
-            **window,
+            "sample_from_anchor": config.sample_from_anchor,
         }
+        if config.sliding_window:
+            keys["attention.sliding_window"] = config.sliding_window
+            keys["attention.sliding_window_pattern"] = [True] * config.num_hidden_layers
+        return keys
 
     def gguf_fields(self, keys: Json, like: Block) -> Json:
         mask = keys["tokenizer.ggml.mask_token_id"]
@@ -115,7 +108,9 @@ class BlockFiles(GgufHeads[Block]):
         }
 
     def checked_depth(self, config: Json) -> int:
-        return config["block_size"] - (not config.get("sample_from_anchor"))
+        if config.get("sample_from_anchor"):
+            return config["block_size"]
+        return config["block_size"] - 1
 
     def block_depth(self, trained: Trained) -> int:
         return self.checked_depth(trained.config)
@@ -130,8 +125,8 @@ class EngineBlocks(BlockFiles[Block]):
     Attributes:
         drafter_class: the kind's class. architecture: the engines' name of it.
         own_names: the form's name of a tensor of ours, where it differs.
-        since: SGLang's first release that drafts with the kind, and that predicts at the masks
-            alone, as ours do by default.
+        since: SGLang's first release that drafts with the kind, and the first that predicts at the
+            masks alone, as ours do by default.
     """
 
     drafter_class: type[Block]
@@ -148,52 +143,48 @@ class EngineBlocks(BlockFiles[Block]):
         found = super().unsupported(trained, form, engine)
         if found or form == "gguf":
             return found
-        engine = engine or engine_of(form)
+        if engine is None:
+            engine = engine_of(form)
+        name = engine.name
         config = trained.config
-        kind = trained.kind
         layers = list(config.get("feature_layers", ()))
+        provides = f"feature_layers={layers}: {name} provides"
         last = trained.target.get("num_layers", 0)
-        name, where = engine.name, f"feature_layers={layers}: {engine.name} provides"
-        checks = {
-            f"{where} the inputs of layers 1 to {last - 1} only": any(
-                layer in (0, last) for layer in layers
-            ),
-            f"{where} features in ascending order": layers != sorted(layers),
-        }
-        if form != "vllm":
-            kept, v, first, masks = (
-                config.get("draft_vocab_size"),
-                config.get("vocab_size"),
-                *self.since,
+        if 0 in layers or last in layers:
+            found.append(f"{provides} the inputs of layers 1 to {last - 1} only")
+        if layers != sorted(layers):
+            found.append(f"{provides} features in ascending order")
+        if form == "vllm":
+            return found
+
+        # The other engines draw from the target's embedding and head alone.
+        kept = config.get("draft_vocab_size")
+        v = config.get("vocab_size")
+        if kept != v:
+            found.append(
+                f"draft_vocab_size={kept}: {name} drafts over the whole vocabulary of {v} tokens"
             )
-            anchor = bool(config.get("sample_from_anchor"))
-            window = config.get("sliding_window")
-            checks |= {
-                f"draft_vocab_size={kept}: {name} drafts over the whole vocabulary of {v} tokens": kept
-                != v,
-                f"train_head=true: {name} drafts with the target's head": bool(
-                    config.get("train_head")
-                ),
-                f"mask_token_id=null, a learned mask: {name} takes a token's embedding": config.get(
-                    "mask_token_id"
-                )
-                is None,
-                f"sliding_window={window}: {name} has no window that shows a block's later tokens": bool(
-                    window
-                ),
-            }
-            if name == "SGLang":
-                checks |= {
-                    f"SGLang has {kind} since {first}": engine.before(first),
-                    f"sample_from_anchor=false: SGLang reads it since {masks}": not anchor
-                    and engine.before(masks)
-                    and not engine.before(first),
-                }
-        return [reason for reason, found in checks.items() if found]
+        if config.get("train_head"):
+            found.append(f"train_head=true: {name} drafts with the target's head")
+        if config.get("mask_token_id") is None:
+            found.append(f"mask_token_id=null, a learned mask: {name} takes a token's embedding")
+        window = config.get("sliding_window")
+        if window:
+            found.append(
+                f"sliding_window={window}: {name} has no window that shows a block's later tokens"
+            )
+        if name == "SGLang":
+            first, masks = self.since
+            if engine.before(first):
+                found.append(f"SGLang has {trained.kind} since {first}")
+            elif engine.before(masks) and not config.get("sample_from_anchor"):
+                found.append(f"sample_from_anchor=false: SGLang reads it since {masks}")
+        return found
 
     def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
-        """Writes config.json, model.safetensors and, for a learned mask of its own file,
-        mask_embedding.pt; GGUF as the base.
+        """Writes config.json, model.safetensors and perhaps mask_embedding.pt; GGUF as the base.
+
+        A learned mask is in mask_embedding.pt unless the kind has another place for it.
         """
         if form == "gguf":
             return super().write(trained, form, request)
@@ -210,49 +201,50 @@ class EngineBlocks(BlockFiles[Block]):
         mask = weights.pop("mask", None)
         written = write_checkpoint(request.output, config, weights, request.dtype)
         if mask is not None:
-            token = own_keys(config)["mask_token_id"]
+            path = request.output / _MASK_FILE
             embedding = mask.detach().to("cpu", request.dtype)
-            written.append(request.output / _MASK_FILE)
+            token = own_keys(config)["mask_token_id"]
             with writing(request.output):
-                torch.save({"embedding": embedding, "mask_token_id": token}, written[-1])
+                torch.save({"embedding": embedding, "mask_token_id": token}, path)
+            written.append(path)
         return written
 
     def engine_config(self, drafter: Block, form: str, request: ExportRequest) -> Json:
-        config, fields = drafter.config, drafter.config.to_dict()
-        return {
-            "architectures": [self.architecture],
-            "model_type": "qwen3",
-            **{name: fields[name] for name in _SAME},
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "tie_word_embeddings": False,
-            "num_target_layers": config.target["num_layers"],
-            **self.block_keys(drafter),
-            "torch_dtype": dtype_name(request.dtype),
-        }
+        fields = drafter.config.to_dict()
+        keys: Json = {"architectures": [self.architecture], "model_type": "qwen3"}
+        for name in _SAME:
+            keys[name] = fields[name]
+        keys["hidden_act"] = "silu"
+        keys["attention_bias"] = False
+        keys["tie_word_embeddings"] = False
+        keys["num_target_layers"] = drafter.config.target["num_layers"]
+        keys |= self.block_keys(drafter)
+        keys["torch_dtype"] = dtype_name(request.dtype)
+        return keys
 
     def block_keys(self, drafter: Block) -> Json:
         """Keys beside those of the layers: block, mask, target layers."""
-        config, mask_token = drafter.config, drafter.config.mask_token_id
-        if mask_token is None:
+        config = drafter.config
+        mask_token = config.mask_token_id
+        if (
+            mask_token is None
+        ):  # a learned mask stands for a token that is not kept, if there is one
             spare = torch.ones(config.vocab_size, dtype=torch.bool)
             spare[drafter.kept_ids.cpu()] = False
+            mask_token = config.vocab_size - 1
             if spare.any():
                 mask_token = int(spare.nonzero().max())
-            else:
-                mask_token = config.vocab_size - 1
-        layers = [layer - 1 for layer in config.feature_layers]
-        size = config.sliding_window
-        # Without `causal` vLLM would take a windowed layer for one that hides a block's later
-        # tokens.
-        if size:
-            window = {"use_swa": True, "swa_window_size": size, "causal": False}
-        else:
-            window = {}
-        return {
-            "block_size": config.block_size,
-            "dflash_config": {"mask_token_id": mask_token, "target_layer_ids": layers, **window},
+        own: Json = {
+            "mask_token_id": mask_token,
+            "target_layer_ids": [layer - 1 for layer in config.feature_layers],
         }
+        if config.sliding_window:
+            own["use_swa"] = True
+            own["swa_window_size"] = config.sliding_window
+            # Without this vLLM would take a windowed layer for one that hides a block's later
+            # tokens.
+            own["causal"] = False
+        return {"block_size": config.block_size, "dflash_config": own}
 
     def engine_names(self, drafter: Block, config: Json) -> dict[str, str]:
         return {self.own_names.get(own, own): own for own in super().engine_names(drafter, config)}
@@ -261,15 +253,14 @@ class EngineBlocks(BlockFiles[Block]):
         weights = super().engine_weights(drafter, config)
         if config["draft_vocab_size"] != config["vocab_size"] - self.extra_rows(drafter):
             kept = drafter.kept_ids.cpu()  # [d] int64
-            weights |= {
-                "lm_head.weight": drafter.head.weight,
-                "d2t": kept - torch.arange(len(kept)),
-            }
+            weights["lm_head.weight"] = drafter.head.weight
+            weights["d2t"] = kept - torch.arange(len(kept))
         return weights
 
     def lends(self, drafter: Block) -> bool:
-        """Whether an export holds rows of the target's, which engines cannot pick themselves;
-        others need no weights of it.
+        """Whether an export holds rows of the target's, which engines cannot pick themselves.
+
+        Other exports need no weights of the target.
         """
         return drafter.lm_head is None and len(drafter.kept_ids) != drafter.config.vocab_size
 
@@ -280,33 +271,23 @@ class EngineBlocks(BlockFiles[Block]):
     # -- reading -----------------------------------------------------------------------------------
 
     def drafter_from(self, original: Block, export: Exported) -> Block:
-        # also where the export lost it
-        if original.mask is None:
-            learned = {}
-        else:
-            learned = {"mask": original.mask}
-        back = self.blank(
-            export.config,
-            {**named(export.weights), **learned},
-            original.config.target,
-            export.where,
-        )
-        if (
-            back.mask is not None
-        ):  # of an unbound drafter only the shapes of what it lends from the target matter
+        weights = named(export.weights)
+        if original.mask is not None:  # also if the export lost it
+            weights["mask"] = original.mask
+        back = self.blank(export.config, weights, original.config.target, export.where)
+        # Of what an unbound drafter takes from the target, only the shapes matter.
+        if back.mask is not None:
             back.embed = lambda ids: torch.zeros(*ids.shape, back.config.hidden_size)
         return back
 
     def drafter_weights(self, original: Block, back: Block, export: Exported) -> dict[str, Tensor]:
-        return self.state(
-            back,
-            without_copies(named(export.weights), back, export.where),
-            export.where,
-        )
+        weights = without_copies(named(export.weights), back, export.where)
+        return self.state(back, weights, export.where)
 
     def blank(self, config: Json, weights: Mapping[str, Tensor], target: Json, where: str) -> Block:
         """A drafter with the shapes and flags of a checkpoint."""
-        fields = {**block_fields(config, weights, target, where), **self.more_fields(config)}
+        fields = block_fields(config, weights, target, where)
+        fields |= self.more_fields(config)
         return self.drafter_class(self.drafter_class.config_class(**fields))
 
     def more_fields(self, config: Json) -> Json:
@@ -321,28 +302,26 @@ class EngineBlocks(BlockFiles[Block]):
         """
         config = drafter.config
         kept = pop_kept_ids(found, config.draft_vocab_size, config.vocab_size, where)
-        theirs = {own: name for name, own in self.engine_names(drafter, {}).items()}
-        shapes = {
-            theirs[own]: tuple(value.shape)
-            for own, value in drafter.state_dict().items()
-            if own in theirs
-        }
+        names = self.engine_names(drafter, {})
+        own_state = drafter.state_dict()
+        shapes = {name: tuple(own_state[own].shape) for name, own in names.items()}
         check_names(found, shapes, where)
         check_kept_ids(kept, config.vocab_size, where)
         check_finite(found.items(), where, "get an intact copy of it")
         dtype = found["fc.weight"].dtype
-        return {"kept_ids": kept, **{own: found[name].to(dtype) for own, name in theirs.items()}}
+        state = {"kept_ids": kept}
+        for name, own in names.items():
+            state[own] = found[name].to(dtype)
+        return state
 
     def exported_weights(self, exported: Path) -> dict[str, Tensor]:
         weights = super().exported_weights(exported)
         path = exported / _MASK_FILE
         if path.is_file():
             mask = read_pickle(path).get("embedding")
-        else:
-            mask = None
-        if mask is None:
-            return weights
-        return {**weights, "mask": mask}
+            if mask is not None:
+                weights["mask"] = mask
+        return weights
 
     def compare(
         self,
@@ -352,19 +331,15 @@ class EngineBlocks(BlockFiles[Block]):
         depth: int,
         where: str,
     ) -> Json:
-        """Compares a frozen head's rows with the target's; the drafts then use the same random
-        head.
+        """As the base class; a frozen head's rows are compared with the target's.
+
+        The drafts then use the same random head.
         """
         if back.lm_head is not None and original.lm_head is None:
-            target = load_shell(
-                original.config.target["name"],
-                dtype="float32",
-                device="cpu",
-                weights=True,
-            )
-            if not torch.equal(
-                back.lm_head.weight.to(dtype), target.head_weight[back.kept_ids].to(dtype)
-            ):
+            name = original.config.target["name"]
+            target = load_shell(name, dtype="float32", device="cpu", weights=True)
+            rows = target.head_weight[back.kept_ids].to(dtype)  # [d, h]
+            if not torch.equal(back.lm_head.weight.to(dtype), rows):
                 raise UserError(
                     f"{where} computes something else: lm_head.weight is not the target's; export again"
                 )
@@ -372,35 +347,36 @@ class EngineBlocks(BlockFiles[Block]):
         return super().compare(original, back, dtype, depth, where)
 
     def recognizes(self, config: Mapping[str, object]) -> bool:
+        known = config.get("speculators_model_type") in ("dflash", "dspark")
         names = config.get("architectures")
-        known = isinstance(names, list) and bool(PUBLISHED_BLOCKS & set(map(str, names)))
-        return (known or config.get("speculators_model_type") in ("dflash", "dspark")) and (
-            is_dspark(config) == (self.drafter_class.kind == "dspark")
-        )
+        if isinstance(names, list) and PUBLISHED_BLOCKS & set(map(str, names)):
+            known = True
+        # A Markov head, not the name, tells DSpark from DFlash.
+        return known and is_dspark(config) == (self.drafter_class.kind == "dspark")
 
     def read(self, folder: Path, target: Json, allow_pickle: bool = False) -> Block:
         where = repr(str(folder))
         weights = named(read_weights(folder, allow_pickle))
-        if allow_pickle and (folder / _MASK_FILE).is_file():
-            weights["mask"] = read_pickle(folder / _MASK_FILE)["embedding"]
-        elif (folder / _MASK_FILE).is_file():
-            raise UserError(
-                f"{where} has its mask in {_MASK_FILE}, a pickle; pass --allow-pickle to read it"
-            )
+        mask = folder / _MASK_FILE
+        if mask.is_file():
+            if not allow_pickle:
+                raise UserError(
+                    f"{where} has its mask in {_MASK_FILE}, a pickle; pass --allow-pickle to read it"
+                )
+            weights["mask"] = read_pickle(mask)["embedding"]
         config = read_config(folder)
         with torch.device("meta"):
             drafter = self.blank(config, weights, target, where)
         found = without_copies(weights, drafter, where, loose=True)
         if "lm_head.weight" not in found and drafter.lm_head is not None:
-            drafter.lm_head, drafter.config.train_head = None, False  # it is the target's own
+            drafter.lm_head = None  # it is the target's own
+            drafter.config.train_head = False
         drafter.load_state_dict(self.state(drafter, found, where), strict=True, assign=True)
         return drafter.eval()
 
 
 class DFlashShipping(EngineBlocks[DFlash]):
-    """One checkpoint form for three engines, GGUF for llama.cpp; our own format goes to the Hub
-    too.
-    """
+    """One checkpoint form for three engines, GGUF for llama.cpp; the Hub gets our own format too."""
 
     description = "a DFlash drafter (arXiv 2602.06036), blocks of {block_size}, {layers}, {parameters} parameters"
     formats = {
@@ -424,32 +400,29 @@ class DFlashShipping(EngineBlocks[DFlash]):
         form: str,
         engine: EngineRelease | None = None,
     ) -> list[str]:
+        if engine is None:
+            engine = engine_of(form)
         found = super().unsupported(trained, form, engine)
+        if form == "transformers" and engine.before(_TRANSFORMERS):
+            found.append(f"transformers has DFlash since {_TRANSFORMERS}")
         anchor = trained.config.get("sample_from_anchor")
-        lacks = f"sample_from_anchor=true: {(engine or engine_of(form)).name} predicts at masks only, for kind dflash"
-        if form == "transformers" and (engine or engine_of(form)).before(_TRANSFORMERS):
-            found = [*found, f"transformers has DFlash since {_TRANSFORMERS}"]
         if anchor and form != "gguf" and form in self.formats:
-            return [*found, lacks]
+            found.append(
+                f"sample_from_anchor=true: {engine.name} predicts at masks only, for kind dflash"
+            )
         return found
 
     def engine_config(self, drafter: DFlash, form: str, request: ExportRequest) -> Json:
         described = super().engine_config(drafter, form, request)
         if form != "transformers":
             return described
-        own = {
-            "architectures": ["MuseGlimmerAssistantModel"],
-            "model_type": _GLIMMER,
-            **described["dflash_config"],
-        }
-        own |= dict.fromkeys(
-            ("bos_token_id", "eos_token_id", "pad_token_id")
-        )  # not the family's defaults
-        return {
-            **described,
-            **own,
-            "layer_types": ["full_attention"] * drafter.config.num_hidden_layers,
-        }
+        described["architectures"] = ["MuseGlimmerAssistantModel"]
+        described["model_type"] = _GLIMMER
+        described |= described["dflash_config"]
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            described[name] = None  # not the family's defaults
+        described["layer_types"] = ["full_attention"] * drafter.config.num_hidden_layers
+        return described
 
     def engine_names(self, drafter: DFlash, config: Json) -> dict[str, str]:
         names = super().engine_names(drafter, config)
@@ -462,13 +435,12 @@ class DFlashShipping(EngineBlocks[DFlash]):
         return {encoder.get(name, name): own for name, own in names.items()}
 
     def withheld(self, trained: Trained, form: str) -> str:
-        learned = form == "vllm" and trained.config.get("mask_token_id") is None
-        reason = f"vLLM reads a learned mask from {_MASK_FILE} alone, and pickles are not published"
-        if learned:
-            return (
-                f"{reason}; users of the repository write it by drafttrain export --format {form}"
-            )
-        return ""
+        if form != "vllm" or trained.config.get("mask_token_id") is not None:
+            return ""
+        return (
+            f"vLLM reads a learned mask from {_MASK_FILE} alone, and pickles are not published; users of the repository "
+            f"write it by drafttrain export --format {form}"
+        )
 
     def drafter_from(self, original: DFlash, export: Exported) -> DFlash:
         return super().drafter_from(original, export._replace(weights=_flat(export.weights)))
@@ -479,37 +451,40 @@ class DFlashShipping(EngineBlocks[DFlash]):
         back: DFlash,
         export: Exported,
     ) -> dict[str, Tensor]:
-        return super().drafter_weights(
-            original,
-            back,
-            export._replace(weights=_flat(export.weights)),
-        )
+        flat = export._replace(weights=_flat(export.weights))
+        return super().drafter_weights(original, back, flat)
 
     def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
-        # vLLM drafts one mask per requested token, and the drafter knows one number of them.
         depth = self.block_depth(trained)
         return {
             **super().options(trained),
-            "vLLM": {"method": "dflash", "num_speculative_tokens": depth},
-            "SGLang": {
-                "speculative-algorithm": "DFLASH",
-                "speculative-num-steps": None,
-                "speculative-eagle-topk": None,
-                "speculative-num-draft-tokens": depth
-                + 1,  # its block, the last committed token included
-            },
+            **block_options("dflash", "DFLASH", depth),
             "TensorRT-LLM, Triton": {"decoding_type": "DFlash", "max_draft_len": depth},
             "transformers": {"speculation_type": "dflash"},
         }
 
 
+def block_options(vllm: str, sglang: str, depth: int) -> dict[str, Mapping[str, object]]:
+    """Settings of vLLM and SGLang for blocks that predict `depth` tokens, whatever is asked."""
+    return {
+        "vLLM": {"method": vllm, "num_speculative_tokens": depth},
+        "SGLang": {
+            "speculative-algorithm": sglang,
+            "speculative-num-steps": None,
+            "speculative-eagle-topk": None,
+            # its block, the last committed token included
+            "speculative-num-draft-tokens": depth + 1,
+        },
+    }
+
+
 def _flat(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of transformers' form by the other engines' names."""
-    names = {
-        name: name.removeprefix("encoder.").replace("output_norm_enc", "hidden_norm")
-        for name in weights
-    }
-    return {names[name]: value for name, value in weights.items()}
+    flat = {}
+    for name, value in weights.items():
+        own = name.removeprefix("encoder.").replace("output_norm_enc", "hidden_norm")
+        flat[own] = value
+    return flat
 
 
 SHIPPING = DFlashShipping()

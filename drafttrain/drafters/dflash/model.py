@@ -1,5 +1,6 @@
-"""DFlash: a block of tokens in one pass, each the likeliest at its place given the context alone
-(arXiv 2602.06036).
+"""DFlash: a block of tokens in one pass, each predicted from the context alone.
+
+Source: arXiv 2602.06036.
 
 A block's predictions ignore the tokens chosen before them: all nodes of a depth share their logits,
 and a path's probability is the product of its depths' marginals. So a tree of any shape costs one

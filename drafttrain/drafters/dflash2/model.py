@@ -1,14 +1,13 @@
-"""DFlash 2: DFlash's block with a causal convolution around every sublayer and a selector that
-scores pairs of tokens.
+"""DFlash 2: DFlash's block with convolutions and a selector that scores pairs of tokens.
 
     convolution   out_i = sum_j (base_j + delta_ij) * x_{i-j}             over a block's positions i and taps j
     layer         x + conv(attention(conv(norm x)))                       and the same around the MLP
     selector      logits at depth k below y = head(s_k) + B (A[y] * H s_k)     s_k: block state; A: [d+1, r], B: [d, r], H: [r, h]
 
-Before the block x is zero. delta, shared by groups of neighboring channels, is a linear function of
-the sublayer's normed input, for both convolutions around it. Both parts start as nearly the
-identity: a fresh drafter drafts what DFlash does, whose tokens are predicted from the context alone
-and get worse towards the block's end.
+Convolutions are causal, around every sublayer. Before the block x is zero. delta, shared by groups
+of neighboring channels, is a linear function of the sublayer's normed input, for both convolutions
+around it. Both parts start as nearly the identity: a fresh drafter drafts what DFlash does, whose
+tokens are predicted from the context alone and get worse towards the block's end.
 
 Published drafters rescore each position's `selector_top_k` likeliest tokens only, and so do
 engines; ours trains and rescores all of them unless the key is set (common/markov.py).
@@ -71,8 +70,10 @@ class BlockConv(nn.Module):
         self.kernel_projection = nn.Linear(h, 2 * taps * (h // self.width), bias=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [blocks * size, h], a sublayer's input -> its convolution, and coefficients [.., taps,
-        groups] for `behind`.
+        """Convolves a sublayer's input x [blocks * size, h].
+
+        Returns:
+            The convolution, and coefficients [blocks * size, taps, groups] for `behind`.
         """
         delta = self.kernel_projection(x).view(len(x), 2, self.taps, -1)
         return self._convolve(x, delta[:, 0], 0), delta[:, 1]
@@ -82,14 +83,15 @@ class BlockConv(nn.Module):
         return self._convolve(x, delta, 1)
 
     def _convolve(self, x: Tensor, delta: Tensor, side: int) -> Tensor:
-        base = (
-            self.base_kernel[side].to(x.dtype).unflatten(1, (-1, self.width))
-        )  # [taps, groups, width]
+        """x [blocks * size, h], delta [blocks * size, taps, groups] -> [blocks * size, h]."""
+        base = self.base_kernel[side].to(x.dtype)  # [taps, h]
+        base = base.unflatten(1, (-1, self.width))  # [taps, groups, width]
         kernel = (base + delta[..., None]).flatten(2)  # [blocks * size, taps, h]
         out = kernel[:, 0] * x
         blocks = x.view(-1, self.block_size, x.shape[1])
         for tap in range(1, min(self.taps, self.block_size)):
-            out = out + kernel[:, tap] * F.pad(blocks[:, :-tap], (0, 0, tap, 0)).flatten(0, 1)
+            earlier = F.pad(blocks[:, :-tap], (0, 0, tap, 0))  # [blocks, size, h], moved by `tap`
+            out = out + kernel[:, tap] * earlier.flatten(0, 1)
         return out
 
 
@@ -98,11 +100,13 @@ class ConvLayer(DraftLayer):
 
     def __init__(self, config: DFlash2Config):
         super().__init__(config)
-        self.attention_conv, self.mlp_conv = BlockConv(config), BlockConv(config)
+        self.attention_conv = BlockConv(config)
+        self.mlp_conv = BlockConv(config)
 
     def pack(self, rotary_dim: int) -> None:
-        """The fused CPU kernels have no place for the convolutions; the linear layers are packed
-        one by one.
+        """Does nothing: the fused CPU kernels lack the convolutions.
+
+        The linear layers are packed one by one.
         """
 
     def _attended(
@@ -152,9 +156,8 @@ class DFlash2(MarkovBlock):
         if not 0 < count < logits.shape[-1]:
             return logits + self.markov_out(pair).to(logits.dtype)
         unary, ids = logits.topk(count)  # [n, k] each
-        scores = unary + torch.einsum("nr,nkr->nk", pair, self.markov_out.weight[ids]).to(
-            logits.dtype
-        )
+        scores = torch.einsum("nr,nkr->nk", pair, self.markov_out.weight[ids])
+        scores = unary + scores.to(logits.dtype)
         return torch.full_like(logits, -torch.inf).scatter(1, ids, scores)
 
 

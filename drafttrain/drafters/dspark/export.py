@@ -1,5 +1,6 @@
-"""DSpark drafters as vLLM and SGLang load them (`Qwen3DSparkModel`), and as GGUF: llama.cpp's
-dflash with a Markov head.
+"""DSpark drafters as vLLM and SGLang load them (`Qwen3DSparkModel`), and as GGUF files.
+
+A GGUF file is llama.cpp's dflash with a Markov head:
 
 ours                      engines, GGUF
 markov_in [d + 1, r]      markov_head.markov_w1, markov_w1.weight: a row per token; the last of ours for tokens that are not kept
@@ -24,14 +25,14 @@ import torch
 from torch import Tensor
 
 from drafttrain.drafters.dflash.block_reading import own_keys
-from drafttrain.drafters.dflash.export import BlockFiles, EngineBlocks
+from drafttrain.drafters.dflash.export import BlockFiles, EngineBlocks, block_options
 from drafttrain.drafters.dspark.model import DSpark
 from drafttrain.drafters.shipping import ExportRequest, Format, Trained
 from drafttrain.files import Json
 from drafttrain.formats.engines import EngineRelease
 from drafttrain.target import Target
 
-# confidence of checkpoints without such a head, before the sigmoid: no estimate stops a draft
+# Confidence of checkpoints without such a head, before the sigmoid: no estimate stops a draft.
 _CERTAIN = 20.0
 
 
@@ -71,19 +72,17 @@ class DSparkShipping(EngineBlocks[DSpark]):
         engine: EngineRelease | None = None,
     ) -> list[str]:
         found = super().unsupported(trained, form, engine)
-        other = engine is not None and engine.form == "sglang" and engine.name != "SGLang"
-        if form == "vllm" and (window := trained.config.get("sliding_window")):
-            found = [
-                *found,
-                f"sliding_window={window}: windows of vLLM's DSpark are not written yet",
-            ]
-        if other and engine:
+        if engine is not None and engine.form == "sglang" and engine.name != "SGLang":
             return [f"{engine.name} knows no drafter of kind dspark"]
+        window = trained.config.get("sliding_window")
+        if form == "vllm" and window:
+            found.append(f"sliding_window={window}: windows of vLLM's DSpark are not written yet")
         return found
 
     def engine_config(self, drafter: DSpark, form: str, request: ExportRequest) -> Json:
         described = super().engine_config(drafter, form, request)
-        return {**described, "vocab_size": described["vocab_size"] + self.extra_rows(drafter)}
+        described["vocab_size"] += self.extra_rows(drafter)
+        return described
 
     def lends(self, drafter: DSpark) -> bool:
         return super().lends(drafter) or drafter.mask is not None
@@ -93,11 +92,12 @@ class DSparkShipping(EngineBlocks[DSpark]):
 
     def block_keys(self, drafter: DSpark) -> Json:
         config = drafter.config
+        mask_token = config.mask_token_id
+        if mask_token is None:
+            mask_token = config.vocab_size
         return {
             "target_layer_ids": [layer - 1 for layer in config.feature_layers],
-            "mask_token_id": config.vocab_size
-            if config.mask_token_id is None
-            else config.mask_token_id,
+            "mask_token_id": mask_token,
             "block_size": config.depth,
             "sample_from_anchor": config.sample_from_anchor,
             "markov_rank": config.markov_rank,
@@ -107,15 +107,15 @@ class DSparkShipping(EngineBlocks[DSpark]):
         }
 
     def checked_depth(self, config: Json) -> int:
-        exported = "markov_head_type" in config  # which counts predicted tokens
-        if exported:
+        if "markov_head_type" in config:  # an export's block_size counts predicted tokens
             return config["block_size"]
         return super().checked_depth(config)
 
     def engine_weights(self, drafter: DSpark, config: Json) -> dict[str, Tensor]:
         weights = super().engine_weights(drafter, config)
         weights["markov_head.markov_w1.weight"] = drafter.markov_in.weight[drafter.file_rows()]
-        if (mask := weights.pop("mask", None)) is not None:
+        mask = weights.pop("mask", None)
+        if mask is not None:
             table = drafter.embed(torch.arange(drafter.config.vocab_size))  # [v, h]
             weights["embed_tokens.weight"] = torch.cat((table, mask[None].to(table)))
         return weights
@@ -124,13 +124,12 @@ class DSparkShipping(EngineBlocks[DSpark]):
         return {"markov_rank": own_keys(config).get("markov_rank", 256), "markov_all": True}
 
     def state(self, drafter: DSpark, found: dict[str, Tensor], where: str) -> dict[str, Tensor]:
-        """Rows beyond the target's vocabulary are of no token that is committed; a missing
-        confidence is certain.
-        """
-        name, (h, r, v) = (
-            "markov_head.markov_w1.weight",
-            (drafter.config.hidden_size, drafter.config.markov_rank, drafter.config.vocab_size),
-        )
+        """As other blocks; a missing confidence is certain."""
+        h = drafter.config.hidden_size
+        r = drafter.config.markov_rank
+        v = drafter.config.vocab_size
+        # Rows beyond the target's vocabulary are of no token that is committed.
+        name = "markov_head.markov_w1.weight"
         if name in found and len(found[name]) > v:
             found[name] = found[name][:v]
         confidence = found.get("confidence_head.proj.weight")
@@ -162,24 +161,14 @@ class DSparkShipping(EngineBlocks[DSpark]):
         ids = back.file_rows()
         if rows is None or rows.shape != (len(ids), back.config.markov_rank):
             return found
-        table = (
-            original.markov_in.weight.detach().float().clone()
-        )  # [d + 1, r]; the last row may stand for no token
+        # [d + 1, r]; the last row may stand for no token, and is then not in the file
+        table = original.markov_in.weight.detach().float().clone()
         table[ids] = rows
         return {**found, "markov_w1.weight": table}
 
     def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
         depth = self.block_depth(trained)
-        return {
-            **super().options(trained),
-            "vLLM": {"method": "dspark", "num_speculative_tokens": depth},
-            "SGLang": {
-                "speculative-algorithm": "DSPARK",
-                "speculative-num-steps": None,
-                "speculative-eagle-topk": None,
-                "speculative-num-draft-tokens": depth + 1,
-            },
-        }
+        return {**super().options(trained), **block_options("dspark", "DSPARK", depth)}
 
 
 SHIPPING = DSparkShipping()

@@ -60,12 +60,9 @@ class DSpark(MarkovBlock):
         return super().copy_from(target)
 
     def conditional(self, logits: Tensor, reads: Tensor, parents: Tensor) -> Logits:
-        before = self.corrections(reads, parents)
-        confidence = (
-            F.logsigmoid(self.confidence(torch.cat((reads, before), dim=-1)).float())
-            .squeeze(-1)
-            .exp()
-        )
+        before = self.corrections(reads, parents)  # [n, r]
+        guess = self.confidence(torch.cat((reads, before), dim=-1)).float()  # [n, 1]
+        confidence = F.logsigmoid(guess).squeeze(-1).exp()
         return logits + self.markov_out(before).to(logits.dtype), confidence
 
     def other_loss(
@@ -76,7 +73,7 @@ class DSpark(MarkovBlock):
     ) -> tuple[Tensor | float, list[Tensor]]:
         """Cross-entropy of the confidence with the acceptance rate that it predicts."""
         assert alpha is not None
-        guess = self.confidence(hidden).squeeze(-1).float()
+        guess = self.confidence(hidden).squeeze(-1).float()  # [t], before the sigmoid
         loss = F.binary_cross_entropy_with_logits(guess, alpha.float(), reduction="none")
         return self.config.confidence_weight * (loss * weight).sum(), [guess.detach().sigmoid()]
 

@@ -1,12 +1,13 @@
-"""EAGLE-1 heads as vLLM and SGLang load them: a Llama without embedding, last norm and head, and
-`fc` before it.
+"""EAGLE-1 heads as vLLM and SGLang load them: `fc`, then a Llama without embedding and head.
 
     vLLM    architectures ["EagleLlamaForCausalLM"], fc.weight, layers.{i}.*
     SGLang  architectures ["LlamaForCausalLMEagle"], the same and fc.bias, which its class has: zeros where ours has none
     paper   architectures ["LlamaForCausalLM"], the same, an embedding that is the target's, and mostly fc.bias (import only)
 
-Layer 0 has no input_layernorm in either. Embedding and head are the target's, which both engines
-share with a head that brings none. They draft over the whole vocabulary, whatever was kept.
+Layer 0 has no input_layernorm in either, and there is no last norm. Embedding and head are the
+target's, which both engines share with a head that brings none. They draft over the whole
+vocabulary, whatever was kept.
+
 Sources: vLLM 0.32 models/llama_eagle.py and transformers_utils/configs/eagle.py; SGLang 0.5.5 to
 0.5.23 srt/models/llama_eagle.py; SafeAILab/EAGLE model/cnets1.py.
 """
@@ -40,7 +41,7 @@ _ARCHITECTURES = {"vllm": "EagleLlamaForCausalLM", "sglang": "LlamaForCausalLMEa
 
 
 class Eagle1Shipping(Shipping[Eagle1]):
-    """An engine's form each, in a folder of its name; our own in the root."""
+    """How EAGLE-1 heads are shipped: each engine's form in a folder of its name, ours in the root."""
 
     description = "an EAGLE-1 head (arXiv 2401.15077), {layers} over the target's last state, {parameters} parameters"
     formats = {
@@ -58,7 +59,8 @@ class Eagle1Shipping(Shipping[Eagle1]):
         form: str,
         engine: EngineRelease | None = None,
     ) -> list[str]:
-        if found := super().unsupported(trained, form, engine):
+        found = super().unsupported(trained, form, engine)
+        if found:
             return found
         config: Eagle1Config = self.load(trained).config  # type: ignore[assignment]
         found = unsupported_by_llama(config)
@@ -72,23 +74,26 @@ class Eagle1Shipping(Shipping[Eagle1]):
 
     def engine_config(self, drafter: Eagle1, form: str, request: ExportRequest) -> Json:
         config: Eagle1Config = drafter.config  # type: ignore[assignment]
-        own = {"architectures": [_ARCHITECTURES[form]], "model_type": "llama"}
-        return {**own, **layer_keys(config), "torch_dtype": dtype_name(request.dtype)}
+        return {
+            "architectures": [_ARCHITECTURES[form]],
+            "model_type": "llama",
+            **layer_keys(config),
+            "torch_dtype": dtype_name(request.dtype),
+        }
 
     def engine_weights(self, drafter: Eagle1, config: Json) -> dict[str, Tensor]:
         weights = super().engine_weights(drafter, config)
-        biased = config["architectures"] == [_ARCHITECTURES["sglang"]]
-        if biased:
-            return {"fc.bias": torch.zeros(config["hidden_size"]), **weights}
+        if config["architectures"] == [_ARCHITECTURES["sglang"]]:
+            weights.setdefault("fc.bias", torch.zeros(config["hidden_size"]))
         return weights
 
     def drafter_from(self, original: Eagle1, export: Exported) -> Eagle1:
-        fields = {key: export.config[key] for key in (*LAYER_KEYS, "rope_parameters")}
+        fields = {key: export.config[key] for key in LAYER_KEYS}
+        fields["rope_parameters"] = export.config["rope_parameters"]
         fields["fc_bias"] = bool(export.weights.get("fc.bias", torch.zeros(1)).any())
-        kept = len(
-            original.kept_ids
-        )  # an engine drafts over the whole vocabulary, by the target's head
-        return Eagle1(Eagle1Config(**fields, draft_vocab_size=kept, target=original.config.target))
+        # An engine drafts over the whole vocabulary, by the target's head.
+        fields["draft_vocab_size"] = len(original.kept_ids)
+        return Eagle1(Eagle1Config(**fields, target=original.config.target))
 
     def drafter_weights(
         self,
@@ -103,11 +108,11 @@ class Eagle1Shipping(Shipping[Eagle1]):
         return super().drafter_weights(original, back, export)
 
     def recognizes(self, config: Mapping[str, object]) -> bool:
-        original = (
-            config.get("architectures") == ["LlamaForCausalLM"]
-            and config.get("num_hidden_layers") == 1
-        )
-        return super().recognizes(config) or (original and "draft_vocab_size" not in config)
+        if super().recognizes(config):
+            return True
+        # The authors' own heads; those with a draft vocabulary are EAGLE-3's.
+        llama = config.get("architectures") == ["LlamaForCausalLM"]
+        return llama and config.get("num_hidden_layers") == 1 and "draft_vocab_size" not in config
 
     def published(
         self,
@@ -121,22 +126,29 @@ class Eagle1Shipping(Shipping[Eagle1]):
             raise UserError(
                 f"{where} has no fc.weight: a language model needs no import; pass it as a drafter"
             )
-        if (table := found.pop("embed_tokens.weight", None)) is not None:
+        table = found.pop("embed_tokens.weight", None)
+        if table is not None:
             check_embedding(table, target["name"], where)
-        for name in (
-            "lm_head.weight",
-            *(name for name in found if name.endswith("rotary_emb.inv_freq")),
-        ):
-            found.pop(name, None)  # engines draft with the target's head too
-        if not found.get("fc.bias", torch.ones(1)).any():
+        found.pop("lm_head.weight", None)  # engines draft with the target's head too
+        for name in list(found):
+            if name.endswith("rotary_emb.inv_freq"):
+                del found[name]
+        bias = found.get("fc.bias")
+        if bias is not None and not bias.any():
             del found["fc.bias"]
-        layer = {name: default for name, default in LAYER_KEYS.items() if default is not None}
-        own = {key: config[key] for key in LAYER_KEYS if config.get(key) is not None}
-        form = _ARCHITECTURES["sglang" if "fc.bias" in found else "vllm"]
-        return Published(
-            {**layer, **own, "rope_parameters": published_rope(config), "architectures": [form]},
-            found,
-        )
+
+        # A checkpoint's keys, or the default where it lacks one.
+        keys: Json = {}
+        for name, default in LAYER_KEYS.items():
+            value = config.get(name)
+            if value is None:
+                value = default
+            if value is not None:
+                keys[name] = value
+        keys["rope_parameters"] = published_rope(config)
+        form = "sglang" if "fc.bias" in found else "vllm"
+        keys["architectures"] = [_ARCHITECTURES[form]]
+        return Published(keys, found)
 
     def compare(
         self,
@@ -146,21 +158,21 @@ class Eagle1Shipping(Shipping[Eagle1]):
         depth: int,
         where: str,
     ) -> Json:
-        """As of every kind, and max_state_difference: of the first drafted state, relative to its
-        largest entry.
+        """As the base class, and compares the first drafted states.
+
+        Returns:
+            Also max_state_difference, relative to the state's largest entry.
         """
         found = super().compare(original, back, dtype, depth, where)
         target = RandomTarget(original)
         states = []
         for drafter in (original, back):
-            session = draft_chains(drafter, target, depth)[0]
+            session, _ = draft_chains(drafter, target, depth)
             assert isinstance(session, LayerSession), "kinds of decoder layers have such sessions"
             states.append(session.root)  # [1, h]
         ours, theirs = states
-        return {
-            **found,
-            "max_state_difference": float((ours - theirs).abs().max() / ours.abs().max()),
-        }
+        difference = float((ours - theirs).abs().max() / ours.abs().max())
+        return {**found, "max_state_difference": difference}
 
 
 SHIPPING = Eagle1Shipping()

@@ -1,5 +1,6 @@
-"""EAGLE-1: the next state of the target, predicted from the last one and the next token (arXiv
-2401.15077).
+"""EAGLE-1: the next state of the target, predicted from the last one and the next token.
+
+Source: arXiv 2401.15077.
 
     anchor t, depth 0:   state = f_t, which the target's head reads    token x_{t+1}        predicts f_{t+1}, so x_{t+2}
     anchor t, depth k:   state = own output at depth k-1               token x_{t+1+k}      predicts f_{t+1+k}, so x_{t+2+k}
@@ -95,8 +96,10 @@ class Eagle1(LayerDrafter):
         return self.config.token_weight
 
     def bind(self, target: Target) -> None:
-        """Attaches the target's embedding and head; UserError for a target that caps its logits,
-        which the loss does not.
+        """Attaches the target's embedding and head.
+
+        Raises:
+            UserError: the target caps its logits, which the loss does not.
         """
         if target.softcap is not None:
             raise UserError(
@@ -105,10 +108,9 @@ class Eagle1(LayerDrafter):
             )
         super().bind(target)
         self.frozen = [frozen_head(target, self.kept_ids, self.packed, target.logit_scale)]
+        self.all_tokens = None
         if len(self.kept_ids) == target.vocab_size:
             self.all_tokens = target.head
-        else:
-            self.all_tokens = None
 
     def copy_from(self, target: Target) -> list[str]:
         """Copies the target's last layers; `fc` starts as the identity on the state.
@@ -119,9 +121,12 @@ class Eagle1(LayerDrafter):
         identity_on_last(self.fc)
         copied = copy_last_layers(self.decoder_layers, target.last_layers(len(self.decoder_layers)))
         for layer in self.decoder_layers:
-            for added in (layer.self_attn.o_proj, layer.mlp.down_proj):
-                added.weight.mul_(0.01)
-        return ["fc", *(copied[0] if copied else [])]
+            layer.self_attn.o_proj.weight.mul_(0.01)
+            layer.mlp.down_proj.weight.mul_(0.01)
+        names = ["fc"]
+        if copied:
+            names += copied[0]
+        return names
 
     @torch.no_grad()
     def solve_start(self, batches: list[Batch], source: Source) -> float | None:
@@ -140,12 +145,11 @@ class Eagle1(LayerDrafter):
         return super().score(read)
 
     def draft_weights(self, depth: int) -> DraftWeights | None:
-        h = self.config.hidden_size
         config = self.config
         return DraftWeights(
-            h,
-            h,
-            config.rms_norm_eps,
+            hidden=config.hidden_size,
+            embed_width=config.hidden_size,
+            eps=config.rms_norm_eps,
             project=self.fc.weight,
             project_bias=self.fc.bias,
         )
@@ -155,12 +159,10 @@ class Eagle1(LayerDrafter):
         state = self.fuse(features)
         if not self.training or self.config.feature_noise == 0:
             return state
-        length = batch.conversations()[:, 2]  # [c]
-        length = torch.repeat_interleave(
-            length, (length - 1).clamp(min=0)
-        )  # [t] of each token's conversation
-        length = length[batch.part.of(batch.anchors()[0])]  # [part]
-        width = self.config.feature_noise * 512 / length.to(state.dtype)
+        lengths = batch.conversations()[:, 2]  # [c] tokens of each conversation
+        of_tokens = torch.repeat_interleave(lengths, (lengths - 1).clamp(min=0))  # [t]
+        own = of_tokens[batch.part.of(batch.anchors()[0])]  # [part]
+        width = self.config.feature_noise * 512 / own.to(state.dtype)
         return state + (2 * torch.rand_like(state) - 1) * width[:, None]
 
     def other_loss(
@@ -177,9 +179,8 @@ class Eagle1(LayerDrafter):
                 f"regression={self.config.regression}: the data's features hold likeliest tokens but no states; store "
                 "states (drafttrain features without --top-k), or set drafter.regression=0"
             )
-        distance = F.smooth_l1_loss(state.float(), rows.hidden[at].float(), reduction="none").mean(
-            -1
-        )
+        wanted = rows.hidden[at].float()  # [t, h]
+        distance = F.smooth_l1_loss(state.float(), wanted, reduction="none").mean(-1)  # [t]
         return self.config.regression * (weight * distance).sum()
 
 

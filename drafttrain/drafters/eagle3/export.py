@@ -40,58 +40,58 @@ from drafttrain.target.loading import architectures_of
 # -- unsupported features --------------------------------------------------------------------------
 
 
-# first release with windows, norms of features and output, several layers, any number of features
+# First release with windows, norms of features and output, several layers, any number of features.
 _SGLANG_ANY_HEAD = "0.5.12"
 
 
 def unsupported_features(drafter: Eagle3, engine: EngineRelease) -> list[str]:
     """The features of this head that an engine does not support, one reason each; empty if none."""
     config: Eagle3Config = drafter.config  # type: ignore[assignment]
-    fields = config.to_dict()
+    vllm = engine.name == "vLLM"
+    sglang = engine.name == "SGLang"
+    old = sglang and engine.before(_SGLANG_ANY_HEAD)
+    windows = vllm or (sglang and not old)
+    found = unsupported_by_llama(config, windows=windows, partial=vllm)
+    if config.hidden_size != config.target_hidden_size:
+        found.append(
+            f"hidden_size={config.hidden_size} differs from the target's {config.target_hidden_size}: the engine concatenates "
+            "the target's embedding and the state and needs both of one width"
+        )
     layers = list(config.feature_layers)
-    unordered = layers != sorted(set(layers))
-    checks = {
-        f"hidden_size={config.hidden_size} differs from the target's {config.target_hidden_size}: the engine concatenates the "
-        "target's embedding and the state and needs both of one width": config.target_hidden_size
-        != config.hidden_size,
-        f"feature_layers={layers}: the engine collects target states in ascending order, each once": unordered,
-    }
-    if engine.name == "vLLM":
+    if layers != sorted(set(layers)):
+        found.append(
+            f"feature_layers={layers}: the engine collects target states in ascending order, each once"
+        )
+    if vllm:
         lacks = "with qk_norm: vLLM's class for normed queries and keys (Qwen3) has"
-        checks |= {
-            f"mlp_bias {lacks} an MLP without bias": config.qk_norm and config.mlp_bias,
-            f"attention_bias {lacks} no o_proj bias": config.qk_norm and config.attention_bias,
-        }
-        reasons = unsupported_by_llama(config, windows=True, partial=True)
-    else:
-        sglang = engine.name == "SGLang"
-        count = config.num_hidden_layers
-        old = sglang and engine.before(_SGLANG_ANY_HEAD)
-        ignored = ["qk_norm", "norm_before_residual"]
-        if sglang:
-            ignored += ["attention_bias", "mlp_bias"]
-        else:
-            ignored += []
-        if old:
-            ignored += ["fc_norm", "norm_output"]
-        else:
-            ignored += []
-        newer = ""
-        if old:
-            newer = f"; {engine.name} {_SGLANG_ANY_HEAD} does not"
-        checks |= {
-            f"{key}: {engine.name} ignores it silently and would compute something else"
-            + (newer if key in ("fc_norm", "norm_output") else ""): fields[key]
-            for key in ignored
-        }
-        checks |= {
-            f"{len(layers)} feature layers: the engine's fc takes three{newer}": old
-            and len(layers) != 3,
-            f"num_hidden_layers={count}: the engine loads one layer of this form{newer}": count != 1
-            and (old or not sglang),
-        }
-        reasons = unsupported_by_llama(config, windows=sglang and not old)
-    return [*reasons, *(reason for reason, found in checks.items() if found)]
+        if config.qk_norm and config.mlp_bias:
+            found.append(f"mlp_bias {lacks} an MLP without bias")
+        if config.qk_norm and config.attention_bias:
+            found.append(f"attention_bias {lacks} no o_proj bias")
+        return found
+
+    # What the Llama classes of the other engines do not read.
+    ignored = {"qk_norm": config.qk_norm, "norm_before_residual": config.norm_before_residual}
+    if sglang:
+        ignored["attention_bias"] = config.attention_bias
+        ignored["mlp_bias"] = config.mlp_bias
+    silently = f"{engine.name} ignores it silently and would compute something else"
+    for key, is_set in ignored.items():
+        if is_set:
+            found.append(f"{key}: {silently}")
+    newer = ""
+    if old:
+        newer = f"; {engine.name} {_SGLANG_ANY_HEAD} does not"
+        if config.fc_norm:
+            found.append(f"fc_norm: {silently}{newer}")
+        if config.norm_output:
+            found.append(f"norm_output: {silently}{newer}")
+        if len(layers) != 3:
+            found.append(f"{len(layers)} feature layers: the engine's fc takes three{newer}")
+    count = config.num_hidden_layers
+    if count != 1 and (old or not sglang):
+        found.append(f"num_hidden_layers={count}: the engine loads one layer of this form{newer}")
+    return found
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -103,11 +103,14 @@ def _speculators_config(
     decoder: Json,
     request: ExportRequest,
 ) -> Json:
-    verifier = {
-        "name_or_path": public_name(request.target) if request.target else "",
-        "architectures": architectures_of(request.target_files),
+    """The config in speculators' form, of the keys of the head and of its layers."""
+    target = public_name(request.target) if request.target else ""
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": request.depth,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
     }
-    proposal = {"proposal_type": "greedy", "speculative_tokens": request.depth}
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -120,24 +123,27 @@ def _speculators_config(
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
-            "proposal_methods": [{**proposal, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
-            "verifier": verifier,
+            "proposal_methods": [proposal],
+            "verifier": {
+                "name_or_path": target,
+                "architectures": architectures_of(request.target_files),
+            },
         },
     }
 
 
 def _flat_config(config: Eagle3Config, head: Json, decoder: Json, everywhere: bool) -> Json:
-    """everywhere: SGLang supports the head too, not vLLM alone."""
-    if config.qk_norm:
-        vllm_only = "Eagle3Qwen3ForCausalLM"
+    """The config in the flat form. everywhere: SGLang supports the head too, not vLLM alone."""
+    if everywhere:
+        architecture = "LlamaForCausalLMEagle3"
+    elif config.qk_norm:
+        architecture = "Eagle3Qwen3ForCausalLM"
     else:
-        vllm_only = "Eagle3LlamaForCausalLM"
-    said = {key: value for key, value in head.items() if value is not False}
-    keys = {
-        "architectures": ["LlamaForCausalLMEagle3" if everywhere else vllm_only],
-        **decoder,
-        **said,
-    }
+        architecture = "Eagle3LlamaForCausalLM"
+    keys = {"architectures": [architecture], **decoder}
+    for key, value in head.items():
+        if value is not False:
+            keys[key] = value
     layers = list(config.feature_layers)
     if tuple(layers) != default_layers(config.target.get("num_layers", 0)):
         # vLLM takes the outer ids as they are and looks there first; SGLang knows the inner ones
@@ -166,40 +172,34 @@ class Eagle3Files(Shipping[Head]):
         Raises:
             UserError: the form does not support the head.
         """
-        if reasons := unsupported_features(drafter, engine_of("vllm")):
+        reasons = unsupported_features(drafter, engine_of("vllm"))
+        if reasons:
             raise UserError(f"this head cannot be written for {form}: {'; '.join(reasons)}")
         config: Eagle3Config = drafter.config  # type: ignore[assignment]
-        decoder = {
-            "model_type": "qwen3"
-            if config.qk_norm
-            else "llama",  # norms of queries and keys make it Qwen3's
-            **layer_keys(config),
-            "num_aux_hidden_states": len(config.feature_layers),
-        }
-        if window := config.sliding_window:
-            decoder |= {
-                "sliding_window": window,
-                "layer_types": ["sliding_attention"] * config.num_hidden_layers,
-            }
+        # Norms of queries and keys make a layer Qwen3's.
+        decoder: Json = {"model_type": "qwen3" if config.qk_norm else "llama"}
+        decoder |= layer_keys(config)
+        decoder["num_aux_hidden_states"] = len(config.feature_layers)
+        if config.sliding_window:
+            decoder["sliding_window"] = config.sliding_window
+            decoder["layer_types"] = ["sliding_attention"] * config.num_hidden_layers
         fields = config.to_dict()
         head = {name: fields[name] for name in HEAD_KEYS}
         if form == "vllm":
             described = _speculators_config(config, head, decoder, request)
         else:
-            described = _flat_config(
-                config,
-                head,
-                decoder,
-                not unsupported_features(drafter, engine_of("sglang")),
-            )
+            everywhere = not unsupported_features(drafter, engine_of("sglang"))
+            described = _flat_config(config, head, decoder, everywhere)
         return {**described, "torch_dtype": dtype_name(request.dtype)}
 
     def engine_names(self, drafter: Head, config: Json) -> dict[str, str]:
-        owns = super().engine_names(drafter, config)
+        names = super().engine_names(drafter, config)
         if "transformer_layer_config" in config:
-            return {own.replace("midlayer.", "layers.0."): own for own in owns}
-        later = (own for own in owns if own.startswith("layers.") and "input_layernorm" in own)
-        return {**owns, **{own.replace("input_layernorm", "hidden_norm"): own for own in later}}
+            return {own.replace("midlayer.", "layers.0."): own for own in names}
+        for own in list(names):
+            if own.startswith("layers.") and "input_layernorm" in own:
+                names[own.replace("input_layernorm", "hidden_norm")] = own
+        return names
 
     def engine_weights(self, drafter: Head, config: Json) -> dict[str, Tensor]:
         weights = super().engine_weights(drafter, config)
@@ -212,21 +212,18 @@ class Eagle3Files(Shipping[Head]):
         return weights
 
     def drafter_from(self, original: Head, export: Exported) -> Head:
-        return make_head(
-            type(original),
-            export.config,
-            export.weights,
-            original.config.target,
-            export.where,
-        )
+        target = original.config.target
+        return make_head(type(original), export.config, export.weights, target, export.where)
 
     def drafter_weights(self, original: Head, back: Head, export: Exported) -> dict[str, Tensor]:
         return back.state_dict()  # `make_head` has filled it
 
 
 class Eagle3Shipping(GgufHeads[Eagle3], Eagle3Files[Eagle3]):
-    """A repository's root holds the flat form with our own keys in its config, speculators/ the
-    other form.
+    """How EAGLE-3 heads are shipped.
+
+    A repository's root holds the flat form with our own keys in its config, speculators/ the other
+    form.
     """
 
     description = (
@@ -257,14 +254,16 @@ class Eagle3Shipping(GgufHeads[Eagle3], Eagle3Files[Eagle3]):
         form: str,
         engine: EngineRelease | None = None,
     ) -> list[str]:
-        engine = engine or engine_of(form)
+        if engine is None:
+            engine = engine_of(form)
         found = super().unsupported(trained, form, engine)
-        if form == "gguf":
+        if found or form == "gguf":
             return found
-        return found or unsupported_features(self.load(trained), engine)
+        return unsupported_features(self.load(trained), engine)
 
     def gguf_keys(self, drafter: Eagle3) -> Json:
-        config, layers = drafter.config, list(drafter.config.feature_layers)
+        config = drafter.config
+        layers = list(config.feature_layers)
         return {
             "target_layers": layers,
             "extract_layers": layers,  # the key's name in earlier releases
@@ -273,41 +272,44 @@ class Eagle3Shipping(GgufHeads[Eagle3], Eagle3Files[Eagle3]):
         }
 
     def gguf_fields(self, keys: Json, like: Eagle3) -> Json:
-        fields = {key: keys[key] for key in ("target_hidden_size", "norm_before_residual")}
-        return {**fields, "feature_layers": tuple(keys["target_layers"])}
+        return {
+            "target_hidden_size": keys["target_hidden_size"],
+            "norm_before_residual": keys["norm_before_residual"],
+            "feature_layers": tuple(keys["target_layers"]),
+        }
 
     def gguf_unsupported(self, drafter: Eagle3) -> list[str]:
         config: Eagle3Config = drafter.config  # type: ignore[assignment]
         lacks = f"llama.cpp {RELEASE}"
+        found = unsupported_by_llama(config)
         layers = config.feature_layers
+        if len(layers) != 3:
+            found.append(f"{len(layers)} feature layers: {lacks} takes three")
         count = config.num_hidden_layers
-        ignored = ("attention_bias", "mlp_bias", "qk_norm", "fc_norm", "norm_output")
-        checks = {
-            f"{len(layers)} feature layers: {lacks} takes three": len(layers) != 3,
-            f"num_hidden_layers={count}: {lacks} computes one layer": count != 1,
-            f"hidden_size={config.hidden_size} differs from the target's {config.target_hidden_size}: {lacks} reads the "
-            "target's embedding": config.hidden_size != config.target_hidden_size,
-        } | {
-            f"{key}: {lacks} has no such thing in its eagle3 model": getattr(config, key)
-            for key in ignored
-        }
-        found = [reason for reason, unsupported in checks.items() if unsupported]
-        return [*unsupported_by_llama(config), *found, *super().gguf_unsupported(drafter)]
+        if count != 1:
+            found.append(f"num_hidden_layers={count}: {lacks} computes one layer")
+        if config.hidden_size != config.target_hidden_size:
+            found.append(
+                f"hidden_size={config.hidden_size} differs from the target's {config.target_hidden_size}: {lacks} reads the "
+                "target's embedding"
+            )
+        for key in ("attention_bias", "mlp_bias", "qk_norm", "fc_norm", "norm_output"):
+            if getattr(config, key):
+                found.append(f"{key}: {lacks} has no such thing in its eagle3 model")
+        return found + super().gguf_unsupported(drafter)
 
     def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
-        layers = tuple(trained.config.get("feature_layers", ()))
-        size = trained.config.get("sliding_window") or 0
-        # SGLang counts the keys before a token, ours the token too.
-        if size:
-            window = {"speculative-draft-window-size": max(size - 1, 1)}
-        else:
-            window = {}
+        sglang: Json = {"speculative-algorithm": "EAGLE3"}
+        window = trained.config.get("sliding_window")
+        if window:  # SGLang counts the keys before a token, ours the token too
+            sglang["speculative-draft-window-size"] = max(window - 1, 1)
         tensorrt: Json = {"decoding_type": "Eagle3"}
+        layers = tuple(trained.config.get("feature_layers", ()))
         if layers != default_layers(trained.target.get("num_layers", 0)):
             tensorrt["eagle3_layers_to_capture"] = [layer - 1 for layer in layers]
         return {
             "vLLM": {"method": "eagle3"},
-            "SGLang": {"speculative-algorithm": "EAGLE3", **window},
+            "SGLang": sglang,
             "TensorRT-LLM, Triton": tensorrt,
             "llama.cpp": {"spec-type": "draft-eagle3"},
         }
@@ -318,63 +320,59 @@ class Eagle3Shipping(GgufHeads[Eagle3], Eagle3Files[Eagle3]):
         target = {**trained.target, "name": request.target}
         config = head.config
         config.target = target
-        if reasons := unsupported_features(head, engine_of("vllm")):
+        reasons = unsupported_features(head, engine_of("vllm"))
+        if reasons:
             print(f"in drafttrain's own format only: {'; '.join(reasons)}")
             head.to(request.dtype).save_pretrained(folder)  # type: ignore[arg-type]
             whom = "the head, for drafttrain; other engines do not support it, see below"
             return [("model.safetensors", whom), *self.publish_gguf(trained, request)]
-        own = {
-            key: value
-            for key, value in config.to_diff_dict().items()
-            if value not in (None, 0) and key != "dtype"
-        }
+
+        # Both forms; the root's config.json holds our own keys too.
         for form, place in (("vllm", folder / "speculators"), ("sglang", folder)):
             described = self.engine_config(head, form, request)
-            write_checkpoint(place, described, self.engine_weights(head, described), request.dtype)
-        write_clean_json(
-            folder / "config.json",
-            {**own, **described, "drafter_kind": trained.kind, "target": target},
+            weights = self.engine_weights(head, described)
+            write_checkpoint(place, described, weights, request.dtype)
+        keys = {}
+        for key, value in config.to_diff_dict().items():
+            if value not in (None, 0) and key != "dtype":
+                keys[key] = value
+        keys |= described
+        keys["drafter_kind"] = trained.kind
+        keys["target"] = target
+        write_clean_json(folder / "config.json", keys)
+
+        engines = []  # that load the flat form
+        for name in ("vLLM", "SGLang", "TensorRT-LLM, Triton"):
+            if not unsupported_features(head, ENGINES[name]):
+                engines.append(name)
+        flat = (
+            f"the head as {described['architectures'][0]}, for {', '.join(engines)} and drafttrain"
         )
-        flat = [
-            name
-            for name in ("vLLM", "SGLang", "TensorRT-LLM, Triton")
-            if not unsupported_features(head, ENGINES[name])
-        ]
-        engines = f"{', '.join(flat)} and drafttrain"
-        return [
-            ("model.safetensors", f"the head as {described['architectures'][0]}, for {engines}"),
-            (
-                "speculators/model.safetensors",
-                "the head in speculators' form, for vLLM and speculators",
-            ),
-            *self.publish_gguf(trained, request),
-        ]
+        other = "the head in speculators' form, for vLLM and speculators"
+        files = [("model.safetensors", flat), ("speculators/model.safetensors", other)]
+        return files + self.publish_gguf(trained, request)
 
     def recognizes(self, config: Mapping[str, object]) -> bool:
-        """Also the authors' own heads, which are named as a language model of one layer with a
-        draft vocabulary.
+        """Whether a published checkpoint's config.json is of this kind.
+
+        The authors' own heads are named as a language model of one layer, with a draft vocabulary.
         """
         if "speculators_model_type" in config:
             return config["speculators_model_type"] == "eagle3"
+        if config.get("parallel_drafting") or config.get("ptd_token_id") is not None:
+            return False  # P-EAGLE
         names = config.get("architectures")
-        own = names == ["LlamaForCausalLM"] and "draft_vocab_size" in config
-        parallel = config.get("parallel_drafting") or config.get("ptd_token_id") is not None
-        return not parallel and (
-            own or (isinstance(names, list) and any("Eagle3" in str(name) for name in names))
-        )
+        if names == ["LlamaForCausalLM"]:
+            return "draft_vocab_size" in config
+        return isinstance(names, list) and any("Eagle3" in str(name) for name in names)
 
     def read(self, folder: Path, target: Json, allow_pickle: bool = False) -> Eagle3:
         config = read_config(folder)
+        where = repr(str(folder))
         if not self.recognizes(config):
             kind = config.get("speculators_model_type") or config.get("architectures")
-            raise UserError(f"{str(folder)!r} is {kind}; import reads {self.reads}")
-        return make_head(
-            Eagle3,
-            config,
-            read_weights(folder, allow_pickle),
-            target,
-            repr(str(folder)),
-        )
+            raise UserError(f"{where} is {kind}; import reads {self.reads}")
+        return make_head(Eagle3, config, read_weights(folder, allow_pickle), target, where)
 
 
 SHIPPING = Eagle3Shipping()

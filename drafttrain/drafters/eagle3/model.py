@@ -1,5 +1,6 @@
-"""EAGLE-3: decoder layers over fused target features, trained by training-time test (arXiv
-2503.01840).
+"""EAGLE-3: decoder layers over fused target features, trained by training-time test.
+
+Source: arXiv 2503.01840.
 
     anchor t, depth 0:   state = fc(features_t)              token x_{t+1}        predicts x_{t+2}
     anchor t, depth k:   state = own output at depth k-1     token x_{t+1+k}      predicts x_{t+2+k}
@@ -55,7 +56,8 @@ class Eagle3Config(LayerConfig):
 
     def check(self) -> None:
         super().check()
-        self.target_hidden_size = self.target_hidden_size or self.hidden_size
+        if not self.target_hidden_size:
+            self.target_hidden_size = self.hidden_size
 
     @classmethod
     def shapes(cls, target: Target, options: Json) -> Json:
@@ -78,18 +80,19 @@ class Eagle3(LayerDrafter):
         wide = config.target_hidden_size
         eps = config.rms_norm_eps
         self.fc = nn.Linear(len(config.feature_layers) * wide, h, bias=False)
-        self.fc_norm = nn.ModuleList(
-            RMSNorm(wide, eps) for _ in config.feature_layers if config.fc_norm
-        )
+        self.fc_norm = nn.ModuleList()  # one norm per feature
+        if config.fc_norm:
+            for _ in config.feature_layers:
+                self.fc_norm.append(RMSNorm(wide, eps))
         self.midlayer = DraftLayer(
             config,
             embed_width=wide,
             norm_before_residual=config.norm_before_residual,
         )
         # Numbered as engines number them: the middle layer is their layer 0.
-        self.layers = nn.ModuleDict(
-            {str(i): DraftLayer(config) for i in range(1, config.num_hidden_layers)}
-        )
+        self.layers = nn.ModuleDict()
+        for i in range(1, config.num_hidden_layers):
+            self.layers[str(i)] = DraftLayer(config)
         self.norm = RMSNorm(h, eps)
         self.lm_head = nn.Linear(h, config.draft_vocab_size, bias=False)
         self.finish(config.num_hidden_layers)
@@ -103,13 +106,14 @@ class Eagle3(LayerDrafter):
         loss: str,
         keep: KeepTokens | None = None,
     ) -> Self:
+        # A frozen head needs the target's rows.
         other = options.get("hidden_size", target.hidden_size) != target.hidden_size
-        if options.get("train_head") is False and (
-            init == "random" or (init == "target" and other)
-        ):
+        copied = init != "random" and not (init == "target" and other)
+        if options.get("train_head") is False and not copied:
+            where = " to another hidden_size" if other else ""
             raise UserError(
-                f"drafter.train_head=false keeps the target's head rows, which init={init!r} does not copy"
-                f"{' to another hidden_size' if other else ''}; set init=target and leave hidden_size out"
+                f"drafter.train_head=false keeps the target's head rows, which init={init!r} does not copy{where}; set "
+                "init=target and leave hidden_size out"
             )
         return super().begin(target, init, options, loss, keep)
 
@@ -119,19 +123,23 @@ class Eagle3(LayerDrafter):
 
     @classmethod
     def stored_shapes(cls, shapes: Shapes, found: Shapes, config: Any) -> Shapes:
-        """Published checkpoints hold the kept ids as the engines' d2t (target id minus drafter id)
-        and t2d, or leave them out.
+        """As the base class, also for published checkpoints.
+
+        They hold the kept ids as the engines' d2t (target id minus drafter id) and t2d, or leave
+        them out.
         """
         if "kept_ids" in found:
             return shapes
-        tables = {"d2t": (config.draft_vocab_size,), "t2d": (config.vocab_size,)}
-        kept = config.draft_vocab_size != config.vocab_size
-        return {name: shape for name, shape in shapes.items() if name != "kept_ids"} | (
-            tables if kept else {}
-        )
+        stored = dict(shapes)
+        del stored["kept_ids"]
+        if config.draft_vocab_size != config.vocab_size:
+            stored["d2t"] = (config.draft_vocab_size,)
+            stored["t2d"] = (config.vocab_size,)
+        return stored
 
     def finish_loading(self, folder: Path) -> None:
-        if "kept_ids" not in (found := file_shapes(folder)):
+        found = file_shapes(folder)
+        if "kept_ids" not in found:
             self.kept_ids = torch.arange(self.config.draft_vocab_size)
             if "d2t" in found:
                 self.kept_ids += read_weights(folder)["d2t"].long()
@@ -141,11 +149,11 @@ class Eagle3(LayerDrafter):
         return [self.midlayer, *self.layers.values()]  # type: ignore[list-item]
 
     def copy_from(self, target: Target) -> list[str]:
-        """Copies the target's head rows, final norm and last layers (the first one on the state
-        half of its input).
+        """Copies the target's head rows, final norm and last layers.
 
-        `fc` starts as the identity on the highest feature, so the untrained drafter is the target's
-        last layers on a late state. Nothing fits a drafter of another hidden size.
+        The first layer is copied to the state half of its input. `fc` starts as the identity on the
+        highest feature, so the untrained drafter is the target's last layers on a late state.
+        Nothing fits a drafter of another hidden size.
         """
         if self.config.hidden_size != self.config.target_hidden_size:
             return []
@@ -154,10 +162,11 @@ class Eagle3(LayerDrafter):
         names = ["lm_head", "fc"]
         if starts.copy_norm(self.norm, starts.final_norm(target)):
             names.append("norm")
-        copied = starts.copy_last_layers(
-            self.decoder_layers, target.last_layers(len(self.decoder_layers))
-        )
-        return names + (copied[0] if copied else [])
+        layers = self.decoder_layers
+        copied = starts.copy_last_layers(layers, target.last_layers(len(layers)))
+        if copied:
+            names += copied[0]
+        return names
 
     def draft_weights(self, depth: int) -> DraftWeights | None:
         config = self.config
@@ -181,17 +190,13 @@ class Eagle3(LayerDrafter):
         return self.fc(self.norm_features(features))
 
     def norm_features(self, features: Tensor) -> Tensor:
-        """[t, f * target h], the input of `fc` in its dtype: each feature under its own norm, with
-        `fc_norm`.
-        """
+        """[t, f * target h], the input of `fc` in its dtype; with `fc_norm` each feature is normed."""
         features = features.to(self.fc.weight.dtype)
         if not self.fc_norm:
             return features
-        parts = features.chunk(len(self.fc_norm), dim=-1)
-        return torch.cat(
-            [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)],
-            dim=-1,
-        )
+        parts = features.chunk(len(self.fc_norm), dim=-1)  # [t, target h] each
+        normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
+        return torch.cat(normed, dim=-1)
 
     def enter(self, state: Tensor, embeds: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
         return state, embeds

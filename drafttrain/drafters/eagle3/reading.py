@@ -1,5 +1,4 @@
-"""Reading published EAGLE-3 heads, in the checkpoint forms that export.py writes and in other
-trainers' spellings of them.
+"""Reading published EAGLE-3 heads, in export.py's checkpoint forms and other trainers' spellings.
 
 LlamaForCausalLM with draft_vocab_size   SafeAILab/EAGLE, the authors'
 LlamaForCausalLMEagle3                   SpecForge 0.3, TensorRT-LLM, ModelOpt (its own keys in eagle_config), NeMo Automodel
@@ -39,9 +38,7 @@ Head = TypeVar("Head", bound=Eagle3)
 
 
 class _PublishedLayer(TypedDict, total=False):
-    """Keys of a decoder layer that a published config.json may hold; sizes and flags are checked by
-    `Eagle3Config`.
-    """
+    """Keys of a decoder layer in a published config.json; `Eagle3Config` checks sizes and flags."""
 
     layer_types: list[str] | None
     sliding_window: int | None
@@ -92,7 +89,7 @@ def make_head(
 
     Args:
         cls: Eagle3, or a kind with the same checkpoint form. more: further fields of its config.
-            where: names the checkpoint.
+        where: names the checkpoint.
 
     Raises:
         UserError: the config describes what ours cannot compute, or the weights do not fit it.
@@ -103,55 +100,59 @@ def make_head(
         raise UserError(
             f"{where}: config.json has {violation(error)}; get an intact copy of it"
         ) from error
-    found = {
-        name.removeprefix("model.").replace("layers.0.", "midlayer."): w
-        for name, w in weights.items()
-    }
-    for name in [name for name in found if re.fullmatch(r"layers\.\d+\.hidden_norm\.weight", name)]:
+    found = {}  # tensors by our names
+    for name, weight in weights.items():
+        found[name.removeprefix("model.").replace("layers.0.", "midlayer.")] = weight
+
+    # Later layers' norms, of which SGLang's form has two copies.
+    for name in list(found):
+        if not re.fullmatch(r"layers\.\d+\.hidden_norm\.weight", name):
+            continue
         ours = name.replace("hidden_norm", "input_layernorm")
         norm = found.pop(name)
-        if "Eagle3" in str(config.get("architectures")) and not torch.equal(
-            found.setdefault(ours, norm), norm
-        ):
+        if "Eagle3" not in str(config.get("architectures")):
+            continue
+        if not torch.equal(found.setdefault(ours, norm), norm):
             raise UserError(
                 f"{where}: {name}, which SGLang reads, and {ours}, which vLLM reads, differ; keep one"
             )
+
     with torch.device("meta"):
         drafter = cls(cls.config_class(**_our_fields(config, found, target, where), **more))
-    d = drafter.config.draft_vocab_size
     v = drafter.config.vocab_size
-    for name in [name for name in found if name.endswith("rotary_emb.inv_freq")]:
-        if not torch.allclose(
-            found.pop(name).float(),
-            drafter.rotary.frequencies,
-            rtol=1e-2,
-        ):  # of bfloat16
-            raise UserError(
-                f"{where}: {name} is not what config.json's rope_parameters give; ask its author"
-            )
-    found["kept_ids"] = kept = pop_kept_ids(found, d, v, where)  # [d] int64
-    if (embedding := found.pop("embed_tokens.weight", None)) is not None:
+    for name in list(found):
+        if name.endswith("rotary_emb.inv_freq"):
+            stored = found.pop(name).float()  # may have been rounded to bfloat16
+            if not torch.allclose(stored, drafter.rotary.frequencies, rtol=1e-2):
+                raise UserError(
+                    f"{where}: {name} is not what config.json's rope_parameters give; ask its author"
+                )
+    kept = pop_kept_ids(found, drafter.config.draft_vocab_size, v, where)  # [d] int64
+    found["kept_ids"] = kept
+    embedding = found.pop("embed_tokens.weight", None)
+    if embedding is not None:
         check_embedding(embedding, target["name"], where)
     # Some trainers store copies of what belongs to the target, which the head does not compute
     # with.
     for name in ("t2d", "verifier_norm.weight", "verifier_lm_head.weight"):
         found.pop(name, None)
-    check_names(
-        found,
-        {name: tuple(value.shape) for name, value in drafter.state_dict().items()},
-        where,
-    )
+
+    shapes = {name: tuple(value.shape) for name, value in drafter.state_dict().items()}
+    check_names(found, shapes, where)
     check_kept_ids(kept, v, where)
     check_finite(found.items(), where, "get an intact copy of it")
     dtype = found["fc.weight"].dtype
-    state = {name: w if name == "kept_ids" else w.to(dtype) for name, w in found.items()}
-    drafter.load_state_dict(state, strict=True, assign=True)
+    for name, weight in found.items():
+        if name != "kept_ids":
+            found[name] = weight.to(dtype)
+    drafter.load_state_dict(found, strict=True, assign=True)
     return drafter.eval()
 
 
 def check_embedding(embedding: Tensor, target: str, where: str) -> None:
-    """Checks that an embedding that comes with a head is the target's, which our heads read: up to
-    its format, by value.
+    """Checks that an embedding that comes with a head is the target's, which our heads read.
+
+    Values are compared; their dtypes may differ.
 
     Raises:
         UserError: it differs, or the target's weights are not at hand.
@@ -165,9 +166,12 @@ def check_embedding(embedding: Tensor, target: str, where: str) -> None:
     rows = min(len(own), len(embedding))  # either may be padded
     ours = own[:rows]
     theirs = embedding[:rows]
-    same = ours.shape == theirs.shape and any(
-        torch.equal(ours.to(x), theirs.to(x)) for x in (ours.dtype, theirs.dtype)
-    )
+    same = False
+    if ours.shape == theirs.shape:
+        # Either may have been rounded to the other's dtype.
+        same = torch.equal(ours, theirs.to(ours.dtype)) or torch.equal(
+            ours.to(theirs.dtype), theirs
+        )
     if not same:
         raise UserError(
             f"{where} brings an embed_tokens that differs from the target's; ours read the target's, so the head would draft "
@@ -178,45 +182,47 @@ def check_embedding(embedding: Tensor, target: str, where: str) -> None:
 def _check_foreign(config: Json, layer: Json, weights: Mapping[str, Tensor], where: str) -> None:
     """Raises UserError for a checkpoint that computes what no kind of ours computes."""
     eagle = config.get("eagle_config") or {}
+    reasons = []
+    if eagle.get("use_input_layernorm_in_first_layer") is False:
+        reasons.append(
+            "has no norm of the token's embedding (use_input_layernorm_in_first_layer false)"
+        )
+    if eagle.get("use_last_layernorm") is False:
+        reasons.append("has no norm before its head (use_last_layernorm false)")
+    if eagle.get("use_mtp_layernorm"):
+        reasons.append("has an MTP module's norms (use_mtp_layernorm)")
+    count = layer.get("num_hidden_layers") or 1
+    if eagle.get("next_layer_regular") is False and count > 1:
+        reasons.append("has later layers that read the embedding too (next_layer_regular false)")
+    heads = eagle.get("parallel_draft_step") or 1
+    if heads > 1:
+        reasons.append("has Medusa-like heads beside its own (parallel_draft_step above 1)")
+    normed = config.get("norm_before_fc") or eagle.get("norm_before_fc")
+    if normed or "input_norm.weight" in weights:
+        reasons.append("has norm_before_fc, one norm over all features, which no kind of ours has")
+    if config.get("embed_requires_grad"):
+        reasons.append(
+            "trained an embedding of its own (embed_requires_grad); ours reads the target's"
+        )
     scale = layer.get("logit_scale") or 1.0
-    norms = (
-        config.get("norm_before_fc")
-        or eagle.get("norm_before_fc")
-        or "input_norm.weight" in weights
-    )
-    embeds = config.get("embed_requires_grad")
-    one_state = eagle.get("use_aux_hidden_state") is False
-    mixed = set(layer.get("layer_types") or []) == {"sliding_attention", "full_attention"}
-    checks = {
-        "has no norm of the token's embedding (use_input_layernorm_in_first_layer false)": eagle.get(
-            "use_input_layernorm_in_first_layer"
+    if scale != 1.0:
+        reasons.append(
+            f"has logit_scale={scale}, a factor on its logits, which no kind of ours has"
         )
-        is False,
-        "has no norm before its head (use_last_layernorm false)": eagle.get("use_last_layernorm")
-        is False,
-        "has an MTP module's norms (use_mtp_layernorm)": eagle.get("use_mtp_layernorm"),
-        "has later layers that read the embedding too (next_layer_regular false)": eagle.get(
-            "next_layer_regular"
-        )
-        is False
-        and (layer.get("num_hidden_layers") or 1) > 1,
-        "has Medusa-like heads beside its own (parallel_draft_step above 1)": (
-            eagle.get("parallel_draft_step") or 1
-        )
-        > 1,
-        "has norm_before_fc, one norm over all features, which no kind of ours has": norms,
-        "trained an embedding of its own (embed_requires_grad); ours reads the target's": embeds,
-        f"has logit_scale={scale}, a factor on its logits, which no kind of ours has": scale != 1.0,
-        "reads one target state (use_aux_hidden_state false), which is EAGLE-1": one_state,
-        "mixes layers with and without a window; ours have one for all": mixed,
-    }
-    if reasons := [reason for reason, found in checks.items() if found]:
+    if eagle.get("use_aux_hidden_state") is False:
+        reasons.append("reads one target state (use_aux_hidden_state false), which is EAGLE-1")
+    types = layer.get("layer_types") or []
+    if set(types) == {"sliding_attention", "full_attention"}:
+        reasons.append("mixes layers with and without a window; ours have one for all")
+    if reasons:
         raise UserError(f"{where} {'; it '.join(reasons)}")
 
 
 def _our_fields(config: Json, weights: Mapping[str, Tensor], target: Json, where: str) -> Json:
-    """Arguments of Eagle3Config from an engine's config. Raises UserError for what ours cannot
-    compute.
+    """Arguments of Eagle3Config from an engine's config.
+
+    Raises:
+        UserError: the config describes what ours cannot compute.
     """
     layer = config.get("transformer_layer_config", config)
     _check_foreign(config, layer, weights, where)
@@ -226,45 +232,52 @@ def _our_fields(config: Json, weights: Mapping[str, Tensor], target: Json, where
     fields: Json = {}
     for keys, place in ((LAYER_KEYS, layer), (defaults, config)):
         for name, default in keys.items():
-            if place.get(name) is None:
-                fields[name] = default
-            else:
-                fields[name] = place[name]
+            value = place.get(name)
+            fields[name] = default if value is None else value
             if fields[name] is None:
                 raise UserError(f"{where}: config.json has no {name}; it is needed")
     fields["qk_norm"] = "midlayer.self_attn.q_norm.weight" in weights
-    windowed = "sliding_attention" in (layer.get("layer_types") or [])
-    if windowed:
+    fields["sliding_window"] = 0
+    types = layer.get("layer_types") or []
+    if "sliding_attention" in types:
         fields["sliding_window"] = layer.get("sliding_window") or 0
-    else:
-        fields["sliding_window"] = 0
     rope = published_rope(layer)
-    fields |= {"rope_theta": rope["rope_theta"], "rope_parameters": rope}
+    fields["rope_theta"] = rope["rope_theta"]
+    fields["rope_parameters"] = rope
     if not fields["draft_vocab_size"]:
-        if "lm_head.weight" in weights:
-            fields["draft_vocab_size"] = len(weights["lm_head.weight"])
-        else:
-            fields["draft_vocab_size"] = 0
-    width = fields["target_hidden_size"] or fields["hidden_size"]
+        head = weights.get("lm_head.weight", ())  # [d, h]
+        fields["draft_vocab_size"] = len(head)
+
+    # It must be for this target.
+    width = fields["target_hidden_size"]
+    if not width:
+        width = fields["hidden_size"]
     for key, theirs in (("hidden_size", width), ("vocab_size", fields["vocab_size"])):
         if theirs != target[key]:
             raise UserError(
                 f"{where} is for a target with {key}={theirs!r:.80}, but {target['name']!r} has {target[key]}"
             )
     fields["feature_layers"] = _feature_layers(config, width, weights, target, where)
+
     # A drafter of ours that was published says how it was trained.
-    trained = {
-        key: config[key]
-        for key in Eagle3Config.recipe_keys
-        if "drafter_kind" in config and key in config
-    }
-    return {**fields, **trained, "target": target}
+    if "drafter_kind" in config:
+        for key in Eagle3Config.recipe_keys:
+            if key in config:
+                fields[key] = config[key]
+    fields["target"] = target
+    return fields
 
 
 def published_rope(layer: Json) -> Json:
     """rope_parameters of a published config, whose trainers spell them in several ways."""
-    rope = dict(layer.get("rope_parameters") or layer.get("rope_scaling") or {})
-    rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type", "default")
+    found = layer.get("rope_parameters")
+    if not found:
+        found = layer.get("rope_scaling")
+    rope = dict(found or {})
+    kind = rope.pop("type", None)  # the key's former name
+    if kind:
+        rope["rope_type"] = kind
+    rope.setdefault("rope_type", "default")
     rope.setdefault("rope_theta", layer.get("rope_theta") or 10000.0)
     if layer.get("partial_rotary_factor"):
         rope.setdefault("partial_rotary_factor", layer["partial_rotary_factor"])
@@ -278,14 +291,18 @@ def _feature_layers(
     target: Json,
     where: str,
 ) -> tuple[int, ...]:
-    """The target states that the head fuses, as our numbers: i is the input of layer i. width: of a
-    state.
+    """The target states that the head fuses, as our numbers: i is the input of layer i.
+
+    width: of a state.
     """
     layers = config.get("eagle_aux_hidden_state_layer_ids")
-    inner = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    if not layers and inner:
+    if not layers:
+        eagle = config.get("eagle_config") or {}
+        inner = eagle.get("eagle_aux_hidden_state_layer_ids") or []
         layers = [layer + 1 for layer in inner]  # written for SGLang, which counts outputs
-    layers = tuple(layers or default_layers(target["num_layers"]))
+    if not layers:
+        layers = default_layers(target["num_layers"])
+    layers = tuple(layers)
     if "fc.weight" in weights:
         count, rest = divmod(weights["fc.weight"].shape[1], width)
         if rest or count != len(layers):

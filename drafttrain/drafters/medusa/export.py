@@ -1,7 +1,6 @@
-"""Medusa heads as vLLM's MedusaModel: `blocks.{i}.layers.{j}` and `lm_heads.{i}`, or one `lm_head`
-for all.
+"""Medusa heads as vLLM's MedusaModel.
 
-Source: vLLM 0.32 models/medusa.py.
+Its weights are `blocks.{i}.layers.{j}` and `lm_heads.{i}`, or one `lm_head` for all. Source: vLLM 0.32 models/medusa.py.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ class MedusaShipping(Shipping[Medusa]):
     reads = "Medusa heads without biases (MedusaModel)"
 
     def engine_config(self, drafter: Medusa, form: str, request: ExportRequest) -> Json:
-        """Keeps as many heads as tokens are to be drafted: vLLM drafts one per head, whatever its
-        config says.
+        """Keeps as many heads as tokens are to be drafted, of which vLLM drafts one per head.
 
         Raises:
             UserError: more tokens than heads.
@@ -53,23 +51,27 @@ class MedusaShipping(Shipping[Medusa]):
 
     def engine_names(self, drafter: Medusa, config: Json) -> dict[str, str]:
         names = {}
-        shared = config["original_lm_head"]
+        if config["original_lm_head"]:
+            names["lm_head.weight"] = "lm_heads.0.weight"
         for i in range(config["num_heads"]):
             for j in range(config["num_hidden_layers"]):
                 names[f"blocks.{i}.layers.{j}.weight"] = f"blocks.{i}.{j}.linear.weight"
-            names["lm_head.weight" if shared else f"lm_heads.{i}.weight"] = (
-                f"lm_heads.{0 if shared else i}.weight"
-            )
+            if not config["original_lm_head"]:
+                names[f"lm_heads.{i}.weight"] = f"lm_heads.{i}.weight"
         return names
 
     def drafter_from(self, original: Medusa, export: Exported) -> Medusa:
-        fields = {key: export.config[key] for key in ("hidden_size", "vocab_size", "num_heads")}
-        fields |= {
-            "blocks": export.config["num_hidden_layers"],
-            "shared_head": export.config["original_lm_head"],
-        }
-        kept = len(original.kept_ids)
-        return Medusa(MedusaConfig(**fields, draft_vocab_size=kept, target=original.config.target))
+        keys = export.config
+        config = MedusaConfig(
+            hidden_size=keys["hidden_size"],
+            vocab_size=keys["vocab_size"],
+            num_heads=keys["num_heads"],
+            blocks=keys["num_hidden_layers"],
+            shared_head=keys["original_lm_head"],
+            draft_vocab_size=len(original.kept_ids),
+            target=original.config.target,
+        )
+        return Medusa(config)
 
     def published(
         self,
@@ -79,23 +81,29 @@ class MedusaShipping(Shipping[Medusa]):
         where: str,
     ) -> Published:
         """Rows beyond the target's tokens are padding; a bias of zeros is none."""
-        biased = [name for name, value in weights.items() if name.endswith(".bias") and value.any()]
-        if biased or config.get("token_map") is not None:
+        v = target["vocab_size"]
+        what = ""
+        if config.get("token_map") is not None:
             what = "a token_map"
-            if biased:
-                what = f"{biased[0]}, a bias"
+        found = {}
+        for name, value in weights.items():
+            if name.endswith(".bias"):
+                if value.any():
+                    what = f"{name}, a bias"
+                    break
+            elif name.startswith("lm_head"):
+                found[name] = value[:v]
+            else:
+                found[name] = value
+        if what:
             raise UserError(
                 f"{where} has {what}, which our Medusa heads have not; train new ones from its target"
             )
-        shared = bool(config.get("original_lm_head"))
-        v = target["vocab_size"]
-        found = {
-            name: value[:v] if name.startswith("lm_head") else value
-            for name, value in weights.items()
-            if not name.endswith(".bias")
-        }
-        defaults = {"hidden_size": target["hidden_size"], "num_heads": 5, "num_hidden_layers": 1}
-        return Published({**defaults, **config, "vocab_size": v, "original_lm_head": shared}, found)
+        keys = {"hidden_size": target["hidden_size"], "num_heads": 5, "num_hidden_layers": 1}
+        keys |= config
+        keys["vocab_size"] = v
+        keys["original_lm_head"] = bool(config.get("original_lm_head"))
+        return Published(keys, found)
 
 
 SHIPPING = MedusaShipping()

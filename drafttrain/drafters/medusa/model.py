@@ -1,5 +1,6 @@
-"""Medusa: heads that each predict a further token from the target's last state alone (arXiv
-2401.10774, Medusa-1).
+"""Medusa: heads that each predict a further token from the target's last state alone.
+
+Source: arXiv 2401.10774, Medusa-1.
 
 h_t is the last state from which the target's head chooses x_{t+1}; see common/path_heads.py.
 
@@ -66,11 +67,12 @@ class Medusa(PathHeads):
         super().__init__(config)
         self.depths = config.num_heads
         h = config.hidden_size
-        rest = range(config.blocks - 1)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(self.first_block(h, k), *(ResidualBlock(h, h) for _ in rest))
-            for k in range(config.num_heads)
-        )
+        self.blocks = nn.ModuleList()
+        for k in range(config.num_heads):
+            blocks = nn.Sequential(self.first_block(h, k))
+            for _ in range(config.blocks - 1):
+                blocks.append(ResidualBlock(h, h))
+            self.blocks.append(blocks)
         self.finish(h, 1 if config.shared_head else config.num_heads)
 
     @staticmethod

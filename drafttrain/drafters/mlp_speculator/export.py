@@ -1,6 +1,6 @@
-"""MLP speculators in their published form, MLPSpeculatorPreTrainedModel: `emb`, `proj`, `ln` and
-`head`, one of each per step.
+"""MLP speculators in their published form, MLPSpeculatorPreTrainedModel.
 
+Its weights are `emb`, `proj`, `ln` and `head`, one of each per step.
 vLLM 0.32 has the network's class, but nothing in its runner that drafts with it, so no recipe is
 given; earlier versions did.
 """
@@ -14,12 +14,8 @@ from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Publis
 from drafttrain.files import Json
 from drafttrain.formats.weights import dtype_name
 
-_MODULES = {
-    "emb": "emb",
-    "proj": "proj",
-    "ln": "ln",
-    "head": "lm_heads",
-}  # the engines' names -> ours
+# The engines' names, and ours.
+_MODULES = {"emb": "emb", "proj": "proj", "ln": "ln", "head": "lm_heads"}
 _SAME = ("vocab_size", "emb_dim", "inner_dim", "n_predict", "scale_input")
 
 
@@ -37,12 +33,14 @@ class MlpSpeculatorShipping(Shipping[MlpSpeculator]):
 
     def engine_config(self, drafter: MlpSpeculator, form: str, request: ExportRequest) -> Json:
         config = drafter.config
+        tied = config.tie_weights
+        if config.n_predict == 1:  # a single step has nothing to tie
+            tied = False
         return {
             "architectures": ["MLPSpeculatorPreTrainedModel"],
             "model_type": "mlp_speculator",
-            **{name: value for name, value in config.to_dict().items() if name in _SAME},
-            "tie_weights": config.tie_weights
-            and config.n_predict > 1,  # a single step has nothing to tie
+            **{name: getattr(config, name) for name in _SAME},
+            "tie_weights": tied,
             "top_k_tokens_per_head": [max(1, 5 - i) for i in range(config.n_predict)],
             "n_candidates": 5,
             "dtype": dtype_name(request.dtype),
@@ -56,18 +54,15 @@ class MlpSpeculatorShipping(Shipping[MlpSpeculator]):
             assert isinstance(modules, nn.ModuleList), "one module per step, or one for all"
             for i in range(config["n_predict"]):
                 j = min(i, len(modules) - 1)
-                names |= {
-                    f"{name}.{i}.{key}": f"{own}.{j}.{key}"
-                    for key, _ in modules[j].named_parameters()
-                }
+                for key, _ in modules[j].named_parameters():
+                    names[f"{name}.{i}.{key}"] = f"{own}.{j}.{key}"
         return names
 
     def drafter_from(self, original: MlpSpeculator, export: Exported) -> MlpSpeculator:
-        fields = {key: export.config[key] for key in (*_SAME, "tie_weights")}
-        kept = len(original.kept_ids)
-        return MlpSpeculator(
-            MlpSpeculatorConfig(**fields, draft_vocab_size=kept, target=original.config.target)
-        )
+        fields = {key: export.config[key] for key in _SAME}
+        fields["tie_weights"] = export.config["tie_weights"]
+        fields["draft_vocab_size"] = len(original.kept_ids)
+        return MlpSpeculator(MlpSpeculatorConfig(**fields, target=original.config.target))
 
     def published(
         self,
@@ -76,26 +71,23 @@ class MlpSpeculatorShipping(Shipping[MlpSpeculator]):
         target: Json,
         where: str,
     ) -> Published:
-        """Takes the prefix of published names away, and fills in what a file holds once for all
-        steps.
-        """
+        """Removes the prefix of published names, and repeats what a file holds once for all steps."""
         found = {name.removeprefix("speculator."): value for name, value in weights.items()}
-        steps = config["n_predict"]
         tied = bool(config.get("tie_weights"))
-        for name in list(found) if tied else ():
-            module, step, part = name.split(".", 2)
-            for later in range(
-                int(step) + 1, steps
-            ):  # the first projection alone reads another width
-                if not (module == "proj" and step == "0"):
-                    found.setdefault(f"{module}.{later}.{part}", found[name])
-        defaults = {"scale_input": False, "inner_dim": 0, "emb_dim": target["hidden_size"]}
-        keys = {
-            **defaults,
-            **{key: value for key, value in config.items() if value is not None},
-            "tie_weights": tied,
-        }
-        return Published({**keys, "hidden_size": keys["emb_dim"]}, found)
+        if tied:
+            for name, value in list(found.items()):
+                module, step, part = name.split(".", 2)
+                if module == "proj" and step == "0":  # it alone reads another width
+                    continue
+                for later in range(int(step) + 1, config["n_predict"]):
+                    found.setdefault(f"{module}.{later}.{part}", value)
+        keys: Json = {"scale_input": False, "inner_dim": 0, "emb_dim": target["hidden_size"]}
+        for key, value in config.items():
+            if value is not None:
+                keys[key] = value
+        keys["tie_weights"] = tied
+        keys["hidden_size"] = keys["emb_dim"]
+        return Published(keys, found)
 
 
 SHIPPING = MlpSpeculatorShipping()

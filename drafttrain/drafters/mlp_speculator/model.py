@@ -1,5 +1,6 @@
-"""MLP speculator: a small recurrent network over the target's last state and the drafted tokens
-(arXiv 2404.19124).
+"""MLP speculator: a small recurrent network over the target's last state and drafted tokens.
+
+Source: arXiv 2404.19124.
 
     state_0 = gelu(ln_0(proj_0(h_t)         + r emb_0(x_{t+1})))        head 0 predicts x_{t+2}
     state_k = gelu(ln_k(proj_k(state_{k-1}) + r emb_k(x_{t+1+k})))      head k predicts x_{t+2+k}
@@ -50,7 +51,8 @@ class MlpSpeculatorConfig(HeadsConfig):
     scale_input: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:
-        self.inner_dim = self.inner_dim or self.emb_dim
+        if not self.inner_dim:
+            self.inner_dim = self.emb_dim
         super().__post_init__(**kwargs)
 
 
@@ -59,7 +61,8 @@ class ShiftedNorm(nn.Module):
 
     def __init__(self, size: int):
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), self.weight, _EPS) + self.bias
@@ -75,10 +78,14 @@ class MlpSpeculator(PathHeads):
         super().__init__(config)
         n = config.n_predict
         inner = config.inner_dim
-        own = 1 if config.tie_weights else n
+        own = n  # modules of the steps
+        later = n - 1  # projections after the first
+        if config.tie_weights:
+            own = 1
+            later = min(later, 1)
         self.depths = n
         self.emb = nn.ModuleList(nn.Embedding(config.vocab_size, inner) for _ in range(own))
-        widths = [config.emb_dim, *[inner] * (min(n, 2) - 1 if config.tie_weights else n - 1)]
+        widths = [config.emb_dim] + [inner] * later
         self.proj = nn.ModuleList(nn.Linear(width, inner, bias=False) for width in widths)
         self.ln = nn.ModuleList(ShiftedNorm(inner) for _ in range(own))
         state_weight = 0.5 ** (0.5 / n)
@@ -91,16 +98,15 @@ class MlpSpeculator(PathHeads):
             nn.init.normal_(module.weight, std=self.config.inner_dim**-0.5)
 
     def copy_from(self, target: Target) -> list[str]:
-        """Copies the target's embedding: its directions of most power, in a random basis, at the
-        size of a random start.
+        """Copies the target's embedding: its directions of most power, in a random basis.
 
+        The rows get the size of a random start.
         `solve_start` fits the heads; the target's rows do not fit states of another network.
         """
         inner = self.config.inner_dim
         rows = target.embed(torch.arange(self.config.vocab_size, device=target.device)).float()
-        directions = torch.linalg.eigh(rows.T @ rows).eigenvectors.flip(1)[
-            :, :inner
-        ]  # eigenvalues ascend
+        # Eigenvalues ascend, so the last directions have most power.
+        directions = torch.linalg.eigh(rows.T @ rows).eigenvectors.flip(1)[:, :inner]
         basis = torch.linalg.qr(torch.randn(inner, inner)).Q[: directions.shape[1]].to(rows.device)
         rows = rows @ directions @ basis
         rows *= inner**-0.5 / rows.square().mean().sqrt()
@@ -115,13 +121,18 @@ class MlpSpeculator(PathHeads):
         return self.advance(hidden, tokens, 0)
 
     def advance(self, state: Tensor, tokens: Tensor, depth: int) -> Tensor:
-        emb, proj, ln = (
-            modules[min(depth, len(modules) - 1)] for modules in (self.emb, self.proj, self.ln)
-        )
+        emb = _at(self.emb, depth)
+        proj = _at(self.proj, depth)
+        ln = _at(self.ln, depth)
         return F.gelu(ln(proj(state) + self.ratio * emb(tokens)))
 
     def read(self, state: Tensor, depth: int) -> Tensor:
         return state
+
+
+def _at(modules: nn.ModuleList, depth: int) -> nn.Module:
+    """The module of a depth; the last one serves all further depths."""
+    return modules[min(depth, len(modules) - 1)]
 
 
 KIND = MlpSpeculator

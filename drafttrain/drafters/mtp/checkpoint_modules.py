@@ -1,5 +1,4 @@
-"""The prediction module in a target's own checkpoint: how families store it, and which layer of
-ours computes it.
+"""The prediction module in a target's own checkpoint, and which layer of ours computes it.
 
     around the layer    enorm, hnorm, eh_proj, norm      the family's names and order are in `Form`
     the layer           as `DraftLayer`, with kernels, where it computes the same; else as the target's own class (`OwnLayer`)
@@ -78,8 +77,10 @@ _EMBEDDINGS = ("embed_tokens.weight",)
 _HEADS = ("shared_head.head.weight",)
 _BUFFERS = ("rotary_emb.inv_freq",)
 _SCALE = "_scale_inv"  # behind the name of an FP8 weight: its factors, one per block
-_PLAIN = {f"{block}.{name}" for block, names in starts.PROJECTIONS.items() for name in names}
-_PLAIN |= {"self_attn.q_norm", "self_attn.k_norm", "input_layernorm", "post_attention_layernorm"}
+# Modules of a plain dense layer.
+_PLAIN = {"self_attn.q_norm", "self_attn.k_norm", "input_layernorm", "post_attention_layernorm"}
+for _block, _names in starts.PROJECTIONS.items():
+    _PLAIN |= {f"{_block}.{name}" for name in _names}
 
 
 class NativeModule(NamedTuple):
@@ -106,53 +107,42 @@ def read_native(target: Target) -> NativeModule:
     key, prefix, own = _find(target)
     form = FORMS[key]
     head = None
-    around = dict[str, Tensor]()
-    layer = dict[str, Tensor]()
+    around: dict[str, Tensor] = {}
+    layer: dict[str, Tensor] = {}
     for name, path in own.items():
-        if name.endswith((*_BUFFERS, _SCALE)) or f"{prefix}{name}".startswith(
-            _further(form, target)
-        ):
+        full = prefix + name
+        if name.endswith((*_BUFFERS, _SCALE)) or full.startswith(_further(form, target)):
             continue
         with loading(f"target={target.path!r}", "download it again"), safe_open(path, "pt") as file:
-            weight = _widened(
-                file.get_tensor(prefix + name),
-                prefix + name,
-                own.get(name + _SCALE),
-                target,
-            )
+            weight = _widened(file.get_tensor(full), full, own.get(name + _SCALE), target)
         stem, _, part = name.rpartition(".")
         if name.endswith(_EMBEDDINGS):
             if not _same(weight, target.embed_weight):
                 raise UserError(
-                    f"init='native': {prefix}{name} of target {target.name!r} is not the target's embedding, which drafters "
+                    f"init='native': {full} of target {target.name!r} is not the target's embedding, which drafters "
                     "read; use init=target"
                 )
         elif name.endswith(_HEADS):
-            if _same(weight, target.head_weight):
-                head = None
-            else:
-                head = weight
+            head = None if _same(weight, target.head_weight) else weight
         elif stem in form.names:
             around[f"{form.names[stem]}.{part}"] = weight
         else:
             layer[name.removeprefix(form.layer)] = weight
-    check_finite(
-        ((prefix + name, weight) for name, weight in {**around, **layer}.items()),
-        f"init='native': the prediction module of target {target.name!r}",
-        "use init=target",
-    )
-    offset = norm_offset(starts.final_norm(target))
-    around = {
-        name: weight + offset if "norm" in name else weight for name, weight in around.items()
-    }
+
+    named = {prefix + name: weight for name, weight in {**around, **layer}.items()}
+    module = f"init='native': the prediction module of target {target.name!r}"
+    check_finite(named.items(), module, "use init=target")
+    around = _plain_norms(around, target)
     if form.swapped:
         around["eh_proj.weight"] = swapped(around["eh_proj.weight"])
     return NativeModule(key, around, layer, head)
 
 
 def _find(target: Target) -> tuple[str, str, dict[str, Path]]:
-    """The form of the checkpoint's module, the prefix of its tensors, and the file of each tensor
-    by the rest of its name.
+    """Finds the module in the target's checkpoint.
+
+    Returns:
+        Its form, the prefix of its tensors, and the file of each tensor by the rest of its name.
     """
     folder = Path(target.path)
     if not folder.is_dir():
@@ -163,18 +153,16 @@ def _find(target: Target) -> tuple[str, str, dict[str, Path]]:
             files |= dict.fromkeys(file.keys(), path)
     for key, form in FORMS.items():
         prefix = form.module.format(n=target.num_layers)
-        own = {
-            name.removeprefix(prefix): path
-            for name, path in files.items()
-            if name.startswith(prefix)
-        }
-        if all(f"{name}.weight" in own for name in form.names):
-            if any(name.startswith(_further(form, target)) for name in files):
-                print(
-                    f"note: target {target.name!r} has several prediction modules; the first serves all depths",
-                    flush=True,
-                )
-            return key, prefix, own
+        own = {}
+        for name, path in files.items():
+            if name.startswith(prefix):
+                own[name.removeprefix(prefix)] = path
+        if not all(f"{name}.weight" in own for name in form.names):
+            continue
+        if any(name.startswith(_further(form, target)) for name in files):
+            note = f"target {target.name!r} has several prediction modules; the first serves all depths"
+            print(f"note: {note}", flush=True)
+        return key, prefix, own
     raise UserError(
         f"init='native': the checkpoint of target {target.name!r} ({target.path}) holds no multi-token prediction module "
         "(eh_proj, mtp.fc or mtp_layers); use init=target"
@@ -193,16 +181,26 @@ def _widened(weight: Tensor, name: str, scales: Path | None, target: Target) -> 
         raise UserError(
             f"init='native': {name}{_SCALE} of target {target.name!r} scales a weight that is not FP8; use init=target"
         )
-    rows, columns = (getattr(target.config, "quantization_config", None) or {}).get(
-        "weight_block_size"
-    ) or (128, 128)
+    quantization = getattr(target.config, "quantization_config", None) or {}
+    rows, columns = quantization.get("weight_block_size") or (128, 128)
     with safe_open(scales, "pt") as file:
         factors = file.get_tensor(name + _SCALE).float()
     factors = factors.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
     return weight.float() * factors[: weight.shape[0], : weight.shape[1]]
 
 
+def _plain_norms(weights: dict[str, Tensor], target: Target) -> dict[str, Tensor]:
+    """Weights whose norms hold plain factors, from those of the target's family."""
+    offset = norm_offset(starts.final_norm(target))
+    plain = dict(weights)
+    for name, weight in weights.items():
+        if "norm" in name:
+            plain[name] = weight + offset
+    return plain
+
+
 def _same(copy: Tensor, own: Tensor) -> bool:
+    """Whether a module's copy of a weight equals the target's own."""
     return copy.shape == own.shape and torch.equal(copy.to(own.device, own.dtype), own)
 
 
@@ -212,14 +210,14 @@ def swapped(project: Tensor) -> Tensor:
 
 
 def norm_offset(norm: nn.Module | None) -> float:
-    """1 for a norm that stores its factors minus one, else 0. A family does it for all norms of a
-    module.
+    """1 for a norm that stores its factors minus one, else 0.
+
+    A family does it for all norms of a module.
     """
     if norm is None:
-        weight = None
-    else:
-        weight = starts.norm_weight(norm)
-    if norm is None or weight is None:
+        return 0.0
+    weight = starts.norm_weight(norm)
+    if weight is None:
         return 0.0
     return float((weight - next(norm.parameters())).float().mean().round())
 
@@ -230,15 +228,13 @@ def plain_layer(module: NativeModule, target: Target) -> tuple[Json, dict[str, T
     Raises:
         UserError: tensors that a plain dense layer does not have.
     """
-    state = dict(module.layer)
-    if wrong := [name for name in state if name.rpartition(".")[0] not in _PLAIN]:
-        raise UserError(f"not a plain dense layer, which has no {wrong[0]}")
-    state = {
-        name: weight + (norm_offset(starts.final_norm(target)) if "norm" in name else 0)
-        for name, weight in state.items()
-    }
+    for name in module.layer:
+        if name.rpartition(".")[0] not in _PLAIN:
+            raise UserError(f"not a plain dense layer, which has no {name}")
+    state = _plain_norms(module.layer, target)
+    gate = state.get("mlp.gate_proj.weight", torch.empty(1))
     shapes: Json = {
-        "intermediate_size": len(state.get("mlp.gate_proj.weight", torch.empty(1))),
+        "intermediate_size": len(gate),
         "qk_norm": "self_attn.q_norm.weight" in state,
     }
     if "self_attn.q_proj.bias" in state:

@@ -1,5 +1,4 @@
-"""One-module MTP drafters as vLLM loads them: the module of a MiMo checkpoint, which a folder of
-its own can hold.
+"""One-module MTP drafters as vLLM loads them: as the module of a MiMo checkpoint.
 
     ours          MiMo, below model.mtp_layers.0.
     enorm         token_layernorm
@@ -11,8 +10,10 @@ its own can hold.
 vLLM takes any folder whose config names MiMoForCausalLM for such a module. It gives the module the
 shapes of the target's layers (by the target's config, which `--hf-overrides` tells the number of
 modules) and the target's embedding and head, so the target need not be MiMo. It drafts over the
-whole vocabulary, whatever was kept, and reads a zero embedding at position 0. Sources: vLLM 0.32
-models/mimo_mtp.py, config/speculative.py (hf_config_override), v1/spec_decode/llm_base_proposer.py.
+whole vocabulary, whatever was kept, and reads a zero embedding at position 0.
+
+Sources: vLLM 0.32 models/mimo_mtp.py, config/speculative.py (hf_config_override),
+v1/spec_decode/llm_base_proposer.py.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from drafttrain.drafters.common.llama_layers import LAYER_KEYS, layer_keys, unsupported_by_llama
 from drafttrain.drafters.mtp.checkpoint_modules import MIMO, swapped
-from drafttrain.drafters.mtp.family_export import FAMILY, FORMATS
+from drafttrain.drafters.mtp.family_export import FAMILY, FORMATS, HEAD_TRAINED
 from drafttrain.drafters.mtp.model import MTP, MTPConfig
 from drafttrain.drafters.shipping import (
     TARGET_OVERRIDES,
@@ -53,8 +54,10 @@ _BIASED = ("q_proj", "k_proj", "v_proj")
 
 
 class MTPShipping(Shipping[MTP]):
-    """vLLM alone for plain layers, which are written as MiMo's; layers of the target's class as the
-    family's own (FAMILY).
+    """How MTP drafters are shipped.
+
+    Plain layers are written as MiMo's, for vLLM alone; layers of the target's class as the family's
+    own (FAMILY).
     """
 
     formats = {
@@ -84,40 +87,42 @@ class MTPShipping(Shipping[MTP]):
     ) -> list[str]:
         if trained.config.get("target_layer"):
             return FAMILY.unsupported(trained, form, engine)
-        if found := super().unsupported(trained, form, engine):
+        found = super().unsupported(trained, form, engine)
+        if found:
             return found
         if form not in self.verifiable.values():
             return [self.no_format]
         config: MTPConfig = self.load(trained).config  # type: ignore[assignment]
-        checks = {
-            "train_head=true: the engine drafts with the target's head; train with drafter.train_head=false": config.train_head,
-            f"modules={config.modules}: the engine's class runs one for all depths": config.modules
-            > 1,
-            "qk_norm: the engine's layer norms no queries and keys": config.qk_norm,
-            "attention_bias: the engine's layer has no o_proj bias": config.attention_bias,
-            "mlp_bias: the engine's MLP has none": config.mlp_bias,
-        }
-        return [
-            *unsupported_by_llama(config),
-            *(reason for reason, found in checks.items() if found),
-        ]
+        found = unsupported_by_llama(config)
+        if config.train_head:
+            found.append(HEAD_TRAINED)
+        if config.modules > 1:
+            found.append(f"modules={config.modules}: the engine's class runs one for all depths")
+        if config.qk_norm:
+            found.append("qk_norm: the engine's layer norms no queries and keys")
+        if config.attention_bias:
+            found.append("attention_bias: the engine's layer has no o_proj bias")
+        if config.mlp_bias:
+            found.append("mlp_bias: the engine's MLP has none")
+        return found
 
     def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
-        """As of most kinds. Raises UserError also for layers of another shape than the target's,
-        which the engine reads.
+        """As the base class.
+
+        Raises:
+            UserError: also for layers of another shape than the target's, which the engine reads.
         """
         if trained.config.get("target_layer"):
             return FAMILY.write(trained, form, request)
         target = load_shell(request.target_files or trained.target_name)
         ours = vars(self.load(trained).config)
         theirs = vars(MTPConfig.for_target(target))
-        wrong = [
-            f"{key}={ours[key]} (there {theirs[key]})" for key in _SHAPE if ours[key] != theirs[key]
-        ]
+        wrong = []
+        for key in _SHAPE:
+            if ours[key] != theirs[key]:
+                wrong.append(f"{key}={ours[key]} (there {theirs[key]})")
         if target.embed_scale != 1.0:
-            wrong += [f"embeddings times {target.embed_scale:g}"]
-        else:
-            wrong += []
+            wrong.append(f"embeddings times {target.embed_scale:g}")
         if wrong:
             raise UserError(
                 f"this drafter cannot be written for vLLM, which gives it the layers of target {target.name!r}: "
@@ -126,8 +131,7 @@ class MTPShipping(Shipping[MTP]):
         return super().write(trained, form, request)
 
     def check(self, trained: Trained, exported: Path) -> Json:
-        own = bool(trained.config.get("target_layer"))
-        if own:
+        if trained.config.get("target_layer"):
             return FAMILY.check(trained, exported)
         return super().check(trained, exported)
 
@@ -138,52 +142,52 @@ class MTPShipping(Shipping[MTP]):
 
     def engine_config(self, drafter: MTP, form: str, request: ExportRequest) -> Json:
         config: MTPConfig = drafter.config  # type: ignore[assignment]
-        own = {
+        return {
+            **layer_keys(config),
             "architectures": ["MiMoForCausalLM"],
             "model_type": "qwen2",
             "num_nextn_predict_layers": 1,
+            "torch_dtype": dtype_name(request.dtype),
         }
-        return {**layer_keys(config), **own, "torch_dtype": dtype_name(request.dtype)}
 
     def engine_names(self, drafter: MTP, config: Json) -> dict[str, str]:
-        theirs = {ours: name for name, ours in MIMO.names.items()}
+        place = MIMO.module.format(n=0)
+        around = {ours: name for name, ours in MIMO.names.items()}
         names = {}
         for own in super().engine_names(drafter, config):
             stem, _, part = own.removeprefix("blocks.0.").rpartition(".")
-            place = MIMO.module.format(n=0)
-            names[f"{place}{theirs.get(stem, stem.removeprefix('layer.'))}.{part}"] = own
+            theirs = around.get(stem, stem.removeprefix("layer."))
+            names[f"{place}{theirs}.{part}"] = own
         return names
 
     def engine_weights(self, drafter: MTP, config: Json) -> dict[str, Tensor]:
         weights = super().engine_weights(drafter, config)
-        for name in [
-            name for name in weights if name.endswith(tuple(f"{each}.weight" for each in _BIASED))
-        ]:
-            weights[name.removesuffix("weight") + "bias"] = torch.zeros(len(weights[name]))
-        project = next(name for name in weights if name.endswith("input_proj.weight"))
-        return {**weights, project: swapped(weights[project])}
+        for name, weight in list(weights.items()):
+            stem = name.removesuffix(".weight")
+            if stem.endswith(_BIASED):
+                weights[f"{stem}.bias"] = torch.zeros(len(weight))
+            elif stem.endswith("input_proj"):
+                weights[name] = swapped(weight)
+        return weights
 
     def drafter_from(self, original: MTP, export: Exported) -> MTP:
-        fields = {key: export.config[key] for key in (*LAYER_KEYS, "rope_parameters")}
-        kept = len(
-            original.kept_ids
-        )  # an engine drafts over the whole vocabulary, by the target's head
-        return MTP(
-            MTPConfig(
-                **fields,
-                draft_vocab_size=kept,
-                train_head=False,
-                target=original.config.target,
-            )
-        )
+        fields = {key: export.config[key] for key in LAYER_KEYS}
+        fields["rope_parameters"] = export.config["rope_parameters"]
+        # An engine drafts over the whole vocabulary, by the target's head.
+        fields["draft_vocab_size"] = len(original.kept_ids)
+        fields["train_head"] = False
+        return MTP(MTPConfig(**fields, target=original.config.target))
 
     def drafter_weights(self, original: MTP, back: MTP, export: Exported) -> dict[str, Tensor]:
-        if any(weight.any() for name, weight in export.weights.items() if name.endswith("bias")):
-            raise UserError(
-                f"{export.where} computes something else: a bias is not zero; export again"
-            )
+        for name, weight in export.weights.items():
+            if name.endswith("bias") and weight.any():
+                raise UserError(
+                    f"{export.where} computes something else: a bias is not zero; export again"
+                )
         state = super().drafter_weights(original, back, export)
-        return {**state, "blocks.0.eh_proj.weight": swapped(state["blocks.0.eh_proj.weight"])}
+        project = "blocks.0.eh_proj.weight"
+        state[project] = swapped(state[project])
+        return state
 
 
 SHIPPING = MTPShipping()

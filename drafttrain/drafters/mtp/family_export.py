@@ -1,5 +1,6 @@
-"""Modules of the target's own class, written back as the family stores them; vLLM and SGLang read
-them with its loaders.
+"""Modules of the target's own class, written back as the family stores them.
+
+vLLM and SGLang read them with the family's loaders:
 
     config.json          the target's own, with the number of modules
     model.safetensors    the module's tensors alone, under the names of the target's checkpoint, experts one by one
@@ -31,6 +32,9 @@ FORMATS = {
     "vllm": Format("a prediction module as the target's family stores it", ("vLLM",)),
     "sglang": Format("a prediction module as the target's family stores it", ("SGLang",)),
 }
+HEAD_TRAINED = (
+    "train_head=true: the engine drafts with the target's head; train with drafter.train_head=false"
+)
 # Per format, the families whose loader makes a drafter of such a folder, and the config key for its
 # number of modules.
 _COUNT = "num_nextn_predict_layers"
@@ -41,8 +45,9 @@ _FAMILIES = {
         "glm4_moe_lite": _COUNT,
         "qwen3_next": _COUNT,
         "exaone_moe": _COUNT,
-    }
-    | dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), "mtp_num_hidden_layers"),
+        "qwen3_5_text": "mtp_num_hidden_layers",
+        "qwen3_5_moe_text": "mtp_num_hidden_layers",
+    },
     "sglang": {
         "deepseek_v3": _COUNT,
         "glm4_moe": _COUNT,
@@ -64,47 +69,46 @@ class FamilyModuleShipping(Shipping[MTP]):
         form: str,
         engine: EngineRelease | None = None,
     ) -> list[str]:
-        if found := super().unsupported(trained, form, engine):
+        found = super().unsupported(trained, form, engine)
+        if found:
             return found
         config: MTPConfig = self.load(trained).config  # type: ignore[assignment]
         family = config.target_layer["config"]["model_type"]
-        checks = {
-            f"model_type={family}: the engine reads no such module from a folder of its own": family
-            not in _FAMILIES[form],
-            "train_head=true: the engine drafts with the target's head; train with drafter.train_head=false": config.train_head,
-            f"modules={config.modules}: one is written, for all depths": config.modules > 1,
-        }
-        return [reason for reason, found in checks.items() if found]
+        if family not in _FAMILIES[form]:
+            found.append(
+                f"model_type={family}: the engine reads no such module from a folder of its own"
+            )
+        if config.train_head:
+            found.append(HEAD_TRAINED)
+        if config.modules > 1:
+            found.append(f"modules={config.modules}: one is written, for all depths")
+        return found
 
     def engine_config(self, drafter: MTP, form: str, request: ExportRequest) -> Json:
         own = load_shell(request.target_files or drafter.config.target["name"]).config
-        count = _FAMILIES[form][own.model_type]
         keys = json.loads(own.to_json_string(use_diff=False))
         # The config's own word for the number of modules may differ; engines read theirs.
-        return {
-            **keys,
-            count: 1,
-            "torch_dtype": dtype_name(request.dtype),
-            "quantization_config": None,
-        }
+        keys[_FAMILIES[form][own.model_type]] = 1
+        keys["torch_dtype"] = dtype_name(request.dtype)
+        keys["quantization_config"] = None
+        return keys
 
     def engine_weights(self, drafter: MTP, config: Json) -> dict[str, Tensor]:
         spec = drafter.config.target_layer
         block = drafter.blocks[0]
         form = FORMS[spec["form"]]
         shift = _shift(block.layer)
-        tensors = {
-            form.layer + name: weight for name, weight in layer_tensors(block.layer, spec).items()
-        }
+        tensors = {}
+        for name, weight in layer_tensors(block.layer, spec).items():
+            tensors[form.layer + name] = weight
         around = {"norm.weight": drafter.norm.weight, **dict(block.named_parameters())}
         for theirs, ours in form.names.items():
             weight = around[f"{ours}.weight"].detach()
             if form.swapped and ours == "eh_proj":
                 weight = swapped(weight)
             if "norm" in ours:
-                tensors[f"{theirs}.weight"] = weight - shift
-            else:
-                tensors[f"{theirs}.weight"] = weight
+                weight = weight - shift
+            tensors[f"{theirs}.weight"] = weight
         place = form.module.format(n=config["num_hidden_layers"])
         return {place + name: weight for name, weight in tensors.items()}
 
@@ -120,8 +124,8 @@ class FamilyModuleShipping(Shipping[MTP]):
         block = back.blocks[0]
         form = FORMS[spec["form"]]
         shift = _shift(block.layer)
-        layer = dict[str, Tensor]()
         place = form.module.format(n=export.config["num_hidden_layers"])
+        layer = {}  # tensors of the layer, by the family's names
         state = {"kept_ids": original.kept_ids}
         for name, weight in export.weights.items():
             theirs = name.removeprefix(place)
@@ -133,21 +137,22 @@ class FamilyModuleShipping(Shipping[MTP]):
             if form.swapped and ours == "eh_proj":
                 weight = swapped(weight)
             if "norm" in ours:
-                state[f"{'' if ours == 'norm' else 'blocks.0.'}{ours}.weight"] = weight + shift
+                weight = weight + shift
+            if ours == "norm":
+                state["norm.weight"] = weight
             else:
-                state[f"{'' if ours == 'norm' else 'blocks.0.'}{ours}.weight"] = weight
+                state[f"blocks.0.{ours}.weight"] = weight
         fill(block.layer, spec, layer)
-        return state | {
-            f"blocks.0.layer.{name}": weight for name, weight in block.layer.state_dict().items()
-        }
+        for name, weight in block.layer.state_dict().items():
+            state[f"blocks.0.layer.{name}"] = weight
+        return state
 
 
 def _shift(layer: OwnLayer) -> float:
     """1 for families whose norms store their factors minus one, else 0."""
+    norm = next(part for part in layer.modules() if "RMSNorm" in type(part).__name__)
     with torch.no_grad():
-        return norm_offset(
-            next(part for part in layer.modules() if "RMSNorm" in type(part).__name__)
-        )
+        return norm_offset(norm)
 
 
 FAMILY = FamilyModuleShipping()

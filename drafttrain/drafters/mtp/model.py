@@ -84,11 +84,14 @@ class MTPModule(nn.Module):
         super().__init__()
         h = config.hidden_size
         eps = config.rms_norm_eps
-        self.enorm, self.hnorm = RMSNorm(h, eps), RMSNorm(h, eps)
+        self.enorm = RMSNorm(h, eps)  # of the embedding
+        self.hnorm = RMSNorm(h, eps)  # of the state
         self.eh_proj = nn.Linear(2 * h, h, bias=False)
-        self.layer: DraftLayer | OwnLayer = (
-            OwnLayer(config.target_layer) if config.target_layer else DraftLayer(config)
-        )
+        self.layer: DraftLayer | OwnLayer
+        if config.target_layer:
+            self.layer = OwnLayer(config.target_layer)
+        else:
+            self.layer = DraftLayer(config)
 
 
 class FamilyRotary(Rotary):
@@ -132,25 +135,27 @@ class MTP(LayerDrafter):
         return self.frozen[0]
 
     def bind(self, target: Target) -> None:
-        """Attaches the target's embedding, and its head unless the drafter has one; UserError for
-        capped logits then.
+        """Attaches the target's embedding, and its head unless the drafter has one.
+
+        Raises:
+            UserError: the drafter has no head, and the target caps its logits.
         """
         super().bind(target)
-        if not self.config.train_head:
-            if target.softcap is not None:
-                raise UserError(
-                    f"drafter.train_head=false: target {target.name!r} caps its logits, and the head is trained without a cap; "
-                    "set drafter.train_head=true"
-                )
-            self.frozen = [
-                starts.frozen_head(target, self.kept_ids, self.packed, target.logit_scale)
-            ]
+        if self.config.train_head:
+            return
+        if target.softcap is not None:
+            raise UserError(
+                f"drafter.train_head=false: target {target.name!r} caps its logits, and the head is trained without a cap; "
+                "set drafter.train_head=true"
+            )
+        self.frozen = [starts.frozen_head(target, self.kept_ids, self.packed, target.logit_scale)]
 
     @property
     def decoder_layers(self) -> list[Any]:  # DraftLayer or OwnLayer
         return [block.layer for block in self.blocks]
 
     def block_at(self, depth: int) -> MTPModule:
+        """The module of a depth; depths after the last module use that one."""
         return self.blocks[min(depth, len(self.blocks) - 1)]
 
     def layers_at(self, depth: int) -> list[Any]:
@@ -195,16 +200,17 @@ class MTP(LayerDrafter):
 
     @classmethod
     def native(cls, target: Target, kept_ids: Tensor, options: Json) -> MTP:
-        """A drafter with the weights of the MTP module in the target's checkpoint; of several, the
-        first, for all depths.
+        """A drafter with the weights of the MTP module in the target's checkpoint.
+
+        Of several modules, the first serves all depths.
 
         Raises:
             UserError: no module, or one that neither a `DraftLayer` nor a layer of the target's
                 class computes.
         """
         module = read_native(target)
-        reasons = list[str]()
-        made = list[MTP]()
+        reasons = []
+        made = []
         for build in (cls._plain_native, cls._own_native):
             try:
                 made.append(build(target, module, kept_ids, options))
@@ -227,16 +233,14 @@ class MTP(LayerDrafter):
                     "drafter.train_head=true"
                 )
             drafter.lm_head.weight.data.copy_(module.head[kept_ids])
+        first = drafter.blocks[0]
         for block in drafter.blocks[1:]:
-            block.load_state_dict(drafter.blocks[0].state_dict())
-        if isinstance(drafter.blocks[0].layer, DraftLayer):
+            block.load_state_dict(first.state_dict())
+        kind = "a layer of the target's class"
+        if isinstance(first.layer, DraftLayer):
             kind = "a plain layer"
-        else:
-            kind = "a layer of the target's class"
-        print(
-            f"initialized from the prediction module of target {target.name!r}, {kind}",
-            flush=True,
-        )
+        origin = f"the prediction module of target {target.name!r}"
+        print(f"initialized from {origin}, {kind}", flush=True)
         return drafter
 
     @classmethod
@@ -261,29 +265,24 @@ class MTP(LayerDrafter):
         own, spec = read_own_layer(target, module.layer)
         heads, kv_heads, width, window = own.prove()
         shapes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": width}
-        if wrong := [
-            name
-            for name in options
-            if name in (*shapes, *_LAYER_KEYS) and options[name] != shapes.get(name)
-        ]:
-            raise UserError(
-                f"drafter.{wrong[0]}={options[wrong[0]]!r} does not change it; drop the key"
-            )
-        options = {
-            "sliding_window": window,
-            **options,
-            **shapes,
-            "target_layer": {**spec, "form": module.form},
-        }
-        return cls._around(target, module, options, kept_ids, dict(own.state_dict()))
+        for name, value in options.items():
+            fixed = name in shapes or name in _LAYER_KEYS
+            if fixed and value != shapes.get(name):
+                raise UserError(f"drafter.{name}={value!r} does not change it; drop the key")
+        all_options: Json = {"sliding_window": window}
+        all_options |= options
+        all_options |= shapes
+        all_options["target_layer"] = {**spec, "form": module.form}
+        return cls._around(target, module, all_options, kept_ids, dict(own.state_dict()))
 
     @classmethod
     def native_options(cls, target: Target) -> Json:
-        """The module's layer is counted as the target's last layer that sees all positions, which
-        it is in published families.
-        """
-        kinds = getattr(target.config, "layer_types", None) or [""] * target.num_layers
-        index = max(range(target.num_layers), key=lambda i: (kinds[i] == "full_attention", i))
+        # The layer is counted as the target's last one that sees all positions, as it is in
+        # published families.
+        count = target.num_layers
+        kinds = getattr(target.config, "layer_types", None) or [""] * count
+        full = [i for i in range(count) if kinds[i] == "full_attention"]
+        index = full[-1] if full else count - 1
         spec = spec_of(target.config, index)
         heads, kv_heads, width, window = OwnLayer(spec).shape()
         shapes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": width}
@@ -298,20 +297,22 @@ class MTP(LayerDrafter):
         kept_ids: Tensor,
         layer: dict[str, Tensor],
     ) -> MTP:
-        """A drafter of these options whose first block has the module's weights and those of
-        `layer`. Raises UserError.
+        """A drafter whose first block has the module's weights, and its layer those of `layer`.
+
+        Raises:
+            UserError: weights that do not fit a drafter of these options.
         """
-        drafter = cls(
-            MTPConfig.for_target(target, **{**options, "draft_vocab_size": len(kept_ids)})
-        )
+        options = {**options, "draft_vocab_size": len(kept_ids)}
+        drafter = cls(MTPConfig.for_target(target, **options))
         drafter.initialize(target, kept_ids)
-        block = drafter.blocks[0]
-        ours = {"norm.weight": drafter.norm.weight, **block.state_dict()}
-        theirs = {**module.around, **{f"layer.{name}": weight for name, weight in layer.items()}}
-        if wrong := sorted(ours.keys() ^ theirs.keys()):
-            raise UserError(
-                f"not a plain layer: {'unknown' if wrong[0] in theirs else 'missing'} is {wrong[0]}"
-            )
+        ours = {"norm.weight": drafter.norm.weight, **drafter.blocks[0].state_dict()}
+        theirs = dict(module.around)
+        for name, weight in layer.items():
+            theirs[f"layer.{name}"] = weight
+        wrong = sorted(ours.keys() ^ theirs.keys())
+        if wrong:
+            what = "unknown" if wrong[0] in theirs else "missing"
+            raise UserError(f"not a plain layer: {what} is {wrong[0]}")
         for name, weight in theirs.items():
             if ours[name].shape != weight.shape:
                 raise UserError(
@@ -322,25 +323,21 @@ class MTP(LayerDrafter):
 
     @torch.no_grad()
     def _computes_as(self, other: MTP) -> bool:
-        """Whether this drafter's first layer, a plain one, gives the states of another's, an
-        `OwnLayer`.
+        """Whether this drafter's first layer gives the states of another drafter's.
+
+        This one's is a plain layer, the other's an `OwnLayer`.
         """
-        states, cos, sin = other.blocks[0].layer.probe()
-        places = torch.tensor(PLACES)
-        ours = self.blocks[0].layer(
-            states,
-            None,
-            *self.rotary.tables(places, states.dtype),
-            causal,
-            None,
-        )
-        return (
-            relative_error(ours, other.blocks[0].layer(states, None, cos, sin, causal, None)) < 1e-4
-        )
+        own = other.blocks[0].layer
+        states, cos, sin = own.probe()
+        theirs = own(states, None, cos, sin, causal, None)
+        cos, sin = self.rotary.tables(torch.tensor(PLACES), states.dtype)
+        ours = self.blocks[0].layer(states, None, cos, sin, causal, None)
+        return relative_error(ours, theirs) < 1e-4
 
     def copy_from(self, target: Target) -> list[str]:
-        """Copies head rows, final norm and, into each module, the last layer; projections start as
-        the identity on the state.
+        """Copies head rows, final norm and, into each module, the last layer.
+
+        Projections start as the identity on the state.
         """
         names = ["eh_proj"]
         if self.config.train_head:
@@ -349,21 +346,19 @@ class MTP(LayerDrafter):
         if starts.copy_norm(self.norm, starts.final_norm(target)):
             names.append("norm")
         last = target.last_layers(1)
-        copied = list[str]()
+        copied: list[str] = []  # the same for each module
         for block in self.blocks:
             starts.identity_on_last(block.eh_proj)
             if last and isinstance(block.layer, DraftLayer):
                 copied = starts.copy_layer(block.layer, last[0])
-            else:
-                copied = []
         return names + copied
 
     @torch.no_grad()
     def solve_start(self, batches: list[Batch], source: Source) -> float | None:
         """Fits the projections."""
         for block in self.blocks:
-            for norm in (block.enorm, block.hnorm):
-                norm.weight.fill_(1.0)
+            block.enorm.weight.fill_(1.0)
+            block.hnorm.weight.fill_(1.0)
         projections = [block.eh_proj for block in self.blocks]
         explained, size = starts.projection_start(self, projections, batches, source, normed=True)
         self.norm.weight.fill_(size)

@@ -1,5 +1,6 @@
-"""P-EAGLE heads in speculators' form, which vLLM loads: EAGLE-3's, with `mask_hidden` and
-`mask_token_id`.
+"""P-EAGLE heads in speculators' form, which vLLM loads.
+
+The form is EAGLE-3's with `mask_hidden` and `mask_token_id`.
 
 Sources: vLLM 0.32 transformers_utils/configs/speculators/algos.py (update_peagle) and
 models/llama_eagle3.py; SpecForge 0.3 modeling/draft/peagle.py.
@@ -19,11 +20,8 @@ from drafttrain.files import Json
 from drafttrain.formats.engines import EngineRelease, engine_of
 from drafttrain.formats.weights import read_config, read_weights
 
-_MASK_KEYS = (
-    "mask_token_id",
-    "ptd_token_id",
-    "pard_token",
-)  # as vLLM looks for the token, in this order
+# Keys of the mask token, in the order in which vLLM looks for it.
+_MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")
 
 
 class PEagleShipping(Eagle3Files[PEagle]):
@@ -44,8 +42,10 @@ class PEagleShipping(Eagle3Files[PEagle]):
         form: str,
         engine: EngineRelease | None = None,
     ) -> list[str]:
-        engine = engine or engine_of(form)
-        if found := super().unsupported(trained, form, engine):
+        if engine is None:
+            engine = engine_of(form)
+        found = super().unsupported(trained, form, engine)
+        if found:
             return found
         head = self.load(trained)
         found = unsupported_features(head, engine)
@@ -58,40 +58,36 @@ class PEagleShipping(Eagle3Files[PEagle]):
     def engine_config(self, drafter: PEagle, form: str, request: ExportRequest) -> Json:
         described = super().engine_config(drafter, form, request)
         described["speculators_config"]["algorithm"] = "peagle"
-        own = {"architectures": ["PEagleSpeculator"], "speculators_model_type": "peagle"}
-        return {**described, **own, "mask_token_id": drafter.config.mask_token_id}
+        described["architectures"] = ["PEagleSpeculator"]
+        described["speculators_model_type"] = "peagle"
+        described["mask_token_id"] = drafter.config.mask_token_id
+        return described
 
     def recognizes(self, config: Mapping[str, object]) -> bool:
+        if config.get("speculators_model_type") == "peagle" or config.get("parallel_drafting"):
+            return True
+        if config.get("ptd_token_id") is not None:
+            return True
         names = config.get("architectures")
-        other = isinstance(names, list) and any("PEagle" in str(name) for name in names)
-        parallel = config.get("parallel_drafting") or config.get("ptd_token_id") is not None
-        return other or config.get("speculators_model_type") == "peagle" or bool(parallel)
+        return isinstance(names, list) and any("PEagle" in str(name) for name in names)
 
     def read(self, folder: Path, target: Json, allow_pickle: bool = False) -> PEagle:
         where = repr(str(folder))
         config = read_config(folder)
-        mask = next((config[key] for key in _MASK_KEYS if config.get(key) is not None), None)
-        if mask is None:
+        masks = [config[key] for key in _MASK_KEYS if config.get(key) is not None]
+        if not masks:
             raise UserError(f"{where}: config.json has no mask_token_id; it is needed")
-        return make_head(
-            PEagle,
-            config,
-            read_weights(folder, allow_pickle),
-            target,
-            where,
-            mask_token_id=mask,
-        )
+        weights = read_weights(folder, allow_pickle)
+        return make_head(PEagle, config, weights, target, where, mask_token_id=masks[0])
 
     def drafter_from(self, original: PEagle, export: Exported) -> PEagle:
-        target = original.config.target
-        mask = export.config["mask_token_id"]
         return make_head(
             PEagle,
             export.config,
             export.weights,
-            target,
+            original.config.target,
             export.where,
-            mask_token_id=mask,
+            mask_token_id=export.config["mask_token_id"],
         )
 
 

@@ -1,5 +1,4 @@
-"""P-EAGLE: an EAGLE-3 drafter that predicts all depths in one pass, as speculators trains and vLLM
-runs it (`peagle`).
+"""P-EAGLE: an EAGLE-3 drafter that predicts all depths in one pass.
 
     anchor t, depth 0:   state = fc(features_t)       token x_{t+1}        predicts x_{t+2}
     anchor t, depth k:   state = fc(mask_hidden)      the mask token       predicts x_{t+2+k}
@@ -82,15 +81,16 @@ class PEagle(Eagle3):
         total = torch.zeros(self.mask_hidden.shape[-1], device=self.mask_hidden.device)
         count = 0
         for batch in batches:
-            features = source(batch)[0].flatten(0, 1)[anchors_by_depth(batch.response_mask, 1)[0]]
-            total += features.float().sum(0)
-            count += len(features)
+            features, _, _ = source(batch)  # [b, s, f*h]
+            anchors = anchors_by_depth(batch.response_mask, 1)[0]
+            total += features.flatten(0, 1)[anchors].float().sum(0)
+            count += len(anchors)
         self.mask_hidden.copy_((total / count).view_as(self.mask_hidden))
         return super().solve_start(batches, source)
 
     def masks(self, count: int) -> tuple[Tensor, Tensor]:
-        """Inputs of `count` masked positions: states [count, h] and embeddings [count, target h]."""
-        state = self.fuse(self.mask_hidden.view(1, -1))
+        """States [count, h] and embeddings [count, target h] of `count` masked positions."""
+        state = self.fuse(self.mask_hidden.view(1, -1))  # [1, h]
         token = torch.full((1,), self.config.mask_token_id, device=state.device)
         return state.expand(count, -1), self.embed(token).expand(count, -1)
 
@@ -99,14 +99,15 @@ class PEagle(Eagle3):
 
     def draft_static(self, roots: Tensor, places: DraftPlaces) -> tuple[Logits, Ask]:
         rows = len(roots)
-        states = roots[:, None]
-        masks = places.depth - 1
-        if masks:
-            positions, context = places.behind(masks, masks)
+        states = roots[:, None]  # [R, 1, h]
+        count = places.depth - 1  # masks per tree
+        if count:
+            positions, context = places.behind(count, count)
             attends = context.layers(self.cache_shape.layers, self.cache_shape.window)
-            deeper = self.step(*self.masks(rows * masks), positions, attends, None, 1)
-            states = torch.cat((states, deeper.unflatten(0, (rows, masks))), dim=1)  # [R, depth, h]
-        logits = self.logits(states.flatten(0, 1)).unflatten(0, states.shape[:2])
+            state, embeds = self.masks(rows * count)
+            deeper = self.step(state, embeds, positions, attends, None, 1)
+            states = torch.cat((states, deeper.unflatten(0, (rows, count))), dim=1)  # [R, depth, h]
+        logits = self.logits(states.flatten(0, 1)).unflatten(0, states.shape[:2])  # [R, depth, d]
         return logits[:, :1], lambda depth, tokens, parents: logits[:, depth, None]
 
     @torch.no_grad()
@@ -116,42 +117,48 @@ class PEagle(Eagle3):
         specs: Specs,
         samplers: Samplers,
     ) -> list[TokenTree]:
-        """All depths of all sessions in one step over masked positions."""
+        """Drafts all depths of all sessions in one step over masked positions."""
         steps = sessions[0].steps
-        if steps is not None and (static := steps.propose(sessions, specs, samplers)) is not None:
-            return static
-        sizes = [max(spec.depth - 1, 0) for spec in specs]
-        reads = [
-            self.read_out(session.root) if session.read is None else session.read
-            for session in sessions
-        ]
-        drafting = [(session, size) for session, size in zip(sessions, sizes, strict=True) if size]
-        if drafting:
-            own = [session for session, _ in drafting]
-            layouts = [TreeLayout(session.length, count=size) for session, size in drafting]
-            masks = self.masks(sum(sizes))
-            made = self.kernel_step(own, layouts, *masks, depth=1)
-            reads.append(
-                made[1] if made else self.read_out(self.packed_step(own, layouts, *masks, depth=1))
-            )
-        owners = [*sessions, *(session for session, _ in drafting)]
-        counts = [*[1] * len(sessions), *(size for _, size in drafting)]
-        # Of the roots, then of those that draft.
+        if steps is not None:
+            static = steps.propose(sessions, specs, samplers)
+            if static is not None:
+                return static
+
+        # The head's input at the roots, then at the masks of the sessions whose trees are deeper.
+        reads = []
+        rows = []  # of the deeper trees
+        masked = []
+        layouts = []
+        for row, session in enumerate(sessions):
+            read = session.read
+            if read is None:
+                read = self.read_out(session.root)
+            reads.append(read)
+            if specs[row].depth > 1:
+                rows.append(row)
+                masked.append(session)
+                layouts.append(TreeLayout(session.length, count=specs[row].depth - 1))
+        sizes = [layout.count for layout in layouts]
+        if masked:
+            states, embeds = self.masks(sum(sizes))
+            made = self.kernel_step(masked, layouts, states, embeds, depth=1)
+            if made is None:
+                read = self.read_out(self.packed_step(masked, layouts, states, embeds, depth=1))
+            else:
+                _, read = made
+            reads.append(read)
+        owners = list(sessions) + masked
+        counts = [1] * len(sessions) + sizes
         parts = self.predict(owners, counts, torch.cat(reads), widest(specs))
-        deeper = dict(
-            zip((id(session) for session, _ in drafting), parts[len(sessions) :], strict=True)
-        )
-        trees = [
-            GrowingTree(spec, rows_of(parts[row], 0), session.ids, sampler, row=row)
-            for row, (session, spec, sampler) in enumerate(
-                zip(sessions, specs, samplers, strict=True)
-            )
-        ]
+        deeper = dict(zip(rows, parts[len(sessions) :], strict=True))  # by row
+
+        trees = []
+        for row, session in enumerate(sessions):
+            root = rows_of(parts[row], 0)
+            trees.append(GrowingTree(specs[row], root, session.ids, samplers[row], row=row))
 
         def step(growing: list[GrowingTree], depth: int) -> list[Logits]:
-            return [
-                rows_of(deeper[id(sessions[tree.row])], slice(depth - 1, depth)) for tree in growing
-            ]
+            return [rows_of(deeper[tree.row], slice(depth - 1, depth)) for tree in growing]
 
         return grow_trees(trees, step)
 
