@@ -231,7 +231,7 @@ class LeastSquares:
         self.count += len(x)
 
     def solve(self, each: bool = False) -> Tensor:
-        """[o, i]. each: scale the ridge by every input's own power, for inputs of different sizes."""
+        """[o, i]. each: scale the ridge by each input's own power, as their sizes differ."""
         power = self.xx.diagonal()  # [i]
         scale = power.mean().expand_as(power)
         if each:

@@ -376,7 +376,7 @@ class EngineBlocks(BlockFiles[Block]):
 
 
 class DFlashShipping(EngineBlocks[DFlash]):
-    """One checkpoint form for three engines, GGUF for llama.cpp; the Hub gets our own format too."""
+    """One checkpoint form for three engines, GGUF for llama.cpp, our own format for the Hub."""
 
     description = "a DFlash drafter (arXiv 2602.06036), blocks of {block_size}, {layers}, {parameters} parameters"
     formats = {

@@ -41,7 +41,7 @@ _ARCHITECTURES = {"vllm": "EagleLlamaForCausalLM", "sglang": "LlamaForCausalLMEa
 
 
 class Eagle1Shipping(Shipping[Eagle1]):
-    """How EAGLE-1 heads are shipped: each engine's form in a folder of its name, ours in the root."""
+    """How EAGLE-1 heads are shipped: an engine's form in a folder of its name, ours in the root."""
 
     description = "an EAGLE-1 head (arXiv 2401.15077), {layers} over the target's last state, {parameters} parameters"
     formats = {

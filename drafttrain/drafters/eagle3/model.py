@@ -190,7 +190,7 @@ class Eagle3(LayerDrafter):
         return self.fc(self.norm_features(features))
 
     def norm_features(self, features: Tensor) -> Tensor:
-        """[t, f * target h], the input of `fc` in its dtype; with `fc_norm` each feature is normed."""
+        """[t, f * target h], the input of `fc` in its dtype; `fc_norm` norms each feature."""
         features = features.to(self.fc.weight.dtype)
         if not self.fc_norm:
             return features

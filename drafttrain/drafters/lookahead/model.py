@@ -12,10 +12,10 @@ by their first token, and drafted when that token is the root.
     target's choice                        d0     d1     d2     after row 2
 
 Column i is an n-gram: a_i b_i c_i d_i. A guess sees the root, row 0 up to its column, and its
-column above it, so the window is a tree below the root, whose nodes are probes (see
-`Session.probe`): never accepted, only learned from. After the round, rows 1 and 2 and the choices
-are the new rows, one position later. Rows move by one position even if more tokens were committed:
-their guesses improve within a few rounds, whereas new columns would start with random n-grams.
+column above it, so the window is a tree below the root. Its nodes are probes (see `Session.probe`):
+never accepted, only learned from. After the round, rows 1 and 2 and the choices are the new rows,
+one position later. Rows move by one position even if more tokens were committed: their guesses
+improve within a few rounds, whereas new columns would start with random n-grams.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class LookaheadSession(Session):
     """One sequence's window and n-grams.
 
     Attributes:
-        tokens: committed so far. rows: N - 1 rows of W guesses; made: number of rows that the
+        tokens: committed so far. rows: N - 1 rows of W guesses. made: number of rows that the
             target has generated.
         pool: by first token, the n-grams' other tokens, the newest last. first: those of the newest
             n-gram of the root.
@@ -98,10 +98,8 @@ class LookaheadSession(Session):
             if guess != token:
                 break
         self.tokens += new
-        if self.tokens[-1] in self.pool:
-            self.first = next(reversed(self.pool[self.tokens[-1]]), ())
-        else:
-            self.first = ()
+        known = self.pool.get(self.tokens[-1], {})
+        self.first = next(reversed(known), ())
 
     def chance(self, step: int) -> float:
         """Probability that an n-gram's token is right if all before it are."""
@@ -115,10 +113,10 @@ class LookaheadSession(Session):
     def probe(self) -> tuple[list[int], list[int]]:
         """The window below the root. Its first guesses are random tokens of the text."""
         if not self.rows:
-            self.rows = [
-                self.random.choices(self.tokens, k=self.window) for _ in range(self.ngram - 1)
-            ]
+            for _ in range(self.ngram - 1):
+                self.rows.append(self.random.choices(self.tokens, k=self.window))
         self.rows[0][0] = self.tokens[-1]
+        # The first row is a chain below the root; each column hangs below its token in that row.
         tokens = self.rows[0][1:]
         parents = list(range(-1, self.window - 2))
         for column in range(self.window):
@@ -130,24 +128,26 @@ class LookaheadSession(Session):
         return tokens, parents
 
     def observe(self, chosen: list[int]) -> None:
-        """Stores the n-grams that the target's choices complete, and makes the choices the newest
-        row.
-        """
+        """Stores the n-grams that the target's choices complete; the choices are the newest row."""
         height = self.ngram - 2  # probes of a column below the first row
-        ends = [
-            self.window - 1 + (column + 1) * height if height else column
-            for column in range(self.window)
-        ]
-        newest = [chosen[end] for end in ends]
-        for column, last in enumerate(newest):
+        newest = []
+        for column in range(self.window):
+            # The choice after the column's last probe; without further rows, after the first row's.
+            end = column
+            if height:
+                end = self.window - 1 + (column + 1) * height
+            last = chosen[end]
             if last < 0:  # too deep to be verified
-                newest[column] = self.random.choice(self.tokens)
+                last = self.random.choice(self.tokens)
             elif self.made >= self.ngram - 2:  # the first row may be random
-                self._keep([*(row[column] for row in self.rows), last])
+                gram = [row[column] for row in self.rows]
+                self._keep([*gram, last])
+            newest.append(last)
         self.rows = [*self.rows[1:], newest]
         self.made = min(self.made + 1, self.ngram - 1)
 
     def _keep(self, gram: list[int]) -> None:
+        """Stores an n-gram as the newest of its first token; may drop the oldest."""
         known = self.pool[gram[0]]
         rest = tuple(gram[1:])
         known.pop(rest, None)

@@ -71,7 +71,7 @@ class MlpSpeculatorShipping(Shipping[MlpSpeculator]):
         target: Json,
         where: str,
     ) -> Published:
-        """Removes the prefix of published names, and repeats what a file holds once for all steps."""
+        """Removes the prefix of published names; repeats what a file holds once for all steps."""
         found = {name.removeprefix("speculator."): value for name, value in weights.items()}
         tied = bool(config.get("tie_weights"))
         if tied:

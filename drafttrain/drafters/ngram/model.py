@@ -1,5 +1,4 @@
-"""Prompt lookup: proposes the tokens that followed an earlier occurrence of the last few tokens. No
-weights, no training.
+"""Prompt lookup: proposes what followed an earlier occurrence of the last tokens. No weights.
 
 Source: prompt lookup decoding (Saxena 2023). Here an index replaces the scan, several continuations
 form a tree, a match that reaches the end of the sequence continues periodically, and every node has
@@ -10,7 +9,8 @@ committed tokens, drafted or not.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count as counting
 from itertools import islice
 
@@ -57,8 +57,9 @@ class NgramDrafter(Drafter):
 
 
 class NgramSession(Session):
-    """One sequence's tokens, and for every n-gram in it the positions after it: one dictionary
-    entry per token and length.
+    """One sequence's tokens, and the positions after every n-gram in it.
+
+    That is one dictionary entry per token and length.
 
     Attributes:
         matches, hits: by length of the longest match: how often one was found, and how often its
@@ -78,19 +79,21 @@ class NgramSession(Session):
         for token in tokens.tolist():
             place = len(self.tokens)
             keys = [tuple(self.tokens[place - n :]) for n in self.sizes if n <= place]
-            if (
-                place >= self.prompt_length
-            ):  # repetition inside the prompt predicts the target's own poorly
+            # Repetition inside the prompt predicts the target's own poorly.
+            if place >= self.prompt_length:
                 self._learn(keys, token)
             for key in keys:
                 self.followers[key].append(place)
             self.tokens.append(token)
 
     def _learn(self, keys: list[tuple[int, ...]], token: int) -> None:
-        longest = next((key for key in keys if key in self.followers), None)
-        if longest is not None:
-            self.matches[len(longest)] += 1
-            self.hits[len(longest)] += self.tokens[self.followers[longest][-1]] == token
+        """Counts whether the longest match, of the last tokens' n-grams `keys`, was right."""
+        for key in keys:
+            if key in self.followers:
+                latest = self.followers[key][-1]
+                self.matches[len(key)] += 1
+                self.hits[len(key)] += self.tokens[latest] == token
+                return
 
     def chance(self, n: int) -> float:
         """Probability that the next token of a match of n tokens is right."""
@@ -98,19 +101,27 @@ class NgramSession(Session):
         return (self.hits[n] + _BELIEF * n / (n + 2)) / (self.matches[n] + _BELIEF)
 
     def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
-        """Drafts continuations of earlier occurrences; a chain follows the most recent one of the
-        longest match only.
+        """Drafts continuations of earlier occurrences.
+
+        A chain follows only the most recent one of the longest match.
         """
-        matches = (
-            (self._continuation(at), lambda step, n=n: self.chance(n + step))
-            for n, at in self._matches()
-        )
-        return match_tree(spec, matches, self.device)
+        return match_tree(spec, self._guesses(), self.device)
+
+    def _guesses(self) -> Iterator[tuple[Iterator[int], Callable[[int], float]]]:
+        """Continuations as `match_tree` reads them, the best first."""
+        for n, place in self._matches():
+            yield self._continuation(place), partial(self._chance_behind, n)
+
+    def _chance_behind(self, n: int, step: int) -> float:
+        """`chance` after `step` further tokens of a match of n tokens."""
+        return self.chance(n + step)
 
     def _matches(self) -> Iterator[tuple[int, int]]:
         """(length, next position) of earlier occurrences of the current suffix, the best first."""
         seen: set[int] = set()
-        for n in (n for n in self.sizes if n <= len(self.tokens)):
+        for n in self.sizes:
+            if n > len(self.tokens):
+                continue
             places = self.followers.get(tuple(self.tokens[-n:]), ())
             for place in islice(reversed(places), _OCCURRENCES):
                 if place not in seen:

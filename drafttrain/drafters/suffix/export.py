@@ -9,8 +9,9 @@ from drafttrain.drafters.shipping import Shipping
 
 
 class SuffixShipping(Shipping):
-    """Settings only. vLLM's memory of earlier answers is on unless its cache is set to 0; ours is
-    off unless it is asked for.
+    """Settings only.
+
+    vLLM's memory of earlier answers is on unless its cache is set to 0; ours is off by default.
     """
 
     own_drafting = {

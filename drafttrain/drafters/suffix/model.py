@@ -1,13 +1,14 @@
-"""Drafting by suffixes: what followed earlier occurrences of the last tokens in the sequence, in
-answers to earlier requests and in a corpus. No weights, no training.
+"""Drafting by suffixes: what followed earlier occurrences of the last tokens. No weights.
 
-An occurrence is as long as the text before it agrees with the sequence. An occurrence near the
-place that the last long one has reached goes first: a text that is copied with changes (an edited
-file, the next line of a table) continues behind each change. Where no occurrence is left, counts of
-a corpus continue, the longest context first. Every child gets its probability from how often
-children of its kind were right so far: by rank, length, origin and agreement of the occurrences. So
-a tree is deep where matches are long and agree, and small elsewhere: its likeliest nodes, and none
-below `min_p` or the tree's @stop.
+Occurrences are looked for in the sequence, in answers to earlier requests and in a corpus. One is
+as long as the text before it agrees with the sequence. An occurrence near the place that the last
+long one has reached goes first: a text that is copied with changes (an edited file, the next line
+of a table) continues behind each change. Where no occurrence is left, counts of a corpus continue,
+the longest context first.
+
+Every child gets its probability from how often children of its kind were right so far: by rank,
+length, origin and agreement of the occurrences. So a tree is deep where matches are long and agree,
+and small elsewhere: it holds the likeliest nodes, and none below `min_p` or the tree's @stop.
 
 Sources: SuffixDecoding (arXiv 2411.04975) and SAM decoding (2411.10666), which match suffixes by
 automata and bound drafts by the length of the match; prompt lookup decoding (Saxena 2023); REST
@@ -33,11 +34,8 @@ from drafttrain.errors import UserError
 from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target, tokenizer_fingerprint
 
-_SIZES = (
-    5,
-    2,
-    1,
-)  # tokens that the indexes look up; longer matches are found by comparing the text before
+# Tokens that the indexes look up; longer matches are found by comparing the text before.
+_SIZES = (5, 2, 1)
 _PLACES = 6  # occurrences per lookup, the most recent
 _LONGEST = 16  # tokens compared
 _WIDTH = 4  # children that are learned from
@@ -61,14 +59,12 @@ _Kind = tuple[int, ...]
 
 
 class _Match(NamedTuple):
-    """An occurrence: `length` tokens before text[place] agree. near: it lies where the last long
-    match has led.
-    """
+    """An occurrence of the last tokens in a text."""
 
-    length: int
+    length: int  # tokens before text[place] that agree
     text: list[int]
-    place: int
-    near: bool
+    place: int  # of the token that followed
+    near: bool  # it lies where the last long match has led
 
 
 # Of a node: the tokens of its path, and the occurrences that its token continues.
@@ -76,10 +72,10 @@ _State = tuple[list[int], list[_Match]]
 
 
 class _Index:
-    """Places in texts by the tokens before them. keys: lengths of these contexts."""
+    """Places in texts by the tokens before them."""
 
     def __init__(self, sizes: tuple[int, ...]):
-        self.sizes = sizes
+        self.sizes = sizes  # lengths of these contexts
         self._places: dict[tuple[int, ...], list[tuple[list[int], int]]] = {}
 
     def add(self, text: list[int]) -> None:
@@ -93,9 +89,7 @@ class _Index:
                     del places[: 2 * _PLACES]
 
     def find(self, context: list[int]) -> list[tuple[int, list[int], int]]:
-        """(length so far, text, place) of the most recent occurrences, those of the longest
-        contexts first.
-        """
+        """(length so far, text, place) of the latest occurrences, the longest contexts first."""
         found: dict[tuple[int, int], tuple[int, list[int], int]] = {}
         for n in self.sizes:
             for text, place in reversed(self._places.get(tuple(context[-n:]), ())):
@@ -107,12 +101,15 @@ class _Index:
 
 
 class _Memory:
-    """Answers of all sequences, in two generations: the older one is dropped when the newer one is
-    full. For many threads.
+    """Answers of all sequences. Many threads may use it.
+
+    It has two generations: the older one is dropped when the newer one is full.
     """
 
     def __init__(self, most: int):
-        self._half, self._count, self._lock = max(1, most // 2), 0, threading.Lock()
+        self._half = max(1, most // 2)  # tokens of a generation
+        self._count = 0  # tokens of the newer one
+        self._lock = threading.Lock()
         self.indexes = (_Index(_SIZES[:-1]), _Index(_SIZES[:-1]))
 
     def add(self, text: list[int], token: int) -> None:
@@ -125,8 +122,10 @@ class _Memory:
             text.append(token)
 
     def find(self, context: list[int], own: list[int]) -> Iterator[tuple[int, list[int], int]]:
+        """Occurrences in other texts than `own`, as `_Index.find`."""
         with self._lock:
-            found = [match for index in self.indexes for match in index.find(context)]
+            newer, older = self.indexes
+            found = newer.find(context) + older.find(context)
         return (match for match in found if match[1] is not own)
 
 
@@ -202,7 +201,10 @@ class SuffixSession(Session):
         self.prompt_length = len(prompt_ids)
         self.tokens: list[int] = prompt_ids[:1].tolist()
         self.answer: list[int] = prompt_ids[-_SIZES[0] :].tolist()
-        self.index = _Index(tuple(n for n in _SIZES if n >= drafter.min_n) or (drafter.min_n,))
+        sizes = tuple(n for n in _SIZES if n >= drafter.min_n)
+        if not sizes:
+            sizes = (drafter.min_n,)
+        self.index = _Index(sizes)
         self.followed: tuple[list[int], int] | None = None
         self.lost = 0
         if drafter.memory is not None:
@@ -213,9 +215,8 @@ class SuffixSession(Session):
     def extend(self, tokens: Tensor, features: Tensor) -> None:
         memory = self.drafter.memory
         for token in tokens.tolist():
-            if (
-                len(self.tokens) >= self.prompt_length
-            ):  # repetition inside the prompt predicts the target's own poorly
+            # Repetition inside the prompt predicts the target's own poorly.
+            if len(self.tokens) >= self.prompt_length:
                 self._learn(token)
                 if memory is not None:
                     memory.add(self.answer, token)
@@ -223,19 +224,22 @@ class SuffixSession(Session):
             self.tokens.append(token)
 
     def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
-        """Drafts the likeliest paths, within the spec's children per node, depth and nodes in all."""
+        """Drafts the likeliest paths, within the spec's children per node, depth and nodes."""
         floor = max(self.drafter.min_p, spec.stop)
         before = self.tokens[-_LONGEST:]
 
         def children(state: _State, left: float) -> Iterator[tuple[int, float, _State]]:
             path, group = state
             if path:
-                longer = [
-                    _Match(n + 1, text, at + 1, near)
-                    for n, text, at, near in group
-                    if at + 1 < len(text)
-                ]
-                group = longer or self._matches(before + path, here=False)
+                # The occurrences that the path's last token continues, else others.
+                longer = []
+                for match in group:
+                    at = match.place + 1
+                    if at < len(match.text):
+                        longer.append(_Match(match.length + 1, match.text, at, match.near))
+                group = longer
+                if not group:
+                    group = self._matches(before + path, here=False)
             for token, kind, below in self._children(group, before + path):
                 p = left * self._chance(kind)
                 left -= p
@@ -247,34 +251,31 @@ class SuffixSession(Session):
         return grow_best_first(spec, floor, root, children, self.device)
 
     def _matches(self, context: list[int], here: bool = True) -> list[_Match]:
-        """Occurrences of the context's end, the best first. here: the context ends where the
-        sequence does.
+        """Occurrences of the context's end, the best first.
+
+        here: the context ends where the sequence does.
         """
         found = self.index.find(context)
         if self.drafter.memory is not None:
             found += self.drafter.memory.find(context, self.answer)
-        matches = []
+        followed: list[int] | None = None
+        reached = 0
         if here and self.followed is not None:
             followed, reached = self.followed
-        else:
-            followed = None
-            reached = 0
+
+        matches = []
         for n, text, place in found:
             most = min(len(context), place, _LONGEST)
             while n < most and text[place - n - 1] == context[-n - 1]:
                 n += 1
-            matches.append(
-                _Match(n, text, place, text is followed and -2 <= place - reached <= _REACH)
-            )
-        ahead = followed is not None and self.lost < _PATIENCE and reached < len(followed)
-        if (
-            followed is not None
-            and ahead
-            and not any(match.near and match.place == reached for match in matches)
-        ):
-            matches.append(
-                _Match(0, followed, reached, True)
-            )  # the text goes on, with another token in place of one
+            near = text is followed and -2 <= place - reached <= _REACH
+            matches.append(_Match(n, text, place, near))
+
+        # The followed text goes on, with another token in place of one.
+        if followed is not None and self.lost < _PATIENCE and reached < len(followed):
+            found_there = any(match.near and match.place == reached for match in matches)
+            if not found_there:
+                matches.append(_Match(0, followed, reached, True))
         matches.sort(key=lambda each: _order(each, reached))
         return matches
 
@@ -283,33 +284,22 @@ class SuffixSession(Session):
         matches: list[_Match],
         context: list[int],
     ) -> Iterator[tuple[int, _Kind, list[_Match]]]:
-        """Tokens that may follow a context, the likeliest first, with their kinds and occurrences."""
-        groups: dict[int, list[_Match]] = {}
+        """Tokens that may follow a context, the likeliest first; their kinds and occurrences."""
+        groups: dict[int, list[_Match]] = {}  # occurrences by the token that followed
         for match in matches:
             groups.setdefault(match.text[match.place], []).append(match)
         for rank, (token, group) in enumerate(groups.items()):
-            share = len(group) / len(matches)
+            agreed = _agreement(len(group), len(matches))
             best = group[0]
-            if share == 1:
-                if len(group) > 1:
-                    agreed = 2
-                else:
-                    agreed = 1
-            elif share < 0.5:
-                agreed = 0
-            else:
-                agreed = 3
-            yield (
-                token,
-                (min(rank, 3), _rounded(best.length), best.text is self.tokens, agreed, best.near),
-                group,
-            )
+            own = best.text is self.tokens
+            kind = (min(rank, 3), _rounded(best.length), own, agreed, best.near)
+            yield token, kind, group
+
+        # Then the corpus, if there is one.
+        if not self.drafter.file:
+            return
         rank = len(groups)
-        for n in range(
-            min(self.drafter.table.max_n, len(context)) if self.drafter.file else 0,
-            0,
-            -1,
-        ):
+        for n in range(min(self.drafter.table.max_n, len(context)), 0, -1):
             for token, share in self.drafter.followers(tuple(context[-n:])):
                 if token not in groups:
                     groups[token] = []
@@ -324,13 +314,12 @@ class SuffixSession(Session):
         else:
             rank, length, own, agreed, near = kind
             believed = 0.08
-            if rank == 0:
-                believed = length / (length + _DOUBT[agreed])
-            if length:
-                if not (own or near):
-                    believed = believed / 2
-            else:
+            if length == 0:
                 believed = 0.03
+            elif rank == 0:
+                believed = length / (length + _DOUBT[agreed])
+            if length and not own and not near:  # in another text
+                believed = believed / 2
         return (hits + _BELIEF * believed) / (count + _BELIEF)
 
     def _learn(self, token: int) -> None:
@@ -340,18 +329,23 @@ class SuffixSession(Session):
         for child, kind, _ in islice(self._children(matches, before), _WIDTH):
             counts = self.seen.setdefault(kind, [0.0, 0.0])
             if counts[1] > _RECENT:
-                counts[:] = (each * (1 - 1 / _RECENT) for each in counts)
-            counts[0] += child == token
+                counts[0] *= 1 - 1 / _RECENT
+                counts[1] *= 1 - 1 / _RECENT
             counts[1] += 1
             if child == token:
+                counts[0] += 1
                 break
-        right = [match for match in matches if match.text[match.place] == token]
-        goal = next((match for match in right if match.length >= _FOLLOWED or match.near), None)
-        if goal is not None:
-            self.followed = (goal.text, goal.place + 1)
-            self.lost = 0
-        elif self.followed is not None:
-            self.followed = (self.followed[0], self.followed[1] + 1)
+
+        # Follow the best long or near occurrence that was right; else the same text goes on.
+        for match in matches:
+            right = match.text[match.place] == token
+            if right and (match.length >= _FOLLOWED or match.near):
+                self.followed = (match.text, match.place + 1)
+                self.lost = 0
+                return
+        if self.followed is not None:
+            text, place = self.followed
+            self.followed = (text, place + 1)
             self.lost += 1
 
 
@@ -360,6 +354,13 @@ def _order(match: _Match, reached: int) -> tuple[int, int]:
     if match.near and match.length:
         return -match.length - _NEARER, abs(match.place - reached)
     return -match.length, 0
+
+
+def _agreement(count: int, total: int) -> int:
+    """How many of the occurrences agree on a token, an index of `_DOUBT`."""
+    if count == total:
+        return 1 if total == 1 else 2
+    return 0 if count / total < 0.5 else 3
 
 
 def _rounded(length: int) -> int:

@@ -1,5 +1,4 @@
-"""Token Recycling: what the target predicted in earlier passes is drafted again. No weights, no
-training.
+"""Token Recycling: what the target predicted in earlier passes is drafted again. No weights.
 
 Source: Luo et al. 2024, arXiv 2408.08696. A pass of the target predicts the next token at the root
 and at every node, accepted or not, and decoding uses one path of it. The likeliest tokens of every
@@ -32,21 +31,20 @@ from drafttrain.ops.sampling import Sampler
 
 _OWN = 1 << 16  # contexts that a sequence without a memory keeps
 _BELIEF = 8  # weight, in observations, of what is believed of a kind of child before any
-_SHARE = (
-    0.7  # believed: so much of the probability that was predicted in the context's last occurrence
-)
+# Believed: this share of the probability that was predicted in the context's last occurrence.
+_SHARE = 0.7
 _RECENT = 400  # observations after which old ones fade
 _BINS = 8  # of the first token's predicted probability, which are counted together
 
 Context = tuple[int, ...]
-Kind = tuple[
-    int, int
-]  # of a prediction: length of its context, bin of its first token's probability
+# Of a prediction: length of its context, bin of its first token's probability.
+Kind = tuple[int, int]
 
 
 class _Kept:
-    """Predictions by context, in two generations: the older one is dropped when the newer one is
-    full. For many threads.
+    """Predictions by context. Many threads may use it.
+
+    They are in two generations: the older one is dropped when the newer one is full.
 
     Attributes:
         seen: by kind of prediction, how many were tested, and how often the token of each rank was
@@ -54,48 +52,58 @@ class _Kept:
     """
 
     def __init__(self, most: int):
-        self._half, self._lock = max(1, most // 2), threading.Lock()
+        self._half = max(1, most // 2)  # contexts of a generation
+        self._lock = threading.Lock()
+        # Newer and older one; replaced in one assignment, as other threads may read them.
         self._generations: tuple[dict[Context, Predictions], dict[Context, Predictions]] = ({}, {})
         self.seen: dict[Kind, list[float]] = {}
 
     def add(self, predictions: dict[Context, Predictions]) -> None:
         with self._lock:
-            newer, _ = self._generations
-            if len(newer) >= self._half:
-                newer, _ = self._generations = {}, newer
-            newer.update(predictions)
+            if len(self._generations[0]) >= self._half:
+                self._generations = ({}, self._generations[0])
+            self._generations[0].update(predictions)
 
     def find(self, context: Context) -> tuple[Kind, Predictions] | None:
-        """What was predicted behind the longest kept end of a context, and its kind; None if none
-        is kept.
-        """
+        """What was predicted behind the longest kept end of a context, and its kind."""
         newer, older = self._generations
         for n in range(len(context), 0, -1):
             end = context[-n:]
-            if (found := newer.get(end) or older.get(end)) is not None:
-                return (n, int(_BINS * found[1][0])), found
+            found = newer.get(end)
+            if found is None:
+                found = older.get(end)
+            if found is not None:
+                _, shares = found
+                return (n, int(_BINS * shares[0])), found
         return None
 
     def children(self, context: Context) -> Iterator[tuple[int, float]]:
-        """Tokens that may follow a context, the likeliest of its last occurrence first, and the
-        probability of each.
-        """
-        if (found := self.find(context)) is not None:
-            kind, (tokens, predicted) = found
-            tested, *right = self.seen.get(kind) or [0.0] * (1 + len(tokens))
-            for token, share, hits in zip(tokens, predicted, right, strict=True):
-                yield token, (hits + _BELIEF * _SHARE * share) / (tested + _BELIEF)
+        """Tokens that may follow a context with their probabilities, the likeliest first."""
+        found = self.find(context)
+        if found is None:
+            return
+        kind, (tokens, predicted) = found
+        counts = self.seen.get(kind)
+        if counts is None:
+            counts = [0.0] * (1 + len(tokens))
+        tested = counts[0]
+        for rank, (token, share) in enumerate(zip(tokens, predicted, strict=True)):
+            hits = counts[1 + rank]
+            yield token, (hits + _BELIEF * _SHARE * share) / (tested + _BELIEF)
 
     def test(self, context: Context, chosen: int) -> None:
         """Counts whether what is kept for a context predicts the target's choice."""
-        if (found := self.find(context)) is not None:
-            kind, (tokens, _) = found
-            counts = self.seen.setdefault(kind, [0.0] * (1 + len(tokens)))
-            if counts[0] >= _RECENT:
-                counts[:] = (each * (1 - 1 / _RECENT) for each in counts)
-            counts[0] += 1
-            if chosen in tokens:
-                counts[1 + tokens.index(chosen)] += 1
+        found = self.find(context)
+        if found is None:
+            return
+        kind, (tokens, _) = found
+        counts = self.seen.setdefault(kind, [0.0] * (1 + len(tokens)))
+        if counts[0] >= _RECENT:
+            for i, count in enumerate(counts):
+                counts[i] = count * (1 - 1 / _RECENT)
+        counts[0] += 1
+        if chosen in tokens:
+            counts[1 + tokens.index(chosen)] += 1
 
 
 class TokenRecyclingDrafter(Drafter):
@@ -103,7 +111,7 @@ class TokenRecyclingDrafter(Drafter):
 
     Args:
         context: most tokens by which a prediction is kept. width: tokens kept of each, the
-            likeliest; more children than these no node has.
+            likeliest; no node has more children.
         memory: contexts kept from earlier prompts, about half a kilobyte each. With 0, the default,
             sequences know nothing of each other, as measurements of single answers require.
         min_p: paths less likely than this are not drafted.
@@ -144,17 +152,20 @@ class TokenRecyclingSession(Session):
         self.drafter = drafter
         self.device = prompt_ids.device
         self.before: Context = tuple(prompt_ids[:1].tolist())
-        self.kept = drafter.memory or _Kept(_OWN)
+        if drafter.memory is not None:
+            self.kept = drafter.memory
+        else:
+            self.kept = _Kept(_OWN)
 
     def extend(self, tokens: Tensor, features: Tensor) -> None:
-        self.before = (*self.before, *tokens[-self.drafter.context :].tolist())[
-            -self.drafter.context :
-        ]
+        longest = self.drafter.context
+        last = tuple(tokens[-longest:].tolist())
+        self.before = (self.before + last)[-longest:]
 
     def read_predictions(self, tree: TokenTree, predictions: list[Predictions]) -> None:
         kept = self.kept
         longest = self.drafter.context
-        contexts = [self.before]
+        contexts = [self.before]  # of the root, then of each node
         for token, parent in zip(tree.tokens.tolist(), tree.parents, strict=True):
             contexts.append((*contexts[parent + 1], token)[-longest:])
         news: dict[Context, Predictions] = {}
@@ -165,22 +176,15 @@ class TokenRecyclingSession(Session):
         kept.add(news)
 
     def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
-        """Drafts the likeliest paths, within the spec's children per node, depth and nodes in all."""
+        """Drafts the likeliest paths, within the spec's children per node, depth and nodes."""
         longest = self.drafter.context
 
         def children(context: Context, path: float) -> Iterator[tuple[int, float, Context]]:
-            return (
-                (token, path * p, (*context, token)[-longest:])
-                for token, p in self.kept.children(context)
-            )
+            for token, p in self.kept.children(context):
+                yield token, path * p, (*context, token)[-longest:]
 
-        return grow_best_first(
-            spec,
-            max(self.drafter.min_p, spec.stop),
-            self.before,
-            children,
-            self.device,
-        )
+        floor = max(self.drafter.min_p, spec.stop)
+        return grow_best_first(spec, floor, self.before, children, self.device)
 
 
 KIND = TokenRecyclingDrafter
