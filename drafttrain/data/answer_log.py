@@ -1,5 +1,4 @@
-"""Logs of a server's answers: how they are written, and how they are read while they grow and
-rotate.
+"""Logs of a server's answers: written, and read while they grow and rotate.
 
 One JSON object a line for each answer, in any of these forms, with "accepted_length" where the
 server knows it:
@@ -58,8 +57,9 @@ class _Reply(_LoggedChoice):
 
 
 class Place(TypedDict):
-    """How far a log was read: `head` is the hash of its first `length` bytes, `offset` the end of
-    the last line read.
+    """How far a log was read.
+
+    `head` is the hash of its first `length` bytes, `offset` the end of the last line read.
     """
 
     head: str
@@ -69,8 +69,11 @@ class Place(TypedDict):
 
 @dataclass(frozen=True)
 class LoggedAnswer:
-    """An answer as tokens. start: length of the prompt. accepted: the logged accepted length, 0 if
-    unknown.
+    """An answer as tokens.
+
+    Attributes:
+        start: length of the prompt.
+        accepted: the logged accepted length, 0 if unknown.
     """
 
     tokens: list[int]
@@ -79,8 +82,7 @@ class LoggedAnswer:
 
 
 class AnswerLog:
-    """Appends answers to a log that only this user can read; threads and processes may share the
-    file.
+    """Appends answers to a log that only this user can read. Threads and processes may share it.
 
     Args:
         most_bytes: the log is then renamed to FILE.1, in place of an earlier one.
@@ -100,6 +102,7 @@ class AnswerLog:
     def add(self, prompt_ids: Sequence[int], answer: Generation) -> None:
         """Appends one answer; follows a file that another program has renamed."""
         held = os.fstat(self._file)
+        # Another program may have rotated the log.
         is_ours = self._is_at_path(held)
         if is_ours and held.st_size >= self.most_bytes:
             os.replace(self.path, self.path.with_name(self.path.name + ".1"))
@@ -140,6 +143,7 @@ def read_answer(line: bytes, path: Path, target: Target, kwargs: Json, most: int
     reply = row["response"] if isinstance(row.get("response"), dict) else row
     for part in (row, request, reply):
         check_json(part, "the line", _FIX, _Reply)
+    # The whole line may be the reply, and the reply its own choice.
     choice = reply["choices"][0] if reply.get("choices") else reply
 
     if reply.get("prompt_token_ids") and choice.get("token_ids"):
@@ -182,8 +186,9 @@ def _rendered(request: Json, choice: Json, target: Target, kwargs: Json) -> tupl
 
 
 class LogReader:
-    """Reads what was added to a log since the last time, also after it was renamed, copied and
-    truncated, or begun again.
+    """Reads what was added to a log since the last time.
+
+    It finds its place also after the log was renamed, copied and truncated, or begun again.
 
     Args:
         path: a file, which is read together with its rotated siblings (FILE.1, FILE-20260101), or a
@@ -204,8 +209,9 @@ class LogReader:
         return sorted(found, key=lambda path: (path.stat().st_mtime, path.name))
 
     def read(self, most: int) -> tuple[list[tuple[str, Path, bytes]], int]:
-        """The newest `most` new lines, oldest first, each with `FILE byte N`; and how many older
-        ones were passed over.
+        """The newest `most` new lines, oldest first, and the number of older ones left out.
+
+        Each line comes with `FILE byte N` and its file.
 
         A last line without a line break is being written, and read later.
 
@@ -235,6 +241,7 @@ class LogReader:
                 length = known["length"]
                 if place["length"] < length <= len(head) and known["head"] == _hash(head[:length]):
                     place = known
+            # Go on behind the last line read.
             at = file.seek(place["offset"])
             for line in file:
                 if not line.endswith(b"\n"):
@@ -243,6 +250,7 @@ class LogReader:
                     yield f"{path.name} byte {at}", line
                 at += len(line)
         if at > place["offset"]:
+            # Keep the hash of a longer beginning, by which the log is recognized next time.
             size = min(at, HEAD)
             if len(head) < size:
                 head = path.open("rb").read(size)

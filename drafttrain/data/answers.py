@@ -1,5 +1,4 @@
-"""The target's answers as token ids, as messages of a chat template, and back: reasoning, content
-and tool calls.
+"""The target's answers as token ids and as messages of a chat template, with reasoning and calls.
 
 How a target writes them is derived from its template, by rendering messages with marked parts:
 
@@ -70,8 +69,9 @@ class AnswerFormat:
         tokenizer: PreTrainedTokenizerBase,
         response: Sequence[int],
     ) -> int | None:
-        """Number of the response's first tokens that are reasoning, its end included; None if that
-        cannot be known.
+        """Number of the response's first tokens that are reasoning, its end included.
+
+        None if that cannot be known.
         """
         text = decode(tokenizer, response).lstrip()
         if self.opening is None:
@@ -113,6 +113,7 @@ class AnswerFormat:
             close = decode(tokenizer, [self.closing])
         if close and self.opening is not None and text.startswith(self.opening):
             reasoning, _, rest = text[len(self.opening) :].partition(close)
+            # What the template writes between the end of the reasoning and the content.
             gap = self.between.lstrip().removeprefix(close)
             made["content"] = rest.removeprefix(gap)
             made["reasoning_content"] = reasoning.strip("\n")
@@ -121,6 +122,7 @@ class AnswerFormat:
         if keys is None:
             return made
 
+        # Calls in JSON first; some formats write the name before the arguments.
         calls = list(_json_calls(made["content"]))
         if not calls:
             calls = list(self._called_with(made["content"]))
@@ -195,8 +197,9 @@ def _shared(one: str, other: str) -> int:
 
 
 def answer_format(tokenizer: PreTrainedTokenizerBase, inputs: ChatInputs) -> AnswerFormat:
-    """The format of the target's answers under these inputs. Raises TemplateRefuses: the template
-    does not read them.
+    """The format of the target's answers under these inputs.
+
+    Raises TemplateRefuses: the template does not read them.
     """
     if not has_template(tokenizer):
         return AnswerFormat()
@@ -209,6 +212,7 @@ def _derived(tokenizer: PreTrainedTokenizerBase, template: str, kwargs: str) -> 
     """The format under the variables `kwargs`, as JSON; from the template without tools."""
     inputs = ChatInputs((), json.loads(kwargs))
     before = render_text(tokenizer, _HELLO, True, inputs)
+    # Reasoning: from history, or where the prompt opens it.
     reasoning = _reasoning_frame(tokenizer, before, inputs)
     if reasoning is None:
         opening, closing = _opened_by_prompt(tokenizer, before)
@@ -218,6 +222,7 @@ def _derived(tokenizer: PreTrainedTokenizerBase, template: str, kwargs: str) -> 
     else:
         opening, closing, between = reasoning
 
+    # Content without reasoning.
     content_only = {"role": "assistant", "content": _CONTENT}
     plain = render_text(tokenizer, [*_HELLO, content_only], inputs=inputs)
     direct = ""
@@ -241,8 +246,7 @@ def _reasoning_frame(
     before: str,
     inputs: ChatInputs,
 ) -> tuple[str | None, int | None, str] | None:
-    """`opening`, `closing` and `between` of AnswerFormat; None if the template does not write
-    reasoning.
+    """`opening`, `closing` and `between` of AnswerFormat; None if the template writes no reasoning.
 
     Args:
         before: the prompt of `_HELLO`.
@@ -269,8 +273,9 @@ def _reasoning_frame(
 def _opened_by_prompt(
     tokenizer: PreTrainedTokenizerBase, before: str
 ) -> tuple[str | None, int | None]:
-    """`opening` and `closing` where a prompt ends with the token that opens reasoning, which no
-    history keeps.
+    """`opening` and `closing` where a prompt ends with the token that opens reasoning.
+
+    Such a template keeps no reasoning in history. (None, None) for others.
     """
     tag = decode(tokenizer, text_ids(tokenizer, before.rstrip())[-1:]).strip()
     if not tag or not leading_special(tokenizer, tag):
@@ -297,6 +302,7 @@ def _call_frame(
                 text = render_text(tokenizer, [*_HELLO, answer], inputs=inputs)
             except TemplateRefuses:
                 continue
+            # What the prompt and the content hold is no part of a call.
             text = text[_shared(before, text) :].rpartition(_CONTENT)[2]
             pieces = [_without_spaces(part) for part in text.split(MARKED_NAME)]
             if len(pieces) == count + 1:
@@ -360,8 +366,7 @@ def rendered_answer(
     stop_ids: Collection[int] = (),
     complete: bool = True,
 ) -> tuple[str, str]:
-    """An answer as text that the target generates after its prompt, and the token at its end, which
-    the text includes.
+    """An answer as the target generates it after its prompt, and the token at its end.
 
     Args:
         messages: before the answer. stop_ids: tokens that end the target's responses, besides
@@ -378,6 +383,7 @@ def rendered_answer(
     calls = answer.get("tool_calls")
     before, tail = _rendered_tail(tokenizer, messages, answer, inputs)
     end = _end_of_parts(tail, answer)
+    # A cut answer, or reasoning alone, has no end.
     if not calls and not (complete and answer.get("content")):
         return tail[:end], ""
 
@@ -394,6 +400,7 @@ def rendered_answer(
     # Otherwise the first token of the next turn ends this one, if the target stops at it.
     header = closing_token(tokenizer)
     if calls:
+        # Calls may end otherwise than content: a tool follows them.
         result = {"role": "tool", "content": "hello"}
         longer = render_text(tokenizer, [*messages, answer, result], inputs=inputs)
         after = ""

@@ -68,8 +68,9 @@ Ended = tuple[Conversation, Finished | BadReply | None]
 
 @dataclass(frozen=True)
 class ResponseSettings:
-    """How responses are generated: at most max_new_tokens each, in conversations of at most
-    max_length tokens.
+    """How responses are generated.
+
+    Each has at most max_new_tokens, and a conversation at most max_length tokens.
     """
 
     renderer: ChatRenderer
@@ -83,11 +84,12 @@ class ResponseSettings:
         return min(self.max_new_tokens, self.max_length - len(it.tokens))
 
     def accept(self, it: Conversation, tokens: list[int], finish: str) -> None:
-        """Appends a response that another program generated. Raises BadReply: no tokens, or none of
-        the target's.
+        """Appends a response that another program generated.
+
+        Raises BadReply: no tokens, or tokens that the target does not have.
         """
         size = self.renderer.target.vocab_size
-        room = self.max_length - len(it.tokens)
+        room = self.max_length - len(it.tokens)  # tokens that the row may still take
         if not tokens:
             raise BadReply("no text", "the answer is empty")
         for token in tokens:
@@ -100,8 +102,10 @@ class ResponseSettings:
         it.accept(tokens[:room], finish)
 
     def closed(self, tokens: list[int], finish: str, stop_reason: object) -> list[int]:
-        """An engine's response with its stop token, which engines may leave out. stop_reason: that
-        token's id, if it is known.
+        """An engine's response with its stop token, which engines may leave out.
+
+        Args:
+            stop_reason: that token's id, if it is known.
         """
         if finish != "stop" or (tokens and tokens[-1] in self.renderer.stop_ids):
             return tokens
@@ -147,8 +151,9 @@ class Backend(ABC):
         conversations: Iterable[Conversation],
         stop: Callable[[], bool],
     ) -> Iterator[Ended]:
-        """Yields the rows of conversations as they end. They are open already: their tokens hold
-        the first prompt.
+        """Yields the rows of conversations as they end.
+
+        The conversations are open: their tokens hold the first prompt.
 
         Once `stop` returns True, no new conversation starts.
         """
@@ -200,8 +205,9 @@ class LocalBackend(Backend):
 
 @dataclass
 class _Requests(Iterator[ResponseRequest]):
-    """Requests for the engine. Unlike a generator it goes on when a later row of a conversation
-    comes after the last one.
+    """Requests for the engine.
+
+    Unlike a generator it continues when a later row of a conversation comes after the last one.
     """
 
     waiting: deque[Conversation]
@@ -227,8 +233,9 @@ class _Requests(Iterator[ResponseRequest]):
 
 
 def key_headers(variable: str) -> dict[str, str]:
-    """The header with the API key that an environment variable holds; none without a key. Raises
-    UserError: no key at all.
+    """The header with the API key in an environment variable; none without a key.
+
+    Raises UserError: characters that no key has.
     """
     key = os.environ.get(variable, "").strip()
     if not (key.isascii() and key.isprintable()):
@@ -274,6 +281,7 @@ class OpenAIBackend(Backend):
         self.settings = settings
         self.urls = []
         for url in urls:
+            # Addresses are given with or without /v1.
             base = url.rstrip("/")
             if not base.endswith("/v1"):
                 base += "/v1"
@@ -330,8 +338,10 @@ class OpenAIBackend(Backend):
         return listed
 
     def _without_ids(self, url: str) -> str:
-        """Why a server cannot exchange token ids; '' if it can. Two short requests: one as text,
-        which proves that the server's tokenizer is the target's, and one as ids.
+        """Why a server cannot exchange token ids; '' if it can.
+
+        Sends two short requests: one as text, which proves that the server's tokenizer is the target's,
+        and one as ids.
 
         Raises UserError: another tokenizer, or sampled answers from a server that hands out states.
         """
@@ -353,6 +363,7 @@ class OpenAIBackend(Backend):
             return self._retried(lambda _: self._send("POST", f"{url}/completions", body, IdsReply))
 
         try:
+            # As text, then as ids.
             for prompt in ({"prompt": text, "add_special_tokens": False}, {"prompt": ids}):
                 reply = ask(prompt)
                 if reply.get("kv_transfer_params") and self.settings.sampling.temperature > 0:
@@ -361,6 +372,7 @@ class OpenAIBackend(Backend):
                         "ordinary `vllm serve`, or generate greedily: --temperature 0"
                     )
                 read = reply["choices"][0]["prompt_token_ids"]
+                # Servers may add BOS to text.
                 if read not in (ids, [tokenizer.bos_token_id, *ids]):
                     at = _first_difference(read, ids)
                     raise UserError(
@@ -425,8 +437,9 @@ class OpenAIBackend(Backend):
                 self.client.close()
 
     def _converse(self, it: Conversation, number: int) -> list[Conversation]:
-        """All turns of one conversation with one server, which may keep its prefix cached; returns
-        its rows. Raises BadReply.
+        """Holds one conversation with one server, which may keep its prefix cached; returns its rows.
+
+        Raises BadReply.
         """
         rows = [it]
         while True:
@@ -465,8 +478,9 @@ class OpenAIBackend(Backend):
         return self.settings.closed(choice["token_ids"], finish, choice.get("stop_reason")), finish
 
     def _text(self, it: Conversation, number: int) -> tuple[list[int], str]:
-        """The same from a server's text, which is tokenized here. What its parsers took out of the
-        text is put back.
+        """The next response's ids and finish reason from a server's text, which is tokenized here.
+
+        What the server's parsers took out of the text is put back.
         """
         renderer = self.settings.renderer
         sampling = self.settings.sampling
@@ -494,9 +508,7 @@ class OpenAIBackend(Backend):
         return self._closed_text(text, choice)
 
     def _closed_text(self, text: str, choice: Json) -> tuple[list[int], str]:
-        """The ids of a server's text, with the stop token that it has stripped, and the finish
-        reason.
-        """
+        """The ids of a server's text with the stop token that it has stripped, and the finish reason."""
         finish = "stop"  # also of an answer that ends in tool calls
         if choice["finish_reason"] == "length":
             finish = "length"
@@ -506,9 +518,7 @@ class OpenAIBackend(Backend):
         return ids, finish
 
     def _query(self, it: Conversation, number: int, path: str, more: Json, schema: type) -> Json:
-        """The server's choice for the conversation's next response. A retry goes to the next
-        server.
-        """
+        """The server's choice for the conversation's next response. A retry asks the next server."""
         sampling = self.settings.sampling
         body: Json = {
             "max_tokens": self.settings.allowance(it),
@@ -522,6 +532,7 @@ class OpenAIBackend(Backend):
             body["repetition_penalty"] = sampling.repetition_penalty
 
         def send(attempt: int) -> Json:
+            # Conversations alternate between servers, and a retry asks the next one.
             url = self.urls[(number + attempt) % len(self.urls)]
             return self._send("POST", f"{url}/{path}", {"model": self.models[url], **body}, schema)
 
@@ -537,12 +548,10 @@ class OpenAIBackend(Backend):
                     raise
                 pause = _FIRST_PAUSE * 2**attempt * random.uniform(0.75, 1.25)
                 self._closing.wait(max(bad.pause, pause))
-        return send(_TRIES - 1)
+        return send(_TRIES - 1)  # the last try raises what it meets
 
     def _send(self, method: str, url: str, body: Json | None, schema: type) -> Json:
-        """`send_json` with this class's time limits; a server that has replied before may come
-        back.
-        """
+        """`send_json` with this class's time limits. A server that has replied before may come back."""
         seconds = _TIMEOUT
         if body is None:
             seconds = min(30.0, _TIMEOUT)
@@ -551,6 +560,7 @@ class OpenAIBackend(Backend):
             reply: Json = send_json(self.client, method, url, body, schema, seconds)
         except BadReply as bad:
             if bad.reason == UNREACHABLE:
+                # A server that was never reached is not there; one that was may restart.
                 bad.retry = host in self._reached
             else:
                 self._reached.add(host)
@@ -575,11 +585,13 @@ def send_json(
     schema: type[T],
     seconds: float,
 ) -> T:
-    """Sends a request to a server once; returns its JSON reply, checked against the schema, whose
-    keys alone are kept.
+    """Sends a request to a server once, and returns its JSON reply.
+
+    The reply is checked against the schema, whose keys alone are kept.
 
     Raises BadReply; UserError for a refused key.
     """
+    # httpx limits the time between chunks; `until` limits the whole reply.
     until = time.monotonic() + seconds
     content = bytearray()
     try:
@@ -629,9 +641,7 @@ def _named(error: Exception) -> str:
 
 
 def _retry_after(reply: httpx.Response) -> float:
-    """Seconds that a reply's Retry-After (seconds or a date) asks to wait, at most _LONGEST_PAUSE;
-    0 without one.
-    """
+    """Seconds that a reply's Retry-After asks to wait, at most _LONGEST_PAUSE; 0 without one."""
     text = reply.headers.get("retry-after", "")
     try:
         seconds = float(text)

@@ -44,8 +44,10 @@ class ChatInputs:
 
     @staticmethod
     def of(row: Json, defaults: Json | None = None) -> ChatInputs:
-        """Those of a row of prompts. defaults: chat_template_kwargs where the row has none of that
-        name.
+        """The inputs of a row of prompts.
+
+        Args:
+            defaults: chat_template_kwargs for names that the row does not set.
         """
         tools: Sequence[Json] = ()
         if row.get("tools"):
@@ -83,8 +85,9 @@ def render_text(
     generation: bool = False,
     inputs: ChatInputs = NO_INPUTS,
 ) -> str:
-    """The conversation as text, markers included; without a chat template, blank lines join the
-    turns.
+    """The conversation as text, markers included.
+
+    Without a chat template, blank lines join the turns.
 
     Args:
         messages: turns in order. generation: end where the assistant's next turn begins.
@@ -144,8 +147,10 @@ def _render(
 
 
 def _for_template(message: Message, as_text: bool) -> Message:
-    """A message with the arguments of its calls as JSON text, where the template wants that, and no
-    empty fields.
+    """A message without empty fields, and with the arguments of its calls as the template reads them.
+
+    Args:
+        as_text: write them as JSON text.
     """
     made: Json = {}
     for key, value in message.items():
@@ -170,13 +175,15 @@ def template_variables(template: str) -> frozenset[str]:
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     environment = _compile_jinja_template(template).environment
+    # A template names special tokens as bos_token, eos_token, ...
     found = meta.find_undeclared_variables(environment.parse(template)) - set(environment.globals)
     return frozenset(name for name in found if not name.endswith("_token"))
 
 
 def check_inputs(template: str, inputs: ChatInputs) -> None:
-    """Raises TemplateRefuses: tools or a variable that the chat template does not read, and would
-    ignore in silence.
+    """Checks that the chat template reads the tools and variables.
+
+    Raises TemplateRefuses: it would ignore one in silence.
     """
     if not inputs.tools and not inputs.kwargs:
         return
@@ -197,8 +204,7 @@ def check_inputs(template: str, inputs: ChatInputs) -> None:
 
 @lru_cache(maxsize=16)
 def _wants_text(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
-    """Whether a template reads the arguments of calls as JSON text, which it writes as it is,
-    instead of as an object.
+    """Whether a template reads the arguments of calls as JSON text instead of as an object.
 
     Raises:
         TemplateRefuses: it writes no calls.
@@ -223,8 +229,10 @@ def _wants_text(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
 
 
 def marked_calls(key: str, count: int) -> Json:
-    """An assistant's message that calls a function of a marked name. key: the calls' ids, with {}
-    for their number.
+    """An assistant's message that calls a function of a marked name.
+
+    Args:
+        key: the calls' ids, with {} for their number.
     """
     function = {"name": MARKED_NAME, "arguments": {"marked": "value"}}
     calls = []
@@ -260,11 +268,10 @@ def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def text_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of plain text to continue, with BOS in front (exactly once) if the tokenizer is one
-    that adds it.
-    """
+    """Token ids of plain text to continue, with BOS in front once if the tokenizer adds it."""
     ids = text_ids(tokenizer, text)
     bos = tokenizer.bos_token_id
+    # A tokenizer that adds BOS does so to the empty text too.
     adds_bos = bos is not None and bos in tokenizer("")["input_ids"]
     if adds_bos and ids[:1] != [bos]:
         return [bos, *ids]
@@ -305,8 +312,9 @@ class TurnFrame:
 
 
 def user_frame(tokenizer: PreTrainedTokenizerBase) -> TurnFrame | None:
-    """Derives the frame of a user's turn by rendering a marker as its content; None if the template
-    hides either.
+    """Derives the frame of a user's turn by rendering a marker as its content.
+
+    None if the template hides the marker or has no opening.
     """
     messages = [{"role": "user", "content": _MARKER}]
     before, found, after = render_text(tokenizer, messages, generation=True).partition(_MARKER)
@@ -321,12 +329,12 @@ def user_frame(tokenizer: PreTrainedTokenizerBase) -> TurnFrame | None:
 
 
 def closing_token(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The special token that the template writes after an assistant's turn; empty if it writes
-    none.
+    """The special token that the template writes after an assistant's turn; empty for none.
 
     Where a turn has no end of its own, the token that begins the next one.
     """
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _MARKER}]
+    # Nothing behind the turn first, then a next turn.
     for following in ([], messages[:1]):
         text = render_text(tokenizer, messages + following).partition(_MARKER)[2]
         found = leading_special(tokenizer, text.lstrip())
@@ -342,8 +350,9 @@ def turn_glue(
     answers: Sequence[str] = (),
     inputs: ChatInputs = NO_INPUTS,
 ) -> list[int] | None:
-    """Token ids between a response and the next one: the end of its turn, the next user turn, the
-    assistant's header.
+    """Token ids between a response and the next one.
+
+    They are the end of its turn, the next user turn, and the assistant's header.
 
     Args:
         turns: the messages before each response; the last entry is the one after the glue's
@@ -388,5 +397,6 @@ def turn_glue(
 
 def leading_special(tokenizer: PreTrainedTokenizerBase, text: str) -> set[int]:
     """The first token of a text, if it is a special or an added one."""
+    # Some tokenizers list their markers as added tokens only.
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     return set(text_ids(tokenizer, text)[:1]) & special

@@ -65,14 +65,17 @@ class ChatRenderer:
                 f"target={target.name!r} has no end-of-sequence token: set eos_token_id in its config.json"
             )
         if not closing:
+            # The template closes no turn: take the end of the sequence, or any stop token.
             closing = {self.tokenizer.eos_token_id} & self.stop_ids
         if not closing:
             closing = self.stop_ids
         self.closing_id = min(closing)
 
     def open(self, prompt: str | Turn, inputs: ChatInputs = NO_INPUTS) -> list[int]:
-        """Token ids before the first response. prompt: messages, or plain text (a pretrained-only
-        model's prompt).
+        """Token ids before the first response.
+
+        Args:
+            prompt: messages, or plain text (a pretrained-only model's prompt).
         """
         if not isinstance(prompt, str) and not has_template(self.tokenizer):
             raise UserError(
@@ -177,10 +180,11 @@ class Conversation(Transcript):
         return found
 
     def next_turn(self, renderer: ChatRenderer, max_length: int) -> list[int] | None:
-        """Appends and returns the glue to the next response. None when the row ends: after its last
-        turn, after a truncated response, where the template rewrites earlier turns (`rest` then
-        continues), where the target made other calls than the tools' recorded results answer, and
-        where max_length leaves no token for a response.
+        """Appends and returns the glue to the next response; None when the row ends.
+
+        A row ends after its last turn, after a truncated response, where the template rewrites earlier
+        turns (`rest` then continues), where the target made other calls than the tools' recorded results
+        answer, and where max_length leaves no token for a response.
         """
         if not self.turns_left or self.finish[-1] != "stop":
             return None
@@ -228,8 +232,9 @@ class Conversation(Transcript):
         self.answers.append(message)
 
     def _glue(self, tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int] | None:
-        """Tokens from the row's end to the end of the next prompt's text; None if the template
-        writes the row differently there.
+        """Tokens from the row's end to the end of the next prompt's text.
+
+        None if the template writes the row differently there.
         """
         so_far = decode(tokenizer, self.tokens)
         if prompt.startswith(so_far) and len(prompt) > len(so_far):
@@ -248,9 +253,7 @@ class Conversation(Transcript):
             return None
 
     def _made_the_recorded_calls(self, form: AnswerFormat, answer: str) -> bool:
-        """Whether the last response calls the functions that the recorded one called, in that
-        order.
-        """
+        """Whether the last response calls the functions of the recorded one, in that order."""
         recorded = []
         if self.called:
             recorded = [name for name, _ in self.called[len(self.spans) - 1]]
@@ -301,6 +304,7 @@ class Conversation(Transcript):
             return
 
         before = self.messages
+        # The parts of the answer apart, and all of it as content.
         exact = _rendering(tokenizer, [*before, made], self.inputs)
         if exact is None and "tool_calls" in made and form.lead:
             return  # no server would make a prompt of these calls
@@ -311,8 +315,9 @@ class Conversation(Transcript):
             yield made
 
     def rest(self, renderer: ChatRenderer, max_length: int, least: int = 1) -> Conversation | None:
-        """The conversation's next row, opened, where `next_turn` ended this one because the
-        template rewrites earlier turns.
+        """The conversation's next row, opened; None if no row follows.
+
+        One follows where the template rewrites earlier turns.
         """
         if not self.follows:
             return None
@@ -326,6 +331,7 @@ class Conversation(Transcript):
             history=self.messages[: -len(self.turns[done])],
             part=self.part + 1,
         )
+        # A row without room for a response is not begun.
         self.follows = len(later.open(renderer)) + least <= max_length
         if self.follows:
             return later

@@ -73,6 +73,7 @@ class ExistingBackend(Backend):
                 if self.share.owns(key):
                     yield Conversation(key, ""), last
                 continue
+            # Rows of a conversation are stored one by one: earlier runs may have stored some.
             for record in records:
                 row = record["id"]
                 if row in seen:
@@ -111,6 +112,7 @@ def cut(record: Json, limit: int) -> Json | None:
     if last < record["spans"][count - 1][1]:
         finish[-1] = "length"
 
+    # Tokens behind the last answer teach nothing.
     kept = {**record, "tokens": record["tokens"][:last], "spans": spans, "finish": finish}
     if "reasoning" in record:
         kept["reasoning"] = []

@@ -66,6 +66,7 @@ class Failures:
 
     def settle(self, done: Collection[str]) -> None:
         """Drops what has been stored meanwhile from the lists of all processes."""
+        # Another run, or process, may have answered what failed here.
         for path in self.path.parent.glob("failed-*.jsonl"):
             left = {}  # the last failure of each conversation
             for _, row in read_jsonl(path, growing=True):

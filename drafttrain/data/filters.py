@@ -57,8 +57,9 @@ def is_readable(text: str) -> bool:
 
 
 def is_repetitive(text: str) -> bool:
-    """True if fewer than half of a text's three-word runs are distinct; texts of fewer than 20 runs
-    never are.
+    """True if fewer than half of a text's three-word runs are distinct.
+
+    Texts of fewer than 20 runs never are repetitive.
     """
     found = words(text)
     runs = [tuple(found[i : i + 3]) for i in range(len(found) - 2)]
@@ -66,8 +67,7 @@ def is_repetitive(text: str) -> bool:
 
 
 class NearDuplicates:
-    """MinHash with banding: finds texts that share most of their three-word runs with an earlier
-    one.
+    """MinHash with banding: finds texts that share most of their three-word runs with an earlier one.
 
     64 permutations, of which one byte each is kept, in 16 bands of 4. Texts whose sets of runs
     overlap by more than about a half share a band; their full signatures are then compared. A hash
@@ -92,18 +92,21 @@ class NearDuplicates:
         """Bucket of each band: [..., 64] uint8 -> [..., 16]. As many buckets as rows."""
         bands = np.ascontiguousarray(signatures).view(np.uint32)  # [..., 16]
         keys = bands.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        # Fibonacci hashing: the highest bits of the product choose one of 2^bits buckets.
         bits = len(self.signatures).bit_length() - 1
         return (keys >> np.uint64(64 - bits)).astype(np.int64)
 
     def _chain(self) -> None:
-        """Builds the tables of all texts: the newest text of each bucket, and the next older one of
-        each text; -1 for none.
+        """Builds the tables of all texts, with -1 for no text.
+
+        They hold the newest text of each bucket, and the next older text of each text.
         """
         self._heads = np.full((_BANDS, len(self.signatures)), -1, np.int32)
         self._older = np.full((len(self.signatures), _BANDS), -1, np.int32)
         numbers = np.arange(self.count, dtype=np.int32)
         buckets = self._buckets(self.signatures[: self.count])  # [texts, 16]
         for band, column in enumerate(buckets.T):
+            # Sorted by bucket, each text follows the next older one of its bucket.
             order = np.argsort(column, kind="stable").astype(np.int32)
             alike = column[order[1:]] == column[order[:-1]]
             self._older[order[1:], band] = np.where(alike, order[:-1], -1)
@@ -199,6 +202,7 @@ class Filter:
     def _reason(self, prompt: Prompt) -> str | None:
         """Why the prompt is dropped; None if it is kept."""
         asked = "\n".join(prompt_texts(prompt))
+        # Earlier answers and system turns may leak evaluation prompts too.
         everything = [asked]
         for message in prompt.get("messages", ()):
             if message["content"] not in everything:
@@ -224,6 +228,7 @@ class Filter:
                 if self.forbidden & ngrams(text, self.ngram):
                     return "overlaps with an evaluation prompt"
 
+        # Equal but for case and spaces.
         plain = " ".join(asked.casefold().split())
         key = hashlib.blake2b(plain.encode(), digest_size=16).digest()
         if key in self.exact:

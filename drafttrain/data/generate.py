@@ -156,8 +156,9 @@ def _meta(args: argparse.Namespace, target: Target, layers: tuple[int, ...]) -> 
 
 
 def backend_rules(backend: str, target: Target) -> LogitsRules:
-    """What a backend applies of the target's generation_config: all rules, those that vLLM takes,
-    or what a server does.
+    """What a backend applies of the target's generation_config.
+
+    The target in this process applies all rules, vLLM those that it can express, a server its own.
     """
     if backend in ("openai", "existing"):
         return LogitsRules()
@@ -183,7 +184,7 @@ def read_prompts(path: Path, kwargs: Json | None = None) -> tuple[list[str], Row
     """
     if not path.is_file():
         raise UserError(f"prompts={str(path)!r}: no such file; make one: drafttrain prompts --help")
-    seen: dict[str, None] = {}
+    seen: dict[str, None] = {}  # ids in order
 
     def places() -> Iterator[tuple[int, int]]:
         for (number, start), (_, row) in zip(line_starts(path), read_jsonl(path), strict=True):
@@ -205,8 +206,9 @@ def read_prompts(path: Path, kwargs: Json | None = None) -> tuple[list[str], Row
 
 
 def parse_layers(text: str, target: Target) -> tuple[int, ...]:
-    """Reads --features; wide: the default three, those halfway between them, and the input of the
-    last layer.
+    """Reads --features.
+
+    wide: the default three, those halfway between them, and the input of the last layer.
 
     Raises UserError: not 'none', 'default', 'wide' or distinct layer numbers of the target.
     """
@@ -238,8 +240,9 @@ def feature_bytes(
     settings: ResponseSettings,
     row_bytes: int,
 ) -> float:
-    """Estimated size of the stored states: prompt lengths from a sample, responses at their limit
-    or the token budget.
+    """Estimated size of the stored states.
+
+    Prompt lengths come from a sample; responses count at their limit or the token budget.
     """
     sample = conversations[:: max(1, len(conversations) // 32)]  # 32 to 63 of them
     lengths = []
@@ -255,6 +258,7 @@ def feature_bytes(
     response = min(turns * settings.max_new_tokens, settings.max_length)
     count = len(conversations)
     if args.max_tokens:
+        # A token budget ends the run before all are answered.
         count = min(count, math.ceil(args.max_tokens / response) + 1)
     return count * min(prompt + response, settings.max_length) * row_bytes
 
@@ -266,8 +270,10 @@ def make_backend(
     layers: tuple[int, ...],
     count: int,
 ) -> Backend:
-    """The backend of --backend, one that asks the target. count: conversations to answer, which
-    bounds the slots.
+    """The backend of --backend, one that asks the target.
+
+    Args:
+        count: conversations to answer, which bounds the slots.
     """
     given = None if args.slots == "auto" else args.slots
     if args.backend == "openai":
@@ -286,8 +292,9 @@ def make_backend(
 
 
 def choose_slots(slots: int | str, target: Target, max_length: int, features: int = 0) -> int:
-    """The value of --slots. 'auto' is 128 (256 on a GPU), or fewer if they would fill more than
-    half of the free memory.
+    """The value of --slots.
+
+    'auto' is 128 (256 on a GPU), or fewer if they would fill more than half of the free memory.
     """
     if isinstance(slots, int):
         return slots
@@ -309,6 +316,7 @@ def choose_slots(slots: int | str, target: Target, max_length: int, features: in
     else:
         most = 128
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    # Half of the free memory is for the cache.
     return max(1, min(most, int(free / 2 / (token * max_length))))
 
 
@@ -346,9 +354,7 @@ def store_answers(
     began = time.perf_counter()
 
     def show(count: int) -> float:
-        """Counts finished conversations; returns the spent share of the token or time budget,
-        whichever is larger.
-        """
+        """Counts finished conversations; returns the spent share of the token or time budget."""
         seconds = time.perf_counter() - began
         made = backend.new_tokens
         spent = 0.0
@@ -472,7 +478,7 @@ def report(
     if prompts is None:  # existing answers: what the file held is not known in advance
         prompts = counts["conversations"] + this_run["dropped"].get("answer_beyond_max_length", 0)
     responses = max(counts["responses"], 1)
-    truncated = counts["truncated"] / responses
+    truncated = counts["truncated"] / responses  # share of responses that a limit ended
     summary = {
         "drafttrain": __version__,
         "command": command_line(),

@@ -1,5 +1,4 @@
-"""Conversations and raw text as training rows, the vocabulary of their responses, packed rows and
-collated batches.
+"""Training rows of conversations and raw text, the vocabulary of responses, and batches.
 
 A row is {tokens, spans, length, index}; a packed row has a list of indices and `documents`, the
 length of each conversation.
@@ -27,8 +26,9 @@ def training_rows(
     validation: float,
     seed: int,
 ) -> tuple[Dataset, Dataset | None]:
-    """Cuts conversations to max_length tokens, drops those without two response tokens left, and
-    splits some off.
+    """Cuts conversations to max_length tokens, and splits some off.
+
+    Drops those without two response tokens left.
 
     Args:
         records: rows with `tokens` and `spans` (response ranges, end exclusive).
@@ -65,14 +65,16 @@ def training_rows(
         )
     if validation <= 0 or len(rows) < 2:
         return rows, None
+    # At least one row on each side.
     held_out = min(max(1, round(len(rows) * validation)), len(rows) - 1)
     split = rows.train_test_split(test_size=held_out, seed=seed)
     return split["train"], split["test"]
 
 
 def without_reasoning(records: Dataset, data: str) -> Dataset:
-    """The rows with spans that leave out the reasoning. Raises UserError: rows that do not say
-    which tokens that is.
+    """The rows with spans that leave out the reasoning.
+
+    Raises UserError: rows that do not say which tokens are reasoning.
     """
     unknown = sum(row is None for row in records["reasoning"])
     if unknown:
@@ -115,8 +117,9 @@ def _documents(path: Path) -> Iterator[str]:
 
 
 def load_text(data: str, target: Target, max_length: int) -> Dataset:
-    """Reads documents, puts an end-of-sequence token after each, and cuts the sequence into rows of
-    max_length tokens.
+    """Reads documents as rows of max_length tokens.
+
+    An end-of-sequence token follows each document; the sequence is then cut.
 
     Returns:
         Rows {id, tokens, spans}; the span covers the row.
@@ -135,6 +138,7 @@ def load_text(data: str, target: Target, max_length: int) -> Dataset:
         end = []  # of a document
         if tokenizer.eos_token_id is not None:
             end = [tokenizer.eos_token_id]
+        # Documents follow each other without regard to rows.
         held: list[int] = []
         for document in _documents(path):
             held += tokenizer(document, add_special_tokens=False)["input_ids"] + end
@@ -156,13 +160,15 @@ def load_text(data: str, target: Target, max_length: int) -> Dataset:
 
 
 def count_tokens(records: Iterable[Json], vocab_size: int) -> Tensor:
-    """Occurrences [v] int64 of each id in the responses of records {tokens, spans}. Raises
-    UserError: an id beyond v.
+    """Occurrences [v] int64 of each id in the responses of records {tokens, spans}.
+
+    Raises UserError: an id beyond v.
     """
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for record in records:
         tokens = torch.as_tensor(record["tokens"])
         for start, end in record["spans"]:
+            # A larger id makes the result longer.
             found = torch.bincount(tokens[start:end], minlength=vocab_size)
             if len(found) > vocab_size:
                 raise UserError(
@@ -183,7 +189,7 @@ def keep_frequent(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tens
     if not 0 < size < len(counts):
         return torch.arange(len(counts))
     ranked = counts.clone()
-    ranked[list(always)] = counts.max() + 1
+    ranked[list(always)] = counts.max() + 1  # before all others
     return ranked.sort(descending=True, stable=True).indices[:size].sort().values
 
 
@@ -191,8 +197,9 @@ def keep_frequent(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tens
 
 
 def fill_rows(lengths: list[int], max_length: int, seed: int) -> list[list[int]]:
-    """Assigns conversations to rows of at most max_length tokens: first fit, in an order that
-    depends on the seed only.
+    """Assigns conversations to rows of at most max_length tokens, first fit.
+
+    The order depends on the seed only.
 
     Returns the conversation numbers of each row. No length may exceed max_length.
     """
@@ -202,13 +209,14 @@ def fill_rows(lengths: list[int], max_length: int, seed: int) -> list[list[int]]
     free: list[int] = []  # tokens by row
     first_open = 0
     for number in order:
+        # First fit among the open rows.
         place = first_open
         while place < len(packed) and free[place] < lengths[number]:
             place += 1
         if place == len(packed):
             packed.append([])
             free.append(max_length)
-            first_open = max(first_open, len(packed) - _OPEN_ROWS)
+            first_open = max(first_open, len(packed) - _OPEN_ROWS)  # the oldest row closes
         packed[place].append(number)
         free[place] -= lengths[number]
     return packed
@@ -268,7 +276,7 @@ def collate(rows: list[Json]) -> dict[str, Tensor]:
             start += length
 
     # An anchor's next two tokens are a response's.
-    labels = torch.full((b, s), -100)
+    labels = torch.full((b, s), -100)  # [b, s]
     labels[:, :-2][response_mask[:, 1:-1] & response_mask[:, 2:]] = 0
     batch = {
         "input_ids": input_ids,

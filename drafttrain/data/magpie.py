@@ -1,5 +1,6 @@
-"""Prompts that the target writes itself: an instruction-tuned model continues its template's
-opening of a user turn.
+"""Prompts that the target writes itself.
+
+An instruction-tuned model continues its template's opening of a user turn.
 
     template    <|im_start|>user\\n | a user's message | <|im_end|>\\n ...
                 prefix               sampled            its first token ends the turn
@@ -130,6 +131,7 @@ class PromptWriter:
         self.max_tokens = max_tokens
         self.seed = seed
         self.is_chat = has_template(self.tokenizer)
+        # A template adds the token that closes a user turn.
         self.stop_ids = frozenset(target.eos_ids)
         self.ending = ""
         if not self.is_chat:
@@ -166,6 +168,7 @@ class PromptWriter:
         """The prompt that an answer makes, or the reason why it makes none."""
         opening, _ = self._plan(int(finished.key))
         tokens = list(finished.tokens)
+        # The stop token is no part of the prompt.
         if tokens and tokens[-1] in self.stop_ids:
             tokens.pop()
         text = opening + decode(self.tokenizer, tokens)
@@ -193,9 +196,11 @@ class PromptWriter:
         return prompt
 
     def _plan(self, number: int) -> tuple[str, int]:
-        """Opening and token limit of a request. They depend on its number only, so a resumed run
-        needs no other state.
+        """Opening and token limit of a request.
+
+        They depend on its number only, so a resumed run needs no other state.
         """
+        # A generator per request: its number alone decides.
         chance = random.Random(f"{self.seed}/{number}")
         opening = ""
         if self.openings and chance.random() < self.share:
@@ -208,8 +213,9 @@ class PromptWriter:
 
 
 def load_openings(name: str) -> list[str]:
-    """`builtin`, `none`, or a file with one opening per line (\\n in a line stands for a line
-    break).
+    """Openings of `builtin`, of `none`, or of a file with one per line.
+
+    \\n in a line stands for a line break.
 
     Raises UserError: no such file, or an empty one.
     """

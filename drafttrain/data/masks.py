@@ -1,5 +1,4 @@
-"""Conversations as token rows with the spans that the assistant wrote, found by rendering the chat
-template.
+"""Recorded conversations as token rows with the spans that the assistant wrote.
 
 The conversation is rendered turn by turn; the code never searches for a template's markers in text:
 
@@ -35,8 +34,9 @@ from drafttrain.files import Json, read_jsonl
 
 
 class TemplateRewrites(UserError):
-    """The chat template renders an earlier turn differently once a later one follows, for example
-    without its reasoning.
+    """The chat template renders an earlier turn differently once a later one follows.
+
+    For example, without its reasoning.
     """
 
 
@@ -81,6 +81,7 @@ class RecordedTranscript(Transcript):
             )
 
         try:
+            # The prompt must go on from the row as it is.
             prompt = render_text(self.tokenizer, before, True, self.inputs)
         except TemplateRefuses as error:
             raise UserError(f"{where}: {error}") from error
@@ -99,6 +100,7 @@ class RecordedTranscript(Transcript):
                 f"{where}: the content itself holds {end!r}, the token that ends a turn; drop such rows"
             )
 
+        # Prompt and answer are encoded one after the other, as the target meets them.
         self._extend(prompt)
         start = len(self.tokens)
         self._extend(prompt + text)
@@ -164,8 +166,9 @@ def answer_record(
     inputs: ChatInputs = NO_INPUTS,
     stop_ids: Collection[int] = (),
 ) -> Json:
-    """`conversation_record` with the last answer as the only span, as the target saw it when it
-    gave that answer.
+    """`conversation_record` with the last answer as the only span.
+
+    The row is what the target saw when it gave that answer.
     """
     row = RecordedTranscript(tokenizer, messages, inputs, stop_ids)
     last = _assistant_turns(messages, id)[-1]
@@ -222,6 +225,7 @@ def _records_of(
     messages = parsed["messages"]
     inputs = ChatInputs.of(parsed, kwargs)
 
+    # A row grows until the template rewrites its turns; then another one begins.
     rows: dict[int, RecordedTranscript] = {}  # by the message that is the first answer
     current = RecordedTranscript(tokenizer, messages, inputs, stop_ids)
     for i in _assistant_turns(messages, id):
@@ -239,6 +243,7 @@ def _records_of(
         if len(rows) > 1:
             key = f"{id}/{i}"
         records.append({**made.record(key), "source": source})
+    # The last row has no part: it completes the conversation.
     for part, record in enumerate(records[:-1]):
         record["part"] = part
     return records

@@ -22,8 +22,9 @@ from drafttrain.target import tokenizer_fingerprint
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command. Raises UserError: not exactly one corpus, text without a target, or an
-    unreadable or empty corpus.
+    """Runs the command.
+
+    Raises UserError: not exactly one corpus, text without a target, or an unreadable or empty corpus.
     """
     if (args.data is None) == (args.text is None):
         raise UserError("give either --data DIR or --text FILE")
@@ -66,8 +67,9 @@ def responses(directory: str, max_n: int) -> Iterator[list[int]]:
 
 
 def texts(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    """Token ids of the documents in a file. Raises UserError: it cannot be read, or a row without
-    text or messages.
+    """Token ids of the documents in a file.
+
+    Raises UserError: it cannot be read, or a row without text or messages.
     """
     if path.suffix == ".jsonl":
         for number, row in read_jsonl(path):

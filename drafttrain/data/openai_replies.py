@@ -1,6 +1,4 @@
-"""Replies of servers with OpenAI's API: their form, and chat answers put together again from what
-parsers took apart.
-"""
+"""Replies of servers with OpenAI's API: their form, and chat answers as the target's text."""
 
 from __future__ import annotations
 
@@ -81,8 +79,9 @@ def reassembled(
     choice: Json,
     messages: Sequence[Message],
 ) -> tuple[str, str]:
-    """The text that the target generated, and the token at its end; '' where the server has
-    stripped it, or a limit came first.
+    """The text that the target generated, and the token at its end.
+
+    The token is '' where the server has stripped it, or a limit came first.
 
     Sets `it.reply`. The template writes reasoning and calls as the target does; content alone is
     the target's text.
@@ -117,6 +116,7 @@ def reassembled(
     content: str = reply["content"]
     try:
         form = answer_format(tokenizer, it.inputs)
+        # Nothing was taken out, so the content is what the target wrote.
         if not has_parts and _holds_reasoning(tokenizer, form, content, complete):
             return content, ""
         text, end = rendered_answer(

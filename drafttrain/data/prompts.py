@@ -1,6 +1,4 @@
-"""`drafttrain prompts`: collects prompts from a source, filters them, and reports how many were
-dropped for which reason.
-"""
+"""`drafttrain prompts`: collects prompts from a source, filters them, and counts the dropped ones."""
 
 from __future__ import annotations
 
@@ -78,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
     keep = _filter(args)
     partial = args.output.with_name(args.output.name + ".partial")
+    # A run with another --count continues the results so far.
     lasting = {key: value for key, value in settings.items() if key != "count"}
     rows = source.prompts(Request(args, keep, partial, lasting))
     counts: Json = {}
@@ -98,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
         if not replaces:
             write_json(summary, {"settings": settings, **counts})
 
+    # The rows stream to the output, so their number is known behind the last one only.
     write_jsonl(args.output, kept_rows())
     if replaces:
         write_json(summary, {"settings": settings, **counts})

@@ -1,5 +1,4 @@
-"""Conversations as a memory-mapped table: the schema of a stored line, and the Arrow file that is
-built from the lines once.
+"""Conversations as a memory-mapped table: the schema of a line, and the Arrow file of all lines.
 
 The file holds checked rows only, appears complete or not at all, and is built again if it is
 damaged or a part has changed.
@@ -60,6 +59,7 @@ class StoredLine(LineEnd):
     source: str
 
 
+# The beginning of a line as `append_line` writes it; its id may hold escaped quotes.
 _ID = re.compile(rb'\{"id":("(?:[^"\\]|\\.)+"),"tokens":\[')
 _LINE_END = TypeAdapter(LineEnd)
 
@@ -70,8 +70,9 @@ def stored_lines(part: Path) -> Iterator[tuple[int, StoredLine]]:
 
 
 class StoredIds:
-    """Which conversations a data set holds, from a scan that reads only a line's ends: its id,
-    spans and finish reasons.
+    """Which conversations a data set holds.
+
+    A scan reads only a line's ends: its id, spans and finish reasons.
 
     Each update continues where the last one ended. Tokens are not parsed; `cached_records` checks
     them.
@@ -90,6 +91,7 @@ class StoredIds:
     def update(self, parts: Sequence[Path]) -> None:
         """Reads the new complete lines of the parts. Raises UserError: a damaged line."""
         for part in parts:
+            # Parts only grow, so lines that have been read are not read again.
             number, end = self._ends.get(part, (0, 0))
             with part.open("rb") as file:
                 file.seek(end)
@@ -162,22 +164,25 @@ def _rows(parts: Sequence[Path], vocab_size: int) -> Iterator[StoredLine]:
             rule = _broken_rule(line, vocab_size)
             if rule:
                 raise UserError(f"{part} line {number}: {rule}; {LINE_FIX}")
-            if line["id"] not in seen:
+            if line["id"] not in seen:  # several processes may answer the same prompt
                 seen.add(line["id"])
                 yield line
 
 
 def cached_records(root: Path, parts: Sequence[Path], vocab_size: int) -> Dataset:
-    """The conversations of the parts. Raises UserError: a damaged line, or no place for the Arrow
-    file.
+    """The conversations of the parts.
+
+    Raises UserError: a damaged line, or no place for the Arrow file.
 
     The file lies in root/arrow with what datasets derives from it; if nothing can be written there,
     in drafttrain's cache.
     """
+    # The file name tells when a part has changed.
     stamps = [(part.name, part.stat().st_size, part.stat().st_mtime_ns) for part in parts]
     folder = _writable_folder(root)
     path = folder / f"records-{_short_hash(json.dumps([_LAYOUT, vocab_size, stamps]))}.arrow"
     with writing(path), FileLock(folder / ".lock"):
+        # A damaged file, also one that datasets derived from it, is built again.
         for file in folder.glob("*.arrow"):
             if not _is_sound(file):
                 file.unlink()
@@ -193,6 +198,7 @@ def _writable_folder(root: Path) -> Path:
     for place in (beside, cached):
         try:
             place.mkdir(parents=True, exist_ok=True)
+            # Permissions do not tell whether a file can be written; writing one does.
             with tempfile.TemporaryFile(dir=place):
                 return place
         except OSError:
@@ -207,8 +213,9 @@ def _short_hash(text: str) -> str:
 
 
 def _is_sound(path: Path) -> bool:
-    """Whether an Arrow file is complete and its offsets are in order: damaged ones would crash the
-    reader of a row.
+    """Whether an Arrow file is complete and its offsets are in order.
+
+    Damaged offsets would crash the reader of a row.
     """
     try:
         with pa.memory_map(str(path)) as source:

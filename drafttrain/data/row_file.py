@@ -49,6 +49,7 @@ class RowFile(Sequence[Row], Generic[Row]):
     ):
         self.path = path
         self.read = read
+        # Two 8-byte integers per row.
         self._numbers = array("q")
         self._starts = array("q")
         for number, start in places:
@@ -78,6 +79,6 @@ class RowFile(Sequence[Row], Generic[Row]):
 
     def shuffled(self, seed: int) -> Iterator[Row]:
         """All rows in an order that depends on their number and the seed only."""
-        order = array("l", range(len(self)))
+        order = array("l", range(len(self)))  # a list would take five times the memory
         random.Random(seed).shuffle(order)
         return (self[index] for index in order)

@@ -119,8 +119,9 @@ def parse_row(row: Json) -> Prompt | None:
 
 
 def _inputs(row: Json) -> Json:
-    """tools and chat_template_kwargs of a row, those that it has. Raises ValueError, TypeError,
-    KeyError.
+    """The tools and chat_template_kwargs of a row, if it has them.
+
+    Raises ValueError, TypeError, KeyError.
     """
     kwargs = row.get("chat_template_kwargs")
     if isinstance(kwargs, str) and kwargs.strip():
@@ -169,6 +170,7 @@ def _conversation(given: Sequence[object], system: object, inputs: Json) -> Prom
             turns = turns[1:]
 
     names = [tool["function"]["name"] for tool in inputs.get("tools", ())]
+    # Answers may hold calls as text.
     for number, turn in enumerate(turns):
         if turn is not None:
             turns[number] = _with_calls(turn, names)
@@ -190,8 +192,9 @@ def _question(row: Json, question: str, inputs: Json) -> Prompt | None:
 
 
 def row_id(value: object, where: str) -> str:
-    """A row's id as text. Raises UserError, which begins with `where`: neither text nor a whole
-    number.
+    """A row's id as text.
+
+    Raises UserError, which begins with `where`: neither text nor a whole number.
     """
     if not isinstance(value, str | int) or isinstance(value, bool) or value == "":
         raise UserError(
@@ -208,6 +211,7 @@ def are_messages(value: object) -> bool:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return False
         content = message.get("content")
+        # Content may be missing beside calls and reasoning.
         if content is None and not _says_more(message):
             return False
         if content is not None and not isinstance(content, str):
@@ -237,8 +241,9 @@ def checked_messages(row: Json, where: str) -> list[Json]:
 
 
 def plain_message(message: Mapping[str, object]) -> Json:
-    """A message with the arguments of its calls as objects and its reasoning under
-    `reasoning_content`, without other keys.
+    """A message with the arguments of its calls as objects, without keys that templates do not read.
+
+    Its reasoning stands under `reasoning_content`.
 
     Raises ValueError or TypeError: arguments that are no JSON object.
     """
@@ -313,6 +318,7 @@ def _turn(turn: object) -> Json | None:
     """A message of a conversation, or None if it cannot be read."""
     if not isinstance(turn, dict):
         return None
+    # ShareGPT says "from" and "value".
     role = _ROLES.get(str(turn.get("role", turn.get("from"))).lower())
     content = turn.get("content", turn.get("value"))
     if role == "call":
@@ -349,9 +355,7 @@ def _turn(turn: object) -> Json | None:
 
 
 def _with_calls(message: Json, names: Sequence[str]) -> Json:
-    """An assistant's message whose text holds calls, in Hermes' or ToolACE's form, with them as
-    tool_calls.
-    """
+    """An assistant's message with the calls in its text, in Hermes' or ToolACE's form, as tool_calls."""
     if message["role"] != "assistant" or "tool_calls" in message:
         return message
     if not names:  # without tools the text is all there is

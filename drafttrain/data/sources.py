@@ -92,8 +92,9 @@ class TextPrompt(TypedDict):
 
 
 class WrittenPrompt(TypedDict):
-    """A line of FILE.partial: the answer to a numbered request, as a prompt or the reason to drop
-    it.
+    """A line of FILE.partial: the answer to a numbered request.
+
+    It is a prompt, or the reason to drop it.
     """
 
     number: Annotated[int, Field(ge=0)]
@@ -190,6 +191,7 @@ def data_set_rows(
 
     fix = f"give magpie, file, a reachable Hub id or a local folder, with a --subset and a --split of it ({subset}, {split})"
     with reading(name, "source", fix):
+        # Streamed: a few prompts do not need all of a large data set.
         stream = load_dataset(name, subset, split=split, streaming=True)
         rows = iter(stream.shuffle(seed=seed, buffer_size=_READ_AHEAD))
     while True:
@@ -308,7 +310,7 @@ def write_prompts(
     start = 0
     for row in log.rows:
         take(row["result"])
-        start = max(start, row["number"] + 1)
+        start = max(start, row["number"] + 1)  # go on behind the last answer
     log.rows.clear()  # the file holds them
 
     until = float("inf")
@@ -358,6 +360,7 @@ def served_answers(
     from drafttrain.inference.responses import Finished
 
     renderer = ChatRenderer(target)
+    # The turn is the user's, so its end stops the answer.
     renderer.stop_ids = set(writer.stop_ids)
     settings = ResponseSettings(renderer, sampling, writer.max_tokens, writer.max_length, args.seed)
     backend = OpenAIBackend(args.url, "", settings, args.slots)
@@ -378,6 +381,7 @@ def served_answers(
             dropped[f"failed request: {problem.reason}"] += 1
             continue
         begin = it.spans[0][0]
+        # Servers may answer beyond the limit of a request.
         yield Finished(it.id, it.tokens[begin : begin + limit], it.finish[0], it.tokens)
 
 

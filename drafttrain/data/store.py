@@ -1,5 +1,4 @@
-"""The distillation data set on disk: conversations as token ids, and optionally the target's hidden
-states for them.
+"""The distillation data set on disk: conversations as token ids, and perhaps the target's states.
 
     DIR/meta.json                           target, settings, version, counts
     DIR/part-0003.jsonl                     one line per conversation, written by process 3
@@ -112,13 +111,15 @@ class Share:
 
     def owns(self, key: str) -> bool:
         """Whether the conversation with this id belongs to the share."""
+        # A hash spreads ids evenly over the processes, whatever their form.
         digest = hashlib.sha256(key.encode()).digest()
         return int.from_bytes(digest[:8], "little") % self.world == self.rank
 
 
 def read_meta(directory: str | Path) -> Json:
-    """The meta.json of a data set. Raises UserError: no data set there, a damaged one, or one of
-    another format.
+    """The meta.json of a data set.
+
+    Raises UserError: no data set there, a damaged one, or one of another format.
     """
     path = Path(directory).expanduser() / "meta.json"
     name = str(directory)
@@ -214,6 +215,7 @@ class Store:
         self._stored = StoredIds()
         self._shards: StateShards | None = None
         self._held: list[Json] = []  # rows whose states are not in a shard yet
+        # A run that replaces the data set is alone; others share the folder.
         locked_rank = None if overwrite else rank
         self._folder = OutputFolder(self.directory, "generate", rank=locked_rank)
         try:
@@ -239,6 +241,7 @@ class Store:
         recorded = read_meta(self.directory)
         for key in _BOOKKEEPING:
             recorded.pop(key, None)
+        # As JSON, so that tuples compare equal to the lists of the file.
         given = json.loads(json.dumps(meta))
         changed = first_change(_flatten(recorded), _flatten(given))
         if changed:
@@ -279,8 +282,9 @@ class Store:
         return self._shards
 
     def flush(self) -> None:
-        """Writes the pending states as a shard, then their rows. Raises UserError: the disk is
-        full.
+        """Writes the pending states as a shard, then their rows.
+
+        Raises UserError: the disk is full.
         """
         if self._held:
             self.shards.flush()
@@ -292,11 +296,13 @@ class Store:
             self.append(self._held.pop(0))
 
     def append(self, record: Json) -> None:
-        """Appends one row, completely or not at all. Raises UserError: it cannot be written (the
-        disk is full).
+        """Appends one row, completely or not at all.
+
+        Raises UserError: it cannot be written (the disk is full).
         """
         try:
             append_line(self._file, record)
+            # A loss of power costs the rows of a few seconds.
             if time.monotonic() - self._synced > _SYNC_SECONDS:
                 os.fsync(self._file)
                 self._synced = time.monotonic()
@@ -355,8 +361,9 @@ def _flatten(tree: Json, prefix: str = "") -> Json:
 
 
 class ShardWriter:
-    """Writes tensors of conversations into shards of `shard_bytes`. A shard file appears complete
-    or not at all.
+    """Writes tensors of conversations into shards of `shard_bytes`.
+
+    A shard file appears complete or not at all.
 
     Args:
         folder: created when missing.
@@ -374,9 +381,10 @@ class ShardWriter:
             for shard in folder.glob(f"part-{rank:04d}-*.safetensors")
         ]
         self.next_shard = max(written, default=-1) + 1
+        # A killed process leaves a shard that is not complete.
         for leftover in folder.glob(f".part-{rank:04d}-*"):
             leftover.unlink()
-        self.pending: dict[str, Tensor] = {}
+        self.pending: dict[str, Tensor] = {}  # "ID/features" -> tensor
         self._bytes = 0
 
     def add(self, key: str, **tensors: Tensor) -> None:
@@ -405,6 +413,7 @@ class ShardWriter:
             with replacing(path) as part:
                 save_file(self.pending, part)
         except Exception as error:
+            # safetensors has an error of its own for a full disk.
             if not isinstance(error, OSError) and not is_disk_full(error):
                 raise
             raise not_written(self.folder, self.kept, error) from error
@@ -478,6 +487,7 @@ class FeatureStore:
         self._where: dict[str, Path] = {}  # conversation -> shard
         for shard in sorted((directory / "features").glob("part-*.safetensors")):
             with open_tensors(shard, "data", _SHARD_FIX) as file:
+                # Keys are "ID/features", "ID/last_hidden", ...
                 for key in file.keys():  # noqa: SIM118 - safe_open is no dict
                     self._where[key.rsplit("/", 1)[0]] = shard
 
@@ -501,7 +511,9 @@ class FeatureStore:
         width = target["hidden_size"]
         columns = None
         if list(feature_layers) != layers:
-            place = {layer: (i * width, (i + 1) * width) for i, layer in enumerate(layers)}
+            place = {
+                layer: (i * width, (i + 1) * width) for i, layer in enumerate(layers)
+            }  # columns of each layer
             columns = [place.get(layer) for layer in feature_layers]
         return FeatureStore(root, columns, held["top_k"], len(layers), width, target["vocab_size"])
 
@@ -512,8 +524,7 @@ class FeatureStore:
         return key in self._where
 
     def get(self, key: str) -> dict[str, Tensor] | None:
-        """The stored tensors of a conversation, or None; n is tokens - 1. Threads may call it at
-        once.
+        """The stored tensors of a conversation, or None; n is tokens - 1. Threads may share a store.
 
         "features" [n, f*h], and either "last_hidden" [n, h], or "topk_ids" [n, k] int32 (most
         likely first), "topk_logits" [n, k] and "log_z" [n] float32, the log of the softmax
@@ -526,6 +537,7 @@ class FeatureStore:
         shard = self._where.get(key)
         if shard is None:
             return None
+        # Read the tensors, and the scales of those that are int8.
         names = ["features"]
         if self.top_k:
             names += ["topk_ids", "topk_logits", "log_z"]
@@ -580,7 +592,7 @@ class FeatureStore:
             "log_z": (),
         }
         for name, tensor in found.items():
-            wanted = (*rows, *columns[name])
+            wanted = (*rows, *columns[name])  # [n, ...]
             if tuple(tensor.shape) != wanted:
                 return f"{name} has the shape {list(tensor.shape)} instead of {list(wanted)}"
             if name == "topk_ids":

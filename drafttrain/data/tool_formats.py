@@ -29,8 +29,9 @@ _TYPES = {  # Python's names of types, as xLAM writes them -> JSON schema's
 
 
 def _loaded(value: object) -> object:
-    """What JSON text, or Python's form of it, stands for; another value as it is. Raises
-    ValueError.
+    """What JSON text, or Python's form of it, stands for; another value as it is.
+
+    Raises ValueError.
     """
     if not isinstance(value, str):
         return value
@@ -44,8 +45,10 @@ def _loaded(value: object) -> object:
 
 
 def read_tools(value: object) -> list[Json]:
-    """Functions as JSON schemas {"type": "function", "function": {...}}. value: a list of them or
-    its text; None for none.
+    """Functions as JSON schemas {"type": "function", "function": {...}}.
+
+    Args:
+        value: a list of them or its text; None for none.
 
     Raises ValueError, TypeError or KeyError for another form.
     """
@@ -70,8 +73,9 @@ def read_tools(value: object) -> list[Json]:
 
 
 def _items(value: object) -> list[object]:
-    """A list as it is, one object as a list of it, or what the text of either stands for. Raises
-    ValueError.
+    """A list as it is, one object as a list of it, or what the text of either stands for.
+
+    Raises ValueError.
     """
     if not value:
         return []
@@ -82,12 +86,14 @@ def _items(value: object) -> list[object]:
 
 
 def _schema(parameters: Json) -> Json:
-    """The JSON schema of xLAM's parameters: {name: {"type": "List[int], optional", "description",
-    "default"}}.
+    """The JSON schema of xLAM's parameters.
+
+    They are {name: {"type": "List[int], optional", "description", "default"}}.
     """
     properties = {}
     required = []
     for name, given in parameters.items():
+        # "List[int], optional" is an array that a call may leave out.
         kind, _, optional = str(given.get("type", "")).partition(", ")
         plain = kind.partition("[")[0].lower()
         if not plain:
@@ -147,6 +153,7 @@ def plain_result(value: object) -> str:
 def tools_in_system(text: str) -> list[Json]:
     """The functions that a system turn of ToolACE or Hermes lists; [] for any other text."""
     at = text.find("<tools>")
+    # The list of functions in JSON, behind <tools> where Hermes writes it.
     start = re.compile(r"\[\s*\{").search(text, max(at, 0))
     if start is None or (at < 0 and "function" not in text):
         return []
@@ -161,8 +168,9 @@ def tools_in_system(text: str) -> list[Json]:
 
 
 def calls_in(text: str, names: Sequence[str]) -> tuple[str, list[Json]]:
-    """The text of an answer without its calls, and these calls; all of the text and [] if it holds
-    none that can be read.
+    """The text of an answer without its calls, and these calls.
+
+    All of the text and [] if it holds none that can be read.
 
     Args:
         names: of the functions, which ToolACE writes in front of brackets, also with spaces in
@@ -182,8 +190,9 @@ def calls_in(text: str, names: Sequence[str]) -> tuple[str, list[Json]]:
 
 
 def _bracketed(text: str, names: Sequence[str]) -> list[Json]:
-    """The calls of `[Get Weather(city="Rome"), ...]`. Raises ValueError, TypeError or SyntaxError
-    for another form.
+    """The calls of `[Get Weather(city="Rome"), ...]`.
+
+    Raises ValueError, TypeError or SyntaxError for another form.
     """
     # Give functions names that Python can parse, the longest first: one may end with another.
     plain = {}

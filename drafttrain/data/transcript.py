@@ -3,9 +3,10 @@
     piece   prompt                                      response 1 + stop  prompt's continuation          response 2
     span                                                [start, end)                                      [start, end)
 
-Two classes grow one, because they know different things. `Conversation` (conversation.py) has the target's tokens and must
-find a message that the template reads; `RecordedTranscript` (masks.py) has the message and must find its tokens.
-Both begin another row where the template writes earlier turns differently once a later one follows.
+Two classes grow one, because they know different things. `Conversation` (conversation.py) has the
+target's tokens, and must find a message that the template reads. `RecordedTranscript` (masks.py) has
+the message, and must find its tokens. Both begin another row where the template writes earlier
+turns differently once a later one follows.
 """
 
 from __future__ import annotations

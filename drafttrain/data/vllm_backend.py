@@ -32,8 +32,9 @@ def named_options(args: argparse.Namespace) -> Json:
 
 
 def engine_options(args: argparse.Namespace) -> Json:
-    """Arguments of vLLM's engine from the flags of `add_vllm_flags`. Raises UserError: flags that
-    this vLLM does not know.
+    """Arguments of vLLM's engine from the flags of `add_vllm_flags`.
+
+    Raises UserError: flags that this vLLM does not know.
     """
     _vllm()
     if not args.vllm_flags:
@@ -45,6 +46,7 @@ def engine_options(args: argparse.Namespace) -> Json:
             raise UserError(f"flags after --: {message}; see vllm serve --help")
 
     parser = arguments.add_cli_args(EngineParser(add_help=False, allow_abbrev=False))
+    # Flags that were given: those whose value is not the default.
     plain = vars(parser.parse_args([]))
     given = vars(parser.parse_args(list(args.vllm_flags)))
     options = named_options(args)
@@ -75,8 +77,9 @@ def applied_rules(rules: LogitsRules) -> LogitsRules:
 
 
 class VllmBackend(Backend):
-    """vLLM in this process. It batches continuously, over several GPUs or nodes where the options
-    say so.
+    """vLLM in this process.
+
+    It batches continuously, over several GPUs or nodes where the options say so.
 
     Args:
         target: its generation_config applies as far as `applied_rules` says.
@@ -127,6 +130,7 @@ class VllmBackend(Backend):
         running = dict[str, Conversation]()
         number = 0
         while True:
+            # Keep the engine supplied.
             if not stop():
                 for it in islice(source, self.queued - len(running)):
                     running[str(number)] = it
@@ -134,6 +138,7 @@ class VllmBackend(Backend):
                     number += 1
             if not running:
                 return
+            # One step of continuous batching.
             for output in self.engine.step():
                 if not output.finished:
                     continue
@@ -161,6 +166,7 @@ class VllmBackend(Backend):
         stops = self.settings.renderer.stop_ids
         rules = self.rules.settings
         most = self.settings.allowance(it)
+        # min_length counts the prompt too.
         least = max(rules.get("min_new_tokens", 0), rules.get("min_length", 0) - len(it.tokens))
         biases = token_biases(self.rules, stops)
         top_k = sampling.top_k
