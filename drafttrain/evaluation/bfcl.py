@@ -11,7 +11,6 @@ Source: https://github.com/ShishirPatil/gorilla (berkeley-function-call-leaderbo
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,17 @@ from drafttrain.files import Json, read_jsonl
 DOCS = "multi_turn_func_doc"
 # Categories whose rows need nothing but their functions' descriptions: no memory, web page or
 # program to execute.
-_CATEGORIES = (
-    "simple* multiple parallel parallel_multiple java javascript irrelevance live_* multi_turn_*"
+FILES = (
+    "BFCL_v*_simple*.json*",
+    "BFCL_v*_multiple.json*",
+    "BFCL_v*_parallel.json*",
+    "BFCL_v*_parallel_multiple.json*",
+    "BFCL_v*_java.json*",
+    "BFCL_v*_javascript.json*",
+    "BFCL_v*_irrelevance.json*",
+    "BFCL_v*_live_*.json*",
+    "BFCL_v*_multi_turn_*.json*",
 )
-FILES = tuple(f"BFCL_v*_{name}.json*" for name in _CATEGORIES.split())
 # File in DOCS of each class.
 _CLASSES = {
     "GorillaFileSystem": "gorilla_file_system",
@@ -39,27 +45,48 @@ _CLASSES = {
 }
 # Python's and Java's names of types -> JSON schema's; others are written as strings.
 _TYPES = {
-    **{
-        name: name for name in ("object", "array", "string", "number", "integer", "boolean", "null")
-    },
-    **dict.fromkeys(("dict", "hashmap", "hashtable"), "object"),
-    **dict.fromkeys(("list", "tuple", "arraylist", "set", "queue", "stack"), "array"),
-    **dict.fromkeys(("float", "double", "bigint"), "number"),
-    **dict.fromkeys(("int", "long", "short", "byte"), "integer"),
+    "object": "object",
+    "dict": "object",
+    "hashmap": "object",
+    "hashtable": "object",
+    "array": "array",
+    "list": "array",
+    "tuple": "array",
+    "arraylist": "array",
+    "set": "array",
+    "queue": "array",
+    "stack": "array",
+    "string": "string",
+    "number": "number",
+    "float": "number",
+    "double": "number",
+    "bigint": "number",
+    "integer": "integer",
+    "int": "integer",
+    "long": "integer",
+    "short": "integer",
+    "byte": "integer",
+    "boolean": "boolean",
     "bool": "boolean",
+    "null": "null",
 }
 
 
 def bfcl_turns(row: Json) -> list[str]:
-    """The user's turns. They end before an empty one, where the leaderboard adds functions. Raises
-    KeyError, TypeError.
+    """The user's turns, up to an empty one, where the leaderboard adds functions.
+
+    Raises:
+        KeyError, TypeError: a row in another format.
     """
     turns: list[str] = []
-    for number, messages in enumerate(row["question"]):
+    for messages in row["question"]:
         if not messages:
             break
-        later = [message["content"] for message in messages]
-        turns.append("\n\n".join(later) if number else later[-1])
+        texts = [message["content"] for message in messages]
+        if turns:
+            turns.append("\n\n".join(texts))
+        else:  # what stands before the first turn is its opening
+            turns.append(texts[-1])
     return turns
 
 
@@ -69,59 +96,61 @@ def bfcl_category(row: Json) -> str:
 
 
 def bfcl_more(row: Json, folder: Path) -> Json:
-    """What stands before the first turn, and the tools. Raises KeyError, TypeError; UserError: no
-    description of a class.
+    """What stands before the first turn, and the tools.
+
+    Raises:
+        KeyError, TypeError: a row in another format.
+        UserError: no description of a class.
     """
-    functions: Sequence[Json]
+    functions: list[Json] = []
     if "function" in row:
-        functions = row["function"]
+        functions += row["function"]
     else:
-        functions = _described(row["involved_classes"], folder)
-    missed = row.get("missed_function") or {}
-    left_out = {
-        *row.get("excluded_function", ()),
-        *(name for names in missed.values() for name in names),
-    }
+        for name in row["involved_classes"]:
+            functions += _functions(folder / DOCS / f"{_CLASSES[name]}.json")
+    left_out = set(row.get("excluded_function", ()))
+    for names in (row.get("missed_function") or {}).values():
+        left_out.update(names)
     tools = [_tool(function) for function in functions if function["name"] not in left_out]
     return {"opening": row["question"][0][:-1], "tools": tools}
-
-
-def _described(classes: Sequence[str], folder: Path) -> list[Json]:
-    return [row for name in classes for row in _functions(folder / DOCS / f"{_CLASSES[name]}.json")]
 
 
 @cache
 def _functions(path: Path) -> list[Json]:
     if not path.is_file():
         raise UserError(
-            f"suite=bfcl: no {path}, which describes functions; give the folder that holds {DOCS}, or no FILE"
+            f"suite=bfcl: no {path}, which describes functions; "
+            f"give the folder that holds {DOCS}, or no FILE"
         )
     return [row for _, row in read_jsonl(path)]
 
 
 def _tool(function: Json) -> Json:
-    """A function as chat templates and servers read it: no dots in its name, types of JSON schema."""
-    schema = {
+    """A function as chat templates and servers read it.
+
+    Its name has no dots, its types are those of JSON schema.
+    """
+    described = {
         "name": function["name"].replace(".", "_"),
         "description": function.get("description", ""),
+        "parameters": _schema(function["parameters"]),
     }
-    return {
-        "type": "function",
-        "function": {**schema, "parameters": _schema(function["parameters"])},
-    }
+    return {"type": "function", "function": described}
 
 
 def _schema(value: Any) -> Any:
-    """A schema with all names of types replaced. A property may itself be called `type`; its value
-    is then a schema.
+    """A schema with all names of types replaced.
+
+    A property may itself be called `type`; its value is then a schema.
     """
     if isinstance(value, list):
         return [_schema(item) for item in value]
     if not isinstance(value, dict):
         return value
-    known = {
-        key: _TYPES.get(name.lower(), "string")
-        for key, name in value.items()
-        if key == "type" and isinstance(name, str)
-    }
-    return {key: _schema(item) for key, item in value.items()} | known
+    made = {}
+    for key, item in value.items():
+        if key == "type" and isinstance(item, str):
+            made[key] = _TYPES.get(item.lower(), "string")
+        else:
+            made[key] = _schema(item)
+    return made

@@ -1,5 +1,4 @@
-"""`drafttrain diagnose`: likely causes of low acceptance, from measured figures, and what to do
-about them.
+"""`drafttrain diagnose`: likely causes of low acceptance, from measured figures, with advice.
 
 A finding names a cause only if a figure supports it, and shows that figure. The field's rules of
 thumb appear next to the measured speed-up, and the measurement decides: with cheap verification a
@@ -46,8 +45,10 @@ CUT = 0.25  # share of answers that end at max_new_tokens
 
 
 def finding(cause: str, figures: str, advice: str, off: Sequence[str] = ()) -> Json:
-    """A likely cause, as in results.json. figures: the evidence; advice: what to do; off:
-    categories to switch off.
+    """A likely cause, as in results.json.
+
+    Args:
+        figures: the evidence. advice: what to do. off: categories to switch off.
     """
     return {"cause": cause, "figures": figures, "advice": advice, "off": off}
 
@@ -67,15 +68,14 @@ def diagnose(
     Returns:
         The arguments of `finding`, by name; the first finding is the verdict.
     """
-    if not results["overall"]["acceptance_by_depth"]["joint"]:
-        return [
-            finding("verdict", "no round offered a token", verdict_of(results["overall"]).advice)
-        ]
+    overall = results["overall"]
+    if not overall["acceptance_by_depth"]["joint"]:
+        return [finding("verdict", "no round offered a token", verdict_of(overall).advice)]
     training = training or {}
-    given = results["decoding"].get("chat_template_kwargs") or {}
+    kwargs = results["decoding"].get("chat_template_kwargs") or {}
     found = [
         _verdict(results),
-        other_template_kwargs(given, training),
+        other_template_kwargs(kwargs, training),
         _mismatch(results, training),
         _vocabulary(results),
         _depth(results, training),
@@ -104,11 +104,12 @@ def _verdict(results: Json) -> Json:
         rule = "below 40 %: draft fewer tokens"
     elif rate > LENGTHEN:
         rule = "above 80 %: draft more tokens"
-    figures = f"acceptance rate {rate:.0%}, accepted length {overall['accepted_length']:.2f} (rule of thumb: {rule})"
+    figures = (
+        f"acceptance rate {rate:.0%}, accepted length {overall['accepted_length']:.2f} "
+        f"(rule of thumb: {rule})"
+    )
     if found.figures:
         figures += f"; {found.figures}"
-    else:
-        figures += ""
     advice = found.advice
     if found.state == LOSES:
         advice += "; see the causes, run `drafttrain tune`, or switch it off"
@@ -118,70 +119,79 @@ def _verdict(results: Json) -> Json:
 
 
 def other_template_kwargs(given: Json, training: Json) -> Json | None:
-    """A finding where chat_template_kwargs differ from those that the drafter's data were generated
-    with.
-    """
+    """A finding where chat_template_kwargs differ from those of the drafter's training data."""
     learned = training.get("data_set", {}).get("chat_template_kwargs")
     if learned is None or learned == given:
         return None
     return finding(
         "other chat_template_kwargs",
-        f"the drafter learned from answers with {json.dumps(learned)}, and is measured with {json.dumps(given)}",
-        f"add --chat-template-kwargs '{json.dumps(learned)}', or generate data as the target is used",
+        f"the drafter learned from answers with {json.dumps(learned)}, "
+        f"and is measured with {json.dumps(given)}",
+        f"add --chat-template-kwargs '{json.dumps(learned)}', "
+        "or generate data as the target is used",
     )
 
 
 def _mismatch(results: Json, training: Json) -> Json | None:
-    """Train/serve mismatch: acceptance far below that on held-out training data, everywhere or in
-    some categories.
-    """
+    """Train/serve mismatch: acceptance far below that on held-out training data."""
     trained = training.get("held_out", {}).get("eval_agree@1")
     joint = results["overall"]["acceptance_by_depth"]["joint"]
     if not trained or not joint or joint[0] >= MISMATCH * trained:
         return None
-    several = {
-        name: part for name, part in results["categories"].items() if part["prompts"] >= FEWEST
-    }
-    first = {name: part["acceptance_by_depth"]["joint"][:1] for name, part in several.items()}
-    good = [name for name, value in first.items() if value and value[0] >= MISMATCH * trained]
-    figures = f"first drafted token: {trained:.2f} right on held-out training data, {joint[0]:.2f} accepted here"
+    figures = (
+        f"first drafted token: {trained:.2f} right on held-out training data, "
+        f"{joint[0]:.2f} accepted here"
+    )
+
+    several = 0  # categories that have enough prompts
+    good = []  # those that accept as on training data
+    for name, part in results["categories"].items():
+        if part["prompts"] >= FEWEST:
+            several += 1
+            first = part["acceptance_by_depth"]["joint"][:1]
+            if first and first[0] >= MISMATCH * trained:
+                good.append(name)
     if good:
-        return finding(
-            "domain",
-            f"{figures}; as trained in {', '.join(good)}",
-            "train on prompts like the others",
-        )
+        figures += f"; as trained in {', '.join(good)}"
+        return finding("domain", figures, "train on prompts like the others")
+
     name = training.get("config", {}).get("target")
     if name and name != results["target"]:
         figures += f"; trained for {name!r}, used with {results['target']!r}"
-    else:
-        figures += ""
-    return finding(
-        "tokenizer or template mismatch",
-        figures + ("; low in every category" if len(several) > 1 else ""),
-        "compare the chat template, the system prompt and the target's weights with those of the training data "
-        "(`drafttrain generate` uses the template that eval uses)",
+    if several > 1:
+        figures += "; low in every category"
+    advice = (
+        "compare the chat template, the system prompt and the target's weights "
+        "with those of the training data (`drafttrain generate` uses the template that eval uses)"
     )
+    return finding("tokenizer or template mismatch", figures, advice)
 
 
 def _vocabulary(results: Json) -> Json | None:
-    known = [record for record in results.get("prompts", []) if "covered" in record]
-    tokens = sum(record["sides"]["drafter"]["tokens"] for record in known)
-    covered = sum(
-        record["covered"] * record["sides"]["drafter"]["tokens"] for record in known
-    ) / max(tokens, 1)
-    if not tokens or covered >= COVERAGE:
+    """A pruned vocabulary that lacks tokens of the answers."""
+    tokens = 0
+    known = 0.0
+    for record in results.get("prompts", []):
+        if "covered" in record:
+            count = record["sides"]["drafter"]["tokens"]
+            tokens += count
+            known += record["covered"] * count
+    if not tokens or known / tokens >= COVERAGE:
         return None
+    covered = known / tokens
+    lost = 1.0
     conditional = results["overall"]["acceptance_by_depth"]["conditional"]
-    lost = 1 - (conditional[0] if conditional else 0.0)
-    return finding(
-        "vocabulary coverage",
-        f"the drafter's vocabulary holds {covered:.1%} of the answers' tokens; {1 - covered:.1%} can never be accepted, of "
-        f"{lost:.1%} that are rejected at the first depth",
-        "set vocabulary_match: text, which drafts in the draft model's own tokens"
-        if "vocabulary" in results
-        else "raise draft_vocab_size, or count the kept tokens on data like these prompts",
+    if conditional:
+        lost -= conditional[0]
+    figures = (
+        f"the drafter's vocabulary holds {covered:.1%} of the answers' tokens; "
+        f"{1 - covered:.1%} can never be accepted, "
+        f"of {lost:.1%} that are rejected at the first depth"
     )
+    advice = "raise draft_vocab_size, or count the kept tokens on data like these prompts"
+    if "vocabulary" in results:
+        advice = "set vocabulary_match: text, which drafts in the draft model's own tokens"
+    return finding("vocabulary coverage", figures, advice)
 
 
 def _depth(results: Json, training: Json) -> Json | None:
@@ -204,55 +214,62 @@ def _depth(results: Json, training: Json) -> Json | None:
 
 
 def _context(results: Json, training: Json) -> Json | None:
+    """Long prompts after which less is accepted."""
     records = sorted(results.get("prompts", []), key=lambda record: record["prompt_tokens"])
     third = len(records) // 3
     if third < FEWEST:
         return None
-    parts = (records[:third], records[-third:])
-    lengths = [sum(record["prompt_tokens"] for record in part) / third for part in parts]
-    accepted = [summarize(part)["accepted_length"] - 1 for part in parts]
-    if lengths[1] < 2 * lengths[0] or not accepted_below(parts[1], parts[0], LESS):
+    short = records[:third]
+    long = records[-third:]
+    short_tokens = sum(record["prompt_tokens"] for record in short) / third
+    long_tokens = sum(record["prompt_tokens"] for record in long) / third
+    if long_tokens < 2 * short_tokens or not accepted_below(long, short, LESS):
         return None
-    limit = training.get("config", {}).get("max_length")
-    beyond = ""
-    if limit and limit < lengths[1]:
-        beyond = f"; trained on at most {limit} tokens"
-    return finding(
-        "long context",
-        f"accepted tokens per round: {accepted[0]:.2f} after {lengths[0]:.0f} prompt tokens, {accepted[1]:.2f} after "
-        f"{lengths[1]:.0f}{beyond}",
-        "train on longer rows (max_length), or check with `drafttrain sweep --contexts`: categories differ in length too",
+    figures = (
+        f"accepted tokens per round: {summarize(short)['accepted_length'] - 1:.2f} "
+        f"after {short_tokens:.0f} prompt tokens, "
+        f"{summarize(long)['accepted_length'] - 1:.2f} after {long_tokens:.0f}"
     )
+    limit = training.get("config", {}).get("max_length")
+    if limit and limit < long_tokens:
+        figures += f"; trained on at most {limit} tokens"
+    advice = (
+        "train on longer rows (max_length), or check with `drafttrain sweep --contexts`: "
+        "categories differ in length too"
+    )
+    return finding("long context", figures, advice)
 
 
 def _records_by_category(results: Json) -> dict[str, list[Record]]:
-    """The prompts of each category that has enough of them to be judged; empty if only one category
-    was measured.
+    """The prompts of each category that has enough of them to be judged.
+
+    Empty if only one category was measured.
     """
     found: dict[str, list[Record]] = {}
     for record in results.get("prompts", []):
         found.setdefault(record["category"], []).append(record)
-    if len(found) > 1:
-        return {name: part for name, part in found.items() if len(part) >= FEWEST}
-    return {}
+    if len(found) < 2:
+        return {}
+    return {name: part for name, part in found.items() if len(part) >= FEWEST}
 
 
 def slow_categories(results: Json) -> tuple[str, ...]:
-    """Categories that speculation slows down beyond noise, compared with the faster plain baseline."""
+    """Categories that speculation slows down beyond noise, against the faster plain baseline."""
+    baseline = fastest(results["overall"])
+    if not baseline:
+        return ()
     parts = _records_by_category(results)
-    name = fastest(results["overall"])
-    spans = {
-        category: intervals(part, [name], len(parts))["speedup"][name]
-        for category, part in parts.items()
-        if name
-    }
-    return tuple(category for category, span in spans.items() if span and span[1] < 1)
+    found = []
+    for name, part in parts.items():
+        span = intervals(part, [baseline], len(parts))["speedup"][baseline]
+        if span and span[1] < 1:
+            found.append(name)
+    return tuple(found)
 
 
 def _categories(results: Json) -> Json | None:
     """Categories that accept less than the others, or that speculation slows down."""
     parts = _records_by_category(results)
-    overall = results["overall"]
     low = []
     for name, part in parts.items():
         rest = [record for record in results["prompts"] if record["category"] != name]
@@ -261,56 +278,67 @@ def _categories(results: Json) -> Json | None:
     slow = slow_categories(results)
     if not low and not slow:
         return None
+
+    overall = results["overall"]
     baseline = fastest(overall)
-    categories = results["categories"]
-    speedups = {name: categories[name]["speedup"].get(baseline) for name in (*low, *slow)}
-    shown = [
-        f"{name} {categories[name]['accepted_length']:.2f}"
-        + (f" ({speedup:.2f}x)" if speedup else "")
-        for name, speedup in speedups.items()
-    ]
+    shown = []
+    for name in dict.fromkeys((*low, *slow)):
+        figures = results["categories"][name]
+        text = f"{name} {figures['accepted_length']:.2f}"
+        speedup = figures["speedup"].get(baseline)
+        if speedup:
+            text += f" ({speedup:.2f}x)"
+        shown.append(text)
+    advice = []
     if low:
-        advice = ["add training prompts of these kinds"]
-    else:
-        advice = []
+        advice.append("add training prompts of these kinds")
     if slow:
         advice.append(
-            f"speculation slows {', '.join(slow)} down: switch it off there (`drafttrain diagnose --apply`)"
+            f"speculation slows {', '.join(slow)} down: "
+            "switch it off there (`drafttrain diagnose --apply`)"
         )
-    figures = f"accepted length by category: {', '.join(shown)}, against {overall['accepted_length']:.2f} overall"
-    return finding("domain", figures, "; ".join(advice), slow)
+    evidence = (
+        f"accepted length by category: {', '.join(shown)}, "
+        f"against {overall['accepted_length']:.2f} overall"
+    )
+    return finding("domain", evidence, "; ".join(advice), slow)
 
 
 def _cost(results: Json) -> Json | None:
     share = results["overall"]["draft_fraction"]
+    if share < EXPENSIVE:
+        return None
     figures = f"{share:.0%} of the time is spent in the drafter"
-    advice = "draft fewer depths: `drafttrain tune`"
-    if share >= EXPENSIVE:
-        return finding("drafting takes long", figures, advice)
-    return None
+    return finding("drafting takes long", figures, "draft fewer depths: `drafttrain tune`")
 
 
 def _temperature(results: Json, others: Sequence[Json]) -> Json | None:
+    """Acceptance that is lower than at a lower temperature."""
     heat = results["decoding"]["temperature"]
-    same = [other for other in others if other["drafter"] == results["drafter"]]
-    cooler = [other for other in same if other["decoding"]["temperature"] < heat]
+    cooler = []
+    for other in others:
+        if other["drafter"] == results["drafter"] and other["decoding"]["temperature"] < heat:
+            cooler.append(other)
+    if not cooler:
+        return None
+    best = max(cooler, key=lambda other: other["overall"]["accepted_length"])
     ours = results["overall"]["accepted_length"] - 1
-    best = max(cooler, key=lambda other: other["overall"]["accepted_length"], default=None)
-    if best is None or ours >= LESS * (best["overall"]["accepted_length"] - 1):
+    theirs = best["overall"]["accepted_length"] - 1
+    if ours >= LESS * theirs:
         return None
-    runs = results.get("prompts"), best.get("prompts")
-    if runs[0] and runs[1] and not accepted_below(runs[0], runs[1], LESS):
+    our_prompts = results.get("prompts")
+    their_prompts = best.get("prompts")
+    if our_prompts and their_prompts and not accepted_below(our_prompts, their_prompts, LESS):
         return None
-    if _tree(results).get("sampled"):
-        draw = ""
-    else:
-        draw = "draw the drafts too (--tree chain:3@sample), or "
-    return finding(
-        "temperature",
-        f"accepted tokens per round: {best['overall']['accepted_length'] - 1:.2f} at temperature "
-        f"{best['decoding']['temperature']:g}, {ours:.2f} at {heat:g}",
-        f"{draw}train on answers that were sampled at {heat:g}",
+
+    figures = (
+        f"accepted tokens per round: {theirs:.2f} at temperature "
+        f"{best['decoding']['temperature']:g}, {ours:.2f} at {heat:g}"
     )
+    advice = f"train on answers that were sampled at {heat:g}"
+    if not _tree(results).get("sampled"):
+        advice = f"draw the drafts too (--tree chain:3@sample), or {advice}"
+    return finding("temperature", figures, advice)
 
 
 def _cut(results: Json) -> Json | None:
@@ -333,26 +361,27 @@ def print_findings(findings: Sequence[Json]) -> None:
     """Prints two lines per finding: the figures and the advice."""
     console = plain_console(soft_wrap=True)
     for each in findings:
-        console.print(
-            Text(each["cause"], style="bold").append(
-                f": {each['figures']}\n  -> {each['advice']}", "not bold"
-            )
-        )
+        text = Text(each["cause"], style="bold")
+        text.append(f": {each['figures']}\n  -> {each['advice']}", "not bold")
+        console.print(text)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command. Raises UserError for a file that is not a results.json, or no drafter
-    folder to write to.
+    """Runs the command.
+
+    Raises:
+        UserError: a file that is not a results.json, or no drafter folder to write to.
     """
     runs = [load_results(name) for name in args.results]
-    found = dict[str, object]()
-    wrote = list[Path]()
+    found: dict[str, object] = {}
+    wrote: list[Path] = []
     then = ""
     for name, results in zip(args.results, runs, strict=True):
         print(name)
         folder = args.drafter or results["drafter"]
         others = [other for other in runs if other is not results]
-        print_findings(findings := diagnose(results, training_record(folder), others))
+        findings = diagnose(results, training_record(folder), others)
+        print_findings(findings)
         found[name] = findings
         if args.apply:
             wrote.append(apply(folder, results))
@@ -362,24 +391,32 @@ def run(args: argparse.Namespace) -> int:
 
 
 def apply(drafter: str, results: Json) -> Path:
-    """Writes slow categories into decoding.json, whose path it returns. Raises UserError for a
-    missing folder.
+    """Writes slow categories into decoding.json, whose path it returns.
 
     Unmeasured categories keep their entry.
+
+    Raises:
+        UserError: a missing folder.
     """
     place = decoding_file(drafter)
     if not place.parent.joinpath("config.json").is_file():
-        message = f"drafter={drafter!r} is no drafter's folder, so there is no decoding.json; give --drafter FOLDER"
-        raise UserError(message)
+        raise UserError(
+            f"drafter={drafter!r} is no drafter's folder, so there is no decoding.json; "
+            "give --drafter FOLDER"
+        )
     output_file(place, "decoding", key="drafter")
-    settings = decoding_settings(drafter) or {"tree": _tree(results).get("spec", "chain:3")}
-    plain = {
-        record["category"]
-        for record in results.get("prompts", [])
-        if record.get("speculation") is False
-    }
-    known = set(results["categories"]) - plain
-    off = sorted({*slow_categories(results)} & known | set(settings.get("off", ())) - known)
+    settings = decoding_settings(drafter)
+    if not settings:
+        settings = {"tree": _tree(results).get("spec", "chain:3")}
+
+    # Categories that were decoded plainly say nothing about speculation.
+    measured = set(results["categories"])
+    for record in results.get("prompts", []):
+        if record.get("speculation") is False:
+            measured.discard(record["category"])
+    slow = set(slow_categories(results)) & measured
+    kept = set(settings.get("off", ())) - measured
+    off = sorted(slow | kept)
     write_json(place, {**settings, "off": off})
     print(f"speculation off for {', '.join(off) or 'nothing'}")
     return place

@@ -1,5 +1,4 @@
-"""Prompt suites: files, drafttrain's own, and public benchmarks; taking an even part, and rendering
-turns as token ids.
+"""Prompt suites: files, drafttrain's own, and public benchmarks.
 
 drafttrain contains no text of a public benchmark. It reads them from the Hub or from a file in
 their own format. The license is the one that the source states; texts of a collection may have
@@ -106,32 +105,40 @@ class Question:
         category: str,
         defaults: Json | None = None,
     ) -> Question:
-        """Reads a checked row. index: its id if it has none. category: if it names none. defaults:
-        chat_template_kwargs.
+        """Reads a checked row.
+
+        Args:
+            index: its id if it has none. category: if it names none. defaults: chat_template_kwargs.
         """
         key = row.get("question_id")
+        if key is None:
+            key = index
         return Question(
-            str(index if key is None else key),
-            row.get("category") or category,
-            tuple(row["turns"]),
-            tuple(dict(message) for message in row.get("opening", ())),
-            ChatInputs.of(dict(row), defaults),
+            question_id=str(key),
+            category=row.get("category") or category,
+            turns=tuple(row["turns"]),
+            opening=tuple(dict(message) for message in row.get("opening", ())),
+            inputs=ChatInputs.of(dict(row), defaults),
         )
 
     def messages(self, answers: Sequence[str] = ()) -> list[Message]:
         """The conversation up to the turn after these answers."""
         made = list(self.opening)
-        for index, turn in enumerate(self.turns[: len(answers) + 1]):
+        for turn, answer in zip(self.turns, answers, strict=False):
             made.append({"role": "user", "content": turn})
-            made += [
-                {"role": "assistant", "content": answer} for answer in answers[index : index + 1]
-            ]
+            made.append({"role": "assistant", "content": answer})
+        if len(answers) < len(self.turns):
+            made.append({"role": "user", "content": self.turns[len(answers)]})
         return made
 
     def request(self) -> Json:
         """The first turn as the body of a chat completion."""
-        more = {"tools": list(self.inputs.tools), "chat_template_kwargs": self.inputs.kwargs}
-        return {"messages": self.messages(), **{key: value for key, value in more.items() if value}}
+        body: Json = {"messages": self.messages()}
+        if self.inputs.tools:
+            body["tools"] = list(self.inputs.tools)
+        if self.inputs.kwargs:
+            body["chat_template_kwargs"] = self.inputs.kwargs
+        return body
 
     def prompt(self, tokenizer: PreTrainedTokenizerBase, answers: Sequence[str] = ()) -> list[int]:
         """Token ids of `messages` up to where the target answers. Raises UserError: the chat
@@ -142,8 +149,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Suite:
-    """A set of questions. name: as the user gave it; digest: hash of the content; license: of a
-    public suite, else empty.
+    """A set of questions.
+
+    Attributes:
+        name: as the user gave it. digest: hash of the content. license: of a public suite.
     """
 
     name: str
@@ -197,6 +206,10 @@ def _longbench(row: Json) -> list[str]:
     return [
         f"{row['context']}\n\n{row['question']}\n{choices}\n\nAnswer with a letter, and say why in a few sentences."
     ]
+
+
+def _speed_bench(config: str) -> PublicSuite:
+    return PublicSuite("nvidia/SPEED-Bench", "NVIDIA evaluation dataset license", config=config)
 
 
 PUBLIC: dict[str, PublicSuite] = {
@@ -275,14 +288,12 @@ PUBLIC: dict[str, PublicSuite] = {
         "3.0.0",
         id_key="id",
     ),
-    **{
-        name: PublicSuite("nvidia/SPEED-Bench", "NVIDIA evaluation dataset license", config=config)
-        for name, config in [("speed_bench", "qualitative")]
-        + [
-            (f"speed_bench_{size}", f"throughput_{size}")
-            for size in ("1k", "2k", "8k", "16k", "32k")
-        ]
-    },
+    "speed_bench": _speed_bench("qualitative"),
+    "speed_bench_1k": _speed_bench("throughput_1k"),
+    "speed_bench_2k": _speed_bench("throughput_2k"),
+    "speed_bench_8k": _speed_bench("throughput_8k"),
+    "speed_bench_16k": _speed_bench("throughput_16k"),
+    "speed_bench_32k": _speed_bench("throughput_32k"),
 }
 
 
@@ -305,34 +316,39 @@ def load_suite(name: str, defaults: Json | None = None) -> Suite:
         UserError: a missing file, a public benchmark that cannot be loaded, a malformed row, or no
             rows.
     """
-    candidates = [Path(name).expanduser(), suites_folder() / f"{name}.jsonl"]
-    path = next((path for path in candidates if path.is_file()), None)
+    path = Path(name).expanduser()
+    if not path.is_file():
+        path = suites_folder() / f"{name}.jsonl"
     public, _, file = name.partition(":")
-    if path is None and public not in PUBLIC:
-        raise UserError(
-            f"suite={name!r} is neither a file nor a known suite ({', '.join(known_suites())}); give a JSONL path, a "
-            "known name, or NAME:FILE for a public one in a file"
-        )
-    if path is not None:
-        rows = read_jsonl(path, fix=_ROW_FIX, schema=SuiteRow)
-        questions = tuple(
-            Question.from_row(row, index, "all", defaults) for index, (_, row) in enumerate(rows)
-        )
-        content = path.read_bytes() + (json.dumps(defaults).encode() if defaults else b"")
-        license_name = ""
-    else:
-        questions = tuple(_read_public(public, file, defaults))
+    questions = []
+    license_name = ""
+    if path.is_file():
+        for index, (_, row) in enumerate(read_jsonl(path, fix=_ROW_FIX, schema=SuiteRow)):
+            questions.append(Question.from_row(row, index, "all", defaults))
+        content = path.read_bytes()
+        if defaults:
+            content += json.dumps(defaults).encode()
+    elif public in PUBLIC:
+        questions += _read_public(public, file, defaults)
         texts = [_content(question) for question in questions]
         content = json.dumps(texts, ensure_ascii=False).encode()
         license_name = PUBLIC[public].license
+    else:
+        raise UserError(
+            f"suite={name!r} is neither a file nor a known suite ({', '.join(known_suites())}); "
+            "give a JSONL path, a known name, or NAME:FILE for a public one in a file"
+        )
     if not questions:
         raise UserError(f"suite={name!r} holds no questions; each line is a JSON object with turns")
-    return Suite(name, questions, hashlib.sha256(content).hexdigest()[:16], license_name)
+    digest = hashlib.sha256(content).hexdigest()[:16]
+    return Suite(name, tuple(questions), digest, license_name)
 
 
 def take_evenly(questions: Sequence[Question], limit: int | None) -> list[Question]:
-    """Takes `limit` questions in order, evenly from all categories; None takes all. Raises
-    UserError for a limit below 1.
+    """Takes `limit` questions in order, evenly from all categories; None takes all.
+
+    Raises:
+        UserError: a limit below 1.
     """
     if limit is None:
         return list(questions)
@@ -343,57 +359,66 @@ def take_evenly(questions: Sequence[Question], limit: int | None) -> list[Questi
     for index, question in enumerate(questions):
         ranked.append((count[question.category], index))
         count[question.category] += 1
-    return [questions[index] for index in sorted(index for _, index in sorted(ranked)[:limit])]
+    ranked.sort()
+    chosen = sorted(index for _, index in ranked[:limit])
+    return [questions[index] for index in chosen]
 
 
 def _content(question: Question) -> list[object]:
     """What a digest covers. Questions without `more` have the digests of earlier versions."""
+    content: list[object] = [question.category, question.turns]
     more = [question.opening, question.inputs.tools, question.inputs.kwargs]
-    return [question.category, question.turns, *(more if any(more) else ())]
+    if any(more):
+        content += more
+    return content
 
 
 # -- public benchmarks -----------------------------------------------------------------------------
 
 
 def _read_public(name: str, path: str, defaults: Json | None) -> Iterator[Question]:
-    """Reads a benchmark from a file or folder in its own format or FastChat's; an empty path is the
-    Hub. Raises UserError.
+    """Reads a benchmark from a file or folder in its own format or FastChat's.
+
+    Args:
+        path: empty for the Hub.
+
+    Raises:
+        UserError: a missing file, a row in another format, or masked texts.
     """
     suite = PUBLIC[name]
+    where = f"suite={name}"
     if path:
-        where = f"suite={name}:{path}"
+        where += f":{path}"
         rows = _local_rows(where, suite, Path(path).expanduser())
     else:
-        where = f"suite={name}"
         rows = _hub_rows(name, suite)
     masked = 0
     for index, (row, folder) in enumerate(rows):
+        place = f"{where} row {index + 1}"
         try:
-            if "turns" in row:
-                turns = row["turns"]
+            read: Json = {"category": suite.category(row) or name}
+            if "turns" in row:  # FastChat's format
+                read["turns"] = row["turns"]
             else:
-                turns = suite.turns(row)
-            read = {
-                "category": suite.category(row) or name,
-                **({} if "turns" in row else suite.more(row, folder)),
-            }
+                read["turns"] = suite.turns(row)
+                read |= suite.more(row, folder)
         except (KeyError, TypeError, AttributeError, IndexError) as error:
+            keys = f"of a {type(row).__name__}"
             if isinstance(row, dict):
                 keys = ", ".join(map(str, row)) or "none"
-            else:
-                keys = f"of a {type(row).__name__}"
             raise UserError(
-                f"{where} row {index + 1} has the keys {keys}, which is not {name}'s format (no {error}); "
+                f"{place} has the keys {keys}, which is not {name}'s format (no {error}); "
                 "give the benchmark's own file, or JSON lines with turns"
             ) from error
-        read |= {"question_id": row.get("question_id", row.get(suite.id_key)), "turns": turns}
-        check_json(read, f"{where} row {index + 1}", _ROW_FIX, SuiteRow)
-        masked += any(turn.startswith(_MASKED) for turn in turns)
-        yield Question.from_row(read, index, name, defaults)  # type: ignore[arg-type]  # checked above
+        read["question_id"] = row.get("question_id", row.get(suite.id_key))
+        check_json(read, place, _ROW_FIX, SuiteRow)
+        masked += any(turn.startswith(_MASKED) for turn in read["turns"])
+        yield Question.from_row(read, index, name, defaults)
     if masked:
         raise UserError(
-            f"{where}: {masked} rows hold only a note that their text must be fetched from its owner; prepare the set with "
-            f"NVIDIA's specdec_bench (prepare_data.py) and give the result as {name}:FILE"
+            f"{where}: {masked} rows hold only a note that their text must be fetched "
+            "from its owner; prepare the set with NVIDIA's specdec_bench (prepare_data.py) "
+            f"and give the result as {name}:FILE"
         )
 
 
@@ -402,24 +427,18 @@ def _hub_rows(name: str, suite: PublicSuite) -> Iterator[tuple[Json, Path]]:
     from datasets import load_dataset
     from huggingface_hub import snapshot_download
 
-    with reading(
-        suite.source,
-        f"suite={name!r}: source",
-        f"go online once, or give its file as {name}:FILE",
-    ):
+    what = f"suite={name!r}: source"
+    with reading(suite.source, what, f"go online once, or give its file as {name}:FILE"):
         if suite.files:
             chosen = [*suite.files, *suite.beside]
             path = Path(snapshot_download(suite.source, repo_type="dataset", allow_patterns=chosen))
             rows = _local_rows(f"suite={name}", suite, path)
-        elif suite.source.startswith("https://"):
-            rows = (
-                (row, Path())
-                for row in load_dataset("json", data_files=suite.source, split=suite.split)
-            )
         else:
-            rows = (
-                (row, Path()) for row in load_dataset(suite.source, suite.config, split=suite.split)
-            )
+            if suite.source.startswith("https://"):
+                loaded = load_dataset("json", data_files=suite.source, split=suite.split)
+            else:
+                loaded = load_dataset(suite.source, suite.config, split=suite.split)
+            rows = ((row, Path()) for row in loaded)
     yield from rows
 
 
@@ -436,50 +455,53 @@ def _files(where: str, suite: PublicSuite, path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if suite.files:
-        found = sorted({file for pattern in suite.files for file in path.glob(pattern)})
-        if not found:
+        named: set[Path] = set()
+        for pattern in suite.files:
+            named.update(path.glob(pattern))
+        if not named:
             raise UserError(
-                f"{where}: no such file, and no folder with files as {suite.files[0]}; check the path"
+                f"{where}: no such file, and no folder with files as {suite.files[0]}; "
+                "check the path"
             )
-        return found
+        return sorted(named)
+
+    folder = path
     if suite.config and (path / suite.config).is_dir():
         folder = path / suite.config
-    else:
-        folder = path
+    files = []
     if folder.is_dir():
         files = sorted(file for file in folder.rglob("*") if file.name.endswith(_SUFFIXES))
-    else:
-        files = []
-    split = [file for file in files if file.name.startswith(suite.split)]
     if not files:
         raise UserError(
-            f"{where}: no such file, and no folder with {', '.join(_SUFFIXES)} files; check the path"
+            f"{where}: no such file, and no folder with {', '.join(_SUFFIXES)} files; "
+            "check the path"
         )
+    split = [file for file in files if file.name.startswith(suite.split)]
     if not split and len(files) > 1:
         raise UserError(
-            f"{where}: a folder of {len(files)} files, none of split {suite.split!r}; give one of them"
+            f"{where}: a folder of {len(files)} files, none of split {suite.split!r}; "
+            "give one of them"
         )
     return split or files
 
 
 def _file_rows(file: Path) -> Iterable[Json]:
-    """The rows of one file. pyarrow, gzip and json raise errors of many classes for a damaged one."""
+    """The rows of one file.
+
+    pyarrow, gzip and json raise errors of many classes for a damaged one.
+    """
     if file.name.endswith((".parquet", ".csv")):
         import pyarrow.csv
         import pyarrow.parquet
 
         if file.suffix == ".parquet":
-            read = pyarrow.parquet.read_table
-        else:
-            read = pyarrow.csv.read_csv
-        return read(file).to_pylist()
+            return pyarrow.parquet.read_table(file).to_pylist()
+        return pyarrow.csv.read_csv(file).to_pylist()
+    raw = file.read_bytes()
     if file.suffix == ".gz":
-        raw = gzip.decompress(file.read_bytes())
-    else:
-        raw = file.read_bytes()
+        raw = gzip.decompress(raw)
     text = raw.decode("utf-8-sig")
     if file.suffix == ".json" and text.lstrip().startswith("["):
         return parse_json(text)
-    return [
-        parse_json(line) for line in text.split("\n") if line.strip()
-    ]  # splitlines would break a line at U+2028
+    # splitlines would break a line at U+2028
+    return [parse_json(line) for line in text.split("\n") if line.strip()]

@@ -1,17 +1,12 @@
-"""What tuning records and measures: the trees that a drafter would draft, replayed exactly, and the
-costs of a round.
+"""What tuning records and measures: replays of the trees that a drafter would draft, and costs.
 
 Replay: what any smaller tree would have accepted, from one plain decoding run with generous trees.
-    A drafter's proposal
-depends only on the committed tokens. So one plain run that drafts a generous tree at every
-    position, and discards it, is
-enough: a smaller tree's rounds are replayed by walking the recorded trees along the continuation.
-    This is exact, not a model of
-acceptance: within a *family* (a number of children per node) shallower and smaller trees are parts
-    of the recorded one, and a
-second drafter's matches are merged as in decoding. It holds for trees that are chosen by a rule,
-    under greedy and sampled
-decoding, since neither changes the text.
+A drafter's proposal depends only on the committed tokens. So one plain run that drafts a generous
+tree at every position, and discards it, is enough: a smaller tree's rounds are replayed by walking
+the recorded trees along the continuation. This is exact, not a model of acceptance: within a
+*family* (a number of children per node) shallower and smaller trees are parts of the recorded one,
+and a second drafter's matches are merged as in decoding. It holds for trees that are chosen by a
+rule, under greedy and sampled decoding, since neither changes the text.
 
 Costs: the decoder runs with a pace that picks another tree every round, in shuffled order, so that
 a slow moment of the machine affects all trees alike. Verification is measured with made-up trees of
@@ -48,17 +43,23 @@ DEPTH = 6
 WIDTHS = (1, 4, 8)  # the families: children per node; 1 is the chain
 MOST_NODES = 63
 _CHAIN = TreeSpec.parse(f"chain:{DEPTH}")
-FAMILIES = {
-    k: _CHAIN if k == 1 else TreeSpec.parse(f"dynamic:{DEPTH},{k},{k + (DEPTH - 1) * k * k}")
-    for k in WIDTHS
-}
-# The second drafter's share: as many nodes as the largest tree may hold.
-_MATCHES = {
-    k: match_spec(
-        TreeSpec.parse(f"{'chain:1' if k == 1 else f'dynamic:1,{k},1'}@match={MOST_NODES}")
-    )
-    for k in WIDTHS
-}
+
+
+def _family(k: int) -> TreeSpec:
+    """The recorded tree of a family, as large as its trees can be."""
+    if k == 1:
+        return _CHAIN
+    return TreeSpec.parse(f"dynamic:{DEPTH},{k},{k + (DEPTH - 1) * k * k}")
+
+
+def _match_of(k: int) -> TreeSpec:
+    """The second drafter's share: as many nodes as the largest tree may hold."""
+    shape = "chain:1" if k == 1 else f"dynamic:1,{k},1"
+    return match_spec(TreeSpec.parse(f"{shape}@match={MOST_NODES}"))
+
+
+FAMILIES = {k: _family(k) for k in WIDTHS}
+_MATCHES = {k: _match_of(k) for k in WIDTHS}
 
 
 class _Recorded:
@@ -74,26 +75,26 @@ class _Recorded:
         self.tokens = tree.tokens.tolist()
         self.parents = tree.parents
         self.depths = tree.depths
-        if tree.log_probs is None:
-            self.scores = [0.0] * len(tree)
-        else:
-            self.scores = tree.log_probs.tolist()
         self.deepest = max(self.depths, default=0)
-        self._child = {
-            key: node for node, key in enumerate(zip(tree.parents, self.tokens, strict=True))
-        }
+        self.scores = [0.0] * len(tree)
+        if tree.log_probs is not None:
+            self.scores = tree.log_probs.tolist()
         order = np.argsort(-np.array(self.scores), kind="stable")
         self.ranks: list[int] = np.argsort(order).tolist()
+        self._child: dict[tuple[int, int], int] = {}  # (parent, token) -> node
+        for node, parent in enumerate(self.parents):
+            self._child[parent, self.tokens[node]] = node
         self._merged: dict[tuple[int, float, bool], tuple[_Recorded, int]] = {}
 
     def path(self, tokens: Sequence[int]) -> list[int]:
         """Nodes along the given tokens, until the first token that the tree lacks."""
         nodes: list[int] = []
+        last = -1
         for token in tokens:
-            node = self._child.get((nodes[-1] if nodes else -1, token))
-            if node is None:
+            if (last, token) not in self._child:
                 break
-            nodes.append(node)
+            last = self._child[last, token]
+            nodes.append(last)
         return nodes
 
     def merged(
@@ -103,27 +104,29 @@ class _Recorded:
         floor: float,
         matches: bool,
     ) -> tuple[_Recorded, int]:
-        """The union of the tree down to `depth`, without children of nodes below `floor`, with a
-        match; and the drafted depth.
+        """The union of a part of the tree with a match, and the part's drafted depth.
+
+        The part goes down to `depth`, without children of nodes below `floor`.
         """
-        key = depth, floor, matches
+        key = (depth, floor, matches)
         if key not in self._merged:
-            above = [self.scores[parent] if parent >= 0 else 0.0 for parent in self.parents]
-            kept = [
-                i for i in range(len(self.tokens)) if self.depths[i] <= depth and above[i] >= floor
-            ]
+            kept = []
+            for node, parent in enumerate(self.parents):
+                above = self.scores[parent] if parent >= 0 else 0.0
+                if self.depths[node] <= depth and above >= floor:
+                    kept.append(node)
             part = self.tree.part(kept)
+            union = part
             if matches and match.tokens:
                 union = merge(part, match.tree, len(kept) + len(match.tokens))
-            else:
-                union = part
-            self._merged[key] = _Recorded(union), part.drafted_depth
+            self._merged[key] = (_Recorded(union), part.drafted_depth)
         return self._merged[key]
 
     def sibling_rank(self, node: int) -> int:
-        """Rank of a node among its siblings by score."""
+        """Rank of a node among its siblings by score; of equal ones the first is ahead."""
         siblings = [i for i, parent in enumerate(self.parents) if parent == self.parents[node]]
-        return sorted(siblings, key=lambda i: (-self.scores[i], i)).index(node)
+        siblings.sort(key=lambda i: -self.scores[i])  # stable
+        return siblings.index(node)
 
 
 @dataclass
@@ -148,8 +151,11 @@ class Track:
 
 
 class Replayed(NamedTuple):
-    """A replayed round: committed tokens, verified nodes, and the depth drawn by the main drafter
-    (0: it did not draft).
+    """A replayed round.
+
+    Attributes:
+        committed: tokens. nodes: verified ones. depth: drawn by the main drafter; 0 if it did not
+            draft.
     """
 
     committed: int
@@ -183,8 +189,9 @@ class _RecordingSession(Session):
 
 
 class _Recorder(Drafter):
-    """Drafts every family at every position, keeps the trees and proposes nothing, so that decoding
-    stays plain.
+    """Drafts every family at every position and keeps the trees.
+
+    It proposes nothing, so that decoding stays plain.
     """
 
     def __init__(
@@ -200,10 +207,9 @@ class _Recorder(Drafter):
         self._advance = advance
 
     def start(self, prompt_ids: Tensor, max_length: int) -> _RecordingSession:
+        side = None
         if self.side is not None:
             side = self.side.start(prompt_ids, max_length)
-        else:
-            side = None
         track = self._tracks[tuple(prompt_ids.tolist())]
         return _RecordingSession(track, self.main.start(prompt_ids, max_length), side)
 
@@ -226,20 +232,19 @@ class _Recorder(Drafter):
         count = len(sessions)
         mains = [session.main for session in sessions]
         sides = [session.side for session in sessions]
-        trees = {
-            k: self.main.propose_all(mains, [family] * count, samplers)
-            for k, family in FAMILIES.items()
-        }
-        matches = {k: [TokenTree.empty()] * count for k in FAMILIES}
-        if self.side is not None:
-            matches = {
-                k: self.side.propose_all(sides, [_MATCHES[k]] * count, samplers) for k in FAMILIES
-            }
-        for row, session in enumerate(sessions):
-            session.track.trees.append({k: _Recorded(each[row]) for k, each in trees.items()})
-            session.track.matches.append({k: _Recorded(each[row]) for k, each in matches.items()})
+        for session in sessions:
+            session.track.trees.append({})
+            session.track.matches.append({})
+        for k, family in FAMILIES.items():
+            trees = self.main.propose_all(mains, [family] * count, samplers)
+            matches = [TokenTree.empty()] * count
+            if self.side is not None:
+                matches = self.side.propose_all(sides, [_MATCHES[k]] * count, samplers)
+            for session, tree, match in zip(sessions, trees, matches, strict=True):
+                session.track.trees[-1][k] = _Recorded(tree)
+                session.track.matches[-1][k] = _Recorded(match)
         self._advance()
-        return [TokenTree.empty(trees[1][0].tokens.device)] * count
+        return [TokenTree.empty(trees[0].tokens.device)] * count
 
 
 def record(
@@ -267,59 +272,61 @@ def record(
 
 
 def replay(track: Track, spec: TreeSpec) -> list[Replayed]:
-    """The rounds of decoding with `none`, a chain to DEPTH, or a dynamic tree of a recorded width
-    within DEPTH and MOST_NODES.
+    """The rounds of decoding with a tree.
+
+    Args:
+        spec: `none`, a chain to DEPTH, or a dynamic tree of a recorded width within DEPTH and
+            MOST_NODES.
     """
     rounds: list[Replayed] = []
     position = 0
     last = len(track.tokens) - 1
     usual = spec.budget if spec.shape == "dynamic" else spec.depth
-    seen = track._seen[
-        spec.shape, spec.top_k, spec.depth, spec.stop, spec.cut, spec.alone, spec.matches
-    ]
+    # Trees that differ in their number of nodes only share their positions.
+    key = (spec.shape, spec.top_k, spec.depth, spec.stop, spec.cut, spec.alone, spec.matches)
+    seen = track._seen[key]
     while position < last:
-        accepted = nodes = depth = 0
+        accepted = 0
+        nodes = 0
+        depth = 0
         deepest = track.limit - position - 2  # decoding cuts trees at the token limit
         if spec.shape != "none" and position < len(track.trees) and deepest > 0:
-            if (at := seen.get(position)) is None:
-                at = seen[position] = _position(track, position, spec)
-            if at.likely is None:
-                budget = usual
-            else:
+            if position not in seen:
+                seen[position] = _position(track, position, spec)
+            at = seen[position]
+            budget = usual
+            if at.likely is not None:
                 budget = max(usual, min(at.likely, spec.most))
             budget = min(budget, at.verified)  # ranks are by score
             accepted = sum(rank < budget for rank in at.ranks[:deepest])
             nodes = budget
             depth = at.drafted
             if at.tree.deepest > deepest:
-                places = zip(at.tree.ranks, at.tree.depths, strict=True)
-                nodes = sum(rank < budget and below <= deepest for rank, below in places)
-        rounds.append(Replayed(min(accepted + 1, last - position), nodes, depth))
-        position += rounds[-1].committed
+                nodes = 0
+                for rank, below in zip(at.tree.ranks, at.tree.depths, strict=True):
+                    nodes += rank < budget and below <= deepest
+        committed = min(accepted + 1, last - position)
+        rounds.append(Replayed(committed, nodes, depth))
+        position += committed
     return rounds
 
 
 def _position(track: Track, position: int, spec: TreeSpec) -> _Position:
-    tree = track.trees[position][spec.top_k]
+    recorded = track.trees[position][spec.top_k]
     match = track.matches[position][spec.top_k]
-    drafted = 0
     likely = None
     if spec.matches and is_likely(match.tree, spec):
         tree = match  # for a chain it is a chain itself, as deep as was recorded
+        drafted = 0
         likely = sum(score >= math.log(WORTH) for score in match.scores)
     else:
-        tree, drafted = tree.merged(
-            match,
-            spec.depth,
-            spec.floor,
-            spec.matches and spec.shape == "dynamic",
-        )
-    path = tree.path(track.tokens[position + 1 :])
+        merges = spec.matches and spec.shape == "dynamic"
+        tree, drafted = recorded.merged(match, spec.depth, spec.floor, merges)
+    verified = len(tree.scores)
     if spec.cut:
         least = math.log(spec.cut)
-    else:
-        least = -math.inf
-    verified = sum(score >= least for score in tree.scores)
+        verified = sum(score >= least for score in tree.scores)
+    path = tree.path(track.tokens[position + 1 :])
     return _Position(tree, [tree.ranks[node] for node in path], drafted, likely, verified)
 
 
@@ -331,38 +338,41 @@ def _positions(tracks: Sequence[Track]) -> Iterator[tuple[dict[int, _Recorded], 
 
 
 def recall(tracks: Sequence[Track], tops: Sequence[int] = (1, 2, 4, 8)) -> dict[str, list[float]]:
-    """Share of positions whose true token is among the drafter's top tokens, by depth, along the
-    true continuation.
+    """Share of positions whose true token is among the drafter's top tokens, by depth.
 
     Returns:
-        Per entry of `tops` a share per depth. A depth counts if the recorded tree holds the true
-        path down to it.
+        Per entry of `tops` a share per depth, along the true continuation. A depth counts if the
+        recorded tree holds the true path down to it.
     """
     width = max(WIDTHS)
     tried = np.zeros(DEPTH)
     found = {top: np.zeros(DEPTH) for top in tops}
     for trees, continuation in _positions(tracks):
         tree = trees[width]
-        path = trees[width].path(continuation)
+        path = tree.path(continuation)
         expanded = {-1, *tree.parents}
+        above = -1  # the true path's node of the depth before
         for depth in range(len(continuation)):
-            if depth > len(path) or (path[depth - 1] if depth else -1) not in expanded:
+            if depth > len(path) or above not in expanded:
                 break
             tried[depth] += 1
+            rank = width
             if depth < len(path):
-                rank = tree.sibling_rank(path[depth])
-            else:
-                rank = width
+                above = path[depth]
+                rank = tree.sibling_rank(above)
             for top in tops:
                 found[top][depth] += rank < top
-    return {
-        str(top): [round(float(x), 4) for x in found[top] / np.maximum(tried, 1)] for top in tops
-    }
+    return {str(top): _shares(found[top], tried) for top in tops}
+
+
+def _shares(found: np.ndarray, tried: np.ndarray) -> list[float]:
+    return [round(float(share), 4) for share in found / np.maximum(tried, 1)]
 
 
 def chances(tracks: Sequence[Track]) -> list[float]:
-    """Conditional acceptance of the greedy chain by depth: share of positions correct at a depth,
-    given all before were.
+    """Conditional acceptance of the greedy chain by depth.
+
+    The share of positions correct at a depth, given that all before were.
     """
     right = np.zeros(DEPTH)
     tried = np.zeros(DEPTH)
@@ -370,23 +380,13 @@ def chances(tracks: Sequence[Track]) -> list[float]:
         reached = len(trees[1].path(continuation))
         right[:reached] += 1
         tried[: min(reached + 1, len(continuation))] += 1
-    return [round(float(x), 4) for x in right / np.maximum(tried, 1)]
+    return _shares(right, tried)
 
 
 # -- costs -----------------------------------------------------------------------------------------
 
-NODES = (
-    1,
-    2,
-    4,
-    8,
-    11,
-    15,
-    23,
-    31,
-    47,
-    MOST_NODES,
-)  # with the root they fill the row tiles of kernels
+# Numbers of nodes whose verification is measured; with the root they fill the row tiles of kernels.
+NODES = (1, 2, 4, 8, 11, 15, 23, 31, 47, MOST_NODES)
 DEPTHS = (1, 3, DEPTH)
 CYCLES = 9
 WARM_UP = 1
@@ -417,39 +417,39 @@ class CostModel:
         """Seconds of a round that drafts to `depth` and verifies `nodes` nodes."""
         if spec.shape == "none":
             return self.verify[0]
-        seconds = _interpolate(self.verify, nodes) + self.read + self.match * spec.matches
+        seconds = _interpolate(self.verify, nodes) + self.read
+        if spec.matches:
+            seconds += self.match
         if depth:
-            seconds += _interpolate(
-                {d: cost for (k, d), cost in self.draft.items() if k == spec.top_k}, depth
-            )
-        return seconds + self.around * (nodes > 0)
+            by_depth = {d: cost for (k, d), cost in self.draft.items() if k == spec.top_k}
+            seconds += _interpolate(by_depth, depth)
+        if nodes:
+            seconds += self.around
+        return seconds
 
     def affordable(self, factor: float) -> int:
-        """Most nodes, of those measured, whose pass costs at most `factor` plain ones; 0 if one
-        costs more.
-        """
-        return max(
-            (nodes for nodes, seconds in self.verify.items() if seconds <= factor * self.verify[0]),
-            default=0,
-        )
+        """Most nodes, of those measured, whose pass costs at most `factor` plain ones; else 0."""
+        most = 0
+        for nodes, seconds in self.verify.items():
+            if seconds <= factor * self.verify[0]:
+                most = max(most, nodes)
+        return most
 
     def table(self) -> Json:
         """The costs in milliseconds, for JSON."""
-        draft: defaultdict[str, dict[str, float]] = defaultdict(dict)
+        verification = {}
+        for nodes, seconds in self.verify.items():
+            verification[str(nodes)] = round(1000 * seconds, 3)
+        drafting: defaultdict[str, dict[str, float]] = defaultdict(dict)
         for (k, depth), seconds in self.draft.items():
-            draft[str(k)][str(depth)] = round(1000 * seconds, 3)
-        parts = {
-            "match": self.match,
-            "read": self.read,
-            "read_prompt": self.read_prompt,
-            "around": self.around,
-        }
+            drafting[str(k)][str(depth)] = round(1000 * seconds, 3)
         return {
-            "verification_ms": {
-                str(nodes): round(1000 * seconds, 3) for nodes, seconds in self.verify.items()
-            },
-            "drafting_ms": dict(draft),
-            **{f"{name}_ms": round(1000 * seconds, 4) for name, seconds in parts.items()},
+            "verification_ms": verification,
+            "drafting_ms": dict(drafting),
+            "match_ms": round(1000 * self.match, 4),
+            "read_ms": round(1000 * self.read, 4),
+            "read_prompt_ms": round(1000 * self.read_prompt, 4),
+            "around_ms": round(1000 * self.around, 4),
         }
 
 
@@ -495,15 +495,12 @@ class _ProbeTrees(Drafter):
         if specs[0].shape != "paths":
             return self.drafter.propose_all(sessions, specs, samplers)
         nodes = specs[0].budget
-        tokens = torch.tensor(
-            [7919 * node % self.target.vocab_size for node in range(1, nodes + 1)]
-        )  # [n]
-        return [
-            TokenTree(
-                tokens.to(self.target.device),
-                [(node - 1) // 2 if node else -1 for node in range(nodes)],
-            )
-        ]
+        tokens = [7919 * node % self.target.vocab_size for node in range(1, nodes + 1)]
+        # A binary tree: node n follows node (n - 1) // 2.
+        parents = [-1]
+        for node in range(1, nodes):
+            parents.append((node - 1) // 2)
+        return [TokenTree(torch.tensor(tokens, device=self.target.device), parents)]
 
 
 class _Schedule:
@@ -545,19 +542,22 @@ def measure_costs(
             prompt.
         advance: called after every round.
     """
-    sizes = [TreeSpec.parse("paths:" + ",".join(map(str, range(nodes)))) for nodes in NODES]
-    drafts = [_draft_spec(k, depth) for k in WIDTHS for depth in DEPTHS]
+    sizes = []
+    for nodes in NODES:
+        sizes.append(TreeSpec.parse("paths:" + ",".join(map(str, range(nodes)))))
+    drafts = []
+    for k in WIDTHS:
+        drafts += [_draft_spec(k, depth) for depth in DEPTHS]
+    matched = []
     if parts_of(drafter)[1] is not None:
-        matched = [TreeSpec.parse("dynamic:3,4,8@alone=0.999")]
-    else:
-        matched = []
+        matched.append(TreeSpec.parse("dynamic:3,4,8@alone=0.999"))
     specs = [TreeSpec.parse("none"), *sizes, *drafts, *matched]
+
     schedule = _Schedule(specs, advance)
-    largest = max(specs, key=lambda spec: spec.budget)
     decoder = Decoder(
         target,
         _ProbeTrees(drafter, target),
-        spec=largest,
+        spec=max(specs, key=lambda spec: spec.budget),
         sampling=sampling,
         eos_ids=(),
         pace=schedule,
@@ -570,7 +570,8 @@ def measure_costs(
 
 
 def _draft_spec(k: int, depth: int) -> TreeSpec:
-    return TreeSpec.parse((f"chain:{depth}" if k == 1 else f"dynamic:{depth},{k},8") + "@nomatch")
+    shape = f"chain:{depth}" if k == 1 else f"dynamic:{depth},{k},8"
+    return TreeSpec.parse(f"{shape}@nomatch")
 
 
 def _fit(
@@ -580,37 +581,43 @@ def _fit(
 ) -> CostModel:
     verify: defaultdict[int, list[float]] = defaultdict(list)
     draft: defaultdict[TreeSpec, list[float]] = defaultdict(list)
+    reads = []  # seconds of reading what a round committed
+    prompt_seconds = 0.0  # of reading prompts, and their tokens
+    prompt_tokens = 0
     for done in rounds:
         if done.spec.shape in ("none", "paths"):
             verify[done.new_tokens - 1].append(_pass_seconds(done))
         elif done.drafted:
             draft[done.spec].append(done.draft_seconds)
-    model = CostModel(
-        {nodes: median(values) for nodes, values in sorted(verify.items()) if nodes in (0, *NODES)},
-        {},
-    )
-    # A drafter that finds nothing to draft takes no time worth counting.
-    model.draft = {(spec.top_k, spec.depth): median(draft.get(spec, [0.0])) for spec in drafts}
+        if done.read > _PREFILL:
+            prompt_seconds += done.read_seconds
+            prompt_tokens += done.read
+        elif done.read > 0:
+            reads.append(done.read_seconds)
+
+    model = CostModel({}, {})
+    for nodes in (0, *NODES):
+        if nodes in verify:
+            model.verify[nodes] = median(verify[nodes])
+    for spec in drafts:
+        # A drafter that finds nothing to draft takes no time worth counting.
+        model.draft[spec.top_k, spec.depth] = median(draft.get(spec, [0.0]))
     if matched and draft[matched[0]]:
-        model.match = max(0.0, median(draft[matched[0]]) - median(draft[_draft_spec(4, 3)]))
-    reads = [done.read_seconds for done in rounds if 0 < done.read <= _PREFILL]
+        alone = median(draft[_draft_spec(4, 3)])
+        model.match = max(0.0, median(draft[matched[0]]) - alone)
     if reads:
         model.read = median(reads)
-    else:
-        model.read = 0.0
-    bulk = [done for done in rounds if done.read > _PREFILL]
-    if bulk:
-        model.read_prompt = sum(done.read_seconds for done in bulk) / sum(
-            done.read for done in bulk
-        )
-    else:
-        model.read_prompt = 0.0
-    own = [done for done in rounds if done.drafted and done.spec.shape != "paths"]
-    extra = [_pass_seconds(done) - _interpolate(model.verify, done.new_tokens - 1) for done in own]
+    if prompt_tokens:
+        model.read_prompt = prompt_seconds / prompt_tokens
+
+    # What passes of drafted trees cost beyond those of made-up trees of their size.
+    extra = []
+    for done in rounds:
+        if done.drafted and done.spec.shape != "paths":
+            expected = _interpolate(model.verify, done.new_tokens - 1)
+            extra.append(_pass_seconds(done) - expected)
     if extra:
         model.around = max(0.0, median(extra))
-    else:
-        model.around = 0.0
     return model
 
 
