@@ -29,19 +29,23 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-# (query [tq, heads, e], key [t, kv_heads, e], value [t, kv_heads, e]) -> [tq, heads * e], e = head
-# size
+# query [tq, heads, e], key and value [t, kv_heads, e] -> [tq, heads * e]; e is the head size
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Part:
-    """The tokens of a batch that a process computes, as flat positions of [b, s]: all of them,
-    unless processes share the rows (`sequence_parallel.SharedPart`). Attributes: begin, end of
-    them; seen: those that the process holds or reads.
+    """The tokens of a batch that a process computes, as flat positions of [b, s].
+
+    These are all tokens, unless processes share the rows (`sequence_parallel.SharedPart`).
+
+    Attributes:
+        begin, end: the interval of tokens. seen: the tokens that the process holds or reads.
     """
 
     def __init__(self, tokens: int):
-        self.begin, self.end, self.seen = 0, tokens, slice(0, tokens)
+        self.begin = 0
+        self.end = tokens
+        self.seen = slice(0, tokens)
 
     def counts(self, flat: Tensor) -> list[int]:
         """How many of the positions `flat` [t], ascending, each process holds."""
@@ -52,18 +56,20 @@ class Part:
         return slice(0, len(flat))
 
     def within(self, begin: int, length: int) -> slice:
-        """The positions of a conversation, which begins at a flat position, that this process
-        holds.
-        """
-        return slice(*(min(max(end - begin, 0), length) for end in (self.begin, self.end)))
+        """The positions of a conversation that this process holds; begin: its flat position."""
+        first = min(max(self.begin - begin, 0), length)
+        last = min(max(self.end - begin, 0), length)
+        return slice(first, last)
 
     def same(self, x: Tensor) -> Tensor:
         """A random draw, the same in all processes that share the rows."""
         return x
 
     def attend(self, attend: Attend, queries: list[int], keys: list[int]) -> Attend:
-        """An attention over whole rows, for this process's tokens. queries, keys: how many of them
-        each process has.
+        """An attention over whole rows, for this process's tokens.
+
+        Args:
+            queries, keys: how many of them each process has.
         """
         return attend
 
@@ -85,33 +91,42 @@ class Batch:
     # [c] int64, each conversation's row number in the data set, a key of the feature cache; -1 if
     # it is in no data set.
     index: Tensor  # c = b if not packed
-    documents: Tensor | None = (
-        None  # [c, 3] int64 row, start and length of each conversation; None: each is a row
-    )
-    shared: Part | None = (
-        None  # what this process computes, if others share the rows; ids and masks are complete
-    )
+    # [c, 3] int64 row, start and length of each conversation; None: each is a row
+    documents: Tensor | None = None
+    # what this process computes, if others share the rows; ids and masks are complete
+    shared: Part | None = None
 
     @classmethod
     def of(cls, inputs: dict[str, Tensor]) -> Batch:
         """A collated batch (`data.loader.collate`) as a Batch; other entries are ignored."""
-        ids, lengths, mask, index = (
-            inputs[name] for name in ("input_ids", "lengths", "response_mask", "index")
+        return cls(
+            input_ids=inputs["input_ids"],
+            lengths=inputs["lengths"],
+            response_mask=inputs["response_mask"],
+            index=inputs["index"],
+            documents=inputs.get("documents"),
         )
-        return cls(ids, lengths, mask, index, inputs.get("documents"))
 
     def to(self, device: torch.device) -> Batch:
-        tensors = {
-            name: value.to(device)
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor)
-        }
-        return replace(self, **tensors)  # type: ignore[arg-type]
+        """The batch with its tensors on a device."""
+        documents = self.documents
+        if documents is not None:
+            documents = documents.to(device)
+        return Batch(
+            input_ids=self.input_ids.to(device),
+            lengths=self.lengths.to(device),
+            response_mask=self.response_mask.to(device),
+            index=self.index.to(device),
+            documents=documents,
+            shared=self.shared,
+        )
 
     @property
     def part(self) -> Part:
         """The tokens that this process computes."""
-        return self.shared or Part(self.input_ids.numel())
+        if self.shared is not None:
+            return self.shared
+        return Part(self.input_ids.numel())
 
     def conversations(self) -> Tensor:
         """[c, 3] int64 row, start and length of each conversation, in order."""
@@ -121,23 +136,27 @@ class Batch:
         return torch.stack((rows, torch.zeros_like(rows), self.lengths), dim=1)
 
     def anchors(self) -> tuple[Tensor, Tensor]:
-        """Tokens that have a next token in their conversation: flat positions [t] int64, ascending,
-        and each one's position in its conversation [t].
+        """Tokens that have a next token in their conversation.
+
+        Returns:
+            Their flat positions [t] int64, ascending, and their positions in the conversation [t].
         """
         row, start, length = self.conversations().unbind(1)  # each [c]
-        count = (length - 1).clamp(min=0)
+        count = (length - 1).clamp(min=0)  # [c] anchors of each conversation
         begin = torch.repeat_interleave(row * self.input_ids.shape[1] + start, count)  # [t]
-        place = torch.arange(len(begin), device=begin.device) - torch.repeat_interleave(
-            count.cumsum(0) - count, count
-        )
+        earlier = torch.repeat_interleave(count.cumsum(0) - count, count)  # [t] anchors before
+        place = torch.arange(len(begin), device=begin.device) - earlier
         return begin + place, place
 
     def begins(self) -> Tensor:
-        """[b, s] int64, the column where each token's conversation begins; padding counts as a
-        conversation of its own.
+        """[b, s] int64, the column where each token's conversation begins.
+
+        Padding counts as a conversation of its own.
         """
-        (b, s), device = self.input_ids.shape, self.input_ids.device
+        b, s = self.input_ids.shape
+        device = self.input_ids.device
         row, start, _ = self.conversations().unbind(1)
+        # Mark the first column of each conversation, and of the padding, with its own number.
         begin = torch.zeros(b, s + 1, dtype=torch.long, device=device)
         begin[row, start] = start
         begin[torch.arange(b, device=device), self.lengths] = self.lengths
@@ -145,17 +164,16 @@ class Batch:
 
     def first_rows(self, b: int) -> Batch:
         """The first b rows."""
-        kept = self.conversations()[:, 0] < b
-        if self.documents is None:
-            documents = None
-        else:
-            documents = self.documents[kept]
+        kept = self.conversations()[:, 0] < b  # [c] bool
+        documents = self.documents
+        if documents is not None:
+            documents = documents[kept]
         return Batch(
-            self.input_ids[:b],
-            self.lengths[:b],
-            self.response_mask[:b],
-            self.index[kept],
-            documents,
+            input_ids=self.input_ids[:b],
+            lengths=self.lengths[:b],
+            response_mask=self.response_mask[:b],
+            index=self.index[kept],
+            documents=documents,
         )
 
 
@@ -165,8 +183,7 @@ def anchors_by_depth(
     share: float = 1.0,
     part: Part | None = None,
 ) -> list[Tensor]:
-    """The anchors that each depth trains on, as flat positions of [b, s]: one int64 tensor per
-    depth.
+    """The anchors that each depth trains on: flat positions of [b, s], an int64 tensor per depth.
 
     Anchor t counts at depth k if x_{t+1} .. x_{t+2+k} all belong to one response: then decoding can
     stand there (the last committed token is the target's own) and the predicted token is the
@@ -176,21 +193,25 @@ def anchors_by_depth(
         position t        0 1 2 3 4 5 6       anchors at depth 1:  t = 1, 2
 
     Args:
-        response_mask: [b, s] bool. share: share of the anchors, drawn at random, that depths after
-            the first train on.
-        part: of processes that share the rows, which then draw the same.
+        response_mask: [b, s] bool.
+        share: share of the anchors, drawn at random, that depths after the first train on.
+        part: given if processes share the rows, so that all of them draw the same.
     """
     s = response_mask.shape[1]
-    shifted = [
-        torch.nn.functional.pad(response_mask[:, j:], (0, min(j, s))) for j in range(1, depths + 2)
-    ]
-    current = shifted[0]
+
+    def ahead(j: int) -> Tensor:
+        """[b, s] bool: the token j positions later belongs to a response."""
+        return torch.nn.functional.pad(response_mask[:, j:], (0, min(j, s)))
+
+    current = ahead(1)
     result = []
-    for k, following in enumerate(shifted[1:]):
-        current = current & following
+    for k in range(depths):
+        current = current & ahead(k + 2)
         if k == 1 and share < 1:
             drawn = torch.rand(current.shape, device=current.device)
-            current = current & ((part.same(drawn) if part else drawn) < share)
+            if part is not None:
+                drawn = part.same(drawn)
+            current = current & (drawn < share)
         result.append(current.flatten().nonzero().squeeze(1))
     return result
 
@@ -204,8 +225,9 @@ class TargetOutput:
 
 
 class StepOutput(NamedTuple):
-    """A training step's result; a tuple, because DDP and ZeRO-3 look for tensors in the outputs of
-    a forward.
+    """A training step's result.
+
+    It is a tuple because DDP and ZeRO-3 look for tensors in the outputs of a forward.
     """
 
     loss: Tensor  # scalar, already divided by the global number of anchors
@@ -223,60 +245,58 @@ class Measured(Protocol):
 
 
 def sums_by_depth(outs: Sequence[Measured]) -> dict[str, Tensor]:
-    """Metrics of a training step: count, loss, alpha and agree summed over each depth's anchors,
-    [depths] each; empty if they were not measured. outs: one per depth.
+    """Metrics of a training step, summed over each depth's anchors: count, loss, alpha and agree.
+
+    Args:
+        outs: one per depth.
+
+    Returns:
+        [depths] of each metric; nothing if the metrics were not measured.
     """
-    sums = [
-        torch.stack(
-            [
-                value.sum()
-                for value in (torch.ones_like(out.values), out.values, out.alpha, out.agree.float())
-            ]
-        )
-        for out in outs
-        if out.alpha is not None and out.agree is not None
-    ]
+    sums: list[Tensor] = []
+    for out in outs:
+        if out.alpha is None or out.agree is None:
+            continue
+        count = torch.ones_like(out.values).sum()
+        values = (count, out.values.sum(), out.alpha.sum(), out.agree.float().sum())
+        sums.append(torch.stack(values))  # [4]
+    if not sums:
+        return {}
     names = ("count", "loss", "alpha", "agree")
-    if sums:
-        return dict(zip(names, torch.stack(sums, dim=1), strict=True))
-    return {}
+    return dict(zip(names, torch.stack(sums, dim=1), strict=True))
 
 
 @dataclass
 class Proposal:
-    """Proposal distributions q of a sampled tree. Siblings are drawn without replacement, in the
-    order of their indices.
+    """Proposal distributions q of a sampled tree.
+
+    Siblings are drawn without replacement, in the order of their indices.
     """
 
     # [r, d] float32, the drafter's distributions q, a row per node whose children were drawn
     probs: Tensor
-    rows: list[
-        int
-    ]  # n ints, the row of `probs` that each node was drawn from; -1 for a node that was not drawn
-    kept_ids: Tensor | None = (
-        None  # [d] target id of each drafter id; None if the vocabularies are the same
-    )
+    # n ints, the row of `probs` that each node was drawn from; -1 for a node that was not drawn
+    rows: list[int]
+    # [d] target id of each drafter id; None if the vocabularies are the same
+    kept_ids: Tensor | None = None
 
 
 @dataclass
 class TokenTree:
-    """A tree of drafted tokens in topological order. The root, the last committed token, is not a
-    node.
+    """A tree of drafted tokens in topological order.
 
-    Siblings carry distinct tokens. Probes are nodes at the end that are no drafts: the session
-    reads the target's choice after them; verification never accepts them.
+    The root, the last committed token, is not a node. Siblings carry distinct tokens. Probes are
+    nodes at the end that are no drafts: the session reads the target's choice after them, and
+    verification never accepts them.
     """
 
     tokens: Tensor  # [n] int64, target vocabulary
-    parents: list[
-        int
-    ]  # n ints, each node's parent, -1 for children of the root; smaller than the node's own index
-    log_probs: Tensor | None = (
-        None  # [n] float32, the drafter's of each token's path; nan for a merged match
-    )
-    proposal: Proposal | None = (
-        None  # None if no node was drawn (top-k tokens, matches); verification then needs no q
-    )
+    # n ints, each node's parent, -1 for children of the root; smaller than the node's own index
+    parents: list[int]
+    # [n] float32, the drafter's log-probability of each node's path; nan for a merged match
+    log_probs: Tensor | None = None
+    # None if no node was drawn (top-k tokens, matches); verification then needs no q
+    proposal: Proposal | None = None
     probes: int = 0  # number of probes at the end
     matched: frozenset[int] = frozenset()  # nodes that only a second drafter's match proposed
 
@@ -298,24 +318,28 @@ class TokenTree:
 
     def match(self, tokens: Sequence[int]) -> int:
         """Length of the drafted path along the given tokens."""
-        child = {
-            key: node
-            for node, key in enumerate(zip(self.parents, self.tokens.tolist(), strict=True))
-        }
+        child = self._places()
         node = -1
         for depth, token in enumerate(tokens):
-            if (node := child.get((node, token), -2)) == -2:
+            if (node, token) not in child:
                 return depth
+            node = child[node, token]
         return len(tokens)
+
+    def _places(self) -> dict[tuple[int, int], int]:
+        """The node of each (parent, token)."""
+        keys = zip(self.parents, self.tokens.tolist(), strict=True)
+        return {key: node for node, key in enumerate(keys)}
 
     def prune(self, depth: int, cut: float = 0.0) -> TokenTree:
         """The part down to `depth`, of paths that are at least as likely as `cut`.
 
-        By depth alone all children of a node stay or go together, so drawn siblings stay draws from
-        q. A cut verifies as many nodes as the drafter is sure of, round by round. Source: D-Cut,
-        angelslim.readthedocs.io (dcut).
+        By depth alone all children of a node stay or go together, so drawn siblings stay draws
+        from q. A cut verifies as many nodes as the drafter is sure of, round by round.
+
+        Source: D-Cut, angelslim.readthedocs.io (dcut).
         """
-        if not cut and len(self.parents) <= depth:  # no path is longer than the tree is large
+        if not cut and len(self.parents) <= depth:  # no path has more nodes than the tree
             return self
         kept = [node for node, at in enumerate(self.depths) if at <= depth]
         if cut and self.log_probs is not None:
@@ -335,7 +359,8 @@ class TokenTree:
         """
         if len(scores) <= count:
             return list(range(len(scores)))
-        return sorted(sorted(range(len(scores)), key=lambda node: -scores[node])[:count])
+        by_score = sorted(range(len(scores)), key=lambda node: -scores[node])
+        return sorted(by_score[:count])
 
     @staticmethod
     def likeliest(
@@ -356,40 +381,35 @@ class TokenTree:
 
     def part(self, kept: list[int]) -> TokenTree:
         """The given nodes, ascending, each with its parent."""
-        place = {old: new for new, old in enumerate(kept)} | {-1: -1}
+        place = {old: new for new, old in enumerate(kept)}  # old node -> new node
+        place[-1] = -1
         at = torch.tensor(kept, dtype=torch.long)
         tokens = self.tokens[at.to(self.tokens.device, non_blocking=True)]
+
         log_probs = self.log_probs
-        if log_probs is None:
-            log_probs = None
-        else:
+        if log_probs is not None:
             log_probs = log_probs[at.to(log_probs.device, non_blocking=True)]
-        proposal = self.proposal and replace(
-            self.proposal,
-            rows=[self.proposal.rows[node] for node in kept],
-        )
-        probes = sum(node >= len(self) - self.probes for node in kept)
-        matched = frozenset(place[node] for node in self.matched if node in place)
+        proposal = self.proposal
+        if proposal is not None:
+            proposal = replace(proposal, rows=[proposal.rows[node] for node in kept])
+
+        drafted = len(self) - self.probes
         return TokenTree(
             tokens,
             [place[self.parents[node]] for node in kept],
             log_probs,
             proposal,
-            probes,
-            matched,
+            probes=sum(node >= drafted for node in kept),
+            matched=frozenset(place[node] for node in self.matched if node in place),
         )
 
     @staticmethod
     def moved(trees: Sequence[TokenTree], device: torch.device) -> list[TokenTree]:
         """The trees with their tokens on another device, in one transfer."""
-        tokens = torch.cat([tree.tokens for tree in trees]).to(
-            device,
-            non_blocking=device.type != "cpu",
-        )
-        return [
-            replace(tree, tokens=own)
-            for tree, own in zip(trees, tokens.split([*map(len, trees)]), strict=True)
-        ]
+        tokens = torch.cat([tree.tokens for tree in trees])  # [nodes of all trees]
+        tokens = tokens.to(device, non_blocking=device.type != "cpu")
+        parts = tokens.split([len(tree) for tree in trees])
+        return [replace(tree, tokens=own) for tree, own in zip(trees, parts, strict=True)]
 
     def drafts(self) -> TokenTree:
         """The tree without its probes."""
@@ -406,8 +426,8 @@ class TokenTree:
         """Adds probes down to `depth`. A probe whose path is drafted already shares that node.
 
         Args:
-            tokens, parents: of the probes, in topological order; parents index the probes, -1 for
-                the root.
+            tokens: of the probes, in topological order.
+            parents: of the probes, as indices of probes; -1 for the root.
 
         Returns:
             The tree, and each probe's node in it, -1 for probes below `depth`.
@@ -415,16 +435,16 @@ class TokenTree:
         ids = self.tokens.tolist()
         above = list(self.parents)
         depths = self.depths
-        place = {
-            key: node for node, key in enumerate(zip(above, ids, strict=True))
-        }  # (parent, token) -> node
+        place = self._places()
         nodes: list[int] = []
         for token, parent in zip(tokens, parents, strict=True):
+            under = -1
             if parent >= 0:
                 under = nodes[parent]
-            else:
-                under = -1
-            at = 1 + (depths[under] if under >= 0 else 0)
+            at = 1
+            if under >= 0:
+                at += depths[under]
+            # A probe below one that is left out is left out too.
             if at > depth or (under < 0 <= parent):
                 nodes.append(-1)
                 continue
@@ -437,15 +457,16 @@ class TokenTree:
         count = len(ids) - len(self)
         log_probs = self.log_probs
         if log_probs is not None:
-            log_probs = torch.nn.functional.pad(
-                log_probs,
-                (0, count),
-                value=-torch.inf,
-            )  # [n + count]
-        proposal = self.proposal and replace(self.proposal, rows=self.proposal.rows + [-1] * count)
+            # [n + count]
+            log_probs = torch.nn.functional.pad(log_probs, (0, count), value=-torch.inf)
+        proposal = self.proposal
+        if proposal is not None:
+            proposal = replace(proposal, rows=proposal.rows + [-1] * count)
         made = torch.tensor(ids, dtype=torch.long).to(self.tokens.device, non_blocking=True)
-        return TokenTree(made, above, log_probs, proposal, self.probes + count, self.matched), nodes
+        tree = TokenTree(made, above, log_probs, proposal, self.probes + count, self.matched)
+        return tree, nodes
 
     @staticmethod
     def empty(device: torch.device | str = "cpu") -> TokenTree:
+        """A tree without nodes."""
         return TokenTree(torch.empty(0, dtype=torch.long, device=device), [])

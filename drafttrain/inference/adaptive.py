@@ -1,5 +1,4 @@
-"""Adaptive speculation: a smaller tree where the given one does not pay, plain decoding where none
-does.
+"""Adaptive speculation: a smaller tree, or plain decoding, where the given tree does not pay.
 
 A `Pace` chooses the tree of every round and observes what the round cost and committed. `Adaptive`
 estimates, for the tree that the user allows and every smaller depth and number of nodes,
@@ -8,18 +7,19 @@ estimates, for the tree that the user allows and every smaller depth and number 
 
 and drafts the tree with the highest rate. Nothing needs configuration, and noise decides little:
 
-tokens      counted, not timed: a drafted tree contains every smaller one, so each round tells what all of them would have
-            accepted. The mean is over 128 rounds, so that it is steady on a steady load; when
-            recent rounds differ from
-            it by more than chance, they replace it.
-seconds     running medians: of target passes by number of new tokens (roots and nodes of all rows), of drafting by depth and
-            rows. Batches change the costs by themselves: many rows fill the pass, so trees shrink.
-start       with the given tree, which the user or `tune` found good; its first rounds inform about all others.
+tokens      counted, not timed: a drafted tree contains every smaller one, so each round tells what
+            all of them would have accepted. The mean is over 128 rounds, so that it is steady on a
+            steady load; when recent rounds differ from it by more than chance, they replace it.
+seconds     running medians: of target passes by number of new tokens (roots and nodes of all rows),
+            of drafting by depth and rows. Larger batches change the costs: many rows fill the
+            target's pass, so trees shrink.
+start       with the given tree, which the user or `tune` found good; its first rounds inform about
+            all others.
 
-Where plain decoding is faster, drafting stops and the drafter reads nothing. Trials of other trees
-pay from a budget of 1.2 % of run time what they lose against the best one, and earn what they gain.
-So a useless drafter costs little more than that share, and a drafter that starts to hit pays for
-its own next trial.
+Where plain decoding is faster, drafting stops and the drafter reads nothing. Exploration may cost
+at most 1.2 % of run time plus what it has saved: a trial of another tree pays what it loses against
+the best one and earns what it gains. So a useless drafter costs little more than that share, and a
+drafter that becomes useful pays for its own next trial.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from drafttrain.drafters.common.tree_spec import TreeSpec
 _ALLOWANCE = 0.012  # share of run time that trials may lose
 _MOST = 4.0  # plain rounds: the first budget of trials, and the most that it accumulates
 _FIRST = 12  # first rounds that draft the given tree, as long as the budget lasts
-_BLIND = 48  # new tokens of a first pass, unless plain decoding has as many
-# rounds between two trials of plain decoding, four times as many where drafting is clearly faster
+_BLIND = 48  # most new tokens of a first pass, unless plain decoding has more
+# Rounds between two trials of plain decoding, four times as many where drafting is clearly faster.
 _LOOK = 64
-_CLEAR = 1.15  # faster by this factor
-# drafting starts if it is estimated to be faster by this factor, and stops if it is slower by it
+_CLEAR = 1.15  # "clearly faster": by this factor
+# Drafting starts if it is estimated to be faster by this factor, and stops if it is slower by it.
 _MARGIN = 1.015
 _TRUST = 4  # rows of rounds that the initial estimate of acceptance counts for
 _SHARE = 0.5  # the initial estimate: acceptance of each depth
 _WINDOW = 256  # rows of rounds in the running mean of accepted tokens
-_RECENT = 12  # rounds that are compared with it
-_SURE = 4.0  # standard deviations between the two that are no chance
+_RECENT = 12  # rounds that are compared with the running mean
+_SURE = 4.0  # standard deviations between the two that are not chance
 _SAMPLES = 9  # rounds per median
 _SLOWEST = 2.0  # a sample counts at most this many times what was expected
 _PERIOD = 4  # rounds between two decisions
-_LIKELY = math.log(WORTH)  # of nodes of a match that may exceed a tree's budget
+_LIKELY = math.log(WORTH)  # least score of a match's nodes that may exceed a tree's budget
 _STEADY = 5  # passes that tell how fast the machine is now
 
 
@@ -64,10 +64,13 @@ class RoundReport:
     """What a round cost and committed.
 
     Attributes:
-        spec: the requested tree. rows: sequences in the round. new_tokens: roots and nodes of the
-            target's pass.
-        seconds: the full round. draft_seconds: proposing.
-        read: committed tokens that the drafter read first; read_seconds: time for that.
+        spec: the requested tree.
+        rows: sequences in the round.
+        new_tokens: roots and nodes of the target's pass.
+        seconds: of the full round.
+        draft_seconds: of proposing.
+        read: committed tokens that the drafter read first.
+        read_seconds: of that reading.
         drafted: tree and accepted path per sequence that drafted.
     """
 
@@ -85,8 +88,10 @@ class Pace(Protocol):
     """Chooses the tree of each round. One pace may serve several calls at a time."""
 
     def choose(self, rows: int, behind: int) -> TreeSpec:
-        """The next round's tree for `rows` sequences, with `behind` committed tokens that the
-        drafter has not read yet.
+        """The next round's tree.
+
+        Args:
+            rows: sequences. behind: committed tokens that the drafter has not read yet.
         """
         ...
 
@@ -101,13 +106,15 @@ class Costs:
     def __init__(self) -> None:
         self._samples: dict[int, deque[float]] = {}
         self._medians: dict[int, float] = {}
-        self._known = np.zeros((2, 0))
+        self._known = np.zeros((2, 0))  # see `_curve`
         self._stale = False
 
     def add(self, size: int, seconds: float) -> None:
+        """Adds a sample."""
         size = self._key(size)
-        if known := self.median(size):  # one slow round must not rule out a size
-            seconds = min(seconds, _SLOWEST * known)
+        expected = self.median(size)
+        if expected:  # one slow round must not rule out a size
+            seconds = min(seconds, _SLOWEST * expected)
         samples = self._samples.setdefault(size, deque(maxlen=_SAMPLES))
         samples.append(seconds)
         self._medians[size] = median_low(samples)
@@ -118,9 +125,8 @@ class Costs:
         if self._stale:
             sizes = sorted(self._medians)
             seconds = np.array([self._medians[size] for size in sizes])
-            self._known = np.stack(
-                [np.array(sizes, float), np.minimum.accumulate(seconds[::-1])[::-1]]
-            )
+            bounded = np.minimum.accumulate(seconds[::-1])[::-1]  # by those of larger passes
+            self._known = np.stack([np.array(sizes, float), bounded])
             self._stale = False
         return self._known
 
@@ -134,25 +140,27 @@ class Costs:
 
     def median(self, size: int) -> float:
         """Seconds at one size: its own median if it has samples."""
-        return self._medians.get(self._key(size)) or float(self.at(size))
+        known = self._medians.get(self._key(size))
+        if known:
+            return known
+        return float(self.at(size))
 
     def at(self, size: np.ndarray | float) -> np.ndarray:
-        """Seconds at sizes: constant below the known range, extrapolated above it, 0 without
-        samples.
+        """Seconds at sizes: constant below the known range, extrapolated above it.
+
+        All are 0 without samples.
         """
         sizes, seconds = self._curve()
         if not len(sizes):
             return np.zeros(np.shape(size))
         found = np.interp(size, sizes, seconds)
-        if len(sizes) > 1:  # noise must not make large passes free
-            slope = max(
-                0.0, *((seconds[-1] - seconds[i]) / (sizes[-1] - sizes[i]) for i in (0, -2))
-            )
-            found = np.where(
-                size > sizes[-1],
-                max(seconds[-2:]) + slope * (size - sizes[-1]),
-                found,
-            )
+        if len(sizes) > 1:
+            # The steeper of the whole curve and its end: noise must not make large passes free.
+            overall = (seconds[-1] - seconds[0]) / (sizes[-1] - sizes[0])
+            recent = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
+            slope = max(0.0, overall, recent)
+            beyond = max(seconds[-2:]) + slope * (size - sizes[-1])
+            found = np.where(size > sizes[-1], beyond, found)
         return found
 
     @staticmethod
@@ -173,8 +181,8 @@ class Adaptive:
     """
 
     def __init__(self, spec: TreeSpec):
-        trees = spec.smaller()
-        self.levels = [TreeSpec.parse("none"), *trees]
+        self.levels = [TreeSpec.parse("none")]
+        self.levels += spec.smaller()
         self._index = {level: i for i, level in enumerate(self.levels)}
         self._depths = np.array([level.depth for level in self.levels])
         self._budgets = np.array([level.budget for level in self.levels])
@@ -186,37 +194,41 @@ class Adaptive:
             np.minimum.outer(self._depths, self._depths),
             np.minimum.outer(self._budgets, self._budgets),
         ]
-        # What a level adds to its parent, the next smaller one: [m, m], 1 where a level's figure
-        # holds another's addition.
+        # A level's parent is the largest smaller level that it contains. Figures are kept as what a
+        # level adds to its parent; `_sums` [m, m] is 1 where a level's figure includes another's
+        # addition.
         every = np.arange(len(self.levels))
-        self._parents = np.array(
-            [0, *(int(every[:i][self._common[i, :i] == every[:i]][-1]) for i in every[1:])]
-        )
+        self._parents = np.zeros(len(self.levels), int)
         self._sums = np.eye(len(self.levels))
         for i in every[1:]:
+            contained = every[:i][self._common[i, :i] == every[:i]]
+            self._parents[i] = contained[-1]
             self._sums[i] += self._sums[self._parents[i]]
-        # Per row: accepted tokens and drafted nodes, running means over `_weight` rows of rounds,
-        # and the sums that follow.
+        # Per row: accepted tokens and drafted nodes [m], running means over `_weight` rows of
+        # rounds, and what each level adds to its parent's.
         self._accepted = _SHARE * (1 - _SHARE**self._depths) / (1 - _SHARE)
         self._nodes = self._budgets.astype(float)
         self._added = np.stack([self._accepted, self._nodes])  # [2, m]
         self._added[:, 1:] -= self._added[:, self._parents[1:]]
         self._weight = np.full(len(self.levels), float(_TRUST))
-        # of accepted tokens against the mean: recent mean, and variance
+        # Accepted tokens of recent rounds against the mean: their mean difference and variance.
         self._drift = 0.0
         self._variance = 1.0
         self._main = 1.0  # share of rounds in which the drafter ran, rather than a match alone
-        self._passes, self._reading, self._matching = Costs(), Costs(), Costs()
-        self._drafting: dict[int, Costs] = {}  # by rows: seconds by depth
-        self._speeds: deque[float] = deque(
-            [1.0] * _STEADY,
-            maxlen=_STEADY,
-        )  # of the machine: recent passes over their medians
+        # Seconds: of target passes by new tokens, of reading by tokens, of matching by rows, and of
+        # drafting by depth for each number of rows.
+        self._passes = Costs()
+        self._reading = Costs()
+        self._matching = Costs()
+        self._drafting: dict[int, Costs] = {}
+        # Speed of the machine: recent passes over their medians.
+        self._speeds: deque[float] = deque([1.0] * _STEADY, maxlen=_STEADY)
         self._credit = math.inf  # seconds that trials may lose; set with the first cost
-        self._rounds = self._drafted = self._rows = self._kept = (
-            0  # kept: the level until the next decision
-        )
-        self._on = True
+        self._rounds = 0
+        self._drafted = 0  # rounds that drafted
+        self._rows = 0  # sequences at the latest decision
+        self._kept = 0  # the level until the next decision
+        self._on = True  # whether drafting pays
         self._expected = 0.0  # seconds a token should take, if this round is a trial
         self._lock = threading.Lock()
 
@@ -224,10 +236,11 @@ class Adaptive:
         with self._lock:
             self._rounds += 1
             self._expected = 0.0
+            level = self._kept
             if self._rounds % _PERIOD == 0 or rows != self._rows or self._drafted < _FIRST:
-                self._rows, (level, self._kept) = rows, self._choose(rows, behind)
-                return self.levels[level]
-            return self.levels[self._kept]
+                self._rows = rows
+                level, self._kept = self._choose(rows, behind)
+            return self.levels[level]
 
     def _choose(self, rows: int, behind: int) -> tuple[int, int]:
         """The level of this round, perhaps a trial, and that of the next ones."""
@@ -237,42 +250,47 @@ class Adaptive:
             return first, first
         if rows < lowest:
             return 0, 0  # the cost of plain decoding is unknown
-        tokens = 1 + self._accepted
-        seconds = self.seconds(rows)
+
+        # The best tree, and whether it is faster than plain decoding.
+        tokens = 1 + self._accepted  # [m] per row
+        seconds = self.seconds(rows)  # [m]
         paces = seconds / tokens  # seconds per token and row
         paces[-1] /= _MARGIN  # the given tree stays unless another is clearly better
         plain = float(seconds[0])
         best = 1 + int(paces[1:].argmin())
+        margin = 1 / _MARGIN if self._on else _MARGIN
+        self._on = bool(paces[best] * margin < plain)
+        pace = float(paces[best]) if self._on else plain
+        losses = seconds - tokens * pace  # [m] seconds that a round loses against the best
+
+        # A trial: sometimes plain decoding, sometimes a larger tree, sometimes a similar one.
+        look = _LOOK if paces[best] * _CLEAR > plain else 4 * _LOOK
         turn = self._rounds % 16
-        self._on = bool(paces[best] * (1 / _MARGIN if self._on else _MARGIN) < plain)
-        if self._on:
-            pace = float(paces[best])
-        else:
-            pace = plain
-        losses = seconds - tokens * pace
         trial = best
-        if self._on and self._rounds % (_LOOK if paces[best] * _CLEAR > plain else 4 * _LOOK) == 0:
+        if self._on and self._rounds % look == 0:
             trial = 0
         elif self._drafted < _FIRST or (self._on and turn == 8):
-            trial = (
-                self._largest((self._common[best] == best) & (losses <= self._credit / 2)) or best
-            )
+            contains_best = self._common[best] == best
+            larger = self._largest(contains_best & (losses <= self._credit / 2))
+            if larger:
+                trial = larger
         elif not self._on:
             losses[best] = seconds[best] + float(self._reading.at(behind)) - plain
         elif turn == 0:  # the next best of another size, at almost no loss
             trial = int(np.where(self._budgets == self._budgets[best], np.inf, paces).argmin())
+
+        kept = best if self._on else 0
         wanted = trial != best or not self._on
         allowed = losses[trial] <= self._credit
         if wanted and (allowed or (self._on and not trial)):
             self._expected = pace
-            return trial, best if self._on else 0
-        if self._on:
-            return (best, best)
-        return (0, 0)
+            return trial, kept
+        return kept, kept
 
     def _largest(self, which: np.ndarray) -> int:
-        """The level of a mask [m] that tells most about the others: deep and wide; `none` if the
-        mask is empty.
+        """The level of a mask [m] that tells most about the others: deep and wide.
+
+        It is `none` if the mask is empty.
         """
         return int(np.where(which, self._depths * self._budgets, 0).argmax())
 
@@ -285,28 +303,26 @@ class Adaptive:
         passes = self._passes.at(rows * (1 + self._nodes))
         if not self._drafting:
             return passes
-        nearest = self._drafting[min(self._drafting, key=lambda known: abs(known - rows))]
-        drafting = self._main * nearest.at(self._depths) + (1 - self._main) * self._matching.at(
-            rows
-        )
+        nearest = min(self._drafting, key=lambda known: abs(known - rows))
+        drafting = self._main * self._drafting[nearest].at(self._depths)  # [m]
+        drafting += (1 - self._main) * self._matching.at(rows)
         made = passes + drafting + self._reading.at(rows * (1 + self._accepted))
-        made[0] = passes[0]
+        made[0] = passes[0]  # plain decoding neither drafts nor reads
         return made
 
     def observe(self, done: RoundReport) -> None:
         with self._lock:
-            if (
-                self._rounds > 2
-            ):  # the first two lay out weights, for many rows and for few, which no later round does
+            # The first two lay out weights, for many rows and for few, which no later round does.
+            if self._rounds > 2:
                 self._observe(done)
 
     def _observe(self, done: RoundReport) -> None:
         passed = done.seconds - done.draft_seconds - done.read_seconds
         if self._passes.settled(done.new_tokens):
             self._speeds.append(passed / self._passes.median(done.new_tokens))
-        speed = median_low(
-            self._speeds
-        )  # a slow moment must not make the trees slow that were tried in it
+        # Seconds count relative to the machine's speed now, so that trees that were tried in a slow
+        # moment do not look slow.
+        speed = median_low(self._speeds)
         self._passes.add(done.new_tokens, passed / speed)
         plain = self._passes.median(done.rows)
         if done.read:
@@ -314,14 +330,16 @@ class Adaptive:
         level = self._index[done.spec]
         tokens = done.rows
         if level and done.draft_seconds:
-            tokens += sum(len(path) for _, path in done.drafted)
-            alone = bool(done.drafted) and all(
-                len(tree.matched) == len(tree) for tree, _ in done.drafted
-            )
-            self._main += ((not alone) - self._main) / _RECENT
+            alone = bool(done.drafted)  # whether all trees are matches
+            for tree, path in done.drafted:
+                tokens += len(path)
+                if len(tree.matched) != len(tree):
+                    alone = False
             if alone:
+                self._main -= self._main / _RECENT
                 self._matching.add(done.rows, done.draft_seconds / speed)
             else:
+                self._main += (1 - self._main) / _RECENT
                 costs = self._drafting.setdefault(done.rows, Costs())
                 if costs.lowest() is None:
                     costs.add(0, 0.0)
@@ -330,11 +348,9 @@ class Adaptive:
         if math.isinf(self._credit):
             self._credit = _MOST * plain
         earned = _ALLOWANCE * plain
-        if self._expected:
-            spent = (
-                self._passes.median(done.new_tokens)
-                + (done.draft_seconds + done.read_seconds) / speed
-            )
+        if self._expected:  # the round was a trial
+            spent = self._passes.median(done.new_tokens)
+            spent += (done.draft_seconds + done.read_seconds) / speed
             earned += self._expected * tokens / done.rows - spent
         self._credit = min(max(self._credit + earned, -plain / 2), _MOST * plain)
 
@@ -344,17 +360,19 @@ class Adaptive:
         accepted = np.zeros(len(self.levels))
         nodes = np.zeros(len(self.levels))
         for tree, path in done.drafted:
-            parts = smaller_parts(tree, path, self._depths, self._budgets, self._most)
-            accepted += parts[0]
-            nodes += parts[1]
-        held = self._common[level] == np.arange(len(self.levels))
-        self._weight = np.minimum(self._weight + done.rows * held, _WINDOW)
-        seen = np.stack([accepted, nodes]) / done.rows
+            own_accepted, own_nodes = smaller_parts(
+                tree, path, self._depths, self._budgets, self._most
+            )
+            accepted += own_accepted
+            nodes += own_nodes
+        contained = self._common[level] == np.arange(len(self.levels))  # [m] bool
+        self._weight = np.minimum(self._weight + done.rows * contained, _WINDOW)
+        seen = np.stack([accepted, nodes]) / done.rows  # [2, m]
         off = float(seen[0, level] - self._accepted[level])
-        # Differences are learned in pairs: chance in a round moves all levels alike.
-        self._added += (seen - seen[:, self._parents] - self._added) * (
-            held * np.minimum(done.rows / self._weight, 1)
-        )
+        # What a level adds to its parent is learned, because chance in a round moves both alike.
+        rate = contained * np.minimum(done.rows / self._weight, 1)  # [m]
+        self._added += (seen - seen[:, self._parents] - self._added) * rate
+        # Recent rounds replace the mean where they differ from it by more than chance.
         self._drift += (off - self._drift) / _RECENT
         self._variance += (off**2 - self._variance) / (4 * _RECENT)
         if self._drift**2 > _SURE**2 * self._variance / (2 * _RECENT - 1):
@@ -372,36 +390,33 @@ def smaller_parts(
     budgets: np.ndarray,
     most: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What smaller trees would have accepted and held of a drafted one, which holds them if it is
-    at least as deep and large.
+    """What smaller trees would have contained and accepted of a drafted tree.
 
     Args:
-        path: the accepted nodes. depths, budgets, most: [m] of the smaller trees, as `TreeSpec` has
-            them; the last the largest.
+        path: the accepted nodes.
+        depths, budgets, most: [m], limits of the smaller trees as in `TreeSpec`; the last are the
+            largest.
 
     Returns:
-        accepted tokens and nodes, [m] each.
+        Accepted tokens and nodes, [m] each.
     """
     count = len(tree)
     sizes = int(depths[-1]) + 1
-    limits = [
-        1 if node in tree.matched else depth for node, depth in enumerate(tree.depths)
-    ]  # a match is as deep as it is
+    limits = tree.depths  # least depth of a tree that contains each node
+    for node in tree.matched:  # trees of any depth contain a match
+        limits[node] = 1
     totals = np.bincount(limits, minlength=sizes).cumsum()[depths]  # [m]
     accepted = np.zeros(len(depths))
     if tree.log_probs is None:
         scores = [0.0] * count
+        budgets = totals
     else:
         scores = tree.log_probs.tolist()
-    if tree.log_probs is None:
-        budgets = totals
-    elif len(tree.matched) == count:  # a match that is drafted alone
-        likely = sum(score >= _LIKELY for score in scores)
-        budgets = np.where(depths > 0, np.maximum(budgets, np.minimum(likely, most)), 0)
+        if len(tree.matched) == count:  # a match that is drafted alone
+            likely = sum(score >= _LIKELY for score in scores)
+            budgets = np.where(depths > 0, np.maximum(budgets, np.minimum(likely, most)), 0)
     for node in path:
         above = [limits[i] for i in range(count) if (-scores[i], i) < (-scores[node], node)]
-        ranks = np.bincount(above, minlength=sizes).cumsum()[
-            depths
-        ]  # [m], among the nodes that are held
+        ranks = np.bincount(above, minlength=sizes).cumsum()[depths]  # [m] among contained nodes
         accepted += (ranks < budgets) & (limits[node] <= depths)
     return accepted, np.minimum(totals, budgets)

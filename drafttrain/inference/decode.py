@@ -40,14 +40,13 @@ def generate(
     seed: int = 0,
     **options: Unpack[DecoderOptions],
 ) -> Generation:
-    """Continues one prompt; the output is the target's own, whatever the drafter. See `Decoder` for
-    the arguments.
+    """Continues one prompt; the output is the target's own, whatever the drafter.
+
+    See `Decoder` for the arguments.
     """
-    return Decoder(target, drafter, **options).generate(
-        [prompt_ids],
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-    )[0]
+    decoder = Decoder(target, drafter, **options)
+    made = decoder.generate([prompt_ids], max_new_tokens=max_new_tokens, seed=seed)
+    return made[0]
 
 
 def generate_batch(
@@ -59,15 +58,13 @@ def generate_batch(
     seed: int = 0,
     **options: Unpack[DecoderOptions],
 ) -> list[Generation]:
-    """Continues many prompts, `max_rows` (8) at a time; each gets the output that it would get
-    alone. See `Decoder`.
+    """Continues many prompts, `max_rows` (8) at a time; each output is the same as alone.
+
+    See `Decoder` for the arguments.
     """
     options.setdefault("max_rows", 8)
-    return Decoder(target, drafter, **options).generate(
-        prompts,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-    )
+    decoder = Decoder(target, drafter, **options)
+    return decoder.generate(prompts, max_new_tokens=max_new_tokens, seed=seed)
 
 
 def stream(
@@ -82,15 +79,17 @@ def stream(
 ) -> Iterator[list[int]]:
     """Like `generate`, but yields each round's tokens as they are committed; fills `stats`."""
     decoder = Decoder(target, drafter, **options)
-    record = [stats or Stats()]
-    rounds = decoder.stream([prompt_ids], max_new_tokens=max_new_tokens, seed=seed, stats=record)
-    return (tokens for _, tokens in rounds)
+    if stats is None:
+        stats = Stats()
+    rounds = decoder.stream([prompt_ids], max_new_tokens=max_new_tokens, seed=seed, stats=[stats])
+    return (tokens for _, tokens in rounds)  # not a generator function: errors are raised here
 
 
 def strip_padding(input_ids: Tensor, attention_mask: Tensor) -> list[Tensor]:
     """The prompts [L] of a padded batch, as transformers' tokenizers make it.
 
     Args:
-        input_ids: [b, s]; attention_mask: [b, s], 0 at padding, left or right.
+        input_ids: [b, s].
+        attention_mask: [b, s], 0 at padding, left or right.
     """
     return [ids[mask.bool()] for ids, mask in zip(input_ids, attention_mask, strict=True)]

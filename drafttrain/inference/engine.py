@@ -1,5 +1,4 @@
-"""The inference engine: draft, verify, commit; one continuous batch for every drafter, every tree,
-and no drafter at all.
+"""The inference engine: draft, verify, commit, in one continuous batch, with or without a drafter.
 
     prefill    target over the prompts of new sequences    -> first tokens (uncommitted roots), features for the drafter
     round      drafter.propose_all                         -> a tree below each sequence's root (and probes)
@@ -8,7 +7,7 @@ and no drafter at all.
                cache.commit, drafter.extend_all            -> both hold committed tokens only
 
 Sequences are packed, not padded: a forward is [1, N] over the new tokens of all sequences, and only
-attention separates the rows. So each sequence accepts its own number of tokens, finished ones
+attention separates the rows. So each sequence accepts its own number of tokens, finished sequences
 leave, and waiting prompts take their rows at no cost to the others. Without a drafter the trees are
 empty and a round is a plain decoding step of the same code.
 
@@ -23,7 +22,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator
 from collections.abc import Sequence as Items
 from contextlib import closing
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -59,28 +57,34 @@ from drafttrain.values import Count, Seed, check
 # Most tokens of one prefill forward: bounds activations and features for prompts of any length.
 _CHUNK = 2048
 Prompt = Tensor | Items[int]
-Limit = int | list[int]  # of new tokens, one per prompt
+Limit = int | list[int]  # of new tokens; a list has one per prompt
 NewTokens = tuple[Sequence, list[int]]
+# index of the prompt, tree, verdict, logits [n+1, v]
 Observer = Callable[[int, TokenTree, Verdict, Tensor], None]
 
 
 class Engine:
-    """A continuous batch. Callers add sequences with `prefill`, advance all with `round`, and
-    `release` finished ones.
+    """A continuous batch.
+
+    Callers add sequences with `prefill`, advance all with `round`, and `release` finished ones.
 
     Args:
         target: the target.
-        capacity: positions per row; `reserve` grows it. rows: most sequences at a time.
+        capacity: positions per row; `reserve` grows it.
+        rows: most sequences at a time.
         plain: whether the argmax of the raw logits chooses every token: greedy without logits
             processors.
         drafter, spec, pace: as in `Decoder`; nothing is drafted without a drafter.
-        graphs: see `TargetSteps.lease`. observer: see `Decoder`.
+        graphs: see `TargetSteps.lease`.
+        observer: see `Decoder`.
         capture: without a drafter, target states that `Sequence.states` collects; see
             `Target.forward`.
 
     Attributes:
-        active: running sequences. free: unused rows.
-        cache: keys and values of all rows. clock: of all timings.
+        active: running sequences.
+        free: unused rows.
+        cache: keys and values of all rows.
+        clock: of all timings.
     """
 
     def __init__(
@@ -101,43 +105,44 @@ class Engine:
         self.drafter = drafter
         self.pace = pace
         self.observer = observer
-        self.spec = spec or TreeSpec.parse("none")
+        self.spec = TreeSpec.parse("none") if spec is None else spec
         self.active: list[Sequence] = []
-        self.free, self._capture = list(range(rows)), tuple(capture)
-        self._layers = drafter.feature_layers if drafter is not None else self._capture
+        self.free = list(range(rows))
+        self._capture = tuple(capture)
+        self._no_tree = TokenTree.empty(target.device)
+        # What the drafter reads: target layers, probes, predictions.
+        self._layers = self._capture
+        self._probes = 0
+        self._predictions = 0
         if drafter is not None:
+            self._layers = drafter.feature_layers
             self._probes = drafter.probes
             self._predictions = drafter.predictions
-        else:
-            self._probes = 0
-            self._predictions = 0
-        self._no_tree = TokenTree.empty(target.device)
-        snapshots = target.continuation is not None
-        if snapshots:
-            self._steps = None
-        else:
-            self._steps = TargetSteps.lease(target, graphs)
+        # The cache, and captured passes on a GPU.
+        self._steps: TargetSteps | None = None
         self._drafts: DraftSteps | None = None
         self.cache: TreeCache | SnapshotCache
-        if self._steps is None:
-            if snapshots:
-                self.cache = SnapshotCache(target, capacity, rows)
-            else:
-                self.cache = TreeCache(capacity, rows)
+        pool = None
+        if target.continuation is not None:
+            self.cache = SnapshotCache(target, capacity, rows)
         else:
-            self.cache = self._steps.open(capacity, rows, self._layers, choose=plain)
-            if drafter is not None:
-                self._drafts = self._steps.open_drafts(drafter, self.spec)
-        self.clock = Clock(target.device, None if self._steps is None else self._steps.pool)
-        self._charges: list[
-            tuple[Items[Sequence], Mark, Mark]
-        ] = []  # drafting whose time is not known yet
+            self._steps = TargetSteps.lease(target, graphs)
+            if self._steps is None:
+                self.cache = TreeCache(capacity, rows)
+            else:
+                self.cache = self._steps.open(capacity, rows, self._layers, choose=plain)
+                pool = self._steps.pool
+                if drafter is not None:
+                    self._drafts = self._steps.open_drafts(drafter, self.spec)
+        self.clock = Clock(target.device, pool)
+        # Drafting whose time is not known yet: sequences, mark before, mark behind.
+        self._charges: list[tuple[Items[Sequence], Mark, Mark]] = []
 
     @property
     def memory(self) -> tuple[int, str]:
         """Bytes of cache and CUDA graphs, and their description."""
         if self._steps is None:
-            return (self.cache.nbytes, str(self.cache))
+            return self.cache.nbytes, str(self.cache)
         return self._steps.memory
 
     @property
@@ -169,58 +174,48 @@ class Engine:
         self.free.append(sequence.row)
 
     def read(self, row: int, tokens: Tensor) -> list[Tensor]:
-        """Appends tokens [n] to a row without predicting the next one; returns captured states per
-        chunk.
+        """Appends tokens [n] to a row without predicting the next one.
+
+        Returns:
+            Captured states [m, f*h] bfloat16 of each chunk.
         """
         states = []
         for part in tokens.split(_CHUNK):
             self.cache.open([(row, len(part))])
-            out = self.target.forward(
-                part[None],
-                self._layers,
-                self.cache.positions(part.device),
-                self.cache,
-            )
+            positions = self.cache.positions(part.device)
+            out = self.target.forward(part[None], self._layers, positions, self.cache)
             self.cache.commit([range(len(part))])
             states.append(out.features[0].bfloat16())
         return states
 
     def prefill(self, sequences: list[Sequence]) -> Iterator[NewTokens]:
-        """Reads the sequences' prompts, `_CHUNK` tokens per forward, and yields each one's first
-        token.
-        """
+        """Reads the sequences' prompts, `_CHUNK` tokens per forward; yields each one's first token."""
         begun = self.clock.now()
         for sequence in sequences:
             sequence.joined = begun
         self.active += sequences
         for pieces in chunks([len(sequence.prompt) for sequence in sequences], _CHUNK):
+            # The target reads the chunk: pieces of several prompts, packed.
             parts = [(sequences[i], begin, end) for i, begin, end in pieces]
             sizes = [end - begin for _, begin, end in parts]
-            self.cache.open(
-                [(sequence.row, size) for (sequence, _, _), size in zip(parts, sizes, strict=True)]
-            )
+            rows = [sequence.row for sequence, _, _ in parts]
+            self.cache.open(list(zip(rows, sizes, strict=True)))
             ids = _join([sequence.prompt[begin:end] for sequence, begin, end in parts])  # [N]
-            out = self.target.forward(
-                ids[None],
-                self._layers,
-                self.cache.positions(ids.device),
-                self.cache,
-            )
+            positions = self.cache.positions(ids.device)
+            out = self.target.forward(ids[None], self._layers, positions, self.cache)
             self.cache.commit([range(size) for size in sizes])
             news = self._first_tokens(parts, out.last_hidden[0])
+
+            # Sessions begin with their prompt's first piece, and read each piece's next tokens.
             extended = []
-            for (sequence, begin, end), features in zip(
-                parts,
-                out.features[0].split(sizes),
-                strict=True,
-            ):
+            features_of = out.features[0].split(sizes)
+            for (sequence, begin, end), features in zip(parts, features_of, strict=True):
                 follow = torch.cat((sequence.prompt[begin + 1 : end + 1], sequence.root))
                 # One more token leaves nothing to draft.
                 wanted = sequence.speculate and sequence.limit > 2 and not sequence.stats.finish
                 if self.drafter is not None and begin == 0 and wanted:
-                    sequence.session = self.drafter.start(
-                        sequence.prompt, len(sequence.prompt) + sequence.limit
-                    )
+                    longest = len(sequence.prompt) + sequence.limit
+                    sequence.session = self.drafter.start(sequence.prompt, longest)
                     if self._drafts is not None:
                         sequence.session.place(self._drafts, sequence.row)
                 if sequence.session is not None and not sequence.stats.finish:
@@ -236,15 +231,22 @@ class Engine:
         parts: list[tuple[Sequence, int, int]],
         hidden: Tensor,
     ) -> list[NewTokens]:
-        """First tokens of the sequences whose prompt is complete. parts: (sequence, begin, end);
-        hidden [N, h] of all.
+        """First tokens of the sequences whose prompt is complete.
+
+        Args:
+            parts: (sequence, begin, end). hidden: [N, h] of all parts.
         """
-        lasts = [end - 1 for end in accumulate(end - begin for _, begin, end in parts)]
-        done = [i for i, (sequence, _, end) in enumerate(parts) if end == len(sequence.prompt)]
-        sequences = [parts[i][0] for i in done]
+        sequences: list[Sequence] = []
+        lasts: list[int] = []  # each one's last token among the N
+        read = 0
+        for sequence, begin, end in parts:
+            read += end - begin
+            if end == len(sequence.prompt):
+                sequences.append(sequence)
+                lasts.append(read - 1)
         if not sequences:
             return []
-        logits = self.target.head(hidden[[lasts[i] for i in done]])  # [len(done), v]
+        logits = self.target.head(hidden[lasts])  # [sequences, v]
         verdicts = self._verify(sequences, [self._no_tree] * len(sequences), logits)
         moment = self.clock.now()
         news = []
@@ -256,50 +258,54 @@ class Engine:
         return news
 
     def round(self) -> Iterator[NewTokens]:
-        """One draft, one packed target pass and one verdict per active sequence; yields what each
-        committed.
+        """One draft, one packed target pass and one verdict per active sequence.
+
+        Yields:
+            Each sequence with the tokens that it committed.
         """
         sequences = self.active
         clock = self.clock
         started = clock.now()
         if not sequences:
             return
+
+        # Draft.
         behind = 0
+        spec = self.spec
         if self.pace is not None:
             behind = sum(sequence.behind for sequence in sequences)
-        if self.pace is None:
-            spec = self.spec
-        else:
             spec = self.pace.choose(len(sequences), behind)
         trees, begun_reading, begun_drafting, begun = self._draft(sequences, spec)
-        layouts = self.cache.open(
-            [(s.row, tree.parents) for s, tree in zip(sequences, trees, strict=True)]
-        )
+
+        # The target reads all roots and nodes.
+        opened = []
         ids: list[Tensor] = []
+        sizes: list[int] = []
         for sequence, tree in zip(sequences, trees, strict=True):
+            opened.append((sequence.row, tree.parents))
+            ids.append(sequence.root)
             if len(tree):
-                ids += (sequence.root, tree.tokens)
-            else:
-                ids += (sequence.root,)
-        features, logits, choices = self.run_target(_join(ids))
+                ids.append(tree.tokens)
+            sizes.append(1 + len(tree))
+        self.cache.open(opened)
+        out = self.run_target(_join(ids))
         passed = clock.mark()
-        sizes = [layout.count for layout in layouts]
-        verdicts = self._verify(sequences, trees, logits, choices)  # waits for the device
+
+        # Verify, which waits for the device, and pass on what the target said.
+        verdicts = self._verify(sequences, trees, out.logits, out.choices)
         share = clock.between(begun, passed) / len(sequences)
         self._settle()
         if self.observer is not None:
-            for sequence, *seen in zip(
-                sequences,
-                trees,
-                verdicts,
-                logits.split(sizes),
-                strict=True,
-            ):
-                self.observer(sequence.index, *seen)
+            seen = zip(sequences, trees, verdicts, out.logits.split(sizes), strict=True)
+            for sequence, tree, verdict, own in seen:
+                self.observer(sequence.index, tree, verdict, own)
         if any(sequence.probed for sequence in sequences):
-            answer_probes(sequences, argmax(logits) if choices is None else choices, sizes)
+            chosen = argmax(out.logits) if out.choices is None else out.choices
+            answer_probes(sequences, chosen, sizes)
         if self._predictions:
-            share_predictions(sequences, trees, logits, self._predictions)
+            share_predictions(sequences, trees, out.logits, self._predictions)
+
+        # Commit the root and the accepted path of each tree.
         kept = [[0, *(node + 1 for node in verdict.path)] for verdict in verdicts]
         self.cache.commit(kept)
         moment = clock.now()
@@ -308,35 +314,40 @@ class Engine:
             tokens = sequence.record(verdict, moment)
             sequence.count(len(verdict.path), len(tokens), tree.drafted_depth, share)
             news.append((sequence, tokens))
-        self._advance(news, kept, sizes, features)
+        self._advance(news, kept, sizes, out.features)
+
         if self.pace is not None:
-            judged = zip(sequences, trees, verdicts, strict=True)
-            drafted = [
-                (tree, verdict.path)
-                for s, tree, verdict in judged
-                if s.session is not None and len(tree)
-            ]
-            seconds = clock.now() - started
+            drafted = []
+            for sequence, tree, verdict in zip(sequences, trees, verdicts, strict=True):
+                if sequence.session is not None and len(tree):
+                    drafted.append((tree, verdict.path))
             read_seconds = clock.between(begun_reading, begun_drafting)
-            draft_seconds = clock.between(begun_drafting, begun)
-            read = behind if read_seconds else 0
-            sizes_and_times = len(sequences), sum(sizes), seconds, draft_seconds, read, read_seconds
-            self.pace.observe(RoundReport(spec, *sizes_and_times, drafted))
+            report = RoundReport(
+                spec=spec,
+                rows=len(sequences),
+                new_tokens=sum(sizes),
+                seconds=clock.now() - started,
+                draft_seconds=clock.between(begun_drafting, begun),
+                read=behind if read_seconds else 0,
+                read_seconds=read_seconds,
+                drafted=drafted,
+            )
+            self.pace.observe(report)
         yield from news
         self._drop_finished()
 
     def run_target(self, ids: Tensor) -> Pass:
-        """The target over the roots and nodes [N] that `cache.open` has announced, captured or
-        dynamic.
+        """The target over the roots and nodes [N] that `cache.open` has announced.
+
+        The pass is captured or dynamic.
         """
-        if self._steps is None:
-            out = None
-        else:
+        if self._steps is not None:
             out = self._steps.run(ids)
-        if out is not None:
-            return out
-        places = self.cache.positions(ids.device)
-        return Pass(*self.target.score(ids[None], self._layers, places, self.cache), choices=None)
+            if out is not None:
+                return out
+        positions = self.cache.positions(ids.device)
+        features, logits = self.target.score(ids[None], self._layers, positions, self.cache)
+        return Pass(features, logits, choices=None)
 
     def _verify(
         self,
@@ -345,10 +356,14 @@ class Engine:
         logits: Tensor,
         choices: Tensor | None = None,
     ) -> list[Verdict]:
-        """A verdict per sequence; logits [N, v] at every root and its nodes, one sequence after the
-        other.
+        """A verdict per sequence.
+
+        Args:
+            logits: [N, v] at every root and its nodes, one sequence after the other.
+            choices: [N], their argmax where it is known.
         """
-        return verify_batch([sequence.verifier for sequence in sequences], trees, logits, choices)
+        verifiers = [sequence.verifier for sequence in sequences]
+        return verify_batch(verifiers, trees, logits, choices)
 
     def _advance(
         self,
@@ -357,13 +372,13 @@ class Engine:
         sizes: list[int],
         features: Tensor,
     ) -> None:
-        """Sets the next root of sequences that continue, and keeps committed tokens and features
-        for their sessions.
+        """Sets the next roots, and keeps committed tokens and features for the sessions.
 
         Args:
-            news: sequences with their committed tokens. kept: new tokens of the pass whose features
-                those follow.
-            sizes: new tokens of each sequence in the pass. features: [N, f*h] of all.
+            news: sequences with their committed tokens.
+            kept: new tokens of the pass whose features the committed tokens follow.
+            sizes: new tokens of each sequence in the pass.
+            features: [N, f*h] of all.
         """
         if self._capture:
             # The pass may own the features, and overwrite them when it is replayed. There is no
@@ -371,33 +386,37 @@ class Engine:
             states = features.to(torch.bfloat16, copy=True)  # [N, f*h]
             for (sequence, _), state in zip(news, states.split(1), strict=True):
                 sequence.states.append(state)
-        going = [i for i, (sequence, _) in enumerate(news) if not sequence.stats.finish]
-        numbers = [token for i in going for token in news[i][1]]
+        going: list[NewTokens] = []  # sequences that continue
+        numbers: list[int] = []  # their committed tokens
+        places: list[int] = []  # where the features before those are
+        drafting = False
+        start = 0  # of the sequence's new tokens in the pass
+        for (sequence, own), nodes, size in zip(news, kept, sizes, strict=True):
+            if not sequence.stats.finish:
+                going.append((sequence, own))
+                numbers += own
+                places += [start + node for node in nodes]
+                if sequence.session is not None:
+                    drafting = True
+            start += size
         count = len(numbers)
-        alone = len(going) == 1
-        drafting = any(news[i][0].session is not None for i in going)
         if drafting:
-            starts = [0, *accumulate(sizes)]
-            numbers += [starts[i] + node for i in going for node in kept[i]]
+            numbers += places
         uploaded = torch.tensor(numbers).to(features.device, non_blocking=True)  # one transfer
         tokens = uploaded[:count]
         if drafting:
             features = features.index_select(0, uploaded[count:])  # [count, f*h]
+
         extended = []
         begin = 0
-        for i in going:
-            sequence = news[i][0]
-            end = begin + len(news[i][1])
-            if count == 1:
-                sequence.root = tokens
-            else:
-                sequence.root = tokens[end - 1 : end]
+        for sequence, own in going:
+            end = begin + len(own)
+            sequence.root = tokens if count == 1 else tokens[end - 1 : end]
             if sequence.session is not None:
-                if alone:
-                    own = (tokens, features)
+                if len(going) == 1:
+                    extended.append((sequence, tokens, features))
                 else:
-                    own = (tokens[begin:end], features[begin:end])
-                extended.append((sequence, *own))
+                    extended.append((sequence, tokens[begin:end], features[begin:end]))
             begin = end
         self._extend(extended)
 
@@ -411,31 +430,34 @@ class Engine:
         sequences: list[Sequence],
         spec: TreeSpec,
     ) -> tuple[list[TokenTree], Mark, Mark, Mark]:
-        """A tree per sequence, perhaps empty; and marks before the sessions read, before they
-        draft, and behind.
+        """Drafts for every sequence that may still take more than one token.
+
+        Returns:
+            A tree per sequence, perhaps empty; and marks before the sessions read, before they
+            draft, and behind.
         """
         drafting = [s for s in sequences if s.session is not None and s.left > 1]
         begun = self.clock.mark()
         if self.drafter is None or spec.shape == "none" or not drafting:
             return [self._no_tree] * len(sequences), begun, begun, begun
-        read = self._read_pending(drafting) or begun
+        read = self._read_pending(drafting)
+        if read is None:
+            read = begun
         sessions = [sequence.session for sequence in drafting]
         samplers = [sequence.verifier.sampler for sequence in drafting]
         drafted = self.drafter.propose_all(sessions, [spec] * len(drafting), samplers)
         if self._probes:  # probes are merged on the host: one transfer each way for all sequences
             drafted = TokenTree.moved(drafted, torch.device("cpu"))
-        trees = {}
+        pruned = []
         for sequence, tree in zip(drafting, drafted, strict=True):
             tree = tree.prune(sequence.left - 1, spec.cut)
             if self._probes and sequence.session is not None:
-                tree, sequence.probed = tree.with_probes(
-                    *sequence.session.probe(), sequence.left - 1
-                )
-            trees[sequence.row] = tree
+                tokens, parents = sequence.session.probe()
+                tree, sequence.probed = tree.with_probes(tokens, parents, sequence.left - 1)
+            pruned.append(tree)
         if self._probes:
-            trees = dict(
-                zip(trees, TokenTree.moved([*trees.values()], self.target.device), strict=True)
-            )
+            pruned = TokenTree.moved(pruned, self.target.device)
+        trees = {sequence.row: tree for sequence, tree in zip(drafting, pruned, strict=True)}
         done = self.clock.mark()
         self._charges.append((drafting, read, done))
         return [trees.get(sequence.row, self._no_tree) for sequence in sequences], begun, read, done
@@ -443,7 +465,7 @@ class Engine:
     def _extend(self, news: list[tuple[Sequence, Tensor, Tensor]]) -> None:
         """Keeps committed tokens [m] and features [m, f*h] for the sessions.
 
-        A session reads them before its next proposal, so that rounds without drafting cost nothing;
+        A session reads them before its next proposal, so that rounds without drafting cost nothing,
         or once they fill a chunk.
         """
         for sequence, tokens, features in news:
@@ -453,30 +475,30 @@ class Engine:
             self._read_pending(full)
 
     def _read_pending(self, sequences: list[Sequence]) -> Mark | None:
-        """Lets the sessions read what was committed since their last proposal; a mark behind, None
-        if there was nothing.
+        """Lets the sessions read what was committed since their last proposal.
+
+        Returns:
+            A mark behind; None if there was nothing to read.
         """
         sequences = [sequence for sequence in sequences if sequence.pending]
         if self.drafter is None or not sequences:
             return None
         begun = self.clock.mark()
-        news = [
-            [_join(parts) for parts in zip(*sequence.pending, strict=True)]
-            for sequence in sequences
-        ]
-        self.drafter.extend_all(
-            [sequence.session for sequence in sequences], *zip(*news, strict=True)
-        )
+        sessions = []
+        tokens = []
+        features = []
         for sequence in sequences:
+            sessions.append(sequence.session)
+            tokens.append(_join([own for own, _ in sequence.pending]))  # [m]
+            features.append(_join([own for _, own in sequence.pending]))  # [m, f*h]
             sequence.pending = []
+        self.drafter.extend_all(sessions, tokens, features)
         done = self.clock.mark()
         self._charges.append((sequences, begun, done))
         return done
 
     def _settle(self) -> None:
-        """Adds the time of drafting to the sequences' records, once the device has passed its
-        marks.
-        """
+        """Adds the time of drafting to the records; the device must have passed its marks."""
         for sequences, begun, done in self._charges:
             for sequence in sequences:
                 sequence.stats.draft_seconds += self.clock.between(begun, done) / len(sequences)
@@ -504,8 +526,8 @@ class Decoder:
             repetition penalty in `sampling` replaces theirs.
 
     Attributes:
-        cache: of the latest call. memory: bytes and description of the largest one so far, its CUDA
-            graphs included.
+        cache: of the latest call.
+        memory: bytes and description of the largest cache so far, its CUDA graphs included.
         capture_seconds: that the latest call spent on CUDA graphs; no record counts them.
         observer: called with each round's (index of the prompt, tree, verdict, logits [n+1, v]);
             None by default.
@@ -529,21 +551,22 @@ class Decoder:
         graphs: bool | None = None,
         rules: LogitsRules | None = None,
     ):
-        self.target, self.spec = target.require_layers(), spec or TreeSpec.parse("chain:3")
-        if self.spec.shape == "none":
-            self.drafter = None
-        else:
-            self.drafter = drafter
-        self.pace = pace or (
-            Adaptive(self.spec) if self.drafter is not None and self.spec.adaptive else None
-        )
-        self.sampling = sampling or SamplingParams()
+        self.target = target.require_layers()
+        self.spec = TreeSpec.parse("chain:3") if spec is None else spec
+        self.drafter = None if self.spec.shape == "none" else drafter
+        if pace is None and self.drafter is not None and self.spec.adaptive:
+            pace = Adaptive(self.spec)
+        self.pace = pace
+        self.sampling = SamplingParams() if sampling is None else sampling
         self.spec.check(self.sampling)
         self.rules = target.generation.rules_for(self.sampling, rules)
         self.eos_ids = frozenset(target.eos_ids if eos_ids is None else eos_ids)
-        self.stop, self.max_rows = check_stop(stop, target), check("max_rows", max_rows, Count)
+        self.stop = check_stop(stop, target)
+        self.max_rows = check("max_rows", max_rows, Count)
+        self.graphs = graphs
         self.cache: TreeCache | SnapshotCache = TreeCache(0)
-        self.graphs, self.capture_seconds, self.memory = graphs, 0.0, (0, str(self.cache))
+        self.memory = (0, str(self.cache))
+        self.capture_seconds = 0.0
         self.observer: Observer | None = None
 
     def generate(
@@ -556,22 +579,26 @@ class Decoder:
     ) -> list[Generation]:
         """The continuation of each prompt, in the prompts' order. See `stream`."""
         made = [Generation([], Stats()) for _ in prompts]
-        stats = [each.stats for each in made]
-        most = max_new_tokens
-        for index, tokens in self.stream(
+        news = self.stream(
             prompts,
-            max_new_tokens=most,
+            max_new_tokens=max_new_tokens,
             seed=seed,
-            stats=stats,
+            stats=[each.stats for each in made],
             speculate=speculate,
-        ):
+        )
+        for index, tokens in news:
             made[index].tokens += tokens
         return made
 
     def stream(
-        self, prompts: Items[Prompt], *, max_new_tokens: Limit, seed: int = 0, stats: Items[Stats] | None = None,
+        self,
+        prompts: Items[Prompt],
+        *,
+        max_new_tokens: Limit,
+        seed: int = 0,
+        stats: Items[Stats] | None = None,
         speculate: Items[bool] | None = None,
-    ) -> Generator[tuple[int, list[int]]]:  # fmt: skip
+    ) -> Generator[tuple[int, list[int]]]:
         """Yields (index of the prompt, new tokens) as they are committed.
 
         Args:
@@ -591,57 +618,63 @@ class Decoder:
         sequences = []
         seed = check("seed", seed, Seed)
         for index, ids in enumerate(prompts):
+            most = max_new_tokens[index] if isinstance(max_new_tokens, list) else max_new_tokens
             try:
                 prompt = token_ids(self.target, ids)
-                if isinstance(max_new_tokens, list):
-                    most = max_new_tokens[index]
-                else:
-                    most = max_new_tokens
                 limit = token_limit(self.target, len(prompt), most)
             except UserError as error:
-                raise UserError(
-                    f"prompt {index}: {error}" if len(prompts) > 1 else str(error)
-                ) from error
+                if len(prompts) == 1:
+                    raise
+                raise UserError(f"prompt {index}: {error}") from error
             numbers = torch.Generator().manual_seed(seed + index)
             processed = ProcessedText.of(self.rules, self.target, prompt, limit, self.eos_ids)
-            verifier = Verifier(self.sampling, self.eos_ids, numbers, processed)
+            text = None
             if self.stop:
                 text = TextStream(self.target.tokenizer, self.stop)
-            else:
-                text = None
-            if stats is not None:
-                record = stats[index]
-            else:
-                record = Stats()
-            drafting = speculate is None or speculate[index]
-            sequences.append(Sequence(index, prompt, limit, verifier, text, record, drafting))
+            sequence = Sequence(
+                index=index,
+                prompt=prompt,
+                limit=limit,
+                verifier=Verifier(self.sampling, self.eos_ids, numbers, processed),
+                text=text,
+                stats=Stats() if stats is None else stats[index],
+                speculate=speculate is None or speculate[index],
+            )
+            sequences.append(sequence)
         return self._run(sequences)
 
     @torch.no_grad()
     def _run(self, sequences: list[Sequence]) -> Generator[tuple[int, list[int]]]:
         # Leased here, not in `stream`: a generator that never starts is never closed.
-        margin = 0
-        if self.drafter is not None:
-            margin = self.spec.most + self.drafter.probes
-        capacity = max((len(s.prompt) + s.limit for s in sequences), default=0) + margin
+        capacity = max((len(s.prompt) + s.limit for s in sequences), default=0)
+        if self.drafter is not None:  # room for a round's tree
+            capacity += self.spec.most + self.drafter.probes
         engine = Engine(
             self.target,
-            capacity,
-            min(self.max_rows, len(sequences)),
-            self.sampling.greedy and not self.rules,
+            capacity=capacity,
+            rows=min(self.max_rows, len(sequences)),
+            plain=self.sampling.greedy and not self.rules,
             drafter=self.drafter,
             spec=self.spec,
             pace=self.pace,
             graphs=self.graphs,
             observer=self.observer,
         )
-        self.cache, waiting, before = engine.cache, deque(sequences), engine.clock.captured
+        self.cache = engine.cache
+        before = engine.clock.captured
+        waiting = deque(sequences)
         with closing(engine):
             while waiting or engine.active:
-                joining = [waiting.popleft() for _ in range(min(len(engine.free), len(waiting)))]
-                for sequence in joining:
+                # Waiting sequences take the free rows.
+                joining = []
+                while waiting and engine.free:
+                    sequence = waiting.popleft()
                     engine.join(sequence)
-                for step in (engine.prefill(joining) if joining else (), engine.round()):
+                    joining.append(sequence)
+                steps = [engine.round()]  # begins when the prefill has ended
+                if joining:
+                    steps.insert(0, engine.prefill(joining))
+                for step in steps:
                     for sequence, tokens in step:
                         yield sequence.index, tokens
                         if sequence.stats.finish:

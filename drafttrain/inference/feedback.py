@@ -1,9 +1,8 @@
-"""What a pass of the target tells the drafters' sessions besides the tokens that it commits."""
+"""Feedback of a target's pass to the drafters' sessions, besides the tokens that it commits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -14,18 +13,21 @@ from drafttrain.ops.sampling import highest
 
 
 def answer_probes(sequences: Items[Sequence], chosen: Tensor, sizes: Items[int]) -> None:
-    """Passes the target's choices after root and probes to the sessions; chosen: [N], at each
-    sequence's root and nodes.
+    """Passes the target's choices after root and probes to the sessions.
+
+    Args:
+        chosen: [N], at each sequence's root and nodes. sizes: how many each sequence has.
     """
     tokens = chosen.tolist()
-    starts = [0, *accumulate(sizes)]
-    for sequence, begin, end in zip(sequences, starts, starts[1:], strict=False):
+    begin = 0  # of the sequence's root
+    for sequence, size in zip(sequences, sizes, strict=True):
         if sequence.probed and sequence.session is not None:
-            root, *nodes = tokens[begin:end]
-            sequence.session.observe(
-                [root, *(nodes[node] if node >= 0 else -1 for node in sequence.probed)]
-            )
+            seen = [tokens[begin]]
+            for node in sequence.probed:
+                seen.append(tokens[begin + 1 + node] if node >= 0 else -1)
+            sequence.session.observe(seen)
             sequence.probed = []
+        begin += size
 
 
 def share_predictions(
@@ -34,8 +36,9 @@ def share_predictions(
     logits: Tensor,
     width: int,
 ) -> None:
-    """Passes the target's likeliest tokens at every root and node to the sessions that have read
-    the text up to the root.
+    """Passes the target's likeliest tokens at every root and node to the sessions.
+
+    Sessions that have not read the text up to the root get none.
 
     Args:
         logits: [N, v], at each sequence's root and its nodes. width: tokens of each.

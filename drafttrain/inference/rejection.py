@@ -1,11 +1,8 @@
-"""Sampled verification where the host does not walk: rejection of drawn children, and choices at
-all nodes at once.
-"""
+"""Sampled verification without a walk on the host: rejection of drawn children, choices ahead."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -26,40 +23,55 @@ def choices_ahead(
     there.
 
     A walk spends a number at each node that it visits and one more per drawn child, so a node's
-    numbers begin behind those of its ancestors. The generators stay where they are.
+    numbers begin behind those of its ancestors. The generators' states do not change.
 
     Args:
-        generators: each sequence's. drawn_below: each tree's drawn children, by node. logits: [N,
-            v] at roots and nodes.
+        generators: each sequence's.
+        drawn_below: each tree's drawn children, by node.
+        logits: [N, v] at roots and nodes.
     """
-    # [N, v]
     device = logits.device
-    p = probabilities(logits, sampling).double()
-    numbers: list[list[float]] = []  # per node: of the choice, then of its drawn children
-    below: list[list[int]] = []  # per node: its drawn children's places among all drafted tokens
-    sources: list[int] = []  # per node with drawn children: its q among all rows of all proposals
-    begin = row = 0
+    p = probabilities(logits, sampling).double()  # [N, v]
+    numbers: list[float] = []  # per node, for its choice
+    # Per node with drawn children:
+    tried: list[int] = []  # its index among all roots and nodes
+    sources: list[int] = []  # the row of its q among those of all proposals
+    below: list[list[int]] = []  # its children's indices among all drafted tokens
+    uniforms: list[list[float]] = []  # a number for each child
+    drafted = 0  # tokens of earlier trees
+    rows_before = 0  # rows of earlier proposals
     for generator, tree, drawn in zip(generators, trees, drawn_below, strict=True):
+        # Where each node's numbers begin, the root first; the last of them bound what is drawn.
         begins = [0]
         for parent in tree.parents:
             begins.append(begins[parent + 1] + 1 + len(drawn.get(parent, ())))
-        spent = [1 + len(drawn.get(node, ())) for node in range(-1, len(tree))]
+        most = 0
+        for node, begin in enumerate(begins, -1):
+            most = max(most, begin + 1 + len(drawn.get(node, ())))
         state = generator.get_state()
-        most = max(at + count for at, count in zip(begins, spent, strict=True))
         drawing = torch.rand(most, dtype=torch.float64, generator=generator).tolist()
         generator.set_state(state)
-        numbers += [drawing[at : at + count] for at, count in zip(begins, spent, strict=True)]
-        nodes = [drawn.get(node, []) for node in range(-1, len(tree))]
-        below += [[begin + child for child in own] for own in nodes]
+
+        for node, begin in enumerate(begins, -1):
+            own = drawn.get(node)
+            if own and tree.proposal is not None:
+                tried.append(len(numbers))
+                sources.append(rows_before + tree.proposal.rows[own[0]])
+                below.append([drafted + child for child in own])
+                uniforms.append(drawing[begin + 1 : begin + 1 + len(own)])
+            numbers.append(drawing[begin])
         if tree.proposal is not None:
-            sources += [row + tree.proposal.rows[own[0]] for own in nodes if own]
-            row += len(tree.proposal.probs)
-        begin += len(tree)
-    tried = [i for i, own in enumerate(below) if own]
+            rows_before += len(tree.proposal.probs)
+        drafted += len(tree)
+
     if tried:
-        width = max(map(len, below))
-        padded = [[*below[i], *[-1] * (width - len(below[i]))] for i in tried]
-        places = torch.tensor([*tried, *sources, *chain(*padded)]).to(device, non_blocking=True)
+        width = max(len(own) for own in below)
+        flat = tried + sources  # one upload
+        for own, spent in zip(below, uniforms, strict=True):
+            missing = width - len(own)
+            flat += own + [-1] * missing
+            spent += [0.0] * missing
+        places = torch.tensor(flat).to(device, non_blocking=True)
         at, rows, children = places.split([len(tried), len(tried), len(tried) * width])
         tokens = torch.cat([tree.tokens for tree in trees])
         children = children.view(-1, width)
@@ -67,25 +79,13 @@ def choices_ahead(
         proposals = [tree.proposal for tree in trees if tree.proposal is not None]
         q = torch.cat([proposal.probs for proposal in proposals])[rows]  # [m, d]
         kept = proposals[0].kept_ids
-        if kept is None:
-            full = q
-        else:
-            full = q.new_zeros(len(q), p.shape[1]).index_copy_(1, kept, q)
-        full = F.pad(full, (0, p.shape[1] - full.shape[1]))
-        uniforms = [numbers[i][1:] + [0.0] * (width + 1 - len(numbers[i])) for i in tried]
-        p[at] = try_drawn(
-            p[at],
-            full.double(),
-            children,
-            torch.tensor(uniforms, dtype=torch.float64).to(device, non_blocking=True),
-        )
-    return pick(
-        p,
-        torch.tensor([own[0] for own in numbers], dtype=torch.float64).to(
-            device,
-            non_blocking=True,
-        ),
-    )
+        if kept is not None:
+            q = q.new_zeros(len(q), p.shape[1]).index_copy_(1, kept, q)
+        q = F.pad(q, (0, p.shape[1] - q.shape[1])).double()  # [m, v]
+        given = torch.tensor(uniforms, dtype=torch.float64).to(device, non_blocking=True)
+        p[at] = try_drawn(p[at], q, children, given)
+    chosen = torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
+    return pick(p, chosen)
 
 
 def try_drawn(p: Tensor, q: Tensor, drawn: Tensor, uniforms: Tensor) -> Tensor:
@@ -110,17 +110,15 @@ def try_drawn(p: Tensor, q: Tensor, drawn: Tensor, uniforms: Tensor) -> Tensor:
     2402.12374.
     """
     p = p / p.sum(-1, keepdim=True)
-    open_ = torch.ones_like(
-        drawn[:, :1],
-        dtype=torch.bool,
-    )  # [m, 1], rows where every child so far was rejected
+    # [m, 1] bool, rows where every child so far was rejected
+    open_ = torch.ones_like(drawn[:, :1], dtype=torch.bool)
     for i in range(drawn.shape[1]):
         open_ = open_ & (drawn[:, i : i + 1] >= 0)
-        child = drawn[:, i : i + 1].clamp_min(0)
+        child = drawn[:, i : i + 1].clamp_min(0)  # [m, 1]
+        uniform = uniforms[:, i : i + 1]  # [m, 1]
         mass = q.sum(-1, keepdim=True)
-        accepted = open_ & (
-            uniforms[:, i : i + 1] * q.gather(-1, child) < p.gather(-1, child) * mass
-        )
+        # uniform < p(x) / (q(x) / mass), without a division
+        accepted = open_ & (uniform * q.gather(-1, child) < p.gather(-1, child) * mass)
         left = (p - q / mass).clamp_min(0)  # [m, v]
         total = left.sum(-1, keepdim=True)
         # An empty residual means p = q. Then only rounding can reject, and p itself is the answer.

@@ -34,7 +34,7 @@ from drafttrain.target import Target
 from drafttrain.target.attention import LAST
 from drafttrain.target.generation import LogitsRules
 
-# Positions per row to begin with; the cache doubles until max_length when a sequence outgrows it.
+# First number of positions per row; the cache doubles, up to max_length, when a sequence outgrows it.
 _FIRST_CAPACITY = 1024
 # Shorter prefixes are not worth a pass of their own.
 _LEAST_PREFIX = 16
@@ -62,14 +62,14 @@ class Finished:
     """A response.
 
     Attributes:
-        tokens: the new tokens, stop token included; of the last turn where a follow-up extended the
-            sequence.
+        tokens: the new tokens of the last turn, stop token included.
         finish_reason: 'stop' or 'length' (limit of new tokens or of the sequence, or the run was
             stopped).
         sequence: all tokens from the first prompt on.
-        features, last_hidden: [len(sequence) - 1, f*h] and [.., h] bfloat16 on the CPU, of every
-            position that the target read, if the engine captures features: all but the last token
-            (and follow-ups that a stopped run left unread).
+        features: [len(sequence) - 1, f*h] bfloat16 on the CPU, if the engine captures features: of
+            every position that the target read. It has not read the last token, nor follow-ups
+            that a stopped run left unread.
+        last_hidden: [len(sequence) - 1, h] likewise.
     """
 
     key: str
@@ -116,7 +116,9 @@ class ResponseEngine:
         self.target = target.pack()
         self.slots = slots
         self.max_length = max_length
-        self.feature_layers = tuple(feature_layers or ())
+        self.feature_layers: tuple[int, ...] = ()
+        if feature_layers is not None:
+            self.feature_layers = tuple(feature_layers)
         self.rules = rules
         self.new_tokens = 0
 
@@ -183,17 +185,17 @@ class _Run:
         self.prefix_states: list[Tensor] = []
         self.running: dict[int, _Running] = {}  # by row
         self.waiting: list[Sequence] = []  # sequences with a follow-up to read
-        rows = owner.slots + bool(self.prefix)  # the prefix has a row of its own
+        rows = owner.slots
+        if self.prefix:  # it has a row of its own
+            rows += 1
+        capture: tuple[int, ...] = ()
         if owner.feature_layers:
             capture = (*owner.feature_layers, LAST)
-        else:
-            capture = ()
-        capacity = min(owner.max_length, _FIRST_CAPACITY)
         self.engine = Engine(
             owner.target,
-            capacity,
-            rows,
-            sampling.greedy and not self.rules,
+            capacity=min(owner.max_length, _FIRST_CAPACITY),
+            rows=rows,
+            plain=sampling.greedy and not self.rules,
             capture=capture,
         )
 
@@ -206,9 +208,8 @@ class _Run:
         if self.prefix:
             self.prefix_row = engine.free.pop()
             self._reserve(len(self.prefix))
-            self.prefix_states = engine.read(
-                self.prefix_row, torch.tensor(self.prefix, device=self.device)
-            )
+            tokens = torch.tensor(self.prefix, device=self.device)
+            self.prefix_states = engine.read(self.prefix_row, tokens)
         while True:
             self.queue.extend(islice(self.source, 2 * slots - len(self.queue)))
             if stop is not None and stop():
@@ -220,25 +221,28 @@ class _Run:
             if joining >= refill or not active or (self.waiting and not self.queue):
                 if not joining:
                     return
-                news = [*self.waiting, *(self._admit(self.queue.popleft()) for _ in range(free))]
+                joined = self.waiting
                 self.waiting = []
-                self._reserve(max(engine.cache.lengths[it.row] + len(it.prompt) for it in news))
-                step = engine.prefill(news)
+                for _ in range(free):
+                    joined.append(self._admit(self.queue.popleft()))
+                lengths = engine.cache.lengths
+                self._reserve(max(lengths[it.row] + len(it.prompt) for it in joined))
+                step = engine.prefill(joined)
             else:
                 self._reserve(max(engine.cache.lengths[it.row] for it in engine.active) + 1)
                 step = engine.round()
-            for sequence, tokens in step:
-                self.owner.new_tokens += len(tokens)
-                it = self.running[sequence.row]
-                it.tokens += tokens
+            for sequence, news in step:
+                self.owner.new_tokens += len(news)
+                running = self.running[sequence.row]
+                running.tokens += news
                 if sequence.stats.finish:
-                    yield from self._end(it)
+                    yield from self._end(running)
 
     def _reserve(self, length: int) -> None:
-        if length > self.engine.cache.capacity:
-            self.engine.reserve(
-                min(self.owner.max_length, max(length, 2 * self.engine.cache.capacity))
-            )
+        """Grows the cache to `length` positions per row, and at least to twice its size."""
+        capacity = self.engine.cache.capacity
+        if length > capacity:
+            self.engine.reserve(min(self.owner.max_length, max(length, 2 * capacity)))
 
     def _admit(self, request: ResponseRequest) -> Sequence:
         """Gives a request a free row."""
@@ -251,13 +255,10 @@ class _Run:
             )
         sequence = self._turn(request, prompt, prompt, 0)
         self.engine.join(sequence)
-        if (
-            self.prefix
-            and len(prompt) > len(self.prefix)
-            and prompt[: len(self.prefix)] == self.prefix
-        ):
-            self.engine.cache.copy(self.prefix_row, sequence.row, len(self.prefix))
-            sequence.prompt = sequence.prompt[len(self.prefix) :]
+        shared = len(self.prefix)
+        if shared and len(prompt) > shared and prompt[:shared] == self.prefix:
+            self.engine.cache.copy(self.prefix_row, sequence.row, shared)
+            sequence.prompt = sequence.prompt[shared:]
             sequence.states = list(self.prefix_states)
         self.running[sequence.row] = _Running(request, prompt, len(prompt), sequence)
         return sequence
@@ -269,57 +270,53 @@ class _Run:
         before: list[int],
         turn: int,
     ) -> Sequence:
-        """A sequence that reads `unread` tokens and writes a response; `before` are all tokens
-        before the response.
+        """A sequence that writes a response.
+
+        Args:
+            unread: tokens that it reads. before: all tokens before the response.
         """
         limit = min(request.max_new_tokens, self.owner.max_length - len(before))
         prompt = torch.tensor(unread, device=self.device)
+        # The seed depends on run, turn and key alone, not on the rest of the batch.
         name = f"{self.seed}/{turn}/{request.key}".encode()
         seed = int.from_bytes(hashlib.sha256(name).digest()[:8], "little", signed=True)
         generator = torch.Generator().manual_seed(seed)
         uniforms: list[float] = []
         if not self.sampling.greedy:
-            uniforms = torch.rand(
-                request.max_new_tokens,
-                dtype=torch.float64,
-                generator=generator,
-            ).tolist()
-        whole = torch.tensor(before, device=self.device)  # [L]
-        text = ProcessedText.of(self.rules, self.owner.target, whole, limit, request.stop_ids)
+            count = request.max_new_tokens
+            uniforms = torch.rand(count, dtype=torch.float64, generator=generator).tolist()
+        read = torch.tensor(before, device=self.device)  # [L]
+        text = ProcessedText.of(self.rules, self.owner.target, read, limit, request.stop_ids)
         verifier = Verifier(self.sampling, request.stop_ids, generator, text, iter(uniforms))
         return Sequence(0, prompt, limit, verifier)
 
     def _end(self, it: _Running) -> Iterator[Finished]:
         """Extends a finished response by its follow-up, or yields it."""
-        if it.sequence.stats.ended:
-            reason = "stop"
-        else:
-            reason = "length"
+        reason = "stop" if it.sequence.stats.ended else "length"
         finished = Finished(it.request.key, it.tokens[it.start :], reason, list(it.tokens))
+        more = None
         if self.follow_up is not None:
             more = self.follow_up(finished)
-        else:
-            more = None
         if not more or len(it.tokens) + len(more) >= self.owner.max_length:
             yield self._close(it, finished)
             return
         unread = [it.tokens[-1], *more]  # the last token's keys are not in the cache yet
         it.tokens += more
-        it.start, it.turn = len(it.tokens), it.turn + 1
-        row = it.sequence.row
-        states = it.sequence.states
+        it.start = len(it.tokens)
+        it.turn += 1
+        ended = it.sequence
         it.sequence = self._turn(it.request, unread, it.tokens, it.turn)
-        it.sequence.row, it.sequence.states = row, states
+        it.sequence.row = ended.row
+        it.sequence.states = ended.states
         self.waiting.append(it.sequence)
 
     def _close(self, it: _Running, finished: Finished) -> Finished:
+        """Frees the row of a response and attaches the captured features to it."""
         if self.owner.feature_layers:
             states = torch.cat(it.sequence.states).cpu()  # [positions, (f+1)*h] bfloat16
             width = states.shape[1] - self.owner.target.hidden_size
-            finished.features, finished.last_hidden = (
-                states[:, :width].clone(),
-                states[:, width:].clone(),
-            )
+            finished.features = states[:, :width].clone()
+            finished.last_hidden = states[:, width:].clone()
         del self.running[it.sequence.row]
         self.engine.release(it.sequence)
         return finished
@@ -328,21 +325,25 @@ class _Run:
         """Ends every running sequence where it is. Sequences without a response yet are dropped."""
         for it in list(self.running.values()):
             if it.turn > 0 or len(it.tokens) > it.start:
-                yield self._close(
-                    it, Finished(it.request.key, it.tokens[it.start :], "length", list(it.tokens))
-                )
+                response = it.tokens[it.start :]
+                finished = Finished(it.request.key, response, "length", list(it.tokens))
+                yield self._close(it, finished)
 
 
 def _shared_prefix(prompts: list[Items[int]]) -> list[int]:
-    """The tokens that all prompts begin with (system prompt, chat opening), without the last token
-    of any; [] if few.
+    """The tokens that all prompts begin with (system prompt, chat opening); [] if they are few.
+
+    No prompt's last token is among them: the target must read it for the first prediction.
     """
     if len(prompts) < 2:
         return []
+    # What the first and the last prompt in order have in common, all others have too.
     low = min(map(tuple, prompts))
     high = max(map(tuple, prompts))
-    length = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
-    length = min(length, min(map(len, prompts)) - 1)
-    if length >= _LEAST_PREFIX:
-        return list(low[:length])
-    return []
+    shortest = min(map(len, prompts))
+    length = 0
+    while length < shortest - 1 and low[length] == high[length]:
+        length += 1
+    if length < _LEAST_PREFIX:
+        return []
+    return list(low[:length])

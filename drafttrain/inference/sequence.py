@@ -40,8 +40,8 @@ class Stats:
         accepted: accepted draft tokens per round.
         offered: depth of the tree per round. Where EOS or a stop string cuts the path, the depth of
             the cut, because nothing below it was tested.
-        draft_seconds: time in the drafter, its prefill included. target_seconds: time in the
-            rounds' target forwards and head.
+        draft_seconds: time in the drafter, its prefill included.
+        target_seconds: time in the rounds' target forwards and head.
         prefill_seconds: from joining the batch to the first token (time to first token).
         total_seconds: from joining the batch to the last token; not shared.
         token_seconds: per new token, the time at which it was known, counted from joining.
@@ -86,13 +86,11 @@ class Stats:
 
 @dataclass(repr=False)
 class Generation:
-    """Attributes: tokens: the new tokens, EOS included; stats: their record; text: set by
-    `drafttrain.generate`.
-    """
+    """The continuation of a prompt."""
 
-    tokens: list[int]
-    stats: Stats
-    text: str = ""
+    tokens: list[int]  # the new tokens, EOS included
+    stats: Stats  # their record
+    text: str = ""  # set by `drafttrain.generate`
 
     def __repr__(self) -> str:
         return f"Generation({shown(self.text or self.tokens)}, {self.stats!r})"
@@ -103,16 +101,19 @@ class Sequence:
     """A running sequence.
 
     Attributes:
-        index: number of its prompt. row: its row of the cache, -1 before it joins.
-        prompt: [L] int64, tokens that the next prefill reads. limit: most new tokens.
+        index: number of its prompt.
+        prompt: [L] int64, tokens that the next prefill reads.
+        limit: most new tokens.
         verifier: decides which draft tokens are accepted.
         text: finds stop strings; None without any.
+        stats: the record.
+        speculate: whether the drafter drafts for it.
+        row: its row of the cache, -1 before it joins.
         root: [1] int64, the last committed token; its keys are not in the cache yet.
-        speculate: whether the drafter drafts for it. session: the drafter's state; None where
-            nothing is drafted.
+        session: the drafter's state; None if nothing is drafted.
         pending: committed tokens [m] and features [m, f*h] that the session has not read yet.
         probed: the node of each probe that the session requested in this round.
-        states: captured features [m, f*h] bfloat16 of each forward, in order, where the engine
+        states: captured features [m, f*h] bfloat16 of each forward, in order, if the engine
             captures.
         joined: time at which its prefill began.
     """
@@ -147,8 +148,10 @@ class Sequence:
         return sum(tokens.shape[0] for tokens, _ in self.pending)
 
     def record(self, verdict: Verdict, moment: float) -> list[int]:
-        """Records a round whose tokens are known at `moment`; returns the tokens, cut after a stop
-        string.
+        """Records a round whose tokens are known at `moment`.
+
+        Returns:
+            The tokens, cut after a stop string.
         """
         stats = self.stats
         tokens = verdict.tokens
@@ -166,10 +169,13 @@ class Sequence:
         return tokens
 
     def count(self, accepted: int, tokens: int, depth: int, seconds: float) -> None:
-        """Counts a round: accepted draft tokens, committed tokens, depth of the tree, seconds of
-        its target pass.
+        """Counts a round.
+
+        Args:
+            accepted: draft tokens. tokens: committed ones. depth: of the tree.
+            seconds: of the target's pass.
         """
-        cut = self.stats.ended and tokens <= accepted
+        cut = self.stats.ended and tokens <= accepted  # the end cut the accepted path
         self.stats.target_passes += 1
         self.stats.target_seconds += seconds
         self.stats.accepted.append(tokens if cut else accepted)
@@ -177,18 +183,18 @@ class Sequence:
 
 
 class Mark(NamedTuple):
-    """A point in the device's queue: an event on a GPU; and the host's time, captures not counted."""
+    """A point in the device's queue."""
 
-    event: Any
-    seconds: float
-    captured: float
+    event: Any  # torch.cuda.Event; None on a CPU
+    seconds: float  # the host's time, captures not counted
+    captured: float  # seconds spent on captures before
 
 
 class Clock:
-    """Wall-clock seconds without captures. Never waits for the device.
+    """Wall-clock seconds without captures. Marks never wait for the device.
 
     Args:
-        pool: whose captures are not counted; None without graphs.
+        pool: its captures are not counted; None without graphs.
     """
 
     def __init__(self, device: torch.device, pool: GraphPool | None):
@@ -204,6 +210,7 @@ class Clock:
         return self._pool.seconds
 
     def now(self) -> float:
+        """The host's time."""
         if self._pool is None:
             return time.perf_counter()
         return time.perf_counter() - self._pool.seconds
@@ -220,16 +227,18 @@ class Clock:
         """Seconds between two marks that the device has passed, as any transfer behind them shows."""
         if begin.event is None:
             return end.seconds - begin.seconds
-        if not end.event.query():  # of a target on several devices, another may be ahead
+        # If a target is spread over devices, another device may be ahead of this one.
+        if not end.event.query():
             end.event.synchronize()
-        return max(
-            0.0, begin.event.elapsed_time(end.event) / 1000 - (end.captured - begin.captured)
-        )
+        elapsed = begin.event.elapsed_time(end.event) / 1000  # from milliseconds
+        return max(0.0, elapsed - (end.captured - begin.captured))
 
 
 def chunks(lengths: Items[int], size: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Cuts prompts into forwards of at most `size` tokens, in order: lists of (index of the prompt,
-    begin, end).
+    """Cuts prompts into forwards of at most `size` tokens, in order.
+
+    Yields:
+        Lists of (index of the prompt, begin, end), one per forward.
     """
     chunk: list[tuple[int, int, int]] = []
     free = size
@@ -259,9 +268,10 @@ def token_ids(target: Target, prompt: Tensor | Items[int]) -> Tensor:
     try:
         ids = torch.as_tensor(prompt)
     except (TypeError, ValueError, RuntimeError):  # text, ragged rows, numbers of more than 64 bits
-        ids = torch.tensor(math.nan)
-    whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
-    if (ids.numel() and not whole) or ids.dim() == 0 or ids.numel() != ids.shape[-1]:
+        ids = torch.tensor(math.nan)  # refused below
+    whole = not ids.is_floating_point() and not ids.is_complex() and ids.dtype != torch.bool
+    one_row = ids.dim() > 0 and ids.numel() == ids.shape[-1]
+    if not one_row or (ids.numel() and not whole):
         raise UserError(
             f"prompt={shown(prompt)} must be token ids: one list of whole numbers from 0 to {most}"
         )
@@ -275,8 +285,7 @@ def token_ids(target: Target, prompt: Tensor | Items[int]) -> Tensor:
 
 
 def token_limit(target: Target, prompt_tokens: int, max_new_tokens: int) -> int:
-    """Most tokens that may follow the prompt: max_new_tokens, or less where the target's context
-    ends first.
+    """Most tokens that may follow the prompt: max_new_tokens, or what the target's context leaves.
 
     Raises:
         UserError: an empty prompt, one that fills the context, or max_new_tokens below 1.
@@ -316,8 +325,7 @@ def check_stop(stop: str | Items[str], target: Target) -> tuple[str, ...]:
 
 
 class TextStream:
-    """Decodes tokens as they arrive. A character that spans several tokens appears with the last of
-    them.
+    """Decodes tokens as they arrive; a character of several tokens appears with the last of them.
 
     Attributes:
         keep_special: whether special tokens are in the text.
@@ -337,9 +345,8 @@ class TextStream:
         self.text = ""
         self.stopped = False
         self._ids: list[int] = []
-        self._context = self._done = (
-            0  # ids from _context on are decoded together; those before _done are in the text
-        )
+        self._context = 0  # ids from here on are decoded together
+        self._done = 0  # ids before this one are in the text
         self._given = 0  # characters that `take` has returned
 
     def push(self, tokens: Items[int]) -> int:
@@ -364,10 +371,12 @@ class TextStream:
             self._cut(before)
         end = len(self.text)
         if not last and not self.stopped:
-            end -= max(
-                (n for s in self.stop for n in range(1, len(s)) if self.text.endswith(s[:n])),
-                default=0,
-            )
+            held = 0  # characters at the end that may begin a stop string
+            for string in self.stop:
+                for count in range(held + 1, len(string)):
+                    if self.text.endswith(string[:count]):
+                        held = count
+            end -= held
         part = self.text[self._given : end]
         self._given = max(self._given, end)
         return part
@@ -379,7 +388,8 @@ class TextStream:
         new = self._read(self._ids[self._context :])
         if complete or (len(new) > len(old) and not new.endswith("\N{REPLACEMENT CHARACTER}")):
             self.text += new[len(old) :]
-            self._context, self._done = self._done, len(self._ids)
+            self._context = self._done
+            self._done = len(self._ids)
 
     def _read(self, ids: list[int]) -> str:
         text = self.tokenizer.decode(
@@ -391,8 +401,11 @@ class TextStream:
 
     def _cut(self, before: int) -> bool:
         """Cuts the text before the first stop string that ends after position `before`."""
-        found = [self.text.find(s, max(0, before - len(s) + 1)) for s in self.stop]
-        places = [place for place in found if place >= 0]
+        places = []
+        for string in self.stop:
+            place = self.text.find(string, max(0, before - len(string) + 1))
+            if place >= 0:
+                places.append(place)
         if places:
             self.text = self.text[: min(places)]
             self.stopped = True

@@ -1,5 +1,4 @@
-"""Static target passes: a round's pass as a function of fixed buffers, which a GPU replays as a
-CUDA graph.
+"""Static target passes: functions of fixed buffers, which a GPU replays as CUDA graphs.
 
 A pass over a root and a few nodes takes a GPU less time than Python takes to launch its thousand
 kernels. A `StaticStep` therefore fixes everything that the host decides: shapes, addresses, grids.
@@ -45,16 +44,11 @@ _CAPACITY_STEP = 1024
 
 
 class Pass(NamedTuple):
-    """The target's output at N packed tokens; valid until the next pass.
+    """The target's output at N packed tokens; valid until the next pass."""
 
-    Attributes:
-        features: [N, f*h]; logits: [N, v] float32; choices: [N] int64, their argmax, or None where
-            it was not computed.
-    """
-
-    features: Tensor
-    logits: Tensor
-    choices: Tensor | None
+    features: Tensor  # [N, f*h]
+    logits: Tensor  # [N, v] float32
+    choices: Tensor | None  # [N] int64, argmax of the logits; None if it was not computed
 
 
 class StaticStep:
@@ -68,8 +62,9 @@ class StaticStep:
         choose: whether to compute `choices`.
 
     Attributes:
-        ids: [1, N] int64; slots: [N] int64, on the cache's common axis; plan: ancestors and
-            prefixes of the tokens.
+        ids: [1, N] int64.
+        slots: [N] int64, on the cache's common axis.
+        plan: ancestors and prefixes of the tokens.
     """
 
     def __init__(
@@ -80,35 +75,40 @@ class StaticStep:
         shape: PlanShape,
         choose: bool,
     ):
-        self.target, self.feature_layers, self.cache = target, tuple(feature_layers), cache
+        self.target = target
+        self.feature_layers = tuple(feature_layers)
+        self.cache = cache
         self.shape = shape
         self.choose = choose
         tokens = shape.tokens
         self.ids = torch.zeros(1, tokens, dtype=torch.long, device=target.device)
         # Plan and slots are one upload. A plan's size keeps the slots aligned.
-        self._numbers = torch.zeros(
-            shape.numbers + 2 * tokens,
-            dtype=torch.int32,
-            device=target.device,
-        )
+        count = shape.numbers + 2 * tokens  # of 4 bytes; a slot takes two
+        self._numbers = torch.zeros(count, dtype=torch.int32, device=target.device)
         self.plan = PackedPlan.static(self._numbers[: shape.numbers], shape)
         self.slots = self._numbers[shape.numbers :].view(torch.int64)
         target.hook(self.feature_layers)
         self.replay: Callable[[], Pass] = self.forward  # captured, once it is
 
     def fill(self, ids: Tensor, opened: Sequence[tuple[int, TreeLayout]]) -> None:
-        """Writes the next pass to the buffers: ids [n] on the device; cache row and layout of each
-        part.
+        """Writes the next pass to the buffers.
+
+        Args:
+            ids: [n] on the device. opened: cache row and layout of each part.
         """
+        self.ids[0, : len(ids)].copy_(ids)
         rows = [row for row, _ in opened]
         layouts = [layout for _, layout in opened]
-        self.ids[0, : len(ids)].copy_(ids)
-        counts = [layout.count for layout in layouts]
-        counts[-1] += self.shape.tokens - len(ids)
-        starts = [row * self.cache.capacity + layout.prefix_len for row, layout in opened]
-        slots = np.concatenate(
-            [np.arange(start, start + n) for start, n in zip(starts, counts, strict=True)]
-        )
+        slots = np.empty(self.shape.tokens, np.int64)
+        begin = 0
+        start = 0
+        for row, layout in opened:
+            start = row * self.cache.capacity + layout.prefix_len
+            slots[begin : begin + layout.count] = np.arange(start, start + layout.count)
+            begin += layout.count
+        # Padding tokens take the slots behind the last row's own.
+        padded = start + layouts[-1].count
+        slots[begin:] = np.arange(padded, padded + self.shape.tokens - begin)
         numbers = np.concatenate((pack_plan(layouts, rows, self.shape), slots.view(np.int32)))
         upload(torch.from_numpy(numbers), self._numbers)
 
@@ -118,24 +118,18 @@ class StaticStep:
         positions = self.plan.positions.long()[None]  # [1, N]
         out = self.target.forward(self.ids, self.feature_layers, positions, self)
         logits = self.target.head(out.last_hidden[0])  # [N, v]
-        return Pass(out.features[0], logits, argmax(logits) if self.choose else None)
+        choices = argmax(logits) if self.choose else None
+        return Pass(out.features[0], logits, choices)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]
     ) -> Tensor:
         """See `AttentionContext.attend`."""
-        return SlotAttention(self.cache, self.slots, self.plan).attend(
-            layer,
-            query,
-            key,
-            value,
-            **form,
-        )
+        attention = SlotAttention(self.cache, self.slots, self.plan)
+        return attention.attend(layer, query, key, value, **form)
 
     def run(self) -> Pass:
-        """The pass over the contents of the buffers, all N tokens: replayed if captured, else
-        computed.
-        """
+        """The pass over the buffers' contents, all N tokens: replayed if captured, else computed."""
         return self.replay()
 
 
@@ -152,10 +146,12 @@ class TargetSteps:
 
     def __init__(self, target: Target):
         self.target = target
-        self.failure, self.pool = "", GraphPool(target.device)
+        self.failure = ""
+        self.pool = GraphPool(target.device)
+        self.choose = False
+        self.feature_layers: tuple[int, ...] = ()
         self._weights = _addresses(target.model)
-        self._drafts: tuple[tuple[int, ...], DraftSteps] | None = None
-        self.choose, self.feature_layers = False, tuple[int, ...]()
+        self._drafts: tuple[tuple[int, ...], DraftSteps] | None = None  # weights, steps
         self._reset(TreeCache(0))
 
     @staticmethod
@@ -168,13 +164,15 @@ class TargetSteps:
         """
         if graphs is None:
             graphs = os.environ.get("DRAFTTRAIN_GRAPHS", "1") != "0"
-        if not (graphs and _serves(target.device)):
+        if not graphs or not _serves(target.device):
             return None
         steps: TargetSteps | None = target.take_idle_steps()
         # Graphs hold addresses: weights that moved would be read from freed memory.
         while steps is not None and steps._weights != _addresses(target.model):
             steps = target.take_idle_steps()
-        return steps or TargetSteps(target)
+        if steps is None:
+            return TargetSteps(target)
+        return steps
 
     def release(self) -> None:
         """Leaves cache and graphs to the next call."""
@@ -188,8 +186,9 @@ class TargetSteps:
         feature_layers: Sequence[int],
         choose: bool,
     ) -> TreeCache:
-        """The cache for new sequences. Reuses the last one if it is large enough, because graphs
-        hold its address.
+        """The cache for new sequences.
+
+        The last cache is reused if it is large enough, because graphs hold its address.
 
         Args:
             capacity: least number of slots per row; rows: least number of sequences at a time.
@@ -206,16 +205,16 @@ class TargetSteps:
         return self.cache
 
     def open_drafts(self, drafter: Drafter, spec: TreeSpec) -> DraftSteps | None:
-        """The drafter's static steps, of an earlier call if they serve this one; None where its
-        passes are dynamic.
-        """
+        """The drafter's static steps, an earlier call's if they fit; None if passes are dynamic."""
+        weights: tuple[int, ...] = ()
         if isinstance(drafter, nn.Module):
             weights = _addresses(drafter)
-        else:
-            weights = ()
-        known, last = self._drafts or ((), None)
-        limits = self.cache.capacity, self.cache.rows
-        steps = drafter.open_steps(self.pool, *limits, spec, last if weights == known else None)
+        last: DraftSteps | None = None
+        if self._drafts is not None:
+            known, last_steps = self._drafts
+            if weights == known:
+                last = last_steps
+        steps = drafter.open_steps(self.pool, self.cache.capacity, self.cache.rows, spec, last)
         if steps is None:
             self._drafts = None
         else:
@@ -235,13 +234,15 @@ class TargetSteps:
         self.pool.clear()
 
     def _grown(self, capacity: int) -> int:
-        """At least twice the present capacity, as far as the target reads, so that growing
-        sequences seldom drop the graphs.
+        """At least twice the present capacity, up to the target's context.
+
+        So growing sequences seldom drop the graphs.
         """
-        return max(
-            _rounded(capacity),
-            min(2 * self.cache.capacity, _rounded(self.target.max_positions or capacity)),
-        )
+        context = self.target.max_positions
+        if context is None:
+            context = capacity
+        doubled = min(2 * self.cache.capacity, _rounded(context))
+        return max(_rounded(capacity), doubled)
 
     @property
     def memory(self) -> tuple[int, str]:
@@ -257,28 +258,29 @@ class TargetSteps:
         return nbytes, text
 
     def run(self, ids: Tensor) -> Pass | None:
-        """The pass over the new tokens [n] that `cache.open` has announced; None if it must be
-        dynamic.
-        """
+        """The pass over the new tokens [n] that `cache.open` announced; None if it must be dynamic."""
         if self.failure:
-            step = None
-        else:
-            step = self._static_step(ids)
+            return None
+        step = self._static_step(ids)
         if step is None:
             return None
-        features, logits, choices = step.run()
-        n = len(ids)
-        return Pass(features[:n], logits[:n], None if choices is None else choices[:n])
+        out = step.run()
+        n = len(ids)  # the others are padding
+        choices = out.choices
+        if choices is not None:
+            choices = choices[:n]
+        return Pass(out.features[:n], out.logits[:n], choices)
 
     def _static_step(self, ids: Tensor) -> StaticStep | None:
         """The step that serves the announced pass, its buffers filled; None if none does."""
         opened = self.cache.opened
         shape = step_shape([layout.count for _, layout in opened])
-        last = opened[-1][1]
-        if (
-            shape is None
-            or last.prefix_len + last.count + shape.tokens - len(ids) > self.cache.capacity
-        ):
+        if shape is None:
+            return None
+        # Padding tokens take slots behind the last row's own.
+        _, last = opened[-1]
+        padding = shape.tokens - len(ids)
+        if last.prefix_len + last.count + padding > self.cache.capacity:
             return None
         key = (self.feature_layers, self.choose, shape)
         step = self._steps.get(key)
@@ -289,7 +291,7 @@ class TargetSteps:
         step.fill(ids, opened)
         try:
             self._capture(step)
-        except Exception as error:  # whatever prevents a capture, the model decodes without graphs
+        except Exception as error:  # whatever its reason, the model then decodes without graphs
             self.failure = first_line(error)
             self._reset(self.cache)
             kind = type(self.target.model).__name__
@@ -315,4 +317,7 @@ def _serves(device: torch.device) -> bool:
 
 
 def _addresses(model: nn.Module) -> tuple[int, ...]:
-    return tuple(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
+    """Addresses of all weights and buffers."""
+    found = [tensor.data_ptr() for tensor in model.parameters()]
+    found += [tensor.data_ptr() for tensor in model.buffers()]
+    return tuple(found)

@@ -28,7 +28,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -63,17 +62,17 @@ class Verdict:
 
 
 class ProcessedText:
-    """The logits processors of a sequence, and the text that they read: the prompt and every token
-    chosen so far.
+    """The logits processors of a sequence, and the text that they read.
 
-    Every node of a tree has a text of its own. A walk only descends, and what it takes is
-    committed, so one buffer holds the text of the node that the walk has reached.
+    The text is the prompt and every token chosen so far. Every node of a tree has a text of its
+    own. A walk only descends, and what it takes is committed, so one buffer holds the text of the
+    node that the walk has reached.
 
     Args:
         processors: transformers' objects, in the order in which they run.
         prompt: [L] int64, all tokens before the answer. limit: most tokens of the answer.
-        alike: texts with equal values here have processors that compute the same of the logits
-            alone; None otherwise.
+        alike: equal for texts whose processors compute the same from the logits alone; None if
+            processors read the text.
     """
 
     def __init__(
@@ -101,15 +100,19 @@ class ProcessedText:
         if not rules:
             return None
         processors = rules.processors(target.model, prompt, limit, eos_ids)
-        return cls(processors, prompt, limit, None if rules.reads_text else frozenset(eos_ids))
+        alike = None if rules.reads_text else frozenset(eos_ids)
+        return cls(processors, prompt, limit, alike)
 
     def add(self, token: int) -> None:
+        """Appends a chosen token to the text."""
         self._ids[0, self._length] = token
         self._length += 1
 
     def process(self, logits: Tensor) -> Tensor:
-        """The processed logits of the next token; logits [m, v] float32, one row if the processors
-        read the text.
+        """The processed logits of the next token.
+
+        Args:
+            logits: [m, v] float32; one row if the processors read the text.
         """
         for processor in self.processors:
             logits = processor(self._ids[:, : self._length], logits)
@@ -129,12 +132,12 @@ def processed(texts: Sequence[ProcessedText], logits: Tensor, sampling: Sampling
     """
     if not texts:
         return logits
-    if texts[0].alike is not None and all(text.alike == texts[0].alike for text in texts):
-        logits = texts[0].process(logits)
-    else:  # lengths differ, and padding would be read as text
-        logits = torch.cat(
-            [text.process(row[None]) for text, row in zip(texts, logits, strict=True)]
-        )
+    first = texts[0]
+    if first.alike is not None and all(text.alike == first.alike for text in texts):
+        logits = first.process(logits)
+    else:  # row by row: lengths differ, and padding would be read as text
+        rows = [text.process(row[None]) for text, row in zip(texts, logits, strict=True)]
+        logits = torch.cat(rows)
     if not sampling.greedy and bool((logits.amax(-1) == -torch.inf).any()):
         raise UserError(
             "generation_config bans every token at some position; remove one of the keys that ban tokens"
@@ -150,8 +153,8 @@ class Verifier:
         eos_ids: tokens that end the sequence, also inside a path.
         generator: the sequence's own, on the CPU, so that its tokens do not depend on the rest of
             the batch.
-        text: the logits processors with the text that they read; None where there are none.
-        uniforms: one number per token, for sequences without a drafter. Replaces the generator.
+        text: the logits processors with the text that they read; None without processors.
+        uniforms: one number per token, for sequences without a drafter; they replace the generator.
 
     Attributes:
         sampler: for a drafter that samples its tokens; shares the generator.
@@ -173,8 +176,10 @@ class Verifier:
         self.uniforms = uniforms
 
     def verify(self, tree: TokenTree, logits: Tensor) -> Verdict:
-        """Accepts a path of a tree of n nodes; logits [n+1, v] of the target at the root and at
-        each node.
+        """Accepts a path of a tree of n nodes.
+
+        Args:
+            logits: [n+1, v] of the target at the root and at each node.
         """
         return verify_batch([self], [tree], logits)[0]
 
@@ -198,7 +203,7 @@ def verify_batch(
     assert all(verifier.sampler.params == sampling for verifier in verifiers)
     if verifiers[0].uniforms is not None and not sampling.greedy:
         return _sample_roots(verifiers, logits)
-    starts = [0, *accumulate(len(tree) + 1 for tree in trees)]
+
     # From a GPU, the choices at all nodes arrive in one transfer, with the tokens. On a CPU, take
     # the argmax of visited nodes only: most nodes of a tree are on no path.
     ahead = not plain and _draws_ahead(verifiers, logits)
@@ -208,96 +213,96 @@ def verify_batch(
         generators = [each.sampler.generator for each in verifiers]
         drawn = [drawn_below(tree) for tree in trees]
         choices = choices_ahead(generators, trees, drawn, logits, sampling)
-    if (plain or ahead) and choices is not None:
-        known = [choices]
-    else:
-        known = []
-    parts = known + [tree.tokens for tree in trees if len(tree)]
-    if parts:
-        numbers = (parts[0] if len(parts) == 1 else torch.cat(parts)).tolist()
-    else:
-        numbers = []
-    if known:
-        drafted = numbers[starts[-1] :]
-    else:
-        drafted = numbers
+    parts = [tree.tokens for tree in trees if len(tree)]
+    known = choices is not None and (plain or ahead)
+    if known and choices is not None:
+        parts.insert(0, choices)
+    numbers: list[int] = []
+    if len(parts) == 1:
+        numbers = parts[0].tolist()
+    elif parts:
+        numbers = torch.cat(parts).tolist()
+
     walks = []
-    for i, (verifier, tree) in enumerate(zip(verifiers, trees, strict=True)):
-        walks.append(
-            _Walk(verifier, tree, drafted[starts[i] - i : starts[i + 1] - i - 1], starts[i])
-        )
+    start = 0  # of the tree's root among all roots and nodes
+    begin = len(logits) if known else 0  # of the tree's tokens among the numbers
+    for verifier, tree in zip(verifiers, trees, strict=True):
+        end = begin + len(tree)
+        walks.append(_Walk(verifier, tree, numbers[begin:end], start))
+        begin = end
+        start += 1 + len(tree)
     going = walks
     while going:
         rows = [walk.start + 1 + walk.node for walk in going]
         if known:
             tokens = [numbers[row] for row in rows]
+        elif plain:
+            tokens = argmax_at(logits, rows)
         else:
-            if plain:
-                tokens = argmax_at(logits, rows)
-            else:
-                tokens = _choose(going, logits[rows], sampling)
+            tokens = _choose(going, logits[rows], sampling)
         for walk, token in zip(going, tokens, strict=True):
             walk.take(token)
         going = [walk for walk in going if walk.going]
-    for walk in walks if ahead else ():
-        visited = [-1, *walk.path][: len(walk.tokens)]
-        torch.rand(
-            sum(1 + len(walk.drawn.get(node, ())) for node in visited),
-            generator=walk.verifier.sampler.generator,
-            dtype=torch.float64,
-        )
+    if ahead:
+        # The generators move on by the numbers that the walks have spent.
+        for walk in walks:
+            visited = [-1, *walk.path][: len(walk.tokens)]
+            spent = sum(1 + len(walk.drawn.get(node, ())) for node in visited)
+            torch.rand(spent, generator=walk.verifier.sampler.generator, dtype=torch.float64)
     return [Verdict(walk.path, walk.tokens, walk.ended) for walk in walks]
 
 
 def argmax_at(logits: Tensor, rows: Sequence[int]) -> list[int]:
     """Argmax of the given rows of logits [N, v]; on a CPU the other rows are not read."""
     readable = logits.is_cpu and logits.dtype == torch.float32 and logits.is_contiguous()
-    if readable:
-        kernels = cpu_kernels()
-    else:
-        kernels = None
+    kernels = cpu_kernels() if readable else None
     if kernels is None:
         return argmax(logits[rows]).tolist()
-    begin, (count, v), tokens = logits.data_ptr(), logits.shape, []
+    count, v = logits.shape
     if not all(0 <= row < count for row in rows) or not v:
         raise ValueError(
             f"rows={list(rows)} must be from 0 to {count - 1}, of logits [{count}, {v}]"
         )
+    begin = logits.data_ptr()
     token = ctypes.c_int64()
     value = ctypes.c_float()
+    tokens = []
     for row in rows:
-        kernels.likeliest(
-            begin + row * v * 4,
-            1,
-            v,
-            1,
-            ctypes.byref(token),
-            ctypes.byref(value),
-            None,
-        )
+        at = begin + row * v * 4  # float32
+        kernels.likeliest(at, 1, v, 1, ctypes.byref(token), ctypes.byref(value), None)
         tokens.append(token.value)
     return tokens
 
 
 def _sample_roots(verifiers: Sequence[Verifier], logits: Tensor) -> list[Verdict]:
-    """The next token of sequences without trees, each by its next number of `uniforms`; logits [b,
-    v].
+    """The next token of sequences without trees, each by its next number of `uniforms`.
+
+    Args:
+        logits: [b, v].
     """
     numbers = [next(verifier.uniforms) for verifier in verifiers if verifier.uniforms is not None]
     uniforms = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
     texts = texts_of(verifiers)
     sampling = verifiers[0].sampler.params
     tokens = sample(processed(texts, logits, sampling), sampling, uniforms).tolist()
-    for text, token in zip(texts, tokens, strict=False):
+    for text, token in zip(texts, tokens, strict=False):  # there may be no texts
         text.add(token)
-    return [
-        Verdict([], [token], token in verifier.eos_ids)
-        for verifier, token in zip(verifiers, tokens, strict=True)
-    ]
+    verdicts = []
+    for verifier, token in zip(verifiers, tokens, strict=True):
+        verdicts.append(Verdict([], [token], token in verifier.eos_ids))
+    return verdicts
 
 
 class _Walk:
-    """The path of one sequence down its tree."""
+    """The path of one sequence down its tree.
+
+    Args:
+        drafted: the tree's tokens. start: the root's index among all roots and nodes.
+
+    Attributes:
+        node: the node that the walk has reached, -1 at the root.
+        children: the node of each (parent, token). drawn: see `drawn_below`.
+    """
 
     def __init__(self, verifier: Verifier, tree: TokenTree, drafted: list[int], start: int):
         self.verifier = verifier
@@ -326,20 +331,21 @@ class _Walk:
 
 
 def drawn_below(tree: TokenTree) -> dict[int, list[int]]:
-    """The children of each node (-1: the root) that were drawn from q, in the order in which they
-    were.
-    """
+    """The children of each node (-1: the root) that were drawn from q, in the order of drawing."""
     drawn: dict[int, list[int]] = {}
-    for node, row in enumerate(tree.proposal.rows if tree.proposal is not None else ()):
+    if tree.proposal is None:
+        return drawn
+    for node, row in enumerate(tree.proposal.rows):
         if row >= 0:
             drawn.setdefault(tree.parents[node], []).append(node)
     return drawn
 
 
 def _draws_ahead(verifiers: Sequence[Verifier], logits: Tensor) -> bool:
-    """Whether to choose at all nodes at once: on a GPU, where a walk would wait for the device at
-    every node. Processors read the text of a walk, and many nodes are too much work for the few
-    that walks visit.
+    """Whether to choose at all nodes at once, on a GPU: a walk would wait for it at every node.
+
+    Processors need the text of a walk, and many nodes are too much work for the few that walks
+    visit.
     """
     return not logits.is_cpu and len(logits) <= _AHEAD and not texts_of(verifiers)
 
@@ -353,10 +359,9 @@ def _choose(walks: list[_Walk], logits: Tensor, sampling: SamplingParams) -> lis
     else:
         tokens = _sample(walks, probabilities(logits, sampling).double())
     numbers = tokens.tolist()
+    # The tokens of a walk so far are the path that its next node adds to the text.
     for text, token in zip(texts, numbers, strict=False):
-        text.add(
-            token
-        )  # the tokens of a walk so far are the path that its next node adds to the text
+        text.add(token)
     return numbers
 
 
@@ -367,33 +372,32 @@ def _sample(walks: list[_Walk], p: Tensor) -> Tensor:
     neighbors.
     """
     drawn = [walk.drawn.get(walk.node, []) for walk in walks]
-    numbers = [
-        torch.rand(
-            1 + len(nodes),
-            dtype=torch.float64,
-            generator=walk.verifier.sampler.generator,
-        ).tolist()
-        for walk, nodes in zip(walks, drawn, strict=True)
-    ]
-    tried = [i for i, nodes in enumerate(drawn) if nodes]
+    width = max(len(nodes) for nodes in drawn)
+    chosen: list[float] = []  # per walk, the number of its choice
+    # Per walk whose node has drawn children: its index, the children's tokens and their numbers.
+    tried: list[int] = []
+    tokens: list[list[int]] = []
+    uniforms: list[list[float]] = []
+    for i, (walk, nodes) in enumerate(zip(walks, drawn, strict=True)):
+        generator = walk.verifier.sampler.generator
+        numbers = torch.rand(1 + len(nodes), dtype=torch.float64, generator=generator).tolist()
+        chosen.append(numbers[0])
+        if nodes:
+            missing = width - len(nodes)
+            tried.append(i)
+            tokens.append([walk.drafted[node] for node in nodes] + [-1] * missing)
+            uniforms.append(numbers[1:] + [0.0] * missing)
     if tried:
-        width = max(map(len, drawn))
-        q = torch.zeros(len(tried), p.shape[-1], device=p.device)
+        q = torch.zeros(len(tried), p.shape[-1], device=p.device)  # [m, v]
         for row, i in zip(q, tried, strict=True):
             proposal = walks[i].tree.proposal
             assert proposal is not None
             probs = proposal.probs[proposal.rows[drawn[i][0]]]  # [d]
-            row[slice(len(probs)) if proposal.kept_ids is None else proposal.kept_ids] = probs
-        tokens = [
-            [walks[i].drafted[node] for node in drawn[i]] + [-1] * (width - len(drawn[i]))
-            for i in tried
-        ]
-        uniforms = [numbers[i][1:] + [0.0] * (width - len(drawn[i])) for i in tried]
+            if proposal.kept_ids is None:
+                row[: len(probs)] = probs
+            else:
+                row[proposal.kept_ids] = probs
         children = torch.tensor(tokens, device=p.device)  # [m, w]
-        p[tried] = try_drawn(
-            p[tried],
-            q.double(),
-            children,
-            torch.tensor(uniforms, dtype=torch.float64, device=p.device),
-        )
-    return pick(p, torch.tensor([row[0] for row in numbers], dtype=torch.float64, device=p.device))
+        given = torch.tensor(uniforms, dtype=torch.float64, device=p.device)  # [m, w]
+        p[tried] = try_drawn(p[tried], q.double(), children, given)
+    return pick(p, torch.tensor(chosen, dtype=torch.float64, device=p.device))

@@ -1,5 +1,4 @@
-"""The loss between target and drafter: target distributions, divergences, and their fused linear
-form.
+"""The loss between target and drafter: target distributions, divergences, their fused linear form.
 
     target:   states [r, h] @ head [h, d]  -> p                    TargetRows here; StoredLogits, StoredTopK in stored.py
     drafter:  hidden [t, h] @ weight [h, d] -> z, q = softmax(z)   aligned with target row index[t]
@@ -42,23 +41,19 @@ from drafttrain.ops.tree_attention_triton import has_triton
 # Target distributions up to this size are computed once per batch and shared by all depths; larger
 # ones once per use.
 _SHARED_BYTES = 256e6
-_TINY = (
-    1e-12  # lower bound of divisors: a smaller acceptance does not scale the gradient up further
-)
+# Lower bound of divisors: a smaller acceptance does not scale the gradient up further.
+_TINY = 1e-12
 _CHUNK = 256  # rows per chunk on the torch path; more gain nothing on a CPU
-# Bytes of logits per chunk on the kernel path: large products are faster, and two of these are held
-# at once.
+# Bytes of logits per chunk on the kernel path. Large products are faster; two chunks are in memory
+# at a time.
 _KERNEL_BYTES = 2**27
 
-Kept = tuple[
-    Tensor, Tensor, Tensor
-]  # p [c, d], its entropy [c], log of its softmax denominator [c]
-Statistics = tuple[
-    Tensor, Tensor, dict[float, Tensor]
-]  # argmax, log_z and log_z_at of `TargetRows`
-StepResult = tuple[
-    Tensor, Tensor, Tensor | None, Tensor | None
-]  # values [c], grad [c, d], alpha [c], agree [c]
+# p [c, d], its entropy [c], log of its softmax denominator [c]
+Kept = tuple[Tensor, Tensor, Tensor]
+# argmax, log_z and log_z_at of `TargetRows`
+Statistics = tuple[Tensor, Tensor, dict[float, Tensor]]
+# values [c], grad [c, d], alpha [c], agree [c]
+StepResult = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 def wide(x: Tensor) -> Tensor:
@@ -84,16 +79,12 @@ def tempered(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
 
 
 class Targets:
-    """The target's next-token distributions at r positions. Subclasses differ in the form that they
-    are stored in.
-    """
+    """The target's next-token distributions at r positions. Subclasses differ in what they store."""
 
-    # [r] int64 drafter id of the target's likeliest token, -1 where the drafter's vocabulary lacks
-    # it
+    # [r] int64 drafter id of the target's likeliest token; -1 if the drafter lacks that token
     argmax: Tensor
-    sampled: (
-        Tensor | None
-    )  # [r] int64 drafter id of the token that follows in the data, -1 likewise; for `ce`
+    # [r] int64 drafter id of the token that follows in the data, -1 likewise; for `ce`
+    sampled: Tensor | None
 
     @property
     def count(self) -> int:
@@ -117,9 +108,7 @@ class Targets:
         raise NotImplementedError
 
     def kernel_logits(self, index: Tensor, z: Tensor) -> Tensor:
-        """`logits` in the float dtype that costs least; z: [c, d] raw products of the aligned
-        drafter rows.
-        """
+        """`logits` in the float dtype that costs least; z: [c, d] raw products of the drafter rows."""
         return self.logits(index, AlignedRows(wide(z), self, index, 1.0))
 
     def full_log_z(self, index: Tensor, temperature: float) -> Tensor:
@@ -127,9 +116,7 @@ class Targets:
         raise NotImplementedError
 
     def sampled_at(self, index: Tensor) -> Tensor:
-        """[c] int64, `sampled` of these rows; raises UserError if the next tokens of the data were
-        not given.
-        """
+        """[c] int64, `sampled` of these rows; UserError if the data's next tokens were not given."""
         if self.sampled is None:
             raise UserError(
                 "loss 'ce' needs the ids of the data's next tokens (TargetRows.sampled); give them"
@@ -148,13 +135,15 @@ class Targets:
         if not 0 < 4 * rows * width <= _SHARED_BYTES:
             return self._distribution(index, temperature, aligned)
         if temperature not in self._shared:
-            starts = range(0, rows, _CHUNK)
-            parts = [
-                self._distribution(slice(start, start + _CHUNK), temperature, None)
-                for start in starts
-            ]
-            p, entropy, log_z = (torch.cat(column) for column in zip(*parts, strict=True))
-            self._shared[temperature] = p, entropy, log_z
+            probs: list[Tensor] = []
+            entropies: list[Tensor] = []
+            sums: list[Tensor] = []
+            for start in range(0, rows, _CHUNK):
+                chunk = self._distribution(slice(start, start + _CHUNK), temperature, None)
+                probs.append(chunk[0])  # [chunk, d]
+                entropies.append(chunk[1])  # [chunk]
+                sums.append(chunk[2])  # [chunk]
+            self._shared[temperature] = torch.cat(probs), torch.cat(entropies), torch.cat(sums)
         p, entropy, log_z = self._shared[temperature]
         return p[index], entropy[index], log_z[index]
 
@@ -170,20 +159,20 @@ class Targets:
 
 
 class FullTargets(Targets):
-    """Targets whose full softmax denominators were computed: at temperature 1, and at others that
-    the loss reads.
-    """
+    """Targets with full softmax denominators: at temperature 1, and at others that the loss reads."""
 
     log_z: Tensor
     log_z_at: dict[float, Tensor]
 
     def full_log_z(self, index: Tensor, temperature: float) -> Tensor:
-        if temperature != 1 and temperature not in self.log_z_at:
+        if temperature == 1:
+            return self.log_z[index]
+        if temperature not in self.log_z_at:
             raise UserError(
                 f"temperature @{temperature:g}: the loss reads the target's full distribution there, but log_z_at has "
                 f"{sorted(self.log_z_at) or 'none'}; compute it for {temperature:g}"
             )
-        return (self.log_z if temperature == 1 else self.log_z_at[temperature])[index]
+        return self.log_z_at[temperature][index]
 
 
 @dataclass
@@ -195,13 +184,11 @@ class TargetRows(FullTargets):
     # [r] float32 log of the softmax denominator over the *full* vocabulary, which acceptance reads
     log_z: Tensor
     argmax: Tensor  # [r], see `Targets`
-    shape: Callable[[Tensor], Tensor] | None = (
-        None  # what the target applies to the products: bias, scale, soft cap
-    )
+    # what the target applies to the products: bias, scale, soft cap
+    shape: Callable[[Tensor], Tensor] | None = None
     sampled: Tensor | None = None  # [r], see `Targets`
-    log_z_at: dict[float, Tensor] = field(
-        default_factory=dict
-    )  # temperature -> [r], log_z of logits / temperature
+    # temperature -> [r], log_z of logits / temperature
+    log_z_at: dict[float, Tensor] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -268,14 +255,14 @@ class LazyRows(TargetRows):
 
 
 class AlignedRows:
-    """A chunk of drafter rows with the target rows they are aligned with, at one temperature;
-    float32 or wider.
+    """A chunk of drafter rows and the target rows aligned with them, at one temperature.
 
-    The target's part is computed on first use, so a loss that does not read it costs nothing.
+    All tensors are float32 or wider. The target's part is computed on first use, so a loss that
+    does not read it costs nothing.
 
     Attributes:
-        z: [c, d] drafter logits / temperature; q: [c, d] their softmax; log_z: [c] their
-            log-sum-exp.
+        z: [c, d] drafter logits / temperature.
+        q: [c, d] their softmax. log_z: [c] their log-sum-exp.
         p: [c, d] target, renormalized on the kept tokens; entropy: [c] of p.
         full: [c, d] the target's full probabilities of the kept tokens, so that rows sum to at most
             1.
@@ -305,21 +292,21 @@ class AlignedRows:
     def log_p(self) -> Tensor:
         """[c, d] log p. Not kept: only reverse_kl and js read it."""
         logits = self._targets.logits(self._index, self)
-        return (logits if self._temperature == 1 else logits / self._temperature) - self._kept[
-            2
-        ].unsqueeze(1)
+        if self._temperature != 1:
+            logits = logits / self._temperature
+        _, _, log_z = self._kept
+        return logits - log_z.unsqueeze(1)
 
     def log_q(self) -> Tensor:
+        """[c, d] log q. Not kept: it is one subtraction."""
         return self.z - self.log_z.unsqueeze(1)
 
     @cached_property
     def _share(self) -> Tensor:
         """[c, 1] mass of the full distribution on the kept tokens."""
-        return (
-            (self._kept[2] - self._targets.full_log_z(self._index, self._temperature))
-            .exp()
-            .unsqueeze(1)
-        )
+        _, _, log_z = self._kept
+        full_log_z = self._targets.full_log_z(self._index, self._temperature)  # [c]
+        return (log_z - full_log_z).exp().unsqueeze(1)
 
     @cached_property
     def full(self) -> Tensor:
@@ -330,10 +317,8 @@ class AlignedRows:
         return torch.minimum(self.full, self.q).sum(-1)
 
     def final_alpha(self) -> Tensor:
-        """`alpha` as the last read of p, which it overwrites instead of forming another [c, d]
-        matrix.
-        """
-        if "full" not in self.__dict__:
+        """`alpha` as the last read of p: it overwrites p and forms no other [c, d] matrix."""
+        if "full" not in self.__dict__:  # the cache of the property
             self.full = self.p.mul_(self._share)
         return self.alpha
 
@@ -353,8 +338,9 @@ def forward_kl(rows: AlignedRows, _: float = 0) -> tuple[Tensor, Tensor]:
 
 
 def reverse_kl(rows: AlignedRows, _: float = 0) -> tuple[Tensor, Tensor]:
-    """sum q (log q - log p): puts mass only where the target has it. Gradient q * (log q/p -
-    value).
+    """sum q (log q - log p): puts mass only where the target has it.
+
+    Gradient q * (log q/p - value).
     """
     ratio = rows.log_q().sub_(rows.log_p())
     value = dot(rows.q, ratio)
@@ -362,54 +348,58 @@ def reverse_kl(rows: AlignedRows, _: float = 0) -> tuple[Tensor, Tensor]:
 
 
 def jensen_shannon(rows: AlignedRows, beta: float) -> tuple[Tensor, Tensor]:
-    """beta KL(p | m) + (1 - beta) KL(q | m) with m = beta p + (1 - beta) q: between the two KLs,
-    bounded.
+    """beta KL(p | m) + (1 - beta) KL(q | m) with m = beta p + (1 - beta) q.
 
-    Gradient (1 - beta) q * (log q/m - KL(q | m)). Source: generalized JSD of Agarwal et al. 2024,
-    arXiv 2306.13649.
+    Between the two KLs, and bounded. Gradient (1 - beta) q * (log q/m - KL(q | m)).
+
+    Source: generalized JSD of Agarwal et al. 2024, arXiv 2306.13649.
     """
     log_p = rows.log_p()
     log_q = rows.log_q()
     # In log space: where p and q both round to zero, m would too.
     log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log(1 - beta))
     from_p = dot(rows.p, log_p.sub_(log_m))  # [c] KL(p | m)
-    ratio = log_q.sub_(log_m)
+    ratio = log_q.sub_(log_m)  # [c, d] log q/m
     from_q = dot(rows.q, ratio)  # [c] KL(q | m)
-    return beta * from_p + (1 - beta) * from_q, ratio.sub_(from_q.unsqueeze(1)).mul_(rows.q).mul_(
-        1 - beta
-    )
+    value = beta * from_p + (1 - beta) * from_q
+    grad = ratio.sub_(from_q.unsqueeze(1)).mul_(rows.q).mul_(1 - beta)
+    return value, grad
 
 
 def total_variation(rows: AlignedRows, _: float = 0) -> tuple[Tensor, Tensor]:
-    """1 - sum min(p, q), the rejection rate of sampled draft tokens. Gradient q * (mu - r), r = 1[q
-    < p], mu = sum q r.
+    """1 - sum min(p, q), the rejection rate of sampled draft tokens.
+
+    Gradient q * (mu - r), where r = 1[q < p] and mu = sum q r.
     """
     return 1 - rows.alpha, _rewarded(rows)[0]
 
 
 def _rewarded(rows: AlignedRows) -> tuple[Tensor, Tensor]:
     """The gradient of total variation [c, d], and mu [c], the mean of the reward r under q."""
-    reward = (rows.q < rows.full).to(rows.q.dtype)
-    mean = dot(rows.q, reward)
+    reward = (rows.q < rows.full).to(rows.q.dtype)  # [c, d]
+    mean = dot(rows.q, reward)  # [c]
     return reward.neg_().add_(mean.unsqueeze(1)).mul_(rows.q), mean
 
 
 def total_variation_normalized(rows: AlignedRows, _: float = 0) -> tuple[Tensor, Tensor]:
-    """Total variation whose gradient is a policy gradient with normalized rewards: q * (mu - r) /
-    sigma.
+    """Total variation with a policy gradient of normalized rewards: q * (mu - r) / sigma.
 
     With q as a policy, r is the reward of a token; mu and sigma are its mean and standard deviation
-    under q. They are exact, over the row's whole vocabulary, so a token's gradient does not depend
-    on its batch. The value is total variation's. Source: TVD++ of Goel et al. 2024, arXiv
-    2403.00858.
+    under q. They are exact over the row's whole vocabulary, so a token's gradient does not depend
+    on its batch. The value is total variation's.
+
+    Source: TVD++ of Goel et al. 2024, arXiv 2403.00858.
     """
     grad, mean = _rewarded(rows)
-    return 1 - rows.alpha, grad.mul_((mean * (1 - mean)).clamp(min=_TINY).rsqrt().unsqueeze(1))
+    variance = mean * (1 - mean)  # [c], of a reward that is 0 or 1
+    inverse_sigma = variance.clamp(min=_TINY).rsqrt()
+    return 1 - rows.alpha, grad.mul_(inverse_sigma.unsqueeze(1))
 
 
 def negative_log_acceptance(rows: AlignedRows, _: float = 0) -> tuple[Tensor, Tensor]:
-    """-log alpha. Gradient: total variation's divided by alpha, so it does not vanish at a low
-    acceptance.
+    """-log alpha.
+
+    The gradient is total variation's divided by alpha, so it does not vanish at a low acceptance.
 
     Source: LK-alpha of Samarin et al. 2026, arXiv 2602.23881.
     """
@@ -418,23 +408,23 @@ def negative_log_acceptance(rows: AlignedRows, _: float = 0) -> tuple[Tensor, Te
 
 
 def kl_then_acceptance(rows: AlignedRows, eta: float) -> tuple[Tensor, Tensor]:
-    """lam KL + (1 - lam) TV with lam = exp(-eta alpha) per token, constant in the gradient: KL
-    first, acceptance later.
+    """lam KL + (1 - lam) TV with lam = exp(-eta alpha) per token: KL first, acceptance later.
+
+    lam is constant in the gradient.
 
     Source: LK-lambda of Samarin et al. 2026, arXiv 2602.23881, where eta is 3.
     """
-    lam = (-eta * rows.alpha).exp()
-    (kl, kl_grad), (tv, tv_grad) = forward_kl(rows), total_variation(rows)
+    lam = (-eta * rows.alpha).exp()  # [c]
+    kl, kl_grad = forward_kl(rows)
+    tv, tv_grad = total_variation(rows)
     grad = kl_grad.mul_(lam.unsqueeze(1)).addcmul_(tv_grad, (1 - lam).unsqueeze(1))
     return lam * kl + (1 - lam) * tv, grad
 
 
 def cross_entropy(rows: AlignedRows, _: float = 0) -> tuple[Tensor, Tensor]:
-    """-log q of the data's next token. Gradient q - onehot. Zero where the drafter lacks that
-    token.
-    """
-    known = rows.sampled >= 0
-    chosen = rows.sampled.clamp(min=0).unsqueeze(1)
+    """-log q of the data's next token; zero where the drafter lacks it. Gradient q - onehot."""
+    known = rows.sampled >= 0  # [c]
+    chosen = rows.sampled.clamp(min=0).unsqueeze(1)  # [c, 1]
     grad = rows.q.scatter_add(1, chosen, rows.q.new_full(chosen.shape, -1.0))
     value = rows.log_z - rows.z.gather(1, chosen).squeeze(1)
     return value * known, grad.mul_(known.unsqueeze(1))
@@ -457,9 +447,7 @@ DIVERGENCES: dict[str, Divergence] = {
 
 @dataclass
 class DivergenceOutput:
-    """Per-token results, detached except the loss; alpha and agree are None unless `measure` was
-    set.
-    """
+    """Per-token results, detached except the loss; alpha and agree are None unless measured."""
 
     loss: Tensor  # scalar, sum of row_weight * divergence
     values: Tensor  # [t] divergence of each token
@@ -507,7 +495,11 @@ def _torch_step(
             grad = grad.add_(slope, alpha=scale)
     alpha = agree = None
     if measure:
-        alpha = (rows[1.0] if 1.0 in rows else AlignedRows(z, targets, index, 1.0)).final_alpha()
+        # Acceptance is measured at temperature 1, whatever temperatures the loss reads.
+        plain = rows.get(1.0)
+        if plain is None:
+            plain = AlignedRows(z, targets, index, 1.0)
+        alpha = plain.final_alpha()
         agree = z.argmax(-1) == targets.argmax[index]
     return values, grad.mul_(row_weight.unsqueeze(1)).to(hidden.dtype), alpha, agree
 
@@ -530,15 +522,14 @@ class _LinearDivergence(torch.autograd.Function):
         total = hidden.shape[0]
         weight = head.weight_for(hidden)
         step = fused_step if has_kernel(hidden) else _torch_step
-        values = wide(hidden.new_empty(0)).new_empty(total)
+        values = wide(hidden.new_empty(0)).new_empty(total)  # [t] float32 or wider
         measured = total if measure else 0
         alpha = values.new_empty(measured)
         agree = values.new_empty(measured, dtype=torch.bool)
-        # [t, h]
+        grad_hidden = None
         if ctx.needs_input_grad[0]:
-            grad_hidden = torch.empty_like(hidden)
-        else:
-            grad_hidden = None
+            grad_hidden = torch.empty_like(hidden)  # [t, h]
+
         for start in range(0, total, chunk):
             part = slice(start, min(start + chunk, total))
             values[part], grad, chunk_alpha, chunk_agree = step(
@@ -551,7 +542,8 @@ class _LinearDivergence(torch.autograd.Function):
                 measure,
             )
             if chunk_alpha is not None and chunk_agree is not None:
-                alpha[part], agree[part] = chunk_alpha, chunk_agree
+                alpha[part] = chunk_alpha
+                agree[part] = chunk_agree
             if grad_hidden is not None:
                 grad_hidden[part] = products_backward(grad, weight)
             head.add(grad, hidden[part])
@@ -562,17 +554,10 @@ class _LinearDivergence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_loss, *_):
-        (grad,) = ctx.saved_tensors
-        return (
-            None if grad is None else grad * grad_loss.to(grad.dtype),
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        (grad,) = ctx.saved_tensors  # [t, h], or None
+        if grad is not None:
+            grad = grad * grad_loss.to(grad.dtype)
+        return grad, None, None, None, None, None, None, None
 
 
 def linear_divergence(
@@ -585,17 +570,17 @@ def linear_divergence(
     chunk: int | None = None,
     measure: bool = True,
 ) -> DivergenceOutput:
-    """Divergence between drafter rows softmax(hidden head^T) and the target rows they are aligned
-    with.
+    """Divergence between drafter rows softmax(hidden head^T) and the target rows aligned with them.
 
-    Under autocast the products with the head run in its dtype; sums, values and gradients of the
-    head are as without.
+    Under autocast the products with the head run in autocast's dtype. Sums, values and the head's
+    gradients are the same as without autocast.
 
     Args:
-        hidden: [t, h] drafter states, `head`: [d, h] drafter head; gradients flow into both. With a
-            `SharedHead` its own flows through `SharedHead.term`, which the caller adds to the sum
-            of the losses.
-        targets: the target's distributions; `index`: [t] int64, the target row of each drafter row.
+        hidden: [t, h] drafter states; gradients flow into them.
+        head: [d, h] drafter head; gradients flow into it. The gradient of a `SharedHead` flows
+            through `SharedHead.term`, which the caller adds to the sum of the losses.
+        targets: the target's distributions.
+        index: [t] int64, the target row of each drafter row.
         row_weight: [t] float32 factor of each token in the loss (mask, depth decay, 1 / global
             count).
         loss: as `parse_loss` reads it: kl, js:0.5, 0.9*kl+0.1*ce.
@@ -612,16 +597,13 @@ def linear_divergence(
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(kind))
-    if isinstance(head, SharedHead):
-        shared = head
-    else:
-        shared = SharedHead(head)
+    shared = head if isinstance(head, SharedHead) else SharedHead(head)
     if chunk is None:
-        fitting = _KERNEL_BYTES // (shared.weight.shape[0] * hidden.element_size()) // 128 * 128
+        chunk = _CHUNK
         if has_kernel(hidden):
+            row_bytes = shared.weight.shape[0] * hidden.element_size()
+            fitting = _KERNEL_BYTES // row_bytes // 128 * 128  # rows, a multiple of 128
             chunk = max(_CHUNK, fitting)
-        else:
-            chunk = _CHUNK
     with torch.autocast(kind, enabled=False):  # it would round the sums too
         total, values, alpha, agree = _LinearDivergence.apply(
             hidden,

@@ -1,6 +1,4 @@
-"""The kernel path of the linear divergence: matrix products for a chunk's logits, one Triton launch
-for the rest.
-"""
+"""The kernel path of the linear divergence: matrix products for the logits, then a Triton launch."""
 
 from __future__ import annotations
 
@@ -44,13 +42,13 @@ def plan(loss: Loss) -> tuple[Launch, ...]:
     launches: list[Launch] = []
     for term in loss.terms:
         for launch in launches:
-            if launch.temperature == term.temperature and launch.parameters.get(term.name) in (
-                None,
-                term.parameter,
-            ):
+            # A launch has one temperature, and one parameter for each name.
+            parameter = launch.parameters.get(term.name, term.parameter)
+            if launch.temperature == term.temperature and parameter == term.parameter:
                 break
         else:
-            launches.append(launch := Launch(term.temperature))
+            launch = Launch(term.temperature)
+            launches.append(launch)
         launch.weights[term.name] = launch.weights.get(term.name, 0.0) + term.weight
         launch.parameters[term.name] = term.parameter
     # Acceptance is measured at temperature 1; the first launch does it too if that is its
@@ -85,12 +83,11 @@ def fused_step(
     width = z.shape[1]
     launches = plan(loss)
     row_weight = row_weight.float().contiguous()
-    only_ce = not measure and {term.name for term in loss.terms} == {"ce"}
-    # [c, d]
+    only_ce = not measure and all(term.name == "ce" for term in loss.terms)
     if only_ce:
-        y = z
+        y = z  # the kernel does not read the target
     else:
-        y = targets.kernel_logits(index, z)
+        y = targets.kernel_logits(index, z)  # [c, d]
     if y.shape != z.shape or y.stride(1) != 1 or not len(index) == len(row_weight) == len(z):
         raise ValueError(
             f"targets {list(y.shape)}, index [{len(index)}] and weights [{len(row_weight)}] must fit {list(z.shape)}"
@@ -105,28 +102,47 @@ def fused_step(
         grad = torch.empty_like(z)
 
     def run(launch: Launch, measures: bool, add: bool) -> None:
-        """One launch over all rows: writes alpha and agree if it measures; adds to values and grad,
-        or sets them.
+        """One launch over all rows.
+
+        It writes alpha and agree if it measures, and adds to values and grad or sets them.
         """
         weights = launch.weights
         accept = any(name in ACCEPTANCE for name in weights)
-        full = row_weight  # not read
+        # Tensors that this launch does not read are replaced by others of the same dtype.
+        full = row_weight
+        likeliest = sampled = index
         if accept or measures:
             full = targets.full_log_z(index, launch.temperature).float().contiguous()  # [c]
+        if measures:
+            likeliest = targets.argmax[index]
+        if "ce" in weights:
+            sampled = targets.sampled_at(index)
         launch_rows(
-            *(z, y, grad, values, alpha, agree, full),
-            targets.argmax[index] if measures else index,
-            targets.sampled_at(index) if "ce" in weights else index,
-            *(
-                row_weight,
-                z.stride(0),
-                y.stride(0),
-                grad.stride(0),
-                width,
-                1.0 / launch.temperature,
-            ),
-            *(weights.get(name, 0.0) for name in ("kl", "reverse_kl", "js", *ACCEPTANCE, "ce")),
-            *(launch.parameters.get("js", 0.5), launch.parameters.get("lk_lambda", 0.0)),
+            z,
+            y,
+            grad,
+            values,
+            alpha,
+            agree,
+            full,
+            likeliest,
+            sampled,
+            row_weight,
+            z.stride(0),
+            y.stride(0),
+            grad.stride(0),
+            width,
+            1.0 / launch.temperature,
+            weights.get("kl", 0.0),
+            weights.get("reverse_kl", 0.0),
+            weights.get("js", 0.0),
+            weights.get("tv", 0.0),
+            weights.get("tvd++", 0.0),
+            weights.get("lk_alpha", 0.0),
+            weights.get("lk_lambda", 0.0),
+            weights.get("ce", 0.0),
+            launch.parameters.get("js", 0.5),
+            launch.parameters.get("lk_lambda", 0.0),
             KL="kl" in weights or "lk_lambda" in weights,
             REVERSE="reverse_kl" in weights,
             JS="js" in weights,
@@ -139,11 +155,12 @@ def fused_step(
             num_warps=8,
         )
 
-    apart = measure and launches[0].temperature != 1  # no launch with terms runs at temperature 1
-    if apart:
+    # Acceptance is measured at temperature 1: by the first launch, or by one without terms.
+    by_first = measure and launches[0].temperature == 1
+    if measure and not by_first:
         run(Launch(1.0), measures=True, add=False)
     for number, launch in enumerate(launches):
-        run(launch, measures=measure and not apart and number == 0, add=number > 0)
+        run(launch, measures=by_first and number == 0, add=number > 0)
     if measure:
-        return (values, grad, alpha, agree)
-    return (values, grad, None, None)
+        return values, grad, alpha, agree
+    return values, grad, None, None

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Numbers of a head of another dtype that are converted at a time on a GPU: 128 MB in float32, not
-# gigabytes.
+# Numbers of a head of another dtype that are converted at a time on a GPU: 128 MB in float32.
 _CONVERTED = 2**25
 
 
@@ -28,15 +27,18 @@ class SharedHead:
     def __init__(self, weight: Tensor):
         self.weight = weight
         self._converted = weight.detach()
-        trained = weight.requires_grad and torch.is_grad_enabled()
-        self._gradient = torch.zeros_like(weight) if trained else None  # [d, h] of all calls so far
+        self._gradient: Tensor | None = None  # [d, h], sum of all calls so far
+        if weight.requires_grad and torch.is_grad_enabled():
+            self._gradient = torch.zeros_like(weight)
 
     def weight_for(self, rows: Tensor) -> Tensor:
-        """[d, h] for products with these rows: in their dtype, except wide rows and a narrow weight
-        on a GPU, see `products`.
+        """[d, h] for products with these rows, in their dtype.
+
+        On a GPU a weight narrower than the rows stays narrow: `products` converts it in parts.
         """
         wider = rows.dtype.itemsize > self.weight.dtype.itemsize
-        if self._converted.dtype != rows.dtype and not (wider and rows.device.type != "cpu"):
+        by_parts = wider and rows.device.type != "cpu"
+        if self._converted.dtype != rows.dtype and not by_parts:
             self._converted = self.weight.detach().to(rows.dtype)  # once for all depths
         return self._converted
 
@@ -51,9 +53,7 @@ class SharedHead:
                 into += grad[:, part].t() @ rows
 
     def term(self) -> Tensor:
-        """A zero that carries the gradient in the weight: a term of the loss, with the same factor
-        as the calls' losses.
-        """
+        """A zero that carries the weight's gradient, with the same factor as the calls' losses."""
         if self._gradient is None:
             return self.weight.new_zeros(())
         return _Gradient.apply(self.weight, self._gradient)
@@ -74,13 +74,16 @@ class _Gradient(torch.autograd.Function):
 
 
 def _parts(weight: Tensor) -> Iterator[slice]:
+    """Rows of a weight [d, h] that are converted at a time."""
     rows = max(1, _CONVERTED // weight.shape[1])
-    return (slice(begin, begin + rows) for begin in range(0, len(weight), rows))
+    for begin in range(0, len(weight), rows):
+        yield slice(begin, begin + rows)
 
 
 def products(rows: Tensor, weight: Tensor) -> Tensor:
-    """[c, h] rows and [d, h] weight -> [c, d] logits in the rows' dtype. A weight of another dtype
-    is converted part by part.
+    """[c, h] rows and [d, h] weight -> [c, d] logits in the rows' dtype.
+
+    A weight of another dtype is converted part by part.
     """
     if weight.dtype == rows.dtype:
         return F.linear(rows, weight)
@@ -91,9 +94,7 @@ def products(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def products_backward(grad: Tensor, weight: Tensor) -> Tensor:
-    """[c, d] gradient of the logits and [d, h] weight -> [c, h], the rows' gradient; see
-    `products`.
-    """
+    """[c, d] gradient of the logits and [d, h] weight -> [c, h], the rows' gradient."""
     if weight.dtype == grad.dtype:
         return grad @ weight
     out = grad.new_zeros(len(grad), weight.shape[1])

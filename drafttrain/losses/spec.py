@@ -35,9 +35,14 @@ class Term:
     temperature: float = 1.0
 
     def __str__(self) -> str:
-        text = f"{self.weight:g}*" * (self.weight != 1) + self.name
-        text += f":{self.parameter:g}" * (self.parameter != _DEFAULTS.get(self.name, 0))
-        return text + f"@{self.temperature:g}" * (self.temperature != 1)
+        text = self.name
+        if self.weight != 1:
+            text = f"{self.weight:g}*{text}"
+        if self.parameter != _DEFAULTS.get(self.name, 0):
+            text += f":{self.parameter:g}"
+        if self.temperature != 1:
+            text += f"@{self.temperature:g}"
+        return text
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,8 @@ def parse_loss(text: str) -> Loss:
             raise UserError(
                 f"{named} is not [WEIGHT*]NAME[:PARAMETER][@TEMPERATURE]+...; write kl or 0.9*kl+0.1*ce"
             )
-        terms.append(_term(named, *match.groups()))
+        weight, name, parameter, temperature = match.groups()
+        terms.append(_term(named, weight, name, parameter, temperature))
         place = match.end()
     if clean.endswith("+") and not clean.endswith("tvd++"):
         raise UserError(f"{named} ends in +; drop it, or add a term")
@@ -92,8 +98,10 @@ def _term(
     temperature: str | None,
 ) -> Term:
     if name not in NAMES:
-        hint = did_you_mean(name[:40], NAMES) or f"there are {', '.join(NAMES)}"
-        raise UserError(f"{named}: {shown(name)} is no loss; {hint}")
+        hint = did_you_mean(name[:40], NAMES)
+        if not hint:
+            hint = f"choose {', '.join(NAMES)}"
+        raise UserError(f"{named}: {shown(name)} is not a valid loss; {hint}")
     if parameter is not None and name not in _DEFAULTS:
         raise UserError(
             f"{named}: {name} takes no parameter; {' and '.join(_DEFAULTS)} do (js:0.5)"
@@ -102,10 +110,9 @@ def _term(
     def number(what: str, given: str | None, default: float, low: float, high: float) -> float:
         value = default if given is None else read_number(given)
         if value is None or (given is not None and not low <= value <= high):
+            ends = ""
             if "beta" in what:
                 ends = "; its ends are kl and reverse_kl"
-            else:
-                ends = ""
             raise UserError(
                 f"{named}: {what} is {shown(given)}, but must be a number from {low:g} to {high:g}{ends}"
             )

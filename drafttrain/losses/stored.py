@@ -1,6 +1,4 @@
-"""Target distributions that were stored: as logits, or as the likeliest k tokens and the mass of
-the rest.
-"""
+"""Stored target distributions: as logits, or as the likeliest k tokens and the mass of the rest."""
 
 from __future__ import annotations
 
@@ -37,10 +35,10 @@ class StoredLogits(FullTargets):
 class StoredTopK(Targets):
     """Target distributions as the likeliest k tokens and the mass of the rest.
 
-    The rest is one outcome: divergences are those over the k tokens and "another one", for p and
-    for q. That is a lower bound, tight where the drafter spreads the rest as the target does. (The
-    code gives the rest to the other kept tokens in proportion to q, which yields the same values
-    and gradients for all losses here.) With a pruned vocabulary the rest counts as kept.
+    The rest is one outcome: divergences are computed over the k tokens and "any other token", for p
+    and for q. That is a lower bound, tight where the drafter spreads the rest as the target does.
+    (The code gives the rest to the other kept tokens in proportion to q, which yields the same
+    values and gradients for all losses here.) With a pruned vocabulary the rest counts as kept.
     """
 
     ids: Tensor  # [r, k] int64 drafter ids, -1 for tokens that the drafter lacks
@@ -51,16 +49,19 @@ class StoredTopK(Targets):
 
     @classmethod
     def of_tokens(cls, tokens: Tensor, width: int) -> StoredTopK:
-        """All mass on one token per row: tokens [r] int64, ids >= width are unknown to the drafter."""
+        """All mass on one token per row.
+
+        Args:
+            tokens: [r] int64; the drafter lacks ids from `width` on.
+        """
         ids = torch.where(tokens < width, tokens, -1)
         certain = torch.zeros(len(ids), 1, device=ids.device)  # [r, 1] log 1
         return cls(ids.unsqueeze(1), certain, certain[:, 0], ids, ids)
 
     def logits(self, index: Tensor | slice, aligned: AlignedRows | None = None) -> Tensor:
         assert aligned is not None, "the spread of the rest depends on the drafter"
-        # [c, k], [c, d]
-        ids = self.ids[index]
-        log_q = aligned.log_q()
+        ids = self.ids[index]  # [c, k]
+        log_q = aligned.log_q()  # [c, d]
         row, rank = (ids >= 0).nonzero(as_tuple=True)
         known = row, ids[row, rank]
         others = log_q.index_put(known, log_q.new_tensor(float("-inf")))  # [c, d]
@@ -85,8 +86,5 @@ class StoredTopK(Targets):
                 f"temperature @{temperature:g} cannot be applied to stored top-k: the rest's shape is unknown; store states "
                 "or logits, or use @1"
             )
-        return self._distribution(
-            index,
-            temperature,
-            aligned,
-        )  # depends on the drafter, so it is not shared
+        # It depends on the drafter, so it is not shared.
+        return self._distribution(index, temperature, aligned)

@@ -34,8 +34,13 @@ class _Head(ctypes.Structure):
     """struct head of cpu_draft.c."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("panels", "scale", "column", "mean", "exact")),
-        *((name, ctypes.c_long) for name in ("vocabulary", "width")),
+        ("panels", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("column", ctypes.c_void_p),
+        ("mean", ctypes.c_void_p),
+        ("exact", ctypes.c_void_p),
+        ("vocabulary", ctypes.c_long),
+        ("width", ctypes.c_long),
         ("noise", ctypes.c_float),
     ]
 
@@ -58,7 +63,10 @@ class _Shape(ctypes.Structure):
     """struct shape of cpu_draft.c."""
 
     _fields_ = [
-        *((name, ctypes.c_long) for name in ("depth", "width", "budget", "dynamic")),
+        ("depth", ctypes.c_long),
+        ("width", ctypes.c_long),
+        ("budget", ctypes.c_long),
+        ("dynamic", ctypes.c_long),
         ("floor", ctypes.c_double),
         ("fanout", ctypes.c_void_p),
     ]
@@ -69,8 +77,8 @@ class DraftHead:
 
     A pass over 4-bit weights, an eighth of float32's bytes, scores the vocabulary; the 64 highest
     scores (or four times the tokens that are wanted) get exact products. Drafts need no more: the
-    target verifies every token, and a missed one costs acceptance only. Never for the target's own
-    choice, nor for tokens that are drawn, whose q must be known.
+    target verifies every token, and a missed one costs acceptance only. It must not make the
+    target's own choice, nor score tokens that are drawn, whose q must be known.
 
     Args:
         weight: [d, h] float32 on the CPU; kept, for the exact products.
@@ -83,47 +91,43 @@ class DraftHead:
         self.vocabulary, self.width = weight.shape
         weight = weight.detach()
         check("weight", weight, (self.vocabulary, self.width))
-        mean = weight.mean(0)
-        column = (
-            (weight - mean).square().mean(0).sqrt().clamp_min(1e-12).sqrt()
-        )  # [h] factors of the states
-        panels, scales, errors = zip(
-            *(_round_rows((rows - mean) / column) for rows in weight.split(8192)),
-            strict=True,
-        )
+        mean = weight.mean(0)  # [h]
+        deviation = (weight - mean).square().mean(0).sqrt()  # [h]
+        column = deviation.clamp_min(1e-12).sqrt()  # [h] factors of the states
+
+        # Round the weights to 4 bits, some rows at a time.
+        panels: list[Tensor] = []
+        scales: list[Tensor] = []
+        errors: list[float] = []
+        for rows in weight.split(8192):
+            integers, factors, error = _round_rows((rows - mean) / column)
+            panels.append(integers)
+            scales.append(factors)
+            errors.append(error)
+
+        # Two integers share a byte: those of steps of 8 inputs, 4 apart.
         count = -(-self.vocabulary // _STRIP)
-        rows = F.pad(torch.cat(panels), (0, -self.width % 8, 0, count * _STRIP - self.vocabulary))
-        rows = rows.view(count, _STRIP, -1, 2, 4).permute(
-            3,
-            0,
-            2,
-            1,
-            4,
-        )  # [2, panels, steps, outputs, 4]
-        packed = rows[0] | rows[1] << 4
-        scale = F.pad(torch.cat(scales), (0, count * _STRIP - self.vocabulary))
-        numbers = {
-            "vocabulary": self.vocabulary,
-            "width": self.width,
-            "noise": sum(errors) / weight.numel(),
-        }
+        missing = count * _STRIP - self.vocabulary
+        padded = F.pad(torch.cat(panels), (0, -self.width % 8, 0, missing))
+        steps = padded.view(count, _STRIP, -1, 2, 4)
+        low, high = steps.permute(3, 0, 2, 1, 4)  # [panels, steps, outputs, 4] each
         self._head, self._kept = make_struct(
             _Head,
-            panels=packed,
-            scale=scale,
+            panels=low | high << 4,
+            scale=F.pad(torch.cat(scales), (0, missing)),
             column=column,
             mean=mean,
             exact=weight,
-            **numbers,
+            vocabulary=self.vocabulary,
+            width=self.width,
+            noise=sum(errors) / weight.numel(),
         )
         self.address = ctypes.addressof(self._head)
         self._kernels = built_kernels()
 
     @staticmethod
     def of(linear: object) -> DraftHead | None:
-        """The draft head of a packed linear layer, made on first use; None for a layer that the
-        kernels do not serve.
-        """
+        """The draft head of a packed linear layer, made on first use; None without a kernel."""
         if not isinstance(linear, PackedLinear) or not linear.kernel or linear.bias is not None:
             return None
         if linear.draft_head is None:
@@ -138,9 +142,9 @@ class DraftHead:
             width: tokens per state, at most d.
 
         Returns:
-            Ids [n, width] int64; log-probabilities [n, width] float32, descending; log-sum-exp of
-            all logits [n], estimated
-            beyond the shortlist. A state's result does not depend on the others.
+            Ids [n, width] int64; log-probabilities [n, width] float32, descending; log-sum-exp [n]
+            of all logits, estimated beyond the shortlist. A state's result does not depend on the
+            others.
         """
         reads = reads.contiguous()
         count = check_rows("reads", reads, self.width)
@@ -151,18 +155,27 @@ class DraftHead:
         ids = reads.new_empty(count, width, dtype=torch.long)
         top = reads.new_empty(count, width)
         sums = reads.new_empty(count)
-        threads = torch.get_num_threads()
-        pointers = ids.data_ptr(), top.data_ptr(), sums.data_ptr()
-        self._kernels.head_top(self.address, reads.data_ptr(), count, width, *pointers, threads)
+        self._kernels.head_top(
+            self.address,
+            reads.data_ptr(),
+            count,
+            width,
+            ids.data_ptr(),
+            top.data_ptr(),
+            sums.data_ptr(),
+            torch.get_num_threads(),
+        )
         return ids, top, sums
 
 
 def _round_rows(weight: Tensor) -> tuple[Tensor, Tensor, float]:
-    """[d, h] -> integers [d, h] uint8, factors [d] with weight ~ (integer - 7.5) * factor, and the
-    sum of squared errors.
+    """Rounds rows of a weight [d, h] to 4 bits: weight ~ (integer - 7.5) * factor.
 
-    Of some factors each row takes the one of least error: clipping a few weights leaves finer steps
-    to all others.
+    Each row tries some factors and takes the one of least error: clipping a few weights leaves
+    finer steps to all others.
+
+    Returns:
+        Integers [d, h] uint8, factors [d], and the sum of squared errors.
     """
     most = weight.abs().amax(1).clamp_min(1e-12)
     least = torch.full((len(weight),), torch.inf)
@@ -172,12 +185,10 @@ def _round_rows(weight: Tensor) -> tuple[Tensor, Tensor, float]:
         factor = most * (2 * share / _LEVELS)
         rounded = (weight / factor[:, None] + _LEVELS / 2).round_().clamp_(0, _LEVELS)
         error = ((rounded - _LEVELS / 2) * factor[:, None] - weight).square_().sum(1)
-        better = error < least
-        best[better], scale[better], least[better] = (
-            rounded[better].byte(),
-            factor[better],
-            error[better],
-        )
+        better = error < least  # [d]
+        best[better] = rounded[better].byte()
+        scale[better] = factor[better]
+        least[better] = error[better]
     return best, scale, float(least.sum())
 
 
@@ -188,17 +199,14 @@ class DraftWeights:
     hidden: int  # of the states
     embed_width: int  # of the token embeddings that are read; 0 for none
     eps: float  # of all norms
-    embed_norm: Tensor | None = (
-        None  # [embed_width], RMS-norm factor of the embeddings that are read
-    )
+    embed_norm: Tensor | None = None  # [embed_width], RMS-norm factor of the embeddings read
     state_norm: Tensor | None = None  # [h], of the states that are read
     norm: Tensor | None = None  # [h], of the last layer's output
     # [h, embed_width + h], joined input to a state; None if the first layer reads it joined
     project: Tensor | None = None
     project_bias: Tensor | None = None  # [h]
-    fuse: Tensor | None = (
-        None  # [h, f * target h], features to the state that depth 0 reads; None: they are the state
-    )
+    # [h, f * target h], features to the state that depth 0 reads; None: they are the state
+    fuse: Tensor | None = None
     reads_features: bool = True  # `fuse` is all that happens to features
     returns_normed: bool = False  # the next depth reads the output behind `norm`
     residual_normed: bool = False  # the first layer's residual is the state behind `state_norm`
@@ -213,33 +221,32 @@ class KeyStore:
 
     def __init__(self, layers: Sequence[tuple[Tensor, Tensor]]):
         first = layers[0][0]
-        self.shape, self.slots, e = (first.shape[0], first.shape[2]), first.shape[1], first.shape[2]
-        for buffer in (buffer for pair in layers for buffer in pair):
-            if buffer.dtype != torch.float32 or not buffer.is_cpu:
-                raise TypeError(
-                    f"keys and values are {buffer.dtype} on {buffer.device}, must be float32 on the CPU"
-                )
-            if buffer.shape != first.shape or buffer.stride() != (first.stride(0), e, 1):
-                raise ValueError(
-                    f"keys and values have shape {list(buffer.shape)} and strides {buffer.stride()}"
-                )
+        heads, self.slots, e = first.shape
+        self.shape = (heads, e)
+        self.count = len(layers)
+        pointers = np.empty((2, len(layers)), np.uint64)  # of keys, of values
+        for i, pair in enumerate(layers):
+            for part, buffer in enumerate(pair):
+                if buffer.dtype != torch.float32 or not buffer.is_cpu:
+                    raise TypeError(
+                        f"keys and values are {buffer.dtype} on {buffer.device}, must be float32 on the CPU"
+                    )
+                if buffer.shape != first.shape or buffer.stride() != (first.stride(0), e, 1):
+                    raise ValueError(
+                        f"keys and values have shape {list(buffer.shape)} and strides {buffer.stride()}"
+                    )
+                pointers[part, i] = buffer.data_ptr()
+        # The addresses below are valid while these live.
         self._kept = layers
-        self._pointers = np.array(
-            [[part.data_ptr() for part in parts] for parts in zip(*layers, strict=True)], np.uint64
-        )
-        begin = self._pointers.ctypes.data
-        row = self._pointers.strides[0]
-        self.count, self.row = (
-            len(layers),
-            (begin, begin + row, first.stride(0)),
-        )  # struct store of cpu_draft.c
+        self._pointers = pointers
+        keys = pointers.ctypes.data
+        values = keys + pointers.strides[0]
+        self.row = (keys, values, first.stride(0))  # struct store of cpu_draft.c
 
 
 @dataclass(frozen=True)
 class TreeShape:
-    """A greedy tree that `DraftStep.trees` grows; see `TreeSpec`. Its sizes and its struct are made
-    once.
-    """
+    """A greedy tree that `DraftStep.trees` grows; see `TreeSpec`. Its struct is made once."""
 
     depth: int
     width: int  # most children of a node
@@ -252,7 +259,12 @@ class TreeShape:
         """Most tokens whose children are drafted, the root included."""
         if not self.fanout:
             return 1 + self.width * (self.depth - 1)
-        return int(np.cumprod((1, *self.fanout[:-1])).sum())
+        total = 0
+        level = 1  # nodes at this depth
+        for children in self.fanout:
+            total += level
+            level *= children
+        return total
 
     @cached_property
     def room(self) -> int:
@@ -287,18 +299,27 @@ class DraftStep:
     """
 
     def __init__(self, layers: Sequence[DecoderLayer], weights: DraftWeights):
-        self.embed_width, self.hidden, h = weights.embed_width, weights.hidden, weights.hidden
-        joined = self.embed_width + h
-        self.kv_shape = (layers[0].kv_heads, layers[0].head_dim)
-        self.rotary_dim, self.count = layers[0].rotary_dim, len(layers)
+        first = layers[0]
+        h = weights.hidden
+        joined = weights.embed_width + h
+        self.embed_width = weights.embed_width
+        self.hidden = h
+        self.kv_shape = (first.kv_heads, first.head_dim)
+        self.rotary_dim = first.rotary_dim
+        self.count = len(layers)
+        self.features = h if weights.fuse is None else weights.fuse.shape[1]
+        self.reads_features = weights.reads_features
+        # The kernel computes keys and values alone where they begin at a panel of their own.
+        self.reads_context = first.heads * first.head_dim % 32 == 0
+
+        expected = (first.heads, first.kv_heads, first.head_dim, first.rotary_dim)
         for i, layer in enumerate(layers):
-            if i or weights.project is not None:
-                reads = h
-            else:
+            reads = h
+            if i == 0 and weights.project is None:
                 reads = joined
-            form = layer.heads, layer.kv_heads, layer.head_dim, layer.rotary_dim
-            same = form == (layers[0].heads, *self.kv_shape, self.rotary_dim)
-            if (layer.width, layer.hidden) != (reads, h) or not same or layer.head_dim % 16:
+            form = (layer.heads, layer.kv_heads, layer.head_dim, layer.rotary_dim)
+            fits = (layer.width, layer.hidden) == (reads, h) and form == expected
+            if not fits or layer.head_dim % 16:
                 raise ValueError(
                     f"layer {i} maps {layer.width} to {layer.hidden}, heads {form}; {reads} to {h} expected"
                 )
@@ -306,36 +327,26 @@ class DraftStep:
             "project": (h, joined),
             "project_bias": (h,),
             "norm": (h,),
-        }
-        if weights.fuse is None:
-            self.features = h
-        else:
-            self.features = weights.fuse.shape[1]
-        self.reads_features = weights.reads_features
-        sizes |= {
             "embed_norm": (weights.embed_width,),
             "state_norm": (h,),
             "fuse": (h, self.features),
         }
-        for name, size in sizes.items():
-            if (tensor := vars(weights)[name]) is not None:
-                check(name, tensor.contiguous(), size)
-        # The context's keys and values begin at a panel of their own.
-        self.reads_context = layers[0].heads * layers[0].head_dim % 32 == 0
-        addresses = (ctypes.c_void_p * len(layers))(*(layer.address for layer in layers))
         content = dict(vars(weights))
+        for name, size in sizes.items():
+            if content[name] is not None:
+                check(name, content[name].contiguous(), size)
+
+        addresses = (ctypes.c_void_p * len(layers))()
+        for i, layer in enumerate(layers):
+            addresses[i] = layer.address
         del content["reads_features"]
-        panels = {
-            name: pack_panels(content[name].detach())
-            for name in ("project", "fuse")
-            if content[name] is not None
-        }
-        numbers = {
-            "layers": ctypes.addressof(addresses),
-            "count": len(layers),
-            "features": self.features,
-        }
-        self._draft, kept = make_struct(_Draft, **(content | panels | numbers))
+        for name in ("project", "fuse"):
+            if content[name] is not None:
+                content[name] = pack_panels(content[name].detach())
+        content["layers"] = ctypes.addressof(addresses)
+        content["count"] = len(layers)
+        content["features"] = self.features
+        self._draft, kept = make_struct(_Draft, **content)
         self._kept = (layers, addresses, kept)
         self._address = ctypes.addressof(self._draft)
         self._kernels = built_kernels()
@@ -368,27 +379,20 @@ class DraftStep:
         out = states.new_empty(n, self.hidden)
         read = states.new_empty(n, self.hidden)
         own = _rows(stores)
-        if embeds is None:
-            given = None
-        else:
-            given = embeds.data_ptr()
+        cosine, sine = tables
         self._kernels.draft_step(
-            *(
-                self._address,
-                given,
-                states.data_ptr(),
-                n,
-                tables[0].data_ptr(),
-                tables[1].data_ptr(),
-            ),
-            *(
-                address_of(own),
-                plan.address,
-                window,
-                out.data_ptr(),
-                read.data_ptr(),
-                torch.get_num_threads(),
-            ),
+            self._address,
+            None if embeds is None else embeds.data_ptr(),
+            states.data_ptr(),
+            n,
+            cosine.data_ptr(),
+            sine.data_ptr(),
+            address_of(own),
+            plan.address,
+            window,
+            out.data_ptr(),
+            read.data_ptr(),
+            torch.get_num_threads(),
         )
         return out, read
 
@@ -406,7 +410,8 @@ class DraftStep:
         """Depth 0 of committed tokens, from the target's features to the roots of the next trees.
 
         Args:
-            tokens: [n] int64 target ids; features: [n, f * target h] before them, packed.
+            tokens: [n] int64 target ids, packed.
+            features: [n, f * target h] before the tokens.
             counts: tokens of each sequence, 1 to `OPENED`. lengths: tokens that each store holds.
             table: [v, embed_width], the target's embedding. tables, stores, window: as in `run`.
 
@@ -417,26 +422,34 @@ class DraftStep:
         check("tokens", tokens, (sum(counts),), torch.long)
         check("features", features, (tokens.shape[0], self.features))
         check_rows("table", table, self.embed_width)
-        if not (
-            1 <= min(counts) <= max(counts) <= OPENED
-            and min(lengths) >= 0 <= window
-            and self.reads_features
-        ):
+        in_range = min(counts) >= 1 and max(counts) <= OPENED
+        if not in_range or min(lengths) < 0 or window < 0 or not self.reads_features:
             raise ValueError(
                 f"counts={list(counts)}, lengths={list(lengths)}, window={window}: 1 to {OPENED}, from 0 on"
             )
         ends = [length + count for length, count in zip(lengths, counts, strict=True)]
         self._check_places(tables, stores, ends, max(ends))
-        count = len(counts)
+        sequences = len(counts)
         own = _rows(stores)
         new = array("q", counts)
         held = array("q", lengths)
-        states, reads = features.new_empty(2, count, self.hidden).unbind()
+        cosine, sine = tables
+        states, reads = features.new_empty(2, sequences, self.hidden).unbind()
         self._kernels.draft_read(
-            *(self._address, count, address_of(new), address_of(held)),
-            *(tokens.data_ptr(), features.data_ptr(), table.data_ptr()),
-            *(tables[0].data_ptr(), tables[1].data_ptr(), address_of(own), window),
-            *(states.data_ptr(), reads.data_ptr(), torch.get_num_threads()),
+            self._address,
+            sequences,
+            address_of(new),
+            address_of(held),
+            tokens.data_ptr(),
+            features.data_ptr(),
+            table.data_ptr(),
+            cosine.data_ptr(),
+            sine.data_ptr(),
+            address_of(own),
+            window,
+            states.data_ptr(),
+            reads.data_ptr(),
+            torch.get_num_threads(),
         )
         return states, reads
 
@@ -447,24 +460,28 @@ class DraftStep:
         stores: Sequence[KeyStore],
         plan: CpuPlan,
     ) -> None:
-        """Stores every layer's keys and values of states [n, h], as block drafters read their
-        context; `reads_context` must be set. The other arguments as in `run`.
+        """Stores every layer's keys and values of context states, as block drafters read them.
+
+        Args:
+            states: [n, h]. The others as in `run`.
+
+        Raises:
+            ValueError: `reads_context` is not set.
         """
         check("states", states, (plan.tokens, self.hidden))
         self._check(tables, stores, plan, 0)
         if not self.reads_context:
             raise ValueError("query rows that are no multiple of 32 share a panel with keys")
         own = _rows(stores)
-        pointers = (tables[0].data_ptr(), tables[1].data_ptr())
+        cosine, sine = tables
         self._kernels.draft_context(
-            *(
-                self._address,
-                states.data_ptr(),
-                plan.tokens,
-                *pointers,
-                address_of(own),
-                plan.address,
-            ),
+            self._address,
+            states.data_ptr(),
+            plan.tokens,
+            cosine.data_ptr(),
+            sine.data_ptr(),
+            address_of(own),
+            plan.address,
             torch.get_num_threads(),
         )
 
@@ -484,8 +501,8 @@ class DraftStep:
         """Grows the trees of several sequences, one step per depth for all of them.
 
         Args:
-            table: [v, embed_width], the target's embedding. kept_ids: [d] int64, target id of each
-                drafter id.
+            table: [v, embed_width], the target's embedding.
+            kept_ids: [d] int64, target id of each drafter id.
             tables, stores, window: as in `run`; a store holds lengths + `shape.opens` - 1 slots.
             lengths: committed tokens of each sequence.
             states, reads: [sequences, h] of the last committed tokens, as `run` returns them.
@@ -513,34 +530,37 @@ class DraftStep:
             )
         reach = max(lengths) - 1 + shape.depth
         self._check_places(tables, stores, ends, reach)
-        budget = shape.budget
         own = _rows(stores)
         long = array("q", lengths)
+        form, _ = shape.form
+        cosine, sine = tables
+        # What the kernel writes: nodes of each tree, and their numbers [sequences, budget].
         sizes = array("q", bytes(8 * count))
-        made = np.empty((2, count, budget), dtype=np.int64)
-        scores = np.empty((count, budget), dtype=np.float32)
-        tokens = made.ctypes.data
+        tokens, parents = np.empty((2, count, shape.budget), dtype=np.int64)
+        scores = np.empty((count, shape.budget), dtype=np.float32)
         self._kernels.draft_trees(
-            *(
-                self._address,
-                head.address,
-                ctypes.addressof(shape.form[0]),
-                count,
-                shape.room,
-                table.data_ptr(),
-            ),
-            *(
-                kept_ids.data_ptr(),
-                tables[0].data_ptr(),
-                tables[1].data_ptr(),
-                address_of(own),
-                address_of(long),
-            ),
-            *(window, states.data_ptr(), reads.data_ptr(), tokens, tokens + 8 * count * budget),
-            *(scores.ctypes.data, address_of(sizes), torch.get_num_threads()),
+            self._address,
+            head.address,
+            ctypes.addressof(form),
+            count,
+            shape.room,
+            table.data_ptr(),
+            kept_ids.data_ptr(),
+            cosine.data_ptr(),
+            sine.data_ptr(),
+            address_of(own),
+            address_of(long),
+            window,
+            states.data_ptr(),
+            reads.data_ptr(),
+            tokens.ctypes.data,
+            parents.ctypes.data,
+            scores.ctypes.data,
+            address_of(sizes),
+            torch.get_num_threads(),
         )
         return [
-            (made[0, i, :n], made[1, i, :n].tolist(), scores[i, :n]) for i, n in enumerate(sizes)
+            (tokens[i, :n], parents[i, :n].tolist(), scores[i, :n]) for i, n in enumerate(sizes)
         ]
 
     def _check(
@@ -564,9 +584,15 @@ class DraftStep:
         ends: Sequence[int],
         reach: int,
     ) -> None:
-        """ends: slots that each sequence needs. reach: positions that its tokens need, from 0 on."""
+        """Raises unless tables and stores are large enough.
+
+        Args:
+            ends: slots that each sequence needs.
+            reach: positions that its tokens need, from 0 on.
+        """
         for name, table in zip(("cosine", "sine"), tables, strict=True):
-            if (count := check_rows(name, table, 1, self.rotary_dim)) < reach:
+            count = check_rows(name, table, 1, self.rotary_dim)
+            if count < reach:
                 raise ValueError(f"{name} has {count} positions, but the tokens reach {reach}")
         for store, end in zip(stores, ends, strict=True):
             if (store.count, store.shape) != (self.count, self.kv_shape) or store.slots < end:
@@ -577,15 +603,20 @@ class DraftStep:
 
 
 def _rows(stores: Sequence[KeyStore]) -> array[int]:
-    """[sequences] struct store."""
-    return array("q", [number for store in stores for number in store.row])
+    """[sequences] struct store of cpu_draft.c."""
+    rows = array("q")
+    for store in stores:
+        rows.extend(store.row)
+    return rows
 
 
 def kernel_of(
     layers: Sequence[DecoderLayer | None], weights: DraftWeights | None
 ) -> DraftStep | None:
-    """The kernel of packed layers and what surrounds them; None where the kernels lack a form, of a
-    layer too.
+    """The kernel of packed layers and what surrounds them; None for a form that kernels lack.
+
+    Args:
+        layers: None for a layer whose form the kernels lack.
     """
     natives = [layer for layer in layers if layer is not None]
     if weights is None or len(natives) < len(layers) or natives[0].head_dim % 16:
@@ -594,9 +625,7 @@ def kernel_of(
 
 
 def plan_of(layouts: Sequence[TreeLayout]) -> CpuPlan | None:
-    """The kernels' plan of tokens of several sequences, each in buffers of its own; None where
-    torch is faster.
-    """
+    """The kernels' plan of several sequences with buffers of their own; None if torch is faster."""
     if len(layouts) == 1:
         return layouts[0].plan
     return CpuPlan.build([(0, layout) for layout in layouts])

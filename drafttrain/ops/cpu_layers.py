@@ -6,8 +6,8 @@ reading the weights. Here
     DecoderLayer   norm, projections, rotation | attention (the caller's) | output projection, norm, gated MLP
     LayerStack     all layers of a target with the attention of the same C file: one call per forward
 
-An object holds packed weights and nothing else. Everything that belongs to a call (where tokens
-stand, the addresses of the cache, outputs) is an argument or is allocated by the call, because
+An object holds packed weights and nothing else. Everything that belongs to a call (positions of
+tokens, the addresses of the cache, outputs) is an argument or is allocated by the call, because
 ctypes releases the GIL: threads share the weights.
 """
 
@@ -61,12 +61,15 @@ class GatedMLP(Protocol):
 
 
 def fields(panels: str, vectors: str, numbers: str) -> list[tuple[str, type]]:
-    """Fields of a C struct: pointers to panels and vectors, the panels' formats, int numbers; in
-    this order.
-    """
-    pointers = [(name, ctypes.c_void_p) for name in f"{panels} {vectors}".split()]
-    formats = [(f"{name}_format", ctypes.c_int) for name in panels.split()]
-    return [*pointers, *formats, *((name, ctypes.c_int) for name in numbers.split())]
+    """Fields of a C struct, in order: pointers to panels and vectors, the panels' formats, ints."""
+    made: list[tuple[str, type]] = []
+    for name in panels.split() + vectors.split():
+        made.append((name, ctypes.c_void_p))
+    for name in panels.split():
+        made.append((f"{name}_format", ctypes.c_int))
+    for name in numbers.split():
+        made.append((name, ctypes.c_int))
+    return made
 
 
 class _Layer(ctypes.Structure):
@@ -87,25 +90,23 @@ def make_struct(
 ) -> tuple[ctypes.Structure, list[Tensor]]:
     """A C struct with numbers and pointers to tensors, and the tensors, which must outlive it."""
     names = {field[0] for field in kind._fields_}
-    kept = {
-        name: value.detach().contiguous()
-        for name, value in content.items()
-        if isinstance(value, Tensor)
-    }
-    formats = {
-        f"{name}_format": form_of(value)
-        for name, value in kept.items()
-        if f"{name}_format" in names
-    }
-    assert content.keys() <= names, "ctypes ignores names that are no fields"
-    return kind(
-        **content | formats | {name: value.data_ptr() for name, value in kept.items()}
-    ), list(kept.values())
+    assert content.keys() <= names, "ctypes ignores names that are not fields"
+    kept: list[Tensor] = []
+    values: dict[str, float | None] = {}
+    for name, value in content.items():
+        if not isinstance(value, Tensor):
+            values[name] = value
+            continue
+        tensor = value.detach().contiguous()
+        kept.append(tensor)
+        values[name] = tensor.data_ptr()
+        if f"{name}_format" in names:
+            values[f"{name}_format"] = form_of(tensor)
+    return kind(**values), kept
 
 
 class DecoderLayer:
-    """A pre-norm decoder layer, packed: two kernel calls around an attention that the caller
-    brings.
+    """A packed pre-norm decoder layer: two kernel calls around an attention that the caller gives.
 
     Args:
         attention, mlp: float32 on the CPU. Only the projections of queries, keys and values may
@@ -134,39 +135,32 @@ class DecoderLayer:
     ):
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         biases: list[Tensor] = [module.bias for module in projections if module.bias is not None]
-        width = projections[0].in_features
+        width = attention.q_proj.in_features
         hidden = attention.o_proj.out_features
         inner = mlp.down_proj.in_features
-        self.head_dim = e = attention.head_dim
-        self.heads, self.kv_heads = (module.out_features // e for module in projections[:2])
+        e = attention.head_dim
+        self.head_dim = e
+        self.heads = attention.q_proj.out_features // e
+        self.kv_heads = attention.k_proj.out_features // e
         self.width = width
         self.hidden = hidden
         self.rotary_dim = rotary_dim
-        if (
-            not self.kv_heads
-            or self.heads % self.kv_heads
-            or not 0 <= rotary_dim <= e
-            or rotary_dim % 2
-        ):
+        grouped = self.kv_heads > 0 and self.heads % self.kv_heads == 0
+        if not grouped or not 0 <= rotary_dim <= e or rotary_dim % 2:
             sizes = f"heads={self.heads}, kv_heads={self.kv_heads}, head_dim={e}, rotary_dim={rotary_dim}"
             raise ValueError(
                 f"{sizes}: key heads must divide heads, and rotary_dim be even and at most head_dim"
             )
+
         rows = self.heads * e
         keys = self.kv_heads * e
         for name, module, size in (
-            *(
-                ("q_proj", attention.q_proj, (rows, width)),
-                ("k_proj", attention.k_proj, (keys, width)),
-            ),
-            *(
-                ("v_proj", attention.v_proj, (keys, width)),
-                ("o_proj", attention.o_proj, (hidden, rows)),
-            ),
-            *(
-                ("gate_proj", mlp.gate_proj, (inner, hidden)),
-                ("up_proj", mlp.up_proj, (inner, hidden)),
-            ),
+            ("q_proj", attention.q_proj, (rows, width)),
+            ("k_proj", attention.k_proj, (keys, width)),
+            ("v_proj", attention.v_proj, (keys, width)),
+            ("o_proj", attention.o_proj, (hidden, rows)),
+            ("gate_proj", mlp.gate_proj, (inner, hidden)),
+            ("up_proj", mlp.up_proj, (inner, hidden)),
             ("down_proj", mlp.down_proj, (hidden, inner)),
         ):
             check(name, module.weight.contiguous(), size)
@@ -174,46 +168,48 @@ class DecoderLayer:
                 raise ValueError(
                     f"{name} has a bias; only queries, keys and values together may have one"
                 )
-        panels = {
-            "qkv": pack_panels(torch.cat([module.weight for module in projections]).detach()),
-            "o": pack_panels(attention.o_proj.weight.detach()),
-            "gate_up": pack_gated(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).detach()),
-            "down": pack_panels(mlp.down_proj.weight.detach()),
-        }
-        norms |= {"qkv_bias": torch.cat(biases) if biases else None, "mlp_norm": mlp_norm}
+        norms["qkv_bias"] = torch.cat(biases) if biases else None
+        norms["mlp_norm"] = mlp_norm
         lengths = {"qkv_bias": rows + 2 * keys, "input_norm": width, "query_norm": e, "key_norm": e}
         for name, factor in norms.items():
             if factor is not None:
                 check(name, factor.contiguous(), (lengths.get(name, hidden),))
-        numbers = {
-            "width": width,
-            "hidden": hidden,
-            "inner": inner,
-            "rotary_dim": rotary_dim,
-            "gelu": gelu,
-            "eps": eps,
-        }
-        numbers |= {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": e}
-        self._layer, self._kept = make_struct(_Layer, **panels, **norms, **numbers)
+
+        qkv = torch.cat([module.weight for module in projections]).detach()
+        gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).detach()
+        self._layer, self._kept = make_struct(
+            _Layer,
+            qkv=pack_panels(qkv),
+            o=pack_panels(attention.o_proj.weight.detach()),
+            gate_up=pack_gated(gate_up),
+            down=pack_panels(mlp.down_proj.weight.detach()),
+            width=width,
+            hidden=hidden,
+            inner=inner,
+            rotary_dim=rotary_dim,
+            gelu=gelu,
+            eps=eps,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=e,
+            **norms,
+        )
         self.address = ctypes.addressof(self._layer)
         self._kernels = built_kernels()
 
     def round_inputs(self) -> None:
-        """From now on bfloat16 weights multiply inputs that are rounded to bfloat16; see
-        `packing.form_of`.
-        """
+        """Rounds inputs of bfloat16 weights to bfloat16 from now on; see `packing.form_of`."""
         for field in _Layer._fields_:
-            if (
-                field[0].endswith("_format")
-                and getattr(self._layer, field[0]) == FORMATS[torch.bfloat16]
-            ):
-                setattr(self._layer, field[0], BFLOAT16_DOT)
+            name = field[0]
+            is_format = name.endswith("_format")
+            if is_format and getattr(self._layer, name) == FORMATS[torch.bfloat16]:
+                setattr(self._layer, name, BFLOAT16_DOT)
 
     def project(self, x: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The half before the attention: norm, projections, rotation.
 
         Args:
-            x: [n, width]; cosine, sine: [n, rotary_dim] or [n, 1, rotary_dim]. All float32 and
+            x: [n, width]. cosine, sine: [n, rotary_dim] or [n, 1, rotary_dim]. All float32 and
                 contiguous.
 
         Returns:
@@ -224,14 +220,23 @@ class DecoderLayer:
         for name, table in (("cosine", cosine), ("sine", sine)):
             check(name, table.squeeze(1) if table.dim() == 3 else table, (len(x), self.rotary_dim))
         out = x.new_empty(x.shape[0], sum(sizes), self.head_dim)
-        pointers = x.data_ptr(), x.shape[0], cosine.data_ptr(), sine.data_ptr(), out.data_ptr()
-        self._kernels.layer_before_attention(self.address, *pointers, torch.get_num_threads())
+        self._kernels.layer_before_attention(
+            self.address,
+            x.data_ptr(),
+            x.shape[0],
+            cosine.data_ptr(),
+            sine.data_ptr(),
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
         query, key, value = out.split(sizes, dim=1)
         return query, key, value
 
     def finish(self, x: Tensor, attended: Tensor) -> None:
-        """The half after the attention: adds output projection and MLP to x [n, h], in place;
-        attended [n, heads * e].
+        """The half after the attention: adds output projection and MLP to x [n, h], in place.
+
+        Args:
+            attended: [n, heads * e].
         """
         attended = attended.contiguous()
         threads = torch.get_num_threads()
@@ -265,12 +270,12 @@ class DecoderLayer:
             [n or m, h].
         """
         query, key, value = self.project(read, cosine, sine)
-        # [n or m, h]
         if queries is None:
-            out = state.clone()
+            out = state.clone()  # [n, h]
         else:
-            out = state[queries]
-        self.finish(out, attend(query if queries is None else query[queries], key, value))
+            out = state[queries]  # [m, h]
+            query = query[queries]
+        self.finish(out, attend(query, key, value))
         return out
 
 
@@ -287,15 +292,16 @@ _FORM = np.dtype(
 
 
 class Ending:
-    """The last norm and the head, to run in the same call as the layers: after each large call
-    Python starts with cold caches.
+    """The last norm and the head, which run in the same call as the layers.
+
+    One call is faster than two: after each large call Python starts with cold caches.
 
     Args:
         norm, head: packed; the head as a kernel. rows: n, of the forward that it ends.
 
     Attributes:
-        last: [n, h], the normed state. logits: [n, v], the head's products without its bias.
-            `LayerStack.forward` fills both.
+        last: [n, h], the normed state, which `LayerStack.forward` fills.
+        logits: [n, v], the head's products without its bias, likewise.
 
     Raises:
         ValueError: the head does not read what the norm gives.
@@ -306,19 +312,18 @@ class Ending:
         hidden = len(norm.weight)
         vocabulary = head.out_features
         check_panels("head", panels, hidden, vocabulary)
-        self.last, self.logits = (
-            norm.weight.new_empty(rows, hidden),
-            norm.weight.new_empty(rows, vocabulary),
-        )
+        self.last = norm.weight.new_empty(rows, hidden)
+        self.logits = norm.weight.new_empty(rows, vocabulary)
         self._kept = panels, norm.weight
-        normed = norm.weight.data_ptr(), norm.eps, self.last.data_ptr()
-        products = (
+        self.arguments = (  # of body_forward
+            norm.weight.data_ptr(),
+            norm.eps,
+            self.last.data_ptr(),
             panels.data_ptr(),
             form_of(panels, head.rounded),
             self.logits.data_ptr(),
             vocabulary,
         )
-        self.arguments = (*normed, *products)  # of body_forward
 
 
 _NO_ENDING = (None, 0.0, None, None, 0, None, 0)  # as Ending.arguments
@@ -347,38 +352,34 @@ class LayerStack:
     ):
         self.shapes = [(layer.kv_heads, layer.head_dim) for layer in layers]
         self.served = all(width % 16 == 0 for _, width in self.shapes)
-        self._layers = np.array([layer.address for layer in layers], dtype=np.uint64)
-        sinks = [
-            None if form["sinks"] is None else form["sinks"].float().contiguous() for form in forms
-        ]
-        self._kept = (layers, sinks)
         self.hidden = layers[0].hidden
-        self._widths = set(
-            zip(table_of, (layer.rotary_dim for layer in layers), strict=True)
-        )  # of rotary tables
-        for layer, form, sink, table in zip(layers, forms, sinks, table_of, strict=True):
+        self._layers = np.array([layer.address for layer in layers], dtype=np.uint64)
+        self._widths: set[tuple[int, int]] = set()  # rotary table, its width
+        kept: list[object] = [layers]
+        rows: list[tuple[float, ...]] = []  # of struct form
+        for layer, form, table in zip(layers, forms, table_of, strict=True):
             if {layer.hidden, layer.width} != {self.hidden} or table < 0:
                 raise ValueError(
                     f"a layer of width {layer.width} to {layer.hidden} does not continue one of {self.hidden}"
                 )
-            if (form["window"] or 0) < 0 or (form["softcap"] or 0) < 0:
-                raise ValueError(
-                    f"window={form['window']}, softcap={form['softcap']}: none may be negative"
-                )
-            if sink is not None:
-                check("sinks", sink, (layer.heads,))
-        rows = [
-            (
-                0 if sink is None else sink.data_ptr(),
-                form["window"] or 0,
-                table,
-                form["scaling"],
-                form["softcap"] or 0,
-            )
-            for form, sink, table in zip(forms, sinks, table_of, strict=True)
-        ]
+            # 0 stands for none.
+            window = form["window"] or 0
+            softcap = form["softcap"] or 0
+            if window < 0 or softcap < 0:
+                raise ValueError(f"window={window}, softcap={softcap}: none may be negative")
+            sinks = 0
+            if form["sinks"] is not None:
+                numbers = form["sinks"].float().contiguous()  # [heads]
+                check("sinks", numbers, (layer.heads,))
+                kept.append(numbers)
+                sinks = numbers.data_ptr()
+            rows.append((sinks, window, table, form["scaling"], softcap))
+            self._widths.add((table, layer.rotary_dim))
+        self._kept = kept
         self._forms = np.array(rows, dtype=_FORM)
-        self._addresses = self._layers.ctypes.data, self._forms.ctypes.data
+        # Read once: numpy looks addresses up slowly.
+        self._layers_address = self._layers.ctypes.data
+        self._forms_address = self._forms.ctypes.data
         self._kernels = built_kernels()
 
     def forward(
@@ -412,9 +413,9 @@ class LayerStack:
                 f"the cache holds {buffers.slots} slots of {buffers.shapes}, the call needs {plan.slots} of {self.shapes} "
                 "in multiples of 16"
             )
-        if sorted({i for i in wanted if 0 <= i <= count}) != wanted or max(self._widths)[0] >= len(
-            tables
-        ):
+        ascending = sorted({i for i in wanted if 0 <= i <= count}) == wanted
+        last_table, _ = max(self._widths)
+        if not ascending or last_table >= len(tables):
             raise ValueError(
                 f"wanted={wanted} must ascend from 0 to {count} at most; {len(tables)} rotary tables"
             )
@@ -424,19 +425,24 @@ class LayerStack:
         if ending is not None:
             check("ending.last", ending.last, (n, hidden))
         caught = x.new_empty((n, len(wanted), hidden))
-        rotary = array("Q", [part.data_ptr() for pair in tables for part in pair])
+        rotary = array("Q")
+        for cosine, sine in tables:
+            rotary.extend((cosine.data_ptr(), sine.data_ptr()))
         features = array("q", wanted)
+        after = _NO_ENDING if ending is None else ending.arguments
         self._kernels.body_forward(
-            *(
-                *self._addresses,
-                buffers.address,
-                count,
-                x.data_ptr(),
-                n,
-                address_of(rotary),
-                plan.address,
-            ),
-            *(address_of(features), len(wanted), caught.data_ptr()),
-            *(*(_NO_ENDING if ending is None else ending.arguments), torch.get_num_threads()),
+            self._layers_address,
+            self._forms_address,
+            buffers.address,
+            count,
+            x.data_ptr(),
+            n,
+            address_of(rotary),
+            plan.address,
+            address_of(features),
+            len(wanted),
+            caught.data_ptr(),
+            *after,
+            torch.get_num_threads(),
         )
         return caught

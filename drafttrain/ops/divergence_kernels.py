@@ -1,5 +1,4 @@
-"""The Triton kernel of the fused linear divergence: from logits of both sides to values, acceptance
-and the gradient.
+"""The Triton kernel of the fused linear divergence: from both sides' logits to values and gradient.
 
     a program a row      pass 1   log-sum-exps, the drafter's likeliest token, both KLs      reads z, y
                          pass 2   acceptance and JS sums, which need the log-sum-exps        reads z, y (only if needed)
@@ -18,9 +17,8 @@ import triton.language as tl
 
 TINY = tl.constexpr(1e-12)
 LOWEST = tl.constexpr(-1e4)
-BEYOND = tl.constexpr(
-    -1e20
-)  # logit of columns past the end: probability zero, and products stay finite
+# Logit of columns past the end: probability zero, and products stay finite.
+BEYOND = tl.constexpr(-1e20)
 
 
 @triton.jit
@@ -28,11 +26,8 @@ def _read(base, cols, width, factor, TARGET: tl.constexpr):
     logits = tl.load(base + cols, mask=cols < width, other=0.0).to(tl.float32)
     if TARGET:
         logits = tl.maximum(logits, LOWEST)
-    return tl.where(
-        cols < width,
-        logits * factor,
-        BEYOND,
-    )  # selected in float32: float16 cannot hold BEYOND
+    # Selected in float32: float16 cannot hold BEYOND.
+    return tl.where(cols < width, logits * factor, BEYOND)
 
 
 @triton.jit
@@ -52,11 +47,12 @@ def _online_sums(
     lanes = tl.arange(0, BLOCK)
     z_top = float("-inf")
     y_top = float("-inf")
+    # A lane sums its own columns; `fade` rescales the sums when a block raises the maximum.
     z_sum = tl.zeros([BLOCK], tl.float32)
     y_sum = tl.zeros([BLOCK], tl.float32)
     kl_sum = tl.zeros([BLOCK], tl.float32)
     reverse_sum = tl.zeros([BLOCK], tl.float32)
-    choice = 0
+    choice = 0  # first column of the highest z
     for start in range(0, width, BLOCK):
         cols = start + lanes
         zs = _read(z, cols, width, per_temperature, False)
@@ -93,9 +89,7 @@ def _online_sums(
 def _acceptance_sums(
     z, y, width, per_temperature, log_z, log_y, full, beta, FULL: tl.constexpr, JS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Pass 2: alpha, the mean reward of total variation, and both KLs of the Jensen-Shannon
-    divergence.
-    """
+    """Pass 2: alpha, the mean reward of total variation, and both KLs of Jensen-Shannon."""
     lanes = tl.arange(0, BLOCK)
     alpha_sum = tl.zeros([BLOCK], tl.float32)
     mean_sum = tl.zeros([BLOCK], tl.float32)
@@ -126,10 +120,10 @@ def divergence_rows(
     KL: tl.constexpr, REVERSE: tl.constexpr, JS: tl.constexpr, ACCEPT: tl.constexpr, CE: tl.constexpr,
     MEASURE: tl.constexpr, GRAD: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row. KL, REVERSE, JS, ACCEPT (tv, tvd++, both lk) and CE say which terms have a weight;
-    lk_lambda needs KL too.
+    """Computes one row's value and gradient.
 
-    Writes values and grad if GRAD (adds to them if ADD), alphas and agrees if MEASURE.
+    KL, REVERSE, JS, ACCEPT (tv, tvd++, both lk) and CE name the terms that have a weight; lk_lambda
+    needs KL too. Writes values and grad if GRAD (adds to them if ADD), alphas and agrees if MEASURE.
     """
     TARGET: tl.constexpr = KL or REVERSE or JS or ACCEPT or MEASURE
     SECOND: tl.constexpr = JS or ACCEPT or MEASURE
@@ -175,6 +169,7 @@ def divergence_rows(
         tl.store(alphas + row, alpha)
         tl.store(agrees + row, choice == tl.load(likeliest + row))
     if GRAD:
+        # The factors are constant in the row: sums of the terms that share a gradient.
         value = 0.0
         kl_factor = kl_weight
         tv_factor = tv_weight
@@ -185,9 +180,8 @@ def divergence_rows(
             bounded = tl.maximum(alpha, TINY)
             lam = tl.exp(-eta * alpha)
             kl_factor += lkl_weight * lam
-            value += (tv_weight + tvn_weight + lkl_weight * (1 - lam)) * (
-                1 - alpha
-            ) - lka_weight * tl.log(bounded)
+            rejected = tv_weight + tvn_weight + lkl_weight * (1 - lam)
+            value += rejected * (1 - alpha) - lka_weight * tl.log(bounded)
             tv_factor += tvn_weight * tl.rsqrt(tl.maximum(mean * (1 - mean), TINY))
             tv_factor += lka_weight / bounded + lkl_weight * (1 - lam)
         if KL:
@@ -207,6 +201,8 @@ def divergence_rows(
         if ADD:
             value += tl.load(values + row)
         tl.store(values + row, value)
+
+        # Pass 3.
         scale = tl.load(row_weight + row) * per_temperature
         for start in range(0, width, BLOCK):
             cols = start + lanes
@@ -221,12 +217,8 @@ def divergence_rows(
                 if REVERSE:
                     slope += reverse_weight * q * (log_q - log_p - reverse)
                 if JS:
-                    slope += (
-                        js_weight
-                        * (1 - beta)
-                        * q
-                        * (log_q - _log_mixture(log_p, log_q, beta) - from_q)
-                    )
+                    log_ratio = log_q - _log_mixture(log_p, log_q, beta)
+                    slope += js_weight * (1 - beta) * q * (log_ratio - from_q)
                 if ACCEPT:
                     slope += tv_factor * q * (mean - tl.where(q < tl.exp(ys - full), 1.0, 0.0))
             if CE:

@@ -1,5 +1,6 @@
-"""FlexAttention over intervals of keys, as training on GPUs calls it: compiled once per sort of
-shape, with blocks that fit.
+"""FlexAttention over intervals of keys for training on GPUs.
+
+It is compiled once per kind of shape, with blocks that fit the device's shared memory.
 """
 
 from __future__ import annotations
@@ -14,34 +15,44 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, 
 
 from drafttrain.errors import UserError
 
-Flex = Callable[
-    ..., tuple[Tensor, AuxOutput]
-]  # FlexAttention, compiled or not: outputs and log-sum-exps
-# Sorts of shapes that FlexAttention is compiled for: with gradients and without, all or some tokens
+# FlexAttention, compiled or not: outputs and log-sum-exps
+Flex = Callable[..., tuple[Tensor, AuxOutput]]
+# Kinds of shapes that FlexAttention is compiled for: with gradients and without, all or some tokens
 # as queries, one block or several, each in both dtypes. torch's limit is 8.
 _COMPILED = 64
+
+
+def _blocks(m: int, n: int, back: int, stages: int) -> dict[str, int]:
+    """Kernel options: blocks of m queries by n keys forward, `back` by `back` in each backward."""
+    return {
+        "fwd_BLOCK_M": m,
+        "fwd_BLOCK_N": n,
+        "fwd_num_stages": 2,
+        "fwd_num_warps": 4,
+        "bwd_BLOCK_M1": back,
+        "bwd_BLOCK_N1": back,
+        "bwd_BLOCK_M2": back,
+        "bwd_BLOCK_N2": back,
+        "bwd_num_stages": stages,
+        "bwd_num_warps": 4,
+    }
+
+
 # By bytes of a number and padded head width: bytes of shared memory that torch's blocks take, and
 # blocks that fit 99 KB, which sm_86, sm_89 and sm_120 have. What each takes was read from the
 # compiled kernels (tests/gpu/flex_ahead.py).
 _FLEX_BLOCKS: dict[tuple[int, int], tuple[int, dict[str, int]]] = {
-    (itemsize, width): (
-        needed,
-        {"fwd_BLOCK_M": m, "fwd_BLOCK_N": n, "fwd_num_stages": 2, "fwd_num_warps": 4}
-        | dict.fromkeys(("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2"), back)
-        | {"bwd_num_stages": stages, "bwd_num_warps": 4},
-    )
-    for itemsize, width, needed, m, n, back, stages in (
-        (2, 256, 163_840, 32, 64, 32, 2),
-        (4, 128, 163_840, 64, 32, 16, 1),
-        (4, 256, 131_072, 32, 16, 16, 1),
-    )
+    (2, 256): (163_840, _blocks(32, 64, back=32, stages=2)),
+    (4, 128): (163_840, _blocks(64, 32, back=16, stages=1)),
+    (4, 256): (131_072, _blocks(32, 16, back=16, stages=1)),
 }
 
 
 @functools.cache
 def _compiled_flex(options: tuple[tuple[str, str], ...] = ()) -> Flex:
-    """FlexAttention with kernel options, whose numbers come as text: numbers would become symbols
-    of the compilation.
+    """FlexAttention compiled with kernel options.
+
+    The options come as text, because numbers would become symbols of the compilation.
     """
 
     def attend(*args: Any, **rest: Any) -> tuple[Tensor, AuxOutput]:
@@ -55,8 +66,8 @@ def flex_options(head_dim: int, itemsize: int, shared: int) -> dict[str, int]:
     """Blocks of FlexAttention's kernels: torch's where they fit the device, else ours.
 
     Args:
-        itemsize: bytes of a number. shared: bytes of shared memory that a program of the device may
-            use.
+        itemsize: bytes of a number.
+        shared: bytes of shared memory that a program of the device may use.
     """
     # One kernel for any number of queries; torch would compile another one for fewer than 128.
     options = {"FORCE_USE_FLEX_ATTENTION": 1}
@@ -85,15 +96,19 @@ def span_attention_gpu(
 ) -> tuple[Tensor, Tensor]:
     """`span_attention` by FlexAttention, which differentiates the log-sum-exps too.
 
+    Returns:
+        Outputs [t, heads, e] and log-sum-exps [t, heads].
+
     Raises:
-        UserError: shapes of more sorts than torch may compile for; it would go on without the
+        UserError: more kinds of shapes than torch may compile for. torch would continue without the
             kernel, with dense scores.
     """
-    from torch._dynamo.exc import (
-        FailOnRecompileLimitHit,
-    )  # loads the compiler, which a CPU does not need
+    # The import loads the compiler, which a CPU does not need.
+    from torch._dynamo.exc import FailOnRecompileLimitHit
 
-    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, n, e]
+    q = query.transpose(0, 1)[None]  # [1, heads, t, e]
+    k = key.transpose(0, 1)[None]  # [1, kv_heads, T, e]
+    v = value.transpose(0, 1)[None]  # [1, kv_heads, T, e]
     mask = spans.block_mask(len(key))
     grouped = q.shape[1] != k.shape[1]
     shared = 2**18  # enough for torch's blocks
@@ -103,10 +118,10 @@ def span_attention_gpu(
     options = flex_options(q.shape[3], q.element_size(), shared)
     try:
         with torch._dynamo.config.patch(recompile_limit=_COMPILED):
-            attend = flex or _compiled_flex(
-                tuple((name, str(number)) for name, number in options.items())
-            )
-            out, more = attend(
+            if flex is None:
+                as_text = tuple((name, str(number)) for name, number in options.items())
+                flex = _compiled_flex(as_text)
+            out, more = flex(
                 q,
                 k,
                 v,
@@ -116,7 +131,7 @@ def span_attention_gpu(
             )
     except FailOnRecompileLimitHit as error:
         raise UserError(
-            f"FlexAttention was compiled for {_COMPILED} sorts of shapes, the most of one process; run the same command again, "
+            f"FlexAttention was compiled for {_COMPILED} kinds of shapes, the most of one process; run the same command again, "
             "which continues from the last checkpoint (TORCH_LOGS=recompiles prints what differed)"
         ) from error
     assert more.lse is not None

@@ -1,7 +1,8 @@
 """CUDA graphs: functions of buffers with fixed addresses, whose launches a GPU replays.
 
-A captured function may not wait for the device, and what the host decides in it (shapes, addresses,
-grids) stays as it was. What changes from call to call is copied into its buffers before.
+A captured function may not wait for the device. What the host decides in it (shapes, addresses,
+grids) stays as it was at the capture. What changes from call to call is copied into its buffers
+before the replay.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from drafttrain.ops.tree_attention_triton import PlanShape
 
 T = TypeVar("T")
 
+# Numbers of tokens that graphs are captured for.
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, *range(64, 128, 16), *range(128, 513, 32))
-_WORD = 32
+_WORD = 32  # bits
 _capturing = threading.Lock()  # the synchronization debug mode is global
 
 
@@ -41,8 +43,10 @@ def step_shape(counts: Sequence[int]) -> PlanShape | None:
     if total > BUCKETS[-1]:
         return None
     tokens = bucket(total)
-    most = bucket(max(*counts, counts[-1] + tokens - total))
-    return PlanShape(padded_rows(len(counts)), tokens, most, -(-most // _WORD))
+    padded_last = counts[-1] + tokens - total
+    most = bucket(max(max(counts), padded_last))
+    words = -(-most // _WORD)  # rounded up
+    return PlanShape(padded_rows(len(counts)), tokens, most, words)
 
 
 def padded_rows(count: int) -> int:
@@ -63,12 +67,13 @@ def _side_stream(device: torch.device) -> Any:
 
 
 class GraphPool:
-    """Graphs that share memory. They run one after the other, and the outputs of each stay its own
-    until its next replay.
+    """Graphs that share memory.
+
+    They run one after the other. A graph's outputs stay valid until its own next replay.
 
     Attributes:
-        count: captured graphs. nbytes: their memory. seconds: spent on warm-ups and captures, which
-            no timing should count.
+        count: captured graphs. nbytes: their memory.
+        seconds: time of warm-ups and captures, which no timing should count.
     """
 
     def __init__(self, device: torch.device):
@@ -79,21 +84,24 @@ class GraphPool:
     def clear(self) -> None:
         """Forgets the memory of graphs that nobody holds any more."""
         self._pool: Any = None
-        self.count = self.nbytes = 0
+        self.count = 0
+        self.nbytes = 0
 
     def capture(self, function: Callable[[], T]) -> Callable[[], T]:
-        """Returns a function that replays `function`; itself where there are no graphs (CPUs).
+        """Captures a function after two warm-up runs with the present contents of its buffers.
 
-        Runs it twice before, with the present contents of its buffers.
+        Returns:
+            A function that replays the graph; on a CPU, which has no graphs, `function` itself.
 
         Raises:
-            RuntimeError: it waits for the device, for control flow that depends on data.
+            RuntimeError: `function` waits for the device, for control flow that depends on data.
         """
         if self.device.type != "cuda":
             return function
-        torch.cuda.synchronize(self.device)  # seconds are of the capture alone
+        torch.cuda.synchronize(self.device)  # so that `seconds` counts the capture alone
         begun = time.perf_counter()
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()  # a capture does so too, and would hide its own memory
         before = torch.cuda.memory_reserved(self.device)
         try:
@@ -113,12 +121,15 @@ class GraphPool:
     def _record(self, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         current = torch.cuda.current_stream(self.device)
         side = _side_stream(self.device)
+
+        # Warm up: kernels are compiled and workspaces allocated outside the graph.
         side.wait_stream(current)
         with torch.cuda.stream(side):
             for _ in range(2):
                 function()
         current.wait_stream(side)
         torch.cuda.synchronize(self.device)
+
         graph = torch.cuda.CUDAGraph()
         mode = torch.cuda.get_sync_debug_mode()
         try:
@@ -127,8 +138,8 @@ class GraphPool:
                 torch.cuda.graph(graph, self._pool, side, capture_error_mode="thread_local"),
             ):
                 warnings.filterwarnings("ignore", "Synchronization debug mode")
-                # A wait then fails before CUDA sees it, which would spoil the capture, and with a
-                # clear reason.
+                # A wait for the device then fails with a clear reason, before it reaches CUDA and
+                # invalidates the capture.
                 torch.cuda.set_sync_debug_mode("error")
                 try:
                     out = function()

@@ -55,6 +55,7 @@ _ARM = {
     "neon": CpuPath("-march=armv8-a", frozenset({"asimd"})),
     "neon-bf16": CpuPath("-march=armv8.6-a", frozenset({"asimd", "bf16", "i8mm"})),
 }
+# Paths of this machine's architecture by name, the plainest first.
 PATHS: dict[str, CpuPath] = {"x86_64": _X86, "AMD64": _X86, "aarch64": _ARM, "arm64": _ARM}.get(
     platform.machine(), {}
 )
@@ -84,12 +85,10 @@ def cpu_kernels() -> ctypes.CDLL | None:
     """The built library, or None if it cannot be built; callers then use torch.
 
     torch is loaded before and brings an OpenMP runtime of the same name, so both share one pool of
-    threads. The library has no state of its own, and ctypes releases the GIL during a call: threads
-    may call it at once.
+    threads. The library has no state of its own, and ctypes releases the GIL during a call: several
+    threads may call it at once.
     """
-    compiler = next(
-        filter(None, map(shutil.which, (os.environ.get("CC", ""), "cc", "gcc", "clang"))), None
-    )
+    compiler = _compiler()
     chosen = _chosen_flags()
     if chosen is None:
         return None
@@ -101,10 +100,9 @@ def cpu_kernels() -> ctypes.CDLL | None:
         folder = _private_folder(cache_folder() / "kernels")
         if folder:
             kept = _kept(folder, name)
-        else:
-            kept = None
-        if kept is not None and (library := _load(kept)) is not None:
-            return library
+            library = _load(kept) if kept is not None else None
+            if library is not None:
+                return library
         with tempfile.TemporaryDirectory() as scratch:  # private
             built = Path(scratch) / "built.so"
             command = [compiler, *_FLAGS, *chosen, str(_SOURCE), "-o", str(built), "-lm"]
@@ -113,10 +111,12 @@ def cpu_kernels() -> ctypes.CDLL | None:
                 _keep(built, folder, name)
             library = _load(built)
     except (OSError, subprocess.SubprocessError) as error:
-        reason = (getattr(error, "stderr", None) or str(error)).strip()
+        reason = str(error)
+        if isinstance(error, subprocess.CalledProcessError) and error.stderr:
+            reason = error.stderr  # the compiler's own message
         logger.warning(
             "ops/cpu_draft.c cannot be built (%s); decoding uses torch's slower kernels",
-            reason[-300:],
+            reason.strip()[-300:],
         )
         return None
     if library is None:
@@ -134,18 +134,31 @@ def built_kernels() -> ctypes.CDLL:
     return kernels
 
 
-def _chosen_flags() -> tuple[str, ...] | None:
-    """The compiler's flags for this processor, or for the path that $DRAFTTRAIN_CPU_PATH names;
-    None for torch's kernels.
+def _compiler() -> str | None:
+    """The C compiler: $CC, or the first of cc, gcc and clang that is installed."""
+    for name in (os.environ.get("CC", ""), "cc", "gcc", "clang"):
+        found = shutil.which(name)
+        if found:
+            return found
+    return None
 
-    Raises UserError for a path that is unknown, or that this processor lacks.
+
+def _chosen_flags() -> tuple[str, ...] | None:
+    """The compiler's flags for this processor, or for the path that $DRAFTTRAIN_CPU_PATH names.
+
+    Returns:
+        None where the variable asks for torch's kernels.
+
+    Raises:
+        UserError: a path that is unknown, or that this processor lacks.
     """
     name = os.environ.get(PATH_VARIABLE, "native")
-    if name in ("native", "torch"):
-        if name == "native":
-            return ("-march=native",)
+    if name == "native":
+        return ("-march=native",)
+    if name == "torch":
         return None
-    if name not in (here := runnable_paths()):
+    here = runnable_paths()
+    if name not in here:
         raise UserError(
             f"{PATH_VARIABLE}={shown(name)}: this processor has {', '.join(['native', 'torch', *here])}"
         )
@@ -154,7 +167,8 @@ def _chosen_flags() -> tuple[str, ...] | None:
 
 def runnable_paths() -> list[str]:
     """Names of PATHS whose instructions this processor has, the plainest first."""
-    return [path for path, (_, needs) in PATHS.items() if needs <= set(_processor().split())]
+    has = set(_processor().split())
+    return [name for name, path in PATHS.items() if path.needs <= has]
 
 
 def kernel_path() -> str:
@@ -166,8 +180,9 @@ def kernel_path() -> str:
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether the kernels multiply pairs of bfloat16 numbers (AVX512-BF16, AMX, NEON's BF16), twice
-    as fast as float32.
+    """Whether the kernels multiply pairs of bfloat16 numbers, twice as fast as float32.
+
+    AVX512-BF16, AMX and NEON's BF16 do.
     """
     return kernel_path() in ("avx512bf16", "amx", "neon-bf16")
 
@@ -176,8 +191,9 @@ def multiplies_bfloat16() -> bool:
 
 
 def _name(compiler: str, chosen: tuple[str, ...]) -> str:
-    """`cpu-HASH` of source, flags, compiler with its version, and processor: machines that share a
-    home folder never run each other's instructions.
+    """`cpu-HASH` of source, flags, compiler with its version, and processor.
+
+    Machines that share a home folder therefore never run each other's instructions.
     """
     version = subprocess.run(
         [compiler, "--version"],
@@ -186,15 +202,17 @@ def _name(compiler: str, chosen: tuple[str, ...]) -> str:
         text=True,
         timeout=60,
     ).stdout
-    sources = (_SOURCE.with_name(part).read_text() for part in (_SOURCE.name, *_INCLUDED))
-    recipe = (*sources, *_FLAGS, *chosen, str(Path(compiler).resolve()), version, _processor())
+    recipe = [_SOURCE.read_text()]
+    for part in _INCLUDED:
+        recipe.append(_SOURCE.with_name(part).read_text())
+    recipe += _FLAGS
+    recipe += chosen
+    recipe += [str(Path(compiler).resolve()), version, _processor()]
     return "cpu-" + _digest("\0".join(recipe).encode())[:16]
 
 
 def _private_folder(folder: Path) -> Path | None:
-    """The folder of kept builds, which only this user may enter; None, with a line that says why,
-    where it is another's.
-    """
+    """The folder of kept builds, which only this user may enter; None, with a warning, otherwise."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -219,7 +237,8 @@ def _private_folder(folder: Path) -> Path | None:
 def _kept(folder: Path, name: str) -> Path | None:
     """The kept build; deletes those that are damaged or that others could have written."""
     for path in folder.glob(f"{name}-*.so"):
-        with contextlib.suppress(OSError):  # of a link (O_NOFOLLOW), or a file without rights
+        # OSError: the path is a link (O_NOFOLLOW), or the file cannot be read.
+        with contextlib.suppress(OSError):
             file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             found = os.fstat(file)
             content = os.pread(file, _LARGEST, 0)
@@ -229,8 +248,8 @@ def _kept(folder: Path, name: str) -> Path | None:
                 and not found.st_mode & 0o022
             )
             if own and path.stem == f"{name}-{_digest(content)}":
-                # What was read is what is loaded. The descriptor stays open, because the loader
-                # knows libraries by name.
+                # The loader gets the file that was checked, by its descriptor. That stays open,
+                # because the loader identifies libraries by name.
                 opened = Path(f"/proc/self/fd/{file}")
                 if opened.exists():
                     return opened
@@ -241,18 +260,16 @@ def _kept(folder: Path, name: str) -> Path | None:
 
 
 def _keep(built: Path, folder: Path, name: str) -> None:
-    """Copies a build to the folder in one step: processes that start together never load half a
-    file.
-    """
+    """Copies a build to the folder atomically: processes that start together load full files."""
     content = built.read_bytes()
+    digest = _digest(content)
     try:
-        with replacing(folder / f"{name}-{_digest(content)}.so") as part:
+        with replacing(folder / f"{name}-{digest}.so") as part:
             part.write_bytes(content)
             part.chmod(0o700)
         for other in folder.glob(f"{name}-*.so"):
-            if (
-                _digest(content) not in other.name
-            ):  # lacks a function, or comes from another build of the same recipe
+            # It lacks a function, or comes from another build of the same recipe.
+            if digest not in other.name:
                 _delete(other)
     except OSError as error:  # a full disk
         logger.warning(
@@ -272,15 +289,13 @@ def _digest(content: bytes) -> str:
 
 
 def _load(path: Path) -> ctypes.CDLL | None:
-    """Loads a library; None if it is none, or lacks a function."""
+    """Loads a library and declares its functions; None if it cannot be loaded or lacks a function."""
     try:
         library = ctypes.CDLL(str(path))
         for name, arguments in _ARGUMENTS.items():
             function = getattr(library, name)
-            function.argtypes, function.restype = (
-                [_TYPES[letter] for letter in arguments.replace(" ", "")],
-                None,
-            )
+            function.argtypes = [_TYPES[letter] for letter in arguments.replace(" ", "")]
+            function.restype = None
         library.kernel_path.restype = ctypes.c_void_p
     except (OSError, AttributeError):
         return None
@@ -291,9 +306,7 @@ def _processor() -> str:
     """The CPU's instruction set, as the system names it."""
     facts = Path("/proc/cpuinfo")
     if facts.is_file():
-        lines = facts.read_text().splitlines()
-    else:
-        lines = []
-    return next(
-        (line for line in lines if line.startswith(("flags", "Features"))), platform.processor()
-    )
+        for line in facts.read_text().splitlines():
+            if line.startswith(("flags", "Features")):  # x86, Arm
+                return line
+    return platform.processor()

@@ -1,5 +1,4 @@
-"""Modules packed for inference on a CPU: weights in panels for its matrix kernels, each norm in one
-call.
+"""Modules packed for inference on a CPU: weights in panels for the kernels, each norm in one call.
 
 Decoding multiplies a few rows (1 to ~64 tree nodes) with every weight of the model, so it should
 cost one pass over the weights in memory. torch's CPU linear repacks the weight on every call and
@@ -10,18 +9,17 @@ Published weights are bfloat16. A float32 weight that holds only such values is 
 bfloat16: half the bytes. What is multiplied depends on the dtype that the user asked for:
 
     float32     weights are widened in registers, exactly; float32 products and sums
-    bfloat16    inputs are rounded to bfloat16, as in any bfloat16 model, if the processor multiplies bfloat16 (AVX512-BF16, AMX,
-                NEON's BF16), at twice the rate; sums are float32. Other processors compute as for
-                float32.
+    bfloat16    inputs are rounded to bfloat16, as in any bfloat16 model, if the processor
+                multiplies bfloat16 (AVX512-BF16, AMX, NEON's BF16), at twice the rate; sums are
+                float32. Other processors compute as for float32.
 
-Rows that are integers up to 127 times a factor are streamed as int8. Either way a row gets the same
-bits alone and among others.
+Rows that are integers up to 127 times a factor are streamed as int8. In every format a row's result
+is the same to the bit, alone and among other rows.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 from array import array
 from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
@@ -36,17 +34,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 SKINNY_ROWS = 64  # most tokens of a draft step in the kernels, whose trees have as many
 _LANES = 16  # as in cpu.c
-FORMATS = {
-    torch.float32: 0,
-    torch.bfloat16: 1,
-    torch.int8: 2,
-}  # dtype of panels -> enum format of cpu_linear.c
-BFLOAT16_DOT = 3  # of bfloat16 panels whose inputs are rounded to bfloat16
+# dtype of panels -> enum format of cpu_linear.c
+FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+BFLOAT16_DOT = 3  # format of bfloat16 panels whose inputs are rounded to bfloat16
 
 
 def form_of(panels: Tensor, rounded: bool = False) -> int:
-    """The enum format of panels. rounded: inputs may be rounded to bfloat16, which applies to
-    bfloat16 panels alone.
+    """The enum format of panels.
+
+    Args:
+        rounded: inputs of bfloat16 panels are rounded to bfloat16.
     """
     if rounded and panels.dtype == torch.bfloat16:
         return BFLOAT16_DOT
@@ -54,90 +51,94 @@ def form_of(panels: Tensor, rounded: bool = False) -> int:
 
 
 def cpu_has_bfloat16() -> bool:
-    """True if this CPU multiplies bfloat16 natively (AVX512-BF16 or AMX); others emulate it several
-    times slower.
-    """
-    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(getattr(torch.cpu, name, lambda: False)() for name in probes)
+    """True if this CPU multiplies bfloat16 natively (AVX512-BF16 or AMX); emulation is slower."""
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        supported = getattr(torch.cpu, name, None)  # missing in some builds of torch
+        if supported is not None and supported():
+            return True
+    return False
 
 
 def round_to_int8(weight: Tensor) -> Tensor:
-    """[out, in] -> the nearest matrix of the same dtype whose rows are integers up to 127 times a
-    factor.
+    """[out, in] -> a near matrix of the same dtype whose rows are integers up to 127 times a factor.
 
     `pack_panels` detects such a matrix: the factor keeps 16 bits, so 127 times the factor is exact
     in float32.
     """
-    highest = (
-        weight.float()
-        .abs()
-        .amax(1, keepdim=True)
-        .clamp_min(torch.finfo(torch.float32).tiny * 2**16)
-    )
+    numbers = weight.float()  # [out, in]
+    least = torch.finfo(torch.float32).tiny * 2**16
+    highest = numbers.abs().amax(1, keepdim=True).clamp_min(least)  # [out, 1]
     bits = (highest / 127).view(torch.int32)
-    factor = ((bits + 0xFF) & ~0xFF).view(torch.float32)  # [out, 1]
-    return ((weight.float() / factor).round() * factor).to(weight.dtype)
+    factor = ((bits + 0xFF) & ~0xFF).view(torch.float32)  # [out, 1], rounded up to 16 bits
+    return ((numbers / factor).round() * factor).to(weight.dtype)
 
 
 def _as_int8(weight: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Integers [out, in] int8 and factors [out] whose products are exactly this float32 weight;
-    None if there are none.
+    """Integers [out, in] int8 and factors [out] whose products are exactly a float32 weight.
+
+    None for a weight that has no such form.
     """
 
     def parts(rows: Tensor) -> tuple[Tensor, Tensor, bool]:
-        factor = rows.abs().amax(1, keepdim=True) / 127
+        factor = rows.abs().amax(1, keepdim=True) / 127  # [rows, 1]
         integers = (rows / factor).nan_to_num().round()
         return integers, factor[:, 0], torch.equal(integers * factor, rows)
 
-    if not parts(weight[:1])[2]:  # most weights fail at their first row, which is cheap to test
+    # Most weights fail at their first row, which is cheap to test.
+    _, _, exact = parts(weight[:1])
+    if not exact:
         return None
     integers, factor, exact = parts(weight)
-    if exact:
-        return (integers.to(torch.int8), factor)
-    return None
+    if not exact:
+        return None
+    return integers.to(torch.int8), factor
 
 
 def pack_panels(weight: Tensor) -> Tensor:
-    """[out, in] -> [out / 32, ...] panels of 32 outputs for `skinny_linear`, in the smallest exact
-    one of FORMATS.
+    """[out, in] -> panels of 32 outputs for `skinny_linear`, in the smallest exact of FORMATS.
+
+    Returns:
+        [out / 32, ...], see the comments of each format.
     """
     out = len(weight)
-    panels = -(-out // (2 * _LANES))
+    panels = -(-out // (2 * _LANES))  # rounded up
 
     def padded(values: Tensor) -> Tensor:
+        """[out, ...] -> [panels, 2, lanes, ...], with zeros behind the last output."""
         rows = values.new_zeros((panels * 2 * _LANES, *values.shape[1:]))
         rows[:out] = values
         return rows.view(panels, 2, _LANES, *values.shape[1:])
 
+    small = None
     if weight.dtype == torch.float32:
         small = _as_int8(weight)
-    else:
-        small = None
     if small is not None:
-        integers, factor = (padded(part) for part in small)
-        numbers = integers.permute(0, 3, 1, 2).reshape(panels, -1)
-        return torch.cat((numbers, factor.view(panels, -1).view(torch.int8)), dim=1)
+        integers, factors = small
+        numbers = padded(integers).permute(0, 3, 1, 2).reshape(panels, -1)  # [panels, in * 32]
+        ends = padded(factors).view(panels, -1).view(torch.int8)  # [panels, 32 * 4] bytes
+        return torch.cat((numbers, ends), dim=1)
     half = weight.to(torch.bfloat16)
     if torch.equal(half.to(weight.dtype), weight):
         pairs = padded(F.pad(half, (0, weight.shape[1] % 2))).flatten(1, 2).unflatten(2, (-1, 2))
         return pairs.permute(0, 2, 1, 3).contiguous()  # [panels, in / 2, 32, 2]
-    return padded(weight).permute(0, 3, 1, 2).contiguous()
+    return padded(weight).permute(0, 3, 1, 2).contiguous()  # [panels, in, 2, lanes]
 
 
 def pack_gated(weight: Tensor) -> Tensor:
-    """[2 * inner, in], gate rows and then up rows -> alternating panels of both, for a gated MLP in
-    one kernel.
+    """Panels of a gated MLP's first weight for one kernel: alternately of gate and up rows.
+
+    Args:
+        weight: [2 * inner, in], the gate rows and then the up rows.
     """
-    gate, up = weight.chunk(2)
-    missing = -len(gate) % (2 * _LANES)
-    halves = [F.pad(half, (0, 0, 0, missing)).unflatten(0, (-1, 2 * _LANES)) for half in (gate, up)]
-    return pack_panels(torch.stack(halves, dim=1).flatten(0, 2))
+    inner = len(weight) // 2
+    missing = -inner % (2 * _LANES)
+    halves = F.pad(weight.unflatten(0, (2, inner)), (0, 0, 0, missing))  # [2, padded inner, in]
+    blocks = halves.unflatten(1, (-1, 2 * _LANES)).transpose(0, 1)  # [panels, 2, 32, in]
+    return pack_panels(blocks.flatten(0, 2))
 
 
 def without_grad(function: Callable[P, R]) -> Callable[P, R]:
-    """As `torch.no_grad()`, for plain functions; costs one test where a caller has switched
-    gradients off already.
-    """
+    """As `torch.no_grad()`, but costs only a test where gradients are off already."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -150,10 +151,12 @@ def without_grad(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def address_of(numbers: array[int]) -> int:
-    """Where a kernel finds numbers of a call, which must live until it returns; quicker to make
-    than numpy's arrays.
+    """The address of a call's numbers, which must live until the call returns.
+
+    An `array` is quicker to make than numpy's.
     """
-    return numbers.buffer_info()[0]
+    address, _ = numbers.buffer_info()
+    return address
 
 
 def check(
@@ -162,23 +165,27 @@ def check(
     sizes: tuple[int, ...],
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Raises TypeError or ValueError unless a kernel may read a tensor: this dtype and shape,
-    contiguous, in CPU memory.
+    """Raises unless a kernel may read a tensor: this dtype and shape, contiguous, in CPU memory.
+
+    Raises:
+        TypeError: another dtype. ValueError: another shape, layout or device.
     """
     if tensor.dtype is not dtype:
         raise TypeError(f"{name} is {tensor.dtype}, but the kernel reads {dtype}; convert it first")
     if tensor.shape != sizes:
         raise ValueError(f"{name} has shape {list(tensor.shape)}, must have {list(sizes)}")
-    if not tensor.is_cpu or not tensor.is_contiguous():
-        if not tensor.is_cpu:
-            state = f"is on {tensor.device}"
-        else:
-            state = f"has strides {tensor.stride()}"
-        raise ValueError(f"{name} {state}, but the kernel reads contiguous CPU memory")
+    if not tensor.is_cpu:
+        raise ValueError(
+            f"{name} is on {tensor.device}, but the kernel reads contiguous CPU memory"
+        )
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} has strides {tensor.stride()}, but the kernel reads contiguous CPU memory"
+        )
 
 
 def check_rows(name: str, tensor: Tensor, *row: int) -> int:
-    """As `check`, of a float32 tensor with any number of rows of this shape; returns their number."""
+    """As `check`, for any number of float32 rows of this shape; returns their number."""
     count = 0
     if tensor.dim():
         count = tensor.shape[0]
@@ -187,20 +194,20 @@ def check_rows(name: str, tensor: Tensor, *row: int) -> int:
 
 
 def check_panels(name: str, panels: Tensor, width: int, out: int) -> None:
-    """Raises TypeError or ValueError unless these are the panels of an [out, width] weight; see
-    `pack_panels`.
+    """Raises unless these are the panels of an [out, width] weight; see `pack_panels`.
+
+    Raises:
+        TypeError: another dtype. ValueError: another size, layout or device.
     """
     if panels.dtype not in FORMATS:
         raise TypeError(f"{name} is {panels.dtype}, must be panels of `pack_panels`")
     # int8 panels end with float32 factors, bfloat16 panels hold pairs of inputs.
-    size = 2 * _LANES * (width + {torch.int8: 4, torch.bfloat16: width % 2}.get(panels.dtype, 0))
-    if (
-        panels.numel() != -(-out // (2 * _LANES)) * size
-        or not panels.is_cpu
-        or not panels.is_contiguous()
-    ):
+    extra = {torch.int8: 4, torch.bfloat16: width % 2}.get(panels.dtype, 0)
+    size = 2 * _LANES * (width + extra)  # numbers in a panel
+    count = -(-out // (2 * _LANES))
+    if panels.numel() != count * size or not panels.is_cpu or not panels.is_contiguous():
         raise ValueError(
-            f"{name} of shape {list(panels.shape)} is no packed [{out}, {width}] weight in CPU memory"
+            f"{name} of shape {list(panels.shape)} is not a packed [{out}, {width}] weight in CPU memory"
         )
 
 
@@ -233,8 +240,8 @@ class PackedLinear(nn.Module):
 
     float32 takes our kernel, which is at least as fast as MKL for any number of rows; bfloat16, for
     training and data generation, takes oneDNN. The plain `weight` stays readable (tied embeddings,
-    heads whose rows are read). The packing, a further copy, is made on first use; of threads that
-    come first together, one's packing is kept.
+    heads whose rows are read). The packing, a further copy, is made on first use. If several
+    threads make it at the same time, one of the copies is kept.
 
     Attributes:
         rounded: float32 inputs are rounded to bfloat16 where the weights are; see `form_of`.
@@ -246,9 +253,10 @@ class PackedLinear(nn.Module):
         self.out_features = linear.out_features
         self.weight = linear.weight.detach().contiguous()
         self.bias = None if linear.bias is None else linear.bias.detach()
+        # whether our kernel computes the products
         self.kernel = self.weight.dtype == torch.float32 and cpu_kernels() is not None
         self.rounded = False
-        self.packed: Tensor | None = None
+        self.packed: Tensor | None = None  # made on first use
         self.draft_head: object | None = None  # of a drafter's head: see `DraftHead.of`
 
     def forward(self, x: Tensor) -> Tensor:
@@ -261,7 +269,8 @@ class PackedLinear(nn.Module):
         if self.kernel:
             rows = x.reshape(-1, self.in_features).contiguous()
             y = skinny_linear(rows, self.panels(), self.out_features, self.rounded)
-            y = y if self.bias is None else y.add_(self.bias)
+            if self.bias is not None:
+                y.add_(self.bias)
             return y.view(*x.shape[:-1], self.out_features)
         if self.weight.dtype == torch.float32:
             return F.linear(x, self.weight, self.bias)
@@ -277,18 +286,15 @@ class PackedLinear(nn.Module):
         return packed
 
     def extra_repr(self) -> str:
-        if self.draft_head is None:
-            top = ""
-        else:
-            top = ", top_tokens=4-bit scores and exact products of a shortlist"
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, kernel={self.kernel}, rounded={self.rounded}{top}"
+        text = f"{sizes}, kernel={self.kernel}, rounded={self.rounded}"
+        if self.draft_head is not None:
+            text += ", top_tokens=4-bit scores and exact products of a shortlist"
+        return text
 
 
 class PackedRMSNorm(nn.Module):
-    """RMS norm in one kernel call instead of six torch operations. `weight` [width] is the factor
-    that is applied.
-    """
+    """RMS norm in one kernel call instead of six torch operations; `weight` [width] is its factor."""
 
     def __init__(self, weight: Tensor, eps: float):
         super().__init__()
@@ -324,9 +330,7 @@ class PackedRMSNorm(nn.Module):
 
     @staticmethod
     def like(norm: nn.Module) -> PackedRMSNorm | None:
-        """The same norm, proven on random input; None if `norm` is another function, dtype or
-        device.
-        """
+        """The same norm, tested on random input; None for another function, dtype or device."""
         weight = getattr(norm, "weight", None)
         eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
         if "RMSNorm" not in type(norm).__name__ or weight is None or not isinstance(eps, float):
@@ -340,41 +344,36 @@ class PackedRMSNorm(nn.Module):
             return None
         x = torch.randn(3, len(weight), generator=torch.Generator().manual_seed(0))
         expected = norm(x)
-        trials = (
-            PackedRMSNorm(factor, eps) for factor in (weight, weight + 1)
-        )  # some families store it minus one
-        return next(
-            (
-                packed
-                for packed in trials
-                if torch.allclose(packed(x), expected, rtol=1e-5, atol=1e-6)
-            ),
-            None,
-        )
+        for factor in (weight, weight + 1):  # some families store the factor minus one
+            packed = PackedRMSNorm(factor, eps)
+            if torch.allclose(packed(x), expected, rtol=1e-5, atol=1e-6):
+                return packed
+        return None
 
 
 def weights_of(module: nn.Module) -> Iterator[Tensor]:
-    """Every weight of a module, of packed parts too, which are no parameters; one that several
-    parts share comes once.
+    """Every weight of a module, once each, also where several parts share it.
+
+    Weights of packed parts, which are not parameters, are included.
     """
-    packed = (part for part in module.modules() if isinstance(part, PackedLinear | PackedRMSNorm))
-    inner = (
-        value
-        for part in packed
-        for value in (part.weight, getattr(part, "bias", None))
-        if value is not None
-    )
+    weights: list[Tensor] = list(module.parameters())
+    for part in module.modules():
+        if isinstance(part, PackedLinear | PackedRMSNorm):
+            weights.append(part.weight)
+        if isinstance(part, PackedLinear) and part.bias is not None:
+            weights.append(part.bias)
     seen = set()
-    for value in itertools.chain(module.parameters(), inner):
-        key = value.data_ptr() or id(value)  # tensors on `meta` are at 0
+    for value in weights:
+        key = value.data_ptr()
+        if key == 0:  # a tensor on `meta`
+            key = id(value)
         if key not in seen:
             seen.add(key)
             yield value
 
 
 def pack(module: nn.Module, norms: bool = True) -> list[tuple[nn.Module, str, nn.Module]]:
-    """Packs a module on a CPU for inference, in place: linear layers, and RMS norms as one kernel
-    call.
+    """Packs a module's linear layers and RMS norms for inference on a CPU, in place.
 
     Unsupported modules stay as they are: bfloat16 without native support, other norms, other
     devices.
@@ -392,6 +391,8 @@ def pack(module: nn.Module, norms: bool = True) -> list[tuple[nn.Module, str, nn
                 if served and on_cpu and torch.backends.mkldnn.is_available():
                     setattr(parent, name, PackedLinear(child))
                     replaced.append((parent, name, child))
-            elif norms and (norm := PackedRMSNorm.like(child)) is not None:
-                setattr(parent, name, norm)
+            elif norms:
+                norm = PackedRMSNorm.like(child)
+                if norm is not None:
+                    setattr(parent, name, norm)
     return replaced

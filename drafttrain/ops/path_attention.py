@@ -7,7 +7,7 @@
 The interval follows from document, causality and window. The textbook form is one softmax under a
 dense mask. Here it is two, merged by their log-sum-exp: flash attention over the intervals, block
 by block, and either row-wise products over the paths or flash attention within the drafted blocks.
-Neither part holds a score per head and pair.
+Neither part stores a score per head and pair.
 
 Shapes: t queries, T base tokens, k later depths, m drafted blocks of B tokens with A queries each,
 e head size.
@@ -16,6 +16,7 @@ e head size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -33,8 +34,9 @@ cpu_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_
 
 
 class Spans(NamedTuple):
-    """The base tokens that each query sees: an interval that ends at its own anchor. Ends ascend
-    within a document.
+    """The base tokens that each query sees: an interval that ends at its own anchor.
+
+    Ends ascend within a document.
     """
 
     first: Tensor  # [t] int64
@@ -43,54 +45,55 @@ class Spans(NamedTuple):
 
     def blocks(self) -> list[tuple[slice, slice]]:
         """Up to BLOCK queries of one document each, and the keys that any of them sees."""
-        cuts = (self.begin[1:] != self.begin[:-1]).nonzero().squeeze(1).add(1).tolist()
+        changed = self.begin[1:] != self.begin[:-1]
         first = self.first.tolist()
         last = self.last.tolist()
+        # Where documents begin among the queries, and the end.
+        cuts = [0]
+        cuts += changed.nonzero().squeeze(1).add(1).tolist()
+        cuts.append(len(last))
         result = []
-        for begin, end in zip([0, *cuts], [*cuts, len(last)], strict=True):
+        for begin, end in pairwise(cuts):
             for start in range(begin, end, BLOCK):
                 stop = min(start + BLOCK, end)
-                result.append(
-                    (slice(start, stop), slice(min(first[start:stop]), last[stop - 1] + 1))
-                )
+                keys = slice(min(first[start:stop]), last[stop - 1] + 1)
+                result.append((slice(start, stop), keys))
         return result
 
     def bias(self, queries: slice, keys: slice, dtype: torch.dtype) -> Tensor:
         """[1, 1, queries, keys] additive mask of 0 and -inf."""
-        seen = torch.arange(keys.start, keys.stop, device=self.first.device)
-        masked = (seen < self.first[queries, None]) | (
-            seen > self.last[queries, None]
-        )  # [queries, keys]
+        seen = torch.arange(keys.start, keys.stop, device=self.first.device)  # [keys]
+        before = seen < self.first[queries, None]  # [queries, keys]
+        masked = before | (seen > self.last[queries, None])
         bias = torch.zeros(masked.shape, dtype=dtype, device=masked.device)
         return bias.masked_fill_(masked, float("-inf"))[None, None]
 
     def block_mask(self, keys: int) -> BlockMask:
-        """The mask for FlexAttention over `keys` keys, from the ends of the intervals: no [t, keys]
-        matrix is formed.
+        """The mask for FlexAttention over `keys` keys, from the ends of the intervals.
+
+        No [t, keys] matrix is formed.
         """
         t = len(self.first)
         padded = torch.arange(-(-t // BLOCK) * BLOCK, device=self.first.device).clamp(max=t - 1)
-        first, last = (
-            ends[padded].view(-1, BLOCK) for ends in (self.first, self.last)
-        )  # [query blocks, BLOCK]
+        first = self.first[padded].view(-1, BLOCK)  # [query blocks, BLOCK]
+        last = self.last[padded].view(-1, BLOCK)  # [query blocks, BLOCK]
         begin = torch.arange(0, keys, BLOCK, device=first.device)  # [key blocks]
-        end = (begin + BLOCK).clamp(max=keys) - 1
-        touched = (begin <= last.amax(1, keepdim=True)) & (
-            end >= first.amin(1, keepdim=True)
-        )  # [query, key blocks]
-        full = (begin >= first.amax(1, keepdim=True)) & (end <= last.amin(1, keepdim=True))
+        end = (begin + BLOCK).clamp(max=keys) - 1  # [key blocks], included
+
+        # [query blocks, key blocks]: any query sees any key, and all queries see all keys
+        touched = begin <= last.amax(1, keepdim=True)
+        touched &= end >= first.amin(1, keepdim=True)
+        full = begin >= first.amax(1, keepdim=True)
+        full &= end <= last.amin(1, keepdim=True)
         full &= end - begin == BLOCK - 1
-        lists: list[Tensor] = []
-        for chosen in (touched & ~full, full):
-            order = chosen.to(torch.int32).argsort(dim=1, descending=True, stable=True)
-            lists += chosen.sum(1).to(torch.int32)[None, None], order.to(torch.int32)[None, None]
         own_first = self.first
         own_last = self.last
 
         def sees(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (key >= own_first[query]) & (key <= own_last[query])
 
-        count, partial, full_count, complete = lists
+        count, partial = _listed(touched & ~full)
+        full_count, complete = _listed(full)
         return BlockMask.from_kv_blocks(
             count,
             partial,
@@ -100,6 +103,25 @@ class Spans(NamedTuple):
             sees,
             (t, keys),
         )
+
+
+def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """How many key blocks are chosen for each query block, and their numbers, chosen ones first.
+
+    Args:
+        chosen: [query blocks, key blocks] bool.
+
+    Returns:
+        [1, 1, query blocks] and [1, 1, query blocks, key blocks], int32 both.
+    """
+    numbers = chosen.to(torch.int32)
+    order = numbers.argsort(dim=1, descending=True, stable=True)
+    return chosen.sum(1).to(torch.int32)[None, None], order.to(torch.int32)[None, None]
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """[n, heads, e] -> [1, heads, n, e], as the flash kernel reads it."""
+    return x.transpose(0, 1)[None]
 
 
 # -- flash attention over the intervals, of paths and of drafted blocks ----------------------------
@@ -119,11 +141,14 @@ def span_attention(
     out = torch.empty_like(query)
     lse = query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
     for queries, keys in spans.blocks():
-        parts = (
-            x.transpose(0, 1)[None] for x in (query[queries], key[keys], value[keys])
-        )  # [1, heads, n, e]
-        block, block_lse = cpu_flash(*parts, attn_mask=spans.bias(queries, keys, query.dtype))
-        out[queries], lse[queries] = block[0].transpose(0, 1), block_lse[0].transpose(0, 1)
+        block, block_lse = cpu_flash(  # [1, heads, queries, e], [1, heads, queries]
+            _heads_first(query[queries]),
+            _heads_first(key[keys]),
+            _heads_first(value[keys]),
+            attn_mask=spans.bias(queries, keys, query.dtype),
+        )
+        out[queries] = block[0].transpose(0, 1)
+        lse[queries] = block_lse[0].transpose(0, 1)
     return out, lse
 
 
@@ -147,19 +172,20 @@ def span_attention_backward(
     of_key = torch.zeros_like(key)
     of_value = torch.zeros_like(value)
     for queries, keys in spans.blocks():
-        parts = (grad[queries], query[queries], key[keys], value[keys], out[queries])
-        rows = (x.transpose(0, 1)[None] for x in parts)  # [1, heads, n, e]
-        bias = spans.bias(queries, keys, query.dtype)
-        grads = cpu_flash_backward(
-            *rows,
+        query_grad, key_grad, value_grad = cpu_flash_backward(  # [1, heads, n, e] each
+            _heads_first(grad[queries]),
+            _heads_first(query[queries]),
+            _heads_first(key[keys]),
+            _heads_first(value[keys]),
+            _heads_first(out[queries]),
             lse[queries].t()[None].contiguous(),
-            0.0,
-            False,
-            attn_mask=bias,
+            0.0,  # no dropout
+            False,  # not causal: the mask says what is seen
+            attn_mask=spans.bias(queries, keys, query.dtype),
         )
-        of_query[queries], key_grad, value_grad = (x[0].transpose(0, 1) for x in grads)
-        of_key[keys] += key_grad
-        of_value[keys] += value_grad
+        of_query[queries] = query_grad[0].transpose(0, 1)
+        of_key[keys] += key_grad[0].transpose(0, 1)
+        of_value[keys] += value_grad[0].transpose(0, 1)
     return of_query, of_key, of_value
 
 
@@ -172,12 +198,15 @@ Pair = tuple[Tensor, Tensor]
 
 def _own_rows(tensor: Tensor, rows: Tensor | None) -> Tensor:
     """[m, kv_heads, e] -> [t, kv_heads, 1, e], each query's own row."""
-    return (tensor if rows is None else tensor[rows]).unsqueeze(2)
+    if rows is not None:
+        tensor = tensor[rows]
+    return tensor.unsqueeze(2)
 
 
 class _Paths(NamedTuple):
-    """Own keys of training-time test. tensors: key and value [m, kv_heads, e] of each later depth
-    in turn.
+    """Own keys of training-time test.
+
+    `tensors` are the key and the value [m, kv_heads, e] of each later depth in turn.
     """
 
     rows: list[Tensor | None]  # per depth, see `Path`
@@ -192,18 +221,24 @@ class _Paths(NamedTuple):
     ) -> tuple[Tensor, Tensor, Tensor]:
         if not tensors:
             return base, base_lse, base_lse.new_empty(0)
-        (t, heads, e), kv = query.shape, tensors[0].shape[1]
-        groups = (t, kv, heads // kv)  # t may be 0
-        grouped = query.reshape(*groups, e)
-        keys = zip(tensors[::2], self.rows, strict=True)
-        products = [
-            (grouped * _own_rows(key, rows)).sum(-1) for key, rows in keys
-        ]  # k * [t, kv_heads, groups]
+        t, heads, e = query.shape  # t may be 0
+        kv_heads = tensors[0].shape[1]
+        group = heads // kv_heads
+        grouped = query.reshape(t, kv_heads, group, e)
+
+        # Scores of each depth's own key.
+        products: list[Tensor] = []
+        for key, rows in zip(tensors[::2], self.rows, strict=True):
+            products.append((grouped * _own_rows(key, rows)).sum(-1))  # [t, kv_heads, group]
         exact = torch.promote_types(query.dtype, torch.float32)
         scores = torch.stack(products, dim=-1).flatten(1, 2).to(exact) * e**-0.5  # [t, heads, k]
         lse = torch.logaddexp(base_lse, scores.logsumexp(-1))  # [t, heads]
-        out = (base * (base_lse - lse).exp().unsqueeze(-1).to(base.dtype)).reshape(*groups, e)
-        weights = (scores - lse.unsqueeze(-1)).exp().to(base.dtype).view(*groups, 1, len(products))
+
+        # The base's share of the softmax, and the own values by their weights.
+        share = (base_lse - lse).exp().unsqueeze(-1).to(base.dtype)  # [t, heads, 1]
+        out = (base * share).reshape(t, kv_heads, group, e)
+        weights = (scores - lse.unsqueeze(-1)).exp().to(base.dtype)  # [t, heads, k]
+        weights = weights.view(t, kv_heads, group, 1, len(products))
         for i, (value, rows) in enumerate(zip(tensors[1::2], self.rows, strict=True)):
             out = out + weights[..., i] * _own_rows(value, rows)
         return out.view_as(query), lse, scores
@@ -221,41 +256,49 @@ class _Paths(NamedTuple):
         """Adds to the query's gradient `into` [t, heads, e]; returns the gradients of `tensors`."""
         if not tensors:
             return []
-        (t, heads, e), kv = query.shape, tensors[0].shape[1]
-        groups = (t, kv, heads // kv)
+        t, heads, e = query.shape
+        kv_heads = tensors[0].shape[1]
+        group = heads // kv_heads
         weights = (scores - lse.unsqueeze(-1)).exp()  # [t, heads, k]
         delta = (grad * out).sum(-1)  # [t, heads]
-        grad_groups, query_groups, into = (x.view(*groups, e) for x in (grad, query, into))
+        grad_groups = grad.view(t, kv_heads, group, e)
+        query_groups = query.view(t, kv_heads, group, e)
+        into = into.view(t, kv_heads, group, e)
         grads: list[Tensor] = []
         for i, rows in enumerate(self.rows):
-            key, value = tensors[2 * i : 2 * i + 2]
-            weight = weights[..., i].to(grad.dtype)
-            score_grad = (
-                weight
-                * ((grad_groups * _own_rows(value, rows)).sum(-1).view(t, heads) - delta)
-                * e**-0.5
-            )
-            change = score_grad.view(groups).unsqueeze(-1)
+            key = tensors[2 * i]
+            value = tensors[2 * i + 1]
+            weight = weights[..., i].to(grad.dtype)  # [t, heads]
+            weight_grad = (grad_groups * _own_rows(value, rows)).sum(-1).view(t, heads)
+            score_grad = weight * (weight_grad - delta) * e**-0.5  # [t, heads]
+            change = score_grad.view(t, kv_heads, group, 1)
             into += change * _own_rows(key, rows)
-            parts = (
-                (change * query_groups).sum(2),
-                (weight.view(groups).unsqueeze(-1) * grad_groups).sum(2),
-            )
-            if rows is None:
-                grads += parts
-            else:
-                grads += (torch.zeros_like(key).index_copy(0, rows, part) for part in parts)
+            key_grad = (change * query_groups).sum(2)  # [t, kv_heads, e]
+            value_grad = (weight.view(t, kv_heads, group, 1) * grad_groups).sum(2)
+            if rows is not None:
+                # Rows that no query reads have no gradient.
+                key_grad = torch.zeros_like(key).index_copy(0, rows, key_grad)
+                value_grad = torch.zeros_like(key).index_copy(0, rows, value_grad)
+            grads.append(key_grad)
+            grads.append(value_grad)
         return grads
 
 
 class _Blocks(NamedTuple):
-    """Own keys of drafted blocks. tensors: key and value [m * B, kv_heads, e], block after block."""
+    """Own keys of drafted blocks.
+
+    `tensors` are key and value [m * B, kv_heads, e], block after block.
+    """
 
     blocks: int  # m
 
     def split(self, x: Tensor) -> Tensor:
         """[m * B, heads, ...] -> [m, heads, B, ...]."""
-        return x.view(self.blocks, -1, *x.shape[1:]).transpose(1, 2)
+        return x.unflatten(0, (self.blocks, -1)).transpose(1, 2)
+
+    def join(self, x: Tensor) -> Tensor:
+        """[m, heads, B, ...] -> [m * B, heads, ...]."""
+        return x.transpose(1, 2).flatten(0, 1)
 
     def merge(
         self,
@@ -265,25 +308,24 @@ class _Blocks(NamedTuple):
         tensors: Tensors,
         flash: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        queries, key, value = map(self.split, (query, *tensors))
+        queries = self.split(query)  # [m, heads, A, e]
+        key = self.split(tensors[0])  # [m, kv_heads, B, e]
+        value = self.split(tensors[1])
         if flash:
             own, own_lse = cpu_flash(queries, key, value)
         else:
-            key, value = (
-                x.repeat_interleave(queries.shape[1] // x.shape[1], dim=1) for x in (key, value)
-            )
-            scores = (queries @ key.transpose(-1, -2)).float() * query.shape[
-                2
-            ] ** -0.5  # [m, heads, A, B]
+            group = queries.shape[1] // key.shape[1]
+            key = key.repeat_interleave(group, dim=1)  # [m, heads, B, e]
+            value = value.repeat_interleave(group, dim=1)
+            products = (queries @ key.transpose(-1, -2)).float()
+            scores = products * query.shape[2] ** -0.5  # [m, heads, A, B]
             own_lse = scores.logsumexp(-1)
             own = (scores - own_lse.unsqueeze(-1)).exp().to(query.dtype) @ value  # [m, heads, A, e]
-        own, own_lse = (
-            x.transpose(1, 2).flatten(0, 1) for x in (own, own_lse)
-        )  # [m * A, heads, ...]
+        own = self.join(own)  # [m * A, heads, e]
+        own_lse = self.join(own_lse)  # [m * A, heads]
         lse = torch.logaddexp(base_lse, own_lse)
-        base_share, own_share = (
-            (part - lse).exp().unsqueeze(-1).to(base.dtype) for part in (base_lse, own_lse)
-        )
+        base_share = (base_lse - lse).exp().unsqueeze(-1).to(base.dtype)  # [m * A, heads, 1]
+        own_share = (own_lse - lse).exp().unsqueeze(-1).to(base.dtype)
         return base * base_share + own * own_share, lse, lse.new_empty(0)
 
     def backward(
@@ -296,25 +338,35 @@ class _Blocks(NamedTuple):
         _: Tensor,
         tensors: Tensors,
     ) -> list[Tensor]:
-        parts = map(self.split, (grad, query, *tensors, out))  # [m, heads, n, e]
-        grads = cpu_flash_backward(*parts, self.split(lse).contiguous(), 0.0, False)
-        self.split(into).add_(grads[0])
-        return [x.transpose(1, 2).flatten(0, 1) for x in grads[1:]]
+        query_grad, key_grad, value_grad = cpu_flash_backward(  # [m, heads, n, e] each
+            self.split(grad),
+            self.split(query),
+            self.split(tensors[0]),
+            self.split(tensors[1]),
+            self.split(out),
+            self.split(lse).contiguous(),
+            0.0,  # no dropout
+            False,  # not causal: a query sees all of its block
+        )
+        self.split(into).add_(query_grad)
+        return [self.join(key_grad), self.join(value_grad)]
 
 
 Own = _Paths | _Blocks
 
 
 class _OnCpu(torch.autograd.Function):
-    """Both parts under one softmax. Each backward takes the merged output and log-sum-exp, see
-    `span_attention_backward`.
+    """Both parts under one softmax.
+
+    Each backward takes the merged output and log-sum-exp, see `span_attention_backward`.
     """
 
     @staticmethod
     def forward(ctx, own: Own, spans: Spans, query, base_key, base_value, *tensors: Tensor):
         base, base_lse = span_attention(query, base_key, base_value, spans)
         out, lse, scores = own.merge(query, base, base_lse, tensors, flash=True)
-        ctx.own, ctx.spans = own, spans
+        ctx.own = own
+        ctx.spans = spans
         ctx.save_for_backward(query, base_key, base_value, out, lse, scores, *tensors)
         return out
 
@@ -323,26 +375,29 @@ class _OnCpu(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         query, base_key, base_value, out, lse, scores, *tensors = ctx.saved_tensors
         grad = grad.contiguous()
-        grads = span_attention_backward(grad, query, base_key, base_value, out, lse, ctx.spans)
-        return (
-            None,
-            None,
-            *grads,
-            *ctx.own.backward(grad, grads[0], query, out, lse, scores, tensors),
+        query_grad, key_grad, value_grad = span_attention_backward(
+            grad,
+            query,
+            base_key,
+            base_value,
+            out,
+            lse,
+            ctx.spans,
         )
+        # This adds to the query's gradient.
+        own = ctx.own.backward(grad, query_grad, query, out, lse, scores, tensors)
+        return None, None, query_grad, key_grad, value_grad, *own
 
 
 def narrowed(query: Tensor, base: Pair, tensors: Tensors) -> tuple[Tensor, Pair, Tensors]:
-    """All in autocast's dtype, if it is on: rotary tables or norms in float32 may have widened
-    some.
-    """
+    """All in autocast's dtype, if it is on: float32 rotary tables or norms may have widened some."""
     kind = query.device.type
     if not torch.is_autocast_enabled(kind):
         return query, base, tensors
-    query, key, value, *rest = (
-        x.to(torch.get_autocast_dtype(kind)) for x in (query, *base, *tensors)
-    )
-    return query, (key, value), rest
+    dtype = torch.get_autocast_dtype(kind)
+    key, value = base
+    converted = [tensor.to(dtype) for tensor in tensors]
+    return query.to(dtype), (key.to(dtype), value.to(dtype)), converted
 
 
 @wrap_torch_function(lambda own, spans, query, *rest: (query,))
@@ -354,20 +409,25 @@ def attend_spans(
     tensors: Tensors,
     flex: Flex | None,
 ) -> Tensor:
-    """Attention over intervals of base keys and own keys: [t, heads, e].
+    """Attention of both parts, [t, heads, e].
 
-    Runs on a CPU by flash attention; elsewhere, or by a given `flex`, with torch's own gradients.
+    It runs by flash attention on a CPU; elsewhere, or by a given `flex`, with torch's gradients.
     `drafttrain plan` overrides it.
     """
     if flex is None and (query.device.type == "cpu" or not len(query)):
         # The CPU's flash attention is faster in float32 than in bfloat16.
-        parts = (
-            x.to(torch.promote_types(x.dtype, torch.float32)) for x in (query, *base, *tensors)
-        )
-        return _OnCpu.apply(own, spans, *parts).to(query.dtype)
+        wide = [_widened(x) for x in (query, *base, *tensors)]
+        return _OnCpu.apply(own, spans, *wide).to(query.dtype)
     query, base, tensors = narrowed(query, base, tensors)
-    out, lse = span_attention_gpu(query, *base, spans, flex)
-    return own.merge(query, out, lse, tensors, flash=False)[0]
+    key, value = base
+    base_out, base_lse = span_attention_gpu(query, key, value, spans, flex)
+    out, _, _ = own.merge(query, base_out, base_lse, tensors, flash=False)
+    return out
+
+
+def _widened(x: Tensor) -> Tensor:
+    """The tensor in at least float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 # -- drafted blocks --------------------------------------------------------------------------------
@@ -396,25 +456,21 @@ def block_attention(
         [m * A, heads * e].
     """
     blocks = len(spans.last)
-    if (
-        not blocks
-    ):  # ranks that have blocks share these weights, so they need a gradient here too: zero
-        return query.flatten(1) + 0 * sum(x.sum() for x in (key, value, base_key, base_value))
-    per = len(query) // blocks
-    each = Spans(*(ends.repeat_interleave(per) for ends in spans))  # of queries
+    if not blocks:
+        # Other ranks have blocks and share these weights, so they need a gradient of zero here.
+        zero = 0 * (key.sum() + value.sum() + base_key.sum() + base_value.sum())
+        return query.flatten(1) + zero
+    per = len(query) // blocks  # A
+    size = len(key) // blocks  # B
+    first = spans.first.repeat_interleave(per)  # [m * A]
+    last = spans.last.repeat_interleave(per)
+    begin = spans.begin.repeat_interleave(per)
     if window:  # token j of a block stands j + 1 behind the block's last context token
-        j = torch.arange(len(key) // blocks - per, len(key) // blocks, device=query.device).repeat(
-            blocks
-        )
-        each = each._replace(first=torch.maximum(each.first, each.last + j + 2 - window))
-    return attend_spans(
-        _Blocks(blocks),
-        each,
-        query,
-        (base_key, base_value),
-        (key, value),
-        flex,
-    ).flatten(1)
+        j = torch.arange(size - per, size, device=query.device).repeat(blocks)
+        first = torch.maximum(first, last + j + 2 - window)
+    own = _Blocks(blocks)
+    each = Spans(first, last, begin)
+    return attend_spans(own, each, query, (base_key, base_value), (key, value), flex).flatten(1)
 
 
 # -- paths of training-time test -------------------------------------------------------------------
@@ -432,18 +488,17 @@ class PathAttention:
     """One layer's memory between depths: the keys of the first depth, and each anchor's path since.
 
     Args:
-        begin: [T] int64, the first token of each first-depth token's document. Documents lie one
-            after the other.
-        window: visible positions, own included; 0 for all. Larger than the depth, so that an anchor
-            sees itself.
+        begin: [T] int64, the first token of each first-depth token's document. Documents follow
+            each other.
+        window: visible positions, own included; 0 for all. It must exceed the depth, so that an
+            anchor sees itself.
     """
 
     def __init__(self, begin: Tensor, window: int = 0):
         self.begin = begin
         self.window = window
-        self.depths: list[
-            tuple[Tensor, Tensor, Tensor]
-        ] = []  # anchors [t] int64, key and value [t, kv_heads, e]
+        # anchors [t] int64, key and value [t, kv_heads, e] of each depth
+        self.depths: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def attend(
         self,
@@ -458,24 +513,26 @@ class PathAttention:
         Args:
             own: [t] int64, the queries' anchors among the first-depth tokens, ascending.
         """
-        begin = first = self.begin[own]  # [t]
+        begin = self.begin[own]  # [t]
+        first = begin
         if self.window:
             first = torch.maximum(begin, own + len(self.depths) - self.window + 1)
         spans = Spans(first, own, begin)
-        if self.depths:
-            base = self.depths[0][1:]
-        else:
-            base = None
-        paths = [
-            Path(key, value, None if len(anchors) == len(own) else torch.searchsorted(anchors, own))
-            for anchors, key, value in self.depths[1:]
-        ]
+        base = self.depths[0] if self.depths else None
+        paths: list[Path] = []
+        for anchors, key, value in self.depths[1:]:
+            rows = None
+            if len(anchors) != len(own):
+                rows = torch.searchsorted(anchors, own)  # [t]
+            paths.append(Path(key, value, rows))
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             fresh[:] = key, value
-            if base is None:
+            if base is None:  # the first depth
                 return path_attention(query, key, value, spans, [])
-            return path_attention(query, *base, spans, [*paths, Path(key, value)])
+            _, base_key, base_value = base
+            own_paths = [*paths, Path(key, value)]
+            return path_attention(query, base_key, base_value, spans, own_paths)
 
         return attend
 
@@ -504,6 +561,8 @@ def path_attention(
     Returns:
         [t, heads * e].
     """
-    tensors = [tensor for path in paths for tensor in path[:2]]
+    tensors: list[Tensor] = []
+    for path in paths:
+        tensors += (path.key, path.value)
     own = _Paths([path.rows for path in paths])
     return attend_spans(own, spans, query, (base_key, base_value), tensors, flex).flatten(1)

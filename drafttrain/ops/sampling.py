@@ -1,11 +1,10 @@
-"""From logits to probabilities and tokens: temperature, top-k, top-p, min-p, in HF's order and
-float32.
+"""From logits to probabilities and tokens: temperature, top-k, top-p and min-p, in float32.
 
-Two costs are avoided on a CPU. `torch.multinomial` takes longer than a small model's forward pass:
-`pick` inverts the cumulative distribution in two levels; sums over blocks of the vocabulary choose
-the block, the cumulative sum inside that block chooses the token. And a nucleus needs no sort of
-the full row: `_kept` searches the top tokens first and sorts only rows where the kept tokens do not
-fit.
+Two costs are avoided on a CPU. `torch.multinomial` takes longer than a small model's forward pass,
+so `pick` inverts the cumulative distribution in two levels: sums over blocks of the vocabulary
+choose the block, the cumulative sum inside that block chooses the token. A nucleus needs no sort
+of the full row either: `_kept` searches the top tokens first and sorts only rows whose kept tokens
+are not all among them.
 
 Source: the order and the rules are those of transformers' `generate` (TemperatureLogitsWarper,
 TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper). Its processors, which read the text so far,
@@ -22,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafttrain.errors import UserError
-from drafttrain.ops.native import cpu_kernels
+from drafttrain.ops.native import built_kernels, cpu_kernels
 from drafttrain.values import (
     Fraction,
     Penalty,
@@ -35,12 +34,12 @@ from drafttrain.values import (
 
 # Up to this many rows, one thread finds the top tokens faster than torch's threads.
 _FEW = 32
-_BLOCK = 256
-# Number of top tokens that are searched for kept ones first; top-k searches k and some more for
+_BLOCK = 256  # tokens of the vocabulary
+# Number of top tokens that are searched for kept ones first. Top-k searches k and some more for
 # ties.
 _NUCLEUS = 1024
 _TIES = 16
-# Up to this many rows, a GPU sorts whole rows sooner than the host learns whether the top tokens
+# Up to this many rows, a GPU sorts full rows sooner than the host learns whether the top tokens
 # are enough.
 _FEW_SORTED = 64
 
@@ -55,9 +54,9 @@ class SamplingParams:
         top_p: keep the smallest set of most likely tokens with at least this probability; 1 keeps
             all.
         min_p: keep tokens with at least this share of the highest probability; 0 keeps all.
-        repetition_penalty: logits of tokens in the prompt or the output are divided by it if
-            positive, multiplied if negative, once however often the token occurs (CTRL, arXiv
-            1909.05858); 1 changes nothing, None is the target's own (its generation_config).
+        repetition_penalty: divides positive logits of tokens in the prompt or the output, and
+            multiplies negative ones, once however often the token occurs (CTRL, arXiv 1909.05858);
+            1 changes nothing, None is the target's own (its generation_config).
     """
 
     temperature: Temperature = key(0.0, "0 decodes greedily")
@@ -102,11 +101,12 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
         [n, v] float32, zero for tokens that top-k, top-p or min-p drop; the kept set is the one
         transformers keeps.
     """
-    scores = _tempered(logits, params)
+    scores = _tempered(logits, params)  # [n, v]
     if not _needs_order(params, logits.shape[-1]):
         probs = scores.softmax(dim=-1)
         if params.min_p:
-            probs = probs.masked_fill(probs < params.min_p * probs.amax(-1, keepdim=True), 0.0)
+            least = params.min_p * probs.amax(-1, keepdim=True)  # [n, 1]
+            probs = probs.masked_fill(probs < least, 0.0)
             probs = probs / probs.sum(-1, keepdim=True)
         return probs
     probs = torch.zeros_like(scores)
@@ -117,8 +117,7 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def sample(logits: Tensor, params: SamplingParams, uniforms: Tensor | None = None) -> Tensor:
-    """Samples one token per row: `pick(probabilities(...))` in distribution, without forming full
-    rows.
+    """Samples one token per row, as `pick(probabilities(...))` does, without forming full rows.
 
     Args:
         logits: [n, v], after the logits processors.
@@ -134,20 +133,24 @@ def sample(logits: Tensor, params: SamplingParams, uniforms: Tensor | None = Non
         return pick(probabilities(logits, params), uniforms)
     tokens = torch.empty(len(logits), dtype=torch.long, device=logits.device)
     for rows, weights, ids in _kept(_tempered(logits, params), params):
-        tokens[rows] = ids.gather(-1, _invert(weights, uniforms[rows]))[:, 0]
+        rank = _invert(weights, uniforms[rows])  # [r, 1] among the kept tokens
+        tokens[rows] = ids.gather(-1, rank)[:, 0]
     return tokens
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """First index of each row's maximum, [n, v] -> [n]; torch's argmax is slow over long rows on a
-    CPU.
+    """First index of each row's maximum, [n, v] -> [n].
+
+    It looks for the block first: torch's argmax is slow over long rows on a CPU.
     """
     if _few_rows(logits):
-        return _highest(logits, 1, None)[1][:, 0]
-    blocks = _blocks(logits, float("-inf"))
-    block = blocks.amax(-1).argmax(-1)
+        _, ids = _highest(logits, 1, None)
+        return ids[:, 0]
+    blocks = _blocks(logits, float("-inf"))  # [n, blocks, block]
+    block = blocks.amax(-1).argmax(-1)  # [n]
     rows = torch.arange(len(block), device=logits.device)
-    return block * blocks.shape[-1] + blocks[rows, block].argmax(-1)
+    inside = blocks[rows, block].argmax(-1)  # [n]
+    return block * blocks.shape[-1] + inside
 
 
 def top_log_probs(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -168,9 +171,7 @@ def top_log_probs(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def highest(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Values [n, width] in descending order and ids [n, width] int64 of each row's highest logits;
-    width at most v.
-    """
+    """Values [n, width], descending, and ids [n, width] int64 of each row's highest logits."""
     if _few_rows(logits):
         return _highest(logits, width, None)
     top = logits.float().topk(width, dim=-1)
@@ -178,8 +179,9 @@ def highest(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _few_rows(logits: Tensor) -> bool:
-    """Whether the C kernel applies: torch splits even few rows among threads, whose start takes
-    longer than the work.
+    """Whether the C kernel applies.
+
+    torch splits even few rows among threads, whose start takes longer than the work.
     """
     if torch.compiler.is_compiling():
         return False
@@ -196,21 +198,21 @@ def _kernel_reads(logits: Tensor) -> bool:
 
 
 def _highest(logits: Tensor, width: int, log_sum: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Values and ids [n, width] of the highest logits; fills log_sum [n] with the rows'
-    log-sum-exp.
-    """
+    """Values and ids [n, width] of the highest logits; fills log_sum [n] with log-sum-exps."""
     n, v = logits.shape
     if not 0 < width <= v:
         raise ValueError(f"width={width} must be from 1 to the {v} tokens of a row")
     ids = logits.new_empty(n, width, dtype=torch.long)
     values = logits.new_empty(n, width)
-    if log_sum is None:
-        sums = None
-    else:
-        sums = log_sum.data_ptr()
-    kernels = cpu_kernels()
-    assert kernels is not None
-    kernels.likeliest(logits.data_ptr(), n, v, width, ids.data_ptr(), values.data_ptr(), sums)
+    built_kernels().likeliest(
+        logits.data_ptr(),
+        n,
+        v,
+        width,
+        ids.data_ptr(),
+        values.data_ptr(),
+        None if log_sum is None else log_sum.data_ptr(),
+    )
     return values, ids
 
 
@@ -224,25 +226,25 @@ def pick(probs: Tensor, uniforms: Tensor) -> Tensor:
     Returns:
         [n] int64, never a token of probability 0.
     """
-    if (
-        probs.shape[-1] <= _BLOCK or probs.is_cuda
-    ):  # on a GPU, launches take longer than a pass over the row
+    # On a GPU, launches take longer than a pass over the row.
+    if probs.shape[-1] <= _BLOCK or probs.is_cuda:
         return _invert(probs.double(), uniforms)[:, 0]
-    blocks = _blocks(probs, 0.0)
-    mass = blocks.sum(-1).double()
-    block = _invert(mass, uniforms)
+    blocks = _blocks(probs, 0.0)  # [n, blocks, block]
+    mass = blocks.sum(-1).double()  # [n, blocks]
+    block = _invert(mass, uniforms)  # [n, 1]
     # Position of the point inside its block as a share, because block sums and sums of entries
     # differ by rounding.
-    total = mass.cumsum(-1)
-    here = mass.gather(-1, block)
-    share = 1 - (total.gather(-1, block) - uniforms[:, None] * total[:, -1:]) / here
+    total = mass.cumsum(-1)  # [n, blocks]
+    here = mass.gather(-1, block)  # [n, 1]
+    point = uniforms[:, None] * total[:, -1:]
+    share = 1 - (total.gather(-1, block) - point) / here  # [n, 1]
     inside = blocks[torch.arange(len(block), device=probs.device), block[:, 0]].double()
-    return block[:, 0] * blocks.shape[-1] + _invert(inside, share[:, 0].clamp(0, 1))[:, 0]
+    offset = _invert(inside, share[:, 0].clamp(0, 1))  # [n, 1]
+    return block[:, 0] * blocks.shape[-1] + offset[:, 0]
 
 
 def draw_distinct(probs: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Samples tokens one after the other without replacement: each from the rest of the row,
-    renormalized.
+    """Samples tokens without replacement, each from the renormalized rest of the row.
 
     Args:
         probs: [n, v], non-negative.
@@ -252,9 +254,8 @@ def draw_distinct(probs: Tensor, count: int, generator: torch.Generator) -> Tens
     Returns:
         [n, count] int64 in the order drawn, -1 after a row's last token with positive probability.
     """
-    uniforms = torch.rand(len(probs), count, dtype=torch.float64, generator=generator).to(
-        probs.device
-    )
+    uniforms = torch.rand(len(probs), count, dtype=torch.float64, generator=generator)
+    uniforms = uniforms.to(probs.device)
     rest = probs.clone()
     drawn = []
     for i in range(count):
@@ -279,10 +280,9 @@ def _needs_order(params: SamplingParams, vocab_size: int) -> bool:
 def _kept(
     scores: Tensor, params: SamplingParams
 ) -> Iterator[tuple[Tensor | slice, Tensor, Tensor]]:
-    """Yields groups of rows with the tokens that top-k, top-p and min-p keep: row numbers [r],
-    weights, ids.
+    """Yields groups of rows with the tokens that top-k, top-p and min-p keep.
 
-    See `_likeliest` for weights and ids.
+    Each group is row numbers [r], weights and ids; see `_likeliest` for the last two.
     """
     v = scores.shape[-1]
     if not scores.is_cpu and len(scores) <= _FEW_SORTED:
@@ -290,9 +290,10 @@ def _kept(
         yield slice(None), weights, ids
         return
     rows = torch.arange(len(scores), device=scores.device)
-    narrow = min((params.top_k or _NUCLEUS) + _TIES, v)
-    weights, ids, fits = _likeliest(scores, params, narrow)
+    searched = params.top_k if params.top_k else _NUCLEUS
+    weights, ids, fits = _likeliest(scores, params, min(searched + _TIES, v))
     yield rows[fits], weights[fits], ids[fits]
+    # The others are sorted in full.
     rows = rows[~fits]
     if len(rows):
         weights, ids, _ = _likeliest(scores[rows], params, v)
@@ -300,30 +301,29 @@ def _kept(
 
 
 def _likeliest(scores: Tensor, params: SamplingParams, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Filters each row's `width` top tokens in descending order; all three rules keep a prefix of
-    them.
+    """Filters each row's `width` top tokens; all three rules keep the first ones of them.
 
     Where a nucleus ends among tied tokens, their number is defined but not which of them stay, as
     in transformers.
 
     Returns:
-        weights [n, width] float64, not normalized, zero where dropped; ids [n, width]; fits [n]
-        bool, whether all kept
-        tokens are among these.
+        weights [n, width] float64, descending, not normalized, zero where dropped; ids [n, width];
+        fits [n] bool, whether all kept tokens are among these.
     """
     values, ids = scores.topk(width, dim=-1)
     full = width == scores.shape[-1]
     fits = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
-    best = values[:, :1]
+    best = values[:, :1]  # [n, 1]
     if 0 < params.top_k < width:
-        worst = values[:, params.top_k - 1 : params.top_k]
+        worst = values[:, params.top_k - 1 : params.top_k]  # [n, 1]
         fits = (worst > values[:, -1:])[:, 0]  # else ties with the k-th may continue
         values = values.masked_fill(values < worst, float("-inf"))
         scores = values
     weights = (values - best).exp().double()
     if params.top_p < 1:
-        total = (scores - best).exp().sum(-1, keepdim=True).double()
-        weights = weights.masked_fill(weights.cumsum(-1) - weights >= params.top_p * total, 0.0)
+        total = (scores - best).exp().sum(-1, keepdim=True).double()  # [n, 1]
+        before = weights.cumsum(-1) - weights  # mass of likelier tokens
+        weights = weights.masked_fill(before >= params.top_p * total, 0.0)
     weights = weights.masked_fill(weights < params.min_p, 0.0)  # the likeliest token has weight 1
     return weights, ids, fits & (weights[:, -1] == 0) | full
 
@@ -331,8 +331,10 @@ def _likeliest(scores: Tensor, params: SamplingParams, width: int) -> tuple[Tens
 def _blocks(x: Tensor, fill: float) -> Tensor:
     """[n, v] -> [n, ceil(v / block), block], padded with `fill`."""
     block = min(_BLOCK, x.shape[-1])
-    short = -x.shape[-1] % block
-    return (F.pad(x, (0, short), value=fill) if short else x).reshape(x.shape[0], -1, block)
+    missing = -x.shape[-1] % block
+    if missing:
+        x = F.pad(x, (0, missing), value=fill)
+    return x.reshape(x.shape[0], -1, block)
 
 
 def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
@@ -347,6 +349,6 @@ def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     """
     total = weights.cumsum(-1)
     index = torch.searchsorted(total, uniforms[:, None] * total[:, -1:], right=True)
-    # Rounding may put the point on the row's end, beyond the last entry with weight, which begins
-    # before the end.
-    return torch.minimum(index, torch.searchsorted(total, total[:, -1:].contiguous()))
+    # Rounding may put the point on the row's end, behind the last entry with weight.
+    last = torch.searchsorted(total, total[:, -1:].contiguous())
+    return torch.minimum(index, last)

@@ -33,22 +33,22 @@ from drafttrain.ops.packing import address_of
 # cache: 0.3-0.9x of torch's time up to 1000 keys, equal at 2000, slower beyond.
 _KERNEL_TOKENS = 64
 LONGEST_PREFIX = 2048
-# Long chains (prefill under a window or a soft cap) attend in blocks of rows, so that no mask is
-# quadratic in length.
+# Rows per block of long chains (prefill under a window or a soft cap), so that no mask is quadratic
+# in length.
 _BLOCK = 256
 
 
 class AttentionForm(TypedDict):
     """How a layer of some family turns scores into weights."""
 
-    scaling: float  # factor of the dot products
-    window: int | None  # visible positions, own included; None for all
-    softcap: (
-        float | None
-    )  # c in c * tanh(score / c), applied to scaled scores (Gemma 2); None for none
-    sinks: (
-        Tensor | None
-    )  # [heads], a logit per head that joins the softmax without a value (gpt-oss); None for none
+    # factor of the dot products
+    scaling: float
+    # visible positions, own included; None for all
+    window: int | None
+    # c in c * tanh(score / c), applied to scaled scores (Gemma 2); None for none
+    softcap: float | None
+    # [heads], a logit per head that joins the softmax without a value (gpt-oss); None for none
+    sinks: Tensor | None
 
 
 class TreeLayout:
@@ -61,8 +61,8 @@ class TreeLayout:
         held: tokens of the tree whose keys earlier forwards stored behind the prefix; the tree
             grows.
         count: n, new tokens. With parents, token 0 of a tree is the root and token i+1 is node i.
-        tree_depths: [held + n] int array. depths: [n], of the new tokens; new token i stands at
-            position L + depths[i].
+        tree_depths: [held + n] int array, depths of all tokens.
+        depths: [n], those of the new tokens; new token i stands at position L + depths[i].
     """
 
     def __init__(
@@ -80,7 +80,8 @@ class TreeLayout:
                 raise ValueError(
                     f"count={count}, held={held}: a chain needs its length and holds no tokens"
                 )
-            self.count, self.tree_depths = count, np.arange(count)
+            self.count = count
+            self.tree_depths = np.arange(count)
         else:
             self.count = len(parents) + 1 - held
             depths = [0]
@@ -100,30 +101,25 @@ class TreeLayout:
 
     @cached_property
     def plan(self) -> CpuPlan | None:
-        """For the CPU kernel, if the sequence's keys begin at slot 0 of the buffer; None if the
-        kernel does not support it.
-        """
+        """The CPU kernel's plan if the keys begin at slot 0; None if the kernel does not serve it."""
         return CpuPlan.build([(0, self)])
 
     @cached_property
     def ancestors(self) -> list[int]:
-        """Per token of the tree, held ones included, a number whose bit j is set if token j is an
-        ancestor or itself.
+        """Bits of each token of the tree, held ones included.
+
+        Bit j of a token's number is set if token j is an ancestor or the token itself.
         """
-        parents = (
-            range(-1, self.count - 1)
-            if self.parents is None
-            else [-1, *(parent + 1 for parent in self.parents)]
-        )
-        seen: list[int] = []
-        for token, parent in enumerate(parents):
-            seen.append((seen[parent] if parent >= 0 else 0) | 1 << token)
+        if self.parents is None:
+            # A chain sees all earlier tokens.
+            return [(2 << token) - 1 for token in range(self.count)]
+        seen = [1]  # the root's
+        for node, parent in enumerate(self.parents):
+            seen.append(seen[parent + 1] | 2 << node)
         return seen
 
     def ancestor_words(self, words: int) -> np.ndarray:
-        """[held + n, words] uint32: bit j of word w of a token is bit 32 * w + j of its
-        `ancestors`.
-        """
+        """[held + n, words] uint32: bit j of word w is bit 32 * w + j of a token's `ancestors`."""
         raw = b"".join(bits.to_bytes(4 * words, "little") for bits in self.ancestors)
         return np.frombuffer(raw, dtype="<u4").reshape(-1, words)
 
@@ -144,7 +140,7 @@ class TreeLayout:
             all is visible.
         """
         reach = self.prefix_len + int(self.tree_depths.max(initial=0)) + 1
-        if window is None or window >= reach:
+        if window is not None and window >= reach:
             window = None
         first = 0
         if window is not None:
@@ -152,20 +148,14 @@ class TreeLayout:
         if self.count == 1 and not self.held:
             return first, None
         if self.parents is None:
-            return first, self.chain_mask(
-                self.prefix_len - first,
-                self.count,
-                window,
-                repeats,
-                like,
-            )
+            before = self.prefix_len - first
+            return first, self.chain_mask(before, self.count, window, repeats, like)
         key = (first, window, repeats, like.dtype, like.device)
         if key not in self._masks:
-            bias = torch.from_numpy(np.tile(self._bias(first, window), (repeats, 1))).to(like.dtype)
-            self._masks[key] = bias.to(
-                like.device,
-                non_blocking=True,
-            )  # pageable, so it is staged before this returns
+            bias = np.tile(self._bias(first, window), (repeats, 1))
+            mask = torch.from_numpy(bias).to(like.dtype)
+            # Pageable memory is staged before the call returns.
+            self._masks[key] = mask.to(like.device, non_blocking=True)
         return first, self._masks[key]
 
     def chain_mask(
@@ -176,33 +166,32 @@ class TreeLayout:
         repeats: int,
         like: Tensor,
     ) -> Tensor:
-        """[repeats*count, before+count] for chained tokens behind `before` keys, made on the device
-        once per shape.
+        """[repeats*count, before+count], the mask of chained tokens behind `before` keys.
+
+        It is made on the device once per shape.
         """
         key = (before, count, window, repeats, like.dtype, like.device)
         if key not in self._masks:
             token = torch.arange(before, before + count, device=like.device)[:, None]
             seen = torch.arange(before + count, device=like.device)
-            if window is None:
-                hidden = seen > token
-            else:
-                hidden = (seen > token) | (seen <= token - window)
-            bias = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(
-                hidden, float("-inf")
-            )
+            hidden = seen > token  # [count, before + count]
+            if window is not None:
+                hidden = hidden | (seen <= token - window)
+            bias = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
+            bias.masked_fill_(hidden, float("-inf"))
             self._masks[key] = bias.repeat(repeats, 1)
         return self._masks[key]
 
     def _bias(self, first: int, window: int | None) -> np.ndarray:
-        """The mask of a tree over the keys from slot `first` on."""
+        """[n, L+held+n-first], the mask of a tree over the keys from slot `first` on."""
         prefix = self.prefix_len - first
-        n = self.held + self.count
+        n = self.held + self.count  # tokens of the tree, held ones included
         bias = np.zeros((n, prefix + n), dtype=np.float32)
         words = self.ancestor_words(-(-n // 32))
-        hidden = np.unpackbits(words.view(np.uint8), axis=1, count=n, bitorder="little") == 0
-        bias[:, prefix:][hidden] = -np.inf
+        bits = np.unpackbits(words.view(np.uint8), axis=1, count=n, bitorder="little")  # [n, n]
+        bias[:, prefix:][bits == 0] = -np.inf
         if window is not None:
-            new = self.prefix_len + self.tree_depths
+            new = self.prefix_len + self.tree_depths  # [n] positions
             keys = np.concatenate((np.arange(first, self.prefix_len), new))
             bias[new[:, None] - keys[None, :] >= window] = -np.inf
         return bias[self.held :]
@@ -219,14 +208,13 @@ def tree_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attends with n new tokens over L committed, the held and n new keys, as `layout` defines who
-    sees whom.
+    """Attends with n new tokens over L committed, the held and n new keys.
 
     Args:
         query: [b, heads, n, head_dim], RoPE applied.
         key: [b, kv_heads, L+held+n, head_dim]; query head i reads key head i // (heads / kv_heads).
         value: [b, kv_heads, L+held+n, value_dim].
-        layout: the same for all b rows.
+        layout: which keys each token sees; the same for all b rows.
         scaling, window, softcap, sinks: see `AttentionForm`.
 
     Returns:
@@ -237,10 +225,8 @@ def tree_attention(
     form = AttentionForm(scaling=scaling, window=window, softcap=softcap, sinks=sinks)
     if key.shape[0] == 1 and query.device.type == "cpu":
         plan = layout.plan
-    else:
-        plan = None
-    if plan is not None and plan.serves(query, key, value):
-        return plan.attend(query, key[0], value[0], **form).transpose(1, 2)
+        if plan is not None and plan.serves(query, key, value):
+            return plan.attend(query, key[0], value[0], **form).transpose(1, 2)
     if layout.parents is None and n > 1:
         plain = softcap is None and sinks is None
         if plain and prefix == 0 and (window is None or window >= n):
@@ -259,33 +245,33 @@ def tree_attention(
 
 
 class CpuPlan:
-    """What the CPU kernel reads about a packed forward: several sequences' new tokens, one after
-    the other.
+    """What the CPU kernel reads about a packed forward of several sequences' new tokens.
 
     Args:
         parts: per sequence the first slot of its keys on the slot axis, and its layout.
 
     Attributes:
         address: of the kernel's struct plan, which no call writes to.
-        tokens: N, new tokens of all sequences. slots, positions: how many the kernel reads or
-            writes, from 0 on.
+        tokens: N, new tokens of all sequences.
+        slots, positions: how many the kernel reads or writes, from 0 on.
         ends: slots of each sequence, from 0 on.
     """
 
     def __init__(self, parts: Sequence[tuple[int, TreeLayout]]):
-        rows = []
-        begin = 0
-        node = 0
-        self.positions, self.ends = 0, list[int]()
-        ancestors = list[int]()
-        depths = list[int]()
+        self.positions = 0
+        self.ends: list[int] = []
+        numbers: list[int] = []  # six of each sequence
+        ancestors: list[int] = []
+        depths: list[int] = []
+        begin = 0  # new tokens of earlier sequences
+        node = 0  # tokens of their trees, held ones included
         for slot, layout in parts:
             tree = layout.held + layout.count
             if slot < 0 or tree > _KERNEL_TOKENS:
                 raise ValueError(
                     f"slot={slot}, {tree} tokens: slots begin at 0, a tree has {_KERNEL_TOKENS} at most"
                 )
-            rows.append((slot, layout.prefix_len, begin, layout.count, layout.held, node))
+            numbers += (slot, layout.prefix_len, begin, layout.count, layout.held, node)
             begin += layout.count
             node += tree
             self.ends.append(slot + layout.prefix_len + tree)
@@ -293,12 +279,15 @@ class CpuPlan:
             self.positions = max(self.positions, layout.prefix_len + max(own, default=-1) + 1)
             ancestors += layout.ancestors
             depths += own
-        self.tokens, self.sequences, self.slots = begin, len(rows), max(self.ends, default=0)
-        self._parts = array("q", [number for row in rows for number in row])
-        self._ancestors, self._depths = array("Q", ancestors), array("i", depths)
-        pointers = (
+        self.tokens = begin
+        self.sequences = len(parts)
+        self.slots = max(self.ends, default=0)
+        self._parts = array("q", numbers)
+        self._ancestors = array("Q", ancestors)
+        self._depths = array("i", depths)
+        pointers = (  # struct plan of cpu_layers.c
             address_of(self._parts),
-            len(rows),
+            len(parts),
             address_of(self._ancestors),
             address_of(self._depths),
         )
@@ -307,17 +296,14 @@ class CpuPlan:
 
     @staticmethod
     def build(parts: Sequence[tuple[int, TreeLayout]]) -> CpuPlan | None:
-        """None if a sequence has too many tokens for the kernel, or so many keys that torch is
-        faster.
-        """
-        if any(
-            part.held + part.count > _KERNEL_TOKENS or part.prefix_len > LONGEST_PREFIX
-            for _, part in parts
-        ):
+        """A plan; None if a tree is too large for the kernel, or a prefix so long that torch wins."""
+        for _, layout in parts:
+            tree = layout.held + layout.count
+            if tree > _KERNEL_TOKENS or layout.prefix_len > LONGEST_PREFIX:
+                return None
+        if cpu_kernels() is None:
             return None
-        if cpu_kernels() is not None:
-            return CpuPlan(parts)
-        return None
+        return CpuPlan(parts)
 
     def serves(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
         """Float32 on a CPU, without gradients, head widths that are multiples of 16. Shapes as in
@@ -327,20 +313,10 @@ class CpuPlan:
         ve = values.shape[-1]
         if query.device.type != "cpu" or e % 16 or ve % 16 or torch.is_grad_enabled():
             return False
-        strides = (
-            query.stride(-1),
-            keys.stride(-1),
-            values.stride(-1),
-            keys.stride(-2),
-            values.stride(-2),
-        )
-        return query.dtype == keys.dtype == values.dtype == torch.float32 and strides == (
-            1,
-            1,
-            1,
-            e,
-            ve,
-        )
+        if not query.dtype == keys.dtype == values.dtype == torch.float32:
+            return False
+        contiguous = query.stride(-1) == keys.stride(-1) == values.stride(-1) == 1
+        return contiguous and keys.stride(-2) == e and values.stride(-2) == ve
 
     def attend(
         self,
@@ -365,42 +341,51 @@ class CpuPlan:
                 see `serves`.
         """
         self._check(query, keys, values, new, form)
-        # of tokens
-        if query.dim() == 3:
-            axis = 0
-        else:
-            axis = 2
+        axis = 0 if query.dim() == 3 else 2  # of tokens
         heads = query.shape[1]
         n = query.shape[axis]
         e = query.shape[-1]
-        kv_heads = len(keys)
         ve = values.shape[-1]
         out = query.new_empty((1, n, heads, ve))
-        if form["sinks"] is None:
-            sinks = None
-        else:
-            sinks = form["sinks"].float().contiguous()
-        rows = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in new or ()]
-        fresh = [
-            number
-            for tensor in rows
-            for number in (tensor.data_ptr(), tensor.stride(1), tensor.stride(axis))
-        ]
+        sinks = form["sinks"]
+        if sinks is not None:
+            sinks = sinks.float().contiguous()
+        # Per new tensor its address, and the strides of heads and of tokens.
+        fresh: tuple[int | None, ...] = (None, 0, 0, None, 0, 0)
+        if new is not None:
+            key, value = new
+            if key.stride(-1) != 1:
+                key = key.contiguous()
+            if value.stride(-1) != 1:
+                value = value.contiguous()
+            fresh = (
+                key.data_ptr(),
+                key.stride(1),
+                key.stride(axis),
+                value.data_ptr(),
+                value.stride(1),
+                value.stride(axis),
+            )
         built_kernels().tree_attention(
-            *(query.data_ptr(), query.stride(1), query.stride(axis)),
-            *(fresh or (None, 0, 0, None, 0, 0)),
-            *(keys.data_ptr(), keys.stride(0), values.data_ptr(), values.stride(0), out.data_ptr()),
-            *(
-                heads,
-                kv_heads,
-                e,
-                ve,
-                self.address,
-                form["scaling"],
-                form["window"] or 0,
-                form["softcap"] or 0.0,
-            ),
-            *(None if sinks is None else sinks.data_ptr(), torch.get_num_threads()),
+            query.data_ptr(),
+            query.stride(1),
+            query.stride(axis),
+            *fresh,
+            keys.data_ptr(),
+            keys.stride(0),
+            values.data_ptr(),
+            values.stride(0),
+            out.data_ptr(),
+            heads,
+            len(keys),
+            e,
+            ve,
+            self.address,
+            form["scaling"],
+            form["window"] or 0,
+            form["softcap"] or 0.0,
+            None if sinks is None else sinks.data_ptr(),
+            torch.get_num_threads(),
         )
         return out
 
@@ -424,15 +409,14 @@ class CpuPlan:
             raise ValueError(
                 "query must be [1, heads, N, e] or [N, heads, e], keys and values [kv_heads, slots, e]"
             )
-        heads, (kv_heads, slots, e), ve, n = (
-            query.shape[1],
-            keys.shape,
-            values.shape[2],
-            self.tokens,
-        )
+        heads = query.shape[1]
+        kv_heads, slots, e = keys.shape
+        ve = values.shape[2]
+        n = self.tokens
         served = {"query": (heads, e), "new key": (kv_heads, e), "new value": (kv_heads, ve)}
-        for name in served.keys() & tensors.keys():
-            count, width = served[name]
+        for name, (count, width) in served.items():
+            if name not in tensors:
+                continue
             sizes = (1, count, n, width) if query.dim() == 4 else (n, count, width)
             if tensors[name].shape != sizes:
                 raise ValueError(
@@ -454,11 +438,8 @@ class CpuPlan:
         sinks = form["sinks"]
         window = form["window"]
         softcap = form["softcap"]
-        if (
-            (sinks is not None and (sinks.numel() != heads or not sinks.is_cpu))
-            or (window or 0) < 0
-            or (softcap or 0) < 0
-        ):
+        negative = (window is not None and window < 0) or (softcap is not None and softcap < 0)
+        if negative or (sinks is not None and (sinks.numel() != heads or not sinks.is_cpu)):
             raise ValueError(
                 f"window={window}, softcap={softcap} may not be negative; sinks must be [{heads}] on the CPU"
             )
@@ -477,30 +458,19 @@ def _in_blocks(
     parts = []
     for start in range(0, query.shape[2], _BLOCK):
         rows = query[:, :, start : start + _BLOCK]
-        # slot of the block's first token
         count = rows.shape[2]
-        begin = layout.prefix_len + start
-        windowed = window is not None and window < begin + count
-        first = 0
-        if window is not None and windowed:
+        begin = layout.prefix_len + start  # slot of the block's first token
+        end = begin + count
+        if window is None or window >= end:
+            # All earlier keys are visible, so the mask is the block's own triangle.
+            first = 0
+            mask = layout.chain_mask(0, count, None, repeats, query)
+        else:
             first = max(0, begin + 1 - window)
-        # Without a window all earlier keys are visible, so the mask is the block's own triangle.
-        mask = layout.chain_mask(
-            begin - first if windowed else 0,
-            count,
-            window if windowed else None,
-            repeats,
-            query,
-        )
-        parts.append(
-            _attend(
-                rows,
-                key[:, :, first : begin + count],
-                value[:, :, first : begin + count],
-                mask,
-                form,
-            )
-        )
+            mask = layout.chain_mask(begin - first, count, window, repeats, query)
+        keys = key[:, :, first:end]
+        values = value[:, :, first:end]
+        parts.append(_attend(rows, keys, values, mask, form))
     return torch.cat(parts, dim=2)
 
 
@@ -511,8 +481,7 @@ def _attend(
     mask: Tensor | None,
     form: AttentionForm,
 ) -> Tensor:
-    """Attention with the query heads of a group folded into rows; the mask holds the window
-    already.
+    """Attention with the query heads of a group folded into rows; the mask includes the window.
 
     Args:
         mask: [groups*n, T] additive, over the last T keys; all keys before them are visible.
@@ -524,25 +493,25 @@ def _attend(
     sinks = form["sinks"]
     rows = heads // kv_heads * n
     folded = query.reshape(b, kv_heads, rows, -1)
-    masked = 0
+    masked = 0  # keys under the mask
     if mask is not None:
         masked = mask.shape[1]
+
+    # Fused attention, but not with a mask in float32 on a CPU.
     plain = softcap is None and sinks is None
     if plain and (mask is None or query.device.type != "cpu" or query.dtype != torch.float32):
         if mask is not None and masked < key.shape[2]:
             mask = F.pad(mask, (key.shape[2] - masked, 0))
         out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
         return out.reshape(b, heads, n, -1)
+
+    # Two matrix products. Scores are [b * kv_heads, groups*n, T].
+    queries = folded.flatten(0, 1)
     keys = key.flatten(0, 1).transpose(1, 2)  # [b * kv_heads, e, T]
     if softcap is None and mask is not None and masked == key.shape[2] and query.dtype.itemsize > 2:
-        scores = torch.baddbmm(
-            mask,
-            folded.flatten(0, 1),
-            keys,
-            alpha=scaling,
-        )  # [b * kv_heads, groups*n, T]
+        scores = torch.baddbmm(mask, queries, keys, alpha=scaling)
     else:
-        scores = exact_scores(folded.flatten(0, 1), keys) * scaling
+        scores = exact_scores(queries, keys) * scaling
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         if mask is not None:
@@ -550,19 +519,18 @@ def _attend(
     if sinks is None:
         weights = scores.softmax(dim=-1, dtype=torch.float32)
     else:
-        column = (
-            sinks.view(kv_heads, -1, 1).expand(-1, -1, n).reshape(kv_heads, rows, 1).repeat(b, 1, 1)
-        )
-        weights = torch.cat((scores, column.to(scores.dtype)), dim=-1).softmax(
-            dim=-1,
-            dtype=torch.float32,
-        )[..., :-1]
+        # A sink is one more column of scores, which has no value.
+        by_row = sinks.view(kv_heads, -1, 1).expand(-1, -1, n).reshape(kv_heads, rows, 1)
+        column = by_row.repeat(b, 1, 1).to(scores.dtype)
+        joined = torch.cat((scores, column), dim=-1)
+        weights = joined.softmax(dim=-1, dtype=torch.float32)[..., :-1]
     return torch.bmm(weights.to(value.dtype), value.flatten(0, 1)).view(b, heads, n, -1)
 
 
 def exact_scores(queries: Tensor, keys: Tensor) -> Tensor:
-    """Batched products of 16-bit queries and keys as float32 sums, as fused attention has them;
-    wider ones in their dtype.
+    """Batched products of queries and keys: 16-bit ones with float32 sums, others in their dtype.
+
+    Fused attention sums 16-bit products in float32 too.
     """
     if queries.dtype.itemsize > 2:
         return torch.bmm(queries, keys)

@@ -18,8 +18,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-# Triton's interpreter multiplies the bit patterns of bfloat16 numbers, so there they are widened
-# first.
+# Triton's interpreter multiplies the bit patterns of bfloat16 numbers, so it needs wider ones.
 WIDEN = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -46,9 +45,7 @@ def _step(
     BLOCK_N: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PADDED: tl.constexpr, VALUE_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Adds one block of slots to the running maximum [m], sum [m] and weighted sum [m,
-    value_width].
-    """
+    """Adds a block of slots to the running maximum [m], sum [m] and weighted sum [m, value_width]."""
     slots = slot + tl.arange(0, BLOCK_N)
     key = _read(keys, slots, key_stride, end, WIDTH, PADDED)
     scores = _dot(query, tl.trans(key), None, PRECISION)
@@ -61,9 +58,8 @@ def _step(
     if TREE:
         new = (slots >= prefix) & (slots < end)
         node = tl.maximum(slots - prefix, 0)
-        low = (
-            tl.maximum(slot - prefix, 0) // 32
-        )  # a block of up to 64 slots, wherever it starts, has bits in 3 words
+        # A block of up to 64 slots has its bits in 3 words, wherever it starts.
+        low = tl.maximum(slot - prefix, 0) // 32
         words_at = ancestors + token * words + low
         word = tl.load(words_at, mask=low < used, other=0)[:, None]
         for more in tl.static_range(1, 3):
@@ -79,11 +75,8 @@ def _step(
     elif WINDOW:
         scores = tl.where(position[:, None] - slots[None, :] < window, scores, float("-inf"))
     highest = tl.maximum(top, tl.max(scores, 1))
-    shift = tl.where(
-        highest == float("-inf"),
-        0.0,
-        highest,
-    )  # a row without visible keys so far stays at zero
+    # A row that has seen no key stays at zero.
+    shift = tl.where(highest == float("-inf"), 0.0, highest)
     weights = tl.exp2(scores - shift[:, None])
     fade = tl.exp2(top - shift)
     value = _read(values, slots, value_stride, end, VALUE_WIDTH, VALUE_PADDED)
@@ -154,7 +147,8 @@ def attend_parts(
     total = tl.zeros([BLOCK_M], tl.float32)
     mean = tl.zeros([BLOCK_M, VALUE_PADDED], tl.float32)
     if SINKS:  # noqa: SIM102 (one condition is known when compiling, the other when running)
-        if part == 0:  # never empty; the sink is one more key without a value
+        # A sink is one more key without a value. The first part is never empty.
+        if part == 0:
             top = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * LOG2_E
             total += 1.0
     dense = begin + tl.maximum(tl.minimum(end, prefix) - begin, 0) // BLOCK_N * BLOCK_N
@@ -176,11 +170,8 @@ def attend_parts(
         mask=written,
     )
     if MERGED:
-        tl.store(
-            logs + place,
-            tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("-inf")),
-            mask=live,
-        )
+        log = top + tl.log2(tl.where(seen, total, 1.0))
+        tl.store(logs + place, tl.where(seen, log, float("-inf")), mask=live)
 
 
 @triton.jit(do_not_specialize=["count", "parts"])
@@ -188,8 +179,9 @@ def merge_parts(
     partial, logs, out, count, parts,
     HEADS: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_PADDED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Mean of the parts' outputs [parts, count, heads, value_width], weighted by 2**logs. One
-    program per token and head.
+    """Mean of the parts' outputs [parts, count, heads, value_width], weighted by 2**logs.
+
+    One program per token and head.
     """
     place = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
     dims = tl.arange(0, VALUE_PADDED)
@@ -226,18 +218,15 @@ def move_paths(
     addresses, moves, like, head_stride, slot_stride,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, PATH: tl.constexpr,
 ):  # fmt: skip
-    """Moves a path's slots together in one head of one buffer. One program per (buffer, head) and
-    path.
+    """Moves a path's slots together in one head of one buffer.
 
-    addresses [buffers], of pointers like `like`; moves [paths, 1 + PATH]: the first goal, then the
-    sources, padded with -1.
+    One program per (buffer, head) and path. addresses [buffers] are pointers like `like`; moves
+    [paths, 1 + PATH] are the first goal and then the sources, padded with -1.
     """
     head = tl.program_id(0) % HEADS
     path = tl.program_id(1)
-    base = (
-        tl.load(addresses + tl.program_id(0) // HEADS).to(like.dtype)
-        + head.to(tl.int64) * head_stride
-    )
+    buffer = tl.load(addresses + tl.program_id(0) // HEADS).to(like.dtype)
+    base = buffer + head.to(tl.int64) * head_stride
     moves += path * (PATH + 1)
     step = tl.arange(0, PATH)
     dims = tl.arange(0, PADDED)

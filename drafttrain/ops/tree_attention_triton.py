@@ -1,14 +1,14 @@
-"""Tree attention over a packed batch: rows of different length, each with a chain or a tree of new
-tokens of its own.
+"""Tree attention over a packed batch: rows of different length, each with its own chain or tree.
 
     row 0: L = 5, root and 2 nodes      new tokens   r0 a0 b0 | r1 | r2 a2 b2 c2      N = 8
     row 1: L = 9, root alone            offsets      0          3    4            8
     row 2: L = 2, root and 3 nodes
 
-On a GPU two Triton kernels do the work (tree_attention_kernels.py); elsewhere, and as their
-reference in tests, a masked product over all slots. All layers share one `PackedPlan`. Visibility
-among new tokens is a bit per pair in trees and implied in chains, so no mask is quadratic in the
-prompt. For a long prompt without a prefix torch's causal attention is faster; callers choose it.
+On a GPU two Triton kernels compute it (tree_attention_kernels.py); elsewhere, and as the kernels'
+reference in tests, a masked product over all slots does. All layers share one `PackedPlan`.
+Visibility among new tokens is a bit per pair in trees and implied in chains, so no mask is
+quadratic in the prompt. For a long prompt without a prefix torch's causal attention is faster;
+callers choose it.
 """
 
 from __future__ import annotations
@@ -46,23 +46,25 @@ class PlanShape(NamedTuple):
 
     @property
     def numbers(self) -> int:
-        """Count of int32 numbers in all tensors. Each starts on 16 bytes; Triton compiles unaligned
-        pointers separately.
+        """Count of int32 numbers in all tensors.
+
+        Each tensor starts on 16 bytes: Triton compiles unaligned pointers separately.
         """
         return sum(_aligned(math.prod(size)) for size in self.sizes)
 
 
 def _aligned(count: int) -> int:
+    """The count rounded up to 16 bytes of int32 numbers."""
     return -(-count // 4) * 4
 
 
 class PackedPlan(NamedTuple):
-    """Where the N new tokens of one forward stand; R rows, row r's new tokens at offsets[r] ..
-    offsets[r+1].
+    """Where the N new tokens of one forward stand, in R rows.
 
-    A tree may grow over several forwards: then a row holds the tokens of earlier ones in the slots
-    behind its prefix, and its new tokens continue their numbers. Positions and ancestors stand at
-    places[r] + number, for held tokens too.
+    Row r's new tokens are those from offsets[r] to offsets[r+1]. A tree may grow over several
+    forwards: then a row holds the tokens of earlier ones in the slots behind its prefix, and its
+    new tokens continue their numbers. Positions and ancestors stand at places[r] + number, for held
+    tokens too.
 
     All tensors are int32 on the device, views of one. A static plan has a shape that fits many
     forwards, whose numbers (`pack_plan`) are copied into it: nothing that a captured CUDA graph
@@ -72,20 +74,20 @@ class PackedPlan(NamedTuple):
     rows: Tensor  # [R], each sequence's row of the cache
     offsets: Tensor  # [R+1]
     prefix_lens: Tensor  # [R], L_r
-    chains: (
-        Tensor  # [R], 1 if new tokens see all earlier ones, 0 if `ancestors` defines whom they see
-    )
+    # [R], 1 if new tokens see all earlier ones, 0 if `ancestors` defines what they see
+    chains: Tensor
     helds: Tensor  # [R], tokens of the row's tree that earlier forwards stored
     places: Tensor  # [R], where the row's tree begins in the next two
     positions: Tensor  # [tree tokens], absolute: L_r + depth
-    # [tree tokens, words], bit j of word w: it sees token 32 * w + j of its row; not read for
-    # chains
+    # [tree tokens, words], bit j of word w: the token sees token 32 * w + j of its row; not read
+    # for chains
     ancestors: Tensor
     max_new: int  # no row has more new tokens
     queries: int  # N
 
     @property
     def tensors(self) -> list[Tensor]:
+        """The eight tensors in order."""
         return list(self[:8])
 
     @staticmethod
@@ -101,24 +103,26 @@ class PackedPlan(NamedTuple):
             rows: each one's row of the cache; 0 .. R-1 by default.
             device: of the queries.
         """
+        if rows is None:
+            rows = range(len(layouts))
         counts = [layout.count for layout in layouts]
-        words = max(
-            [1, *(-(-layout.count // _WORD) for layout in layouts if layout.parents is not None)]
-        )
+        words = 1
+        for layout in layouts:
+            if layout.parents is not None:
+                words = max(words, -(-layout.count // _WORD))
         shape = PlanShape(len(layouts), sum(counts), max(counts), words)
-        numbers = torch.from_numpy(
-            pack_plan(layouts, range(len(layouts)) if rows is None else rows, shape)
-        ).to(device)
-        return PackedPlan.static(numbers, shape)
+        numbers = torch.from_numpy(pack_plan(layouts, rows, shape))
+        return PackedPlan.static(numbers.to(device), shape)
 
     @staticmethod
     def static(numbers: Tensor, shape: PlanShape) -> PackedPlan:
         """A plan over [shape.numbers] int32 numbers on the device, which later copies may replace."""
-        counts = [math.prod(size) for size in shape.sizes]
-        pieces = numbers.split([_aligned(count) for count in counts])
-        views = [
-            piece[:n].view(size) for piece, n, size in zip(pieces, counts, shape.sizes, strict=True)
-        ]
+        views: list[Tensor] = []
+        begin = 0
+        for size in shape.sizes:
+            count = math.prod(size)
+            views.append(numbers[begin : begin + count].view(size))
+            begin += _aligned(count)
         return PackedPlan._make([*views, shape.max_new, shape.tokens])
 
 
@@ -130,49 +134,60 @@ def pack_plan(layouts: Sequence[TreeLayout], rows: Sequence[int], shape: PlanSha
     """
     counts = [layout.count for layout in layouts]
     pads = shape.tokens - sum(counts)
-    spare = [0] * (shape.rows - len(layouts))
     counts[-1] += pads
     if pads < 0 or max(counts) > shape.max_new or len(rows) != len(layouts) or min(rows) < 0:
         raise ValueError(
             f"rows={list(rows)} with {counts} tokens do not fit the plan's shape {tuple(shape)}"
         )
-    offsets = np.cumsum([0, *counts, *spare])  # [R+1]
+    # Numbers per row; those of padding rows stay 0.
+    cache_rows = np.zeros(shape.rows, np.int32)
+    prefix_lens = np.zeros(shape.rows, np.int32)
+    chains = np.zeros(shape.rows, np.int32)
+    helds = np.zeros(shape.rows, np.int32)  # a plan of the host has no held tokens
+    offsets = np.full(shape.rows + 1, shape.tokens, np.int32)
+    # Numbers per token; padding tokens stand at the last row's root.
+    positions = np.full(shape.tokens, layouts[-1].prefix_len, np.int32)
     ancestors = np.zeros((shape.tokens, shape.words), np.uint32)
-    for start, layout in zip(offsets, layouts):  # noqa: B905 (spare rows have no layout)
-        if (
-            layout.parents is not None
-        ):  # a chain has no bits: a long prompt would need a quadratic number
-            ancestors[start : start + layout.count] = layout.ancestor_words(shape.words)
-    own = np.arange(counts[-1] - pads, counts[-1])  # [pads], numbers in the last row
-    ancestors[shape.tokens - pads + np.arange(pads), own // _WORD] = np.uint32(1) << (
-        own % _WORD
-    ).astype(np.uint32)
-    parts = [
-        np.asarray([*rows, *spare]),
-        offsets,
-        np.asarray([*(layout.prefix_len for layout in layouts), *spare]),
-        np.asarray([*(layout.parents is None for layout in layouts), *spare]),
-        np.zeros(shape.rows),
-        offsets[:-1],
-        np.concatenate(
-            [layout.depths + layout.prefix_len for layout in layouts]
-            + [[layouts[-1].prefix_len] * pads]
-        ),
-        ancestors.view(np.int32),
-    ]
+    begin = 0
+    for i, layout in enumerate(layouts):
+        end = begin + layout.count
+        cache_rows[i] = rows[i]
+        prefix_lens[i] = layout.prefix_len
+        chains[i] = layout.parents is None
+        offsets[i] = begin
+        positions[begin:end] = layout.depths + layout.prefix_len
+        # A chain has no bits: a long prompt would need a quadratic number.
+        if layout.parents is not None:
+            ancestors[begin:end] = layout.ancestor_words(shape.words)
+        begin = end
+    # Each padding token sees itself, by its number in the last row.
+    own = np.arange(counts[-1] - pads, counts[-1])  # [pads]
+    bit = np.uint32(1) << (own % _WORD).astype(np.uint32)
+    ancestors[begin + np.arange(pads), own // _WORD] = bit
+
     flat = np.zeros(shape.numbers, dtype=np.int32)
-    start = 0
-    for part in parts:
-        flat[start : start + part.size] = part.ravel()
-        start += _aligned(part.size)
+    begin = 0
+    for part in (
+        cache_rows,
+        offsets,
+        prefix_lens,
+        chains,
+        helds,
+        offsets[:-1],  # places: without held tokens a tree begins where its new tokens do
+        positions,
+        ancestors.view(np.int32),
+    ):
+        flat[begin : begin + part.size] = part.ravel()
+        begin += _aligned(part.size)
     return flat
 
 
 def packed_tree_attention(
     query: Tensor, keys: Tensor, values: Tensor, plan: PackedPlan, **form: Unpack[AttentionForm]
 ) -> Tensor:
-    """Attends with N packed new tokens over the cache, whose slots [L_r, L_r + n_r) hold their keys
-    already.
+    """Attends with N packed new tokens over the cache, which holds their keys already.
+
+    The new tokens of row r are in its slots [L_r, L_r + n_r).
 
     Args:
         query: [1, heads, N, head_dim], RoPE applied.
@@ -187,13 +202,9 @@ def packed_tree_attention(
     """
     if torch.compiler.is_compiling():
         return _opaque(query, keys, values, plan.tensors, plan.max_new, **form)
-    return (_launch if query.is_cuda and has_triton() else static_reference)(
-        query,
-        keys,
-        values,
-        plan,
-        **form,
-    )
+    if query.is_cuda and has_triton():
+        return _launch(query, keys, values, plan, **form)
+    return static_reference(query, keys, values, plan, **form)
 
 
 @torch.library.custom_op("drafttrain::packed_tree_attention", mutates_args=())
@@ -210,13 +221,8 @@ def _opaque(
 ) -> Tensor:
     """`packed_tree_attention` as torch.compile sees it: one operator that it does not trace."""
     form = AttentionForm(scaling=scaling, window=window, softcap=softcap, sinks=sinks)
-    return packed_tree_attention(
-        query,
-        keys,
-        values,
-        PackedPlan._make([*plan, max_new, query.shape[2]]),
-        **form,
-    )
+    made = PackedPlan._make([*plan, max_new, query.shape[2]])
+    return packed_tree_attention(query, keys, values, made, **form)
 
 
 @_opaque.register_fake
@@ -237,42 +243,41 @@ def static_reference(
     window = form["window"]
     softcap = form["softcap"]
     sinks = form["sinks"]
-    count, (cache_rows, kv_heads, capacity, _) = query.shape[2], keys.shape
+    count = query.shape[2]
+    cache_rows, kv_heads, capacity, _ = keys.shape
+
+    # Each token's row, its number in the row's tree, and where its positions and bits stand.
     token = torch.arange(count, device=query.device)
     row = torch.searchsorted(plan.offsets[1:], token.to(torch.int32), right=True)  # [N]
     held = plan.helds[row]
-    own = held + token - plan.offsets[row]  # [N] number in the tree
-    first, prefix, chain = (
-        x[row][:, None] for x in (plan.places, plan.prefix_lens, plan.chains)
-    )  # [N, 1] each
-    at = plan.places[row] + own
+    own = held + token - plan.offsets[row]  # [N]
+    at = plan.places[row] + own  # [N]
+
+    # Slots of its row that it sees: the prefix, and what a chain or the bits allow.
     slot = torch.arange(capacity, device=query.device)
-    node = slot - prefix  # [N, capacity]
-    new = (node >= 0) & (node < (held + plan.offsets[row + 1] - plan.offsets[row])[:, None])
-    bits = (
-        plan.ancestors[at].gather(1, (node // _WORD).clamp(0, plan.ancestors.shape[1] - 1))
-        >> (node % _WORD)
-        & 1
-    )
-    visible = (node < 0) | new & torch.where(chain != 0, node <= own[:, None], bits != 0)
+    node = slot - plan.prefix_lens[row][:, None]  # [N, capacity] number in the tree, or negative
+    tree_size = held + plan.offsets[row + 1] - plan.offsets[row]  # [N]
+    new = (node >= 0) & (node < tree_size[:, None])
+    word = (node // _WORD).clamp(0, plan.ancestors.shape[1] - 1)
+    bits = plan.ancestors[at].gather(1, word) >> (node % _WORD) & 1
+    chain = plan.chains[row][:, None] != 0  # [N, 1]
+    related = torch.where(chain, node <= own[:, None], bits != 0)
+    visible = (node < 0) | new & related  # [N, capacity]
     if window is not None:
-        position = torch.where(
-            new,
-            plan.positions[(first + node).clamp(0, len(plan.positions) - 1)],
-            slot,
-        )
+        place = (plan.places[row][:, None] + node).clamp(0, len(plan.positions) - 1)
+        position = torch.where(new, plan.positions[place], slot)
         visible &= plan.positions[at][:, None] - position < window
-    own = torch.arange(cache_rows, device=query.device) == plan.rows[row][:, None]
-    visible = (own[:, :, None] & visible[:, None, :]).flatten(1)  # [N, cache rows * capacity]
+
+    # Slots of all rows.
+    own_row = torch.arange(cache_rows, device=query.device) == plan.rows[row][:, None]
+    visible = (own_row[:, :, None] & visible[:, None, :]).flatten(1)  # [N, cache rows * capacity]
     # Masked slots may hold NaN, which a weight of 0 does not cancel.
-    keys, values = (
-        x.transpose(0, 1).flatten(1, 2).masked_fill(~visible.any(0)[:, None], 0)
-        for x in (keys, values)
-    )
-    scores = (
-        exact_scores(query[0].unflatten(0, (kv_heads, -1)).flatten(1, 2), keys.transpose(1, 2))
-        * scaling
-    )
+    unseen = ~visible.any(0)[:, None]
+    keys = keys.transpose(0, 1).flatten(1, 2).masked_fill(unseen, 0)  # [kv_heads, slots, e]
+    values = values.transpose(0, 1).flatten(1, 2).masked_fill(unseen, 0)
+
+    grouped = query[0].unflatten(0, (kv_heads, -1)).flatten(1, 2)  # [kv_heads, group * N, e]
+    scores = exact_scores(grouped, keys.transpose(1, 2)) * scaling
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.unflatten(1, (-1, count)).float().masked_fill(~visible, float("-inf"))
@@ -280,7 +285,7 @@ def static_reference(
     if sinks is not None:
         scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, count, 1)), dim=-1)
     weights = scores.softmax(dim=-1)[..., : visible.shape[1]].to(values.dtype)
-    out = weights.unflatten(0, (kv_heads, -1)) @ values[:, None]
+    out = weights.unflatten(0, (kv_heads, -1)) @ values[:, None]  # [kv_heads, group, N, e]
     return out.flatten(0, 1).transpose(0, 1).contiguous().transpose(0, 1)[None]
 
 
@@ -292,9 +297,7 @@ def has_triton() -> bool:
 def run_kernel(
     kernel: Any, grid: tuple[int, ...], first: Tensor, /, *args: Any, **options: Any
 ) -> None:
-    """Launches a Triton kernel on the device of its first argument; Triton itself would take the
-    process's current device.
-    """
+    """Launches a Triton kernel on its first argument's device, not on the process's current one."""
     with torch.cuda.device_of(first):
         kernel[grid](first, *args, **options)
 
@@ -324,10 +327,13 @@ def choose_geometry(
     Nothing depends on the sequences' lengths, so a captured CUDA graph stays valid while they grow.
 
     Args:
-        pairs: most (token, head) pairs of a row and key head. groups: rows times key heads.
+        pairs: most (token, head) pairs of a row and key head.
+        groups: rows times key heads.
         span: most slots that a row reads.
-        width, value_width: of a key and a value; itemsize: bytes of a number.
-        processors: of the device; shared: bytes of shared memory per program.
+        width, value_width: of a key and a value.
+        itemsize: bytes of a number.
+        processors: of the device.
+        shared: bytes of shared memory per program.
     """
     padded = _power_of_two(width)
     value_padded = _power_of_two(value_width)
@@ -345,25 +351,28 @@ def choose_geometry(
     block_m = min(_power_of_two(pairs), most)
 
     def stages() -> int:
+        """Blocks of keys and values that fit beside the queries and their scores."""
         free = shared - block_m * (padded + block_n) * itemsize
         return free // (block_n * (padded + value_padded) * itemsize)
 
     while stages() < 2 and max(block_m, block_n) > 16:
         if block_m > block_n:
-            block_m = block_m // 2
-            block_n = block_n
+            block_m //= 2
         else:
-            block_m = block_m
-            block_n = block_n // 2
+            block_n //= 2
     tiles = -(-pairs // block_m)
-    resident = 1 if block_m >= 128 else 2
+    resident = 1 if block_m >= 128 else 2  # programs of a processor
     parts = processors * resident // (groups * tiles)
-    parts = max(1, min(parts, -(-span // (2 * block_n)), _MOST_PARTS))
-    if block_m * max(padded, value_padded) >= 64 * 128:
-        warps = 8
-    else:
-        warps = 4
-    return Geometry(block_m, block_n, parts, warps, max(1, min(stages(), 3)))
+    useful = -(-span // (2 * block_n))  # parts of at least two blocks
+    parts = max(1, min(parts, useful, _MOST_PARTS))
+    wide = block_m * max(padded, value_padded) >= 64 * 128
+    return Geometry(
+        block_m=block_m,
+        block_n=block_n,
+        parts=parts,
+        warps=8 if wide else 4,
+        stages=max(1, min(stages(), 3)),
+    )
 
 
 def _power_of_two(x: int) -> int:
@@ -387,10 +396,13 @@ def _check(
     plan: PackedPlan,
     sinks: Tensor | None,
 ) -> None:
-    """Raises TypeError or ValueError for what the kernels would read wrongly. Cache rows and
-    lengths, which live on the device, were checked by `TreeCache.open` and `pack_plan`.
+    """Raises TypeError or ValueError for what the kernels would read wrongly.
+
+    Cache rows and lengths, which live on the device, were checked by `TreeCache.open` and
+    `pack_plan`.
     """
-    heads, (_, kv_heads, _, width) = query.shape[1], keys.shape
+    heads = query.shape[1]
+    _, kv_heads, _, width = keys.shape
     if not query.dtype == keys.dtype == values.dtype:
         raise TypeError(
             f"queries {query.dtype}, keys {keys.dtype} and values {values.dtype} must share a dtype"
@@ -399,17 +411,20 @@ def _check(
         raise ValueError("the last dimension of queries, keys and values must be contiguous")
     if plan.queries != query.shape[2] or len(query) != 1:
         raise ValueError(
-            f"queries {list(query.shape)}: the plan is of another forward, with {plan.queries} tokens"
+            f"queries {list(query.shape)}: the plan belongs to another forward, with {plan.queries} tokens"
         )
     if query.shape[3] != width or keys.shape[:3] != values.shape[:3] or heads % kv_heads:
         found = (
             f"queries {list(query.shape)}, keys {list(keys.shape)} and values {list(values.shape)}"
         )
         raise ValueError(f"{found} do not fit together")
-    tensors = (keys, values, *plan.tensors, *(() if sinks is None else (sinks,)))
-    if any(tensor.device != query.device for tensor in tensors) or (
-        sinks is not None and sinks.shape != (heads,)
-    ):
+    tensors = [keys, values]
+    tensors += plan.tensors
+    fits = True
+    if sinks is not None:
+        tensors.append(sinks)
+        fits = sinks.shape == (heads,)
+    if not fits or any(tensor.device != query.device for tensor in tensors):
         raise ValueError(f"keys, values, plan and sinks [{heads}] must be on {query.device}")
 
 
@@ -435,60 +450,83 @@ def _launch(
     row_count = len(plan.rows)
     _check(query, keys, values, plan, sinks)
     if geometry is None:
-        if window is None:
-            span = capacity
-        else:
+        span = capacity
+        if window is not None:
             span = min(capacity, window + plan.max_new)
-        pairs = plan.max_new * group
-        groups = row_count * kv_heads
-        limits = _device_limits(query.device.index)
+        processors, shared = _device_limits(query.device.index)
         geometry = choose_geometry(
-            pairs,
-            groups,
-            span,
-            width,
-            value_width,
-            query.element_size(),
-            *limits,
+            pairs=plan.max_new * group,
+            groups=row_count * kv_heads,
+            span=span,
+            width=width,
+            value_width=value_width,
+            itemsize=query.element_size(),
+            processors=processors,
+            shared=shared,
         )
+    merged = geometry.parts > 1
     out = query.new_empty(1, count, heads, value_width)
     partial = out
-    logs = out
-    if geometry.parts > 1:
+    logs = out  # not written unless parts are merged
+    if merged:
         partial = query.new_empty(geometry.parts, count, heads, value_width, dtype=torch.float32)
         logs = query.new_empty(geometry.parts, count, heads, dtype=torch.float32)
-    tiles = -(-plan.max_new * group // geometry.block_m)
-    sizes = {"KV_HEADS": kv_heads, "GROUP": group, "WIDTH": width, "PADDED": _power_of_two(width)}
-    value_sizes = {"VALUE_WIDTH": value_width, "VALUE_PADDED": _power_of_two(value_width)}
-    tiling = {
-        "BLOCK_M": geometry.block_m,
-        "BLOCK_N": geometry.block_n,
-        "MERGED": geometry.parts > 1,
-    }
-    branches = {
-        "WINDOW": window is not None,
-        "SOFTCAP": softcap is not None,
-        "SINKS": sinks is not None,
-    }
-    options = {"PRECISION": "ieee", "num_warps": geometry.warps, "num_stages": geometry.stages}
+    value_padded = _power_of_two(value_width)
     # Tiles of one row and part are neighbors, so they run together and share what they read through
     # the L2 cache.
+    tiles = -(-plan.max_new * group // geometry.block_m)
     run_kernel(
         attend_parts,
         (tiles, geometry.parts, row_count * kv_heads),
-        *(query, keys, values, query if sinks is None else sinks, partial, logs, *plan.tensors),
-        *(query.stride(1), query.stride(2), *keys.stride()[:3], *values.stride()[:3]),
-        *(
-            count,
-            plan.ancestors.shape[1],
-            geometry.parts,
-            window or 0,
-            form["scaling"],
-            softcap or 1.0,
-        ),
-        **(sizes | value_sizes | tiling | branches | options),
+        query,
+        keys,
+        values,
+        query if sinks is None else sinks,
+        partial,
+        logs,
+        *plan.tensors,
+        query.stride(1),
+        query.stride(2),
+        keys.stride(0),
+        keys.stride(1),
+        keys.stride(2),
+        values.stride(0),
+        values.stride(1),
+        values.stride(2),
+        count,
+        plan.ancestors.shape[1],
+        geometry.parts,
+        window or 0,
+        form["scaling"],
+        softcap or 1.0,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        WIDTH=width,
+        PADDED=_power_of_two(width),
+        VALUE_WIDTH=value_width,
+        VALUE_PADDED=value_padded,
+        BLOCK_M=geometry.block_m,
+        BLOCK_N=geometry.block_n,
+        MERGED=merged,
+        WINDOW=window is not None,
+        SOFTCAP=softcap is not None,
+        SINKS=sinks is not None,
+        PRECISION="ieee",
+        num_warps=geometry.warps,
+        num_stages=geometry.stages,
     )
-    if geometry.parts > 1:
-        sizes = {"HEADS": heads, "CHUNK": 16, **value_sizes}
-        run_kernel(merge_parts, (count, heads), partial, logs, out, count, geometry.parts, **sizes)
+    if merged:
+        run_kernel(
+            merge_parts,
+            (count, heads),
+            partial,
+            logs,
+            out,
+            count,
+            geometry.parts,
+            HEADS=heads,
+            CHUNK=16,
+            VALUE_WIDTH=value_width,
+            VALUE_PADDED=value_padded,
+        )
     return out.transpose(1, 2)

@@ -11,7 +11,7 @@ torch elsewhere.
 
 from __future__ import annotations
 
-import ctypes
+from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, pairwise
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from drafttrain.errors import UserError
-from drafttrain.ops.native import cpu_kernels
-from drafttrain.ops.packing import check
+from drafttrain.ops.native import built_kernels, cpu_kernels
+from drafttrain.ops.packing import address_of, check
 from drafttrain.ops.tree_attention import AttentionForm, CpuPlan, TreeLayout, tree_attention
 from drafttrain.ops.tree_attention_triton import (
     PackedPlan,
@@ -34,7 +34,7 @@ from drafttrain.ops.tree_attention_triton import (
 
 # Longer pieces are prompts. Fused causal attention reads them faster than a kernel for few tokens.
 _KERNEL_TOKENS = 256
-Moves = Sequence[tuple[int, Sequence[int]]]
+Moves = Sequence[tuple[int, Sequence[int]]]  # first goal and sources of each path
 
 
 class Addresses(NamedTuple):
@@ -44,7 +44,8 @@ class Addresses(NamedTuple):
         table: [layers, 4] int64: addresses of keys and values, and their strides from head to head
             in numbers.
         address: of the table, which is struct buffers of cpu_layers.c.
-        slots: of each buffer. shapes: (kv_heads, head_dim) per layer.
+        slots: of each buffer.
+        shapes: (kv_heads, head_dim) per layer.
         buffers: what the addresses point to, which must live as long.
     """
 
@@ -60,8 +61,9 @@ def _on_gpu(query: Tensor) -> bool:
 
 
 class TreeCache:
-    """Keys and values of several sequences, and the attention of a packed forward over them (an
-    `AttentionContext`).
+    """Keys and values of several sequences, and the attention of packed forwards over them.
+
+    It is an `AttentionContext`.
 
     A forward holds the new tokens of any of the rows one after the other, without padding. A row's
     n new tokens are written to its slots [L, L+n). Nothing is removed: `commit` moves the accepted
@@ -93,13 +95,14 @@ class TreeCache:
         # move in one gather.
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._mover: SlotMover | None = None  # of the present buffers
+        self._addresses: Addresses | None = None  # of the present buffers
+        # The announced forward: its parts, and what attention derives from them on first use.
         self._open: list[tuple[int, TreeLayout]] = []
         self._slots: Tensor | None = None
         self._plan: PackedPlan | None = None
         self._plan_device: torch.device | None = None
         self._cpu_plan: CpuPlan | None = None
-        self._planned = False
-        self._addresses: Addresses | None = None
+        self._planned = False  # whether `_cpu_plan` was made
 
     @property
     def opened(self) -> list[tuple[int, TreeLayout]]:
@@ -108,7 +111,7 @@ class TreeCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(buffer.nbytes for pair in self._layers.values() for buffer in pair)
+        return sum(keys.nbytes + values.nbytes for keys, values in self._layers.values())
 
     def __str__(self) -> str:
         rows = "1 row"
@@ -119,8 +122,10 @@ class TreeCache:
         )
 
     def allocate(self, layers: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-        """Makes the buffers before the first forward, all zero, from empty keys and values [1,
-        kv_heads, 0, e] of each layer.
+        """Makes the buffers before the first forward, all zero.
+
+        Args:
+            layers: empty keys and values [1, kv_heads, 0, e] of each layer.
         """
         for layer, (key, value) in layers.items():
             self._layers[layer] = (self._allocate(key).zero_(), self._allocate(value).zero_())
@@ -128,20 +133,18 @@ class TreeCache:
     @property
     def layers(self) -> dict[int, tuple[Tensor, Tensor]]:
         """Empty keys and values of each layer, as `allocate` takes them."""
-        return {
-            layer: (keys[None, :, :0], values[None, :, :0])
-            for layer, (keys, values) in self._layers.items()
-        }
+        empty: dict[int, tuple[Tensor, Tensor]] = {}
+        for layer, (keys, values) in self._layers.items():
+            empty[layer] = (keys[None, :, :0], values[None, :, :0])
+        return empty
 
     def view(self, row: int) -> TreeCache:
-        """A cache of one row that is a row of this one."""
+        """A cache of one row that shares the buffers of a row of this one."""
         made = TreeCache(self.capacity)
         begin = row * self.capacity
+        end = begin + self.capacity
         for layer, (keys, values) in self._layers.items():
-            made._layers[layer] = (
-                keys[:, begin : begin + self.capacity],
-                values[:, begin : begin + self.capacity],
-            )
+            made._layers[layer] = (keys[:, begin:end], values[:, begin:end])
         return made
 
     def clear(self, row: int) -> None:
@@ -155,29 +158,28 @@ class TreeCache:
         held = self.capacity
         self.capacity = capacity
         self._addresses = None
-        for layer, pair in self._layers.items():
-            grown = [self._allocate(buffer[None]) for buffer in pair]
-            for old, new in zip(pair, grown, strict=True):
-                new.unflatten(1, (self.rows, capacity))[:, :, :held] = old.unflatten(
-                    1, (self.rows, held)
-                )
-            self._layers[layer] = (grown[0], grown[1])
+        for layer, (keys, values) in self._layers.items():
+            self._layers[layer] = (self._grown(keys, held), self._grown(values, held))
+
+    def _grown(self, old: Tensor, held: int) -> Tensor:
+        """A buffer of the present capacity with the contents of one of `held` positions per row."""
+        new = self._allocate(old[None])
+        by_row = new.unflatten(1, (self.rows, self.capacity))  # [kv_heads, rows, capacity, e]
+        by_row[:, :, :held] = old.unflatten(1, (self.rows, held))
+        return new
 
     def copy(self, source: int, row: int, count: int) -> None:
-        """Fills a row with the first `count` committed positions of another row: a prefix that both
-        share.
-        """
-        if not (
-            0 <= source < self.rows and 0 <= row < self.rows and 0 <= count <= self.lengths[source]
-        ):
+        """Copies the first `count` committed positions of a row to another: a prefix of both."""
+        exist = 0 <= source < self.rows and 0 <= row < self.rows
+        if not exist or not 0 <= count <= self.lengths[source]:
             raise ValueError(
                 f"source={source}, row={row}, count={count}: not among {self.rows} rows, or not committed"
             )
         begin = source * self.capacity
-        end = row * self.capacity
+        goal = row * self.capacity
         for pair in self._layers.values():
             for buffer in pair:
-                buffer[:, end : end + count] = buffer[:, begin : begin + count]
+                buffer[:, goal : goal + count] = buffer[:, begin : begin + count]
         self.lengths[row] = count
 
     def open(self, new: Sequence[tuple[int, Sequence[int] | int | TreeLayout]]) -> list[TreeLayout]:
@@ -204,11 +206,10 @@ class TreeCache:
             length = self.lengths[row]
             if isinstance(shape, TreeLayout):
                 layout = shape
+            elif isinstance(shape, int):
+                layout = TreeLayout(length, count=shape)
             else:
-                if isinstance(shape, int):
-                    layout = TreeLayout(length, count=shape)
-                else:
-                    layout = TreeLayout(length, shape)
+                layout = TreeLayout(length, shape)
             if layout.prefix_len + layout.held + layout.count > self.capacity:
                 raise UserError(
                     f"the key/value cache holds {self.capacity} positions, but {layout.prefix_len} + "
@@ -220,15 +221,17 @@ class TreeCache:
     def positions(self, device: torch.device | str = "cpu") -> Tensor:
         """[1, N] int64 position ids of the announced forward."""
         parts = [layout.positions() for _, layout in self._open]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).to(device)
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return joined.to(device)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]
     ) -> Tensor:
         """Stores the new keys and values of a layer and attends; see `AttentionContext.attend`.
-        Packed, so b = 1.
+
+        All tensors are packed: [1, heads, N, e].
         """
-        fresh = (query, key, value)
+        fresh = (query, key, value)  # in their own dtype
         if not query.dtype == key.dtype == value.dtype or not query.is_floating_point():
             raise TypeError(
                 f"query {query.dtype}, key {key.dtype} and value {value.dtype} must share a float dtype"
@@ -240,29 +243,29 @@ class TreeCache:
         if layer not in self._layers:
             self._layers[layer] = (self._allocate(key), self._allocate(value))
         keys, values = self._layers[layer]
+
+        # The CPU kernel stores and attends in one call.
         if query.device.type == "cpu":
             plan = self.cpu_plan()
-        else:
-            plan = None
-        if plan is not None and plan.serves(query, keys, values):
-            return plan.attend(query, keys, values, new=(key, value), **form).to(fresh[0].dtype)
+            if plan is not None and plan.serves(query, keys, values):
+                out = plan.attend(query, keys, values, new=(key, value), **form)
+                return out.to(fresh[0].dtype)
+
         if len(self._open) == 1:
             row, layout = self._open[0]
             begin = row * self.capacity + layout.prefix_len + layout.held
-            keys[:, begin : begin + layout.count] = key[0]
-            values[:, begin : begin + layout.count] = value[0]
+            end = begin + layout.count
+            keys[:, begin:end] = key[0]
+            values[:, begin:end] = value[0]
         else:
             self.store(layer, self._new_slots(key.device), key, value)
         return self._attend_rows(layer, fresh, form).transpose(1, 2)
 
     def cpu_plan(self) -> CpuPlan | None:
-        """The CPU kernel's plan of the announced forward; None where the kernel does not support
-        it.
-        """
+        """The CPU kernel's plan of the announced forward; None if the kernel does not serve it."""
         if not self._planned:
-            self._cpu_plan = CpuPlan.build(
-                [(row * self.capacity, layout) for row, layout in self._open]
-            )
+            parts = [(row * self.capacity, layout) for row, layout in self._open]
+            self._cpu_plan = CpuPlan.build(parts)
             self._planned = True
         return self._cpu_plan
 
@@ -277,33 +280,42 @@ class TreeCache:
             ValueError, TypeError: a buffer has another form.
         """
         if self._addresses is None or self._addresses.shapes != shapes:
+            slots = self.rows * self.capacity
+            table = np.empty((len(shapes), 4), dtype=np.int64)
+            pairs: list[tuple[Tensor, Tensor]] = []
             for layer, (heads, width) in enumerate(shapes):
                 if layer not in self._layers:
                     like = torch.empty((1, heads, 0, width), dtype=torch.float32)
                     self._layers[layer] = (self._allocate(like), self._allocate(like))
-            pairs = [self._layers[layer] for layer in range(len(shapes))]
-            slots = self.rows * self.capacity
-            for (heads, width), pair in zip(shapes, pairs, strict=True):
-                for buffer in pair:
-                    check("keys and values", buffer, (heads, slots, width))
-            rows = [(k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0)) for k, v in pairs]
-            table = np.array(rows, dtype=np.int64)
+                keys, values = self._layers[layer]
+                check("keys and values", keys, (heads, slots, width))
+                check("keys and values", values, (heads, slots, width))
+                table[layer] = (
+                    keys.data_ptr(),
+                    values.data_ptr(),
+                    keys.stride(0),
+                    values.stride(0),
+                )
+                pairs.append((keys, values))
             self._addresses = Addresses(table, table.ctypes.data, slots, list(shapes), pairs)
         return self._addresses
 
     def store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Writes a layer's keys and values [1, kv_heads, N, e] to slots [N] int64 of the common
-        axis, row * capacity + slot.
+        """Writes keys and values of a layer.
+
+        Args:
+            slots: [N] int64 on the common axis, row * capacity + slot.
+            key, value: [1, kv_heads, N, e].
         """
-        for buffer, new in zip(self._layers[layer], (key, value), strict=True):
-            buffer.index_copy_(1, slots, new[0])
+        keys, values = self._layers[layer]
+        keys.index_copy_(1, slots, key[0])
+        values.index_copy_(1, slots, value[0])
 
     def by_row(self, layer: int) -> tuple[Tensor, Tensor]:
         """Views [rows, kv_heads, capacity, e] of a layer's keys and values."""
-        keys, values = (
-            b.unflatten(1, (self.rows, self.capacity)).transpose(0, 1) for b in self._layers[layer]
-        )
-        return keys, values
+        keys, values = self._layers[layer]
+        sizes = (self.rows, self.capacity)
+        return keys.unflatten(1, sizes).transpose(0, 1), values.unflatten(1, sizes).transpose(0, 1)
 
     def _attend_rows(
         self,
@@ -317,27 +329,28 @@ class TreeCache:
             new: queries [1, heads, N, e], keys and values [1, kv_heads, N, e] of the new tokens,
                 which are stored already.
         """
-        query = new[0]
-        dtype = new[0].dtype
+        query, new_keys, new_values = new
+        dtype = query.dtype
         keys, values = self._layers[layer]
         few = all(layout.count <= _KERNEL_TOKENS and not layout.held for _, layout in self._open)
         if _on_gpu(query) and few:
-            if (
-                self._plan is None or self._plan_device != query.device
-            ):  # a spread target has layers on several devices
+            # A spread target has layers on several devices.
+            if self._plan is None or self._plan_device != query.device:
                 rows = [row for row, _ in self._open]
+                layouts = [layout for _, layout in self._open]
                 self._plan_device = query.device
-                self._plan = PackedPlan.build(
-                    [layout for _, layout in self._open],
-                    rows,
-                    query.device,
-                )
+                self._plan = PackedPlan.build(layouts, rows, query.device)
             keys, values = self.by_row(layer)
             return packed_tree_attention(query, keys, values, self._plan, **form)
+
         outs = []
-        sizes = [layout.count for _, layout in self._open]
-        parts = zip(*(tensor.split(sizes, dim=2) for tensor in new), strict=True)
-        for (queries, key, value), (row, layout) in zip(parts, self._open, strict=True):
+        begin = 0  # of the row's tokens among the packed ones
+        for row, layout in self._open:
+            own = slice(begin, begin + layout.count)
+            begin += layout.count
+            queries = query[:, :, own]
+            key = new_keys[:, :, own]
+            value = new_values[:, :, own]
             # Without a prefix the new tokens see only each other: no copy, no other dtype.
             if layout.prefix_len + layout.held > 0:
                 first = row * self.capacity
@@ -353,16 +366,15 @@ class TreeCache:
     def _new_slots(self, device: torch.device) -> Tensor:
         """[N] int64 slots of the announced tokens on the common axis; the same for all layers."""
         if self._slots is None:
-            starts = [
-                (row * self.capacity + layout.prefix_len + layout.held, layout.count)
-                for row, layout in self._open
-            ]
-            self._slots = torch.cat(
-                [torch.arange(start, start + count) for start, count in starts]
-            ).to(device)
+            parts: list[Tensor] = []
+            for row, layout in self._open:
+                start = row * self.capacity + layout.prefix_len + layout.held
+                parts.append(torch.arange(start, start + layout.count))
+            self._slots = torch.cat(parts).to(device)
         return self._slots.to(device)
 
     def _allocate(self, like: Tensor) -> Tensor:
+        """An uninitialized buffer [kv_heads, rows * capacity, e] for keys like [1, kv_heads, n, e]."""
         _, heads, _, width = like.shape
         self._mover = None
         return torch.empty(
@@ -372,8 +384,10 @@ class TreeCache:
         )
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
-        """Keeps, per part of the last forward, the given tokens behind L, in path order (ascending
-        indices).
+        """Keeps the given tokens of each part of the last forward behind L, in path order.
+
+        Args:
+            kept: per part the tokens' indices, ascending.
         """
         moves: list[tuple[int, list[int]]] = []
         for (row, layout), indices in zip(self._open, kept, strict=True):
@@ -382,13 +396,16 @@ class TreeCache:
                     f"kept={list(indices)} must be among the {layout.held + layout.count} tokens of row {row}"
                 )
             begin = row * self.capacity + layout.prefix_len
-            moved = next((i for i, index in enumerate(indices) if i != index), len(indices))
+            # The first tokens may be in place already.
+            moved = 0
+            while moved < len(indices) and indices[moved] == moved:
+                moved += 1
             if moved < len(indices):
                 moves.append((begin + moved, [begin + index for index in indices[moved:]]))
             self.lengths[row] += len(indices)
         if moves:
             if self._mover is None:
-                self._mover = SlotMover(buffer for pair in self._layers.values() for buffer in pair)
+                self._mover = SlotMover(chain.from_iterable(self._layers.values()))
             self._mover.move(moves)
 
 
@@ -404,7 +421,7 @@ class SlotMover:
     """
 
     def __init__(self, buffers: Iterable[Tensor]):
-        alike = defaultdict(list)
+        alike: dict[object, list[Tensor]] = defaultdict(list)  # those that one launch can move
         for buffer in buffers:
             if buffer.dim() != 3 or (buffer.stride(2) != 1 and buffer.shape[2] > 1):
                 raise ValueError(
@@ -412,25 +429,27 @@ class SlotMover:
                     "[kv_heads, slots, e] with e contiguous"
                 )
             alike[buffer.device, buffer.shape, buffer.stride(), buffer.dtype].append(buffer)
-        self.slots = min((shape[1] for _, shape, *_ in alike), default=0)
-        addresses = lambda group: np.array([buffer.data_ptr() for buffer in group], dtype=np.int64)  # noqa: E731
-        self._groups = [(group, addresses(group)) for group in alike.values()]
+        self.slots = min((group[0].shape[1] for group in alike.values()), default=0)
+        self._groups: list[tuple[list[Tensor], np.ndarray]] = []  # buffers, their addresses
+        for group in alike.values():
+            addresses = np.array([buffer.data_ptr() for buffer in group], dtype=np.int64)
+            self._groups.append((group, addresses))
 
     def move(self, moves: Moves) -> None:
         """Copies paths.
 
         Args:
             moves: (first goal, sources) per path; the sources go to the slots from the first goal
-                on. Sources ascend and no source is below its goal; paths do not touch each other's
-                slots.
+                on. Sources ascend and no source is below its goal; paths have no slots in common.
         """
         moves = [(first, sources) for first, sources in moves if len(sources)]
         if not moves or not self._groups:
             return
-        touched: set[int] = set()
+        touched: set[int] = set()  # slots of earlier paths
         for first, sources in moves:
-            own = {*range(first, first + len(sources)), *sources}
-            rising = all(a < b for a, b in pairwise((first - 1, *sources)))
+            own = set(range(first, first + len(sources)))
+            own.update(sources)
+            rising = sources[0] >= first and all(a < b for a, b in pairwise(sources))
             if first < 0 or sources[-1] >= self.slots or not rising or own & touched:
                 raise ValueError(
                     f"move of {list(sources)} to {first}: sources must ascend, lie at or above their goals and below the "
@@ -461,17 +480,17 @@ def _copy(like: Tensor, addresses: np.ndarray, moves: Moves) -> None:
     # In the order of the pairs no slot is overwritten before it is read: sources ascend, goals lie
     # below.
     pairs = _pairs(moves)
+    numbers = array("q", chain.from_iterable(pairs))
     size = like.element_size()
-    numbers = (ctypes.c_int64 * (2 * len(pairs)))(*chain.from_iterable(pairs))
     heads, _, width = like.shape
-    sizes = (heads, like.stride(0) * size, like.stride(1) * size, width * size)
-    kernels = cpu_kernels()
-    assert kernels is not None
-    kernels.move_slots(
+    built_kernels().move_slots(
         addresses.ctypes.data,
         len(addresses),
-        *sizes,
-        ctypes.addressof(numbers),
+        heads,
+        like.stride(0) * size,
+        like.stride(1) * size,
+        width * size,
+        address_of(numbers),
         len(pairs),
     )
 
@@ -482,12 +501,14 @@ def _launch(like: Tensor, addresses: np.ndarray, moves: Moves) -> None:
     count = len(addresses)
     longest = max(len(sources) for _, sources in moves)
     heads, _, width = like.shape
-    path = 1 << (longest - 1).bit_length()
+    path = 1 << (longest - 1).bit_length()  # padded to a power of two
+    # One upload: the addresses, then a row per path of its first goal and its sources.
     numbers = np.full(count + len(moves) * (path + 1), -1, dtype=np.int64)
     numbers[:count] = addresses
     table = numbers[count:].reshape(len(moves), path + 1)
     for row, (first, sources) in zip(table, moves, strict=True):
-        row[0], row[1 : len(sources) + 1] = first, sources
+        row[0] = first
+        row[1 : len(sources) + 1] = sources
     # Pageable memory is staged before the call returns.
     uploaded = torch.from_numpy(numbers).to(like.device, non_blocking=True)
     run_kernel(

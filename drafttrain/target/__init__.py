@@ -16,4 +16,6 @@ def __getattr__(name: str) -> object:
     import drafttrain.target.shell as shell
     import drafttrain.target.target as module
 
-    return getattr(shell if name in ("TargetShell", "load_shell") else module, name)
+    if name in ("TargetShell", "load_shell"):
+        return getattr(shell, name)
+    return getattr(module, name)

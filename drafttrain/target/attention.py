@@ -40,35 +40,34 @@ from drafttrain.errors import UserError
 from drafttrain.ops.tree_attention import AttentionForm, TreeLayout, tree_attention
 
 ATTENTION = "drafttrain"  # our name among transformers' attention functions
-# the same for a forward without layers: transformers makes no masks, which would read values
+# The same for a forward without layers: transformers makes no masks, which would read values.
 MASKLESS = "drafttrain_maskless"
-LAST = -1  # the feature layer that is the state behind the last norm, which the head reads
+LAST = -1  # the feature layer behind the last norm, which the head reads
 
 
 class AttentionContext(Protocol):
-    """A decoder's cache and mask: receives each layer's new keys and values and returns its
-    attention output.
-    """
+    """A decoder's cache and mask: takes each layer's new keys and values, returns its attention."""
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]
     ) -> Tensor:
-        """Stores key and value [b, kv_heads, n, head_dim], attends with query [b, heads, n,
-        head_dim].
+        """Stores the new keys and values of a layer and attends. RoPE is already applied.
 
-        Returns [b, n, heads, head_dim]. RoPE is already applied.
+        Args:
+            query: [b, heads, n, head_dim]. key, value: [b, kv_heads, n, head_dim].
+
+        Returns:
+            [b, n, heads, head_dim].
         """
         ...
 
 
 class _Active(threading.local):
-    """What the running forward of this thread leaves for `_attention`, `_mask` and the feature
-    hooks.
-    """
+    """The running forward of this thread, for `_attention`, `_mask` and the feature hooks."""
 
     context: AttentionContext | None = None
-    caught: dict[int, Tensor] | None = None
-    documents: Tensor | None = None
+    caught: dict[int, Tensor] | None = None  # features by layer
+    documents: Tensor | None = None  # see `apart`
 
 
 _active = _Active()
@@ -78,24 +77,27 @@ _active = _Active()
 def attention_context(
     context: AttentionContext | None, caught: dict[int, Tensor] | None = None
 ) -> Iterator[None]:
-    """While active, every target forward in this thread attends through `context`; `caught`
-    receives the hooked features.
+    """While active, every target forward in this thread attends through `context`.
+
+    `caught` receives the hooked features.
     """
-    previous = _active.context, _active.caught
-    _active.context, _active.caught = context, caught
+    outer_context = _active.context
+    outer_caught = _active.caught
+    _active.context = context
+    _active.caught = caught
     try:
         yield
     finally:
-        _active.context, _active.caught = previous
+        _active.context = outer_context
+        _active.caught = outer_caught
 
 
 @contextlib.contextmanager
 def apart(documents: Tensor) -> Iterator[None]:
-    """While active, forwards without a context make masks that keep the conversations of a row
-    apart.
+    """While active, forwards without a context mask the conversations of a row from each other.
 
-    Layers receive these masks as arguments, so gradient checkpointing has them when it computes a
-    layer again.
+    Layers receive these masks as arguments, so gradient checkpointing has them when it recomputes a
+    layer.
 
     Args:
         documents: [b, s], tokens of one conversation have one number in their row.
@@ -108,9 +110,7 @@ def apart(documents: Tensor) -> Iterator[None]:
 
 
 class CausalRows:
-    """The context of a plain forward: causal attention over each row, in any form of it that a
-    family uses.
-    """
+    """The context of a plain forward: causal attention over each row, in a family's own form."""
 
     def __init__(self, length: int):
         self.layout = TreeLayout(0, count=length)
@@ -122,15 +122,11 @@ class CausalRows:
 
 
 class DocumentAttention:
-    """An attention context for one row of several documents: each attends causally, and only to
-    itself.
-    """
+    """The context of one row of several documents: each attends causally, and only to itself."""
 
     def __init__(self, lengths: list[int]):
         self.lengths = lengths
-        self.layouts: dict[
-            int, TreeLayout
-        ] = {}  # by length; they keep the masks of windowed layers
+        self.layouts: dict[int, TreeLayout] = {}  # by length; they keep windowed layers' masks
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]
@@ -139,35 +135,32 @@ class DocumentAttention:
         plain = form["softcap"] is None and form["sinks"] is None
         window = form["window"]
         outs = []
-        for q, k, v in zip(
-            *(x.split(self.lengths, dim=2) for x in (query, key, value)),
-            strict=True,
-        ):
-            length = q.shape[2]
+        queries = query.split(self.lengths, dim=2)
+        keys = key.split(self.lengths, dim=2)
+        values = value.split(self.lengths, dim=2)
+        for q, k, v, length in zip(queries, keys, values, self.lengths, strict=True):
             if plain and (window is None or window >= length):
-                scale = form["scaling"]
-                outs.append(
-                    F.scaled_dot_product_attention(
-                        q,
-                        k,
-                        v,
-                        is_causal=True,
-                        scale=scale,
-                        enable_gqa=True,
-                    )
+                out = F.scaled_dot_product_attention(
+                    q,
+                    k,
+                    v,
+                    is_causal=True,
+                    scale=form["scaling"],
+                    enable_gqa=True,
                 )
             else:
                 layout = self.layouts.setdefault(length, TreeLayout(0, count=length))
-                outs.append(tree_attention(q, k, v, layout, **form))
+                out = tree_attention(q, k, v, layout, **form)
+            outs.append(out)
         return torch.cat(outs, dim=2).transpose(1, 2)  # [1, n, heads, e]
 
 
 class InterleavedRows(CausalRows):
-    """Attends as if two rows were interleaved in one (a0 b0 a1 b1 ...), and records which attention
-    a model uses.
+    """Attends as if two rows were interleaved in one (a0 b0 a1 b1 ...), and records the calls.
 
     Attributes:
-        forms: (layer, form) of each call. masked: windows of the masks that the model asked for.
+        forms: (layer, form) of each call.
+        masked: windows of the masks that the model asked for.
     """
 
     def __init__(self, length: int):
@@ -179,17 +172,15 @@ class InterleavedRows(CausalRows):
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]
     ) -> Tensor:
         self.forms.append((layer, form))
-        query, key, value = (
-            torch.cat((x[:, :, 0::2], x[:, :, 1::2])) for x in (query, key, value)
-        )  # [2, heads, n, e]
+        query = torch.cat((query[:, :, 0::2], query[:, :, 1::2]))  # [2, heads, n, e]
+        key = torch.cat((key[:, :, 0::2], key[:, :, 1::2]))  # [2, kv_heads, n, e]
+        value = torch.cat((value[:, :, 0::2], value[:, :, 1::2]))
         out = super().attend(layer, query, key, value, **form)  # [2, n, heads, e]
         return torch.stack((out[:1], out[1:]), dim=2).flatten(1, 2)  # [1, 2n, heads, e]
 
 
 def _attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
-    """The attention function that transformers calls in every layer; its arguments are
-    transformers'.
-    """
+    """The attention function that transformers calls in every layer, with transformers' arguments."""
     context = _active.context
     softcap = kwargs.get("softcap")
     sinks = kwargs.get("s_aux")
@@ -203,15 +194,15 @@ def _attention(module, query, key, value, attention_mask, dropout=0.0, scaling=N
         window = kwargs.get("sliding_window")
         form = AttentionForm(scaling=scaling, window=window, softcap=softcap, sinks=sinks)
         out = context.attend(getattr(module, "layer_idx", -1), query, key, value, **form)
-        return (
-            out.contiguous(),
-            None,
-        )  # as transformers' own functions return it; some families take views of it
+        # Contiguous, as transformers' own functions return it: some families take views of it.
+        return out.contiguous(), None
+
     # Without a context (transformers' own generate, for example) the model computes what it did
     # before it was wrapped.
     options = {"dropout": dropout, "scaling": scaling, **kwargs}
     if softcap is None and sinks is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    # Eager attention, with the mask as a bias.
     n = query.shape[2]
     seen = key.shape[2]
     if attention_mask is None:  # `sdpa_mask` leaves out plain causal ones
@@ -223,8 +214,9 @@ def _attention(module, query, key, value, attention_mask, dropout=0.0, scaling=N
 
 
 def _mask(*args, **kwargs):
-    """The mask function that transformers calls once per forward and kind of mask; a context needs
-    none.
+    """The mask function that transformers calls once per forward and kind of mask.
+
+    A context needs no mask.
     """
     context = _active.context
     documents = _active.documents
@@ -256,27 +248,23 @@ _hooking = threading.Lock()
 
 
 def catch_input(layer: int, _module, args, kwargs):
+    """A forward pre-hook: catches the module's input."""
     if _active.caught is not None:
-        if args:
-            _active.caught[layer] = args[0]
-        else:
-            _active.caught[layer] = kwargs["hidden_states"]
+        _active.caught[layer] = args[0] if args else kwargs["hidden_states"]
 
 
 def catch_output(layer: int, _module, _args, _kwargs, output):
+    """A forward hook: catches the module's output."""
     if _active.caught is not None:
-        if isinstance(output, (tuple, list)):
-            _active.caught[layer] = output[0]
-        else:
-            _active.caught[layer] = output
+        first = output[0] if isinstance(output, (tuple, list)) else output
+        _active.caught[layer] = first
 
 
 def hook_features(module: nn.Module, layer: int, output: bool = False) -> None:
-    """Has a module's input (or output) caught as the feature of a layer; a module keeps one hook of
-    each sort.
+    """Has a module's input (or output) caught as the feature of a layer.
 
-    Another Target of the same model, or the original of a copied model, may have registered it
-    already.
+    A module keeps one hook of each kind. Another Target of the same model, or the original of a
+    copied model, may have registered it already.
     """
     catch: Callable
     if output:

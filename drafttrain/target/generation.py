@@ -1,5 +1,4 @@
-"""The target's generation_config: its keys that decoding applies as logits processors, and those
-that it does not.
+"""The target's generation_config: the keys that decoding applies as logits processors, and others.
 
 transformers builds the processors (`GenerationMixin._get_logits_processor`), so a key means here
 what it means in its `generate` for a single prompt without padding. Temperature, top-k, top-p and
@@ -31,24 +30,22 @@ _FIX = f"correct the target's {GENERATION_CONFIG_NAME}, or remove the key"
 
 
 def _bias(pair: list) -> list:
-    if len(pair) == 2:
-        ids, bias = pair
-    else:
-        ids = None
-        bias = None
-    if (
-        not isinstance(ids, list)
-        or not ids
-        or any(type(token) is not int or token < 0 for token in ids)
-    ):
+    """Checks an entry of sequence_bias."""
+    ids, bias = pair if len(pair) == 2 else (None, None)
+    if not isinstance(ids, list) or not ids:
         raise ValueError("must be [[token ids], bias]")
+    for token in ids:
+        if type(token) is not int or token < 0:
+            raise ValueError("must be [[token ids], bias]")
     if not isinstance(bias, (int, float)) or not bias < float("inf"):
         raise ValueError("the bias must be a number, or -inf")
     return pair
 
 
 def _decay(pair: list) -> list:
-    if len(pair) != 2 or type(pair[0]) is not int or pair[0] < 0 or not 0 <= pair[1] <= 10:
+    """Checks exponential_decay_length_penalty."""
+    start, factor = pair if len(pair) == 2 else (None, None)
+    if type(start) is not int or factor is None or start < 0 or not 0 <= factor <= 10:
         raise ValueError("must be [tokens before it begins, factor from 0 to 10]")
     return pair
 
@@ -81,35 +78,46 @@ class _File(AppliedKeys, total=False):
     eos_token_id: int | list[int] | None
 
 
-_OFF = {"repetition_penalty": 1, "encoder_repetition_penalty": 1} | dict.fromkeys(
-    (
-        "no_repeat_ngram_size",
-        "encoder_no_repeat_ngram_size",
-        "min_length",
-        "min_new_tokens",
-        "remove_invalid_values",
-    ),
-    0,
-)
+# Values that turn a key off; None always does.
+_OFF = {
+    "repetition_penalty": 1,
+    "encoder_repetition_penalty": 1,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "remove_invalid_values": 0,
+}
+# Keys whose values are token ids.
 _TOKENS = (
     "bad_words_ids",
     "sequence_bias",
     "forced_bos_token_id",
     "forced_eos_token_id",
     "suppress_tokens",
+    "begin_suppress_tokens",
 )
+# Keys that the caller's `SamplingParams` replace, and those that the caller's limits replace.
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _LIMITS = ("max_length", "max_new_tokens", "max_time", "stop_strings")
 # Keys without a counterpart here, with the value that means off (None always does).
-UNSUPPORTED: Json = dict.fromkeys(
-    ("top_h", "watermarking_config", "penalty_alpha", "constraints", "force_words_ids")
-)
-UNSUPPORTED |= dict.fromkeys(
-    ("num_beams", "num_return_sequences", "num_beam_groups", "typical_p", "guidance_scale"), 1
-)
-UNSUPPORTED |= dict.fromkeys(
-    ("epsilon_cutoff", "eta_cutoff", "diversity_penalty", "token_healing", "dola_layers"), 0
-)
+UNSUPPORTED: Json = {
+    "top_h": None,
+    "watermarking_config": None,
+    "penalty_alpha": None,
+    "constraints": None,
+    "force_words_ids": None,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "num_beam_groups": 1,
+    "typical_p": 1,
+    "guidance_scale": 1,
+    "epsilon_cutoff": 0,
+    "eta_cutoff": 0,
+    "diversity_penalty": 0,
+    "token_healing": 0,
+    "dola_layers": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -124,46 +132,45 @@ class LogitsRules:
 
     @classmethod
     def of(cls, config: object, vocab_size: int, target: str) -> LogitsRules:
-        """The rules of a loaded model. Raises UserError: a value of the wrong type, or a token id
-        outside the vocabulary.
+        """The rules of a loaded model's generation_config.
+
+        Raises:
+            UserError: a value of the wrong type, or a token id outside the vocabulary.
         """
         values = {key: getattr(config, key, None) for key in AppliedKeys.__annotations__}
-        if isinstance(
-            values["sequence_bias"], dict
-        ):  # transformers' form in Python: {(1, 2): -5.0}
-            values["sequence_bias"] = [
-                [list(ids), bias] for ids, bias in values["sequence_bias"].items()
-            ]
-        if isinstance(values["exponential_decay_length_penalty"], tuple):
-            values["exponential_decay_length_penalty"] = list(
-                values["exponential_decay_length_penalty"]
-            )
+        biases = values["sequence_bias"]
+        if isinstance(biases, dict):  # transformers' form in Python: {(1, 2): -5.0}
+            values["sequence_bias"] = [[list(ids), bias] for ids, bias in biases.items()]
+        decay = values["exponential_decay_length_penalty"]
+        if isinstance(decay, tuple):
+            values["exponential_decay_length_penalty"] = list(decay)
         try:
             TypeAdapter(AppliedKeys).validate_python(values, strict=True)
         except ValidationError as error:
             raise UserError(
                 f"target={target!r}: generation_config has {violation(error)}; {_FIX}"
             ) from error
-        if (
-            values["min_new_tokens"] is not None
-        ):  # takes precedence in transformers, also if it is 0
+        # In transformers min_new_tokens takes precedence, also if it is 0.
+        if values["min_new_tokens"] is not None:
             values["min_length"] = None
-        settings = {
-            key: value for key, value in values.items() if value not in (None, [], _OFF.get(key))
-        }
-        for key in (*_TOKENS, "begin_suppress_tokens"):
-            beyond = [token for token in _ids(key, settings.get(key)) if token >= vocab_size]
-            if beyond:
-                rule = f"outside the vocabulary of {vocab_size} tokens"
-                raise UserError(
-                    f"target={target!r}: generation_config has {key} with token id {beyond[0]}, {rule}; {_FIX}"
-                )
-        for key in {"repetition_penalty", "encoder_repetition_penalty"} & settings.keys():
-            settings[key] = float(settings[key])  # transformers refuses a penalty of 2
+        settings: Json = {}
+        for key, value in values.items():
+            if value not in (None, [], _OFF.get(key)):
+                settings[key] = value
+        for key in _TOKENS:
+            for token in _ids(key, settings.get(key)):
+                if token >= vocab_size:
+                    rule = f"outside the vocabulary of {vocab_size} tokens"
+                    raise UserError(
+                        f"target={target!r}: generation_config has {key} with token id {token}, {rule}; {_FIX}"
+                    )
+        # transformers refuses integers here.
+        for key in ("repetition_penalty", "encoder_repetition_penalty"):
+            if key in settings:
+                settings[key] = float(settings[key])
         if "sequence_bias" in settings:
-            settings["sequence_bias"] = [
-                [ids, float(bias)] for ids, bias in settings["sequence_bias"]
-            ]
+            biases = settings["sequence_bias"]
+            settings["sequence_bias"] = [[ids, float(bias)] for ids, bias in biases]
         return cls(settings)
 
     def __bool__(self) -> bool:
@@ -182,22 +189,32 @@ class LogitsRules:
         return not self.settings.keys() <= alone or max(longest, default=1) > 1
 
     def under(self, sampling: SamplingParams) -> LogitsRules:
-        """The rules for a call: its own repetition penalty, where it gives one, replaces the
-        target's.
-        """
+        """The rules for a call: its own repetition penalty, if it has one, replaces the target's."""
         if sampling.repetition_penalty is None:
             return self
-        others = {key: value for key, value in self.settings.items() if key != "repetition_penalty"}
+        settings = self._without_penalty()
         own = float(sampling.repetition_penalty)
-        return LogitsRules(others | ({} if own == 1 else {"repetition_penalty": own}))
+        if own != 1:
+            settings["repetition_penalty"] = own
+        return LogitsRules(settings)
 
     def recorded(self, sampling: SamplingParams) -> Json:
-        """What results and data sets record of a call: sampling parameters, penalty, and the other
-        keys if there are any.
+        """The record of a call in results and data sets.
+
+        It has sampling parameters, penalty, and the other keys if there are any.
         """
-        others = {key: value for key, value in self.settings.items() if key != "repetition_penalty"}
-        penalty = {"repetition_penalty": self.under(sampling).repetition_penalty}
-        return asdict(sampling) | penalty | ({"generation_config": others} if others else {})
+        record: Json = asdict(sampling)
+        record["repetition_penalty"] = self.under(sampling).repetition_penalty
+        others = self._without_penalty()
+        if others:
+            record["generation_config"] = others
+        return record
+
+    def _without_penalty(self) -> Json:
+        """A copy of the settings without the repetition penalty."""
+        settings = dict(self.settings)
+        settings.pop("repetition_penalty", None)
+        return settings
 
     def processors(
         self,
@@ -209,28 +226,24 @@ class LogitsRules:
         """transformers' processors for one sequence.
 
         Args:
-            model: the target's. prompt: [L] int64, all tokens before the answer. limit: most tokens
-                of the answer.
-            eos_ids: tokens that end it; a rule that bans or raises the end means them.
+            model: the target's.
+            prompt: [L] int64, all tokens before the answer.
+            limit: most tokens of the answer.
+            eos_ids: tokens that end it; rules that ban or raise the end apply to them.
 
         Raises:
             UserError: rules that contradict each other.
         """
-        settings = {
-            key: value
-            for key, value in self.settings.items()
-            if key != "exponential_decay_length_penalty" or eos_ids
-        }
+        settings = copy.deepcopy(dict(self.settings))
+        ends = None
+        if eos_ids:
+            ends = torch.tensor(sorted(eos_ids), device=prompt.device)
+        else:  # the penalty raises the end, which there is none of
+            settings.pop("exponential_decay_length_penalty", None)
         try:
-            config = GenerationConfig(
-                **copy.deepcopy(settings),
-                do_sample=False,
-                max_length=len(prompt) + limit,
-            )
-            if eos_ids:
-                config._eos_token_tensor = torch.tensor(sorted(eos_ids), device=prompt.device)
-            else:
-                config._eos_token_tensor = None
+            longest = len(prompt) + limit
+            config = GenerationConfig(**settings, do_sample=False, max_length=longest)
+            config._eos_token_tensor = ends
             return model._get_logits_processor(
                 config,
                 input_ids_seq_length=len(prompt),
@@ -244,10 +257,12 @@ class LogitsRules:
 
 
 class TargetGeneration:
-    """What a target's generation_config asks of decoding.
+    """The rules that a target's generation_config sets for decoding.
 
     Args:
-        model: the target's. vocab_size: rows of its head. name: the target's, for messages.
+        model: the target's.
+        vocab_size: rows of its head.
+        name: the target's, for messages.
 
     Raises:
         UserError: wrong values.
@@ -270,38 +285,40 @@ class TargetGeneration:
         return LogitsRules.of(self.config, self.vocab_size, self.name)
 
     def rules_for(self, sampling: SamplingParams, rules: LogitsRules | None = None) -> LogitsRules:
-        """How a call processes logits: its own rules, else the target's; a repetition penalty in
-        `sampling` replaces theirs.
+        """The rules of a call: its own, else the target's, under the call's repetition penalty.
 
-        The first call that uses the target's logs a line on what its generation_config sets and
+        The first call with the target's rules logs a line on the keys of its generation_config that
         decoding does not apply.
         """
-        if rules is None and not self._named:
-            self._named = True
-            if line := ignored_line(self.config, sampling, self.name):
-                logger.warning(line)
-        return (self.rules if rules is None else rules).under(sampling)
+        if rules is None:
+            if not self._named:
+                self._named = True
+                line = ignored_line(self.config, sampling, self.name)
+                if line:
+                    logger.warning(line)
+            rules = self.rules
+        return rules.under(sampling)
 
 
 def end_tokens(sources: Iterable[Any], vocab_size: int) -> list[int]:
-    """The eos_token_id of all sources that can occur; some models write -1 for none. Raises
-    UserError for other values.
+    """The eos_token_id of all sources that can occur; some models write -1 for none.
+
+    Raises:
+        UserError: a value that is not a token id.
     """
-    found: list[object] = []
+    ids: set[int] = set()
     for source in sources:
         eos = getattr(source, "eos_token_id", None)
-        if isinstance(eos, (list, tuple)):
-            found += eos
-        elif eos is None:
-            found += []
-        else:
-            found += [eos]
-    ids = {token for token in found if isinstance(token, int) and not isinstance(token, bool)}
-    if wrong := [token for token in found if not isinstance(token, int) or isinstance(token, bool)]:
-        raise UserError(
-            f"eos_token_id={wrong[0]!r:.80} of the target must be a token id; correct its config.json"
-        )
-    return sorted(token for token in ids if 0 <= token < vocab_size)
+        if eos is None:
+            continue
+        for token in eos if isinstance(eos, (list, tuple)) else [eos]:
+            if not isinstance(token, int) or isinstance(token, bool):
+                raise UserError(
+                    f"eos_token_id={token!r:.80} of the target must be a token id; correct its config.json"
+                )
+            if 0 <= token < vocab_size:
+                ids.add(token)
+    return sorted(ids)
 
 
 def _ids(key: str, value: Any) -> Iterator[int]:
@@ -316,20 +333,20 @@ def _ids(key: str, value: Any) -> Iterator[int]:
 def read_generation_config(path: str, target: str) -> GenerationConfig | None:
     """The checked generation_config.json of a folder or Hub id; None if it has none.
 
-    transformers reads it while it loads a model, but replaces a damaged one by defaults without a
-    word.
+    transformers reads it while it loads a model, but silently replaces a damaged one by defaults.
 
     Raises:
         UserError: not JSON, or a value that transformers or decoding refuses.
     """
-    quiet = {
-        f"_raise_exceptions_for_{cause}": False
-        for cause in ("missing_entries", "gated_repo", "connection_errors")
+    quiet: Any = {
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_gated_repo": False,
+        "_raise_exceptions_for_connection_errors": False,
     }
-    file = cached_file(path, GENERATION_CONFIG_NAME, **quiet)  # type: ignore[arg-type]
+    file = cached_file(path, GENERATION_CONFIG_NAME, **quiet)
     if file is None:
         return None
-    content: Json = {**read_json(Path(file), "target", _FIX, _File)}
+    content: Json = dict(read_json(Path(file), "target", _FIX, _File))
     try:
         return GenerationConfig.from_dict(content)
     except Exception as error:  # wrong values raise errors of many classes there
@@ -339,40 +356,59 @@ def read_generation_config(path: str, target: str) -> GenerationConfig | None:
 
 
 def ignored_line(config: GenerationConfig | None, sampling: SamplingParams, target: str) -> str:
-    """One line on the keys that a generation_config sets and decoding does not apply; empty if
-    there are none.
+    """One line on the keys that a generation_config sets and decoding does not apply.
+
+    It is empty if there are no such keys.
     """
     if config is None:
         return ""
-    values = {key: value for key, value in config.to_dict().items() if value is not None}
-    sampled: Json = {}
-    if values.get("do_sample") or not sampling.greedy:
-        sampled = {
-            key: values[key]
-            for key in SAMPLING
-            if values.get(key) not in (None, getattr(sampling, key))
-        }
-    if values.get("do_sample") and sampling.greedy:
-        sampled |= {"temperature": values.get("temperature", 1.0), "do_sample": True}
-    limits = {key: values[key] for key in _LIMITS if key in values}
-    others = {
-        key: values[key] for key, off in UNSUPPORTED.items() if values.get(key) not in (None, off)
-    }
+    values: Json = config.to_dict()
+    ignored: Json = {}
+    fixes: list[str] = []
+
+    # Sampling parameters, which matter if either side samples.
+    samples = values.get("do_sample")
+    sampled: list[str] = []
+    if samples or not sampling.greedy:
+        for key in SAMPLING:
+            if values.get(key) not in (None, getattr(sampling, key)):
+                sampled.append(key)
+                ignored[key] = values[key]
+    if samples and sampling.greedy:
+        if "temperature" not in sampled:
+            sampled.append("temperature")
+        temperature = values.get("temperature")
+        ignored["temperature"] = 1.0 if temperature is None else temperature
+        ignored["do_sample"] = True
+    if sampled:
+        fixes.append(f"to sample as it says, set {', '.join(sampled)}")
+
+    # Limits.
+    limits = [key for key in _LIMITS if values.get(key) is not None]
+    for key in limits:
+        ignored[key] = values[key]
+    if limits:
+        fixes.append("limit answers by max_new_tokens and stop")
+
+    # Keys without a counterpart, and keys that transformers does not know either.
     known = GenerationConfig().to_dict()
-    others |= {key: value for key, value in values.items() if key not in known}
-    fixes = {
-        f"to sample as it says, set {', '.join(key for key in sampled if key != 'do_sample')}": sampled,
-        "limit answers by max_new_tokens and stop": limits,
-        "the others have no counterpart"
-        if sampled or limits
-        else "they have no counterpart": others,
-    }
-    shown = [f"{key}={value!r}"[:60] for key, value in (sampled | limits | others).items()]
-    more = ""
+    others: Json = {}
+    for key, off in UNSUPPORTED.items():
+        if values.get(key) not in (None, off):
+            others[key] = values[key]
+    for key, value in values.items():
+        if value is not None and key not in known:
+            others[key] = value
+    if others:
+        fixes.append(f"{'the others' if ignored else 'they'} have no counterpart")
+    ignored |= others
+    if not ignored:
+        return ""
+
+    shown = [f"{key}={value!r}"[:60] for key, value in ignored.items()]
+    names = ", ".join(shown[:8])
     if len(shown) > 8:
-        more = f" and {len(shown) - 8} more"
-    fix = "; ".join(text for text, keys in fixes.items() if keys)
-    line = f"target {target!r}: decoding does not apply {', '.join(shown[:8])}{more} of its generation_config; {fix}"
-    if shown:
-        return " ".join(line.split())
-    return ""
+        names += f" and {len(shown) - 8} more"
+    fix = "; ".join(fixes)
+    line = f"target {target!r}: decoding does not apply {names} of its generation_config; {fix}"
+    return " ".join(line.split())

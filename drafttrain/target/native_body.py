@@ -1,5 +1,4 @@
-"""The target's body without transformers' per-layer Python: for the few tokens of a decoding step
-on a CPU.
+"""The target's body without transformers' per-layer Python, for decoding steps on a CPU.
 
 Nothing here depends on a family's name. A layer qualifies by its modules (RMS norms, bias-free
 gated MLP, rotary attention); how it attends was recorded when the target was wrapped; and the
@@ -25,16 +24,20 @@ from drafttrain.ops.tree_cache import Addresses, TreeCache
 from drafttrain.target.attention import LAST, AttentionContext, CausalRows
 
 _LAYER_PARTS = {
-    *("self_attn", "mlp", "input_layernorm", "post_attention_layernorm"),
-    *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    "self_attn",
+    "mlp",
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
 }
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
 _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _PROOF_TOKENS = 12
-# Most tokens of a forward that goes this way. Longer ones spend their time in products and
-# attention, the same either way.
+# Most tokens of a forward through the native body. Longer ones spend their time in products and
+# attention, which are the same in both.
 NATIVE_ROWS = 1024
-_KNOWN_POSITIONS = 1 << 14  # rotary tables of more are not kept
+_KNOWN_POSITIONS = 1 << 14  # rotary tables of more positions are not kept
 
 Tables = list[tuple[Tensor, Tensor]]  # per rotary table cosine and sine [n, rotary_dim]
 
@@ -56,8 +59,9 @@ class WrappedModel(Protocol):
 
 
 class NativeBody:
-    """The layers of a target, ready to run on [1, n] tokens with an attention context. Holds no
-    state of a call.
+    """The layers of a target, ready to run on [1, n] tokens with an attention context.
+
+    It holds no state of a call.
     """
 
     def __init__(self, target: WrappedModel, layers: list[DecoderLayer], rotary: _Rotary):
@@ -81,11 +85,12 @@ class NativeBody:
         rotary = _Rotary(parts["rotary_emb"])
         proofs = _proof_tokens(target)
         expected = [_record(target, ids, positions, rotary) for ids, positions in proofs]
-        layers = [
-            layer
-            for module in target.layers
-            if (layer := native_layer(module, rotary.width)) is not None
-        ]
+        layers: list[DecoderLayer] = []
+        for module in target.layers:
+            layer = native_layer(module, rotary.width)
+            if layer is None:
+                return None
+            layers.append(layer)
         if not len(layers) == len(rotary.of_layer) == target.num_layers:
             return None
         native = NativeBody(target, layers, rotary)
@@ -93,17 +98,10 @@ class NativeBody:
             cache = TreeCache(_PROOF_TOKENS)
             cache.open([(0, _PROOF_TOKENS)])
             got = native.forward(ids, range(target.num_layers + 1), positions, cache)
-            for ours, theirs in (
-                (got.features, want.features),
-                (got.last_hidden, want.last_hidden),
-            ):
-                if not torch.allclose(
-                    ours,
-                    theirs,
-                    rtol=1e-3,
-                    atol=1e-4 * theirs.abs().max().item(),
-                ):
-                    return None
+            if not _close(got.features, want.features):
+                return None
+            if not _close(got.last_hidden, want.last_hidden):
+                return None
         return native
 
     @without_grad
@@ -114,16 +112,21 @@ class NativeBody:
         position_ids: Tensor,
         context: AttentionContext,
     ) -> TargetOutput:
-        """As `Target.forward` with a context, for one packed row: input_ids and position_ids [1,
-        n].
+        """As `Target.forward` with a context, for one packed row.
+
+        Args:
+            input_ids, position_ids: [1, n].
         """
         x, tables, wanted = self._enter(input_ids, feature_layers, position_ids)
-        if (cache := self._cache(context)) is not None:
-            caught = self.stack.forward(x, tables, *cache, wanted)
+        cache = self._cache(context)
+        if cache is not None:
+            plan, addresses = cache
+            caught = self.stack.forward(x, tables, plan, addresses, wanted)
         else:
             caught = self._layer_by_layer(x, tables, context, wanted)
         last = self.body.norm(x)  # [n, h]
-        return TargetOutput(_features(caught, last, feature_layers, wanted)[None], last[None])
+        features = _features(caught, last, feature_layers, wanted)  # [n, f*h]
+        return TargetOutput(features[None], last[None])
 
     def score(
         self,
@@ -133,34 +136,35 @@ class NativeBody:
         context: object,
         head: nn.Module,
     ) -> tuple[Tensor, Tensor] | None:
-        """Features [n, f*h] and outputs [n, v] of the head in one kernel call; None where the
-        kernel does not apply.
+        """Features and outputs of the head in one kernel call.
+
+        Returns:
+            [n, f*h] and [n, v]; None where the kernel does not apply.
         """
         norm = self.body.norm
         rows = input_ids.shape[1]
-        if (
-            not isinstance(norm, PackedRMSNorm)
-            or not isinstance(head, PackedLinear)
-            or not head.kernel
-        ):
+        if not isinstance(norm, PackedRMSNorm) or rows > NATIVE_ROWS:
             return None
-        if rows > NATIVE_ROWS or (cache := self._cache(context)) is None:
+        if not isinstance(head, PackedLinear) or not head.kernel:
             return None
+        cache = self._cache(context)
+        if cache is None:
+            return None
+        plan, addresses = cache
         x, tables, wanted = self._enter(input_ids, feature_layers, position_ids)
         ending = Ending(norm, head, rows)
-        caught = self.stack.forward(x, tables, *cache, wanted, ending)
-        logits = ending.logits if head.bias is None else ending.logits.add_(head.bias)
+        caught = self.stack.forward(x, tables, plan, addresses, wanted, ending)
+        logits = ending.logits
+        if head.bias is not None:
+            logits.add_(head.bias)
         return _features(caught, ending.last, feature_layers, wanted), logits
 
     def _cache(self, context: object) -> tuple[CpuPlan, Addresses] | None:
-        """Where the tokens of a call stand and where the cache keeps keys and values; None where
-        the kernel does not apply.
-        """
-        if (
-            not isinstance(context, TreeCache)
-            or not self.stack.served
-            or (plan := context.cpu_plan()) is None
-        ):
+        """The plan of a call and the addresses of the cache; None where the kernel does not apply."""
+        if not isinstance(context, TreeCache) or not self.stack.served:
+            return None
+        plan = context.cpu_plan()
+        if plan is None:
             return None
         return plan, context.addresses(self.stack.shapes)
 
@@ -170,18 +174,18 @@ class NativeBody:
         feature_layers: Sequence[int],
         position_ids: Tensor,
     ) -> tuple[Tensor, Tables, list[int]]:
-        """The residual stream [n, h], the rotary tables, and the layers whose inputs are features,
-        ascending.
+        """What the first layer reads.
+
+        Returns:
+            The residual stream [n, h], the rotary tables, and the layers whose inputs are features,
+            ascending.
         """
         if self._looks_up:
             x = self.embed.weight.index_select(0, input_ids[0])
         else:  # some families scale or norm what they look up
             x = self.embed(input_ids)[0].contiguous().clone()
-        return (
-            x,
-            self.rotary.tables(x[None], position_ids),
-            sorted({layer for layer in feature_layers if layer != LAST}),
-        )
+        tables = self.rotary.tables(x[None], position_ids)
+        return x, tables, sorted({layer for layer in feature_layers if layer != LAST})
 
     def _layer_by_layer(
         self,
@@ -190,18 +194,24 @@ class NativeBody:
         context: AttentionContext,
         wanted: list[int],
     ) -> Tensor:
-        """As `LayerStack.forward`, with the context's own attention: long prefixes, many tokens,
-        other caches.
+        """As `LayerStack.forward`, with the context's own attention.
+
+        Long prefixes, many tokens and other caches need it.
         """
         caught = []
         for i, layer in enumerate(self.layers):
             if i in wanted:
                 caught.append(x.clone())
-            query, key, value = layer.project(x, *tables[self.rotary.of_layer[i]])
-            rows = (
-                part.transpose(0, 1)[None] for part in (query, key, value)
-            )  # [1, heads or kv_heads, n, e]
-            layer.finish(x, context.attend(i, *rows, **self.forms[i]))
+            cosine, sine = tables[self.rotary.of_layer[i]]
+            query, key, value = layer.project(x, cosine, sine)
+            attended = context.attend(
+                i,
+                query.transpose(0, 1)[None],  # [1, heads, n, e]
+                key.transpose(0, 1)[None],  # [1, kv_heads, n, e]
+                value.transpose(0, 1)[None],  # [1, kv_heads, n, e]
+                **self.forms[i],
+            )
+            layer.finish(x, attended)
         if len(self.layers) in wanted:
             caught.append(x.clone())
         if caught:
@@ -223,21 +233,17 @@ def _features(
 
 
 def plain_embedding(target: Any) -> Tensor | None:
-    """[v, h] float32 rows on the CPU that a target's `embed` selects; None where it computes more,
-    or they are elsewhere.
+    """[v, h] float32 rows on the CPU that a target's `embed` selects.
+
+    None where `embed` computes more, or the rows are elsewhere.
     """
     module = target.model.get_input_embeddings()
-    plain = (
-        type(module) is nn.Embedding
-        and target.embed_scale == 1.0
-        and not hasattr(target.body, "project_in")
-    )
-    weight: Tensor | None
-    if plain:
-        weight = module.weight.detach()
-    else:
-        weight = None
-    if weight is not None and weight.is_cpu and weight.dtype == torch.float32:
+    if type(module) is not nn.Embedding:
+        return None
+    if target.embed_scale != 1.0 or hasattr(target.body, "project_in"):
+        return None
+    weight = module.weight.detach()
+    if weight.is_cpu and weight.dtype == torch.float32:
         return weight
     return None
 
@@ -246,9 +252,10 @@ class _Rotary:
     """The model's rotary tables.
 
     Attributes:
-        calls: per call of the module in a forward, what it gets behind (hidden states, position
-            ids): a layer type, or nothing.
-        of_layer: index of the call whose tables each layer reads. width: rotated entries of a head.
+        calls: per call of the module in a forward, its arguments after hidden states and position
+            ids: a layer type, or nothing.
+        of_layer: index of the call whose tables each layer reads.
+        width: rotated entries of a head.
     """
 
     def __init__(self, module: nn.Module):
@@ -258,82 +265,88 @@ class _Rotary:
         self.width = 0
         # Tables that depend on a position alone, not on the highest one of a forward, are computed
         # once.
-        kinds = getattr(module, "rope_type", "dynamic")
-        if isinstance(kinds, dict):
-            kinds = kinds.values()
-        else:
-            kinds = [kinds]
+        named = getattr(module, "rope_type", "dynamic")
+        kinds = named.values() if isinstance(named, dict) else [named]
         self._fixed = all(kind in ("default", "linear", "llama3", "yarn") for kind in kinds)
         self._known: list[Tensor] = []  # cosine and sine [2, positions, rotary_dim] of each table
 
     def tables(self, hidden: Tensor, position_ids: Tensor) -> Tables:
+        """The tables at positions [1, n]."""
         end = max(position_ids[0].tolist()) + 1
         if not self._fixed or end > _KNOWN_POSITIONS:
             return self._compute(hidden, position_ids)
         known = self._known  # another thread may replace the tables by shorter ones
         if not known or known[0].shape[1] < end:
             places = torch.arange(max(256, 1 << end.bit_length()), device=position_ids.device)[None]
-            known = self._known = [torch.stack(pair) for pair in self._compute(hidden, places)]
-        chosen = [pair.index_select(1, position_ids[0]) for pair in known]
-        return [(pair[0], pair[1]) for pair in chosen]
+            known = [torch.stack(pair) for pair in self._compute(hidden, places)]
+            self._known = known
+        chosen: Tables = []
+        for pair in known:
+            cosine, sine = pair.index_select(1, position_ids[0])  # [n, rotary_dim] each
+            chosen.append((cosine, sine))
+        return chosen
 
     def _compute(self, hidden: Tensor, position_ids: Tensor) -> Tables:
-        pairs = (self.module(hidden, position_ids, *extra) for extra in self.calls)
-        return [(cosine[0].contiguous(), sine[0].contiguous()) for cosine, sine in pairs]
+        made: Tables = []
+        for extra in self.calls:
+            cosine, sine = self.module(hidden, position_ids, *extra)  # [1, n, rotary_dim] each
+            made.append((cosine[0].contiguous(), sine[0].contiguous()))
+        return made
+
+
+def _close(ours: Tensor, theirs: Tensor) -> bool:
+    return torch.allclose(ours, theirs, rtol=1e-3, atol=1e-4 * theirs.abs().max().item())
 
 
 def _proof_tokens(target: WrappedModel) -> list[tuple[Tensor, Tensor]]:
-    """Random ids and their positions, [1, _PROOF_TOKENS] int64 each: some models scale attention or
-    rotation beyond a length, so the proof also runs at the highest positions.
+    """Random ids and their positions, [1, _PROOF_TOKENS] int64 each, at low and at high positions.
+
+    Some models scale attention or rotation beyond a length.
     """
     proofs = []
-    for start in (0, max(0, (target.max_positions or 4096) - _PROOF_TOKENS)):
-        ids = torch.randint(
-            target.vocab_size,
-            (1, _PROOF_TOKENS),
-            generator=torch.Generator().manual_seed(start),
-        )
+    longest = target.max_positions or 4096
+    for start in (0, max(0, longest - _PROOF_TOKENS)):
+        generator = torch.Generator().manual_seed(start)
+        ids = torch.randint(target.vocab_size, (1, _PROOF_TOKENS), generator=generator)
         proofs.append((ids, torch.arange(start, start + _PROOF_TOKENS)[None]))
     return proofs
 
 
 def _record(target: WrappedModel, ids: Tensor, positions: Tensor, rotary: _Rotary) -> TargetOutput:
-    """The model's own forward; notes the calls of the rotary module and which layer reads which
-    tables.
-    """
-    outputs: list[tuple[Tensor, Tensor]] = []
-    rotary.calls, rotary.of_layer = [], []
+    """The model's own forward; records the rotary module's calls and which layer reads which."""
+    outputs: list[tuple[Tensor, Tensor]] = []  # tables of each call
+    rotary.calls = []
+    rotary.of_layer = []
 
     def called(_module, args, kwargs, output):
-        rotary.calls.append(
-            tuple(args[2:]) + tuple(v for k, v in kwargs.items() if k not in ("x", "position_ids"))
-        )
+        extra = list(args[2:])
+        for name, value in kwargs.items():
+            if name not in ("x", "position_ids"):
+                extra.append(value)
+        rotary.calls.append(tuple(extra))
         outputs.append(output)
 
     def entered(_module, _args, kwargs):
         given = kwargs.get("position_embeddings")
-        rotary.of_layer.extend(
-            i for i, output in enumerate(outputs) if given is not None and given[0] is output[0]
-        )
+        if given is None:
+            return
+        for i, output in enumerate(outputs):
+            if given[0] is output[0]:
+                rotary.of_layer.append(i)
 
     handles = [rotary.module.register_forward_hook(called, with_kwargs=True)]
-    handles += [
-        layer.register_forward_pre_hook(entered, with_kwargs=True) for layer in target.layers
-    ]
+    for layer in target.layers:
+        handles.append(layer.register_forward_pre_hook(entered, with_kwargs=True))
+    every = range(target.num_layers + 1)
     try:
-        out = target.forward(
-            ids,
-            range(target.num_layers + 1),
-            positions,
-            CausalRows(_PROOF_TOKENS),
-        )
+        out = target.forward(ids, every, positions, CausalRows(_PROOF_TOKENS))
     finally:
         for handle in handles:
             handle.remove()
+    rotary.width = 0
     if outputs:
-        rotary.width = outputs[0][0].shape[-1]
-    else:
-        rotary.width = 0
+        cosine, _ = outputs[0]
+        rotary.width = cosine.shape[-1]
     return out
 
 
@@ -341,56 +354,64 @@ def native_layer(layer: nn.Module, rotary_dim: int) -> DecoderLayer | None:
     """The packed layer if it consists of nothing but the modules that `DecoderLayer` computes."""
     attention: Any = getattr(layer, "self_attn", None)
     mlp: Any = getattr(layer, "mlp", None)
-    own, inside, gated = (
-        dict(m.named_children()) if m is not None else {} for m in (layer, attention, mlp)
-    )
-    if not (
-        own.keys() <= _LAYER_PARTS
-        and inside.keys() <= _ATTENTION_PARTS
-        and gated.keys() <= _MLP_PARTS
-    ):
+    if attention is None or mlp is None or not getattr(attention, "head_dim", 0):
         return None
-    linear = [
-        (inside | gated).get(name) for name in ("o_proj", "gate_proj", "up_proj", "down_proj")
-    ]
-    qkv = [inside.get(name) for name in ("q_proj", "k_proj", "v_proj")]
-    if any(type(module) is not nn.Linear for module in linear + qkv) or any(
-        m.bias is not None for m in linear if m
-    ):
+    own = dict(layer.named_children())
+    inside = dict(attention.named_children())
+    gated = dict(mlp.named_children())
+    if own.keys() - _LAYER_PARTS or inside.keys() - _ATTENTION_PARTS or gated.keys() - _MLP_PARTS:
         return None
-    if (
-        sum(m is not None and m.bias is not None for m in qkv) not in (0, 3)
-        or "act_fn" not in gated
-    ):
+
+    # Linear layers: only queries, keys and values may have biases, and all three of them.
+    biased = 0
+    for name in ("q_proj", "k_proj", "v_proj"):
+        module: Any = inside.get(name)
+        if type(module) is not nn.Linear:
+            return None
+        biased += module.bias is not None
+    if biased not in (0, 3):
         return None
-    norms = {
-        name: PackedRMSNorm.like(m)
-        for name, m in {**own, **inside}.items()
-        if name.endswith("norm")
-    }
-    factor = {name: norm.weight for name, norm in norms.items() if norm is not None}
-    eps = {norm.eps for norm in norms.values() if norm is not None}
-    gelu = _is_gelu(gated["act_fn"])
-    if (
-        len(factor) != len(norms)
-        or len(eps) != 1
-        or gelu is None
-        or not getattr(attention, "head_dim", 0)
-    ):
+    for name in ("o_proj", "gate_proj", "up_proj", "down_proj"):
+        module = inside.get(name, gated.get(name))
+        if type(module) is not nn.Linear or module.bias is not None:
+            return None
+
+    # Norms: all are RMS norms of one eps.
+    factor: dict[str, Tensor] = {}
+    eps: set[float] = set()
+    for name, part in (own | inside).items():
+        if name.endswith("norm"):
+            norm = PackedRMSNorm.like(part)
+            if norm is None:
+                return None
+            factor[name] = norm.weight
+            eps.add(norm.eps)
+    if len(eps) != 1 or not {"input_layernorm", "post_attention_layernorm"} <= factor.keys():
         return None
-    if not {"input_layernorm", "post_attention_layernorm"} <= factor.keys():
+    if "pre_feedforward_layernorm" in factor:  # Gemma: norms before and after both blocks
+        mlp_norm = factor["pre_feedforward_layernorm"]
+        attended_norm = factor["post_attention_layernorm"]
+    else:
+        mlp_norm = factor["post_attention_layernorm"]
+        attended_norm = None
+
+    gelu = _is_gelu(gated["act_fn"]) if "act_fn" in gated else None
+    if gelu is None:
         return None
-    sandwich = "pre_feedforward_layernorm" in factor  # Gemma: norms before and after both blocks
-    used = {
-        "input_norm": factor["input_layernorm"],
-        "attended_norm": factor["post_attention_layernorm"] if sandwich else None,
-        "mlp_out_norm": factor.get("post_feedforward_layernorm"),
-        "query_norm": factor.get("q_norm"),
-        "key_norm": factor.get("k_norm"),
-    }
-    mlp_norm = factor["pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"]
     try:
-        return DecoderLayer(attention, mlp, rotary_dim, eps.pop(), gelu, mlp_norm=mlp_norm, **used)
+        return DecoderLayer(
+            attention,
+            mlp,
+            rotary_dim,
+            eps.pop(),
+            gelu,
+            mlp_norm=mlp_norm,
+            input_norm=factor["input_layernorm"],
+            attended_norm=attended_norm,
+            mlp_out_norm=factor.get("post_feedforward_layernorm"),
+            query_norm=factor.get("q_norm"),
+            key_norm=factor.get("k_norm"),
+        )
     except ValueError:  # modules of these names with other shapes
         return None
 

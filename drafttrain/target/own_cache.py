@@ -22,28 +22,27 @@ from drafttrain.batch import TargetOutput
 from drafttrain.ops.packing import pack
 from drafttrain.target.proof import ProvenModel, proof_tokens, relative_error
 
-# tokens of the proof: read at first, and continued
+# Tokens of the proof: read at first, and continued.
 _READ = 9
 _MORE = 3
-# Relative errors that count as rounding, and the largest ones of a cache that serves token by
-# token.
+# Relative errors that count as rounding, in float32 and in half precision.
 _EXACT = 1e-5
 _EXACT_HALF = 2e-2
+# Largest relative errors of a cache that serves token by token.
 _STEPS = 1e-2
 _STEPS_HALF = 0.2
-_APART = (
-    nn.Module,
-    PreTrainedConfig,
-    type,
-    torch.device,
-    torch.Stream,
-)  # of a cache's parts, what copies share
+# Parts of a cache that copies share.
+_APART = (nn.Module, PreTrainedConfig, type, torch.device, torch.Stream)
 Leaf = Tensor | int
 
 
 def _mapped(part: Any, change: Callable[[Leaf], Leaf], made: dict[int, Any]) -> Any:
-    """A copy of a cache, or of a part of it, with `change` applied to each int and once to each
-    tensor that its parts share.
+    """A copy of a cache, or of a part of it, with `change` applied to its ints and tensors.
+
+    A tensor that several parts share is changed once.
+
+    Args:
+        made: copies so far by the id of the part; this call adds to it.
     """
     if id(part) in made:
         return made[id(part)]
@@ -57,8 +56,10 @@ def _mapped(part: Any, change: Callable[[Leaf], Leaf], made: dict[int, Any]) -> 
     elif isinstance(part, (list, tuple)):
         new = type(part)(_mapped(value, change, made) for value in part)
     elif hasattr(part, "__dict__") and not isinstance(part, _APART) and not callable(part):
-        new = made[id(part)] = copy.copy(part)
-        vars(new).update({key: _mapped(value, change, made) for key, value in vars(part).items()})
+        new = copy.copy(part)
+        made[id(part)] = new  # before its parts, which may refer to it
+        for key, value in vars(part).items():
+            vars(new)[key] = _mapped(value, change, made)
     made[id(part)] = new
     return new
 
@@ -84,68 +85,56 @@ def _rebuilt(cache: Any, leaves: Iterable[Leaf]) -> Any:
 class CacheForm(NamedTuple):
     """What the tensors and ints of a model's cache are, in the order of `leaves_of`.
 
-    Attributes:
-        batch, time: each tensor's axis of rows, and of tokens where it has one; None for ints.
-        counts: whether an int counts tokens. owned: whether a forward writes to the tensor in
-            place.
-        dims: each tensor's number of axes; -1 for ints.
+    The lists have an entry per tensor or int.
     """
 
-    batch: list[int | None]
-    time: list[int | None]
-    counts: list[bool]
-    owned: list[bool]
-    dims: list[int]
+    batch: list[int | None]  # axis of rows, if any
+    time: list[int | None]  # axis of tokens, if any
+    counts: list[bool]  # whether an int counts tokens
+    owned: list[bool]  # whether a forward writes to the tensor in place
+    dims: list[int]  # number of axes, -1 for an int
 
     @classmethod
     def of(cls, one: Any, two_rows: Any, longer: Any, owned: list[bool]) -> CacheForm | None:
-        """From caches of one row, of two rows, and of one row with one more token; None if they are
-        not made alike.
+        """The form of caches of one row, of two rows, and of one row with one more token.
+
+        None if the caches differ in more than these sizes.
         """
         parts = [leaves_of(cache) for cache in (one, two_rows, longer)]
-        if len({tuple(type(leaf) for leaf in leaves) for leaves in parts}) > 1:
+        kinds = [[type(leaf) for leaf in leaves] for leaves in parts]
+        if kinds[0] != kinds[1] or kinds[0] != kinds[2]:
             return None
-        axes: list[list[int | None]] = [[], []]
-        counts = []
-        for first, *others in zip(*parts, strict=True):
-            counts.append(isinstance(first, int) and others[1] != first)
-            for found, other in zip(axes, others, strict=True):
-                changed: list[int] = []
-                if isinstance(first, Tensor) and isinstance(other, Tensor):
-                    if first.dim() != other.dim():
-                        return None
-                    changed = [
-                        i
-                        for i, (a, b) in enumerate(zip(first.shape, other.shape, strict=True))
-                        if a != b
-                    ]
-                if len(changed) > 1:
+        batch: list[int | None] = []
+        time: list[int | None] = []
+        counts: list[bool] = []
+        for first, of_two, of_longer in zip(*parts, strict=True):
+            counts.append(isinstance(first, int) and of_longer != first)
+            for axes, other in ((batch, of_two), (time, of_longer)):
+                changed = _changed_axes(first, other)
+                if changed is None or len(changed) > 1:
                     return None
-                found.append(changed[0] if changed else None)
-        return cls(axes[0], axes[1], counts, owned, _dims(parts[0]))
+                axes.append(changed[0] if changed else None)
+        return cls(batch, time, counts, owned, _dims(parts[0]))
 
     def fits(self, cache: Any) -> bool:
-        """Whether a cache has these parts. DeepSeek-V4's gets more of them as its compressed blocks
-        fill.
-        """
+        """Whether a cache has these parts; DeepSeek-V4's gets more as its compressed blocks fill."""
         return _dims(leaves_of(cache)) == self.dims
 
     def copy(self, cache: Any, rows: int = 1) -> Any:
-        """A cache whose forward leaves `cache` alone, with its one row repeated. For several rows
-        the cache must fit.
+        """A cache whose forward does not change `cache`, with its one row repeated.
+
+        For several rows the cache must fit.
         """
+        new: list[Leaf] = []
+        leaves = leaves_of(cache)
         if not self.fits(cache):
             assert rows == 1
-            return _rebuilt(
-                cache, [x.clone() if isinstance(x, Tensor) else x for x in leaves_of(cache)]
-            )
-        new: list[Leaf] = []
-        for leaf, axis, owned in zip(leaves_of(cache), self.batch, self.owned, strict=True):
+            for leaf in leaves:
+                new.append(leaf.clone() if isinstance(leaf, Tensor) else leaf)
+            return _rebuilt(cache, new)
+        for leaf, axis, owned in zip(leaves, self.batch, self.owned, strict=True):
             if isinstance(leaf, Tensor) and (owned or (rows > 1 and axis is not None)):
-                if axis is None:
-                    leaf = leaf.clone()
-                else:
-                    leaf = leaf.repeat_interleave(rows, axis)
+                leaf = leaf.clone() if axis is None else leaf.repeat_interleave(rows, axis)
             new.append(leaf)
         return _rebuilt(cache, new)
 
@@ -161,19 +150,17 @@ class CacheForm(NamedTuple):
                     leaf = leaf.narrow(time, leaf.shape[time] - kept, kept)
                 if owned:
                     leaf = leaf.clone()
-            new.append(leaf - padding if counts and isinstance(leaf, int) else leaf)
+            if counts and isinstance(leaf, int):
+                leaf -= padding
+            new.append(leaf)
         return _rebuilt(cache, new)
 
     def stack(self, caches: Sequence[Any], lengths: Sequence[int]) -> Any:
         """Caches of one row each as one, shorter rows padded with zeros on the left."""
         longest = lengths.index(max(lengths))
         new: list[Leaf] = []
-        for leaves, rows, time in zip(
-            zip(*map(leaves_of, caches), strict=True),
-            self.batch,
-            self.time,
-            strict=True,
-        ):
+        by_leaf = zip(*map(leaves_of, caches), strict=True)  # each one's in all caches
+        for leaves, rows, time in zip(by_leaf, self.batch, self.time, strict=True):
             parts = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             if rows is None or not parts:
                 new.append(leaves[longest])
@@ -185,30 +172,45 @@ class CacheForm(NamedTuple):
         return _rebuilt(caches[longest], new)
 
 
+def _changed_axes(first: Leaf, other: Leaf) -> list[int] | None:
+    """The axes whose sizes differ; None for tensors with different numbers of axes."""
+    changed: list[int] = []
+    if isinstance(first, Tensor) and isinstance(other, Tensor):
+        if first.dim() != other.dim():
+            return None
+        for axis in range(first.dim()):
+            if first.shape[axis] != other.shape[axis]:
+                changed.append(axis)
+    return changed
+
+
 def _dims(leaves: Sequence[Leaf]) -> list[int]:
+    """The number of axes of each tensor, -1 for an int."""
     return [leaf.dim() if isinstance(leaf, Tensor) else -1 for leaf in leaves]
 
 
 def _pad_left(x: Tensor, axis: int, length: int) -> Tensor:
+    """The tensor with zeros in front, `length` long."""
     shape = list(x.shape)
     shape[axis] = length - shape[axis]
-    if shape[axis]:
-        return torch.cat((x.new_zeros(shape), x), dim=axis)
-    return x
+    if shape[axis] == 0:
+        return x
+    return torch.cat((x.new_zeros(shape), x), dim=axis)
 
 
 @dataclass
 class Continuation:
-    """How a model continues with its cache, as far as it is proven to give the states of its whole
-    forward.
+    """How a model continues with its cache, as far as that is proven exact.
+
+    Exact means the states of the model's forward over all tokens.
 
     Attributes:
         name: of the cache, among the body's arguments and in its output; empty for a model without
             one, which reads everything again.
         form: of the cache; None without one.
-        several: whether it reads several tokens at once; else one at a time.
+        several: whether the model reads several tokens at once; else one at a time.
         batched: whether rows of different length share a forward of one token each.
-        crops: whether its last tokens can be dropped.
+        crops: whether the cache can drop its last tokens.
         takes: which of attention_mask and position_ids the body takes.
     """
 
@@ -223,11 +225,10 @@ class Continuation:
         if not self.name:
             return "no cache, sequences are read again"
         parts = ["rejected tokens dropped" if self.crops else "snapshots"]
-        if self.several:
-            parts += []
-        else:
-            parts += ["one token at a time"]
-        return ", ".join([*parts, "batches" if self.batched else "rows one by one"])
+        if not self.several:
+            parts.append("one token at a time")
+        parts.append("batches" if self.batched else "rows one by one")
+        return ", ".join(parts)
 
     def begin(
         self,
@@ -237,11 +238,10 @@ class Continuation:
     ) -> tuple[TargetOutput, Any]:
         """Reads the first tokens [b, n] of sequences; returns states and cache."""
         out, own = target.run_body(ids, layers, None, use_cache=bool(self.name))
-        if self.name:
-            cache = own[self.name]
-        else:
-            cache = None
-        if self.crops and cache is not None:
+        if not self.name:
+            return out, None
+        cache = own[self.name]
+        if self.crops:
             cache.activate_past_recording()
         return out, cache
 
@@ -253,53 +253,43 @@ class Continuation:
         layers: Sequence[int],
         lengths: Sequence[int],
     ) -> tuple[TargetOutput, Any]:
-        """Reads more tokens [b, n]; returns states and the cache behind them, the old one no longer
-        valid.
+        """Reads more tokens [b, n]. The old cache is no longer valid then.
 
         Args:
-            cache: None where nothing is in it. lengths: tokens of each row in it, behind padding to
-                the longest, or of all.
+            cache: None if nothing was read yet.
+            lengths: tokens of each row in it, behind padding to the longest, or of all rows.
+
+        Returns:
+            States, and the cache behind the tokens.
         """
         if cache is None:
             return self.begin(target, ids, layers)
-        made = []
-        for i, part in enumerate((ids,) if self.several else ids.split(1, dim=1)):
-            places = self._places(part, [length + i for length in lengths])
-            out, own = target.run_body(
-                part,
-                layers,
-                None,
-                use_cache=True,
-                **{self.name: cache},
-                **places,
-            )
+        features = []
+        last_hidden = []
+        parts = (ids,) if self.several else ids.split(1, dim=1)
+        for i, part in enumerate(parts):
+            options: dict[str, Any] = self._places(part, [length + i for length in lengths])
+            options[self.name] = cache
+            out, own = target.run_body(part, layers, None, use_cache=True, **options)
             cache = own[self.name]
-            made.append(out)
-        if len(made) == 1:
-            return made[0], cache
-        states = ([getattr(out, key) for out in made] for key in ("features", "last_hidden"))
-        return TargetOutput(*(torch.cat(parts, dim=1) for parts in states)), cache
+            features.append(out.features)
+            last_hidden.append(out.last_hidden)
+        if len(parts) == 1:
+            return out, cache
+        return TargetOutput(torch.cat(features, dim=1), torch.cat(last_hidden, dim=1)), cache
 
-    def _places(self, ids: Tensor, lengths: Sequence[int]) -> dict[str, Tensor]:
-        """The positions of new tokens [b, n], and the mask that hides padding, where the body takes
-        them.
-        """
-        places: dict[str, Tensor] = {}
-        # [b or 1, 1]
-        before = torch.tensor(lengths, device=ids.device)[:, None]
+    def _places(self, ids: Tensor, lengths: Sequence[int]) -> dict[str, Any]:
+        """Positions of new tokens [b, n], and the mask that hides padding, if the body takes them."""
+        places: dict[str, Any] = {}
+        before = torch.tensor(lengths, device=ids.device)[:, None]  # [b or 1, 1]
         longest = max(lengths)
         if "position_ids" in self.takes:
-            places["position_ids"] = (
-                before + torch.arange(ids.shape[1], device=ids.device)
-            ).expand(len(ids), -1)
-        # Without keys and values there is no padding. Mamba would read the mask as one of the new
+            positions = before + torch.arange(ids.shape[1], device=ids.device)
+            places["position_ids"] = positions.expand(len(ids), -1)  # [b, n]
+        # Without keys and values there is no padding: Mamba would read the mask as one of the new
         # tokens.
-        if (
-            min(lengths) < longest
-            and "attention_mask" in self.takes
-            and self.form is not None
-            and any(self.form.time)
-        ):
+        has_keys = self.form is not None and any(self.form.time)
+        if min(lengths) < longest and has_keys and "attention_mask" in self.takes:
             columns = torch.arange(longest + ids.shape[1], device=ids.device)
             places["attention_mask"] = (columns >= longest - before).long()  # [b, longest + n]
         return places
@@ -307,25 +297,24 @@ class Continuation:
     @classmethod
     @torch.no_grad()
     def prove(cls, target: ProvenModel) -> Continuation:
-        """Finds how a model continues; the errors allowed are those of token by token decoding. A
-        cache that fails in this, or gives other states than the whole forward, is not used.
+        """Finds how a model continues.
+
+        The errors allowed are those of token by token decoding. A cache that fails in this, or
+        gives other states than the forward over all tokens, is not used.
         """
         half = target.compute_dtype.itemsize < 4
         ids = proof_tokens(target, _READ + _MORE)[None]
-        whole = target.forward(ids, ()).last_hidden  # [1, n, h]
+        expected = target.forward(ids, ()).last_hidden  # [1, n, h]
         try:
             _, own = target.run_body(ids[:, :_READ], (), None, use_cache=True)
         except Exception:  # code of other libraries
             return cls()
+        # The cache is what the body returns and takes again.
         parameters = frozenset(inspect.signature(target.body.forward).parameters)
-        name = next(
-            (
-                key
-                for key, value in own.items()
-                if key in parameters and not isinstance(value, Tensor)
-            ),
-            "",
-        )
+        name = ""
+        for key, value in own.items():
+            if not name and key in parameters and not isinstance(value, Tensor):
+                name = key
         if not name:
             return cls()
         found = cls(name, takes=parameters & {"attention_mask", "position_ids"}, several=False)
@@ -333,8 +322,9 @@ class Continuation:
         def rest() -> float:
             """Error of all tokens' states, the last ones continued from the cache of the first."""
             first, cache = found.begin(target, ids[:, :_READ], ())
-            states = (first, found.go_on(target, cache, ids[:, _READ:], (), [_READ])[0])
-            return relative_error(torch.cat([out.last_hidden for out in states], dim=1), whole)
+            last, _ = found.go_on(target, cache, ids[:, _READ:], (), [_READ])
+            states = torch.cat((first.last_hidden, last.last_hidden), dim=1)
+            return relative_error(states, expected)
 
         # One at a time is what every model of transformers generates with; several at once may be
         # computed otherwise.
@@ -346,28 +336,28 @@ class Continuation:
         # little trust as possible.
         layers = getattr(own[name], "layers", ())
         known = all(type(layer).__module__ == cache_utils.__name__ for layer in layers)
-        found.several = known
-        found.several = known and _tried(rest) <= bound
-        caches = [
-            found.begin(target, part, ())[1]
-            for part in (ids[:, :2], ids.view(2, -1)[:, :2], ids[:, :3])
-        ]
+        if known:
+            found.several = True  # for the trial
+            found.several = _tried(rest) <= bound
+        # Three small caches show which axes are rows and tokens.
+        _, one = found.begin(target, ids[:, :2], ())
+        _, two_rows = found.begin(target, ids.view(2, -1)[:, :2], ())
+        _, longer = found.begin(target, ids[:, :3], ())
         if known:
             owned = _owned(found, target, ids)
         else:
-            owned = [True] * len(leaves_of(caches[0]))
-        found.form = CacheForm.of(caches[0], caches[1], caches[2], owned)
+            owned = [True] * len(leaves_of(one))
+        found.form = CacheForm.of(one, two_rows, longer, owned)
         if found.form is None:
             return cls()
-        found.crops = known and _tried(lambda: _cropped(found, target, ids, whole)) <= bound
-        found.batched = known and _tried(lambda: _together(found, target, ids)) <= bound
+        if known:
+            found.crops = _tried(lambda: _cropped(found, target, ids, expected)) <= bound
+            found.batched = _tried(lambda: _together(found, target, ids)) <= bound
         return found
 
 
 def _tried(trial: Callable[[], float]) -> float:
-    """The relative error that a trial finds; infinite where the model's code fails, or the error is
-    not a number.
-    """
+    """The relative error of a trial; infinite if the model's code fails or the error is NaN."""
     try:
         found = trial()
     except Exception:  # code of other libraries
@@ -383,13 +373,13 @@ def _owned(found: Continuation, target: ProvenModel, ids: Tensor) -> list[bool]:
     leaves = leaves_of(cache)
     versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in leaves]
     found.go_on(target, cache, ids[:, _READ:], (), [_READ])
-    return [
-        isinstance(leaf, Tensor) and leaf._version > before
-        for leaf, before in zip(leaves, versions, strict=True)
-    ]
+    owned = []
+    for leaf, before in zip(leaves, versions, strict=True):
+        owned.append(isinstance(leaf, Tensor) and leaf._version > before)
+    return owned
 
 
-def _cropped(found: Continuation, target: ProvenModel, ids: Tensor, whole: Tensor) -> float:
+def _cropped(found: Continuation, target: ProvenModel, ids: Tensor, expected: Tensor) -> float:
     """Error behind a cache that dropped its last tokens, if it says that it can."""
     _, cache = found.begin(target, ids[:, :_READ], ())
     if not getattr(cache, "is_croppable", False):
@@ -398,37 +388,37 @@ def _cropped(found: Continuation, target: ProvenModel, ids: Tensor, whole: Tenso
     _, cache = found.go_on(target, cache, ids[:, :_MORE], (), [_READ])  # rejected ones
     cache.crop(-_MORE)
     out, _ = found.go_on(target, cache, ids[:, _READ:], (), [_READ])
-    return relative_error(out.last_hidden, whole[:, _READ:])
+    return relative_error(out.last_hidden, expected[:, _READ:])
 
 
 def _together(found: Continuation, target: ProvenModel, ids: Tensor) -> float:
-    """Error of two rows of different length read together, against apart, also after they part
-    again.
-    """
+    """Error of two rows of different length that are read together and then apart again."""
     assert found.form is not None
     new = ids[:, :1]
-    apart = []
-    caches = []
     lengths = [_READ, _MORE]
+    caches = []
+    apart = []  # states of two tokens per row, each row alone
     for length in lengths:
         _, cache = found.begin(target, ids[:, -length:], ())
-        out, after = found.go_on(target, found.form.copy(cache), new, (), [length])
-        apart += [out.last_hidden, found.go_on(target, after, new, (), [length + 1])[0].last_hidden]
+        first, after = found.go_on(target, found.form.copy(cache), new, (), [length])
+        second, _ = found.go_on(target, after, new, (), [length + 1])
+        apart += [first.last_hidden, second.last_hidden]
         caches.append(cache)
+
     stacked = found.form.stack(caches, lengths)
-    out, stacked = found.go_on(target, stacked, new.expand(2, 1), (), lengths)
-    together = [out.last_hidden[:1], out.last_hidden[1:]]
+    first, stacked = found.go_on(target, stacked, new.expand(2, 1), (), lengths)
+    together = []
     for index, length in enumerate(lengths):
         row = found.form.row(stacked, index, length + 1, _READ - length)
-        together.insert(
-            2 * index + 1, found.go_on(target, row, new, (), [length + 1])[0].last_hidden
-        )
+        second, _ = found.go_on(target, row, new, (), [length + 1])
+        together += [first.last_hidden[index : index + 1], second.last_hidden]
     return relative_error(torch.cat(together), torch.cat(apart))
 
 
 def pack_proven(target: ProvenModel) -> None:
-    """Packs the linear layers that another model's code calls; puts them back if its states change
-    or it goes on otherwise.
+    """Packs the linear layers that another model's code calls.
+
+    They are put back if the model's states change, or if it continues in another way.
     """
     ids = proof_tokens(target, _READ)[None]
     with torch.no_grad():

@@ -1,5 +1,4 @@
-"""A decoder layer of a target's own class with weights of its own, for drafters that are built like
-the target's layers.
+"""A decoder layer of a target's own class with other weights, for drafters that are built like it.
 
 Published prediction modules (MTP) contain a layer of their family: gated or latent attention, a
 mixture of experts, norms of some convention. No family is written here. The layer's class, config
@@ -39,25 +38,17 @@ if TYPE_CHECKING:
     from drafttrain.target.target import Target
 
 _EXACT = 1e-3  # largest relative error of the layer's output through our attention
-PLACES = (
-    0,
-    1,
-    2,
-    3,
-    4,
-    500,
-)  # positions of the tokens of a proof; far ones show other rotary tables
+# Positions of the tokens of a proof; far ones show other rotary tables.
+PLACES = (0, 1, 2, 3, 4, 500)
 
 
 class LayerShape(NamedTuple):
-    """What a layer's attention hands over: heads of queries and of keys, the wider of keys' and
-    values' widths, and the visible positions (0 for all).
-    """
+    """The shape of a layer's attention."""
 
-    heads: int
+    heads: int  # of queries
     kv_heads: int
-    width: int
-    window: int
+    width: int  # of keys or values, whichever are wider
+    window: int  # visible positions, 0 for all
 
 
 class OwnLayer(nn.Module):
@@ -68,8 +59,9 @@ class OwnLayer(nn.Module):
 
     Attributes:
         layer: the family's module; its parameters have the family's names.
-        native: no CPU kernel serves it. rotary: of the family's model; in a list, as it is neither
-            trained nor saved.
+        native: None, because no CPU kernel serves it.
+        rotary: the embedding of the family's model; in a list, because it is neither trained nor
+            saved.
     """
 
     native = None
@@ -78,7 +70,8 @@ class OwnLayer(nn.Module):
         super().__init__()
         model = skeleton(spec["config"])
         model.config._attn_implementation = ATTENTION
-        kind: Any = type(layers_of(model)[1][spec["index"]])
+        _, layers = layers_of(model)
+        kind: Any = type(layers[spec["index"]])
         self.layer = kind(model.config, spec["index"])
         with torch.device("cpu"):  # also where a loader builds drafters on the meta device
             self.rotary = [type(model.get_decoder().rotary_emb)(model.config)]
@@ -95,18 +88,17 @@ class OwnLayer(nn.Module):
         attend: Attend,
         queries: Tensor | None = None,
     ) -> Tensor:
-        """As `DraftLayer`: state [t, h]; cos, sin [t, 1, r] -> [t or queries, h]. embeds are not
-        read.
-        """
+        """As `DraftLayer`: state [t, h]; cos, sin [t, 1, r] -> [t or queries, h]; ignores embeds."""
         count = len(state)
-        # A depth without anchors: the weights need a gradient all the same, and no family runs
-        # without tokens.
+        # A depth without anchors: the weights need a gradient too, and no family runs without
+        # tokens.
         if not count:
-            state, cos, sin = (x.new_zeros(1, *x.shape[1:]) for x in (state, cos, sin))
-        if queries is None:
+            state = state.new_zeros(1, *state.shape[1:])
+            cos = cos.new_zeros(1, *cos.shape[1:])
+            sin = sin.new_zeros(1, *sin.shape[1:])
+        rows = queries
+        if rows is None:
             rows = torch.arange(count, device=state.device)
-        else:
-            rows = queries
         with attention_context(_Flat(attend, count, rows)):
             out = self.run(state[None], cos.transpose(0, 1), sin.transpose(0, 1))[0]
         if queries is None and count:
@@ -115,9 +107,8 @@ class OwnLayer(nn.Module):
 
     def run(self, states: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         """states [1, t, h]; cos, sin [1, t, r] -> [1, t, h], through the attention that is set."""
-        self.layer.gradient_checkpointing = (
-            False  # drafters compute whole depths again, with the attention that is set
-        )
+        # Drafters checkpoint whole depths, with the attention that is set then.
+        self.layer.gradient_checkpointing = False
         out = self.layer(
             states,
             attention_mask=mask,
@@ -136,24 +127,25 @@ class OwnLayer(nn.Module):
 
     @torch.no_grad()
     def prove(self) -> LayerShape:
-        """The shape of the layer's attention. The layer through ours must compute what it computes
-        through its own.
+        """The shape of the layer's attention, after a proof.
+
+        The layer must compute the same through our attention as through its own.
 
         Raises:
             UserError: a form of attention that drafters lack, or other states; names the relative
                 error.
         """
         states, cos, sin = self.probe()
-        probe = _Flat(causal, len(states), torch.arange(len(states)))
-        inputs = states[None], cos.transpose(0, 1), sin.transpose(0, 1)
+        count = len(states)
+        cos = cos.transpose(0, 1)  # [1, t, r]
+        sin = sin.transpose(0, 1)
+        probe = _Flat(causal, count, torch.arange(count))
         with attention_context(probe):
-            ours = self.run(*inputs)
-        mask = torch.full((len(states), len(states)), torch.finfo(states.dtype).min).triu(1)[
-            None, None
-        ]
+            ours = self.run(states[None], cos, sin)
+        mask = torch.full((count, count), torch.finfo(states.dtype).min).triu(1)
         self.layer_config._attn_implementation = "eager"
         try:
-            own = self.run(*inputs, mask)
+            own = self.run(states[None], cos, sin, mask[None, None])
         finally:
             self.layer_config._attn_implementation = ATTENTION
         off = relative_error(ours, own)
@@ -165,23 +157,23 @@ class OwnLayer(nn.Module):
         """The shape of the attention of a layer without weights, on the meta device."""
 
         def stop(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            raise StopIteration  # what follows attention may need numbers
+            raise StopIteration  # the rest of the layer may need numbers
 
-        states, cos, sin = (x.to("meta") for x in self.probe())
+        states, cos, sin = self.probe()
         seen = _Flat(stop, len(states), torch.arange(len(states)))
+        cos = cos.to("meta").transpose(0, 1)
+        sin = sin.to("meta").transpose(0, 1)
         with contextlib.suppress(StopIteration), attention_context(seen):
-            self.run(states[None], cos.transpose(0, 1), sin.transpose(0, 1))
+            self.run(states[None].to("meta"), cos, sin)
         assert seen.shape is not None
         return seen.shape
 
     def probe(self) -> tuple[Tensor, Tensor, Tensor]:
         """Random states [t, h] at near and far positions, with their rotary tables [t, 1, r]."""
-        states = torch.randn(
-            len(PLACES),
-            self.layer_config.hidden_size,
-            generator=torch.Generator().manual_seed(0),
-        )
-        return states, *self.tables(torch.tensor(PLACES), states.dtype)
+        generator = torch.Generator().manual_seed(0)
+        states = torch.randn(len(PLACES), self.layer_config.hidden_size, generator=generator)
+        cos, sin = self.tables(torch.tensor(PLACES), states.dtype)
+        return states, cos, sin
 
     @property
     def layer_config(self) -> PreTrainedConfig:
@@ -190,15 +182,14 @@ class OwnLayer(nn.Module):
 
 
 class _Flat:
-    """The attention context of flat tokens: hands a layer's queries, keys and values to an
-    `Attend`.
+    """The attention context of flat tokens: passes a layer's queries, keys and values to an `Attend`.
 
     Values narrower than keys (latent attention) are padded, so that caches and kernels see one
     width.
 
     Args:
-        count: tokens, of which each has a key; behind them there may be a spare one. queries: [tq]
-            of them that need an output, the others get zeros.
+        count: tokens with a key; a spare token may follow them.
+        queries: [tq], the tokens that need an output; the others get zeros.
     """
 
     shape: LayerShape | None = None  # of the last call
@@ -218,30 +209,35 @@ class _Flat:
         width = max(query.shape[-1], value.shape[-1])
         self.shape = LayerShape(query.shape[1], key.shape[1], width, form["window"] or 0)
         factor = form["scaling"] * width**0.5  # drafters scale by width ** -0.5
-        flat = (
-            F.pad(x[0].transpose(0, 1), (0, width - x.shape[-1]))
-            for x in (query * factor, key, value)
-        )
-        rows, keys, values = (x[: self.count].contiguous() for x in flat)  # [t, heads, width] each
+        rows = self._flat(query * factor, width)  # [t, heads, width]
+        keys = self._flat(key, width)  # [t, kv_heads, width]
+        values = self._flat(value, width)
         few = len(self.queries) < query.shape[2]
-        out = self.inner(rows[self.queries] if few else rows, keys, values)
+        if few:
+            rows = rows[self.queries]
+        out = self.inner(rows, keys, values)
         out = out.view(len(out), query.shape[1], width)[..., :own]
         if few:
             out = out.new_zeros(query.shape[2], *out.shape[1:]).index_copy(0, self.queries, out)
         return out[None]
 
+    def _flat(self, x: Tensor, width: int) -> Tensor:
+        """[1, heads, t, e] -> [count, heads, width], padded with zeros."""
+        padded = F.pad(x[0].transpose(0, 1), (0, width - x.shape[-1]))
+        return padded[: self.count].contiguous()
+
 
 def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Plain causal attention over one row of flat tokens, as an `Attend`."""
-    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, t, width] each
-    return (
-        F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0]
-        .transpose(0, 1)
-        .flatten(1)
-    )
+    q = query.transpose(0, 1)[None]  # [1, heads, t, width]
+    k = key.transpose(0, 1)[None]  # [1, kv_heads, t, width]
+    v = value.transpose(0, 1)[None]
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out[0].transpose(0, 1).flatten(1)  # [t, heads * width]
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
+    """Norm of the difference over the norm of `theirs`."""
     return float((ours - theirs).norm() / theirs.norm())
 
 
@@ -249,13 +245,15 @@ def relative_error(ours: Tensor, theirs: Tensor) -> float:
 
 
 def skeleton(config: Json) -> Any:
-    """The family's model of a text config, on the meta device. Raises UserError: a config that
-    transformers does not build.
+    """The family's model of a text config, on the meta device.
+
+    Raises:
+        UserError: a config that transformers does not build.
     """
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    except Exception as error:  # of the library, in many classes
+    except Exception as error:  # the library raises many classes
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise UserError(f"its class cannot be built ({reason})") from error
 
@@ -263,40 +261,38 @@ def skeleton(config: Json) -> Any:
 def layers_of(model: Any) -> tuple[str, nn.ModuleList]:
     """The name and list of a model's decoder layers."""
     count = model.config.num_hidden_layers
-    lists = (
-        (name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList)
-    )
-    return next((name, part) for name, part in lists if len(part) == count)
+    for name, part in model.named_modules():
+        if isinstance(part, nn.ModuleList) and len(part) == count:
+            return name, part
+    raise UserError(f"its class has no list of {count} decoder layers")
 
 
 def spec_of(config: PreTrainedConfig, index: int) -> Json:
-    """What a drafter's config records of a layer's class: the text config, cut behind that layer,
-    and the layer's index.
+    """A drafter config's record of a layer's class: the text config, cut behind it, and its index.
 
     A layer's position decides its form in many families: dense or a mixture, with a window or
     without.
     """
-    own = json.loads(config.to_json_string(use_diff=False))
+    kept: Json = json.loads(config.to_json_string(use_diff=False))
     count = config.num_hidden_layers
-    cut = {
-        key: value[: index + 1]
-        for key, value in own.items()
-        if isinstance(value, list) and len(value) == count
-    }
-    left_out = ("quantization_config", "architectures", "auto_map", "_name_or_path")
-    kept = {key: value for key, value in {**own, **cut}.items() if key not in left_out}
-    return {"config": {**kept, "num_hidden_layers": index + 1}, "index": index}
+    for key in ("quantization_config", "architectures", "auto_map", "_name_or_path"):
+        kept.pop(key, None)
+    for key, value in kept.items():
+        if isinstance(value, list) and len(value) == count:  # an entry per layer
+            kept[key] = value[: index + 1]
+    kept["num_hidden_layers"] = index + 1
+    return {"config": kept, "index": index}
 
 
 def _mapping(model: Any) -> tuple[list[Any], list[Any], list[Any]]:
-    """How transformers turns a checkpoint's tensors into a model's: all rules, those that rename,
-    those that convert.
+    """How transformers turns a checkpoint's tensors into a model's.
+
+    Returns:
+        All rules, those that rename, those that convert.
     """
     rules: list[Any] = get_model_conversion_mapping(model)
-    renamed, converted = (
-        [rule for rule in rules if isinstance(rule, kind)]
-        for kind in (WeightRenaming, WeightConverter)
-    )
+    renamed = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converted = [rule for rule in rules if isinstance(rule, WeightConverter)]
     return rules, renamed, converted
 
 
@@ -305,7 +301,7 @@ def read_own_layer(target: Target, weights: Mapping[str, Tensor]) -> tuple[OwnLa
     """A layer of the target's class with given weights, and its spec.
 
     Args:
-        weights: by their names in the target's checkpoint, behind those of a layer.
+        weights: by their names in the target's checkpoint, without the layer's prefix.
 
     Raises:
         UserError: no layer of the target has these weights; names those that are unknown, missing
@@ -313,21 +309,25 @@ def read_own_layer(target: Target, weights: Mapping[str, Tensor]) -> tuple[OwnLa
     """
     if not is_known(target.config):
         raise UserError("its class is not transformers' own")
-    whole = skeleton(spec_of(target.config, target.num_layers - 1)["config"])
-    (where, layers), (_, renamed, converted) = layers_of(whole), _mapping(whole)
-    kinds = getattr(whole.config, "layer_types", None) or [""] * len(layers)
-    # Of the layers that the weights fit, one that sees all positions.
+    model = skeleton(spec_of(target.config, target.num_layers - 1)["config"])
+    where, layers = layers_of(model)
+    _, renamed, converted = _mapping(model)
+    kinds = getattr(model.config, "layer_types", None)
+    if not kinds:
+        kinds = [""] * len(layers)
+    # Prefer layers that see all positions.
     order = sorted(range(len(layers)), key=lambda i: (kinds[i] != "full_attention", i))
     tried: dict[tuple[str, ...], set[str]] = {}  # names of a form of layer -> those that differ
     for index in order:
         expected = layers[index].state_dict().keys()
-        if (form := tuple(sorted(expected))) in tried:
+        form = tuple(sorted(expected))
+        if form in tried:
             continue
         place = f"{where}.{index}."
-        found = {
-            rename_source_key(place + name, renamed, converted)[0].removeprefix(place): name
-            for name in weights
-        }
+        found: dict[str, str] = {}  # name in the layer -> name in the checkpoint
+        for name in weights:
+            renamed_key, _ = rename_source_key(place + name, renamed, converted)
+            found[renamed_key.removeprefix(place)] = name
         tried[form] = {found.get(name, name) for name in found.keys() ^ expected}
         if not tried[form]:
             spec = spec_of(target.config, index)
@@ -336,48 +336,46 @@ def read_own_layer(target: Target, weights: Mapping[str, Tensor]) -> tuple[OwnLa
             return own, spec
     closest: set[str] = min(tried.values(), key=len)
     wrong = sorted(closest)
-    raise UserError(f"{'unknown' if wrong[0] in weights else 'missing'} are {', '.join(wrong[:3])}")
+    word = "unknown" if wrong[0] in weights else "missing"
+    raise UserError(f"{word} are {', '.join(wrong[:3])}")
 
 
 @torch.no_grad()
 def fill(own: OwnLayer, spec: Json, weights: Mapping[str, Tensor]) -> None:
-    """Gives a layer these weights, as transformers loads them; see `read_own_layer`. Raises
-    UserError.
+    """Gives a layer these weights, as transformers loads them; see `read_own_layer`.
+
+    Raises:
+        UserError: weights of another shape, or that cannot be read.
     """
     model = skeleton(spec["config"])
     where, layers = layers_of(model)
     place = f"{where}.{spec['index']}."
+    rules, _, _ = _mapping(model)
     load = LoadStateDictConfig(
         device_map={"": "cpu"},
         dtype=torch.float32,
-        weight_mapping=_mapping(model)[0],
+        weight_mapping=rules,
     )
-    info, _ = convert_and_load_state_dict_in_model(
-        model,
-        {place + name: x for name, x in weights.items()},
-        load,
-    )
+    named = {place + name: tensor for name, tensor in weights.items()}
+    info, _ = convert_and_load_state_dict_in_model(model, named, load)
     for name, ours, theirs in info.mismatched_keys:
         raise UserError(f"{name.removeprefix(place)} is {list(ours)}, not {list(theirs)}")
     loaded = layers[spec["index"]].state_dict()
-    if wrong := [
-        *info.conversion_errors,
-        *(name for name, x in loaded.items() if x.device.type == "meta"),
-    ]:
+    wrong = list(info.conversion_errors)
+    wrong += [name for name, tensor in loaded.items() if tensor.device.type == "meta"]
+    if wrong:
         raise UserError(f"{wrong[0]} cannot be read")
-    if lost := {name for name, _ in own.layer.named_buffers()} - loaded.keys():
+    lost = {name for name, _ in own.layer.named_buffers()} - loaded.keys()
+    if lost:
         raise UserError(f"{min(lost)} is computed by its class, and drafters save weights only")
     own.layer.load_state_dict(loaded)
 
 
 def layer_tensors(own: OwnLayer, spec: Json) -> dict[str, Tensor]:
-    """A layer's weights by their names in a checkpoint of the family, behind those of a layer:
-    `read_own_layer` turned round.
-    """
+    """A layer's weights by their names in a checkpoint of the family: reverses `read_own_layer`."""
     model = skeleton(spec["config"])
-    place = f"{layers_of(model)[0]}.{spec['index']}."
+    where, _ = layers_of(model)
+    place = f"{where}.{spec['index']}."
     state = {place + name: value for name, value in own.layer.state_dict().items()}
-    return {
-        name.removeprefix(place): value
-        for name, value in revert_weight_conversion(model, state).items()
-    }
+    stored = revert_weight_conversion(model, state)
+    return {name.removeprefix(place): value for name, value in stored.items()}

@@ -8,14 +8,14 @@ ours:
     packed   a0 b0 a1 b1 a2 b2 a3 b3         our attention, one row; positions 0 0 1 1 2 2 3 3
 
 The states must agree: so nothing but attention mixes tokens, position ids are honored, and no mask,
-    bias or window is lost. And
-`head` must give the model's logits. Families multiply logits by a value of their config or divide
-    by it, under names that do not
-tell which: the factor is the one that reproduces the model's logits.
+bias or window is lost. And `head` must give the model's logits. Families multiply logits by a value
+of their config or divide by it, under names that do not tell which: the factor is the one that
+reproduces the model's logits.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -38,11 +38,11 @@ from drafttrain.target.attention import (
 _SERVED = {"full_attention", "sliding_attention"}
 _RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 _TOKENS = 4  # of each row
-# Largest relative errors. In half precision rounding may send a token to another expert; unrelated
-# states would differ by 1.4.
+# Largest relative errors of states. In half precision rounding may send a token to another expert;
+# unrelated states would differ by 1.4.
 _STATES = 1e-2
 _STATES_HALF = 0.5
-# of the head alone, on the model's own states
+# Largest relative errors of the head alone, on the model's own states.
 LOGITS = 1e-3
 LOGITS_HALF = 2e-2
 
@@ -86,15 +86,17 @@ class ProvenModel(Protocol):
 
 
 def unsupported(name: str, model: PreTrainedModel, fault: str) -> UserError:
+    """The error for a model that cannot be a target."""
     return UserError(f"target={name!r} ({type(model).__name__}) {fault}")
 
 
 def unpackable(model: PreTrainedModel) -> str | None:
-    """Why a model cannot attend through a context, as far as its class and config show; None if no
-    reason is found.
-    """
-    types = set(getattr(model.config.get_text_config(), "layer_types", None) or []) - _SERVED
+    """Why a model's class or config cannot attend through a context; None if no reason is found."""
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None)
+    types: set[str] = set()
     named = ""
+    if layer_types:
+        types = set(layer_types) - _SERVED
     if types:
         named = f" ({', '.join(sorted(types))})"
     if "chunked_attention" in types:
@@ -110,9 +112,10 @@ def unpackable(model: PreTrainedModel) -> str | None:
 
 def check_rows(target: ProvenModel, ids: Tensor, positions: Tensor | None, context: object) -> None:
     """Raises UserError for packed rows, which a model's own forward cannot tell apart."""
-    consecutive = positions is None or bool(
-        (positions == torch.arange(ids.shape[1], device=ids.device)).all()
-    )
+    consecutive = True
+    if positions is not None:
+        expected = torch.arange(ids.shape[1], device=ids.device)
+        consecutive = bool((positions == expected).all())
     if context is not None or not consecutive:
         raise UserError(
             f"target {target.name!r} runs its own forward and cache, which packed rows cannot share ({target.reason}); "
@@ -121,21 +124,18 @@ def check_rows(target: ProvenModel, ids: Tensor, positions: Tensor | None, conte
 
 
 class _ProofRun(NamedTuple):
-    """What the forwards showed: relative errors of packed states, of the head on the model's own
-    states, and of all together.
-    """
+    """The results of the proof's forwards. The last three are relative errors."""
 
-    rows: InterleavedRows
-    scale: float
-    states: float
-    head: float
-    logits: float
+    rows: InterleavedRows  # with the attention calls
+    scale: float  # factor on the head's products
+    states: float  # of packed states
+    head: float  # of the head on the model's own states
+    logits: float  # of both together
 
 
 @torch.no_grad()
 def prove(target: ProvenModel) -> tuple[list[AttentionForm], float]:
-    """Routes a model's attention through our interface and proves that its states and logits stay
-    the same.
+    """Routes a model's attention through our interface; proves that states and logits stay the same.
 
     Returns:
         How each layer attends, and the factor on the head's products.
@@ -145,31 +145,30 @@ def prove(target: ProvenModel) -> tuple[list[AttentionForm], float]:
             states or logits; names the relative error.
     """
     half = target.compute_dtype.itemsize < 4
+    most_of_states = _STATES_HALF if half else _STATES
+    most_of_head = LOGITS_HALF if half else LOGITS
     advice = "use a target with plain attention"
     try:
         run = _run(target)
     except UserError:
         raise
-    except (
-        Exception
-    ) as error:  # code of other libraries, which meets our attention for the first time
+    except Exception as error:  # other libraries' code may fail under our attention
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         fault = f"fails on a proof of {2 * _TOKENS} tokens ({reason}); {advice}"
         raise unsupported(target.name, target.model, fault) from error
     layers = [layer for layer, _ in run.rows.forms]
     forms = [form for _, form in run.rows.forms]
     fault = ""
+    # Written so that NaN fails too.
     if sorted(layers) != list(range(target.num_layers)):
         fault = f"calls the transformers attention interface for layers {sorted(layers)}"
     elif run.rows.masked - {form["window"] for form in forms}:
         fault = (
             f"does not pass its window of {max(run.rows.masked)} tokens to the attention interface"
         )
-    elif not run.states <= (_STATES_HALF if half else _STATES):
+    elif not run.states <= most_of_states:
         fault = f"computes other states for packed rows than for one row (relative error {run.states:.2g})"
-    elif not run.head <= (LOGITS_HALF if half else LOGITS) or not run.logits <= (
-        _STATES_HALF if half else _STATES
-    ):
+    elif not run.head <= most_of_head or not run.logits <= most_of_states:
         fault = f"transforms its logits in an unknown way (relative error of ours {max(run.head, run.logits):.2g})"
         advice = "use a target whose logits are its head's products, scaled or soft-capped as its config says"
     if fault:
@@ -184,10 +183,12 @@ def _run(target: ProvenModel) -> _ProofRun:
     positions = torch.arange(n, device=target.device).repeat_interleave(2)[None]
     states: list[Tensor] = []  # what the body returns, per forward
     caught: dict[int, Tensor] = {}
-    target.hook(())  # which catches what the head reads, where that is not what the body returns
-    hook = target.body.register_forward_hook(
-        lambda _module, _args, out: states.append(out.last_hidden_state)
-    )
+
+    def returned(_module: object, _args: object, out: Any) -> None:
+        states.append(out.last_hidden_state)
+
+    target.hook(())  # it catches what the head reads, where the body returns something else
+    hook = target.body.register_forward_hook(returned)
     try:
         with attention_context(None, caught):
             own = target.model(input_ids=ids, use_cache=False).logits.float()  # [2, n, v]
@@ -196,21 +197,24 @@ def _run(target: ProvenModel) -> _ProofRun:
     finally:
         hook.remove()
     before, after = states  # [2, n, h], [1, 2n, h]
+    after = after.view(n, 2, -1).transpose(0, 1)  # [2, n, h]
     scale, head = find_scale(target, caught.get(LAST, before), own)
-    logits = target.head(packed).view(n, 2, -1).transpose(0, 1)
+    logits = target.head(packed).view(n, 2, -1).transpose(0, 1)  # [2, n, v]
     return _ProofRun(
-        rows,
-        scale,
-        relative_error(after.view(n, 2, -1).transpose(0, 1), before),
-        head,
-        relative_error(logits, own),
+        rows=rows,
+        scale=scale,
+        states=relative_error(after, before),
+        head=head,
+        logits=relative_error(logits, own),
     )
 
 
 @torch.no_grad()
 def prove_own(target: ProvenModel) -> float:
-    """Proves that a model's own forward gives a target's states: each layer's, none changed by
-    later tokens or padding, with the model's own logits behind the head.
+    """Proves that a model's own forward gives a target's states.
+
+    It must give each layer's states, which later tokens and padding do not change, and the head
+    must give the model's own logits.
 
         rows      a0 .. a7           the states of these positions must be the same
         padded    a0 .. a7 x x x     in both
@@ -228,31 +232,23 @@ def prove_own(target: ProvenModel) -> float:
     ids = proof_tokens(target, 3 * n).view(2, -1)  # [2, 3n/2]
     try:
         own = target.model(input_ids=ids[:, :n], use_cache=False).logits.float()  # [2, n, v]
-        rows, padded = (target.forward(part, layers) for part in (ids[:, :n], ids))
+        rows = target.forward(ids[:, :n], layers)
+        padded = target.forward(ids, layers)
         shapes = {tuple(x.shape[:2]) for x in (rows.last_hidden, rows.features, own)}
         if shapes != {(2, n)} or rows.last_hidden.shape[2] != target.hidden_size:
             raise ValueError(f"{n} tokens have states and logits of {sorted(shapes)}")
     except UserError:
         raise
     except KeyError as error:
-        raise unsupported(
-            target.name,
-            target.model,
-            f"does not run its layer {error} on text",
-        ) from error
+        fault = f"does not run its layer {error} on text"
+        raise unsupported(target.name, target.model, fault) from error
     except Exception as error:  # code of other libraries
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise unsupported(
-            target.name,
-            target.model,
-            f"fails on a proof of {n} tokens ({reason})",
-        ) from error
+        fault = f"fails on a proof of {n} tokens ({reason})"
+        raise unsupported(target.name, target.model, fault) from error
     seen = max(
-        relative_error(after[:, :n], before)
-        for before, after in (
-            (rows.features, padded.features),
-            (rows.last_hidden, padded.last_hidden),
-        )
+        relative_error(padded.features[:, :n], rows.features),
+        relative_error(padded.last_hidden[:, :n], rows.last_hidden),
     )
     if not seen <= (_STATES_HALF if half else _STATES):
         fault = f"computes states that change with later tokens (relative error {seen:.2g}); use a causal model"
@@ -260,11 +256,8 @@ def prove_own(target: ProvenModel) -> float:
     scale, head = find_scale(target, rows.last_hidden, own)
     if not head <= (LOGITS_HALF if half else LOGITS):
         fault = f"transforms its logits in an unknown way (relative error of ours {head:.2g})"
-        raise unsupported(
-            target.name,
-            target.model,
-            f"{fault}; use a target whose logits are its head's products",
-        )
+        advice = "use a target whose logits are its head's products"
+        raise unsupported(target.name, target.model, f"{fault}; {advice}")
     return scale
 
 
@@ -274,8 +267,9 @@ def proof_tokens(target: ProvenModel, count: int) -> Tensor:
 
 
 def find_scale(target: ProvenModel, states: Tensor, own: Tensor) -> tuple[float, float]:
-    """The factor on the head's products that reproduces the model's logits best, set on the target,
-    and its relative error.
+    """The factor on the head's products that reproduces the model's logits best, and its error.
+
+    The factor is set on the target.
     """
 
     def error(scale: float) -> float:
@@ -283,32 +277,27 @@ def find_scale(target: ProvenModel, states: Tensor, own: Tensor) -> tuple[float,
         return relative_error(target.head(states), own)
 
     errors = {scale: error(scale) for scale in _scales(target.config)}
-    if not any(
-        found <= LOGITS for found in errors.values()
-    ):  # a rule that the config does not name: fit the factor
+    if not any(found <= LOGITS for found in errors.values()):
+        # A rule that the config does not name: fit the factor.
         target.logit_scale = 1.0
         products = target.head(states).to(own.device)
         scale = float((products * own).sum() / products.square().sum())
         errors[scale] = error(scale)
-    best = min(
-        errors,
-        key=lambda scale: (errors[scale] != errors[scale], errors[scale]),
-    )  # NaN last
+    best = min(errors, key=lambda scale: (math.isnan(errors[scale]), errors[scale]))
     target.logit_scale = best
     return best, errors[best]
 
 
 def _scales(config: PreTrainedConfig) -> Iterator[float]:
-    """Factors that a config's values may mean: one, each value that scales something of the head,
-    and its inverse.
-    """
+    """Factors that a config may name: one, each value that scales the head, and its inverse."""
     yield 1.0
     for key, value in vars(config).items():
-        named = any(word in key for word in ("logit", "head", "output")) and (
-            "scal" in key or "mult" in key
-        )
-        if named and isinstance(value, (int, float)) and value:
-            yield from (float(value), 1.0 / value)
+        if "scal" not in key and "mult" not in key:
+            continue
+        of_head = any(word in key for word in ("logit", "head", "output"))
+        if of_head and isinstance(value, (int, float)) and value:
+            yield float(value)
+            yield 1.0 / value
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:

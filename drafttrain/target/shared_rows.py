@@ -1,6 +1,4 @@
-"""The target's attention in processes that share rows: each runs the target over its part of the
-tokens.
-"""
+"""The target's attention in processes that share rows, each of which runs a part of the tokens."""
 
 from __future__ import annotations
 

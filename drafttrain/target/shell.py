@@ -1,5 +1,4 @@
-"""A target without its layers: what training on stored states and formats need of a target that
-runs elsewhere.
+"""A target without its layers, for training on stored states and for formats.
 
 A shell has the target's config, tokenizer and identity and, on request, the weights around its
 layers: input embedding, final norm and head. They are read from just the files that hold them, so
@@ -74,11 +73,9 @@ def load_shell(
     path = resolve_target(name)
     what = f"target={name!r}"
     place = resolve_device(device)
-    # without, the config's
+    options: dict[str, Any] = {}  # without a dtype, the config's
     if weights:
-        options = {"dtype": resolve_dtype(dtype, place)}
-    else:
-        options = {}
+        options["dtype"] = resolve_dtype(dtype, place)
     generation = read_generation_config(path, name)
     with loading(f"{what}: config and tokenizer", _FIX):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -90,9 +87,8 @@ def load_shell(
                 trust_remote_code=trust_remote_code,
                 **options,
             )
-    if (
-        generation is not None
-    ):  # many targets have none; config and tokenizer name the end of sequence too
+    # Many targets have none; config and tokenizer name the end of sequence too.
+    if generation is not None:
         model.generation_config = generation
     model.eval().requires_grad_(False)
     shell = TargetShell(model, tokenizer, name, path, model.dtype)
@@ -103,8 +99,7 @@ def load_shell(
 
 
 class TargetShell(Target):
-    """A target whose layers have no weights: it embeds, norms and computes logits, and does not
-    run.
+    """A target whose layers have no weights: it embeds, norms and computes logits, but does not run.
 
     Attributes:
         norm: the final norm; an identity where the model has none, None before `read_weights`.
@@ -131,9 +126,7 @@ class TargetShell(Target):
 
     @torch.no_grad()
     def final_norm(self, states: Tensor) -> Tensor:
-        """The last layer's output [..., h] (feature layer num_layers) -> the input of the head
-        [..., h].
-        """
+        """The last layer's output [..., h] (feature layer num_layers) -> the head's input [..., h]."""
         assert self.norm is not None, "a shell with weights"
         return self.norm(states)
 
@@ -149,18 +142,19 @@ class TargetShell(Target):
         self.require_layers()
 
     def last_layers(self, count: int) -> Sequence[nn.Module]:
-        """Reads the last layers without experts, which nobody copies; prints why if their files are
-        missing or quantized.
+        """Reads the last layers without experts, which are never copied.
+
+        Prints a note and returns none if their files are missing or quantized.
         """
         kept = len(self.layers) - min(count, self.num_layers)
         blank = copy.deepcopy(self.layers[kept:])
         names = {id(module): name for name, module in self.model.named_modules()}
-        modules = [part for layer in self.layers[kept:] for part in layer.modules()]
-        parts = {
-            names[id(part)]: part
-            for part in modules
-            if part._parameters and ".experts" not in names[id(part)]
-        }
+        parts: dict[str, nn.Module] = {}
+        for layer in self.layers[kept:]:
+            for part in layer.modules():
+                name = names[id(part)]
+                if part._parameters and ".experts" not in name:
+                    parts[name] = part
         try:
             if getattr(self.config, "quantization_config", None) is not None:
                 raise UserError("they are quantized")
@@ -187,27 +181,23 @@ class TargetShell(Target):
 
     @torch.no_grad()
     def read_weights(self, place: torch.device) -> None:
-        """Reads embedding, final norm and head to a device; finds the factor on the head's
-        products.
-        """
+        """Reads embedding, final norm and head to a device; finds the factor on the products."""
         norm, output = self._find_norm()
-        ends = (self.model.get_input_embeddings(), self.lm_head, norm)
-        parts = (*ends, self._project_out, getattr(self.body, "project_in", None))
+        project_in = getattr(self.body, "project_in", None)
         names = {id(module): name for name, module in self.model.named_modules()}
+        parts: dict[str, nn.Module] = {}
+        embedding = self.model.get_input_embeddings()
+        for part in (embedding, self.lm_head, norm, self._project_out, project_in):
+            if part is not None and id(part) in names:
+                parts[names[id(part)]] = part
         with loading(f"target={self.name!r}", _FIX):
-            _read(
-                self,
-                {names[id(part)]: part for part in parts if part is not None and id(part) in names},
-                place,
-            )
+            _read(self, parts, place)
         self.model.requires_grad_(False)
         self.norm = norm
-        states = torch.randn(
-            1,
-            _TOKENS,
-            self.hidden_size,
-            generator=torch.Generator().manual_seed(0),
-        )
+
+        # The model's own head over given states shows the factor.
+        generator = torch.Generator().manual_seed(0)
+        states = torch.randn(1, _TOKENS, self.hidden_size, generator=generator)
         states = states.to(place, self.compute_dtype)
         if self._project_out is None:
             output.last_hidden_state = states
@@ -233,8 +223,9 @@ class TargetShell(Target):
             )
 
     def _find_norm(self) -> tuple[nn.Module, Any]:
-        """The module between the last layer and the body's result, an identity if there is none;
-        and that result, on meta.
+        """The module between the last layer and the body's result, and that result, on meta.
+
+        The module is an identity if there is none.
         """
         states = torch.empty(1, _TOKENS, self.hidden_size, device="meta", dtype=self.dtype)
         ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
@@ -249,17 +240,17 @@ class TargetShell(Target):
                 with _answering(self.layers, answer), self._calls() as calls:
                     output = self.body(input_ids=ids, use_cache=False, **more)
                 between = _path(calls, states, output.last_hidden_state)
-            except (
-                Exception
-            ) as error:  # code of other libraries, which meets stand-ins for its layers
-                reason = reason or " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            except Exception as error:  # code of other libraries, around stand-ins for its layers
+                if not reason:
+                    reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
                 continue
-            if (
-                between is not None
-                and len(own := [module for module in between if module is not self._project_out])
-                < 2
-            ):
-                return own[0] if own else nn.Identity(), output
+            if between is not None:
+                if self._project_out in between:
+                    between.remove(self._project_out)
+                if not between:
+                    return nn.Identity(), output
+                if len(between) == 1:
+                    return between[0], output
             reason = "the body's result is not one norm of the last layer's"
         raise unsupported(
             self.name,
@@ -271,12 +262,17 @@ class TargetShell(Target):
     def _calls(self) -> Iterator[list[tuple[nn.Module, Any, Any]]]:
         """Collects module, inputs and output of every call of a module outside the layers."""
         calls: list[tuple[nn.Module, Any, Any]] = []
-        layers = {id(module) for module in (self.body, *self.layers.modules())}
-        hooks = [
-            module.register_forward_hook(lambda *call: calls.append(call) if call[1] else None)
-            for module in self.body.modules()
-            if id(module) not in layers
-        ]
+
+        def called(module: nn.Module, args: Any, output: Any) -> None:
+            if args:
+                calls.append((module, args, output))
+
+        inside = {id(module) for module in self.layers.modules()}
+        inside.add(id(self.body))
+        hooks = []
+        for module in self.body.modules():
+            if id(module) not in inside:
+                hooks.append(module.register_forward_hook(called))
         try:
             yield calls
         finally:
@@ -289,8 +285,9 @@ def _path(
     begin: Tensor,
     end: Tensor,
 ) -> list[nn.Module] | None:
-    """The modules that made the tensor `end` of `begin`, one after another; None if others or plain
-    operations did.
+    """The modules that made the tensor `end` of `begin`, in order.
+
+    None if plain operations contributed.
     """
     found: list[nn.Module] = []
     state = begin
@@ -316,22 +313,23 @@ def _answering(modules: Sequence[nn.Module] | nn.ModuleList, answer: object) -> 
 
 
 def _read(shell: TargetShell, parts: dict[str, nn.Module], place: torch.device) -> None:
-    """Loads the weights of modules, by their names in the model, as transformers loads whole
-    models.
-    """
+    """Loads the weights of modules, by their names in the model, as transformers loads models."""
     model = shell.model
     where = shell.path
     what = f"target={shell.name!r}"
-    # Values that a class computes (Gemma's embedding scale), while its weights are on meta.
+    # Buffers that a class computes (Gemma's embedding scale), while its weights are on meta.
     for module in parts.values():
         if module._buffers:
-            module._buffers = {
-                key: value if value is None else torch.empty_like(value, device=place)
-                for key, value in module._buffers.items()
-            }
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[key] = torch.empty_like(buffer, device=place)
             model._init_weights(module)
+
+    # The files that hold the wanted tensors.
     shapes = model.state_dict()
-    wanted = {f"{name}.{key}" for name, module in parts.items() for key in module.state_dict()}
+    wanted: set[str] = set()
+    for part_name, module in parts.items():
+        wanted |= {f"{part_name}.{key}" for key in module.state_dict()}
     mapping: list[Any] = get_model_conversion_mapping(model)
     renamed = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converted = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -341,6 +339,7 @@ def _read(shell: TargetShell, parts: dict[str, nn.Module], place: torch.device) 
         if name in wanted or (name not in shapes and key in wanted):
             sources[file].append(key)
     folder = weights_folder(where, sources)
+
     with contextlib.ExitStack() as opened:
         slices: dict[str, Any] = {}
         for file, keys in sources.items():
@@ -351,14 +350,12 @@ def _read(shell: TargetShell, parts: dict[str, nn.Module], place: torch.device) 
             tensors = opened.enter_context(
                 open_tensors(folder / file, "target", "download it again")
             )
-            slices |= {key: tensors.get_slice(key) for key in keys}
-        if packed := [
-            key
-            for key, part in slices.items()
-            if part.get_dtype() not in ("F64", "F32", "F16", "BF16")
-        ]:
-            kind = slices[packed[0]].get_dtype()
-            raise UserError(f"{what}: {packed[0]} is quantized ({kind}); load the whole target")
+            for key in keys:
+                slices[key] = tensors.get_slice(key)
+        for key, part in slices.items():
+            kind = part.get_dtype()
+            if kind not in ("F64", "F32", "F16", "BF16"):
+                raise UserError(f"{what}: {key} is quantized ({kind}); load the whole target")
         config = LoadStateDictConfig(
             device_map={"": place},
             dtype=shell.dtype,
@@ -368,18 +365,14 @@ def _read(shell: TargetShell, parts: dict[str, nn.Module], place: torch.device) 
         info, _ = convert_and_load_state_dict_in_model(model, slices, config)
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
     shell.lm_head = model.get_output_embeddings()
-    lacking = [
-        name
-        for name, value in model.state_dict().items()
-        if name in wanted and value.device.type == "meta"
-    ]
-    if lacking or info.mismatched_keys or info.conversion_errors:
-        wrong = sorted(
-            {*lacking, *(str(entry[0]) for entry in info.mismatched_keys), *info.conversion_errors}
-        )
+
+    loaded = [(name, value) for name, value in model.state_dict().items() if name in wanted]
+    wrong = {name for name, value in loaded if value.device.type == "meta"}
+    wrong |= {str(entry[0]) for entry in info.mismatched_keys}
+    wrong |= set(info.conversion_errors)
+    if wrong:
+        first = sorted(wrong)[:3]
         raise UserError(
-            f"{what}: its files do not hold {', '.join(wrong[:3])} as config.json describes; {_FIX}"
+            f"{what}: its files do not hold {', '.join(first)} as config.json describes; {_FIX}"
         )
-    check_finite(
-        ((name, value) for name, value in model.state_dict().items() if name in wanted), what, _FIX
-    )
+    check_finite(loaded, what, _FIX)

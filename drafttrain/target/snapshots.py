@@ -1,5 +1,4 @@
-"""Decoding with a model's own forward and its own cache, for models that our attention cannot
-serve.
+"""Decoding with a model's own forward and its own cache, where our attention does not apply.
 
 A recurrent state cannot forget a token. So a row holds a snapshot, the model's cache at a committed
 position, and the tokens committed `since`. A pass reads them again before root and tree, from
@@ -38,40 +37,33 @@ _MOST_SINCE = 16
 
 @dataclass(eq=False)
 class _Held:
-    """The cache behind rows that were read together.
+    """The cache behind rows that were read together."""
 
-    Attributes:
-        cache: the model's. rows: whose rows it has; lengths: tokens of each, behind padding to the
-            longest.
-    """
-
-    cache: Any
-    rows: list[int]
-    lengths: list[int]
+    cache: Any  # the model's
+    rows: list[int]  # in the cache's order
+    lengths: list[int]  # tokens of each row, behind padding to the longest
 
 
 class _Part(NamedTuple):
-    """A part of the announced forward: a row, its new tokens' layout, and its paths as indices of
-    new tokens (0 is the root). drafted: whether tokens may be rejected.
-    """
+    """A part of the announced forward."""
 
     row: int
-    layout: TreeLayout
-    paths: list[list[int]]
-    drafted: bool
+    layout: TreeLayout  # of the new tokens
+    paths: list[list[int]]  # as indices of new tokens; 0 is the root
+    drafted: bool  # whether tokens may be rejected
 
 
 class SnapshotCache:
-    """The caches of several sequences on the snapshot path; offers the engine what `TreeCache`
-    does.
+    """The caches of several sequences on the snapshot path, with the interface of `TreeCache`.
 
     Args:
-        target: whose `continuation` is proven.
-        capacity: positions per row; nothing is allocated for them. rows: sequences held at a time.
+        target: its `continuation` is proven.
+        capacity: positions per row; nothing is allocated for them.
+        rows: sequences held at a time.
 
     Attributes:
         lengths: committed tokens of each row.
-        passes: forwards by what they were for: "read" (new tokens), "snapshot" (a snapshot that
+        passes: number of forwards by purpose: "read" (new tokens), "snapshot" (a snapshot that
             moves on).
     """
 
@@ -90,10 +82,16 @@ class SnapshotCache:
 
     @property
     def nbytes(self) -> int:
-        held = {id(held): held for held in self._held.values()}.values()
-        return sum(
-            leaf.nbytes for one in held for leaf in leaves_of(one.cache) if isinstance(leaf, Tensor)
-        )
+        total = 0
+        shared: set[int] = set()  # rows may share a cache
+        for held in self._held.values():
+            if id(held) in shared:
+                continue
+            shared.add(id(held))
+            for leaf in leaves_of(held.cache):
+                if isinstance(leaf, Tensor):
+                    total += leaf.nbytes
+        return total
 
     def __str__(self) -> str:
         rows = "1 row"
@@ -103,7 +101,8 @@ class SnapshotCache:
 
     def clear(self, row: int) -> None:
         """Empties a row for its next sequence."""
-        self.lengths[row], self._since[row] = 0, []
+        self.lengths[row] = 0
+        self._since[row] = []
         self._held.pop(row, None)
 
     def reserve(self, capacity: int) -> None:
@@ -116,12 +115,14 @@ class SnapshotCache:
         Raises:
             ValueError: a row that does not exist, or not all tokens: a state cannot go back.
         """
-        if not (0 <= source < self.rows and 0 <= row < self.rows and count == self.lengths[source]):
+        exist = 0 <= source < self.rows and 0 <= row < self.rows
+        if not exist or count != self.lengths[source]:
             raise ValueError(
                 f"source={source}, row={row}, count={count}: not among {self.rows} rows, or not all tokens"
             )
         self.clear(row)
-        self.lengths[row], self._since[row] = count, list(self._since[source])
+        self.lengths[row] = count
+        self._since[row] = list(self._since[source])
         if self.how.form is not None and source in self._held:
             held = self._alone(source)
             self._held[row] = _Held(self.how.form.copy(held.cache), [row], list(held.lengths))
@@ -144,13 +145,12 @@ class SnapshotCache:
         for row, shape in new:
             length = self.lengths[row]
             if isinstance(shape, int):
-                self._open.append(
-                    _Part(row, TreeLayout(length, count=shape), [list(range(shape))], False)
-                )
+                layout = TreeLayout(length, count=shape)
+                part = _Part(row, layout, [list(range(shape))], drafted=False)
             else:
-                self._open.append(
-                    _Part(row, TreeLayout(length, shape), _paths(shape), len(shape) > 0)
-                )
+                layout = TreeLayout(length, shape)
+                part = _Part(row, layout, _paths(shape), drafted=len(shape) > 0)
+            self._open.append(part)
         return [part.layout for part in self._open]
 
     def positions(self, device: torch.device | str = "cpu") -> Tensor:
@@ -159,50 +159,50 @@ class SnapshotCache:
 
     def forward(self, input_ids: Tensor, layers: Sequence[int]) -> TargetOutput:
         """Reads the announced tokens [1, N], row after row; returns states in this order."""
-        parts = list(
-            zip(
-                self._open,
-                input_ids[0].split([part.layout.count for part in self._open]),
-                strict=True,
-            )
-        )
-        single = [
-            (part.row, ids)
-            for part, ids in parts
-            if part.layout.count == 1 and part.row in self._held
-        ]
-        if self.how.batched and len(single) > 1:
-            rows = [row for row, _ in single]
-        else:
+        parts = input_ids[0].split([part.layout.count for part in self._open])
+
+        # Rows that read one token behind a snapshot share a forward, where the model allows it.
+        rows: list[int] = []
+        singles: list[Tensor] = []  # [1] each
+        if self.how.batched:
+            for part, ids in zip(self._open, parts, strict=True):
+                if part.layout.count == 1 and part.row in self._held:
+                    rows.append(part.row)
+                    singles.append(ids)
+        if len(rows) == 1:
             rows = []
-        for part in self._open:
-            most = 0 if part.row in rows else _MOST_SINCE
-            if (
-                self.how.name
-                and (part.drafted or part.row in rows)
-                and len(self._since[part.row]) > most
-            ):
-                self._move_on(part.row, input_ids)
+        if self.how.name:
+            for part in self._open:
+                since = len(self._since[part.row])
+                if part.row in rows:
+                    behind = since > 0
+                else:
+                    behind = part.drafted and since > _MOST_SINCE
+                if behind:
+                    self._move_on(part.row, input_ids)
         outs: dict[int, TargetOutput] = {}
         if rows:
-            outs = self._step(rows, torch.stack([ids for _, ids in single]), layers)
-        made = [
-            outs[part.row] if part.row in outs else self._go_on(part, ids, layers)
-            for part, ids in parts
-        ]
-        return TargetOutput(
-            *(
-                torch.cat([getattr(out, key) for out in made], 1)
-                for key in ("features", "last_hidden")
-            )
-        )
+            outs = self._step(rows, torch.stack(singles), layers)
+
+        features = []
+        last_hidden = []
+        for part, ids in zip(self._open, parts, strict=True):
+            out = outs.get(part.row)
+            if out is None:
+                out = self._go_on(part, ids, layers)
+            features.append(out.features)
+            last_hidden.append(out.last_hidden)
+        return TargetOutput(torch.cat(features, 1), torch.cat(last_hidden, 1))
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
-        """Keeps, per part of the last forward, the given new tokens, in path order; all of a part
-        that was not drafted.
+        """Keeps the given new tokens of each part of the last forward, in path order.
+
+        Args:
+            kept: per part the tokens' indices; all of them for a part that was not drafted.
         """
-        for part, indices in zip(self._open, map(list, kept), strict=True):
+        for part, given in zip(self._open, kept, strict=True):
             row = part.row
+            indices = list(given)
             if not part.drafted and len(indices) != part.layout.count:
                 raise ValueError(
                     f"kept={indices} must be all {part.layout.count} tokens of row {row}"
@@ -211,52 +211,50 @@ class SnapshotCache:
             if row not in self._read:  # its cache moved on already
                 continue
             caches, tokens = self._read.pop(row)
-            spare = max(map(len, part.paths)) - len(
-                indices
-            )  # rejected tokens and padding behind the kept ones
+            # Rejected tokens and padding behind the kept ones.
+            spare = max(map(len, part.paths)) - len(indices)
             form = self.how.form
             apart = len(caches) == len(part.paths)
-            if (
-                form is not None
-                and (not spare or self.how.crops)
-                and (apart or form.fits(caches[0]))
-            ):
-                index = next(
-                    i for i, path in enumerate(part.paths) if path[: len(indices)] == indices
-                )
+            droppable = not spare or self.how.crops
+            if form is not None and droppable and (apart or form.fits(caches[0])):
+                # The path that begins with the kept tokens becomes the snapshot.
+                index = 0
+                while part.paths[index][: len(indices)] != indices:
+                    index += 1
                 if apart:
                     cache = caches[index]
                 else:
                     cache = form.row(caches[0], index, self.lengths[row] + spare, 0)
-                self._held[row], self._since[row] = (
-                    _Held(self._trimmed(cache, spare), [row], [self.lengths[row]]),
-                    [],
-                )
+                self._hold(row, self._trimmed(cache, spare))
             else:
                 self._since[row] += [tokens[i] for i in indices]
+
+    def _hold(self, row: int, cache: Any) -> None:
+        """Makes a cache behind all committed tokens the row's snapshot."""
+        self._held[row] = _Held(cache, [row], [self.lengths[row]])
+        self._since[row] = []
 
     # -- reading -----------------------------------------------------------------------------------
 
     def _go_on(self, part: _Part, ids: Tensor, layers: Sequence[int]) -> TargetOutput:
         """States [1, n, ...] of a row's new tokens [n]."""
-        row, since, form = part.row, self._since[part.row], self.how.form
+        row = part.row
+        since = self._since[row]
+        form = self.how.form
+        # [paths, since + longest path]: the tokens since the snapshot, and each path's.
         most = max(map(len, part.paths))
-        table = torch.tensor(
-            [path + [0] * (most - len(path)) for path in part.paths],
-            device=ids.device,
-        )
-        before = torch.tensor(since, dtype=ids.dtype, device=ids.device).expand(
-            len(table), len(since)
-        )
-        paths = torch.cat((before, ids[table]), dim=1)
+        padded = [path + [0] * (most - len(path)) for path in part.paths]
+        table = torch.tensor(padded, device=ids.device)
+        before = torch.tensor(since, dtype=ids.dtype, device=ids.device)
+        paths = torch.cat((before.expand(len(table), len(since)), ids[table]), dim=1)
+
         starts: list[Any] = [None]
         read = [0]
         if form is not None and row in self._held:
             held = self._alone(row)
             # Nothing is copied where all tokens are kept, or those that are not can be dropped.
             copies = part.drafted and not (self.how.crops and len(table) == 1)
-            # paths that read together
-            count = 1
+            count = 1  # paths that read together
             if form.fits(held.cache):
                 count = len(table)
             if copies:
@@ -264,70 +262,70 @@ class SnapshotCache:
             else:
                 starts = [held.cache]
             read = held.lengths
-        outs = []
+        features = []
+        last_hidden = []
         caches = []
         for start, some in zip(starts, paths.chunk(len(starts)), strict=True):
             out, cache = self.how.go_on(self.target, start, some, layers, read)
             self.passes["read"] += 1
-            outs.append(out)
+            features.append(out.features)
+            last_hidden.append(out.last_hidden)
             caches.append(cache)
         if part.drafted or form is None:
-            self._read[row] = caches, ids.tolist()
+            self._read[row] = (caches, ids.tolist())
         else:
             length = self.lengths[row] + part.layout.count
-            self._held[row], self._since[row] = _Held(self._trimmed(caches[0]), [row], [length]), []
-        at = {
-            node: (i, len(since) + j)
-            for i, path in enumerate(part.paths)
-            for j, node in enumerate(path)
-        }
-        rows, columns = torch.tensor(
-            [at[node] for node in range(len(ids))],
-            device=ids.device,
-        ).unbind(1)
-        states = (
-            torch.cat([getattr(out, key) for out in outs]) for key in ("features", "last_hidden")
+            self._held[row] = _Held(self._trimmed(caches[0]), [row], [length])
+            self._since[row] = []
+
+        # A node's states are the same on every path that contains it: take those of the last path.
+        at = [(0, 0)] * len(ids)
+        for i, path in enumerate(part.paths):
+            for j, node in enumerate(path):
+                at[node] = (i, len(since) + j)
+        rows, columns = torch.tensor(at, device=ids.device).unbind(1)  # [n] each
+        return TargetOutput(
+            torch.cat(features)[rows, columns][None],
+            torch.cat(last_hidden)[rows, columns][None],
         )
-        return TargetOutput(*(state[rows, columns][None] for state in states))
 
     def _step(self, rows: list[int], ids: Tensor, layers: Sequence[int]) -> dict[int, TargetOutput]:
-        """States [1, 1, ...] by row, each of which reads one token, ids [rows, 1], in one forward."""
+        """States [1, 1, ...] by row; each row reads one token, ids [rows, 1], in one forward."""
         held = self._held[rows[0]]
-        left = [
-            i for i, row in enumerate(held.rows) if self._held.get(row) is not held
-        ]  # these go on apart, or ended
-        if [row for i, row in enumerate(held.rows) if i not in left] != rows or 8 * len(left) > len(
-            held.rows
-        ):
+        # Rows that are still in this cache, and their places; others ended or continue apart.
+        present = []
+        places = []
+        for i, row in enumerate(held.rows):
+            if self._held.get(row) is held:
+                present.append(row)
+                places.append(i)
+        left = len(held.rows) - len(present)
+        if present != rows or 8 * left > len(held.rows):
             held = self._together(rows)
-            left = []
-        places = [i for i in range(len(held.rows)) if i not in left]
+            places = list(range(len(rows)))
         fed = ids.new_zeros(len(held.rows), 1)
         fed[places] = ids
         out, cache = self.how.go_on(self.target, held.cache, fed, layers, held.lengths)
         self.passes["read"] += 1
-        held.cache, held.lengths = self._trimmed(cache), [length + 1 for length in held.lengths]
-        return {
-            row: TargetOutput(out.features[i : i + 1], out.last_hidden[i : i + 1])
-            for row, i in zip(rows, places, strict=True)
-        }
+        held.cache = self._trimmed(cache)
+        held.lengths = [length + 1 for length in held.lengths]
+        outs: dict[int, TargetOutput] = {}
+        for row, i in zip(rows, places, strict=True):
+            outs[row] = TargetOutput(out.features[i : i + 1], out.last_hidden[i : i + 1])
+        return outs
 
     def _move_on(self, row: int, like: Tensor) -> None:
         """Moves a row's snapshot to its last committed token."""
         since = torch.tensor([self._since[row]], dtype=like.dtype, device=like.device)
-        held = self._held.get(row)
-        if held is None:
-            cache = None
-            read = [0]
-        else:
-            cache = self._alone(row).cache
-            read = self._alone(row).lengths
+        cache = None
+        read = [0]
+        if row in self._held:
+            held = self._alone(row)
+            cache = held.cache
+            read = held.lengths
         _, cache = self.how.go_on(self.target, cache, since, (), read)
         self.passes["snapshot"] += 1
-        self._held[row], self._since[row] = (
-            _Held(self._trimmed(cache), [row], [self.lengths[row]]),
-            [],
-        )
+        self._hold(row, self._trimmed(cache))
 
     def _trimmed(self, cache: Any, spare: int = 0) -> Any:
         """The cache without its last `spare` tokens, and without what a window no longer shows."""
@@ -340,29 +338,33 @@ class SnapshotCache:
         held = self._held[row]
         if held.rows != [row] and self.how.form is not None:
             i = held.rows.index(row)
-            cache = self.how.form.row(
-                held.cache,
-                i,
-                held.lengths[i],
-                max(held.lengths) - held.lengths[i],
-            )
-            held = self._held[row] = _Held(cache, [row], [held.lengths[i]])
+            length = held.lengths[i]
+            padding = max(held.lengths) - length
+            cache = self.how.form.row(held.cache, i, length, padding)
+            held = _Held(cache, [row], [length])
+            self._held[row] = held
         return held
 
     def _together(self, rows: list[int]) -> _Held:
         """One cache of several rows, each behind padding to the longest."""
-        alone = [self._alone(row) for row in rows]
         form = self.how.form
         assert form is not None
-        lengths = [held.lengths[0] for held in alone]
-        together = _Held(form.stack([held.cache for held in alone], lengths), list(rows), lengths)
-        self._held |= dict.fromkeys(rows, together)
+        caches = []
+        lengths = []
+        for row in rows:
+            held = self._alone(row)
+            caches.append(held.cache)
+            lengths.append(held.lengths[0])
+        together = _Held(form.stack(caches, lengths), list(rows), lengths)
+        for row in rows:
+            self._held[row] = together
         return together
 
 
 def _paths(parents: Sequence[int]) -> list[list[int]]:
-    """The paths from root to leaves of a tree, as indices of its new tokens: the root is 0, node i
-    is i + 1.
+    """The paths from root to leaves of a tree, as indices of its new tokens.
+
+    The root is 0, node i is i + 1.
     """
     paths = [[0]]
     for node, parent in enumerate(parents):

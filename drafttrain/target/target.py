@@ -19,8 +19,8 @@ packed trees through our cache; any other causal model (recurrent layers, chunks
 its own) runs its own forward with its own cache. `Target.wrap` proves either. Models that see later
 tokens, or whose logits are not their head's products, are refused.
 
-A Target holds no state of a call: threads may run forwards of one Target at a time, each with a
-context of its own.
+A Target holds no state of a call: several threads may run forwards of one Target at the same time,
+each with its own context.
 """
 
 from __future__ import annotations
@@ -74,21 +74,22 @@ class Target:
     """A frozen causal language model with its tokenizer.
 
     Attributes:
-        name: what the user called it; `path`: what was loaded.
-        dtype: the numeric format of its weights; `compute_dtype`: of its states. They differ on
-            CPUs, which hold bfloat16 weights as float32: always without bfloat16 units, and to
-            decode (`widen`) with them.
+        name: the user's name for it. path: what was loaded.
+        dtype: the numeric format of its weights. `compute_dtype` is the format of its states. They
+            differ on CPUs, which hold bfloat16 weights as float32: always without bfloat16 units,
+            and to decode (`widen`) with them.
         rounds: packed linear layers round their inputs to bfloat16, so that products are of
             bfloat16 numbers; sums are float32.
-        body: the model below its head; layers: its decoder layers.
+        body: the model below its head.
+        layers: its decoder layers.
         hidden_size, vocab_size, num_layers: h, rows of the head, number of decoder layers.
         max_positions: the longest sequence that it reads, or None if nothing limits it.
         eos_ids: every token id that ends a response.
-        generation: what its generation_config asks of decoding.
+        generation: the rules of its generation_config for decoding.
         decoding_path: "packed": rows and trees share a forward through our attention; "snapshot":
-            it runs as it is. Without weights, as its config says.
-        reason: why it is not packed; empty if it is. continuation: how its own cache is used, None
-            if it is packed.
+            its own forward and cache. Without weights, its config decides.
+        reason: why it is not packed; empty if it is.
+        continuation: how its own cache is used, None if it is packed.
         forms: how each layer attends; empty without weights and on the snapshot path.
         idle_steps: captured decoding steps (CUDA graphs) between two calls of the decoder, see
             `take_idle_steps`.
@@ -108,22 +109,17 @@ class Target:
         self.path = path
         self.dtype = dtype
         self.config = self.model.config.get_text_config()
-        self.body: Any = (
-            self.model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
-        )
-        # A name for something else in some families.
-        if not isinstance(self.body, PreTrainedModel) or self.body is model:
-            self.body = next(
-                (child for child in model.children() if isinstance(child, PreTrainedModel)), model
-            )
+        self.body: Any = self._find_body()
         self.hidden_size: int = self.config.hidden_size
         self.num_layers: int = self.config.num_hidden_layers
         self.max_positions = longest_row(self.config)
-        self.embed_scale: float = getattr(self.config, "embedding_multiplier", None) or 1.0
-        names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-        self.softcap: float | None = next(
-            filter(None, (getattr(self.config, name, None) for name in names)), None
-        )
+        self.embed_scale: float = 1.0
+        if getattr(self.config, "embedding_multiplier", None):
+            self.embed_scale = self.config.embedding_multiplier
+        self.softcap: float | None = None
+        for key in ("output_logit_soft_cap", "logits_soft_cap", "final_logit_softcapping"):
+            if getattr(self.config, key, None):
+                self.softcap = getattr(self.config, key)
         self.logit_scale = 1.0  # `prove` finds it
         head = self.model.get_output_embeddings()
         if head is None:
@@ -137,7 +133,8 @@ class Target:
         self.reason = ""
         self.continuation: Continuation | None = None
         self.forms: list[AttentionForm] = []
-        self._packed = self.rounds = False
+        self.rounds = False
+        self._packed = False
         self._native: NativeBody | None = None
         self._hooked: set[int] = set()
         self.idle_steps: list[Any] = []
@@ -158,7 +155,8 @@ class Target:
         """Loads a target by short name, folder or Hub id, frozen and in eval mode.
 
         Args:
-            revision: branch, tag or commit of a Hub id. tokenizer: in place of its own.
+            revision: branch, tag or commit of a Hub id.
+            tokenizer: in place of its own.
             device_map: spreads the layers of a target that is too large for one device over the
                 GPUs: `auto`, `balanced`, `sequential` or a map, see accelerate's dispatch. Of n
                 processes on a machine each uses every n-th GPU. Inputs and outputs are on the first
@@ -174,32 +172,26 @@ class Target:
         if revision:
             if not is_hub_id(where):
                 raise UserError(
-                    f"revision={revision!r} is of a Hub id, and target={name!r} is none; leave it out"
+                    f"revision={revision!r} needs a Hub id, but target={name!r} is not one; leave it out"
                 )
-            code = ("*.py",) if trust_remote_code else ()
-            where = str(hub_snapshot(where, (*_FILES, *code), "target", revision=revision))
+            files = list(_FILES)
+            if trust_remote_code:
+                files.append("*.py")
+            where = str(hub_snapshot(where, files, "target", revision=revision))
         wanted = resolve_dtype(dtype, place)
         generation = read_generation_config(where, name)
-        spread: dict[str, Any]
+        options: dict[str, Any] = {"dtype": wanted, "trust_remote_code": trust_remote_code}
         if device_map:
-            spread = {"device_map": device_map, "max_memory": share_of_gpus()}
-        else:
-            spread = {}
-        if (
-            not spread and place.type != "cpu"
-        ):  # straight to the device, without a copy in the host's memory
-            spread = {"device_map": {"": place}}
+            options["device_map"] = device_map
+            options["max_memory"] = share_of_gpus()
+        elif place.type != "cpu":  # straight to the device, without a copy in the host's memory
+            options["device_map"] = {"": place}
         if tokenizer is None:
             with loading(f"target={name!r}", _LOADABLE):
                 tokenizer = AutoTokenizer.from_pretrained(
                     where,
                     trust_remote_code=trust_remote_code,
                 )
-        options: dict[str, Any] = {
-            "dtype": wanted,
-            "trust_remote_code": trust_remote_code,
-            **spread,
-        }
         model = load_language_model(where, f"target={name!r}", _LOADABLE, **options)
         if generation is not None:
             model.generation_config = generation
@@ -225,31 +217,27 @@ class Target:
         packed: bool = True,
         **others: object,
     ) -> Target:
-        """A target that is ready to decode: `load` and `pack` for a name, `wrap` for a loaded
-        model.
+        """A target that is ready to decode: `load` and `pack` a name, or `wrap` a loaded model.
 
         Args:
             model: a short name, folder or Hub id; a loaded transformers model, which is frozen; a
-                Target comes back as it is.
+                Target is returned as it is.
             tokenizer: of a loaded model; in place of a name's own.
-            dtype, device: `auto` unless given; those of a loaded model are its own. device_map: see
-                `load`.
-            revision: branch, tag or commit of a Hub id. trust_remote_code: run code that comes with
-                the model.
+            dtype, device: `auto` unless given; those of a loaded model are its own.
+            device_map: see `load`.
+            revision: branch, tag or commit of a Hub id.
+            trust_remote_code: run code that comes with the model.
             packed: lay out the weights of a name for decoding on a CPU, a second copy of them; a
                 loaded model stays as it is.
 
         Raises:
-            UserError: as `load` and `wrap`; options of a name with a loaded model; an option that
-                is none of these.
+            UserError: as `load` and `wrap`; options of a name with a loaded model; an unknown
+                option.
         """
         dtype = others.pop("torch_dtype", dtype)  # type: ignore[assignment]  # the option's former name in transformers
         named = {"dtype": dtype, "device": device, "device_map": device_map, "revision": revision}
-        refuse_options(
-            "Target.from_pretrained",
-            others,
-            ("tokenizer", *named, "trust_remote_code", "packed"),
-        )
+        known = ("tokenizer", *named, "trust_remote_code", "packed")
+        refuse_options("Target.from_pretrained", others, known)
         given: Any = {key: value for key, value in named.items() if value}
         if isinstance(model, str | Path):
             name = check("model", str(model), Place)
@@ -272,12 +260,8 @@ class Target:
             raise UserError(
                 f"model={shown(model)} must be a name, a loaded model, or a Target without tokenizer="
             )
-        return cls.wrap(
-            model,
-            tokenizer,
-            model.name_or_path or type(model).__name__,
-            model.name_or_path or "",
-        )
+        path = model.name_or_path or ""
+        return cls.wrap(model, tokenizer, name=path or type(model).__name__, path=path)
 
     @classmethod
     def wrap(
@@ -289,17 +273,18 @@ class Target:
         dtype: torch.dtype | None = None,
         freeze: bool = True,
     ) -> Target:
-        """Makes a Target of a loaded model and freezes it. It attends through our interface from
-        now on, if that is proven.
+        """Makes a Target of a loaded model and freezes it.
 
-        A draft model, which is trained and whose forwards are packed, is wrapped with freeze=False.
+        The model attends through our interface from now on, if that is proven. A draft model, which
+        is trained and whose forwards are packed, is wrapped with freeze=False.
 
         Raises:
             UserError: a model that sees later tokens, or whose logits or cached continuation we do
                 not reproduce; with freeze=False, one that an attention context cannot run. Names
                 its class and the reason.
         """
-        dtype = dtype or next(model.parameters()).dtype
+        if dtype is None:
+            dtype = next(model.parameters()).dtype
         model.eval()
         if freeze:
             if dtype == torch.bfloat16 and model.device.type == "cpu" and not cpu_has_bfloat16():
@@ -310,27 +295,26 @@ class Target:
         return target
 
     def _choose_path(self, packed_only: bool) -> None:
-        """Proves the packed path or else the snapshot path; without weights (`meta`) the config
+        """Proves the packed path or else the snapshot path.
+
+        Without weights (`meta`) the model stands for one that runs elsewhere, and its config
         decides.
         """
         own = self.model.config._attn_implementation
         self.reason = unpackable(self.model) or ""
-        meta = (
-            self.device.type == "meta"
-        )  # a model without weights stands for one that runs elsewhere
+        meta = self.device.type == "meta"
         try:
             if self.reason:
-                raise unsupported(
-                    self.name,
-                    self.model,
-                    f"{self.reason}; use a model with plain attention",
-                )
+                fault = f"{self.reason}; use a model with plain attention"
+                raise unsupported(self.name, self.model, fault)
             if not meta:
                 self.forms, self.logit_scale = prove(self)
         except UserError as error:
             if packed_only:
                 raise
-            self.decoding_path, self.reason = "snapshot", self.reason or str(error)
+            self.decoding_path = "snapshot"
+            if not self.reason:
+                self.reason = str(error)
             if self.model.config._attn_implementation != own:
                 self.model.set_attn_implementation(own)
             if not meta:
@@ -340,32 +324,27 @@ class Target:
     def __repr__(self) -> str:
         count = sum(weight.numel() for weight in weights_of(self.model))
         dtype = str(self.dtype).removeprefix("torch.")
-        if self._packed:
-            how = "packed for decoding"
-        else:
-            how = "not packed"
+        how = "packed for decoding" if self._packed else "not packed"
         return (
             f"Target({self.name!r}: {type(self.model).__name__}, {count / 1e6:,.1f}M parameters, {dtype} on {self.device}, "
             f"{self.num_layers} layers, {self.vocab_size:,} tokens, {how})"
         )
 
     def widen(self) -> None:
-        """Computes in float32 from now on where that decodes faster: bfloat16 weights on a CPU with
-        our kernels.
+        """Computes in float32 from now on where that decodes faster.
 
-        The kernels stream the weights as bfloat16, and multiply them as such where the CPU can
-        (`rounds`).
+        That is so for bfloat16 weights on a CPU with our kernels: they stream the weights as
+        bfloat16, and multiply them as such where the CPU can (`rounds`).
         """
         half = self.dtype == self.compute_dtype == torch.bfloat16
         if half and not self._packed and self.device.type == "cpu" and cpu_kernels() is not None:
             self.model.float()
 
     def pack(self, keep_dtype: bool = False) -> Target:
-        """Packs the weights for fast inference on a CPU (no effect elsewhere). Costs a second copy
-        of the weights.
+        """Packs the weights for fast inference on a CPU, a second copy; no effect elsewhere.
 
         Args:
-            keep_dtype: go on computing in the present dtype, where training reads the same target.
+            keep_dtype: keep computing in the present dtype, where training reads the same target.
         """
         with _packing:
             if not self._packed and self.device.type == "cpu":
@@ -384,28 +363,40 @@ class Target:
         return self
 
     def _round_inputs(self) -> None:
-        """Sets `rounds` for a bfloat16 target whose modules compute in float32 (`widen`), where the
-        kernels can.
-        """
+        """Sets `rounds` for a bfloat16 target that computes in float32 (`widen`) on such a CPU."""
         half = self.dtype == torch.bfloat16 and self.compute_dtype == torch.float32
         self.rounds = half and self.device.type == "cpu" and multiplies_bfloat16()
-        for module in self.model.modules() if self.rounds else ():
+        if not self.rounds:
+            return
+        for module in self.model.modules():
             if isinstance(module, PackedLinear):
                 module.rounded = True
-        for layer in self._native.layers if self.rounds and self._native is not None else ():
-            layer.round_inputs()
+        if self._native is not None:
+            for layer in self._native.layers:
+                layer.round_inputs()
+
+    def _find_body(self) -> Any:
+        """The model below the head."""
+        found = self.model.base_model
+        if hasattr(self.model, "get_decoder"):
+            found = self.model.get_decoder()
+        if isinstance(found, PreTrainedModel) and found is not self.model:
+            return found
+        # The names mean something else in some families.
+        for child in self.model.children():
+            if isinstance(child, PreTrainedModel):
+                return child
+        return self.model
 
     def _find_layers(self) -> nn.ModuleList:
+        """The decoder layers."""
         for module in self.body.modules():
             if isinstance(module, nn.ModuleList) and len(module) == self.num_layers:
                 return module
         lists = [module for module in self.body.children() if isinstance(module, nn.ModuleList)]
         if len(lists) != 1:
-            raise unsupported(
-                self.name,
-                self.model,
-                f"has no list of {self.num_layers} decoder layers",
-            )
+            fault = f"has no list of {self.num_layers} decoder layers"
+            raise unsupported(self.name, self.model, fault)
         self.num_layers = len(lists[0])  # the config counts an encoder's layers, or parts of layers
         return lists[0]
 
@@ -426,8 +417,9 @@ class Target:
 
     @property
     def default_feature_layers(self) -> tuple[int, ...]:
-        """EAGLE-3's choice (arXiv 2503.01840): the inputs of layers 2, L//2 and L-3, a low, a
-        middle and a high state.
+        """EAGLE-3's choice: the inputs of layers 2, L//2 and L-3, a low, a middle and a high state.
+
+        Source: arXiv 2503.01840.
         """
         count = self.num_layers
         return tuple(sorted({min(2, count - 1), count // 2, max(count - 3, 0)}))
@@ -455,8 +447,9 @@ class Target:
         return getattr(self.body, "project_out", None)
 
     def last_layers(self, count: int) -> Sequence[nn.Module]:
-        """The last `count` layers with their weights, for drafters that start as copies; none where
-        they cannot be read.
+        """The last `count` layers with their weights, for drafters that start as copies.
+
+        None where they cannot be read.
         """
         return list(self.layers)[-count:]
 
@@ -474,15 +467,13 @@ class Target:
     # -- forwards ----------------------------------------------------------------------------------
 
     def embed(self, ids: Tensor) -> Tensor:
-        """[...] ids -> [..., h], the first layer's input without learned positions (Gemma's scale
-        included).
+        """[...] ids -> [..., h], the first layer's input without learned positions.
+
+        Gemma's scale is included.
         """
         embeds = self.model.get_input_embeddings()(ids)
-        project_in = getattr(
-            self.body,
-            "project_in",
-            None,
-        )  # OPT-350m embeds in fewer columns than h
+        # OPT-350m embeds in fewer columns than h.
+        project_in = getattr(self.body, "project_in", None)
         if project_in is not None:
             embeds = project_in(embeds)
         if self.embed_scale == 1.0:
@@ -493,9 +484,10 @@ class Target:
 
     def head(self, hidden: Tensor) -> Tensor:
         """[..., h] -> float32 logits over the vocabulary."""
-        logits = self.lm_head(
-            hidden if self._project_out is None else self._project_out(hidden)
-        ).to(hidden.device)
+        device = hidden.device
+        if self._project_out is not None:
+            hidden = self._project_out(hidden)
+        logits = self.lm_head(hidden).to(device)
         return self.shape_logits(logits.float())
 
     @property
@@ -528,9 +520,8 @@ class Target:
                 the head reads.
             position_ids: [b, s]; needed with `context`, whose tokens need not be consecutive.
             context: a decoder's cache and mask. Without one, plain causal attention over the rows.
-
-        On the snapshot path a context is a `SnapshotCache`; rows without one begin at position 0,
-        with padding on the right.
+                On the snapshot path it is a `SnapshotCache`; rows without one begin at position 0,
+                with padding on the right.
 
         Returns:
             features [b, s, f*h] and last_hidden [b, s, h]. The head is not applied.
@@ -548,15 +539,18 @@ class Target:
             self.check_length(input_ids.shape[1])
         if self.decoding_path == "snapshot":
             check_rows(self, input_ids, position_ids, context)
-            return self.run_body(input_ids, feature_layers, None, use_cache=False)[0]
-        context = context or CausalRows(input_ids.shape[1])
-        return self.run_body(
+            out, _ = self.run_body(input_ids, feature_layers, None, use_cache=False)
+            return out
+        if context is None:
+            context = CausalRows(input_ids.shape[1])
+        out, _ = self.run_body(
             input_ids,
             feature_layers,
             context,
             position_ids=position_ids,
             use_cache=False,
-        )[0]
+        )
+        return out
 
     @without_grad
     def score(
@@ -566,16 +560,17 @@ class Target:
         position_ids: Tensor,
         context: AttentionContext | SnapshotCache,
     ) -> tuple[Tensor, Tensor]:
-        """`forward` and `head` of one packed row [1, n], on a CPU in one kernel call: features [n,
-        f*h], logits [n, v].
+        """`forward` and `head` of one packed row [1, n], on a CPU in one kernel call.
+
+        Returns:
+            Features [n, f*h] and logits [n, v].
         """
         native = self._native
-        if native is None:
-            made = None
-        else:
+        if native is not None:
             made = native.score(input_ids, feature_layers, position_ids, context, self.lm_head)
-        if made is not None:
-            return made[0], self.shape_logits(made[1])
+            if made is not None:
+                features, logits = made
+                return features, self.shape_logits(logits)
         out = self.forward(input_ids, feature_layers, position_ids, context)
         return out.features[0], self.head(out.last_hidden[0])
 
@@ -587,24 +582,26 @@ class Target:
         /,
         **options: Any,
     ) -> tuple[TargetOutput, Any]:
-        """One call of the model's body with these options: the caught features [b, s, f*h] and its
-        own output.
+        """One call of the model's body with these options.
+
+        Returns:
+            The caught features [b, s, f*h] and last states [b, s, h], and the body's own output.
         """
         self.hook(feature_layers)
         caught: dict[int, Tensor] = {}
         with attention_context(context, caught):
             out = self.body(input_ids=input_ids, **options)
-        caught[LAST] = last = caught.get(LAST, out.last_hidden_state).to(input_ids.device)
-        parts = [
-            caught[i].to(input_ids.device) for i in feature_layers
-        ]  # a spread target has them on several devices
-        return TargetOutput(torch.cat(parts, dim=-1) if parts else last[..., :0], last), out
+        device = input_ids.device  # a spread target has its states on several devices
+        last = caught.get(LAST, out.last_hidden_state).to(device)
+        caught[LAST] = last
+        parts = [caught[i].to(device) for i in feature_layers]
+        features = torch.cat(parts, dim=-1) if parts else last[..., :0]
+        return TargetOutput(features, last), out
 
     def take_idle_steps(self) -> Any:
-        """Leases captured steps that an earlier call left: removes and returns them; None if there
-        are none.
+        """Removes and returns captured steps that an earlier call left; None if there are none.
 
-        Of several threads one gets them. Who leases them appends them to `idle_steps` again.
+        Only one of several threads gets them. It appends them to `idle_steps` after use.
         """
         try:
             return self.idle_steps.pop()
@@ -612,17 +609,13 @@ class Target:
             return None
 
     def release_steps(self) -> None:
-        """Frees what decoding has kept for its next call: captured steps with their cache and
-        memory pool.
-        """
+        """Frees captured steps that wait for the next call, with their cache and memory pool."""
         self.idle_steps.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def require_layers(self) -> Target:
-        """Itself. Raises UserError for a target that was loaded without its layers, see
-        `TargetShell`.
-        """
+        """Itself. Raises UserError for a target without its layers, see `TargetShell`."""
         return self
 
     def check_length(self, length: int) -> None:
@@ -633,19 +626,22 @@ class Target:
             )
 
     def hook(self, feature_layers: Sequence[int]) -> None:
-        """Registers the hooks that catch these features. `forward` does so itself; compiled code
-        must find them there.
+        """Registers the hooks that catch these features.
+
+        `forward` does so itself; compiled code must find the hooks in place.
         """
+        # OPT-350m projects the last norm's output; the projection counts as part of the head.
         project_out = self._project_out
+        wanted = set(feature_layers)
         if project_out is None:
-            wanted = {*feature_layers} - {LAST}
+            wanted.discard(LAST)
         else:
-            wanted = {*feature_layers, LAST}
+            wanted.add(LAST)
         for layer in wanted - self._hooked:
             if layer == self.num_layers:
                 hook_features(self.layers[-1], layer, output=True)
-            else:  # OPT-350m projects the last norm's output; the projection counts as part of the head
-                hook_features(
-                    project_out if layer == LAST and project_out else self.layers[layer], layer
-                )
+            elif layer == LAST and project_out is not None:
+                hook_features(project_out, layer)
+            else:
+                hook_features(self.layers[layer], layer)
             self._hooked.add(layer)

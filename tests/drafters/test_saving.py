@@ -98,7 +98,7 @@ def test_mistakes_are_named(saved, target_dir, target):
         (lambda: Drafter.from_pretrained(folder, dtype="half"), "dtype='half' is not one of"),
         (lambda: Drafter.from_pretrained("ngram", dtype="float32"), "has no weights, and so neither revision nor dtype"),
         (lambda: Drafter.from_pretrained(folder).save_pretrained("x", repo_id="a/b"), "repo_id is of an upload; set push"),
-        (lambda: Target.from_pretrained(target_dir, revision="v1"), "revision='v1' is of a Hub id"),
+        (lambda: Target.from_pretrained(target_dir, revision="v1"), "revision='v1' needs a Hub id"),
         (lambda: Target.from_pretrained(target_dir, dtyp="float32"), "dtyp= is no option of it; did you mean dtype"),
         (lambda: Target.from_pretrained(target.model, dtype="float32"), "dtype= is for a name, but this"),
         (lambda: Target.from_pretrained(3), "model=3 must be a name, a loaded model, or a Target"),

@@ -30,9 +30,9 @@ def test_reading_and_writing(text, terms):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("kld", r"loss='kld': 'kld' is no loss; did you mean kl"),
+        ("kld", r"loss='kld': 'kld' is not a valid loss; did you mean kl"),
         ("reversekl", r"did you mean reverse_kl"),
-        ("xyz", r"there are kl, reverse_kl, js, tv, tvd\+\+, lk_alpha, lk_lambda, ce"),
+        ("xyz", r"choose kl, reverse_kl, js, tv, tvd\+\+, lk_alpha, lk_lambda, ce"),
         ("0.9*kl+", r"ends in \+"),
         ("", r"is not \[WEIGHT\*\]NAME"),
         ("kl+*ce", r"the weight is '', but must be a number"),

@@ -77,7 +77,7 @@ def test_more_compilations_than_torch_allows_are_an_error(monkeypatch):
     attend(200, flex)
     with pytest.raises(
         UserError,
-        match=r"compiled for 1 sorts of shapes.*the same command again.*TORCH_LOGS=recompiles",
+        match=r"compiled for 1 kinds of shapes.*the same command again.*TORCH_LOGS=recompiles",
     ):
         attend(200, flex, heads=2, width=32)
 

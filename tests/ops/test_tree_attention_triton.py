@@ -285,9 +285,12 @@ def test_one_static_plan_serves_batch_after_batch(window, softcap, sinks, monkey
     plan = PackedPlan.static(numbers, SHAPE)
     geometries = set()
     choose = module.choose_geometry
-    monkeypatch.setattr(
-        module, "choose_geometry", lambda *a: geometries.add(choose(*a)) or choose(*a)
-    )
+
+    def recorded(**sizes):
+        geometries.add(choose(**sizes))
+        return choose(**sizes)
+
+    monkeypatch.setattr(module, "choose_geometry", recorded)
     if DEVICE == "cpu":
         monkeypatch.setattr(module, "_device_limits", lambda index: (12, 65536))
     for layouts, rows in CONTENTS:

@@ -336,7 +336,7 @@ def test_names(monkeypatch, tmp_path, capsys):
 
 def test_a_misspelt_short_name_is_told_before_the_hub_is_asked():
     with pytest.raises(
-        UserError, match=r"target='SmolM2-135m' is no folder .*; did you mean smollm2-135m\?"
+        UserError, match=r"target='SmolM2-135m' is neither a folder .*; did you mean smollm2-135m\?"
     ):
         resolve_target("SmolM2-135m")
     assert [resolve_target(name) for name in ("gpt2", "user/smollm2-135m")] == [

@@ -146,7 +146,7 @@ def test_a_time_budget_ends_the_run(tiny, tmp_path, monkeypatch):
         (["drafter.tt_steps=3"], r"error: unknown key drafter.tt_steps; did you mean ttt_steps"),
         (["kind=eagle4"], r"error: kind='eagle4' is not a drafter kind; there are"),
         (["kind=ngram"], r"error: kind='ngram' has no weights to train"),
-        (["loss=kld"], r"error: loss='kld': 'kld' is no loss; did you mean kl"),
+        (["loss=kld"], r"error: loss='kld': 'kld' is not a valid loss; did you mean kl"),
         (["learning_rate=1e30"], r"error: learning_rate='1e30' must be a number from 0 to 100"),
         (
             ["max_length=4"],
