@@ -338,12 +338,12 @@ def read_generation_config(path: str, target: str) -> GenerationConfig | None:
     Raises:
         UserError: not JSON, or a value that transformers or decoding refuses.
     """
-    quiet: Any = {
+    quiet = {
         "_raise_exceptions_for_missing_entries": False,
         "_raise_exceptions_for_gated_repo": False,
         "_raise_exceptions_for_connection_errors": False,
     }
-    file = cached_file(path, GENERATION_CONFIG_NAME, **quiet)
+    file = cached_file(path, GENERATION_CONFIG_NAME, **quiet)  # type: ignore[arg-type]
     if file is None:
         return None
     content: Json = dict(read_json(Path(file), "target", _FIX, _File))

@@ -163,20 +163,16 @@ def check_loaded(model: nn.Module, info: Mapping[str, Any], what: str, fix: str)
         UserError: names the first weights that are missing, unknown, of another shape or not
             finite.
     """
-
-    def reported(key: str) -> list[Any]:
-        """A loader's list; None or missing for nothing."""
-        found = info.get(key)
-        return [] if found is None else list(found)
-
+    # A loader may report None for nothing.
+    lacking = {str(name) for name in info.get("missing_keys") or ()}
+    unknown = [str(name) for name in info.get("unexpected_keys") or ()]
     tied = getattr(model, "all_tied_weights_keys", None)
-    lacking = {str(name) for name in reported("missing_keys")}
     if tied:
         lacking -= set(tied)
     names = {
         "lack": lacking,
-        "have unknown": set(_not_apart([str(name) for name in reported("unexpected_keys")])),
-        "have another shape of": {str(entry[0]) for entry in reported("mismatched_keys")},
+        "have unknown": set(_not_apart(unknown)),
+        "have another shape of": {str(entry[0]) for entry in info.get("mismatched_keys") or ()},
     }
     for word, wrong in names.items():
         if wrong:

@@ -365,7 +365,7 @@ def native_layer(layer: nn.Module, rotary_dim: int) -> DecoderLayer | None:
     # Linear layers: only queries, keys and values may have biases, and all three of them.
     biased = 0
     for name in ("q_proj", "k_proj", "v_proj"):
-        module: Any = inside.get(name)
+        module = inside.get(name)
         if type(module) is not nn.Linear:
             return None
         biased += module.bias is not None

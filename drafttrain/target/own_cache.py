@@ -268,9 +268,15 @@ class Continuation:
         last_hidden = []
         parts = (ids,) if self.several else ids.split(1, dim=1)
         for i, part in enumerate(parts):
-            options: dict[str, Any] = self._places(part, [length + i for length in lengths])
-            options[self.name] = cache
-            out, own = target.run_body(part, layers, None, use_cache=True, **options)
+            places = self._places(part, [length + i for length in lengths])
+            out, own = target.run_body(
+                part,
+                layers,
+                None,
+                use_cache=True,
+                **{self.name: cache},
+                **places,
+            )
             cache = own[self.name]
             features.append(out.features)
             last_hidden.append(out.last_hidden)
@@ -278,9 +284,9 @@ class Continuation:
             return out, cache
         return TargetOutput(torch.cat(features, dim=1), torch.cat(last_hidden, dim=1)), cache
 
-    def _places(self, ids: Tensor, lengths: Sequence[int]) -> dict[str, Any]:
+    def _places(self, ids: Tensor, lengths: Sequence[int]) -> dict[str, Tensor]:
         """Positions of new tokens [b, n], and the mask that hides padding, if the body takes them."""
-        places: dict[str, Any] = {}
+        places: dict[str, Tensor] = {}
         before = torch.tensor(lengths, device=ids.device)[:, None]  # [b or 1, 1]
         longest = max(lengths)
         if "position_ids" in self.takes:

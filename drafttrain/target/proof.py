@@ -184,7 +184,7 @@ def _run(target: ProvenModel) -> _ProofRun:
     states: list[Tensor] = []  # what the body returns, per forward
     caught: dict[int, Tensor] = {}
 
-    def returned(_module: object, _args: object, out: Any) -> None:
+    def returned(_module, _args, out):
         states.append(out.last_hidden_state)
 
     target.hook(())  # it catches what the head reads, where the body returns something else

@@ -73,7 +73,7 @@ def load_shell(
     path = resolve_target(name)
     what = f"target={name!r}"
     place = resolve_device(device)
-    options: dict[str, Any] = {}  # without a dtype, the config's
+    options: dict[str, torch.dtype] = {}  # without a dtype, the config's
     if weights:
         options["dtype"] = resolve_dtype(dtype, place)
     generation = read_generation_config(path, name)
@@ -263,7 +263,7 @@ class TargetShell(Target):
         """Collects module, inputs and output of every call of a module outside the layers."""
         calls: list[tuple[nn.Module, Any, Any]] = []
 
-        def called(module: nn.Module, args: Any, output: Any) -> None:
+        def called(module, args, output):
             if args:
                 calls.append((module, args, output))
 

@@ -375,7 +375,7 @@ class Target:
             for layer in self._native.layers:
                 layer.round_inputs()
 
-    def _find_body(self) -> Any:
+    def _find_body(self) -> nn.Module:
         """The model below the head."""
         found = self.model.base_model
         if hasattr(self.model, "get_decoder"):
