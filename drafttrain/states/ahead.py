@@ -7,11 +7,10 @@ step k+1   `take`s its rows, and waits only for those that have not arrived
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -208,44 +207,23 @@ def ahead(
     steps: Iterable[Step],
     expect: Callable[[Step], None],
     room: Callable[[], bool],
-    most: float = math.inf,
-    announced: int = 0,
-    following: Iterable[Step] = (),
     hold: int = MOST_STEPS,
-) -> Generator[Step, None, int]:
+) -> Iterator[Step]:
     """Yields steps in order, and announces those to come before it yields the next one.
 
     Args:
         expect: announces a step. room: whether more should be announced.
-        most: steps to announce; those of the end of training have no later ones.
-        announced: of the first steps, how many an earlier call announced as its `following`.
-        following: steps that come when these have ended; they are announced only.
         hold: steps to hold at a time.
-
-    Returns:
-        How many of `following` were announced.
     """
     coming = iter(steps)
-    later = iter(following)
     held: deque[Step] = deque()
-    drawn = 0  # from `coming`
-    ahead_of_end = 0  # announced from `later`
     while True:
-        while not held or (room() and len(held) + ahead_of_end < hold):
-            if held and drawn + ahead_of_end >= most:
-                break
+        while not held or (room() and len(held) < hold):
             step = next(coming, None)
-            if step is not None:
-                held.append(step)
-                drawn += 1
-                if drawn > announced:
-                    expect(step)
-                continue
-            if not held:
-                return ahead_of_end
-            step = next(later, None)
             if step is None:
                 break
             expect(step)
-            ahead_of_end += 1
+            held.append(step)
+        if not held:
+            return
         yield held.popleft()

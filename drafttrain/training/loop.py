@@ -30,7 +30,7 @@ from drafttrain.files import Json
 from drafttrain.states.ahead import Inputs
 from drafttrain.training.acceleration import OneProcess, is_deepspeed, learning_rate
 from drafttrain.training.limits import SaveOnTerm
-from drafttrain.training.order import announced_batches, held_out_loader
+from drafttrain.training.order import announced_batches, announced_steps, held_out_loader
 from drafttrain.training.run import Training
 
 B = TypeVar("B")  # a micro-batch
@@ -170,21 +170,18 @@ def _steps(training: Training) -> Iterator[list[Inputs]]:
     """The micro-batches of each coming step, with what depends on the step's number set."""
     run = training.run
     state = training.state
-    restored = run.checkpoint
-    if restored is not None and state.global_step % training.order.steps_per_epoch == 0:
-        # An epoch begins with a draw, which comes behind what the checkpoint has saved.
-        training.checkpoints.restore_random_numbers(restored)
-        restored = None
-    if state.global_step >= state.max_steps:
-        return
-    for batches in training.order.steps(state):
+    order = training.order
+    if run.checkpoint is not None:
+        training.checkpoints.restore_random_numbers(run.checkpoint)
+    steps = order.steps(state.global_step, state.max_steps)
+    for batches in announced_steps(steps, run.source, order.accumulated):
+        if state.global_step % order.steps_per_epoch == 0:
+            # The number that torch's DataLoader draws when an epoch begins: runs that began with
+            # one continue with the same numbers.
+            torch.empty((), dtype=torch.int64).random_()
         if run.on_policy is not None:
             run.on_policy.refresh(state.global_step)
             batches = run.on_policy.replace(batches, state.global_step, run.source)
-        if restored is not None:
-            # Behind what was drawn to get here; an uninterrupted run drew it before the checkpoint.
-            training.checkpoints.restore_random_numbers(restored)
-            restored = None
 
         run.drafter.progress = state.global_step / max(state.max_steps, 1)
         if run.budget is not None:

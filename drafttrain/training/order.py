@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator, skip_first_batches
 from datasets import Dataset
 from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
-from transformers import TrainerState, TrainingArguments
+from transformers import TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from drafttrain.data.loader import collate
@@ -75,8 +75,12 @@ def _loader(
     batch_size: int,
     args: TrainingArguments,
     accelerator: Accelerator,
+    generator: torch.Generator | None = None,
 ) -> DataLoader:
-    """Collated batches of this process, on its device."""
+    """Collated batches of this process, on its device.
+
+    generator: the loader draws a number from it when an epoch begins; by default from torch's own.
+    """
     loader = DataLoader(
         rows,  # type: ignore[arg-type]
         batch_size=batch_size,
@@ -89,6 +93,7 @@ def _loader(
         prefetch_factor=args.dataloader_prefetch_factor,
         multiprocessing_context=args.dataloader_multiprocessing_context,
         in_order=args.dataloader_in_order,
+        generator=generator,
     )
     return accelerator.prepare(loader)
 
@@ -97,11 +102,11 @@ class TrainingOrder:
     """The micro-batches of this process, step by step and epoch after epoch.
 
     Args:
-        rows: {tokens, spans, length, index}. source: coming micro-batches are announced to it.
+        rows: {tokens, spans, length, index}.
         sequence: the processes that share the rows of this one's batches.
 
     Attributes:
-        epoch: number of the running epoch. batches: micro-batches of an epoch.
+        epoch: the one whose micro-batches are read. batches: micro-batches of an epoch.
         steps_per_epoch: its optimizer steps; the last one may have fewer micro-batches.
 
     Raises:
@@ -113,12 +118,10 @@ class TrainingOrder:
         rows: Dataset,
         args: TrainingArguments,
         accelerator: Accelerator,
-        source: BatchSource,
         sequence: SequenceGroup | None,
     ):
         self.rows = rows
         self.args = args
-        self.source = source
         self.epoch = 0
         self.accumulated = args.gradient_accumulation_steps
         self.loader = _loader(
@@ -127,6 +130,8 @@ class TrainingOrder:
             args.train_batch_size,
             args,
             accelerator,
+            # An epoch may be read ahead of its first step, which must not move torch's numbers.
+            torch.Generator(),
         )
         self.batches = len(self.loader)
         if not self.batches:
@@ -161,59 +166,42 @@ class TrainingOrder:
         return math.ceil(self.args.num_train_epochs * self.steps_per_epoch)
 
     def epochs(self, step: int) -> float:
-        """Epochs that are done after a step of the running one."""
-        done = min((step - self.epoch * self.steps_per_epoch) * self.accumulated, self.batches)
-        return self.epoch + done / self.batches
+        """Epochs that are done after so many steps."""
+        epoch = (step - 1) // self.steps_per_epoch
+        done = (step - epoch * self.steps_per_epoch) * self.accumulated
+        return epoch + min(done, self.batches) / self.batches
 
-    def steps(self, state: TrainerState) -> Iterator[list[Inputs]]:
-        """The micro-batches of each step from `state.global_step` on, without end."""
-        first = state.global_step % self.steps_per_epoch  # step of the epoch
-        coming = self._micro_batches(state)
-        while True:
-            left = self.batches - first * self.accumulated
-            while left > 0:
-                yield list(itertools.islice(coming, min(self.accumulated, left)))
-                left -= self.accumulated
-            first = 0
+    def steps(self, first: int, last: int) -> Iterator[list[Inputs]]:
+        """The micro-batches of each step from `first` up to `last`, exclusive."""
+        for step in range(first, last):
+            at = step % self.steps_per_epoch
+            if step == first or at == 0:
+                self.epoch = step // self.steps_per_epoch
+                self.loader.set_epoch(self.epoch)  # type: ignore[attr-defined]
+                loader = self.loader
+                if at:
+                    loader = skip_first_batches(loader, at * self.accumulated)
+                batches = iter(loader)
+            left = self.batches - at * self.accumulated
+            yield list(itertools.islice(batches, min(self.accumulated, left)))
 
-    def _micro_batches(self, state: TrainerState) -> Iterator[Inputs]:
-        """The micro-batches, announced ahead of their steps if their states are read ahead."""
-        reading = self.source.ahead
-        skipped = state.global_step % self.steps_per_epoch * self.accumulated
-        announced = 0  # of this epoch, in the one before
-        for epoch in itertools.count(state.global_step // self.steps_per_epoch):
-            self.epoch = epoch
-            loader = self.loader
-            loader.set_epoch(epoch)  # type: ignore[attr-defined]
-            if skipped:
-                loader = skip_first_batches(loader, skipped)
-                skipped = 0
-            if reading is None:
-                yield from loader
-                continue
-            announced = yield from ahead(
-                loader,
-                self.source.expect,
-                lambda: reading.room,
-                most=(state.max_steps - state.global_step) * self.accumulated,
-                announced=announced,
-                following=self._next_epoch(),
-            )
 
-    def _next_epoch(self) -> Iterator[Inputs]:
-        """Micro-batches of this process in the next epoch.
+def announced_steps(
+    steps: Iterator[list[Inputs]],
+    source: BatchSource,
+    accumulated: int,
+) -> Iterator[list[Inputs]]:
+    """Steps in order, their micro-batches announced to a source ahead of their turn."""
+    reading = source.ahead
+    if reading is None:
+        return steps
 
-        None where only the sampler that draws them knows the order.
-        """
-        if self.args.train_sampling_strategy != "group_by_length":
-            return
-        self.epoch += 1
-        try:
-            chosen = list(itertools.islice(self.loader.batch_sampler, MOST_STEPS))  # type: ignore[arg-type]
-        finally:
-            self.epoch -= 1
-        for numbers in chosen:
-            yield collate([self.rows[number] for number in numbers])
+    def expect(step: list[Inputs]) -> None:
+        for inputs in step:
+            source.expect(inputs)
+
+    most = max(1, MOST_STEPS // accumulated)
+    return ahead(steps, expect, lambda: reading.room, hold=most)
 
 
 def held_out_loader(
@@ -245,12 +233,13 @@ def announced_batches(loader: DataLoader, source: BatchSource) -> Iterator[Input
         yield from loader
         return
 
-    def announced() -> Iterator[Inputs]:
-        # The sampler gives the same order each time it is iterated.
+    def collated() -> Iterator[Inputs]:
+        # The sampler gives the same order each time it is iterated. The loader itself does not run
+        # ahead, because it tells accelerate which rows of its last batch are repeated.
         for numbers in loader.batch_sampler:  # type: ignore[union-attr]
             yield collate([loader.dataset[number] for number in numbers])
 
-    coming = ahead(announced(), source.expect, lambda: reading.room)
+    coming = ahead(collated(), source.expect, lambda: reading.room)
     for inputs in loader:
         next(coming, None)
         yield inputs

@@ -86,7 +86,6 @@ class Training:
             rows=run.train_rows,
             args=args,
             accelerator=self.accelerator,
-            source=run.source,
             sequence=run.sequence,
         )
         steps = self.order.total_steps()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -138,26 +137,6 @@ def test_what_a_step_takes_is_cut_and_rows_of_no_data_set_are_not_read(reading, 
     (cut, other) = reading.states([Row(1, torch.arange(10), needed, slice(3, 10)), row(-1)])
     assert cut.features.tolist() == [[1.0]] * 7 and len(cut.last) == 2
     assert other is None and reader.asked == [1]
-
-
-@pytest.mark.parametrize(("most", "expected"), [(math.inf, [0, 1, 2, 3, 7, 8]), (3, [0, 1, 2])])
-def test_steps_are_announced_before_earlier_ones_run_also_those_of_the_next_epoch(most, expected):
-    announced: list[int] = []
-    begun: list[int] = []
-
-    def epoch() -> Iterator[int]:
-        count = yield from ahead(
-            range(4), announced.append, lambda: True, most, following=iter((7, 8))
-        )
-        begun.append(count)
-
-    coming = epoch()
-    assert next(coming) == 0 and announced == expected
-    assert list(coming) == [1, 2, 3], "all are handed out, once"
-    if most != 3:
-        assert begun == [2] and announced == expected
-        next(ahead((7, 8, 9), announced.append, lambda: True, announced=begun[0]))
-        assert announced == [*expected, 9], "what the epoch before announced is not announced again"
 
 
 def test_announcing_waits_for_room_and_holds_a_bounded_number():
