@@ -153,7 +153,11 @@ class Adapter:
         else:
             self.target = load_target(args, name)
         self._tidy()
-        self.drafter = drafter = self._load(output / (self.state.trial or CURRENT))
+        going_on = CURRENT
+        if self.state.trial:
+            going_on = self.state.trial
+        drafter = self._load(output / going_on)
+        self.drafter = drafter
         served = None
         if args.target_url:
             served = Served(
@@ -180,13 +184,10 @@ class Adapter:
         if self.on_cpu:
             self.bfloat16 = self.target.dtype == torch.bfloat16
             self.cores = len(os.sched_getaffinity(0))
+            self.clock = 0.0  # the CPU time that this process has spent so far counts
         else:
             self.bfloat16 = has_bfloat16()
             self.cores = 1
-        # 0: what this process did so far counts
-        if self.on_cpu:
-            self.clock = 0.0
-        else:
             self.clock = time.perf_counter()
 
     # -- files -------------------------------------------------------------------------------------
@@ -195,7 +196,8 @@ class Adapter:
         path = self.output / STATE
         if not path.exists():
             return _State(str(self.first)), []
-        (_, head), *rest = read_jsonl(path, fix=_FIX)
+        lines = list(read_jsonl(path, fix=_FIX))
+        head = lines[0][1]
         try:
             state = TypeAdapter(_State).validate_python(head)
         except ValidationError as error:
@@ -205,19 +207,21 @@ class Adapter:
             raise UserError(
                 f"drafter={self.args.drafter!r}: {self.output} continues {state.first}; {rule}: choose another --output"
             )
-        for number, row in rest:
+        answers: list[_Answer] = []
+        for number, row in lines[1:]:
             check_json(row, f"{path} line {number}", _FIX, _Answer)
-        return state, [row for _, row in rest]  # type: ignore[misc]  # checked
+            answers.append(row)  # type: ignore[arg-type]  # checked
+        return state, answers
 
     def save(self) -> None:
         """Replaces the state."""
         path = self.output / STATE
+        lines = [json.dumps(asdict(self.state))]
+        for answer in self.answers:
+            lines.append(json.dumps(answer))
         with writing(path), replacing(path) as part:
-            part.chmod(0o600)
-            part.write_text(
-                "".join(json.dumps(row) + "\n" for row in (asdict(self.state), *self.answers)),
-                encoding="utf-8",
-            )
+            part.chmod(0o600)  # users' text
+            part.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def _tidy(self) -> None:
         """Completes what a killed process left: the link to the drafter, and versions that no state
@@ -226,15 +230,10 @@ class Adapter:
         link = self.output / CURRENT
         if not link.is_symlink():
             self._link(self.first)
-        versions = sorted(
-            path for path in self.output.glob("version-*") if (path / RECORD).is_file()
-        )
-        kept = {
-            link.resolve().name,
-            self.state.trial,
-            *(path.name for path in versions[-self.args.keep :]),
-        }
-        for path in versions:
+        records = sorted(self.output.glob(f"version-*/{RECORD}"))
+        versions = [record.parent for record in records]  # the newest last
+        kept = {link.resolve().name, self.state.trial}
+        for path in versions[: -self.args.keep]:
             if path.name not in kept:
                 shutil.rmtree(path)
 
@@ -242,7 +241,10 @@ class Adapter:
         """Makes OUTPUT/current lead to a drafter, in one step."""
         part = self.output / f".{CURRENT}"
         part.unlink(missing_ok=True)
-        part.symlink_to(folder.name if folder.parent == self.output else folder)
+        place = str(folder)
+        if folder.parent == self.output:
+            place = folder.name  # so that the folder may move
+        part.symlink_to(place)
         os.replace(part, self.output / CURRENT)
 
     def _load(self, folder: Path) -> TrainableDrafter:
@@ -253,12 +255,12 @@ class Adapter:
 
     def _store(self, record: Json) -> str:
         """Saves the drafter as a new version; returns its name."""
-        taken = [
-            int(path.name[8:])
-            for path in self.output.glob("version-*")
-            if path.name[8:].isdecimal()
-        ]
-        self.state.number = max([self.state.number, *taken]) + 1
+        newest = self.state.number
+        for path in self.output.glob("version-*"):
+            number = path.name.removeprefix("version-")
+            if number.isdecimal():
+                newest = max(newest, int(number))
+        self.state.number = newest + 1
         name = f"version-{self.state.number:04d}"
         part = self.output / PARTIAL
         with writing(self.output, reads=True):
@@ -279,11 +281,12 @@ class Adapter:
             return []
         check_data(read_meta(self.args.data), None, self.target, self.args.data)
         records = load_records(self.args.data)
-        chosen = self.random.sample(range(len(records)), min(len(records), 4 * self.args.every))
-        return [
-            _row(records[i]["tokens"][: self.args.max_length], records[i]["spans"], -1)
-            for i in chosen
-        ]
+        count = min(len(records), 4 * self.args.every)
+        rows = []
+        for number in self.random.sample(range(len(records)), count):
+            record = records[number]
+            rows.append(_row(record["tokens"][: self.args.max_length], record["spans"], -1))
+        return rows
 
     # -- allowance ---------------------------------------------------------------------------------
 
@@ -300,12 +303,15 @@ class Adapter:
             clock = time.process_time()
         else:
             clock = time.perf_counter()
-        done = (clock - self.clock) * work
+        done = 0.0
+        if work:
+            done = clock - self.clock
         self.clock = clock
         gain = self.args.share * self.cores
         saved = state.allowance + gain * max(now - state.at, 0)
         state.allowance = min(saved, gain * 3600 * _SAVED_HOURS) - done
-        state.at, state.spent = now, state.spent + done
+        state.at = now
+        state.spent += done
 
     @property
     def cost(self) -> float:
@@ -315,13 +321,16 @@ class Adapter:
     @property
     def fallen(self) -> bool:
         """Whether the logged accepted length fell; True where none is logged."""
-        recent = self.state.recent
-        return not recent or sum(recent) / len(recent) < _FALL * self.state.usual
+        if not self.state.recent:
+            return True
+        return _mean(self.state.recent) < _FALL * self.state.usual
 
     def budget(self) -> float:
         """Seconds that a round may spend now."""
         self.account()
-        return self.state.allowance * (1.0 if self.fallen else 0.5)
+        if self.fallen:
+            return self.state.allowance
+        return self.state.allowance / 2
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -343,17 +352,17 @@ class Adapter:
                 )
             except UserError as error:
                 state.unusable += 1
-                state.failures = [*state.failures, {"line": where, "reason": str(error)[:300]}][
-                    -_RECORDED:
-                ]
+                state.failures.append({"line": where, "reason": str(error)[:300]})
+                state.failures = state.failures[-_RECORDED:]
                 continue
-            key = sha256(
-                repr(found.tokens[: found.start]).encode()
-            ).digest()  # equal prompts stay on one side
+            # By a hash of the prompt: equal prompts stay on one side.
+            key = sha256(repr(found.tokens[: found.start]).encode()).digest()
             held = int.from_bytes(key[:4], "little") < self.args.hold_out * 2**32
-            state.read, state.fresh = state.read + 1, state.fresh + 1
+            state.read += 1
+            state.fresh += 1
             if found.accepted:
-                state.recent = [*state.recent, found.accepted][-every:]
+                state.recent.append(found.accepted)
+                state.recent = state.recent[-every:]
             made = _Answer(
                 number=state.read,
                 tokens=found.tokens,
@@ -364,7 +373,8 @@ class Adapter:
             )
             self.answers.append(made)
         if lines:
-            state.places, state.passed_over = reader.places, state.passed_over + passed_over
+            state.places = reader.places
+            state.passed_over += passed_over
             self._bound()
             self.account()
             self.save()
@@ -377,11 +387,9 @@ class Adapter:
         others = [it for it in self.answers if not it["held"]]
         older = others[: -2 * every]
         newer = others[-2 * every :]
-        older = sorted(
-            self.random.sample(older, min(len(older), 4 * every)),
-            key=lambda it: it["number"],
-        )
-        self.answers = [*judges, *older, *newer]
+        older = self.random.sample(older, min(len(older), 4 * every))
+        older.sort(key=lambda it: it["number"])
+        self.answers = judges + older + newer
         self.source.kept.keep_only({it["number"] for it in self.answers})
 
     # -- a round -----------------------------------------------------------------------------------
@@ -400,86 +408,109 @@ class Adapter:
         before the first step.
         """
         state = self.state
-        every = self.args.every
         budget = self.budget()
         began = state.spent
         served = (self.output / CURRENT).resolve()
-        recent = state.recent
         fallen = self.fallen
-        judges = [it for it in self.answers if it["held"]][-_JUDGES:]
-        judges = [
-            it
-            for it in judges
-            if it["number"] > state.read - state.fresh or it in judges[-_JUDGES // 2 :]
-        ]
+        judges = self._judges()
         if any(served.name not in it["replayed"] for it in judges):
             self._replay(self._load(served), served.name, judges)
-        new = [it for it in self.answers if _is_new(it)][-every:]
+
+        # train
+        new = [it for it in self.answers if _is_new(it)][-self.args.every :]
         earlier = self._earlier(len(new))
-        rows = [
-            _row(it["tokens"], [[it["start"], len(it["tokens"])]], it["number"]) for it in new
-        ] + earlier
-        steps, tokens = self._train(rows, began + budget - state.judging)
-        if not steps:
-            state.judging = max(
-                state.judging, state.spent - began
-            )  # waits for more of the allowance
+        rows = [_row_of(it) for it in new]
+        steps, tokens = self._train(rows + earlier, began + budget - state.judging)
+        if not steps:  # waits for more of the allowance
+            state.judging = max(state.judging, state.spent - began)
             return {}
+
+        # judge
         mark = state.spent
         self._replay(self.drafter, "", judges)
-        both = [
-            [it["replayed"][served.name] for it in judges],
-            [it["replayed"].pop("") for it in judges],
-        ]
-        ratio, before, after = compared(*both)
+        theirs = [it["replayed"][served.name] for it in judges]
+        ours = [it["replayed"].pop("") for it in judges]
+        ratio, before, after = compared(theirs, ours)
         state.judging = max(0.8 * state.judging, state.spent - mark)
+
+        number = 1
+        if state.rounds:
+            number = state.rounds[-1]["round"] + 1
+        logged = None
+        if state.recent:
+            logged = round(_mean(state.recent), 3)
         record: Json = {
-            "round": state.rounds[-1]["round"] + 1 if state.rounds else 1, "answers": state.read, "new": len(new),
-            "earlier": len(earlier), "steps": steps, "tokens": tokens, "judges": len(judges), "before": before, "after": after,
-            "ratio": ratio.value, "interval": [ratio.low, ratio.high], "fallen": fallen,
-            "logged_accepted_length": round(sum(recent) / len(recent), 3) if recent else None,
-        }  # fmt: skip
+            "round": number,
+            "answers": state.read,
+            "new": len(new),
+            "earlier": len(earlier),
+            "steps": steps,
+            "tokens": tokens,
+            "judges": len(judges),
+            "before": before,
+            "after": after,
+            "ratio": ratio.value,
+            "interval": [ratio.low, ratio.high],
+            "fallen": fallen,
+            "logged_accepted_length": logged,
+        }
+
+        # swap
         if ratio.high < 1:
             record |= {"verdict": "worse", "version": served.name}
-            state.trial, self.optimizer, self.drafter = "", None, self._load(served)
+            state.trial = ""
+            self.optimizer = None
+            self.drafter = self._load(served)
         else:
-            better = ratio.low > 1
             name = self._store({"drafttrain": __version__, "first": str(self.first), **record})
-            record |= {
-                "verdict": "better" if better else "undecided",
-                "version": name if better else served.name,
-            }
-            state.trial = "" if better else name
-            for it in judges if better else ():
-                it["replayed"] = {name: both[1][judges.index(it)]}
-            if better:
+            if ratio.low > 1:
+                record |= {"verdict": "better", "version": name}
+                state.trial = ""
+                for it, replayed in zip(judges, ours, strict=True):
+                    it["replayed"] = {name: replayed}
                 self._link(self.output / name)
+            else:
+                record |= {"verdict": "undecided", "version": served.name}
+                state.trial = name
+
         for it in new:
             it["trained"] += 1
-        if recent:
-            state.usual = 0.8 * (state.usual or sum(recent) / len(recent)) + 0.2 * sum(
-                recent
-            ) / len(recent)
+        if state.recent:
+            recent = _mean(state.recent)
+            usual = recent
+            if state.usual:
+                usual = state.usual
+            state.usual = 0.8 * usual + 0.2 * recent
         state.fresh = 0
         self.account()
         record |= {"seconds": round(state.spent - began, 2), "cost": round(self.cost, 5)}
-        state.rounds = [*state.rounds, record][-_RECORDED:]
+        state.rounds.append(record)
+        state.rounds = state.rounds[-_RECORDED:]
         self.save()
         self._tidy()
         return record
+
+    def _judges(self) -> list[_Answer]:
+        """The newest held-out answers: those since the last round, and of earlier ones a half."""
+        held = [it for it in self.answers if it["held"]][-_JUDGES:]
+        judges = []
+        for place, answer in enumerate(held):
+            fresh = answer["number"] > self.state.read - self.state.fresh
+            if fresh or place >= len(held) - _JUDGES // 2:
+                judges.append(answer)
+        return judges
 
     def _earlier(self, new: int) -> list[Json]:
         """Rows of earlier answers, half of them from the first training's data, if given."""
         count = round(self.args.replay * new)
         old = [it for it in self.answers if not it["held"] and it["trained"]]
-        given = self.random.sample(
-            self.earlier, min(len(self.earlier), count // 2 if old else count)
-        )
-        old = self.random.sample(old, min(len(old), count - len(given)))
-        return [
-            *given,
-            *(_row(it["tokens"], [[it["start"], len(it["tokens"])]], it["number"]) for it in old),
-        ]
+        first = count
+        if old:
+            first = count // 2
+        rows = self.random.sample(self.earlier, min(len(self.earlier), first))
+        for it in self.random.sample(old, min(len(old), count - len(rows))):
+            rows.append(_row_of(it))
+        return rows
 
     def _train(self, rows: list[Json], until: float) -> tuple[int, int]:
         """Trains on rows until `until` seconds are spent in all; returns steps and tokens."""
@@ -562,23 +593,36 @@ class Adapter:
     def _replay(self, drafter: TrainableDrafter, version: str, judges: Sequence[_Answer]) -> None:
         """Notes in each answer what a drafter commits in how many passes."""
         todo = [it for it in judges if version not in it["replayed"]]
-        rows = [_row(it["tokens"], [[it["start"], len(it["tokens"])]], it["number"]) for it in todo]
+        rows = [_row_of(it) for it in todo]
         made = replayed_rows(drafter.eval(), rows, self.source, _SPEC, _REPLAYED)  # type: ignore[arg-type]  # states, no top-k
         for it, row in zip(todo, made, strict=True):
             it["replayed"][version] = [row.committed, row.passes]
         self.account()
 
 
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
 def _is_new(it: _Answer) -> bool:
     return not it["held"] and not it["trained"]
 
 
+def _row_of(answer: _Answer) -> Json:
+    """The training row of an answer."""
+    tokens = answer["tokens"]
+    return _row(tokens, [[answer["start"], len(tokens)]], answer["number"])
+
+
 def _row(tokens: list[int], spans: list[list[int]], number: int) -> Json:
     """A training row; see loader.py."""
-    spans = [
-        [max(a, 1), min(b, len(tokens))] for a, b in spans if min(b, len(tokens)) - max(a, 1) >= 2
-    ]
-    return {"tokens": tokens, "spans": spans, "length": len(tokens), "index": number}
+    cut = []
+    for begin, end in spans:
+        begin = max(begin, 1)  # no token precedes the first one
+        end = min(end, len(tokens))
+        if end - begin >= 2:
+            cut.append([begin, end])
+    return {"tokens": tokens, "spans": cut, "length": len(tokens), "index": number}
 
 
 def _batches(rows: Sequence[Json]) -> list[list[Json]]:

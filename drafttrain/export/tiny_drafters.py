@@ -82,7 +82,9 @@ def shipped_drafters(
     Args:
         prompts, tokens: what the drafters learn: the target's answers, of so many tokens.
     """
-    answers = [generate(target, None, prompt, max_new_tokens=tokens).tokens for prompt in prompts]
+    answers = []
+    for prompt in prompts:
+        answers.append(generate(target, None, prompt, max_new_tokens=tokens).tokens)
     batch = _batch(prompts, answers)
     made = []
     kinds = [kind for kind in shipped_kinds() if shipping(kind).formats]
@@ -104,10 +106,14 @@ def shipped_drafters(
 
 
 def _batch(prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> Batch:
-    rows = [torch.tensor(prompt + answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    """The answers behind their prompts, padded on their right."""
+    rows = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        rows.append(torch.tensor(prompt + answer))
     lengths = torch.tensor([len(row) for row in rows])  # [b]
-    places = torch.arange(int(lengths.max()))
-    begins = torch.tensor([len(prompt) for prompt in prompts])
+    begins = torch.tensor([len(prompt) for prompt in prompts])  # [b]
+    places = torch.arange(int(lengths.max()))  # [s]
+    # The response, which losses read.
     mask = (places >= begins[:, None]) & (places < lengths[:, None])  # [b, s]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # [b, s]
     return Batch(ids, lengths, mask, torch.full((len(rows),), -1))

@@ -110,11 +110,10 @@ def stored_layers(config: TrainConfig, target: Target) -> Json:
     if not reads or config.init not in ("target", "random") or config.loss == "next_token":
         return {}
     root = Path(config.data).expanduser()
-    if (root / "meta.json").exists():
-        held = stored_features(root)
-    else:
-        held = None
-    if not held or not held["layers"] or "feature_layers" in config.drafter:
+    if "feature_layers" in config.drafter or not (root / "meta.json").exists():
+        return {}
+    held = stored_features(root)
+    if not held or not held["layers"]:
         return {}
     if tuple(held["layers"]) != target.default_feature_layers:
         print(
@@ -125,8 +124,8 @@ def stored_layers(config: TrainConfig, target: Target) -> Json:
 
 
 def training_arguments(config: TrainConfig) -> TrainingArguments:
-    """The trainer's arguments: the recipe's, on top of our defaults. Raises UserError for values
-    that it refuses.
+    """The recipe's TrainingArguments, on top of our defaults. Raises UserError for values that it
+    refuses.
     """
     types = get_type_hints(TrainingArguments)
     for name in sorted(config.trainer.keys() - TrainerKeys.__dataclass_fields__.keys()):
@@ -135,6 +134,7 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
     if token := config.trainer.pop("hub_token", None):
         # Where the Hub's client finds it; recipes are recorded, and so are arguments.
         os.environ["HF_TOKEN"] = str(token)
+
     options: Json = {
         **vars(TrainerKeys()),
         "save_strategy": "steps",
@@ -144,42 +144,69 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         "train_sampling_strategy": "group_by_length",
         "dataloader_pin_memory": False,
         "use_cpu": os.environ.get("DS_ACCELERATOR") == "cpu",
-        **config.trainer,
-        "output_dir": config.output_dir,
     }
-    if not options["use_cpu"] and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in (
-        "1",
-        "true",
-        "yes",
-    ):
-        on_cpu = (
-            usual_device() == "cpu"
-        )  # raises where a driver is too old: transformers would train on the CPU
-        checkpointing = not on_cpu and wants_checkpointing(config)
-        options |= {"use_cpu": on_cpu}
-        options = {
-            "bf16": wants_bfloat16(options),
-            "gradient_checkpointing": checkpointing,
-        } | options
-    report = options["report_to"] or "none"
-    if isinstance(report, str):
-        options["report_to"] = [report]
-    else:
-        options["report_to"] = report
+    options |= config.trainer
+    options["output_dir"] = config.output_dir
+    cpu_launch = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    if not options["use_cpu"] and not cpu_launch:
+        # Raises where a driver is too old: transformers would train on the CPU.
+        options["use_cpu"] = usual_device() == "cpu"
+        checkpoints = not options["use_cpu"] and wants_checkpointing(config)
+        options.setdefault("bf16", wants_bfloat16(options))
+        options.setdefault("gradient_checkpointing", checkpoints)
+    options["report_to"] = _reporters(options["report_to"], config)
+    _check_launch(config, options)
+    if config.max_minutes > 0:
+        options["num_train_epochs"] = 10_000  # TimeBudget ends the run, so epochs must not
+    try:
+        args = TrainingArguments(**options)
+    except Exception as error:  # transformers, accelerate and DeepSpeed each raise their own
+        reason = " ".join(str(error).split())
+        if not reason:
+            reason = type(error).__name__
+        raise UserError(
+            f"TrainingArguments: {reason[:400]}; change that key of the recipe"
+        ) from error
+    _check_pairs(config, args)
+    if args.n_gpu > 1:
+        if not config.target_device_map:
+            note = "note: {0} GPUs are visible and one is used; all: accelerate launch --num_processes {0} drafttrain/train.py"
+            print(
+                f"{note.format(args.n_gpu)} RECIPE, or configs/accelerate/gpu-8.yaml",
+                file=sys.stderr,
+                flush=True,
+            )
+        # Beyond one, batches would be as many times larger.
+        args._n_gpu = 1
+    return args
+
+
+def _reporters(given: object, config: TrainConfig) -> list[str]:
+    """Names of `report_to`. Raises UserError for one that is not installed, or does not exist."""
+    names: list[str] = ["none"]
+    if isinstance(given, list) and given:
+        names = given
+    elif isinstance(given, str) and given:
+        names = [given]
     known = ("none", "all", *get_available_reporting_integrations())
-    for name in options["report_to"]:
+    for name in names:
         if name == "wandb":
             require(name, "report_to='wandb'")
         if name not in known:
             raise UserError(
                 f"report_to={name!r} is not one of {', '.join(known)}; install it, or choose one"
             )
-    if "wandb" in options["report_to"]:
+    if "wandb" in names:
         os.environ.setdefault("WANDB_PROJECT", "drafttrain")
         os.environ.setdefault("WANDB_DIR", str(Path(config.output_dir).expanduser()))
-    if config.feature_rates and (
-        options.get("deepspeed") or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
-    ):
+    return names
+
+
+def _check_launch(config: TrainConfig, options: Json) -> None:
+    """Raises UserError for a launcher's or a recipe's DeepSpeed or FSDP that does not work here."""
+    settings = options.get("deepspeed")
+    launched = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+    if config.feature_rates and (settings or launched):
         raise UserError(
             "feature_rates=true: DeepSpeed's optimizers have one rate for all of a weight; leave one of them out"
         )
@@ -188,36 +215,18 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
             "ACCELERATE_USE_FSDP=true: drafters train under DDP or DeepSpeed; launch with configs/accelerate/gpu-8.yaml, or with "
             "--use_deepspeed --deepspeed_config_file configs/deepspeed/zero3.json"
         )
-    if options.get("deepspeed"):
-        require("deepspeed", f"deepspeed={shown(options['deepspeed'])}")
-    if isinstance(options.get("deepspeed"), str):
-        read_json(
-            Path(options["deepspeed"]),
-            "deepspeed",
-            "give a DeepSpeed file such as configs/deepspeed/zero2.json",
-        )
-    if config.max_minutes > 0:
-        options["num_train_epochs"] = 10_000  # TimeBudget ends the run, so epochs must not
-    try:
-        args = TrainingArguments(**options)
-    except Exception as error:  # transformers, accelerate and DeepSpeed each raise their own
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(
-            f"TrainingArguments: {reason[:400]}; change that key of the recipe"
-        ) from error
-    _check_pairs(config, args)
-    if (
-        args.n_gpu > 1
-    ):  # transformers would copy the drafter to all of them in DataParallel, which the target does not follow
-        if not config.target_device_map:
-            note = "note: {0} GPUs are visible and one is used; all: accelerate launch --num_processes {0} drafttrain/train.py"
-            print(
-                f"{note.format(args.n_gpu)} RECIPE, or configs/accelerate/gpu-8.yaml",
-                file=sys.stderr,
-                flush=True,
-            )
-        args._n_gpu = 1
-    return args
+    if settings:
+        require("deepspeed", f"deepspeed={shown(settings)}")
+    if isinstance(settings, str):
+        _read_deepspeed(settings)
+
+
+def _read_deepspeed(path: str) -> Json:
+    return read_json(
+        Path(path),
+        "deepspeed",
+        "give a DeepSpeed file such as configs/deepspeed/zero2.json",
+    )
 
 
 def _refuse_trainers_own(name: str, value: object) -> None:
@@ -244,8 +253,10 @@ def _check_pairs(config: TrainConfig, args: TrainingArguments) -> None:
         "activation_checkpointing_kwargs",
         "lr_scheduler_kwargs",
     )
-    for name in (name for name in names if name in config.trainer):
-        given = getattr(args, name) or {}  # transformers has read JSON text
+    for name in names:
+        given = getattr(args, name)  # transformers has read JSON text
+        if name not in config.trainer or not given:
+            continue
         if not isinstance(given, dict):
             raise UserError(f"{name}={shown(given)} must be key: value pairs, such as {{a: 1}}")
         if given.get("use_reentrant") and _has_layers(config):
@@ -262,19 +273,16 @@ def wants_bfloat16(options: Json) -> bool:
     Weights, their gradients and the optimizer stay float32. A precision of accelerate's or
     DeepSpeed's configuration counts.
     """
-    given = options.get("deepspeed") or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-    if isinstance(given, str):
-        given = read_json(
-            Path(given),
-            "deepspeed",
-            "give a DeepSpeed file such as configs/deepspeed/zero2.json",
-        )
+    given = options.get("deepspeed")
+    if not given:
+        given = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    if isinstance(given, str) and given:
+        given = _read_deepspeed(given)
     if isinstance(given, dict):
-        sections = given
-    else:
-        sections = {}
-    fixed = (sections.get(key, {}).get("enabled", "auto") != "auto" for key in ("bf16", "fp16"))
-    if any(fixed) or os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no":
+        for key in ("bf16", "fp16"):
+            if given.get(key, {}).get("enabled", "auto") != "auto":
+                return False
+    if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no":
         return False
     native = has_bfloat16() or (not torch.cuda.is_available() and cpu_has_bfloat16())
     return not options.get("fp16") and native
@@ -316,23 +324,28 @@ def sequence_group(config: TrainConfig, args: TrainingArguments) -> SequenceGrou
         )
     if size == 1:
         return None
-    reasons = {
-        f"kind={config.kind!r} has no attention, and its rows are not shared; set sequence_parallel=1": (
-            kind_class(config.kind).sequence_reach is Drafter.sequence_reach
-        ),
-        "rows are shared by DeepSpeed's exchange; start with accelerate launch --use_deepspeed "
-        "--deepspeed_config_file configs/deepspeed/zero2.json": args.deepspeed_plugin is None,
-        f"does not divide the {world} processes; start another number of processes": world % size
-        > 0,
-        "on_policy answers are written by each process for itself; leave on_policy out": bool(
-            config.on_policy
-        ),
-        f"cache_gb={config.cache_gb:g}: parts of rows are not kept; store features (drafttrain features), or leave cache_gb "
-        "out": config.cache_gb > 0,
-        f"train_sampling_strategy={args.train_sampling_strategy!r}: shared rows are read in the order of group_by_length; "
-        "leave the key out": args.train_sampling_strategy != "group_by_length",
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise UserError(f"sequence_parallel={size}: {reason}")
+    reason = ""
+    if kind_class(config.kind).sequence_reach is Drafter.sequence_reach:
+        reason = f"kind={config.kind!r} has no attention, and its rows are not shared; set sequence_parallel=1"
+    elif args.deepspeed_plugin is None:
+        reason = (
+            "rows are shared by DeepSpeed's exchange; start with accelerate launch --use_deepspeed "
+            "--deepspeed_config_file configs/deepspeed/zero2.json"
+        )
+    elif world % size:
+        reason = f"does not divide the {world} processes; start another number of processes"
+    elif config.on_policy:
+        reason = "on_policy answers are written by each process for itself; leave on_policy out"
+    elif config.cache_gb > 0:
+        reason = (
+            f"cache_gb={config.cache_gb:g}: parts of rows are not kept; store features (drafttrain features), or leave cache_gb "
+            "out"
+        )
+    elif args.train_sampling_strategy != "group_by_length":
+        reason = (
+            f"train_sampling_strategy={args.train_sampling_strategy!r}: shared rows are read in the order of group_by_length; "
+            "leave the key out"
+        )
+    if reason:
+        raise UserError(f"sequence_parallel={size}: {reason}")
     return SequenceGroup.join(size)

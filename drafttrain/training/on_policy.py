@@ -119,7 +119,7 @@ class OnPolicy:
         self.round = begun
         choose = random.Random(f"{self.seed}/{begun}")
         chosen = [choose.randrange(len(self.rows)) for _ in range(self.options.responses)]
-        requests = []
+        requests = []  # of this process
         for number, index in enumerate(chosen):
             row = self.rows[index]
             begin = choose.choice(row["spans"])[0]
@@ -128,27 +128,24 @@ class OnPolicy:
                 requests.append(
                     ResponseRequest(str(number), row["tokens"][:begin], limit, self.target.eos_ids)
                 )
-        # Copying and sampling draw random numbers. A resumed run restores torch's after its first
-        # refresh, so draws here must not move them.
-        with torch.random.fork_rng(
-            [self.target.device] if self.target.device.type == "cuda" else []
-        ):
+        # Copying and sampling draw random numbers, and training's must not depend on refreshes.
+        devices = []
+        if self.target.device.type == "cuda":
+            devices = [self.target.device]
+        with torch.random.fork_rng(devices):
             made = self._answer(requests)
         if self.world > 1:
-            gathered = gather_object(made)
-        else:
-            gathered = made
-        self._take([row for _, row in sorted(gathered, key=lambda pair: pair[0])])
+            made = gather_object(made)
+        made.sort(key=lambda pair: pair[0])
+        self._take([row for _, row in made])
 
     def _take(self, pool: list[Json]) -> None:
         self.pool = self.ready = pool
         if self.packing:
-            rows = fill_rows(
-                [row["length"] for row in pool],
-                self.max_length,
-                self.seed + self.round,
-            )
-            self.ready = [join_rows([pool[number] for number in row]) for row in rows]
+            lengths = [row["length"] for row in pool]
+            self.ready = []
+            for numbers in fill_rows(lengths, self.max_length, self.seed + self.round):
+                self.ready.append(join_rows([pool[number] for number in numbers]))
 
     def _answer(self, requests: list[ResponseRequest]) -> list[tuple[int, Json]]:
         """(number, row) of each response of at least two tokens; a shorter one has no anchor."""
@@ -160,15 +157,11 @@ class OnPolicy:
         writer.pack(keep_dtype=True)  # training reads it too
         engine = ResponseEngine(writer, len(requests), self.max_length, rules=LogitsRules())
         made = []
-        for done in engine.run(
-            requests,
-            SamplingParams(self.options.temperature),
-            self.seed + self.round,
-        ):
+        sampling = SamplingParams(self.options.temperature)
+        for done in engine.run(requests, sampling, self.seed + self.round):
             if len(done.tokens) > 1:
-                made.append(
-                    (int(done.key), _response(done.sequence, len(done.sequence) - len(done.tokens)))
-                )
+                begin = len(done.sequence) - len(done.tokens)
+                made.append((int(done.key), _response(done.sequence, begin)))
         writer.release_steps()
         return made
 
@@ -209,9 +202,11 @@ class OnPolicy:
     # -- resuming ----------------------------------------------------------------------------------
 
     def state(self) -> Json:
-        # Token lists as text: the file is indented JSON, which puts each number of a list on its
-        # own line.
-        pool = [[" ".join(map(str, row["tokens"])), row["spans"][0][0]] for row in self.pool]
+        pool = []
+        for row in self.pool:
+            # Text: the file is indented JSON, which puts each number of a list on its own line.
+            tokens = " ".join(map(str, row["tokens"]))
+            pool.append([tokens, row["spans"][0][0]])
         return {"args": {}, "attributes": {"round": self.round, "used": self.used, "pool": pool}}
 
     def restore(self, saved: object) -> None:
@@ -244,15 +239,9 @@ def _rows(inputs: dict[str, Tensor]) -> list[Json]:
         tokens = batch.input_ids[place, :length].tolist()
         members = batch.conversations()[:, 0] == place  # [c] bool, the row's conversations
         index = batch.index[members].tolist()
-        if batch.documents is None:
-            documents = {}
-        else:
-            documents = {"documents": batch.documents[members, 2].tolist()}
-        row = {
-            "tokens": tokens,
-            "spans": spans,
-            "length": length,
-            "index": index if documents else index[0],
-        }
-        rows.append(row | documents)
+        row: Json = {"tokens": tokens, "spans": spans, "length": length, "index": index[0]}
+        if batch.documents is not None:
+            row["index"] = index
+            row["documents"] = batch.documents[members, 2].tolist()
+        rows.append(row)
     return rows
