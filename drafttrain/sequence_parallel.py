@@ -17,6 +17,7 @@ DeepSpeed's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import cycle, islice, pairwise
@@ -68,9 +69,12 @@ class SequenceGroup:
         nothing.
         """
         device = batch.input_ids.device
+        # The work of each flat position, and cuts where its sum passes a process's share.
         weights = torch.zeros(batch.input_ids.numel(), dtype=torch.double, device=device)
-        weights[batch.anchors()[0]] = 1.0
-        weights[anchors_by_depth(batch.response_mask, 1)[0]] += reach
+        tokens, _ = batch.anchors()
+        anchors = anchors_by_depth(batch.response_mask, 1)[0]
+        weights[tokens] = 1.0
+        weights[anchors] += reach
         total = weights.cumsum(0)  # [b*s]
         shares = total[-1] * torch.arange(1, self.size, device=device) / self.size
         cuts = torch.searchsorted(total, shares).tolist()
@@ -89,6 +93,7 @@ class SequenceGroup:
 
     def behind(self, x: Tensor) -> Tensor:
         """[n, ...] of different n -> all later processes' x in order; not differentiable."""
+        # all_gather takes tensors of one size.
         count = torch.tensor([len(x)], device=x.device)
         counts = [torch.empty_like(count) for _ in range(self.size)]
         dist.all_gather(counts, count, group=self.group)
@@ -136,6 +141,7 @@ class SharedPart(Part):
     def attend(self, attend: Attend, queries: list[int], keys: list[int]) -> Attend:
         def shared(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             heads, e = query.shape[1:]
+            # [all tokens, heads / size, e] each
             found = attend(
                 self.to_heads(query, queries),
                 self.to_heads(key, keys, keys=True),
@@ -193,8 +199,8 @@ def check_heads(heads: int, size: int, what: str, keys: bool = False) -> None:
         name = "key"
         rule = f"divides or is a multiple of {heads}"
     raise UserError(
-        f"sequence_parallel={size}: {what} has {heads} {name} heads, which {size} processes cannot divide among them; "
-        f"choose a number that {rule}"
+        f"sequence_parallel={size}: {what} has {heads} {name} heads, which {size} processes "
+        f"cannot divide among them; choose a number that {rule}"
     )
 
 
@@ -215,8 +221,10 @@ class SharedBatches(Sampler[int]):
         self.sharing = sharing
 
     def __len__(self) -> int:
-        per_round = self.batch * self.processes // self.sharing  # rows that all groups read at once
-        return -(-len(self.order) // per_round) * per_round * self.sharing  # type: ignore[arg-type]
+        # Rows that all groups read at once; the last round is filled up.
+        per_round = self.batch * self.processes // self.sharing
+        rounds = math.ceil(len(self.order) / per_round)  # type: ignore[arg-type]
+        return rounds * per_round * self.sharing
 
     def __iter__(self) -> Iterator[int]:
         rows = list(self.order)

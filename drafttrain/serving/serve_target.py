@@ -21,7 +21,7 @@ from drafttrain.states.server import MooncakeStore, StateServer
 from drafttrain.target import Target, load_shell
 from drafttrain.training import arguments
 
-_LOOK_SECONDS = 2.0
+_LOOK_SECONDS = 2.0  # between looks at the server
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,6 +69,7 @@ def store_of(args: argparse.Namespace) -> MooncakeStore | None:
                 f"states_dir={args.states_dir!r} belongs to --transport folder; drop it"
             )
         return MooncakeStore(args.mooncake_master, args.mooncake_protocol, args.mooncake_gib)
+    # A flag of the store that differs from its default was given.
     defaults = {"mooncake_master": "", "mooncake_protocol": "tcp", "mooncake_gib": 4.0}
     for key, default in defaults.items():
         given = getattr(args, key)
@@ -83,7 +84,7 @@ def layers_of(kind: str, init: str, options: dict[str, object], target: Target) 
     """The states that a recipe's drafter reads. Raises UserError: options that do not fit."""
     if init in NEW:
         init = "random"
-    with torch.device("meta"):
+    with torch.device("meta"):  # no weights are needed to know the layers
         drafter = kind_class(kind).begin(target, init, dict(options), "kl")
     return drafter.feature_layers
 
@@ -98,6 +99,7 @@ def watch(server: StateServer, name: str) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, end)
+    # vLLM has a session of its own, so that a signal reaches it through `stop` only.
     try:
         server.start()
         ready = False
@@ -108,8 +110,9 @@ def watch(server: StateServer, name: str) -> int:
                 ready = True
                 numbers = ",".join(map(str, server.layers))
                 print(
-                    f"{server.url} serves {name!r}: layers {numbers}, states in {server.place}. Next: drafttrain features "
-                    f"--backend vllm --url {server.url} --data DATA, or target_url: {server.url} in a recipe",
+                    f"{server.url} serves {name!r}: layers {numbers}, states in {server.place}. "
+                    f"Next: drafttrain features --backend vllm --url {server.url} --data DATA, or "
+                    f"target_url: {server.url} in a recipe",
                     flush=True,
                 )
             time.sleep(_LOOK_SECONDS)

@@ -65,11 +65,13 @@ def run(args: argparse.Namespace) -> int:
         target = load_shell(name, args.dtype, args.device, args.trust_remote_code, weights=True)
     if meta["target"]["tokenizer"] != target.identity()["tokenizer"]:
         raise UserError(
-            f"data={args.data!r} was tokenized for target {meta['target']['name']!r}, not for {name!r}"
+            f"data={args.data!r} was tokenized for target {meta['target']['name']!r}, not for "
+            f"{name!r}"
         )
     if args.top_k and args.store_dtype == "int8":
         raise UserError(
-            f"store_dtype=int8 stores states, but top_k={args.top_k} stores logits; drop --top-k, or store in bfloat16"
+            f"store_dtype=int8 stores states, but top_k={args.top_k} stores logits; drop --top-k, "
+            "or store in bfloat16"
         )
     if args.top_k > target.vocab_size:
         raise UserError(
@@ -78,8 +80,10 @@ def run(args: argparse.Namespace) -> int:
     layers = parse_layers(args.layers, target)
     if not layers:
         raise UserError(
-            f"layers={args.layers!r} stores nothing; write default, or layer numbers such as 2,15,27"
+            f"layers={args.layers!r} stores nothing; write default, or layer numbers such as "
+            "2,15,27"
         )
+    # Processes of one launch share the folder's lock, and lock a rank each.
     rank = None
     if share.world > 1:
         rank = share.rank
@@ -113,17 +117,18 @@ def check_backend(args: argparse.Namespace, share: Share) -> None:
             raise UserError(f"{key}={value!r} belongs to --backend vllm; give that too, or drop it")
     if not local and args.target_device_map:
         raise UserError(
-            f"target_device_map={args.target_device_map!r} belongs to --backend local; vLLM spreads the target by its own "
-            "flags, behind --: --tensor-parallel-size N"
+            f"target_device_map={args.target_device_map!r} belongs to --backend local; vLLM "
+            "spreads the target by its own flags, behind --: --tensor-parallel-size N"
         )
     if args.url and args.flags:
         raise UserError(
-            f"{args.flags[0]!r} is for a server that starts here, --url names one that runs; drop one"
+            f"{args.flags[0]!r} is for a server that starts here, --url names one that runs; drop "
+            "one"
         )
     if not local and not args.url and share.world > 1:
         raise UserError(
-            f"backend=vllm without --url would start {share.world} servers, one per process; start them with drafttrain "
-            "serve-target, and name them with --url"
+            f"backend=vllm without --url would start {share.world} servers, one per process; "
+            "start them with drafttrain serve-target, and name them with --url"
         )
     check_flags(args.flags)
 
@@ -150,32 +155,35 @@ def extract(
     for record in records:
         if record["id"] in done:
             continue
-        ids = torch.tensor(record["tokens"])
+        ids = torch.tensor(record["tokens"], dtype=torch.long)  # [s]
         if args.max_length:
             ids = ids[: args.max_length]
         rows.append(Row(len(keys), ids))
         keys.append(record["id"])
         tokens += len(ids) - 1
 
+    # Bytes of a token: features, and the last state or the likeliest tokens; 1 % for headers.
     element = value_bytes(args.store_dtype, target.hidden_size)
+    features = element * len(layers) * target.hidden_size
+    last = element * target.hidden_size
     if args.top_k:
-        last = 8 * args.top_k + 4.0  # ids, logits and log_z
-    else:
-        last = element * target.hidden_size
-    needed = 1.01 * (element * len(layers) * target.hidden_size + last) * tokens
+        last = 8.0 * args.top_k + 4  # ids, logits and log_z
+    needed = 1.01 * (features + last) * tokens
     if share.rank == 0:
         free = shutil.disk_usage(root).free
         kind = "last states"
         if args.top_k:
             kind = f"the {args.top_k} most likely tokens"
         print(
-            f"{args.data}: states of layers {','.join(map(str, layers))} and {kind} in {args.store_dtype}, {len(rows)} of "
-            f"{counted(len(records), 'conversations')} to do, about {needed / 1e9:.3f} GB; {free / 1e9:.1f} GB are free",
+            f"{args.data}: states of layers {','.join(map(str, layers))} and {kind} in "
+            f"{args.store_dtype}, {len(rows)} of {counted(len(records), 'conversations')} to do, "
+            f"about {needed / 1e9:.3f} GB; {free / 1e9:.1f} GB are free",
             flush=True,
         )
     remedy = "choose another disk for the data, --top-k 64, fewer --layers, --max-length"
     check_space(root, needed, "features", remedy)
 
+    # Shards are written before their process ends; those of a killed one are computed again.
     writer = ShardWriter(root / "features", share.rank)
     mine = [row for row in rows if share.owns(keys[row.index])]
     if not mine:
@@ -184,7 +192,8 @@ def extract(
         found = computed(Online(target, layers), mine)
     else:
         served = stack.enter_context(proven_servers(args, target, layers))
-        found = read_ahead(served, mine, 4 * (len(layers) + 1) * target.hidden_size)
+        token_bytes = 4 * (len(layers) + 1) * target.hidden_size  # of float32
+        found = read_ahead(served, mine, token_bytes)
     with Progress("features", len(mine), "conversations") as progress:
         for row, states in found:
             tensors = stored_tensors(target, states, args.top_k, args.store_dtype)
@@ -205,6 +214,7 @@ def describe(root: Path, target: Target, layers: tuple[int, ...], args: argparse
         "top_k": args.top_k,
         "max_length": args.max_length,
     }
+    # A setting that an earlier version did not write had its default.
     held = dict(wanted)
     for key, value in (stored_features(root) or {}).items():
         if key in wanted:
@@ -212,7 +222,8 @@ def describe(root: Path, target: Target, layers: tuple[int, ...], args: argparse
     changed = first_change(held, wanted)
     if changed and any((root / "features").glob("part-*.safetensors")):
         raise UserError(
-            f"data={args.data!r} holds features with {changed}; use the same, or replace them: --overwrite"
+            f"data={args.data!r} holds features with {changed}; use the same, or replace them: "
+            "--overwrite"
         )
     write_json(root / "features" / "features.json", {"target": target.identity(), **wanted})
 
@@ -272,6 +283,7 @@ def stored_tensors(
     found = stored_as("features", row.features, dtype, target.hidden_size)  # [n, f*h]
     if top_k:
         last = row.last.to(target.device, target.embed_weight.dtype)
+        # Logits [256, v] exist for a part of the row at a time.
         parts = [top_tokens(target.head(part), top_k) for part in last.split(256)]
         found["topk_ids"] = torch.cat([part.ids for part in parts])
         found["topk_logits"] = torch.cat([part.logits for part in parts])

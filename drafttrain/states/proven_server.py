@@ -133,8 +133,8 @@ class ProvenServer:
         is_row = not isinstance(prompt, str)
         if is_row and self.longest is not None and tokens >= self.longest:
             raise UserError(
-                f"url={self.url!r} reads rows of at most {self.longest - 1} tokens, one has {tokens}; start it with "
-                f"-- --max-model-len {tokens + 1}, or shorten the rows"
+                f"url={self.url!r} reads rows of at most {self.longest - 1} tokens, one has "
+                f"{tokens}; start it with -- --max-model-len {tokens + 1}, or shorten the rows"
             )
         body = {"model": self.model, "prompt": prompt, "max_tokens": 1, "temperature": 0.0}
         if logprobs is not None:
@@ -173,8 +173,9 @@ class ProvenServer:
         width = self.shell.hidden_size
         if found.shape != (count, layers, width) or found.dtype not in _DTYPES:
             raise UserError(
-                f"url={self.url!r} hands out states {list(found.shape)} {found.dtype} of {count} tokens, its record "
-                f"{transport.where!r} announces {layers} layers of width {width}; start it with: {self._command}"
+                f"url={self.url!r} hands out states {list(found.shape)} {found.dtype} of {count} "
+                f"tokens, its record {transport.where!r} announces {layers} layers of width "
+                f"{width}; start it with: {self._command}"
             )
 
     # -- the proof ---------------------------------------------------------------------------------
@@ -205,8 +206,9 @@ class ProvenServer:
             self.gap = max(self.gap, gap)
         if not self.gap <= allowed:
             raise self._refused(
-                f"its log-probabilities differ from those of the target's head over its states by {self.gap:.3g} nats on "
-                f"average, and {allowed:.2g} are allowed: another model, other layers or another final norm"
+                "its log-probabilities differ from those of the target's head over its states by "
+                f"{self.gap:.3g} nats on average, and {allowed:.2g} are allowed: another model, "
+                "other layers or another final norm"
             )
         self.proven = True
 
@@ -225,7 +227,8 @@ class ProvenServer:
 
     def _refused(self, why: str) -> UserError:
         return UserError(
-            f"url={self.url!r} does not serve target {self.shell.name!r}: {why}; start it with: {self._command}"
+            f"url={self.url!r} does not serve target {self.shell.name!r}: {why}; start it with: "
+            f"{self._command}"
         )
 
     def _check_tokens(self, ids: list[int], wanted: list[int]) -> None:
@@ -235,8 +238,8 @@ class ProvenServer:
         pairs = zip(ids, wanted, strict=False)
         differing = (number for number, (own, theirs) in enumerate(pairs) if own != theirs)
         raise self._refused(
-            f"its tokenizer makes {len(ids)} tokens of a text, the target's {len(wanted)}, and they differ from token "
-            f"{next(differing, 0)} on"
+            f"its tokenizer makes {len(ids)} tokens of a text, the target's {len(wanted)}, and "
+            f"they differ from token {next(differing, 0)} on"
         )
 
     def _check_record(self, transport: StatesTransport) -> None:
@@ -255,8 +258,8 @@ class ProvenServer:
         if not ascending or not wanted <= held:
             named = ",".join(map(str, sorted(wanted)))
             raise UserError(
-                f"url={self.url!r} hands out layers {','.join(map(str, layers))}, and {named} are needed; start it with: "
-                f"{self._command} --layers {named}"
+                f"url={self.url!r} hands out layers {','.join(map(str, layers))}, and {named} are "
+                f"needed; start it with: {self._command} --layers {named}"
             )
 
     def _check_embedding(self, ids: Tensor, found: Tensor) -> None:

@@ -98,8 +98,8 @@ class Served(Origin):
     def proofs(self) -> list[str]:
         """A line about each proven server."""
         return [
-            f"{server.url} serves {self.shell.name!r} in {server.dtype}: its log-probabilities differ by {server.gap:.2g} nats "
-            "from those of the target's head over its states"
+            f"{server.url} serves {self.shell.name!r} in {server.dtype}: its log-probabilities "
+            f"differ by {server.gap:.2g} nats from those of the target's head over its states"
             for server in self.servers
             if server.proven
         ]

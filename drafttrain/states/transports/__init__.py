@@ -36,10 +36,12 @@ def open_transport(
     record: StoreRecord | None = named.get("record")
     if not record:
         raise UserError(
-            f"url={url!r} puts states into a Mooncake store without a record; start it with: {start} --transport mooncake"
+            f"url={url!r} puts states into a Mooncake store without a record; start it with: "
+            f"{start} --transport mooncake"
         )
     if states_dir:
         raise UserError(
-            f"states_dir={states_dir!r} is for servers with a folder; url={url!r} uses Mooncake; drop it"
+            f"states_dir={states_dir!r} is for servers with a folder; url={url!r} uses Mooncake; "
+            "drop it"
         )
     return MooncakeTransport(record, url, before)

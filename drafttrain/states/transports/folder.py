@@ -53,8 +53,8 @@ class FolderTransport(StatesTransport):
         self.folder = Path(states_dir or folder).expanduser()
         if not self.folder.is_dir():
             raise UserError(
-                f"url={url!r} writes states to {folder!r}, which this machine does not see; mount that folder, and name it here "
-                "with states_dir if its path differs"
+                f"url={url!r} writes states to {folder!r}, which this machine does not see; mount "
+                "that folder, and name it here with states_dir if its path differs"
             )
         fix = f"write it again: {start} --states-dir {folder}"
         self.where = str(self.folder / RECORD)
@@ -75,8 +75,9 @@ class FolderTransport(StatesTransport):
         folder, name = os.path.split(named["hidden_states_path"])
         if folder != self.record["folder"] or not _FILE.fullmatch(name):
             raise UserError(
-                f"url={self.url!r} names the file {one_line(named['hidden_states_path'])!r}, which is not a file of states in "
-                f"its folder {self.record['folder']!r}; start it with: {self.start}"
+                f"url={self.url!r} names the file {one_line(named['hidden_states_path'])!r}, "
+                f"which is not a file of states in its folder {self.record['folder']!r}; start it "
+                f"with: {self.start}"
             )
         return take_states(self.folder / name, seconds)
 

@@ -63,9 +63,10 @@ class MooncakeTransport(StatesTransport):
             return MooncakeHiddenStatesStore(config).setup()
         except ImportError as error:
             raise UserError(
-                f"url={self.url!r} puts states into a Mooncake store, which needs another package here ({first_line(error)}); "
-                "pip install 'drafttrain[mooncake]', or without a GPU hs-connectors mooncake-transfer-engine-non-cuda; the "
-                "engine needs the system's libibverbs1"
+                f"url={self.url!r} puts states into a Mooncake store, which needs another package "
+                f"here ({first_line(error)}); pip install 'drafttrain[mooncake]', or without a "
+                "GPU hs-connectors mooncake-transfer-engine-non-cuda; the engine needs the "
+                "system's libibverbs1"
             ) from error
         except (OSError, RuntimeError) as error:
             raise BadReply(
@@ -78,7 +79,8 @@ class MooncakeTransport(StatesTransport):
     def take(self, named: StoreReply, seconds: float) -> dict[str, Tensor]:
         if not _OBJECT.fullmatch(named["handle"]):
             raise UserError(
-                f"url={self.url!r} names the object {one_line(named['handle'])!r}, which is not a name of states"
+                f"url={self.url!r} names the object {one_line(named['handle'])!r}, which is not a "
+                "name of states"
             )
         if named.get("record") != self.record:
             self._replaced = True  # its states stay in the store until that needs the room
