@@ -65,7 +65,12 @@ class Part:
         """A random draw, the same in all processes that share the rows."""
         return x
 
-    def attend(self, attend: Attend, queries: list[int], keys: list[int]) -> Attend:
+    def attend(
+        self,
+        attend: Attend,
+        queries: list[int],
+        keys: list[int],
+    ) -> Attend:
         """An attention over whole rows, for this process's tokens.
 
         Args:
@@ -374,7 +379,12 @@ class TokenTree:
         """The tree of the `count` nodes of highest path log-probability."""
         kept = TokenTree.best_nodes(log_probs, count)
         ids = torch.tensor(tokens, dtype=torch.long).to(device, non_blocking=True)
-        tree = TokenTree(ids, parents, torch.tensor(log_probs), matched=matched)
+        tree = TokenTree(
+            ids,
+            parents,
+            torch.tensor(log_probs),
+            matched=matched,
+        )
         if len(kept) == len(tokens):
             return tree
         return tree.part(kept)
@@ -458,12 +468,23 @@ class TokenTree:
         log_probs = self.log_probs
         if log_probs is not None:
             # [n + count]
-            log_probs = torch.nn.functional.pad(log_probs, (0, count), value=-torch.inf)
+            log_probs = torch.nn.functional.pad(
+                log_probs,
+                (0, count),
+                value=-torch.inf,
+            )
         proposal = self.proposal
         if proposal is not None:
             proposal = replace(proposal, rows=proposal.rows + [-1] * count)
         made = torch.tensor(ids, dtype=torch.long).to(self.tokens.device, non_blocking=True)
-        tree = TokenTree(made, above, log_probs, proposal, self.probes + count, self.matched)
+        tree = TokenTree(
+            made,
+            above,
+            log_probs,
+            proposal,
+            self.probes + count,
+            self.matched,
+        )
         return tree, nodes
 
     @staticmethod

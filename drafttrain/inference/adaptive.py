@@ -414,7 +414,11 @@ def smaller_parts(
         scores = tree.log_probs.tolist()
         if len(tree.matched) == count:  # a match that is drafted alone
             likely = sum(score >= _LIKELY for score in scores)
-            budgets = np.where(depths > 0, np.maximum(budgets, np.minimum(likely, most)), 0)
+            budgets = np.where(
+                depths > 0,
+                np.maximum(budgets, np.minimum(likely, most)),
+                0,
+            )
     for node in path:
         above = [limits[i] for i in range(count) if (-scores[i], i) < (-scores[node], node)]
         ranks = np.bincount(above, minlength=sizes).cumsum()[depths]  # [m] among contained nodes

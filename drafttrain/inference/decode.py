@@ -45,7 +45,11 @@ def generate(
     See `Decoder` for the arguments.
     """
     decoder = Decoder(target, drafter, **options)
-    made = decoder.generate([prompt_ids], max_new_tokens=max_new_tokens, seed=seed)
+    made = decoder.generate(
+        [prompt_ids],
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+    )
     return made[0]
 
 
@@ -81,7 +85,12 @@ def stream(
     decoder = Decoder(target, drafter, **options)
     if stats is None:
         stats = Stats()
-    rounds = decoder.stream([prompt_ids], max_new_tokens=max_new_tokens, seed=seed, stats=[stats])
+    rounds = decoder.stream(
+        [prompt_ids],
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        stats=[stats],
+    )
     return (tokens for _, tokens in rounds)  # not a generator function: errors are raised here
 
 

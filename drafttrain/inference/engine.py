@@ -130,7 +130,12 @@ class Engine:
             if self._steps is None:
                 self.cache = TreeCache(capacity, rows)
             else:
-                self.cache = self._steps.open(capacity, rows, self._layers, choose=plain)
+                self.cache = self._steps.open(
+                    capacity,
+                    rows,
+                    self._layers,
+                    choose=plain,
+                )
                 pool = self._steps.pool
                 if drafter is not None:
                     self._drafts = self._steps.open_drafts(drafter, self.spec)
@@ -183,7 +188,12 @@ class Engine:
         for part in tokens.split(_CHUNK):
             self.cache.open([(row, len(part))])
             positions = self.cache.positions(part.device)
-            out = self.target.forward(part[None], self._layers, positions, self.cache)
+            out = self.target.forward(
+                part[None],
+                self._layers,
+                positions,
+                self.cache,
+            )
             self.cache.commit([range(len(part))])
             states.append(out.features[0].bfloat16())
         return states
@@ -202,7 +212,12 @@ class Engine:
             self.cache.open(list(zip(rows, sizes, strict=True)))
             ids = _join([sequence.prompt[begin:end] for sequence, begin, end in parts])  # [N]
             positions = self.cache.positions(ids.device)
-            out = self.target.forward(ids[None], self._layers, positions, self.cache)
+            out = self.target.forward(
+                ids[None],
+                self._layers,
+                positions,
+                self.cache,
+            )
             self.cache.commit([range(size) for size in sizes])
             news = self._first_tokens(parts, out.last_hidden[0])
 
@@ -247,7 +262,11 @@ class Engine:
         if not sequences:
             return []
         logits = self.target.head(hidden[lasts])  # [sequences, v]
-        verdicts = self._verify(sequences, [self._no_tree] * len(sequences), logits)
+        verdicts = self._verify(
+            sequences,
+            [self._no_tree] * len(sequences),
+            logits,
+        )
         moment = self.clock.now()
         news = []
         for sequence, verdict in zip(sequences, verdicts, strict=True):
@@ -296,7 +315,13 @@ class Engine:
         share = clock.between(begun, passed) / len(sequences)
         self._settle()
         if self.observer is not None:
-            seen = zip(sequences, trees, verdicts, out.logits.split(sizes), strict=True)
+            seen = zip(
+                sequences,
+                trees,
+                verdicts,
+                out.logits.split(sizes),
+                strict=True,
+            )
             for sequence, tree, verdict, own in seen:
                 self.observer(sequence.index, tree, verdict, own)
         if any(sequence.probed for sequence in sequences):
@@ -312,7 +337,12 @@ class Engine:
         news = []
         for sequence, tree, verdict in zip(sequences, trees, verdicts, strict=True):
             tokens = sequence.record(verdict, moment)
-            sequence.count(len(verdict.path), len(tokens), tree.drafted_depth, share)
+            sequence.count(
+                len(verdict.path),
+                len(tokens),
+                tree.drafted_depth,
+                share,
+            )
             news.append((sequence, tokens))
         self._advance(news, kept, sizes, out.features)
 
@@ -346,7 +376,12 @@ class Engine:
             if out is not None:
                 return out
         positions = self.cache.positions(ids.device)
-        features, logits = self.target.score(ids[None], self._layers, positions, self.cache)
+        features, logits = self.target.score(
+            ids[None],
+            self._layers,
+            positions,
+            self.cache,
+        )
         return Pass(features, logits, choices=None)
 
     def _verify(
@@ -445,7 +480,11 @@ class Engine:
             read = begun
         sessions = [sequence.session for sequence in drafting]
         samplers = [sequence.verifier.sampler for sequence in drafting]
-        drafted = self.drafter.propose_all(sessions, [spec] * len(drafting), samplers)
+        drafted = self.drafter.propose_all(
+            sessions,
+            [spec] * len(drafting),
+            samplers,
+        )
         if self._probes:  # probes are merged on the host: one transfer each way for all sequences
             drafted = TokenTree.moved(drafted, torch.device("cpu"))
         pruned = []
@@ -453,7 +492,11 @@ class Engine:
             tree = tree.prune(sequence.left - 1, spec.cut)
             if self._probes and sequence.session is not None:
                 tokens, parents = sequence.session.probe()
-                tree, sequence.probed = tree.with_probes(tokens, parents, sequence.left - 1)
+                tree, sequence.probed = tree.with_probes(
+                    tokens,
+                    parents,
+                    sequence.left - 1,
+                )
             pruned.append(tree)
         if self._probes:
             pruned = TokenTree.moved(pruned, self.target.device)
@@ -627,7 +670,13 @@ class Decoder:
                     raise
                 raise UserError(f"prompt {index}: {error}") from error
             numbers = torch.Generator().manual_seed(seed + index)
-            processed = ProcessedText.of(self.rules, self.target, prompt, limit, self.eos_ids)
+            processed = ProcessedText.of(
+                self.rules,
+                self.target,
+                prompt,
+                limit,
+                self.eos_ids,
+            )
             text = None
             if self.stop:
                 text = TextStream(self.target.tokenizer, self.stop)

@@ -12,7 +12,11 @@ from drafttrain.inference.sequence import Sequence
 from drafttrain.ops.sampling import highest
 
 
-def answer_probes(sequences: Items[Sequence], chosen: Tensor, sizes: Items[int]) -> None:
+def answer_probes(
+    sequences: Items[Sequence],
+    chosen: Tensor,
+    sizes: Items[int],
+) -> None:
     """Passes the target's choices after root and probes to the sessions.
 
     Args:
@@ -48,7 +52,13 @@ def share_predictions(
     if not logits.is_cpu:
         trees = TokenTree.moved(trees, torch.device("cpu"))  # one transfer for all
     values, ids = highest(logits, min(width, logits.shape[-1]))
-    predictions = list(zip(ids.tolist(), values.softmax(-1).tolist(), strict=True))
+    predictions = list(
+        zip(
+            ids.tolist(),
+            values.softmax(-1).tolist(),
+            strict=True,
+        )
+    )
     begin = 0
     for sequence, tree in zip(sequences, trees, strict=True):
         end = begin + 1 + len(tree)

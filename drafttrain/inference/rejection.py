@@ -88,7 +88,12 @@ def choices_ahead(
     return pick(p, chosen)
 
 
-def try_drawn(p: Tensor, q: Tensor, drawn: Tensor, uniforms: Tensor) -> Tensor:
+def try_drawn(
+    p: Tensor,
+    q: Tensor,
+    drawn: Tensor,
+    uniforms: Tensor,
+) -> Tensor:
     """Multi-round rejection of children that were drawn without replacement.
 
     Child x is accepted with probability min(1, p(x) / q(x)). A rejection leaves p <- norm(max(p -
@@ -123,7 +128,11 @@ def try_drawn(p: Tensor, q: Tensor, drawn: Tensor, uniforms: Tensor) -> Tensor:
         total = left.sum(-1, keepdim=True)
         # An empty residual means p = q. Then only rounding can reject, and p itself is the answer.
         p = torch.where(open_ & ~accepted & (total > 0), left / total, p)
-        p = torch.where(accepted, torch.zeros_like(p).scatter_(-1, child, 1.0), p)
+        p = torch.where(
+            accepted,
+            torch.zeros_like(p).scatter_(-1, child, 1.0),
+            p,
+        )
         q = q.scatter(-1, child, 0.0)
         open_ = open_ & ~accepted
     return p

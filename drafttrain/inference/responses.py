@@ -260,7 +260,12 @@ class _Run:
             self.engine.cache.copy(self.prefix_row, sequence.row, shared)
             sequence.prompt = sequence.prompt[shared:]
             sequence.states = list(self.prefix_states)
-        self.running[sequence.row] = _Running(request, prompt, len(prompt), sequence)
+        self.running[sequence.row] = _Running(
+            request,
+            prompt,
+            len(prompt),
+            sequence,
+        )
         return sequence
 
     def _turn(
@@ -279,21 +284,42 @@ class _Run:
         prompt = torch.tensor(unread, device=self.device)
         # The seed depends on run, turn and key alone, not on the rest of the batch.
         name = f"{self.seed}/{turn}/{request.key}".encode()
-        seed = int.from_bytes(hashlib.sha256(name).digest()[:8], "little", signed=True)
+        seed = int.from_bytes(
+            hashlib.sha256(name).digest()[:8],
+            "little",
+            signed=True,
+        )
         generator = torch.Generator().manual_seed(seed)
         uniforms: list[float] = []
         if not self.sampling.greedy:
             count = request.max_new_tokens
             uniforms = torch.rand(count, dtype=torch.float64, generator=generator).tolist()
         read = torch.tensor(before, device=self.device)  # [L]
-        text = ProcessedText.of(self.rules, self.owner.target, read, limit, request.stop_ids)
-        verifier = Verifier(self.sampling, request.stop_ids, generator, text, iter(uniforms))
+        text = ProcessedText.of(
+            self.rules,
+            self.owner.target,
+            read,
+            limit,
+            request.stop_ids,
+        )
+        verifier = Verifier(
+            self.sampling,
+            request.stop_ids,
+            generator,
+            text,
+            iter(uniforms),
+        )
         return Sequence(0, prompt, limit, verifier)
 
     def _end(self, it: _Running) -> Iterator[Finished]:
         """Extends a finished response by its follow-up, or yields it."""
         reason = "stop" if it.sequence.stats.ended else "length"
-        finished = Finished(it.request.key, it.tokens[it.start :], reason, list(it.tokens))
+        finished = Finished(
+            it.request.key,
+            it.tokens[it.start :],
+            reason,
+            list(it.tokens),
+        )
         more = None
         if self.follow_up is not None:
             more = self.follow_up(finished)
@@ -326,7 +352,12 @@ class _Run:
         for it in list(self.running.values()):
             if it.turn > 0 or len(it.tokens) > it.start:
                 response = it.tokens[it.start :]
-                finished = Finished(it.request.key, response, "length", list(it.tokens))
+                finished = Finished(
+                    it.request.key,
+                    response,
+                    "length",
+                    list(it.tokens),
+                )
                 yield self._close(it, finished)
 
 

@@ -168,7 +168,13 @@ class Sequence:
             stats.finish = "length"
         return tokens
 
-    def count(self, accepted: int, tokens: int, depth: int, seconds: float) -> None:
+    def count(
+        self,
+        accepted: int,
+        tokens: int,
+        depth: int,
+        seconds: float,
+    ) -> None:
         """Counts a round.
 
         Args:
@@ -284,7 +290,11 @@ def token_ids(target: Target, prompt: Tensor | Items[int]) -> Tensor:
     return ids
 
 
-def token_limit(target: Target, prompt_tokens: int, max_new_tokens: int) -> int:
+def token_limit(
+    target: Target,
+    prompt_tokens: int,
+    max_new_tokens: int,
+) -> int:
     """Most tokens that may follow the prompt: max_new_tokens, or what the target's context leaves.
 
     Raises:

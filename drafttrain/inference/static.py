@@ -81,10 +81,19 @@ class StaticStep:
         self.shape = shape
         self.choose = choose
         tokens = shape.tokens
-        self.ids = torch.zeros(1, tokens, dtype=torch.long, device=target.device)
+        self.ids = torch.zeros(
+            1,
+            tokens,
+            dtype=torch.long,
+            device=target.device,
+        )
         # Plan and slots are one upload. A plan's size keeps the slots aligned.
         count = shape.numbers + 2 * tokens  # of 4 bytes; a slot takes two
-        self._numbers = torch.zeros(count, dtype=torch.int32, device=target.device)
+        self._numbers = torch.zeros(
+            count,
+            dtype=torch.int32,
+            device=target.device,
+        )
         self.plan = PackedPlan.static(self._numbers[: shape.numbers], shape)
         self.slots = self._numbers[shape.numbers :].view(torch.int64)
         target.hook(self.feature_layers)
@@ -116,7 +125,12 @@ class StaticStep:
     def forward(self) -> Pass:
         """The function itself. It reads the buffers and never waits for the device."""
         positions = self.plan.positions.long()[None]  # [1, N]
-        out = self.target.forward(self.ids, self.feature_layers, positions, self)
+        out = self.target.forward(
+            self.ids,
+            self.feature_layers,
+            positions,
+            self,
+        )
         logits = self.target.head(out.last_hidden[0])  # [N, v]
         choices = argmax(logits) if self.choose else None
         return Pass(out.features[0], logits, choices)
@@ -214,7 +228,13 @@ class TargetSteps:
             known, last_steps = self._drafts
             if weights == known:
                 last = last_steps
-        steps = drafter.open_steps(self.pool, self.cache.capacity, self.cache.rows, spec, last)
+        steps = drafter.open_steps(
+            self.pool,
+            self.cache.capacity,
+            self.cache.rows,
+            spec,
+            last,
+        )
         if steps is None:
             self._drafts = None
         else:
@@ -287,7 +307,13 @@ class TargetSteps:
         if step is not None:
             step.fill(ids, opened)
             return step
-        step = StaticStep(self.target, self.feature_layers, self.cache, shape, self.choose)
+        step = StaticStep(
+            self.target,
+            self.feature_layers,
+            self.cache,
+            shape,
+            self.choose,
+        )
         step.fill(ids, opened)
         try:
             self._capture(step)

@@ -124,7 +124,11 @@ def texts_of(verifiers: Iterable[Verifier]) -> list[ProcessedText]:
     return [verifier.text for verifier in verifiers if verifier.text is not None]
 
 
-def processed(texts: Sequence[ProcessedText], logits: Tensor, sampling: SamplingParams) -> Tensor:
+def processed(
+    texts: Sequence[ProcessedText],
+    logits: Tensor,
+    sampling: SamplingParams,
+) -> Tensor:
     """Logits [m, v] of the next token of each text, after its processors; unchanged without texts.
 
     Raises:
@@ -248,7 +252,11 @@ def verify_batch(
         for walk in walks:
             visited = [-1, *walk.path][: len(walk.tokens)]
             spent = sum(1 + len(walk.drawn.get(node, ())) for node in visited)
-            torch.rand(spent, generator=walk.verifier.sampler.generator, dtype=torch.float64)
+            torch.rand(
+                spent,
+                generator=walk.verifier.sampler.generator,
+                dtype=torch.float64,
+            )
     return [Verdict(walk.path, walk.tokens, walk.ended) for walk in walks]
 
 
@@ -269,7 +277,15 @@ def argmax_at(logits: Tensor, rows: Sequence[int]) -> list[int]:
     tokens = []
     for row in rows:
         at = begin + row * v * 4  # float32
-        kernels.likeliest(at, 1, v, 1, ctypes.byref(token), ctypes.byref(value), None)
+        kernels.likeliest(
+            at,
+            1,
+            v,
+            1,
+            ctypes.byref(token),
+            ctypes.byref(value),
+            None,
+        )
         tokens.append(token.value)
     return tokens
 
@@ -304,7 +320,13 @@ class _Walk:
         children: the node of each (parent, token). drawn: see `drawn_below`.
     """
 
-    def __init__(self, verifier: Verifier, tree: TokenTree, drafted: list[int], start: int):
+    def __init__(
+        self,
+        verifier: Verifier,
+        tree: TokenTree,
+        drafted: list[int],
+        start: int,
+    ):
         self.verifier = verifier
         self.tree = tree
         self.drafted = drafted
@@ -350,7 +372,11 @@ def _draws_ahead(verifiers: Sequence[Verifier], logits: Tensor) -> bool:
     return not logits.is_cpu and len(logits) <= _AHEAD and not texts_of(verifiers)
 
 
-def _choose(walks: list[_Walk], logits: Tensor, sampling: SamplingParams) -> list[int]:
+def _choose(
+    walks: list[_Walk],
+    logits: Tensor,
+    sampling: SamplingParams,
+) -> list[int]:
     """The next token of each walk; logits [m, v] at the nodes that the walks have reached."""
     texts = texts_of(walk.verifier for walk in walks)
     logits = processed(texts, logits, sampling)

@@ -99,7 +99,11 @@ class Targets:
         """Distributions of all r rows by temperature."""
         return {}
 
-    def logits(self, index: Tensor | slice, aligned: AlignedRows | None = None) -> Tensor:
+    def logits(
+        self,
+        index: Tensor | slice,
+        aligned: AlignedRows | None = None,
+    ) -> Tensor:
         """[c, d] logits over the kept vocabulary, before any temperature; float32 or wider.
 
         Args:
@@ -139,7 +143,11 @@ class Targets:
             entropies: list[Tensor] = []
             sums: list[Tensor] = []
             for start in range(0, rows, _CHUNK):
-                chunk = self._distribution(slice(start, start + _CHUNK), temperature, None)
+                chunk = self._distribution(
+                    slice(start, start + _CHUNK),
+                    temperature,
+                    None,
+                )
                 probs.append(chunk[0])  # [chunk, d]
                 entropies.append(chunk[1])  # [chunk]
                 sums.append(chunk[2])  # [chunk]
@@ -198,7 +206,11 @@ class TargetRows(FullTargets):
         """[c, d] hidden times head in the head's dtype, before `shape`."""
         return F.linear(self.hidden[index].to(self.weight.dtype), self.weight)
 
-    def logits(self, index: Tensor | slice, aligned: AlignedRows | None = None) -> Tensor:
+    def logits(
+        self,
+        index: Tensor | slice,
+        aligned: AlignedRows | None = None,
+    ) -> Tensor:
         logits = wide(self.products(index))
         if self.shape is None:
             return logits
@@ -270,7 +282,13 @@ class AlignedRows:
         sampled: [c] int64, drafter id of the data's next token, -1 where the drafter lacks it.
     """
 
-    def __init__(self, z: Tensor, targets: Targets, index: Tensor, temperature: float):
+    def __init__(
+        self,
+        z: Tensor,
+        targets: Targets,
+        index: Tensor,
+        temperature: float,
+    ):
         self.z, self.log_z = tempered(z, temperature)
         self.q = self.log_q().exp_()
         self._targets = targets
@@ -381,7 +399,10 @@ def _rewarded(rows: AlignedRows) -> tuple[Tensor, Tensor]:
     return reward.neg_().add_(mean.unsqueeze(1)).mul_(rows.q), mean
 
 
-def total_variation_normalized(rows: AlignedRows, _: float = 0) -> tuple[Tensor, Tensor]:
+def total_variation_normalized(
+    rows: AlignedRows,
+    _: float = 0,
+) -> tuple[Tensor, Tensor]:
     """Total variation with a policy gradient of normalized rewards: q * (mu - r) / sigma.
 
     With q as a policy, r is the reward of a token; mu and sigma are its mean and standard deviation
@@ -481,7 +502,12 @@ def _torch_step(
     rows: dict[float, AlignedRows] = {}
     for term in loss.terms:
         if term.temperature not in rows:
-            rows[term.temperature] = AlignedRows(z, targets, index, term.temperature)
+            rows[term.temperature] = AlignedRows(
+                z,
+                targets,
+                index,
+                term.temperature,
+            )
         value, slope = DIVERGENCES[term.name](rows[term.temperature], term.parameter)  # [c], [c, d]
         scale = term.weight / term.temperature
         if term is loss.terms[0]:

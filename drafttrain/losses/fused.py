@@ -101,7 +101,11 @@ def fused_step(
     else:
         grad = torch.empty_like(z)
 
-    def run(launch: Launch, measures: bool, add: bool) -> None:
+    def run(
+        launch: Launch,
+        measures: bool,
+        add: bool,
+    ) -> None:
         """One launch over all rows.
 
         It writes alpha and agree if it measures, and adds to values and grad or sets them.

@@ -63,7 +63,11 @@ class _Gradient(torch.autograd.Function):
     """Zero, whose gradient in the weight is a given matrix."""
 
     @staticmethod
-    def forward(ctx, weight: Tensor, gradient: Tensor) -> Tensor:
+    def forward(
+        ctx,
+        weight: Tensor,
+        gradient: Tensor,
+    ) -> Tensor:
         ctx.save_for_backward(gradient)
         return weight.new_zeros(())
 

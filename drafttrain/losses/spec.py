@@ -107,7 +107,13 @@ def _term(
             f"{named}: {name} takes no parameter; {' and '.join(_DEFAULTS)} do (js:0.5)"
         )
 
-    def number(what: str, given: str | None, default: float, low: float, high: float) -> float:
+    def number(
+        what: str,
+        given: str | None,
+        default: float,
+        low: float,
+        high: float,
+    ) -> float:
         value = default if given is None else read_number(given)
         if value is None or (given is not None and not low <= value <= high):
             ends = ""
@@ -126,4 +132,9 @@ def _term(
         high = 1000.0
     chosen = number(what, parameter, _DEFAULTS.get(name, 0.0), 0.001, high)
     share = number("the weight", weight, 1.0, 1e-6, 1e6)
-    return Term(name, share, chosen, number("the temperature", temperature, 1.0, 0.01, 100.0))
+    return Term(
+        name,
+        share,
+        chosen,
+        number("the temperature", temperature, 1.0, 0.01, 100.0),
+    )

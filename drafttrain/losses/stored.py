@@ -24,7 +24,11 @@ class StoredLogits(FullTargets):
     sampled: Tensor | None = None
     log_z_at: dict[float, Tensor] = field(default_factory=dict)
 
-    def logits(self, index: Tensor | slice, aligned: AlignedRows | None = None) -> Tensor:
+    def logits(
+        self,
+        index: Tensor | slice,
+        aligned: AlignedRows | None = None,
+    ) -> Tensor:
         return wide(self.stored[index]).clamp(min=LOWEST)
 
     def kernel_logits(self, index: Tensor, z: Tensor) -> Tensor:
@@ -58,7 +62,11 @@ class StoredTopK(Targets):
         certain = torch.zeros(len(ids), 1, device=ids.device)  # [r, 1] log 1
         return cls(ids.unsqueeze(1), certain, certain[:, 0], ids, ids)
 
-    def logits(self, index: Tensor | slice, aligned: AlignedRows | None = None) -> Tensor:
+    def logits(
+        self,
+        index: Tensor | slice,
+        aligned: AlignedRows | None = None,
+    ) -> Tensor:
         assert aligned is not None, "the spread of the rest depends on the drafter"
         ids = self.ids[index]  # [c, k]
         log_q = aligned.log_q()  # [c, d]

@@ -373,7 +373,11 @@ class DraftStep:
         """
         n = plan.tokens
         if embeds is not None or self.embed_width:
-            check("embeds", embeds if embeds is not None else states[:, :0], (n, self.embed_width))
+            check(
+                "embeds",
+                embeds if embeds is not None else states[:, :0],
+                (n, self.embed_width),
+            )
         check("states", states, (n, self.hidden))
         self._check(tables, stores, plan, window)
         out = states.new_empty(n, self.hidden)

@@ -60,7 +60,11 @@ class GatedMLP(Protocol):
     down_proj: nn.Linear
 
 
-def fields(panels: str, vectors: str, numbers: str) -> list[tuple[str, type]]:
+def fields(
+    panels: str,
+    vectors: str,
+    numbers: str,
+) -> list[tuple[str, type]]:
     """Fields of a C struct, in order: pointers to panels and vectors, the panels' formats, ints."""
     made: list[tuple[str, type]] = []
     for name in panels.split() + vectors.split():
@@ -205,7 +209,12 @@ class DecoderLayer:
             if is_format and getattr(self._layer, name) == FORMATS[torch.bfloat16]:
                 setattr(self._layer, name, BFLOAT16_DOT)
 
-    def project(self, x: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(
+        self,
+        x: Tensor,
+        cosine: Tensor,
+        sine: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The half before the attention: norm, projections, rotation.
 
         Args:
@@ -218,7 +227,11 @@ class DecoderLayer:
         sizes = (self.heads, self.kv_heads, self.kv_heads)
         check("x", x, (len(x), self.width))
         for name, table in (("cosine", cosine), ("sine", sine)):
-            check(name, table.squeeze(1) if table.dim() == 3 else table, (len(x), self.rotary_dim))
+            check(
+                name,
+                table.squeeze(1) if table.dim() == 3 else table,
+                (len(x), self.rotary_dim),
+            )
         out = x.new_empty(x.shape[0], sum(sizes), self.head_dim)
         self._kernels.layer_before_attention(
             self.address,
@@ -241,7 +254,11 @@ class DecoderLayer:
         attended = attended.contiguous()
         threads = torch.get_num_threads()
         check("x", x, (len(x), self.hidden))
-        check("attended", attended.flatten(), (len(x) * self.heads * self.head_dim,))
+        check(
+            "attended",
+            attended.flatten(),
+            (len(x) * self.heads * self.head_dim,),
+        )
         self._kernels.layer_after_attention(
             self.address,
             x.data_ptr(),
@@ -307,7 +324,12 @@ class Ending:
         ValueError: the head does not read what the norm gives.
     """
 
-    def __init__(self, norm: PackedRMSNorm, head: PackedLinear, rows: int):
+    def __init__(
+        self,
+        norm: PackedRMSNorm,
+        head: PackedLinear,
+        rows: int,
+    ):
         panels = head.panels()
         hidden = len(norm.weight)
         vocabulary = head.out_features

@@ -57,7 +57,11 @@ def _online_sums(
         cols = start + lanes
         zs = _read(z, cols, width, per_temperature, False)
         top = tl.max(zs, 0)
-        choice = tl.where(top > z_top, tl.min(tl.where(zs == top, cols, width), 0), choice)
+        choice = tl.where(
+            top > z_top,
+            tl.min(tl.where(zs == top, cols, width), 0),
+            choice,
+        )
         top = tl.maximum(top, z_top)
         fade = tl.exp(z_top - top)
         zs_exp = tl.exp(zs - top)
@@ -226,4 +230,8 @@ def divergence_rows(
             slope *= scale
             if ADD:
                 slope += tl.load(grad + cols, mask=cols < width, other=0.0).to(tl.float32)
-            tl.store(grad + cols, slope.to(grad.dtype.element_ty), mask=cols < width)
+            tl.store(
+                grad + cols,
+                slope.to(grad.dtype.element_ty),
+                mask=cols < width,
+            )

@@ -22,7 +22,12 @@ Flex = Callable[..., tuple[Tensor, AuxOutput]]
 _COMPILED = 64
 
 
-def _blocks(m: int, n: int, back: int, stages: int) -> dict[str, int]:
+def _blocks(
+    m: int,
+    n: int,
+    back: int,
+    stages: int,
+) -> dict[str, int]:
     """Kernel options: blocks of m queries by n keys forward, `back` by `back` in each backward."""
     return {
         "fwd_BLOCK_M": m,
@@ -62,7 +67,11 @@ def _compiled_flex(options: tuple[tuple[str, str], ...] = ()) -> Flex:
     return torch.compile(attend, dynamic=True, fullgraph=True)
 
 
-def flex_options(head_dim: int, itemsize: int, shared: int) -> dict[str, int]:
+def flex_options(
+    head_dim: int,
+    itemsize: int,
+    shared: int,
+) -> dict[str, int]:
     """Blocks of FlexAttention's kernels: torch's where they fit the device, else ours.
 
     Args:

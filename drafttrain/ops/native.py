@@ -106,7 +106,13 @@ def cpu_kernels() -> ctypes.CDLL | None:
         with tempfile.TemporaryDirectory() as scratch:  # private
             built = Path(scratch) / "built.so"
             command = [compiler, *_FLAGS, *chosen, str(_SOURCE), "-o", str(built), "-lm"]
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+            subprocess.run(
+                command,
+                check=True,
+                capture_output=True,
+                text=True,
+                timeout=120,
+            )
             if folder:
                 _keep(built, folder, name)
             library = _load(built)

@@ -193,7 +193,12 @@ def check_rows(name: str, tensor: Tensor, *row: int) -> int:
     return count
 
 
-def check_panels(name: str, panels: Tensor, width: int, out: int) -> None:
+def check_panels(
+    name: str,
+    panels: Tensor,
+    width: int,
+    out: int,
+) -> None:
     """Raises unless these are the panels of an [out, width] weight; see `pack_panels`.
 
     Raises:
@@ -211,7 +216,12 @@ def check_panels(name: str, panels: Tensor, width: int, out: int) -> None:
         )
 
 
-def skinny_linear(x: Tensor, panels: Tensor, out: int, rounded: bool = False) -> Tensor:
+def skinny_linear(
+    x: Tensor,
+    panels: Tensor,
+    out: int,
+    rounded: bool = False,
+) -> Tensor:
     """x [rows, in] float32, contiguous; panels from `pack_panels`. Returns [rows, out] float32.
 
     A row's result does not depend on the other rows, to the bit. rounded: see `form_of`.
@@ -268,7 +278,12 @@ class PackedLinear(nn.Module):
             )
         if self.kernel:
             rows = x.reshape(-1, self.in_features).contiguous()
-            y = skinny_linear(rows, self.panels(), self.out_features, self.rounded)
+            y = skinny_linear(
+                rows,
+                self.panels(),
+                self.out_features,
+                self.rounded,
+            )
             if self.bias is not None:
                 y.add_(self.bias)
             return y.view(*x.shape[:-1], self.out_features)
@@ -276,7 +291,14 @@ class PackedLinear(nn.Module):
             return F.linear(x, self.weight, self.bias)
         if self.packed is None:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, None)
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise(
+            x,
+            self.packed,
+            self.bias,
+            "none",
+            [],
+            "",
+        )
 
     def panels(self) -> Tensor:
         """The weight as `skinny_linear` reads it; only where `kernel` is set."""
@@ -342,7 +364,11 @@ class PackedRMSNorm(nn.Module):
             or cpu_kernels() is None
         ):
             return None
-        x = torch.randn(3, len(weight), generator=torch.Generator().manual_seed(0))
+        x = torch.randn(
+            3,
+            len(weight),
+            generator=torch.Generator().manual_seed(0),
+        )
         expected = norm(x)
         for factor in (weight, weight + 1):  # some families store the factor minus one
             packed = PackedRMSNorm(factor, eps)
@@ -372,7 +398,10 @@ def weights_of(module: nn.Module) -> Iterator[Tensor]:
             yield value
 
 
-def pack(module: nn.Module, norms: bool = True) -> list[tuple[nn.Module, str, nn.Module]]:
+def pack(
+    module: nn.Module,
+    norms: bool = True,
+) -> list[tuple[nn.Module, str, nn.Module]]:
     """Packs a module's linear layers and RMS norms for inference on a CPU, in place.
 
     Unsupported modules stay as they are: bfloat16 without native support, other norms, other

@@ -60,7 +60,12 @@ class Spans(NamedTuple):
                 result.append((slice(start, stop), keys))
         return result
 
-    def bias(self, queries: slice, keys: slice, dtype: torch.dtype) -> Tensor:
+    def bias(
+        self,
+        queries: slice,
+        keys: slice,
+        dtype: torch.dtype,
+    ) -> Tensor:
         """[1, 1, queries, keys] additive mask of 0 and -inf."""
         seen = torch.arange(keys.start, keys.stop, device=self.first.device)  # [keys]
         before = seen < self.first[queries, None]  # [queries, keys]
@@ -89,7 +94,12 @@ class Spans(NamedTuple):
         own_first = self.first
         own_last = self.last
 
-        def sees(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        def sees(
+            b: Tensor,
+            head: Tensor,
+            query: Tensor,
+            key: Tensor,
+        ) -> Tensor:
             return (key >= own_first[query]) & (key <= own_last[query])
 
         count, partial = _listed(touched & ~full)
@@ -278,7 +288,11 @@ class _Paths(NamedTuple):
             if rows is not None:
                 # Rows that no query reads have no gradient.
                 key_grad = torch.zeros_like(key).index_copy(0, rows, key_grad)
-                value_grad = torch.zeros_like(key).index_copy(0, rows, value_grad)
+                value_grad = torch.zeros_like(key).index_copy(
+                    0,
+                    rows,
+                    value_grad,
+                )
             grads.append(key_grad)
             grads.append(value_grad)
         return grads
@@ -362,12 +376,34 @@ class _OnCpu(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, own: Own, spans: Spans, query, base_key, base_value, *tensors: Tensor):
+    def forward(
+        ctx,
+        own: Own,
+        spans: Spans,
+        query,
+        base_key,
+        base_value,
+        *tensors: Tensor,
+    ):
         base, base_lse = span_attention(query, base_key, base_value, spans)
-        out, lse, scores = own.merge(query, base, base_lse, tensors, flash=True)
+        out, lse, scores = own.merge(
+            query,
+            base,
+            base_lse,
+            tensors,
+            flash=True,
+        )
         ctx.own = own
         ctx.spans = spans
-        ctx.save_for_backward(query, base_key, base_value, out, lse, scores, *tensors)
+        ctx.save_for_backward(
+            query,
+            base_key,
+            base_value,
+            out,
+            lse,
+            scores,
+            *tensors,
+        )
         return out
 
     @staticmethod
@@ -385,11 +421,23 @@ class _OnCpu(torch.autograd.Function):
             ctx.spans,
         )
         # This adds to the query's gradient.
-        own = ctx.own.backward(grad, query_grad, query, out, lse, scores, tensors)
+        own = ctx.own.backward(
+            grad,
+            query_grad,
+            query,
+            out,
+            lse,
+            scores,
+            tensors,
+        )
         return None, None, query_grad, key_grad, value_grad, *own
 
 
-def narrowed(query: Tensor, base: Pair, tensors: Tensors) -> tuple[Tensor, Pair, Tensors]:
+def narrowed(
+    query: Tensor,
+    base: Pair,
+    tensors: Tensors,
+) -> tuple[Tensor, Pair, Tensors]:
     """All in autocast's dtype, if it is on: float32 rotary tables or norms may have widened some."""
     kind = query.device.type
     if not torch.is_autocast_enabled(kind):
@@ -526,17 +574,32 @@ class PathAttention:
                 rows = torch.searchsorted(anchors, own)  # [t]
             paths.append(Path(key, value, rows))
 
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        def attend(
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+        ) -> Tensor:
             fresh[:] = key, value
             if base is None:  # the first depth
                 return path_attention(query, key, value, spans, [])
             _, base_key, base_value = base
             own_paths = [*paths, Path(key, value)]
-            return path_attention(query, base_key, base_value, spans, own_paths)
+            return path_attention(
+                query,
+                base_key,
+                base_value,
+                spans,
+                own_paths,
+            )
 
         return attend
 
-    def remember(self, own: Tensor, key: Tensor, value: Tensor) -> None:
+    def remember(
+        self,
+        own: Tensor,
+        key: Tensor,
+        value: Tensor,
+    ) -> None:
         """Keeps a depth's keys and values; queries of later depths must be anchors among `own`."""
         self.depths.append((own, key, value))
 

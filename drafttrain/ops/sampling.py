@@ -112,11 +112,19 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
     probs = torch.zeros_like(scores)
     for rows, weights, ids in _kept(scores, params):
         weights = weights / weights.sum(-1, keepdim=True)
-        probs[rows] = torch.zeros_like(scores[rows]).scatter_(-1, ids, weights.float())
+        probs[rows] = torch.zeros_like(scores[rows]).scatter_(
+            -1,
+            ids,
+            weights.float(),
+        )
     return probs
 
 
-def sample(logits: Tensor, params: SamplingParams, uniforms: Tensor | None = None) -> Tensor:
+def sample(
+    logits: Tensor,
+    params: SamplingParams,
+    uniforms: Tensor | None = None,
+) -> Tensor:
     """Samples one token per row, as `pick(probabilities(...))` does, without forming full rows.
 
     Args:
@@ -197,7 +205,11 @@ def _kernel_reads(logits: Tensor) -> bool:
     )
 
 
-def _highest(logits: Tensor, width: int, log_sum: Tensor | None) -> tuple[Tensor, Tensor]:
+def _highest(
+    logits: Tensor,
+    width: int,
+    log_sum: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """Values and ids [n, width] of the highest logits; fills log_sum [n] with log-sum-exps."""
     n, v = logits.shape
     if not 0 < width <= v:
@@ -243,7 +255,11 @@ def pick(probs: Tensor, uniforms: Tensor) -> Tensor:
     return block[:, 0] * blocks.shape[-1] + offset[:, 0]
 
 
-def draw_distinct(probs: Tensor, count: int, generator: torch.Generator) -> Tensor:
+def draw_distinct(
+    probs: Tensor,
+    count: int,
+    generator: torch.Generator,
+) -> Tensor:
     """Samples tokens without replacement, each from the renormalized rest of the row.
 
     Args:
@@ -254,7 +270,12 @@ def draw_distinct(probs: Tensor, count: int, generator: torch.Generator) -> Tens
     Returns:
         [n, count] int64 in the order drawn, -1 after a row's last token with positive probability.
     """
-    uniforms = torch.rand(len(probs), count, dtype=torch.float64, generator=generator)
+    uniforms = torch.rand(
+        len(probs),
+        count,
+        dtype=torch.float64,
+        generator=generator,
+    )
     uniforms = uniforms.to(probs.device)
     rest = probs.clone()
     drawn = []
@@ -300,7 +321,11 @@ def _kept(
         yield rows, weights, ids
 
 
-def _likeliest(scores: Tensor, params: SamplingParams, width: int) -> tuple[Tensor, Tensor, Tensor]:
+def _likeliest(
+    scores: Tensor,
+    params: SamplingParams,
+    width: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Filters each row's `width` top tokens; all three rules keep the first ones of them.
 
     Where a nucleus ends among tied tokens, their number is defined but not which of them stay, as
@@ -348,7 +373,11 @@ def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
         [n, 1] int64, entries with positive weight.
     """
     total = weights.cumsum(-1)
-    index = torch.searchsorted(total, uniforms[:, None] * total[:, -1:], right=True)
+    index = torch.searchsorted(
+        total,
+        uniforms[:, None] * total[:, -1:],
+        right=True,
+    )
     # Rounding may put the point on the row's end, behind the last entry with weight.
     last = torch.searchsorted(total, total[:, -1:].contiguous())
     return torch.minimum(index, last)

@@ -127,7 +127,12 @@ class TreeLayout:
         """[1, n] int64 position ids."""
         return torch.from_numpy((self.depths + self.prefix_len)[None])
 
-    def mask(self, window: int | None, repeats: int, like: Tensor) -> tuple[int, Tensor | None]:
+    def mask(
+        self,
+        window: int | None,
+        repeats: int,
+        like: Tensor,
+    ) -> tuple[int, Tensor | None]:
         """The additive mask over the keys that any new token can see.
 
         Args:
@@ -177,7 +182,11 @@ class TreeLayout:
             hidden = seen > token  # [count, before + count]
             if window is not None:
                 hidden = hidden | (seen <= token - window)
-            bias = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
+            bias = torch.zeros(
+                hidden.shape,
+                dtype=like.dtype,
+                device=like.device,
+            )
             bias.masked_fill_(hidden, float("-inf"))
             self._masks[key] = bias.repeat(repeats, 1)
         return self._masks[key]
@@ -188,7 +197,12 @@ class TreeLayout:
         n = self.held + self.count  # tokens of the tree, held ones included
         bias = np.zeros((n, prefix + n), dtype=np.float32)
         words = self.ancestor_words(-(-n // 32))
-        bits = np.unpackbits(words.view(np.uint8), axis=1, count=n, bitorder="little")  # [n, n]
+        bits = np.unpackbits(
+            words.view(np.uint8),
+            axis=1,
+            count=n,
+            bitorder="little",
+        )  # [n, n]
         bias[:, prefix:][bits == 0] = -np.inf
         if window is not None:
             new = self.prefix_len + self.tree_depths  # [n] positions
@@ -222,7 +236,12 @@ def tree_attention(
     """
     n = query.shape[2]
     prefix = layout.prefix_len
-    form = AttentionForm(scaling=scaling, window=window, softcap=softcap, sinks=sinks)
+    form = AttentionForm(
+        scaling=scaling,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+    )
     if key.shape[0] == 1 and query.device.type == "cpu":
         plan = layout.plan
         if plan is not None and plan.serves(query, key, value):
@@ -305,7 +324,12 @@ class CpuPlan:
             return None
         return CpuPlan(parts)
 
-    def serves(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
+    def serves(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+    ) -> bool:
         """Float32 on a CPU, without gradients, head widths that are multiples of 16. Shapes as in
         `attend`.
         """
@@ -467,7 +491,13 @@ def _in_blocks(
             mask = layout.chain_mask(0, count, None, repeats, query)
         else:
             first = max(0, begin + 1 - window)
-            mask = layout.chain_mask(begin - first, count, window, repeats, query)
+            mask = layout.chain_mask(
+                begin - first,
+                count,
+                window,
+                repeats,
+                query,
+            )
         keys = key[:, :, first:end]
         values = value[:, :, first:end]
         parts.append(_attend(rows, keys, values, mask, form))
@@ -502,7 +532,13 @@ def _attend(
     if plain and (mask is None or query.device.type != "cpu" or query.dtype != torch.float32):
         if mask is not None and masked < key.shape[2]:
             mask = F.pad(mask, (key.shape[2] - masked, 0))
-        out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+        out = F.scaled_dot_product_attention(
+            folded,
+            key,
+            value,
+            attn_mask=mask,
+            scale=scaling,
+        )
         return out.reshape(b, heads, n, -1)
 
     # Two matrix products. Scores are [b * kv_heads, groups*n, T].
@@ -520,11 +556,24 @@ def _attend(
         weights = scores.softmax(dim=-1, dtype=torch.float32)
     else:
         # A sink is one more column of scores, which has no value.
-        by_row = sinks.view(kv_heads, -1, 1).expand(-1, -1, n).reshape(kv_heads, rows, 1)
+        by_row = (
+            sinks.view(kv_heads, -1, 1)
+            .expand(-1, -1, n)
+            .reshape(
+                kv_heads,
+                rows,
+                1,
+            )
+        )
         column = by_row.repeat(b, 1, 1).to(scores.dtype)
         joined = torch.cat((scores, column), dim=-1)
         weights = joined.softmax(dim=-1, dtype=torch.float32)[..., :-1]
-    return torch.bmm(weights.to(value.dtype), value.flatten(0, 1)).view(b, heads, n, -1)
+    return torch.bmm(weights.to(value.dtype), value.flatten(0, 1)).view(
+        b,
+        heads,
+        n,
+        -1,
+    )
 
 
 def exact_scores(queries: Tensor, keys: Tensor) -> Tensor:

@@ -23,11 +23,22 @@ WIDEN = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def _read(base, slots, stride, end, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+def _read(
+    base,
+    slots,
+    stride,
+    end,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+):
     # Zero beyond the end: an unwritten slot may hold NaN, which a weight of 0 does not cancel.
     dims = tl.arange(0, PADDED)
     mask = (slots < end)[:, None] & (dims < WIDTH)[None, :]
-    return tl.load(base + slots[:, None] * stride + dims[None, :], mask=mask, other=0.0)
+    return tl.load(
+        base + slots[:, None] * stride + dims[None, :],
+        mask=mask,
+        other=0.0,
+    )
 
 
 @triton.jit
@@ -64,23 +75,44 @@ def _step(
         word = tl.load(words_at, mask=low < used, other=0)[:, None]
         for more in tl.static_range(1, 3):
             further = tl.load(words_at + more, mask=low + more < used, other=0)
-            word = tl.where((node // 32 - low == more)[None, :], further[:, None], word)
+            word = tl.where(
+                (node // 32 - low == more)[None, :],
+                further[:, None],
+                word,
+            )
         related = ((word >> (node % 32)[None, :]) & 1) != 0
-        related = tl.where(used[:, None] > 0, related, node[None, :] <= token[:, None])
+        related = tl.where(
+            used[:, None] > 0,
+            related,
+            node[None, :] <= token[:, None],
+        )
         visible = (slots < prefix)[None, :] | (related & new[None, :])
         if WINDOW:
-            at = tl.where(new, tl.load(positions + node, mask=new, other=0), slots)
+            at = tl.where(
+                new,
+                tl.load(positions + node, mask=new, other=0),
+                slots,
+            )
             visible = visible & (position[:, None] - at[None, :] < window)
         scores = tl.where(visible, scores, float("-inf"))
     elif WINDOW:
-        scores = tl.where(position[:, None] - slots[None, :] < window, scores, float("-inf"))
+        scores = tl.where(
+            position[:, None] - slots[None, :] < window,
+            scores,
+            float("-inf"),
+        )
     highest = tl.maximum(top, tl.max(scores, 1))
     # A row that has seen no key stays at zero.
     shift = tl.where(highest == float("-inf"), 0.0, highest)
     weights = tl.exp2(scores - shift[:, None])
     fade = tl.exp2(top - shift)
     value = _read(values, slots, value_stride, end, VALUE_WIDTH, VALUE_PADDED)
-    mean = _dot(weights.to(value.dtype), value, mean * fade[:, None], PRECISION)
+    mean = _dot(
+        weights.to(value.dtype),
+        value,
+        mean * fade[:, None],
+        PRECISION,
+    )
     return highest, total * fade + tl.sum(weights, 1), mean
 
 
@@ -121,7 +153,11 @@ def attend_parts(
     position = tl.load(positions + own, mask=live, other=0)
 
     # A chain's tokens see earlier ones only, so the tile's last token bounds what it sees.
-    bound = tl.where(chain, tl.minimum(n, (tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1), n)
+    bound = tl.where(
+        chain,
+        tl.minimum(n, (tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1),
+        n,
+    )
     stop = prefix + held + bound
     start = 0
     if WINDOW:
@@ -133,12 +169,20 @@ def attend_parts(
     place = (part.to(tl.int64) * count + at) * (KV_HEADS * GROUP) + head
     if begin >= end:
         if MERGED:
-            tl.store(logs + place, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=live)
+            tl.store(
+                logs + place,
+                tl.full([BLOCK_M], float("-inf"), tl.float32),
+                mask=live,
+            )
         return
 
     dims = tl.arange(0, PADDED)
     query += at[:, None] * query_token_stride + head[:, None] * query_head_stride + dims[None, :]
-    queries = tl.load(query, mask=live[:, None] & (dims < WIDTH)[None, :], other=0.0)
+    queries = tl.load(
+        query,
+        mask=live[:, None] & (dims < WIDTH)[None, :],
+        other=0.0,
+    )
     slot_row = tl.load(rows + row).to(tl.int64)
     keys += slot_row * key_row_stride + kv_head * key_head_stride
     values += slot_row * value_row_stride + kv_head * value_head_stride
@@ -235,4 +279,8 @@ def move_paths(
     mask = (source >= 0)[:, None] & (dims < WIDTH)[None, :]
     held = tl.load(base + source[:, None] * slot_stride + dims[None, :], mask=mask)
     tl.debug_barrier()  # a goal may be another's source
-    tl.store(base + goal[:, None] * slot_stride + dims[None, :], held, mask=mask)
+    tl.store(
+        base + goal[:, None] * slot_stride + dims[None, :],
+        held,
+        mask=mask,
+    )

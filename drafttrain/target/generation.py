@@ -131,7 +131,12 @@ class LogitsRules:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: object, vocab_size: int, target: str) -> LogitsRules:
+    def of(
+        cls,
+        config: object,
+        vocab_size: int,
+        target: str,
+    ) -> LogitsRules:
         """The rules of a loaded model's generation_config.
 
         Raises:
@@ -242,7 +247,11 @@ class LogitsRules:
             settings.pop("exponential_decay_length_penalty", None)
         try:
             longest = len(prompt) + limit
-            config = GenerationConfig(**settings, do_sample=False, max_length=longest)
+            config = GenerationConfig(
+                **settings,
+                do_sample=False,
+                max_length=longest,
+            )
             config._eos_token_tensor = ends
             return model._get_logits_processor(
                 config,
@@ -268,7 +277,12 @@ class TargetGeneration:
         UserError: wrong values.
     """
 
-    def __init__(self, model: Any, vocab_size: int, name: str):
+    def __init__(
+        self,
+        model: Any,
+        vocab_size: int,
+        name: str,
+    ):
         self.model = model
         self.vocab_size = vocab_size
         self.name = name
@@ -284,7 +298,11 @@ class TargetGeneration:
         """The rules of the config as it is now."""
         return LogitsRules.of(self.config, self.vocab_size, self.name)
 
-    def rules_for(self, sampling: SamplingParams, rules: LogitsRules | None = None) -> LogitsRules:
+    def rules_for(
+        self,
+        sampling: SamplingParams,
+        rules: LogitsRules | None = None,
+    ) -> LogitsRules:
         """The rules of a call: its own, else the target's, under the call's repetition penalty.
 
         The first call with the target's rules logs a line on the keys of its generation_config that
@@ -355,7 +373,11 @@ def read_generation_config(path: str, target: str) -> GenerationConfig | None:
         ) from error
 
 
-def ignored_line(config: GenerationConfig | None, sampling: SamplingParams, target: str) -> str:
+def ignored_line(
+    config: GenerationConfig | None,
+    sampling: SamplingParams,
+    target: str,
+) -> str:
     """One line on the keys that a generation_config sets and decoding does not apply.
 
     It is empty if there are no such keys.

@@ -119,7 +119,12 @@ def load_language_model(where: str, what: str, fix: str, **options: Any) -> Any:
     return model
 
 
-def check_sizes(config: PreTrainedConfig, where: str, what: str, fix: str) -> None:
+def check_sizes(
+    config: PreTrainedConfig,
+    where: str,
+    what: str,
+    fix: str,
+) -> None:
     """Checks that a config's sizes are plausible and fit its files, before anything is allocated.
 
     Raises:
@@ -153,7 +158,12 @@ def is_known(config: PreTrainedConfig) -> bool:
     return type(config).__module__.startswith("transformers.")
 
 
-def check_loaded(model: nn.Module, info: Mapping[str, Any], what: str, fix: str) -> None:
+def check_loaded(
+    model: nn.Module,
+    info: Mapping[str, Any],
+    what: str,
+    fix: str,
+) -> None:
     """Checks a loader's report and the loaded values.
 
     Args:
@@ -197,7 +207,11 @@ def _not_apart(names: list[str]) -> Iterator[str]:
             yield name
 
 
-def check_finite(tensors: Iterable[tuple[str, Tensor]], what: str, fix: str) -> None:
+def check_finite(
+    tensors: Iterable[tuple[str, Tensor]],
+    what: str,
+    fix: str,
+) -> None:
     """Reads every tensor once. Tensors without data (offloaded) are skipped.
 
     Raises:

@@ -64,7 +64,12 @@ class NativeBody:
     It holds no state of a call.
     """
 
-    def __init__(self, target: WrappedModel, layers: list[DecoderLayer], rotary: _Rotary):
+    def __init__(
+        self,
+        target: WrappedModel,
+        layers: list[DecoderLayer],
+        rotary: _Rotary,
+    ):
         self.body = target.body
         self.layers = layers
         self.forms = target.forms
@@ -97,7 +102,12 @@ class NativeBody:
         for (ids, positions), want in zip(proofs, expected, strict=True):
             cache = TreeCache(_PROOF_TOKENS)
             cache.open([(0, _PROOF_TOKENS)])
-            got = native.forward(ids, range(target.num_layers + 1), positions, cache)
+            got = native.forward(
+                ids,
+                range(target.num_layers + 1),
+                positions,
+                cache,
+            )
             if not _close(got.features, want.features):
                 return None
             if not _close(got.last_hidden, want.last_hidden):
@@ -117,7 +127,11 @@ class NativeBody:
         Args:
             input_ids, position_ids: [1, n].
         """
-        x, tables, wanted = self._enter(input_ids, feature_layers, position_ids)
+        x, tables, wanted = self._enter(
+            input_ids,
+            feature_layers,
+            position_ids,
+        )
         cache = self._cache(context)
         if cache is not None:
             plan, addresses = cache
@@ -151,7 +165,11 @@ class NativeBody:
         if cache is None:
             return None
         plan, addresses = cache
-        x, tables, wanted = self._enter(input_ids, feature_layers, position_ids)
+        x, tables, wanted = self._enter(
+            input_ids,
+            feature_layers,
+            position_ids,
+        )
         ending = Ending(norm, head, rows)
         caught = self.stack.forward(x, tables, plan, addresses, wanted, ending)
         logits = ending.logits
@@ -295,7 +313,12 @@ class _Rotary:
 
 
 def _close(ours: Tensor, theirs: Tensor) -> bool:
-    return torch.allclose(ours, theirs, rtol=1e-3, atol=1e-4 * theirs.abs().max().item())
+    return torch.allclose(
+        ours,
+        theirs,
+        rtol=1e-3,
+        atol=1e-4 * theirs.abs().max().item(),
+    )
 
 
 def _proof_tokens(target: WrappedModel) -> list[tuple[Tensor, Tensor]]:
@@ -307,12 +330,21 @@ def _proof_tokens(target: WrappedModel) -> list[tuple[Tensor, Tensor]]:
     longest = target.max_positions or 4096
     for start in (0, max(0, longest - _PROOF_TOKENS)):
         generator = torch.Generator().manual_seed(start)
-        ids = torch.randint(target.vocab_size, (1, _PROOF_TOKENS), generator=generator)
+        ids = torch.randint(
+            target.vocab_size,
+            (1, _PROOF_TOKENS),
+            generator=generator,
+        )
         proofs.append((ids, torch.arange(start, start + _PROOF_TOKENS)[None]))
     return proofs
 
 
-def _record(target: WrappedModel, ids: Tensor, positions: Tensor, rotary: _Rotary) -> TargetOutput:
+def _record(
+    target: WrappedModel,
+    ids: Tensor,
+    positions: Tensor,
+    rotary: _Rotary,
+) -> TargetOutput:
     """The model's own forward; records the rotary module's calls and which layer reads which."""
     outputs: list[tuple[Tensor, Tensor]] = []  # tables of each call
     rotary.calls = []

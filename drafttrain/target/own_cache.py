@@ -36,7 +36,11 @@ _APART = (nn.Module, PreTrainedConfig, type, torch.device, torch.Stream)
 Leaf = Tensor | int
 
 
-def _mapped(part: Any, change: Callable[[Leaf], Leaf], made: dict[int, Any]) -> Any:
+def _mapped(
+    part: Any,
+    change: Callable[[Leaf], Leaf],
+    made: dict[int, Any],
+) -> Any:
     """A copy of a cache, or of a part of it, with `change` applied to its ints and tensors.
 
     A tensor that several parts share is changed once.
@@ -95,7 +99,13 @@ class CacheForm(NamedTuple):
     dims: list[int]  # number of axes, -1 for an int
 
     @classmethod
-    def of(cls, one: Any, two_rows: Any, longer: Any, owned: list[bool]) -> CacheForm | None:
+    def of(
+        cls,
+        one: Any,
+        two_rows: Any,
+        longer: Any,
+        owned: list[bool],
+    ) -> CacheForm | None:
         """The form of caches of one row, of two rows, and of one row with one more token.
 
         None if the caches differ in more than these sizes.
@@ -138,10 +148,23 @@ class CacheForm(NamedTuple):
             new.append(leaf)
         return _rebuilt(cache, new)
 
-    def row(self, cache: Any, index: int, length: int, padding: int) -> Any:
+    def row(
+        self,
+        cache: Any,
+        index: int,
+        length: int,
+        padding: int,
+    ) -> Any:
         """One row of a cache: its last `length` tokens, behind `padding` tokens."""
         new: list[Leaf] = []
-        parts = zip(leaves_of(cache), self.batch, self.time, self.counts, self.owned, strict=True)
+        parts = zip(
+            leaves_of(cache),
+            self.batch,
+            self.time,
+            self.counts,
+            self.owned,
+            strict=True,
+        )
         for leaf, rows, time, counts, owned in parts:
             if isinstance(leaf, Tensor) and rows is not None:
                 leaf = leaf.narrow(rows, index, 1)
@@ -237,7 +260,12 @@ class Continuation:
         layers: Sequence[int],
     ) -> tuple[TargetOutput, Any]:
         """Reads the first tokens [b, n] of sequences; returns states and cache."""
-        out, own = target.run_body(ids, layers, None, use_cache=bool(self.name))
+        out, own = target.run_body(
+            ids,
+            layers,
+            None,
+            use_cache=bool(self.name),
+        )
         if not self.name:
             return out, None
         cache = own[self.name]
@@ -323,7 +351,11 @@ class Continuation:
                 name = key
         if not name:
             return cls()
-        found = cls(name, takes=parameters & {"attention_mask", "position_ids"}, several=False)
+        found = cls(
+            name,
+            takes=parameters & {"attention_mask", "position_ids"},
+            several=False,
+        )
 
         def rest() -> float:
             """Error of all tokens' states, the last ones continued from the cache of the first."""
@@ -373,7 +405,11 @@ def _tried(trial: Callable[[], float]) -> float:
     return found
 
 
-def _owned(found: Continuation, target: ProvenModel, ids: Tensor) -> list[bool]:
+def _owned(
+    found: Continuation,
+    target: ProvenModel,
+    ids: Tensor,
+) -> list[bool]:
     """Which tensors of a cache a further forward writes to in place."""
     _, cache = found.begin(target, ids[:, :_READ], ())
     leaves = leaves_of(cache)
@@ -385,7 +421,12 @@ def _owned(found: Continuation, target: ProvenModel, ids: Tensor) -> list[bool]:
     return owned
 
 
-def _cropped(found: Continuation, target: ProvenModel, ids: Tensor, expected: Tensor) -> float:
+def _cropped(
+    found: Continuation,
+    target: ProvenModel,
+    ids: Tensor,
+    expected: Tensor,
+) -> float:
     """Error behind a cache that dropped its last tokens, if it says that it can."""
     _, cache = found.begin(target, ids[:, :_READ], ())
     if not getattr(cache, "is_croppable", False):
@@ -397,7 +438,11 @@ def _cropped(found: Continuation, target: ProvenModel, ids: Tensor, expected: Te
     return relative_error(out.last_hidden, expected[:, _READ:])
 
 
-def _together(found: Continuation, target: ProvenModel, ids: Tensor) -> float:
+def _together(
+    found: Continuation,
+    target: ProvenModel,
+    ids: Tensor,
+) -> float:
     """Error of two rows of different length that are read together and then apart again."""
     assert found.form is not None
     new = ids[:, :1]
@@ -406,13 +451,25 @@ def _together(found: Continuation, target: ProvenModel, ids: Tensor) -> float:
     apart = []  # states of two tokens per row, each row alone
     for length in lengths:
         _, cache = found.begin(target, ids[:, -length:], ())
-        first, after = found.go_on(target, found.form.copy(cache), new, (), [length])
+        first, after = found.go_on(
+            target,
+            found.form.copy(cache),
+            new,
+            (),
+            [length],
+        )
         second, _ = found.go_on(target, after, new, (), [length + 1])
         apart += [first.last_hidden, second.last_hidden]
         caches.append(cache)
 
     stacked = found.form.stack(caches, lengths)
-    first, stacked = found.go_on(target, stacked, new.expand(2, 1), (), lengths)
+    first, stacked = found.go_on(
+        target,
+        stacked,
+        new.expand(2, 1),
+        (),
+        lengths,
+    )
     together = []
     for index, length in enumerate(lengths):
         row = found.form.row(stacked, index, length + 1, _READ - length)

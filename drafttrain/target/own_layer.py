@@ -105,7 +105,13 @@ class OwnLayer(nn.Module):
             return out
         return out[rows]
 
-    def run(self, states: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+    def run(
+        self,
+        states: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None = None,
+    ) -> Tensor:
         """states [1, t, h]; cos, sin [1, t, r] -> [1, t, h], through the attention that is set."""
         # Drafters checkpoint whole depths, with the attention that is set then.
         self.layer.gradient_checkpointing = False
@@ -156,7 +162,11 @@ class OwnLayer(nn.Module):
     def shape(self) -> LayerShape:
         """The shape of the attention of a layer without weights, on the meta device."""
 
-        def stop(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        def stop(
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+        ) -> Tensor:
             raise StopIteration  # the rest of the layer may need numbers
 
         states, cos, sin = self.probe()
@@ -171,7 +181,11 @@ class OwnLayer(nn.Module):
     def probe(self) -> tuple[Tensor, Tensor, Tensor]:
         """Random states [t, h] at near and far positions, with their rotary tables [t, 1, r]."""
         generator = torch.Generator().manual_seed(0)
-        states = torch.randn(len(PLACES), self.layer_config.hidden_size, generator=generator)
+        states = torch.randn(
+            len(PLACES),
+            self.layer_config.hidden_size,
+            generator=generator,
+        )
         cos, sin = self.tables(torch.tensor(PLACES), states.dtype)
         return states, cos, sin
 
@@ -194,7 +208,12 @@ class _Flat:
 
     shape: LayerShape | None = None  # of the last call
 
-    def __init__(self, attend: Attend, count: int, queries: Tensor):
+    def __init__(
+        self,
+        attend: Attend,
+        count: int,
+        queries: Tensor,
+    ):
         self.inner = attend
         self.count = count
         self.queries = queries
@@ -207,7 +226,12 @@ class _Flat:
             raise UserError("its attention has a soft cap or sinks, which drafters lack")
         own = value.shape[-1]
         width = max(query.shape[-1], value.shape[-1])
-        self.shape = LayerShape(query.shape[1], key.shape[1], width, form["window"] or 0)
+        self.shape = LayerShape(
+            query.shape[1],
+            key.shape[1],
+            width,
+            form["window"] or 0,
+        )
         factor = form["scaling"] * width**0.5  # drafters scale by width ** -0.5
         rows = self._flat(query * factor, width)  # [t, heads, width]
         keys = self._flat(key, width)  # [t, kv_heads, width]
@@ -218,7 +242,11 @@ class _Flat:
         out = self.inner(rows, keys, values)
         out = out.view(len(out), query.shape[1], width)[..., :own]
         if few:
-            out = out.new_zeros(query.shape[2], *out.shape[1:]).index_copy(0, self.queries, out)
+            out = out.new_zeros(query.shape[2], *out.shape[1:]).index_copy(
+                0,
+                self.queries,
+                out,
+            )
         return out[None]
 
     def _flat(self, x: Tensor, width: int) -> Tensor:
@@ -227,12 +255,22 @@ class _Flat:
         return padded[: self.count].contiguous()
 
 
-def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def causal(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> Tensor:
     """Plain causal attention over one row of flat tokens, as an `Attend`."""
     q = query.transpose(0, 1)[None]  # [1, heads, t, width]
     k = key.transpose(0, 1)[None]  # [1, kv_heads, t, width]
     v = value.transpose(0, 1)[None]
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    out = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        is_causal=True,
+        enable_gqa=True,
+    )
     return out[0].transpose(0, 1).flatten(1)  # [t, heads * width]
 
 
@@ -297,7 +335,10 @@ def _mapping(model: Any) -> tuple[list[Any], list[Any], list[Any]]:
 
 
 @torch.no_grad()
-def read_own_layer(target: Target, weights: Mapping[str, Tensor]) -> tuple[OwnLayer, Json]:
+def read_own_layer(
+    target: Target,
+    weights: Mapping[str, Tensor],
+) -> tuple[OwnLayer, Json]:
     """A layer of the target's class with given weights, and its spec.
 
     Args:
@@ -326,7 +367,11 @@ def read_own_layer(target: Target, weights: Mapping[str, Tensor]) -> tuple[OwnLa
         place = f"{where}.{index}."
         found: dict[str, str] = {}  # name in the layer -> name in the checkpoint
         for name in weights:
-            renamed_key, _ = rename_source_key(place + name, renamed, converted)
+            renamed_key, _ = rename_source_key(
+                place + name,
+                renamed,
+                converted,
+            )
             found[renamed_key.removeprefix(place)] = name
         tried[form] = {found.get(name, name) for name in found.keys() ^ expected}
         if not tried[form]:
@@ -341,7 +386,11 @@ def read_own_layer(target: Target, weights: Mapping[str, Tensor]) -> tuple[OwnLa
 
 
 @torch.no_grad()
-def fill(own: OwnLayer, spec: Json, weights: Mapping[str, Tensor]) -> None:
+def fill(
+    own: OwnLayer,
+    spec: Json,
+    weights: Mapping[str, Tensor],
+) -> None:
     """Gives a layer these weights, as transformers loads them; see `read_own_layer`.
 
     Raises:

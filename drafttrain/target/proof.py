@@ -85,7 +85,11 @@ class ProvenModel(Protocol):
     ) -> tuple[TargetOutput, Any]: ...
 
 
-def unsupported(name: str, model: PreTrainedModel, fault: str) -> UserError:
+def unsupported(
+    name: str,
+    model: PreTrainedModel,
+    fault: str,
+) -> UserError:
     """The error for a model that cannot be a target."""
     return UserError(f"target={name!r} ({type(model).__name__}) {fault}")
 
@@ -110,7 +114,12 @@ def unpackable(model: PreTrainedModel) -> str | None:
     return "does not use the transformers attention interface"
 
 
-def check_rows(target: ProvenModel, ids: Tensor, positions: Tensor | None, context: object) -> None:
+def check_rows(
+    target: ProvenModel,
+    ids: Tensor,
+    positions: Tensor | None,
+    context: object,
+) -> None:
     """Raises UserError for packed rows, which a model's own forward cannot tell apart."""
     consecutive = True
     if positions is not None:
@@ -266,7 +275,11 @@ def proof_tokens(target: ProvenModel, count: int) -> Tensor:
     return torch.arange(1, count + 1, device=target.device) * target.vocab_size // (count + 2)
 
 
-def find_scale(target: ProvenModel, states: Tensor, own: Tensor) -> tuple[float, float]:
+def find_scale(
+    target: ProvenModel,
+    states: Tensor,
+    own: Tensor,
+) -> tuple[float, float]:
     """The factor on the head's products that reproduces the model's logits best, and its error.
 
     The factor is set on the target.

@@ -33,7 +33,12 @@ class SharedRows:
         inner: context of all tokens. part: this process's tokens. counts: tokens of each process.
     """
 
-    def __init__(self, inner: DocumentAttention, part: SharedPart, counts: list[int]):
+    def __init__(
+        self,
+        inner: DocumentAttention,
+        part: SharedPart,
+        counts: list[int],
+    ):
         self.inner = inner
         self.part = part
         self.counts = counts
@@ -54,7 +59,13 @@ class SharedRows:
         query_part = self._all_tokens(query[0, :, :own], keys=False)
         key_part = self._all_tokens(key[0, :, :own], keys=True)
         value_part = self._all_tokens(value[0, :, :own], keys=True)
-        whole = self.inner.attend(layer, query_part, key_part, value_part, **form)
+        whole = self.inner.attend(
+            layer,
+            query_part,
+            key_part,
+            value_part,
+            **form,
+        )
         out = self.part.to_tokens(whole[0], self.counts)  # [own, heads, e]
         return F.pad(out, (0, 0, 0, 0, 0, query.shape[2] - own))[None]
 

@@ -227,7 +227,13 @@ class TargetShell(Target):
 
         The module is an identity if there is none.
         """
-        states = torch.empty(1, _TOKENS, self.hidden_size, device="meta", dtype=self.dtype)
+        states = torch.empty(
+            1,
+            _TOKENS,
+            self.hidden_size,
+            device="meta",
+            dtype=self.dtype,
+        )
         ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
         self.model.set_attn_implementation(MASKLESS)
         reason = ""
@@ -301,7 +307,10 @@ def _path(
 
 
 @contextlib.contextmanager
-def _answering(modules: Sequence[nn.Module] | nn.ModuleList, answer: object) -> Iterator[None]:
+def _answering(
+    modules: Sequence[nn.Module] | nn.ModuleList,
+    answer: object,
+) -> Iterator[None]:
     """While active, these modules return `answer` instead of computing anything."""
     for module in modules:
         module.forward = lambda *_args, **_kwargs: answer
@@ -312,7 +321,11 @@ def _answering(modules: Sequence[nn.Module] | nn.ModuleList, answer: object) -> 
             del module.forward
 
 
-def _read(shell: TargetShell, parts: dict[str, nn.Module], place: torch.device) -> None:
+def _read(
+    shell: TargetShell,
+    parts: dict[str, nn.Module],
+    place: torch.device,
+) -> None:
     """Loads the weights of modules, by their names in the model, as transformers loads models."""
     model = shell.model
     where = shell.path
@@ -335,7 +348,13 @@ def _read(shell: TargetShell, parts: dict[str, nn.Module], place: torch.device) 
     converted = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     sources: dict[str, list[str]] = defaultdict(list)  # file -> its tensors
     for key, file in tensor_files(where).items():
-        name, _ = rename_source_key(key, renamed, converted, model.base_model_prefix, shapes)
+        name, _ = rename_source_key(
+            key,
+            renamed,
+            converted,
+            model.base_model_prefix,
+            shapes,
+        )
         if name in wanted or (name not in shapes and key in wanted):
             sources[file].append(key)
     folder = weights_folder(where, sources)

@@ -67,7 +67,12 @@ class SnapshotCache:
             moves on).
     """
 
-    def __init__(self, target: ProvenModel, capacity: int, rows: int = 1):
+    def __init__(
+        self,
+        target: ProvenModel,
+        capacity: int,
+        rows: int = 1,
+    ):
         self.target = target
         self.capacity = capacity
         self.rows = rows
@@ -109,7 +114,12 @@ class SnapshotCache:
         """Lets every row grow to `capacity` positions."""
         self.capacity = max(self.capacity, capacity)
 
-    def copy(self, source: int, row: int, count: int) -> None:
+    def copy(
+        self,
+        source: int,
+        row: int,
+        count: int,
+    ) -> None:
         """Fills a row with the `count` committed tokens of another row.
 
         Raises:
@@ -125,7 +135,11 @@ class SnapshotCache:
         self._since[row] = list(self._since[source])
         if self.how.form is not None and source in self._held:
             held = self._alone(source)
-            self._held[row] = _Held(self.how.form.copy(held.cache), [row], list(held.lengths))
+            self._held[row] = _Held(
+                self.how.form.copy(held.cache),
+                [row],
+                list(held.lengths),
+            )
 
     def open(self, new: Sequence[tuple[int, Sequence[int] | int]]) -> list[TreeLayout]:
         """Announces the next forward.
@@ -149,7 +163,12 @@ class SnapshotCache:
                 part = _Part(row, layout, [list(range(shape))], drafted=False)
             else:
                 layout = TreeLayout(length, shape)
-                part = _Part(row, layout, _paths(shape), drafted=len(shape) > 0)
+                part = _Part(
+                    row,
+                    layout,
+                    _paths(shape),
+                    drafted=len(shape) > 0,
+                )
             self._open.append(part)
         return [part.layout for part in self._open]
 
@@ -224,7 +243,12 @@ class SnapshotCache:
                 if apart:
                     cache = caches[index]
                 else:
-                    cache = form.row(caches[0], index, self.lengths[row] + spare, 0)
+                    cache = form.row(
+                        caches[0],
+                        index,
+                        self.lengths[row] + spare,
+                        0,
+                    )
                 self._hold(row, self._trimmed(cache, spare))
             else:
                 self._since[row] += [tokens[i] for i in indices]
@@ -236,7 +260,12 @@ class SnapshotCache:
 
     # -- reading -----------------------------------------------------------------------------------
 
-    def _go_on(self, part: _Part, ids: Tensor, layers: Sequence[int]) -> TargetOutput:
+    def _go_on(
+        self,
+        part: _Part,
+        ids: Tensor,
+        layers: Sequence[int],
+    ) -> TargetOutput:
         """States [1, n, ...] of a row's new tokens [n]."""
         row = part.row
         since = self._since[row]
@@ -289,7 +318,12 @@ class SnapshotCache:
             torch.cat(last_hidden)[rows, columns][None],
         )
 
-    def _step(self, rows: list[int], ids: Tensor, layers: Sequence[int]) -> dict[int, TargetOutput]:
+    def _step(
+        self,
+        rows: list[int],
+        ids: Tensor,
+        layers: Sequence[int],
+    ) -> dict[int, TargetOutput]:
         """States [1, 1, ...] by row; each row reads one token, ids [rows, 1], in one forward."""
         held = self._held[rows[0]]
         # Rows that are still in this cache, and their places; others ended or continue apart.
@@ -305,7 +339,13 @@ class SnapshotCache:
             places = list(range(len(rows)))
         fed = ids.new_zeros(len(held.rows), 1)
         fed[places] = ids
-        out, cache = self.how.go_on(self.target, held.cache, fed, layers, held.lengths)
+        out, cache = self.how.go_on(
+            self.target,
+            held.cache,
+            fed,
+            layers,
+            held.lengths,
+        )
         self.passes["read"] += 1
         held.cache = self._trimmed(cache)
         held.lengths = [length + 1 for length in held.lengths]
@@ -316,7 +356,11 @@ class SnapshotCache:
 
     def _move_on(self, row: int, like: Tensor) -> None:
         """Moves a row's snapshot to its last committed token."""
-        since = torch.tensor([self._since[row]], dtype=like.dtype, device=like.device)
+        since = torch.tensor(
+            [self._since[row]],
+            dtype=like.dtype,
+            device=like.device,
+        )
         cache = None
         read = [0]
         if row in self._held:

@@ -177,7 +177,14 @@ class Target:
             files = list(_FILES)
             if trust_remote_code:
                 files.append("*.py")
-            where = str(hub_snapshot(where, files, "target", revision=revision))
+            where = str(
+                hub_snapshot(
+                    where,
+                    files,
+                    "target",
+                    revision=revision,
+                )
+            )
         wanted = resolve_dtype(dtype, place)
         generation = read_generation_config(where, name)
         options: dict[str, Any] = {"dtype": wanted, "trust_remote_code": trust_remote_code}
@@ -192,7 +199,12 @@ class Target:
                     where,
                     trust_remote_code=trust_remote_code,
                 )
-        model = load_language_model(where, f"target={name!r}", _LOADABLE, **options)
+        model = load_language_model(
+            where,
+            f"target={name!r}",
+            _LOADABLE,
+            **options,
+        )
         if generation is not None:
             model.generation_config = generation
         if not device_map:
@@ -261,7 +273,12 @@ class Target:
                 f"model={shown(model)} must be a name, a loaded model, or a Target without tokenizer="
             )
         path = model.name_or_path or ""
-        return cls.wrap(model, tokenizer, name=path or type(model).__name__, path=path)
+        return cls.wrap(
+            model,
+            tokenizer,
+            name=path or type(model).__name__,
+            path=path,
+        )
 
     @classmethod
     def wrap(
@@ -532,14 +549,24 @@ class Target:
         few = input_ids.shape[0] == 1 and input_ids.shape[1] <= NATIVE_ROWS
         if self._native is not None and few and context is not None and position_ids is not None:
             assert not isinstance(context, SnapshotCache)  # native layers are of the packed path
-            return self._native.forward(input_ids, feature_layers, position_ids, context)
+            return self._native.forward(
+                input_ids,
+                feature_layers,
+                position_ids,
+                context,
+            )
         if isinstance(context, SnapshotCache):
             return context.forward(input_ids, feature_layers)
         if context is None:
             self.check_length(input_ids.shape[1])
         if self.decoding_path == "snapshot":
             check_rows(self, input_ids, position_ids, context)
-            out, _ = self.run_body(input_ids, feature_layers, None, use_cache=False)
+            out, _ = self.run_body(
+                input_ids,
+                feature_layers,
+                None,
+                use_cache=False,
+            )
             return out
         if context is None:
             context = CausalRows(input_ids.shape[1])
@@ -567,7 +594,13 @@ class Target:
         """
         native = self._native
         if native is not None:
-            made = native.score(input_ids, feature_layers, position_ids, context, self.lm_head)
+            made = native.score(
+                input_ids,
+                feature_layers,
+                position_ids,
+                context,
+                self.lm_head,
+            )
             if made is not None:
                 features, logits = made
                 return features, self.shape_logits(logits)
