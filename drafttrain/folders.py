@@ -1,9 +1,9 @@
-"""Outputs of commands: no command removes or replaces a file that it, or one like it, did not
-write.
+"""Outputs of commands: no command removes or replaces what it did not write.
 
-`output_file` and `OutputFolder` check an output before any model loads: it is no input and can be
-written, and what is there has the signs of this command's output. A folder's marker file names what
-wrote it, and is its lock; it is gone when the finished files tell the same.
+`output_file` and `OutputFolder` check an output before any model loads: it is not an input, it can
+be written, and what is there is this command's own. A folder's marker is its lock and its record:
+it names the command and the files that the command wrote. Folders of earlier versions have no
+record; signs in their files tell what wrote them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from typing_extensions import TypedDict
+
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError, first_line
-from drafttrain.files import lock, upgrade, writing
+from drafttrain.files import Json, lock, read_json, upgrade, writing
 
 MARKER = ".drafttrain"  # in every folder that a command writes; hidden files are never published
 # In such a folder: what is not complete yet; what a run replaces; the same before all of it is
@@ -211,11 +213,47 @@ def _has_signs(folder: Path, kind: FolderKind) -> bool:
     """Whether a folder without a marker is of this kind."""
     if any(True for _ in _matching(folder, kind.absent)):
         return False
-    return any(
-        _holds_text(file, text)
-        for sign, text in kind.signs.items()
-        for file in _matching(folder, [sign])
-    )
+    for sign, text in kind.signs.items():
+        if any(_holds_text(file, text) for file in _matching(folder, [sign])):
+            return True
+    return False
+
+
+# -- the record ------------------------------------------------------------------------------------
+
+
+class Record(TypedDict, total=False):
+    """What a folder's marker holds.
+
+    Attributes:
+        folder: the command that writes the folder. drafttrain: its version.
+        files: what the command has written, by relative name; absent while it writes.
+        others: what was there before and is not the command's, while it writes.
+    """
+
+    folder: str
+    drafttrain: str
+    files: list[str]
+    others: list[str]
+
+
+def _read_record(marker: Path) -> Record:
+    """The content of a marker; empty if there is none, or it cannot be read."""
+    try:
+        return read_json(marker, "output", "choose another folder", Record)
+    except UserError:
+        return {}
+
+
+def _files_of(folder: Path, patterns: Iterable[str]) -> set[str]:
+    """Relative names of all files that match a pattern, or are in a folder that does."""
+    found: set[str] = set()
+    for path in _matching(folder, patterns):
+        inside = [path]
+        if path.is_dir() and not path.is_symlink():
+            inside = [path / name for name in _files(path)]
+        found.update(str(file.relative_to(folder)) for file in inside)
+    return found
 
 
 # -- checks ----------------------------------------------------------------------------------------
@@ -343,8 +381,9 @@ def check_folder(
     if not path.is_dir():
         return path
     where = f"{key}={str(path)!r}"
-    wrote = _read_marker(path / MARKER)
-    wrote = wrote or next((other for other in (kind, *KINDS) if _has_signs(path, KINDS[other])), "")
+    wrote = _read_record(path / MARKER).get("folder", "")
+    if not wrote:
+        wrote = next((other for other in (kind, *KINDS) if _has_signs(path, KINDS[other])), "")
     if wrote and wrote != kind:
         raise UserError(
             f"{where} was written by drafttrain {wrote}, not by {kind}; choose another folder"
@@ -370,17 +409,6 @@ def check_folder(
     return path
 
 
-def _read_marker(marker: Path) -> str:
-    """The command that wrote a folder; empty if that is not known."""
-    try:
-        content = json.loads(marker.read_bytes() or b"{}")
-        if isinstance(content, dict):
-            return str(content.get("folder", ""))
-        return ""
-    except (OSError, ValueError, RecursionError):
-        return ""
-
-
 def beside(name: str, file: str) -> Path:
     """The default output: `file` next to an input; in the current folder if the input is no path,
     such as a Hub id.
@@ -393,7 +421,7 @@ def beside(name: str, file: str) -> Path:
 
 
 class OutputFolder:
-    """A folder that a command writes: created, checked, marked, and locked until it is closed.
+    """A folder that a command writes: created, checked, recorded, and locked until it is closed.
 
     A folder in which nothing was written is removed at the end.
 
@@ -415,22 +443,24 @@ class OutputFolder:
         rank: int | None = None,
     ):
         self.path = check_folder(name, kind, inputs, key)
+        self.name = kind
         self.kind = KINDS[kind]
         self._made = [place for place in (self.path, *self.path.parents) if not place.exists()]
         self._locks: list[int] = []
-        self._own = self.path / f"{MARKER}-{rank:04d}" if rank is not None else None
+        self._others: set[str] = set()
+        self._own = None
+        if rank is not None:
+            self._own = self.path / f"{MARKER}-{rank:04d}"
         try:
             with writing(self.path, key):
                 self.path.mkdir(parents=True, exist_ok=True)
-                self._take(self.path / MARKER, rank is not None)
+                self._take(self.path / MARKER, shared=rank is not None)
                 if self._own is not None:
                     self._take(self._own, shared=False)
-                if not os.fstat(self._locks[0]).st_size:
-                    os.write(
-                        self._locks[0],
-                        json.dumps({"folder": kind, "drafttrain": __version__}).encode(),
-                    )
             check_folder(name, kind, inputs, key)  # as it is under the lock
+            with writing(self.path, key):
+                self._others = self._find_others()
+                self._write_record(others=self._others)
         except BaseException:
             self.close()
             raise
@@ -443,25 +473,41 @@ class OutputFolder:
             )
         self._locks.append(held)
 
+    def _find_others(self) -> set[str]:
+        """Files with names like this command's that the command did not write."""
+        record = _read_record(self.path / MARKER)
+        if "others" in record:  # of a process that was killed, or that shares the work
+            return set(record["others"])
+        if "files" in record:
+            return _files_of(self.path, self.kind.files) - set(record["files"])
+        return set()  # an earlier version's folder: all that has its names is its own
+
+    def _write_record(self, **content: set[str]) -> None:
+        record: Json = {"folder": self.name, "drafttrain": __version__}
+        for key, names in content.items():
+            record[key] = sorted(names)
+        text = json.dumps(record).encode()
+        # Longer or shorter than before: the end is cut last, so that the marker is never empty.
+        os.pwrite(self._locks[0], text, 0)
+        os.ftruncate(self._locks[0], len(text))
+
+    def _ours(self, patterns: Iterable[str] = ()) -> set[str]:
+        """Relative names of what this command wrote; of `patterns` unless empty."""
+        return _files_of(self.path, patterns or self.kind.files) - self._others
+
     def close(self) -> None:
-        """Unlocks the folder; removes a marker that its files make needless, and a folder in which
-        nothing was written.
-        """
+        """Records what was written and unlocks the folder; removes one without a file of ours."""
         with contextlib.suppress(OSError):
             if len(self._locks) == 2 and self._own is not None:
                 self._own.unlink(missing_ok=True)
-            wrote = (
-                any(True for _ in _matching(self.path, self.kind.files))
-                or (self.path / _BEFORE).exists()
-            )
-            if (
-                self._locks
-                and (not wrote or _has_signs(self.path, self.kind))
-                and upgrade(self._locks[0])
-            ):
-                (self.path / MARKER).unlink()
-                for place in self._made:
-                    place.rmdir()  # unless it holds something
+            if self._locks and upgrade(self._locks[0]):  # the last of the processes
+                written = self._ours()
+                if not written and not (self.path / _BEFORE).exists():
+                    (self.path / MARKER).unlink()
+                    for place in self._made:
+                        place.rmdir()  # unless it holds something
+                elif "others" in _read_record(self.path / MARKER):
+                    self._write_record(files=written)
         for held in self._locks:
             os.close(held)
         self._locks = []
@@ -487,13 +533,14 @@ class OutputFolder:
             with writing(self.path, reads=True):
                 yield part
             with writing(self.path):
-                made = [Path(name) for name in _files(part)]
-                for name in made:
+                made = set(_files(part))
+                for name in sorted(made):
                     _move(part, self.path, name)
-                kept = {*(self.path / name for name in made), *_matching(self.path, keep)}
-                for path in [*_matching(self.path, self.kind.files)]:
-                    if not any(other.is_relative_to(path) for other in kept):
-                        _remove(path)
+                self._others -= made
+                kept = made
+                if keep:
+                    kept = made | self._ours(keep)
+                _remove(self.path, self._ours() - kept)
         finally:
             shutil.rmtree(part, ignore_errors=True)
 
@@ -504,20 +551,21 @@ class OutputFolder:
         before = self.path / _BEFORE
         moving = self.path / _MOVING
         with writing(self.path):
-            for path in [*_matching(self.path, patterns or self.kind.files)]:
-                if (
-                    before.is_dir()
-                ):  # from an interrupted run, whose own files, never complete, are the present ones
-                    _remove(path)
-                else:
-                    _move(self.path, moving, path.relative_to(self.path))
+            ours = self._ours(patterns)
+            if before.is_dir():
+                # An interrupted run set files aside; the present ones are its own, never complete.
+                _remove(self.path, ours)
+                return
+            for name in sorted(ours):
+                _move(self.path, moving, name)
+            _remove_empty(self.path, ours)
             if moving.is_dir():
                 moving.rename(before)
 
     def restore(self) -> None:
         """Moves back what was set aside, for a run that fails before it has written anything."""
         for name in [*_files(self.path / _BEFORE)]:
-            _move(self.path / _BEFORE, self.path, Path(name))
+            _move(self.path / _BEFORE, self.path, name)
         self.forget()
 
     def forget(self) -> None:
@@ -525,10 +573,21 @@ class OutputFolder:
         shutil.rmtree(self.path / _BEFORE, ignore_errors=True)
 
 
-def _move(source: Path, folder: Path, name: Path) -> None:
+def _move(source: Path, folder: Path, name: str) -> None:
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     os.replace(source / name, folder / name)
 
 
-def _remove(path: Path) -> None:
-    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+def _remove(folder: Path, names: Iterable[str]) -> None:
+    """Removes files, and the folders that are empty without them."""
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+    _remove_empty(folder, names)
+
+
+def _remove_empty(folder: Path, names: Iterable[str]) -> None:
+    """Removes the folders of these files that hold nothing any more."""
+    inside = {place for name in names for place in Path(name).parents if place != Path()}
+    for place in sorted(inside, reverse=True):
+        with contextlib.suppress(OSError):  # it holds something, or has gone
+            (folder / place).rmdir()

@@ -290,13 +290,13 @@ def test_an_interrupted_evaluation_goes_on(home, capsys, monkeypatch):
 
 
 def test_a_finished_sweep_is_kept(home, capsys):
-    before = {path.name: path.read_bytes() for path in Path("results/sweep").iterdir()}
+    before = {path.name: path.read_bytes() for path in Path("results/sweep").glob("*.json")}
     words = "sweep --target target --drafter ngram --suite suite.jsonl --dtypes float32 --lengths 1,2 --batch-sizes 1,2"
     assert (
         main([*words.split(), "--max-new-tokens", "8", "--limit", "2", "--output", "results/sweep"])
         == 0
     )
-    after = {path.name: path.read_bytes() for path in Path("results/sweep").iterdir()}
+    after = {path.name: path.read_bytes() for path in Path("results/sweep").glob("*.json")}
     assert before.keys() == after.keys()
     cells = {name for name in before if name != "summary.json"}
     assert len(cells) == 3 and all(before[name] == after[name] for name in cells)

@@ -175,8 +175,85 @@ def test_a_folder_is_locked_and_leaves_nothing_when_nothing_was_written(tmp_path
     with pytest.raises(UserError, match=BUSY):
         OutputFolder(tmp_path / "data", "generate")
     ranks[1].close()
-    assert names(tmp_path / "data") == {"meta.json"}, "its sign takes the marker's place"
+    assert names(tmp_path / "data") == {"meta.json", MARKER}
     OutputFolder(tmp_path / "data", "generate").close()
+
+
+def written(folder, kind, *files, **options):
+    """A finished run of a command that writes these files."""
+    with OutputFolder(folder, kind, **options) as output:
+        for name in files:
+            (output.path / name).parent.mkdir(parents=True, exist_ok=True)
+            (output.path / name).write_text("ours")
+
+
+def put(folder, *files):
+    """Files of a user."""
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("mine")
+
+
+RUN = ("training.json", "model.safetensors", "checkpoint-4/model.safetensors", "adapter/a.json")
+MINE = ("checkpoint-keep/notes.txt", "checkpoint-4/notes.txt", "adapter/mine.txt", "model-mine.safetensors")  # fmt: skip
+
+
+def test_files_of_users_stay_whatever_their_names(tmp_path):
+    run = tmp_path / "run"
+    written(run, "train", *RUN)
+    put(run, *MINE)
+    with OutputFolder(run, "train") as output:
+        output.set_aside()
+        output.forget()
+        assert names(run) == {MARKER, *MINE}
+        put(run, "training.json")
+    written(run, "train", *RUN)
+    with OutputFolder(run, "train") as output, output.staged() as part:
+        (part / "training.json").write_text("new")
+    assert names(run) == {MARKER, "training.json", *MINE}
+    assert (run / "model-mine.safetensors").read_text() == "mine"
+
+
+def test_what_was_set_aside_comes_back_and_nothing_else_moves(tmp_path):
+    run = tmp_path / "run"
+    written(run, "train", *RUN)
+    put(run, *MINE)
+    with OutputFolder(run, "train") as output:
+        output.set_aside("checkpoint-*")
+        assert not (run / "checkpoint-4" / "model.safetensors").exists()
+        output.restore()
+    assert names(run) == {MARKER, *RUN, *MINE}
+
+
+def test_a_record_survives_a_kill_and_the_ranks_of_a_launch(tmp_path):
+    data = tmp_path / "data"
+    written(data, "generate", "meta.json", "part-0000.jsonl")
+    put(data, "part-mine.jsonl", "arrow/mine.txt")
+    child = os.fork()
+    if child == 0:
+        output = OutputFolder(data, "generate")
+        (output.path / "part-0001.jsonl").write_text("ours")
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    ranks = [OutputFolder(data, "generate", rank=rank) for rank in (0, 1)]
+    (data / "part-0002.jsonl").write_text("ours")
+    for rank in ranks:
+        rank.close()
+    with OutputFolder(data, "generate") as output:
+        output.set_aside()
+        output.forget()
+    assert names(data) == {"part-mine.jsonl", "arrow/mine.txt"}
+
+
+def test_what_an_earlier_version_wrote_is_ours(tmp_path):
+    """Its folders have no record: all files with the command's names are the command's."""
+    run = tmp_path / "run"
+    put(run, *RUN)
+    (run / "training.json").write_text('{"config": {}}')
+    with OutputFolder(run, "train") as output:
+        output.set_aside()
+        output.forget()
+    assert not run.exists() or names(run) == set()
 
 
 def test_a_lock_ends_with_its_process_and_file_systems_without_locks_are_written(

@@ -21,6 +21,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import threading
 import time
@@ -65,6 +66,7 @@ _SHARD_BYTES = 64_000_000
 _OPEN_SHARDS = 256  # a process may have 65,530 mappings
 _STATES_FIX = "store the states again: drafttrain features --data DIR --overwrite"
 _SHARD_FIX = "delete this file, and store its states again: drafttrain features --data DIR"
+_PART = re.compile(r"part-\d{4,}\.jsonl")
 _BOOKKEEPING = ("format", "drafttrain", "counts")  # keys of meta.json that are no settings
 
 
@@ -170,7 +172,8 @@ def check_space(
 
 
 def _parts(directory: Path) -> list[Path]:
-    return sorted(directory.glob("part-*.jsonl"))
+    """The parts that `generate` wrote, one per process."""
+    return sorted(path for path in directory.glob("part-*.jsonl") if _PART.fullmatch(path.name))
 
 
 def load_records(directory: str | Path) -> Dataset:

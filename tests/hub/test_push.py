@@ -196,7 +196,8 @@ def test_a_dry_run_writes_what_would_go_up_and_no_local_path(work, tmp_path, cap
     out = tmp_path / "out"
     assert main(push_command(work, "--dry-run", "--output", str(out), "--license", "mit")) == 0
     printed = capsys.readouterr().out
-    names = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    files = [path.relative_to(out) for path in out.rglob("*") if path.is_file()]
+    names = {str(path) for path in files if not path.name.startswith(".")}  # hidden ones stay here
     assert names == {
         "README.md", "config.json", "model.safetensors", "speculators/config.json", "speculators/model.safetensors",
         "decoding.json", "training.json", "results/1-suite-t0.json", "plots/results.png",
