@@ -19,8 +19,8 @@ from tests.density import measure
 
 ROOT = Path(__file__).resolve().parents[1]
 # Size and density of the package, by the arithmetic of tests/density.py. Size falls when mechanisms go, not by packing.
-MOST_NODES = 388_000
-MOST_TEST_NODES = 361_000
+MOST_NODES = 392_000
+MOST_TEST_NODES = 372_000
 MOST_PER_LINE = 8.9  # nodes per line of code
 MOST_PER_THOUSAND = {  # lines
     "conditional expressions": 10,
