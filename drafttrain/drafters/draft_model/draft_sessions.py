@@ -1,6 +1,4 @@
-"""The sessions of draft models: keys of committed tokens and of drafted nodes, for one sequence
-each.
-"""
+"""The sessions of draft models: each holds one sequence's keys."""
 
 from __future__ import annotations
 
@@ -26,15 +24,17 @@ class SeparateCaches:
     """Attention context of packed tokens: each session's tokens see its own cache."""
 
     def __init__(self, caches: Sequence[TreeCache], sizes: Sequence[int]):
-        self.caches, self.sizes = caches, list(sizes)
+        self.caches = caches
+        self.sizes = list(sizes)  # new tokens of each session
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Any) -> Tensor:
-        parts = zip(
-            self.caches,
-            *(x.split(self.sizes, dim=2) for x in (query, key, value)),
-            strict=True,
-        )
-        return torch.cat([cache.attend(layer, q, k, v, **form) for cache, q, k, v in parts], dim=1)
+        queries = query.split(self.sizes, dim=2)
+        keys = key.split(self.sizes, dim=2)
+        values = value.split(self.sizes, dim=2)
+        outs = []
+        for i, cache in enumerate(self.caches):
+            outs.append(cache.attend(layer, queries[i], keys[i], values[i], **form))
+        return torch.cat(outs, dim=1)
 
 
 class DraftModelSession(JointSession):
@@ -75,27 +75,27 @@ class DraftModelSession(JointSession):
         return limit is None or self.cache.lengths[0] + 1 + depth <= limit
 
     def take(self, new: Tensor) -> Tensor:
-        """Commits the root and the drafted nodes that `new` [m] follows, opens a pass over the rest
-        and returns it.
+        """Commits what of `new` [m] was drafted, and opens a pass over the rest, which it returns.
 
-        The rest contains at least the last token, whose logits are the next round's root.
+        The root and the drafted nodes that `new` follows are committed. The rest contains at least
+        the last token, whose logits are the next round's root.
         """
         if self.full:
             return new[:0]
         if self.root is not None:
-            kept = [0]
+            kept = [0]  # the root, then nodes
             for token in new[:-1].tolist():
                 child = self._child(kept[-1] - 1, token)
                 if child < 0:
                     break
                 kept.append(child + 1)
-            self.cache.open(
-                [(0, TreeLayout(self.cache.lengths[0], self.parents, held=1 + len(self.parents)))]
-            )
+            held = 1 + len(self.parents)
+            self.cache.open([(0, TreeLayout(self.cache.lengths[0], self.parents, held=held))])
             self.cache.commit([kept])
             new = new[len(kept) - 1 :]
         self.forget()
-        new, self.unread = torch.cat((self.unread, new)), new[:0]
+        new = torch.cat((self.unread, new))
+        self.unread = new[:0]
         self.full = not self.reaches(len(new) - 1)
         if self.full:
             self.root = None
@@ -105,12 +105,11 @@ class DraftModelSession(JointSession):
         return new
 
     def _child(self, parent: int, token: int) -> int:
-        found = (
-            i
-            for i, node in enumerate(zip(self.parents, self.tokens, strict=True))
-            if node == (parent, token)
-        )
-        return next(found, -1)
+        """The opened node of a token below a parent; -1 if there is none."""
+        for i, node in enumerate(zip(self.parents, self.tokens, strict=True)):
+            if node == (parent, token):
+                return i
+        return -1
 
     def offer(self, tree: TokenTree, spec: TreeSpec) -> TokenTree:
         """The drafted tree in the target's ids."""
@@ -122,15 +121,17 @@ class DraftModelSession(JointSession):
         self.parents = []
 
     def open(self, tokens: Tensor, parents: list[int]) -> None:
-        """Opens a pass over nodes: ids [m], and their parents among all opened nodes (-1: the
-        root).
+        """Opens a pass over nodes: ids [m], and their parents among all opened nodes.
+
+        A parent of -1 is the root.
         """
         length = self.cache.lengths[0]
         held = 1 + len(self.parents)
         self.tokens += tokens.tolist()
         self.parents += parents
-        if length + 1 + len(self.parents) > self.cache.capacity:
-            self.cache.reserve(length + 1 + len(self.parents) + _TREE_SLOTS)
+        end = length + 1 + len(self.parents)
+        if end > self.cache.capacity:
+            self.cache.reserve(end + _TREE_SLOTS)
         self.cache.open([(0, TreeLayout(length, self.parents, held=held))])
 
 
@@ -138,16 +139,17 @@ class OwnVocabularySession(DraftModelSession):
     """A sequence whose committed text the draft model reads in its own tokens.
 
     New text may change the tokens before it: their keys are dropped and the text is read again from
-    there. text: the committed text with the ids of all tokens that are read.
+    there.
+
+    Attributes:
+        text: the committed text with the ids of all tokens that are read.
     """
 
     def __init__(self, drafter: Any, pair: VocabularyPair, prompt_ids: Tensor, max_length: int):
         super().__init__(drafter, prompt_ids, max_length)
-        self.text, self._first, self.unread = (
-            CommittedText(pair),
-            self.unread.tolist(),
-            prompt_ids[:0],
-        )
+        self.text = CommittedText(pair)
+        self._first = self.unread.tolist()
+        self.unread = prompt_ids[:0]
 
     def take(self, new: Tensor) -> Tensor:
         held = len(self.text.ids)

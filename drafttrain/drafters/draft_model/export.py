@@ -1,6 +1,4 @@
-"""Draft models: ordinary causal language models, which engines load as they are, and llama.cpp as a
-GGUF file.
-"""
+"""Draft models: ordinary causal language models, which engines load as they are or as GGUF."""
 
 from __future__ import annotations
 
@@ -35,10 +33,9 @@ _PLAIN = Format(
     ("transformers", "vLLM", "SGLang", "TensorRT-LLM, Triton"),
 )
 _AGAIN = "train it again, or use the folder as training wrote it"
-_VLLM_OTHER = (
-    "0.32.0"  # whose use_heterogeneous_vocab drafts among the tokens that both vocabularies have
-)
-_LLAMA_APART = 128
+# The release whose use_heterogeneous_vocab drafts among the tokens that both vocabularies have.
+_VLLM_OTHER = "0.32.0"
+_LLAMA_APART = 128  # tokens by which llama.cpp lets the sizes of vocabularies differ
 _TOLERANCE = 2e-2  # of the largest log-probability: two loaders of one file agree up to rounding
 
 
@@ -66,46 +63,51 @@ class DraftModelShipping(Shipping[DraftModel]):
         form: str,
         engine: EngineRelease | None = None,
     ) -> list[str]:
-        """Vocabularies of other sizes, whose common ids are the same tokens (`differing_ids`); and
-        vocabularies of other ids.
+        """What an engine does not support: vocabularies of other sizes, or of other ids.
 
-        vLLM 0.32 config/speculative.py; SGLang srt/speculative/standalone_worker_v2.py; llama.cpp
-        b11549 common/speculative.cpp; TensorRT-LLM's features/speculative-decoding.
+        Of other sizes, the common ids are the same tokens (`differing_ids`). Sources: vLLM 0.32
+        config/speculative.py; SGLang srt/speculative/standalone_worker_v2.py; llama.cpp b11549
+        common/speculative.cpp; TensorRT-LLM's features/speculative-decoding.
         """
-        engine, found, (theirs, own) = (
-            engine or engine_of(form),
-            super().unsupported(trained, form, engine),
-            _sizes(trained),
-        )
+        if engine is None:
+            engine = engine_of(form)
+        found = super().unsupported(trained, form, engine)
+        theirs, own = _sizes(trained)
         other = _other_vocabulary(trained)
         if found or (theirs == own and not other):
             return found
         differs = f"vocab_size={own} differs from the target's {theirs}"
-        lacks = {
-            "vLLM": engine.before(_VLLM_OTHER)
-            and f"vLLM {_VLLM_OTHER} takes it, earlier releases want one size",
-            "SGLang": "SGLang stops at it since 0.5.15, and before it commits tokens of the wrong text",
-            "TensorRT-LLM, Triton": "the engine verifies drafts by token id",
-            "llama.cpp": abs(own - theirs) > _LLAMA_APART
-            and f"llama.cpp b11549 takes at most {_LLAMA_APART} tokens more or less",
-        }
         if other:
             differs = "the draft model has another vocabulary than its target"
-            lacks |= dict.fromkeys(
-                lacks.keys() - {"vLLM"}, f"{engine.name} verifies drafts by token id"
+        if engine.name == "vLLM":
+            if engine.before(_VLLM_OTHER):
+                found.append(
+                    f"{differs}: vLLM {_VLLM_OTHER} takes it, earlier releases want one size"
+                )
+        elif engine.name == "transformers":
+            pass  # it compares texts
+        elif other:
+            found.append(f"{differs}: {engine.name} verifies drafts by token id")
+        elif engine.name == "SGLang":
+            found.append(
+                f"{differs}: SGLang stops at it since 0.5.15, and before it commits tokens of the wrong text"
             )
-        if lacks.get(engine.name):
-            return [f"{differs}: {lacks[engine.name]}"]
-        return []
+        elif engine.name != "llama.cpp":
+            found.append(f"{differs}: the engine verifies drafts by token id")
+        elif abs(own - theirs) > _LLAMA_APART:
+            found.append(
+                f"{differs}: llama.cpp b11549 takes at most {_LLAMA_APART} tokens more or less"
+            )
+        return found
 
     def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
         theirs, own = _sizes(trained)
         if theirs == own and not _other_vocabulary(trained):
             return self.serving
-        more: Json = {"vLLM": {"use_heterogeneous_vocab": True}, "transformers": {TOKENIZERS: True}}
         return {
-            engine: {**settings, **more.get(engine, {})}
-            for engine, settings in self.serving.items()
+            **self.serving,
+            "vLLM": {**self.serving["vLLM"], "use_heterogeneous_vocab": True},
+            "transformers": {TOKENIZERS: True},
         }
 
     def shares_vocabulary(self, trained: Trained, target: Target) -> bool:
@@ -125,14 +127,8 @@ class DraftModelShipping(Shipping[DraftModel]):
                 raise UserError(
                     "format='gguf' needs a tokenizer, and the drafter has none; pass --target"
                 )
-            return [
-                write_gguf(
-                    trained.folder,
-                    request.output / GGUF_NAME,
-                    dtype_name(request.dtype),
-                    tokenizer,
-                )
-            ]
+            path = request.output / GGUF_NAME
+            return [write_gguf(trained.folder, path, dtype_name(request.dtype), tokenizer)]
         model.save_pretrained(request.output)
         if tokenizer is not None:
             AutoTokenizer.from_pretrained(tokenizer).save_pretrained(request.output)
@@ -140,8 +136,7 @@ class DraftModelShipping(Shipping[DraftModel]):
 
     @torch.no_grad()
     def check(self, trained: Trained, exported: Path) -> Json:
-        """Compares the draft model and its export, a GGUF file or a plain checkpoint, on one row of
-        tokens.
+        """Compares the draft model and its export on one row of tokens.
 
         Returns:
             max_log_prob_difference, largest_log_prob, same_argmax: share of positions with the same
@@ -150,38 +145,26 @@ class DraftModelShipping(Shipping[DraftModel]):
         Raises:
             UserError: logits that differ beyond rounding.
         """
-        ours = load_language_model(
-            str(trained.folder),
-            f"drafter={str(trained.folder)!r}",
-            _AGAIN,
-            dtype=torch.float32,
-        )
-        form: Json
+        folder = str(trained.folder)
+        where = repr(str(exported))
+        ours = load_language_model(folder, f"drafter={folder!r}", _AGAIN, dtype=torch.float32)
+        form: Json = {"dtype": torch.float32}
         if (exported / GGUF_NAME).is_file():
-            form = {"gguf_file": GGUF_NAME}
-        else:
-            form = {}
-        theirs = load_language_model(
-            str(exported),
-            repr(str(exported)),
-            "export again",
-            dtype=torch.float32,
-            **form,
-        )
-        if theirs.config.vocab_size != ours.config.vocab_size:
+            form["gguf_file"] = GGUF_NAME
+        theirs = load_language_model(str(exported), where, "export again", **form)
+        size = ours.config.vocab_size
+        if theirs.config.vocab_size != size:
             raise UserError(
-                f"{str(exported)!r} has vocab_size={theirs.config.vocab_size}, the draft model {ours.config.vocab_size}; "
-                "pass its own export"
+                f"{where} has vocab_size={theirs.config.vocab_size}, the draft model {size}; pass its own export"
             )
-        ids = torch.arange(1, 33)[None] * 97 % ours.config.vocab_size  # [1, 32] int64
-        left, right = (
-            model.eval()(ids).logits.log_softmax(-1) for model in (ours, theirs)
-        )  # [1, 32, v]
+        ids = torch.arange(1, 33)[None] * 97 % size  # [1, 32] int64
+        left = ours.eval()(ids).logits.log_softmax(-1)  # [1, 32, v]
+        right = theirs.eval()(ids).logits.log_softmax(-1)
         scale = left.abs().max().item()
         worst = (left - right).abs().max().item()
         if not worst <= _TOLERANCE * scale:
             raise UserError(
-                f"{str(exported)!r} computes other logits than the draft model (log-probabilities differ by {worst:.3g} of "
+                f"{where} computes other logits than the draft model (log-probabilities differ by {worst:.3g} of "
                 f"{scale:.3g}); export again, and report this if it stays"
             )
         agree = (left.argmax(-1) == right.argmax(-1)).float().mean().item()
@@ -189,47 +172,45 @@ class DraftModelShipping(Shipping[DraftModel]):
 
     def publish(self, trained: Trained, request: ExportRequest) -> list[tuple[str, str]]:
         self.write(trained, "transformers", request)
-        described = {
-            **read_config(trained.folder, META_FILE, missing={}),
-            "drafter_kind": trained.kind,
-            "target": {**trained.target, "name": request.target},
-        }
+        described = read_config(trained.folder, META_FILE, missing={})
+        described = {**described, "drafter_kind": trained.kind}
+        described["target"] = {**trained.target, "name": request.target}
         write_clean_json(request.output / META_FILE, described)
-        files = [
-            (META_FILE, "kind, target and beginning of the draft model, for drafttrain"),
-            (
-                "model.safetensors",
-                "the draft model, for transformers, vLLM, SGLang, TensorRT-LLM and drafttrain",
-            ),
-        ]
+        meta = "kind, target and beginning of the draft model, for drafttrain"
+        weights = "the draft model, for transformers, vLLM, SGLang, TensorRT-LLM and drafttrain"
+        files = [(META_FILE, meta), ("model.safetensors", weights)]
         return files + self.publish_gguf(trained, request)
 
 
 def _other_vocabulary(trained: Trained) -> bool:
-    """Whether the draft model's ids mean other tokens than its target's, as training recorded; else
-    both are compared.
+    """Whether the draft model's ids mean other tokens than its target's.
+
+    Training records it; without a record both tokenizers are compared.
     """
     recorded = read_config(trained.folder, META_FILE, missing={})
     if recorded.get("target") or not trained.target or _tokenizer_folder(trained, "") is None:
         return bool(recorded.get("other_vocabulary"))
-    return bool(
-        differing_ids(
-            AutoTokenizer.from_pretrained(trained.folder), load_shell(trained.target_name)
-        )
-    )
+    tokenizer = AutoTokenizer.from_pretrained(trained.folder)
+    return bool(differing_ids(tokenizer, load_shell(trained.target_name)))
 
 
 def _sizes(trained: Trained) -> tuple[int, int]:
-    """Tokens of the target's and of the draft model's vocabulary; the same where no target is
-    recorded.
+    """Tokens of the target's vocabulary and of the draft model's.
+
+    They are the same where no target is recorded.
     """
     own = trained.config["vocab_size"]
-    return trained.target.get("vocab_size") or own, own
+    theirs = trained.target.get("vocab_size")
+    if not theirs:
+        theirs = own
+    return theirs, own
 
 
 def _load_complete(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """A language model without our own config keys; raises UserError if its weights and config
-    disagree.
+    """A language model without our own config keys.
+
+    Raises:
+        UserError: its weights and config disagree.
     """
     model = load_language_model(str(folder), f"drafter={str(folder)!r}", _AGAIN, dtype=dtype)
     for key in ("drafter_kind", "target", "loss"):
@@ -238,9 +219,7 @@ def _load_complete(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _tokenizer_folder(trained: Trained, target: str) -> Path | None:
-    """Where a draft model's tokenizer is: in its own folder or its target's; None if neither is at
-    hand.
-    """
+    """The folder of a draft model's tokenizer, its own or its target's; None if neither has one."""
     if (trained.folder / "tokenizer_config.json").is_file():
         return trained.folder
     try:

@@ -1,6 +1,6 @@
-"""A small causal language model as drafter (speculative decoding as in arXiv 2211.17192 and
-2302.01318).
+"""A small causal language model as drafter.
 
+Speculative decoding as in arXiv 2211.17192 and 2302.01318.
 It reads tokens only, no target features, and predicts as any language model does:
 
     position t            0    1    2    3    4
@@ -71,7 +71,7 @@ class DraftModelConfig(TargetedConfig):
         config: folder, Hub id or fields of the language model's config, for init=random.
         lora: adapters to train, {r: 8, alpha: 16, targets: all-linear, dropout: 0}; empty trains
             all weights.
-        vocabulary_match: how a draft model whose vocabulary is not the target's drafts for it: by
+        vocabulary_match: how a draft model whose vocabulary is not the target's drafts for it, by
             shared tokens or by text.
     """
 
@@ -83,21 +83,22 @@ class DraftModelConfig(TargetedConfig):
     vocabulary_match: Literal["auto", "tokens", "text"] = "auto"
 
     def check(self) -> None:
-        self.lora = self.lora or {}
+        if self.lora is None:
+            self.lora = {}
 
     def described(self) -> Json:
         """Content of drafttrain.json."""
-        names = (
-            "drafter_kind",
-            "layers",
-            "embedding",
-            "config",
-            "lora",
-            "vocabulary_match",
-            "loss",
-            "target",
-        )
-        return {"drafttrain": __version__, **{name: getattr(self, name) for name in names}}
+        return {
+            "drafttrain": __version__,
+            "drafter_kind": self.drafter_kind,
+            "layers": self.layers,
+            "embedding": self.embedding,
+            "config": self.config,
+            "lora": self.lora,
+            "vocabulary_match": self.vocabulary_match,
+            "loss": self.loss,
+            "target": self.target,
+        }
 
 
 logger = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ class DraftModel(TrainableDrafter):
     """A causal language model as a drafter.
 
     Attributes:
-        lm: the language model, trained in place; runner: the same model as a `Target`, for
+        lm: the language model, trained in place. runner: the same model as a `Target`, for
             decoding.
         kept_ids: [d] the target's ids of tokens that both vocabularies have: 0 to d - 1, d being
             the smaller number of rows, if the same ids mean the same tokens.
@@ -140,13 +141,11 @@ class DraftModel(TrainableDrafter):
         try:
             self.runner = Target.wrap(lm, tokenizer, name or type(lm).__name__, freeze=False)
         except UserError as error:
-            reason = str(error).replace(
-                "target=",
-                "drafter=",
-                1,
-            )  # the drafter's model is checked as a target's is
+            # The drafter's model is checked as a target's is.
+            reason = str(error).replace("target=", "drafter=", 1)
             raise UserError(f"{reason}: draft models need packed trees") from error
-        self.vocab_size = self.target_vocab_size = self.runner.vocab_size
+        self.vocab_size = self.runner.vocab_size
+        self.target_vocab_size = self.vocab_size
         self.register_buffer("kept_ids", torch.arange(self.vocab_size), persistent=False)
         self.pair: VocabularyPair | None = None
 
@@ -159,11 +158,13 @@ class DraftModel(TrainableDrafter):
         loss: str,
         keep: KeepTokens | None = None,
     ) -> DraftModel:
-        """Returns a draft model to train; its vocabulary is the language model's, so `keep` is
-        unused.
+        """Returns a draft model to train.
 
-        init: `target` for some of the target's own layers, `random` for a config, else a
-        checkpoint.
+        Its vocabulary is the language model's, so `keep` is unused.
+
+        Args:
+            init: `target` for some of the target's own layers, `random` for a config, else a
+                checkpoint.
         """
         known = _OPTIONS.get(init, _OPTIONS["checkpoint"])
         for key in options:
@@ -191,9 +192,7 @@ class DraftModel(TrainableDrafter):
 
     @classmethod
     def load(cls, folder: Path) -> DraftModel:  # type: ignore[override]
-        """Loads what `save_pretrained` wrote, or any causal language model with its tokenizer, in
-        float32.
-        """
+        """Loads what `save_pretrained` wrote, or any causal language model, in float32."""
         lm, tokenizer = language_models.from_checkpoint(str(folder))
         recorded = read_config(folder, META_FILE, missing={})
         # A trained adapter is merged into the saved weights.
@@ -210,8 +209,9 @@ class DraftModel(TrainableDrafter):
         is_main_process: bool = True,
         **_: Any,
     ) -> None:
-        """Writes a plain checkpoint of the language model, adapters merged, with tokenizer, adapter
-        and drafttrain.json.
+        """Writes a plain checkpoint of the language model, with tokenizer and drafttrain.json.
+
+        Adapters are merged into its weights, and are in a folder of their own too.
 
         Args:
             state_dict: of this module, where its own weights are sharded.
@@ -220,23 +220,17 @@ class DraftModel(TrainableDrafter):
             return
         folder = Path(folder)
         state = self._lm_state(state_dict)
-        self.lm.save_pretrained(
-            folder,
-            state_dict=language_models.merged(self.lm, state) if self.config.lora else state,
-        )
+        self.lm.save_pretrained(folder, state_dict=self._plain_state(state))
         if self.config.lora:
             language_models.save_adapter(self.lm, state, folder / _ADAPTER)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
-        write_json(
-            folder / META_FILE,
-            {**self.config.described(), "other_vocabulary": self.pair is not None},
-        )
+        described = self.config.described()
+        described["other_vocabulary"] = self.pair is not None
+        write_json(folder / META_FILE, described)
 
     def load_checkpoint(self, folder: str | Path) -> bool:
-        """Reads the weights that `save_pretrained` wrote during the same training; with LoRA, the
-        adapter.
-        """
+        """Reads the weights that the same training wrote; with LoRA, the adapter."""
         if self.config.lora:
             language_models.load_adapter(self.lm, Path(folder) / _ADAPTER)
         else:
@@ -244,15 +238,24 @@ class DraftModel(TrainableDrafter):
         return True
 
     def _lm_state(self, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """The state dict of the language model, with adapters."""
         if state is None:
             state = self.state_dict()
         return {name.removeprefix("lm."): value for name, value in state.items()}
 
+    def _plain_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A state dict of the language model with its adapters merged."""
+        if self.config.lora:
+            return language_models.merged(self.lm, state)
+        return state
+
     # -- vocabulary, packing, copies ---------------------------------------------------------------
 
     def bind(self, target: Target) -> None:
-        """Compares the vocabularies. With the target's ids the model fits whatever its size; with
-        others it drafts through the text, and states how.
+        """Compares the vocabularies.
+
+        With the target's ids the model fits whatever its size. With others it drafts by shared
+        tokens or through the text, and logs how.
 
         Raises:
             UserError: a tokenizer whose tokens cannot be read as bytes, or no shared token to
@@ -290,8 +293,10 @@ class DraftModel(TrainableDrafter):
 
     @torch.no_grad()
     def check_packing(self) -> None:
-        """Computes two conversations in one row and alone; raises UserError if the model mixes them
-        up.
+        """Computes two conversations in one row and alone.
+
+        Raises:
+            UserError: the model mixes them up.
         """
         ids = torch.arange(1, 7, device=self.device)[None] * self.vocab_size // 8
         together = self._states(ids, torch.tensor([[0, 0, 0, 3, 3, 3]], device=self.device))[:, 3:]
@@ -306,7 +311,8 @@ class DraftModel(TrainableDrafter):
         lm = type(self.lm)(copy.deepcopy(self.lm.config))
         config = copy.deepcopy(self.config)
         other = type(self)(lm, self.tokenizer, config, self.runner.name)  # type: ignore[arg-type]
-        other.pair, other.kept_ids = self.pair, self.kept_ids
+        other.pair = self.pair
+        other.kept_ids = self.kept_ids
         return other
 
     def pack(self) -> None:
@@ -324,9 +330,8 @@ class DraftModel(TrainableDrafter):
                 f"on_policy: {self.runner.name!r} has another vocabulary than the target, so its answers are no rows of target "
                 "tokens; leave it out"
             )
-        state = self._lm_state()
         lm = type(self.lm)(copy.deepcopy(self.lm.config))
-        lm.load_state_dict(language_models.merged(self.lm, state) if self.config.lora else state)
+        lm.load_state_dict(self._plain_state(self._lm_state()))
         if len(self.kept_ids) < self.vocab_size:
             lm.resize_token_embeddings(len(self.kept_ids))
         return Target.wrap(lm.to(self.device), self.tokenizer, self.runner.name)
@@ -338,61 +343,65 @@ class DraftModel(TrainableDrafter):
         return 1
 
     def forward(self, inputs: StepInputs) -> StepOutput:
-        """One pass over the rows.
+        """Computes one pass over the rows.
 
         Without `rows` the loss is the cross-entropy of the batch's own tokens (pretraining).
         """
-        batch, _, _, rows, row_of, count, measure = inputs
+        batch = inputs.batch
         ids = batch.input_ids
         at = anchors_by_depth(batch.response_mask, 1)[0] + 1  # [t] flat positions
+
+        # States [t, h] that predict the next tokens.
         if self.pair is not None:
             states, at = self._states_of_text(self.pair, inputs, at)
         elif batch.shared is None:
-            states = self._states(ids, None if batch.documents is None else batch.begins()).flatten(
-                0, 1
-            )[at]
+            begins = None
+            if batch.documents is not None:
+                begins = batch.begins()
+            states = self._states(ids, begins).flatten(0, 1)[at]
         else:
             at = at[batch.part.of(at)]  # of this process
             states = self._shared_states(batch, at)
+
+        # Head rows [d, h] of the tokens that both vocabularies have.
         head = self.lm.get_output_embeddings()
         d = len(self.kept_ids)
-        if self.pair is None:
-            own = slice(d)
-        else:
+        own: slice | Tensor = slice(d)
+        if self.pair is not None:
             own = self.pair.own_ids
-        weight = head.weight[own]  # [d, h]
+        weight = head.weight[own]
         if self.runner.logit_scale != 1.0:
             states = states * self.runner.logit_scale
         if head.bias is not None:  # one more column whose input is 1
             states = torch.cat((states, states.new_ones(len(states), 1)), dim=1)
             weight = torch.cat((weight, head.bias[own, None]), dim=1)
-        if (
-            rows is None or row_of is None
-        ):  # pretraining: the text's own tokens take the place of the target
+
+        # The loss. In pretraining the text's own tokens take the place of the target's predictions.
+        rows = inputs.rows
+        if rows is None or inputs.row_of is None:
             index = torch.arange(len(at), device=at.device)
             loss = "ce"
             rows = StoredTopK.of_tokens(ids.flatten()[at + 1], d)
         else:
-            index = row_of.flatten()[at]
+            index = inputs.row_of.flatten()[at]  # [t] rows of the target's distributions
             loss = self.config.loss
-        share = (1.0 / torch.as_tensor(count, device=ids.device)).float().expand(len(at))
-        out = linear_divergence(states, weight, rows, index, share, loss, measure=measure)
+        total = torch.as_tensor(inputs.total, device=ids.device)
+        share = (1.0 / total).float().expand(len(at))  # [t], weight of each prediction
+        out = linear_divergence(states, weight, rows, index, share, loss, measure=inputs.measure)
         return StepOutput(out.loss, sums_by_depth([out]))
 
     def _states(self, ids: Tensor, begins: Tensor | None = None) -> Tensor:
-        """[b, s] ids -> [b, s, h]; begins: [b, s] start of each token's conversation, None for one
-        conversation per row.
+        """[b, s] ids -> [b, s, h].
+
+        begins: [b, s] start of each token's conversation; None for one conversation per row.
         """
         read = self._readable(ids)
         if begins is None:
             return self.runner.body(input_ids=read, use_cache=False).last_hidden_state
         positions = torch.arange(ids.shape[1], device=ids.device) - begins
         with apart(begins):
-            return self.runner.body(
-                input_ids=read,
-                position_ids=positions,
-                use_cache=False,
-            ).last_hidden_state
+            out = self.runner.body(input_ids=read, position_ids=positions, use_cache=False)
+        return out.last_hidden_state
 
     def _states_of_text(
         self,
@@ -400,45 +409,47 @@ class DraftModel(TrainableDrafter):
         inputs: StepInputs,
         at: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """States [u, h] of a model with its own vocabulary at flat positions `at` [t], and the u of
-        them where a token of its ends with the target's: at the others it has read more or less
-        than the target.
+        """States of a model with its own vocabulary, at flat positions `at` [t].
+
+        Returns:
+            States [u, h], and the u positions of them where a token of the model ends with the
+            target's: at the others it has read more or less than the target.
         """
-        if inputs.rows is None or inputs.batch.shared is not None:
-            if inputs.rows is None:
-                key = "loss=next_token"
-                fix = "kl"
-            else:
-                key = "sequence_parallel"
-                fix = "1"
+        refused = ""
+        if inputs.rows is None:
+            refused = "loss=next_token"
+            fix = "loss=kl"
+        elif inputs.batch.shared is not None:
+            refused = "sequence_parallel"
+            fix = "sequence_parallel=1"
+        if refused:
             raise UserError(
-                f"{key}: {self.runner.name!r} has another vocabulary than the target, which this does not support; set "
-                f"{key.partition('=')[0]}={fix}"
+                f"{refused}: {self.runner.name!r} has another vocabulary than the target, which this does not support; set {fix}"
             )
         ids, found, flat = pair.align(inputs.batch, at)  # [c, s'], [t], [u]
-        return self.runner.body(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)[
-            flat
-        ], at[found]
+        states = self.runner.body(input_ids=ids, use_cache=False).last_hidden_state  # [c, s', h]
+        return states.flatten(0, 1)[flat], at[found]
 
     def _shared_states(self, batch: Batch, at: Tensor) -> Tensor:
-        """States [t, h] at flat positions `at` in this process's part of rows that several share."""
+        """States [t, h] at flat positions `at`, in this process's part of shared rows."""
         if self.lm.is_gradient_checkpointing and self.training:
             raise UserError(
                 "gradient_checkpointing=true: the layers of a language model cannot be computed again while processes share "
                 "rows; leave it out, or raise sequence_parallel"
             )
         assert isinstance(batch.shared, SharedPart)
-        valid, place = batch.anchors()
+        valid, place = batch.anchors()  # [n] flat positions, and positions in their conversations
         counts = batch.part.counts(valid)
         own = batch.part.of(valid)
-        lengths = (batch.conversations()[:, 2] - 1).clamp(min=0)
+        lengths = (batch.conversations()[:, 2] - 1).clamp(min=0)  # [c] tokens to read
         context = SharedRows(DocumentAttention(lengths[lengths > 0].tolist()), batch.shared, counts)
         spare = int(own.stop == own.start)  # a model runs no less than one token
         read = self._readable(batch.input_ids.flatten()[F.pad(valid[own], (0, spare))])
+        positions = F.pad(place[own], (0, spare))
         with attention_context(context):
             out = self.runner.body(
                 input_ids=read[None],
-                position_ids=F.pad(place[own], (0, spare))[None],
+                position_ids=positions[None],
                 use_cache=False,
             )
         return out.last_hidden_state[0][torch.searchsorted(valid[own], at)]
@@ -485,24 +496,14 @@ class DraftModel(TrainableDrafter):
         context: SlotAttention,
         ends: Tensor,
     ) -> Tensor:
-        read = self.runner.forward(
-            self._readable(ids)[None],
-            (),
-            positions[None],
-            context,
-        ).last_hidden[0]
-        return self._logits(read[ends])
+        out = self.runner.forward(self._readable(ids)[None], (), positions[None], context)
+        return self._logits(out.last_hidden[0][ends])
 
     def draft_static(self, roots: Tensor, places: DraftPlaces) -> tuple[Logits, Ask]:
         def ask(depth: int, tokens: Tensor, parents: Tensor) -> Logits:
             positions, context = places.open(depth, parents)
-            read = self.runner.forward(
-                tokens.flatten()[None],
-                (),
-                positions[None],
-                context,
-            ).last_hidden[0]
-            return self._logits(read).unflatten(0, tokens.shape)
+            out = self.runner.forward(tokens.flatten()[None], (), positions[None], context)
+            return self._logits(out.last_hidden[0]).unflatten(0, tokens.shape)
 
         return roots[:, None], ask
 
@@ -513,24 +514,28 @@ class DraftModel(TrainableDrafter):
         tokens: Tensors,
         features: Tensors,
     ) -> None:
-        """One pass over the tokens that the sessions have not read yet; each session's last token
-        becomes its root.
+        """Reads the tokens that the sessions have not read yet, in one pass.
+
+        The logits after each session's last token become its root.
         """
-        if (steps := sessions[0].steps) is not None and steps.read(sessions, tokens, features):
+        steps = sessions[0].steps
+        if steps is not None and steps.read(sessions, tokens, features):
             return
-        parts = [
-            (session, rest)
-            for session, new in zip(sessions, tokens, strict=True)
-            if len(rest := session.take(new))
-        ]
-        if not parts:
+        reading = []
+        unread = []
+        for session, new in zip(sessions, tokens, strict=True):
+            rest = session.take(new)
+            if len(rest):
+                reading.append(session)
+                unread.append(rest)
+        if not reading:
             return
-        sizes = [len(rest) for _, rest in parts]
-        hidden = self._read([session for session, _ in parts], [rest for _, rest in parts])
+        sizes = [len(rest) for rest in unread]
+        hidden = self._read(reading, unread)  # [n, h]
         ends = torch.tensor(sizes, device=hidden.device).cumsum(0) - 1
-        logits = self._logits(hidden[ends])
-        for (session, rest), root in zip(parts, logits.split(1), strict=True):
-            session.cache.commit([range(len(rest) - 1)])
+        logits = self._logits(hidden[ends])  # [sessions, d]
+        for session, size, root in zip(reading, sizes, logits.split(1), strict=True):
+            session.cache.commit([range(size - 1)])
             session.root = root
 
     @torch.no_grad()
@@ -540,63 +545,70 @@ class DraftModel(TrainableDrafter):
         specs: Specs,
         samplers: Samplers,
     ) -> list[TokenTree]:
-        """One pass per depth over the nodes that any of the trees opens."""
+        """Drafts by one pass per depth, over the nodes that any of the trees opens."""
         steps = sessions[0].steps
-        if steps is not None and (static := steps.propose(sessions, specs, samplers)) is not None:
-            return static
+        if steps is not None:
+            static = steps.propose(sessions, specs, samplers)
+            if static is not None:
+                return static
+
         trees = []
         for row, (session, spec, sampler) in enumerate(zip(sessions, specs, samplers, strict=True)):
             session.forget()
             if session.root is not None and session.reaches(spec.depth):
-                own, kept = self._choice_of(spec)
-                if not (kept is not None or self.pair is None):
+                columns, kept = self._choice_of(spec)
+                if self.pair is not None and kept is None:  # text is written, not drawn
                     spec = replace(spec, sampled=False)
-                trees.append(GrowingTree(spec, session.root[0, own], kept, sampler, row=row))
+                trees.append(GrowingTree(spec, session.root[0, columns], kept, sampler, row=row))
 
         def step(growing: list[GrowingTree], depth: int) -> Sequence[Tensor]:
-            own = [sessions[tree.row] for tree in growing]
-            chosen = [self._choice_of(tree.spec)[0] for tree in growing]
-            tokens = [
-                among[tree.tokens] if isinstance(among, Tensor) else tree.tokens
-                for among, tree in zip(chosen, growing, strict=True)
-            ]
-            for session, new, tree in zip(own, tokens, growing, strict=True):
+            own = []
+            chosen = []  # columns of the logits of each tree
+            tokens = []  # [m] ids of the draft model, of each tree
+            for tree in growing:
+                session = sessions[tree.row]
+                columns, _ = self._choice_of(tree.spec)
+                new = columns[tree.tokens] if isinstance(columns, Tensor) else tree.tokens
                 session.open(new, tree.parents)
+                own.append(session)
+                chosen.append(columns)
+                tokens.append(new)
             logits = self._logits(self._read(own, tokens)).split([len(new) for new in tokens])
-            return [rows[:, among] for rows, among in zip(logits, chosen, strict=True)]
+            return [rows[:, columns] for rows, columns in zip(logits, chosen, strict=True)]
 
-        made = zip(trees, grow_trees(trees, step), strict=True)
-        drafted = {tree.row: sessions[tree.row].offer(nodes, tree.spec) for tree, nodes in made}
-        return [
-            drafted.get(row, TokenTree.empty(session.unread.device))
-            for row, session in enumerate(sessions)
-        ]
+        # Sessions beyond the model's context draft nothing.
+        drafted = [TokenTree.empty(session.unread.device) for session in sessions]
+        for tree, nodes in zip(trees, grow_trees(trees, step), strict=True):
+            drafted[tree.row] = sessions[tree.row].offer(nodes, tree.spec)
+        return drafted
 
     def _choice_of(self, spec: TreeSpec) -> tuple[slice | Tensor, Tensor | None]:
-        """The columns of `_logits` that a tree is drafted from, and their target ids; None if those
-        are the same, or if the tree is drafted in the draft model's own tokens.
+        """The columns of `_logits` that a tree is drafted from, and their target ids.
+
+        The ids are None if they are the same, or if the tree is drafted in the model's own tokens.
         """
         if self.pair is None:
-            return slice(None), None if len(
-                self.kept_ids
-            ) == self.target_vocab_size else self.kept_ids
+            if len(self.kept_ids) == self.target_vocab_size:
+                return (slice(None), None)
+            return (slice(None), self.kept_ids)
         if self.pair.by_text(spec):
             return (slice(None), None)
         return (self.pair.own_ids, self.pair.kept_ids)
 
     def _read(self, sessions: Sequence[DraftModelSession], tokens: Sequence[Tensor]) -> Tensor:
-        """The pass that the sessions' caches have opened, packed: states [n, h] of all new tokens."""
-        ids = self._readable(torch.cat(list(tokens)))
+        """States [n, h] of all new tokens, packed, in the pass that the sessions have opened."""
+        ids = self._readable(torch.cat(list(tokens)))  # [n]
         caches = [session.cache for session in sessions]
-        positions = torch.cat([cache.positions(ids.device) for cache in caches], dim=1)
-        context = (
-            caches[0] if len(caches) == 1 else SeparateCaches(caches, [len(new) for new in tokens])
-        )
+        positions = torch.cat([cache.positions(ids.device) for cache in caches], dim=1)  # [1, n]
+        context: TreeCache | SeparateCaches = caches[0]
+        if len(caches) > 1:
+            context = SeparateCaches(caches, [len(new) for new in tokens])
         return self.runner.forward(ids[None], (), positions, context).last_hidden[0]
 
     def _logits(self, states: Tensor) -> Tensor:
-        """[n, h] -> [n, d] float32 over the ids that both vocabularies have; over its own where
-        these are another's.
+        """[n, h] -> [n, d] float32 over the ids that both vocabularies have.
+
+        A model with another vocabulary has logits of all its own ids.
         """
         logits = self.runner.head(states)
         if self.pair is None:

@@ -1,5 +1,4 @@
-"""Builds a draft model from some of the target's own layers, from a config, or from a checkpoint;
-adds low-rank adapters.
+"""Builds a draft model from some of the target's layers, from a config, or from a checkpoint.
 
 Adapters (LoRA, arXiv 2106.09685, by peft) are merged into the saved weights.
 """
@@ -37,6 +36,7 @@ _LORA_KINDS = {
     "targets": AnyText | list[AnyText],
     "dropout": Fraction,
 }
+# peft's names of these options.
 _PEFT_NAMES = {"alpha": "lora_alpha", "targets": "target_modules", "dropout": "lora_dropout"}
 _ADAPTER = "default"
 _WEIGHTS = "adapter_model.safetensors"
@@ -45,8 +45,9 @@ _PREFIX = "base_model.model."
 
 
 def own_layers(target: Target, layers: Sequence[int], share: bool) -> Any:
-    """A model of the target's family with a subset of its layers, and its embedding, last norm and
-    head.
+    """A model of the target's family with a subset of its layers.
+
+    Embedding, last norm and head are the target's too.
 
     Args:
         layers: indices, ascending.
@@ -74,9 +75,10 @@ def own_layers(target: Target, layers: Sequence[int], share: bool) -> Any:
         body = lm.get_decoder()
     else:
         body = lm.base_model
-    prefix = (
-        next(name for name, module in target.body.named_modules() if module is target.layers) + "."
-    )
+
+    # The target's weights, with the chosen layers renumbered.
+    modules = target.body.named_modules()
+    prefix = next(name for name, module in modules if module is target.layers) + "."
     place = {str(layer): str(i) for i, layer in enumerate(layers)}
     state = {}
     for name, value in target.body.state_dict().items():
@@ -98,15 +100,19 @@ def own_layers(target: Target, layers: Sequence[int], share: bool) -> Any:
     head.load_state_dict(target.lm_head.state_dict())  # type: ignore[operator]
     lm.generation_config = copy.deepcopy(target.model.generation_config)
     if share:
-        tied = head.weight is lm.get_input_embeddings().weight
-        embedding = nn.Parameter(target.embed_weight.detach().float(), requires_grad=False)
-        lm.get_input_embeddings().weight = embedding
-        head.weight = (
-            embedding
-            if tied
-            else nn.Parameter(target.lm_head.weight.detach().float(), requires_grad=False)
-        )  # type: ignore[operator]
+        embedding = lm.get_input_embeddings()
+        tied = head.weight is embedding.weight
+        embedding.weight = _frozen(target.embed_weight)
+        if tied:
+            head.weight = embedding.weight
+        else:
+            head.weight = _frozen(target.lm_head.weight)  # type: ignore[arg-type]
     return lm
+
+
+def _frozen(weight: Tensor) -> nn.Parameter:
+    """A frozen parameter in float32, in the same memory if the weight is float32."""
+    return nn.Parameter(weight.detach().float(), requires_grad=False)
 
 
 def from_config(target: Target, config: str | Json) -> Any:
@@ -129,13 +135,12 @@ def from_config(target: Target, config: str | Json) -> Any:
             for key, value in fixed.items():
                 setattr(made, key, value)
         else:
-            length = target.max_positions or 4096
-            shapes = {
+            shapes: Json = {
                 "tie_word_embeddings": True,
-                "max_position_embeddings": length,
-                **config,
-                **fixed,
+                "max_position_embeddings": target.max_positions or 4096,
             }
+            shapes |= config
+            shapes |= fixed
             made = AutoConfig.for_model(shapes.pop("model_type", "llama"), **shapes)
         return AutoModelForCausalLM.from_config(made, dtype=torch.float32)
     except (OSError, ValueError, TypeError, RuntimeError) as error:
@@ -161,24 +166,26 @@ def from_checkpoint(name: str) -> tuple[Any, Any]:
 
 
 def load_weights(lm: Any, folder: Path) -> None:
-    """Loads weights that `save_pretrained` wrote to a folder; raises UserError if they are another
-    model's.
+    """Loads weights that `save_pretrained` wrote to a folder.
+
+    Raises:
+        UserError: they are another model's.
     """
-    # tied weights are stored once
     state = read_weights(folder)
-    tied = set(lm.all_tied_weights_keys)
-    expected = {
-        name: tuple(value.shape)
-        for name, value in lm.state_dict().items()
-        if name in state or name not in tied
-    }
+    tied = set(lm.all_tied_weights_keys)  # stored once
+    expected = {}
+    for name, value in lm.state_dict().items():
+        if name in state or name not in tied:
+            expected[name] = tuple(value.shape)
     check_state(state, expected, folder)
     lm.load_state_dict(state, strict=False)
 
 
 def check_state(state: dict[str, Tensor], expected: Shapes, folder: Path) -> None:
-    """Checks a checkpoint of the same training; raises UserError if it is another model's or not
-    finite.
+    """Checks a checkpoint of the same training.
+
+    Raises:
+        UserError: it is another model's, or not finite.
     """
     fix = "choose another output_dir, or resume=false"
     try:
@@ -189,16 +196,15 @@ def check_state(state: dict[str, Tensor], expected: Shapes, folder: Path) -> Non
 
 
 def differing_ids(tokenizer: Any, target: Target) -> list[int]:
-    """Ids that stand for other tokens in a tokenizer than in the target's; ids of only one of them
-    do not differ.
+    """Ids that stand for other tokens in a tokenizer than in the target's.
 
-    Those are added tokens, and rows that pad the embedding to a round number.
+    Ids of only one of them do not differ: they are added tokens, and rows that pad the embedding to
+    a round number.
     """
     if tokenizer is None or target.tokenizer is None:
         return []
-    ours, theirs = (
-        {i: token for token, i in t.get_vocab().items()} for t in (tokenizer, target.tokenizer)
-    )
+    ours = {i: token for token, i in tokenizer.get_vocab().items()}
+    theirs = {i: token for token, i in target.tokenizer.get_vocab().items()}
     return sorted(i for i in ours.keys() & theirs.keys() if ours[i] != theirs[i])
 
 
@@ -215,11 +221,11 @@ def add_lora(lm: nn.Module, options: Json) -> None:
     for key in options:
         if key not in _LORA:
             raise UserError(f"unknown key drafter.lora.{key}; there are {', '.join(_LORA)}")
-    given = {
-        key: check(f"drafter.lora.{key}", value, _LORA_KINDS[key])
-        for key, value in {**_LORA, **options}.items()
-    }
-    chosen: Json = {_PEFT_NAMES.get(key, key): value for key, value in given.items()}
+    chosen: Json = {}
+    for key, default in _LORA.items():
+        value = options.get(key, default)
+        name = _PEFT_NAMES.get(key, key)
+        chosen[name] = check(f"drafter.lora.{key}", value, _LORA_KINDS[key])
     try:
         peft.inject_adapter_in_model(peft.LoraConfig(**chosen, task_type="CAUSAL_LM"), lm, _ADAPTER)
     except ValueError as error:
@@ -232,25 +238,24 @@ def merged(lm: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     Computed from the state alone: the model's own weights may be sharded, and merging in place and
     back would not restore them bit for bit.
     """
-    plain = {
-        name.replace(".base_layer.", "."): value
-        for name, value in state.items()
-        if ".lora_" not in name
-    }
+    plain = {}
+    for name, value in state.items():
+        if ".lora_" not in name:
+            plain[name.replace(".base_layer.", ".")] = value
     for name, module in lm.named_modules():
         if isinstance(module, peft.tuners.lora.LoraLayer):
-            up, down = (state[f"{name}.lora_{part}.{_ADAPTER}.weight"] for part in "BA")
+            up = state[f"{name}.lora_B.{_ADAPTER}.weight"]  # [out, r]
+            down = state[f"{name}.lora_A.{_ADAPTER}.weight"]  # [r, in]
             delta = (up @ down) * module.scaling[_ADAPTER]
             if getattr(module, "fan_in_fan_out", False):
                 delta = delta.T
-            plain[f"{name}.weight"] = plain[f"{name}.weight"] + delta.to(
-                plain[f"{name}.weight"].dtype
-            )
+            weight = plain[f"{name}.weight"]
+            plain[f"{name}.weight"] = weight + delta.to(weight.dtype)
     return plain
 
 
 def save_adapter(lm: Any, state: dict[str, Tensor], folder: Path) -> None:
-    """Writes the adapter as peft does, so that `PeftModel.from_pretrained(base, folder)` reads it."""
+    """Writes the adapter as peft does, for `PeftModel.from_pretrained(base, folder)`."""
     lm.peft_config[_ADAPTER].save_pretrained(str(folder))
     own = peft.get_peft_model_state_dict(
         lm,
@@ -258,9 +263,8 @@ def save_adapter(lm: Any, state: dict[str, Tensor], folder: Path) -> None:
         adapter_name=_ADAPTER,
         save_embedding_layers=False,
     )
-    save_file(
-        {_PREFIX + name: value.contiguous() for name, value in own.items()}, folder / _WEIGHTS
-    )
+    tensors = {_PREFIX + name: value.contiguous() for name, value in own.items()}
+    save_file(tensors, folder / _WEIGHTS)
 
 
 def load_adapter(lm: nn.Module, folder: Path) -> None:
@@ -273,5 +277,6 @@ def load_adapter(lm: nn.Module, folder: Path) -> None:
         adapter_name=_ADAPTER,
         save_embedding_layers=False,
     )
-    check_state(own, {name: tuple(value.shape) for name, value in expected.items()}, folder)
+    shapes = {name: tuple(value.shape) for name, value in expected.items()}
+    check_state(own, shapes, folder)
     peft.set_peft_model_state_dict(lm, own, adapter_name=_ADAPTER)

@@ -1,5 +1,4 @@
-"""Draft models with a vocabulary of their own: tokens as bytes, tokens that two vocabularies share,
-text from ids to other ids.
+"""Draft models with a vocabulary of their own: shared tokens, and text from ids to other ids.
 
 The draft model reads the committed text as its own tokenizer writes it; what it drafts reaches the
 target in one of two ways:
@@ -24,7 +23,6 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import accumulate, takewhile
 from typing import Any
 
 import torch
@@ -46,11 +44,9 @@ first, light is absorbed by chlorophyll. Die Straße war naß. ¿Dónde está el
 # From this share of the sample's tokens on, `auto` drafts tokens: a chain is wrong from the first
 # token that is not shared.
 _ALIKE = 0.98
-# Of the last tokens that new text may change: how many are written again, the first of them only as
-# context, and must agree.
-_REREAD = 24
-_BEHIND = 8
-_AGREE = 4
+_REREAD = 24  # last tokens that are written again, as new text may change them
+_BEHIND = 8  # of these, the first ones, which are only context
+_AGREE = 4  # tokens behind the context that must stay as they were
 _SURROGATES = re.compile("([\udc80-\udcff]+)")
 
 
@@ -77,11 +73,12 @@ class TokenBytes:
     def __init__(self, tokenizer: Any, rows: int, name: str):
         self.tokenizer = tokenizer
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        form: Json = {"type": type(tokenizer).__name__}
         if decoder is not None:
             form = json.loads(decoder.__getstate__())
-        else:
-            form = {"type": type(tokenizer).__name__}
-        steps = {step["type"] for step in (form, *form.get("decoders", ()))}
+        steps = {form["type"]}
+        for step in form.get("decoders", ()):
+            steps.add(step["type"])
         by_bytes = "ByteLevel" in steps
         if not by_bytes and not steps & {"ByteFallback", "Metaspace"}:
             raise UserError(
@@ -89,11 +86,11 @@ class TokenBytes:
                 f"{', '.join(sorted(steps))}; use one that is byte-level or SentencePiece's"
             )
         added = tokenizer.added_tokens_decoder
-        fallback = set[int]()
-        self.special = {
-            *tokenizer.all_special_ids,
-            *(i for i, token in added.items() if token.special),
-        }
+        self.special = set(tokenizer.all_special_ids)
+        self.special.update(i for i, token in added.items() if token.special)
+
+        # The bytes of each token.
+        fallback: set[int] = set()  # byte tokens
         self.pieces = [b""] * rows
         for token, i in tokenizer.get_vocab().items():
             if i >= rows:
@@ -109,41 +106,46 @@ class TokenBytes:
             else:
                 self.pieces[i] = token.replace("▁", " ").encode()
         self.ids: dict[tuple[bool, bytes], int] = {}
-        for i in sorted(
-            (i for i in range(rows) if self.pieces[i]), key=lambda i: (i in fallback, i)
-        ):
-            self.ids.setdefault((i in self.special, self.pieces[i]), i)
+        for i in sorted(range(rows), key=lambda i: (i in fallback, i)):
+            if self.pieces[i]:
+                self.ids.setdefault((i in self.special, self.pieces[i]), i)
+        self.end: int | None = None
         end = tokenizer.eos_token_id
-        self.end: int | None = (
-            end if isinstance(end, int) and end < rows and self.pieces[end] else None
-        )
+        if isinstance(end, int) and end < rows and self.pieces[end]:
+            self.end = end
+
+        # What the tokenizer writes before every text.
         plain = self._written("a")
         full = tokenizer("a")["input_ids"]
-        begin = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), 0)
-        self.prefix, self.spaced = full[:begin], self.text(plain) == b" a"
+        self.prefix: list[int] = []
+        for i in range(len(full)):
+            if full[i : i + len(plain)] == plain:
+                self.prefix = full[:i]
+                break
+        self.spaced = self.text(plain) == b" a"
 
     def text(self, ids: Sequence[int]) -> bytes:
+        """The bytes that ids stand for."""
         return b"".join([self.pieces[i] for i in ids])
 
     def write(self, data: bytes) -> list[int]:
-        """The ids of a text, without BOS; bytes that are no UTF-8 as byte tokens, as far as there
-        are any.
+        """The ids of a text, without BOS.
+
+        Bytes that are no UTF-8 become byte tokens, as far as there are any.
         """
         ids: list[int] = []
         for part in _SURROGATES.split(data.decode(errors="surrogateescape")):
             if _SURROGATES.match(part):
-                found = (
-                    self.ids.get((False, bytes([byte])))
-                    for byte in part.encode(errors="surrogateescape")
-                )
-                ids += [i for i in found if i is not None]
+                for byte in part.encode(errors="surrogateescape"):
+                    found = self.ids.get((False, bytes([byte])))
+                    if found is not None:
+                        ids.append(found)
             elif part:
                 ids += self._written(part)
         return ids
 
     def write_behind(self, before: bytes, data: bytes) -> list[int]:
-        """The ids of `data` where it follows `before`; none if no tokens of the tokenizer make up
-        exactly these bytes.
+        """The ids of `data` where it follows `before`; none if no tokens make up exactly its bytes.
 
         If a token would span the border, the text behind it is written as after a line break or a
         dot.
@@ -163,9 +165,8 @@ class TokenBytes:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-_BYTE_OF = {
-    character: byte for byte, character in bytes_to_unicode().items()
-}  # of byte-level vocabularies
+# Of byte-level vocabularies.
+_BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 class VocabularyPair:
@@ -189,52 +190,49 @@ class VocabularyPair:
     def __init__(self, target: TokenBytes, own: TokenBytes, wanted: str, device: torch.device):
         self.target = target
         self.own = own
+        # The draft model's id of each shared token, by the target's.
         both = {i: own.ids[key] for key, i in target.ids.items() if key in own.ids}
         theirs = target.end
         mine = own.end
-        if (
-            both
-            and theirs is not None
-            and mine is not None
-            and theirs not in both
-            and mine not in both.values()
-        ):
-            both[theirs] = mine
+        if both and theirs is not None and mine is not None:
+            known = theirs in both or mine in both.values()
+            if not known:
+                both[theirs] = mine
+        # Bytes of the target's special tokens, by the draft model's ids.
         self._special = {both[i]: target.pieces[i] for i in target.special & both.keys()}
-        pairs = sorted(both.items())
-        self.kept_ids, self.own_ids = (
-            torch.tensor(pairs, dtype=torch.long, device=device).view(-1, 2).T.contiguous()
-        )
-        kept = {i for i, _ in pairs}
+        pairs = torch.tensor(sorted(both.items()), dtype=torch.long, device=device)
+        self.kept_ids, self.own_ids = pairs.view(-1, 2).T.contiguous()
+
         sample = target.write(_SAMPLE.encode())
-        self.of_text = sum(i in kept for i in sample) / max(1, len(sample))
-        self.way = {"tokens": "tokens", "text": "text"}.get(wanted, "text, drawn trees by tokens")
-        if wanted == "auto" and self.of_text >= _ALIKE:
+        self.of_text = sum(i in both for i in sample) / max(1, len(sample))
+        self.way = "text, drawn trees by tokens"
+        if wanted in ("tokens", "text"):
+            self.way = wanted
+        elif self.of_text >= _ALIKE:
             self.way = "tokens"
-        shares = {
-            "shared_of_target": len(pairs) / max(1, len(target.ids)),
-            "shared_of_text": self.of_text,
-        }
         self.recorded: Json = {
             "drafts_by": self.way,
-            **{name: round(share, 4) for name, share in shares.items()},
+            "shared_of_target": round(len(both) / max(1, len(target.ids)), 4),
+            "shared_of_text": round(self.of_text, 4),
         }
-        if self.way == "tokens" and not pairs:
+        if self.way == "tokens" and not both:
             raise UserError(
                 "drafter.vocabulary_match=tokens, but the two vocabularies share no token; use text, or leave it out"
             )
 
     def by_text(self, spec: TreeSpec) -> bool:
-        """Whether a tree is drafted in the draft model's own tokens; `@sample` draws from shared
-        ones unless `text` is set.
+        """Whether a tree is drafted in the draft model's own tokens.
+
+        `@sample` draws from shared ones unless `text` is set.
         """
-        return self.way == "text" or (
-            self.way != "tokens" and not (spec.sampled and len(self.kept_ids))
-        )
+        if self.way in ("tokens", "text"):
+            return self.way == "text"
+        return not spec.sampled or len(self.kept_ids) == 0
 
     def drafted_text(self, i: int) -> bytes:
-        """Bytes of the target's text that a drafted id stands for; none of a special token that the
-        target lacks.
+        """Bytes of the target's text that a drafted id stands for.
+
+        Empty for a special token that the target lacks.
         """
         if i in self.own.special:
             return self._special.get(i, b"")
@@ -248,44 +246,48 @@ class VocabularyPair:
 
         Returns:
             ids [c, s'], padded with 0; [t] bool, True where a token of the draft model ends in the
-            text where the target's
-            does; [u] flat positions in `ids` of those.
+            text where the target's does; [u] flat positions in `ids` of those.
         """
         device = batch.input_ids.device
         width = batch.input_ids.shape[1]
-        # target's flat position -> (row, column) in ids
-        rows = list[Tensor]()
-        columns = dict[int, tuple[int, int]]()
+        rows: list[Tensor] = []
+        columns = {}  # the target's flat position -> (row, column) in ids
         for row, start, length in batch.conversations().tolist():
             tokens = batch.input_ids[row, start : start + length].tolist()
             text = CommittedText(self)
             text.extend(tokens)
-            exact = self.own.text(text.ids).endswith(text.data)  # a tokenizer may normalize text
-            if exact:
-                ends = {left: j for j, left in enumerate(_bytes_behind(self.own, text.ids))}
-            else:
-                ends = {}
+            ends = {}  # bytes behind a token of the draft model -> the token's column
+            if self.own.text(text.ids).endswith(text.data):  # a tokenizer may normalize text
+                for j, left in enumerate(_bytes_behind(self.own, text.ids)):
+                    ends[left] = j
             for i, left in enumerate(_bytes_behind(self.target, tokens)):
                 if left in ends:
                     columns[row * width + start + i] = (len(rows), ends[left])
             rows.append(torch.tensor(text.ids, dtype=torch.long))
         ids = pad_sequence(rows, batch_first=True)
-        places = [columns.get(position, (0, -1)) for position in at.tolist()]
-        flat = torch.tensor(
-            [row * ids.shape[1] + j for row, j in places if j >= 0],
-            dtype=torch.long,
-            device=device,
-        )
+        found = []
+        flat = []
+        for position in at.tolist():
+            place = columns.get(position)
+            found.append(place is not None)
+            if place is not None:
+                row, j = place
+                flat.append(row * ids.shape[1] + j)
         return (
             ids.to(device),
-            torch.tensor([j >= 0 for _, j in places], dtype=torch.bool, device=device),
-            flat,
+            torch.tensor(found, dtype=torch.bool, device=device),
+            torch.tensor(flat, dtype=torch.long, device=device),
         )
 
 
 def _bytes_behind(side: TokenBytes, ids: list[int]) -> list[int]:
-    """Bytes of text behind each token."""
-    return list(accumulate((len(side.pieces[i]) for i in reversed(ids)), initial=0))[-2::-1]
+    """Number of bytes of text behind each token."""
+    behind = []
+    left = sum(len(side.pieces[i]) for i in ids)
+    for i in ids:
+        left -= len(side.pieces[i])
+        behind.append(left)
+    return behind
 
 
 class CommittedText:
@@ -296,12 +298,17 @@ class CommittedText:
     """
 
     def __init__(self, pair: VocabularyPair):
-        self.pair, self.data, self.ids = pair, bytearray(), list[int]()
+        self.pair = pair
+        self.data = bytearray()
+        self.ids: list[int] = []
         self._recent: list[int] = []  # the target's last ids
 
     def extend(self, tokens: list[int]) -> int:
-        """Adds committed target ids; returns how many of the ids so far stay as they are, fewer
-        than the new number of ids unless all do.
+        """Adds committed target ids.
+
+        Returns:
+            How many of the ids so far stay as they are; fewer than the new number of ids unless all
+            do.
         """
         target = self.pair.target
         held = len(self.ids)
@@ -316,20 +323,21 @@ class CommittedText:
         self._recent = (self._recent + tokens)[-_BEHIND:]
         self.data += new
         begin, ids = self._written(new)
-        both = zip(self.ids[begin:], ids, strict=False)
-        same = next(
-            (i for i, (old, now) in enumerate(both) if old != now), min(held - begin, len(ids))
-        )
-        if (
-            same == len(ids) and begin + same < held
-        ):  # fewer ids than before: the last one is read again
+        same = 0  # ids from `begin` on that stay
+        for old, now in zip(self.ids[begin:], ids, strict=False):
+            if old != now:
+                break
+            same += 1
+        # Fewer ids than before: the last one is read again.
+        if same == len(ids) and begin + same < held:
             same -= 1
         self.ids[begin + same :] = ids[same:]
         return begin + same
 
     def _written(self, new: bytes) -> tuple[int, list[int]]:
-        """(i, ids from i on) of the text that ends with `new`. New text can only change the tokens
-        right before it.
+        """(i, ids from i on) of the text that ends with `new`.
+
+        New text can only change the tokens right before it.
         """
         own = self.pair.own
         begin = len(self.ids) - _REREAD
@@ -344,38 +352,51 @@ class CommittedText:
         return 0, [*own.prefix, *own.write(bytes(self.data))]
 
     def rewrite(self, tree: TokenTree, spec: TreeSpec) -> TokenTree:
-        """A tree of the draft model's ids as the target's tokenizer writes its paths; equal
-        beginnings share their nodes.
+        """A tree of the draft model's ids, as the target's tokenizer writes its paths.
 
+        Equal beginnings share their nodes.
         A token of the target has the probability of the drafted path that completes its bytes.
         Paths end at a special token that the target lacks.
         """
-        target, before = self.pair.target, self.pair.target.text(self._recent)
+        target = self.pair.target
+        before = target.text(self._recent)
         drafted = tree.tokens.tolist()
-        if tree.log_probs is None:
-            probs = []
-        else:
+        probs: list[float] = []
+        if tree.log_probs is not None:
             probs = tree.log_probs.tolist()
-        tokens = list[int]()
-        parents = list[int]()
-        scores = list[float]()
-        place: dict[tuple[int, int], int] = {}
+        tokens: list[int] = []
+        parents: list[int] = []
+        scores: list[float] = []
+        place: dict[tuple[int, int], int] = {}  # node of each (parent, token)
         for leaf in sorted(set(range(len(tree))) - set(tree.parents)):
-            path = [leaf]
-            while (parent := tree.parents[path[-1]]) >= 0:
-                path.append(parent)
+            path = []
+            node = leaf
+            while node >= 0:
+                path.append(node)
+                node = tree.parents[node]
             path.reverse()
-            pieces = list(takewhile(bool, (self.pair.drafted_text(drafted[node]) for node in path)))
-            complete = list(accumulate(map(len, pieces)))
+
+            # The path's text, and where each of its tokens ends there.
+            text = b""
+            ends = []
+            for node in path:
+                piece = self.pair.drafted_text(drafted[node])
+                if not piece:
+                    break
+                text += piece
+                ends.append(len(text))
+
+            # The same text in the target's tokens.
             above = -1
             end = 0
-            for token in target.write_behind(before, b"".join(pieces))[: spec.depth]:
+            for token in target.write_behind(before, text)[: spec.depth]:
                 end += len(target.pieces[token])
-                score = probs[path[bisect_left(complete, end)]]
+                score = probs[path[bisect_left(ends, end)]]
                 node = place.setdefault((above, token), len(tokens))
                 if node == len(tokens):
                     tokens.append(token)
                     parents.append(above)
                     scores.append(score)
-                scores[node], above = max(scores[node], score), node
+                scores[node] = max(scores[node], score)
+                above = node
         return TokenTree.likeliest(spec.budget, tokens, parents, scores, tree.tokens.device)
