@@ -265,7 +265,12 @@ class Drafter(NamedDrafter):
         )
 
     @classmethod
-    def native(cls, target: Target, kept_ids: Tensor, options: Json) -> Self:
+    def native(
+        cls,
+        target: Target,
+        kept_ids: Tensor,
+        options: Json,
+    ) -> Self:
         """Returns a drafter with the weights of the target's own module (init=native).
 
         Raises:

@@ -57,7 +57,14 @@ def merge(first: TokenTree, second: TokenTree, budget: int) -> TokenTree:
             scores.append(score)
         where[node] = place[key]
     matched = frozenset(range(len(first), len(tokens)))
-    return TokenTree.likeliest(budget, tokens, parents, scores, first.tokens.device, matched)
+    return TokenTree.likeliest(
+        budget,
+        tokens,
+        parents,
+        scores,
+        first.tokens.device,
+        matched,
+    )
 
 
 def _scores(tree: TokenTree) -> list[float]:

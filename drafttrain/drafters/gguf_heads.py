@@ -211,7 +211,13 @@ class GgufHeads(Shipping[D]):
         depth = self.checked_depth(back.config.to_dict())
         return compare_drafters(original, back, dtype, depth, where)
 
-    def _check_keys(self, original: D, keys: Json, found: Mapping[str, Tensor], where: str) -> None:
+    def _check_keys(
+        self,
+        original: D,
+        keys: Json,
+        found: Mapping[str, Tensor],
+        where: str,
+    ) -> None:
         """Raises UserError if a file describes another drafter."""
         arch = keys["general.architecture"]
         config = original.config
@@ -284,7 +290,13 @@ class GgufHeads(Shipping[D]):
         back.load_state_dict(state)
         return back
 
-    def _rotate(self, name: str, value: Tensor, drafter: D, back: bool = False) -> Tensor:
+    def _rotate(
+        self,
+        name: str,
+        value: Tensor,
+        drafter: D,
+        back: bool = False,
+    ) -> Tensor:
         """Between our rotary order and the architecture's."""
         if self.gguf_layers == "LLAMA":
             return to_neighbors(name, value, drafter.config, back)

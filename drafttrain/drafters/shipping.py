@@ -383,7 +383,14 @@ class Shipping(Generic[D]):
                 f"{where} does not fit the drafter ({first_line(error)}); pass its own export"
             ) from error
 
-    def compare(self, original: D, back: D, dtype: torch.dtype, depth: int, where: str) -> Json:
+    def compare(
+        self,
+        original: D,
+        back: D,
+        dtype: torch.dtype,
+        depth: int,
+        where: str,
+    ) -> Json:
         """Compares the drafts of a drafter and of its export; see `compare_drafters`."""
         return compare_drafters(original, back, dtype, depth, where)
 

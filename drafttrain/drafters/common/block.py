@@ -192,7 +192,14 @@ class BlockDrafter(DecoderDrafter):
         last = torch.arange(len(state), device=state.device).view(-1, size)[:, -depth:].flatten()
         for layer, attend, count in zip(self.layers, attends, self.computed, strict=True):
             queries = None if count == size else last
-            state = layer(state, None, cos, sin, attend, queries)
+            state = layer(
+                state,
+                None,
+                cos,
+                sin,
+                attend,
+                queries,
+            )
         if self.mixes_tokens:
             state = state[last]
         return self.norm(state).view(-1, depth, state.shape[-1])
@@ -287,7 +294,14 @@ class BlockDrafter(DecoderDrafter):
         at = inputs.row_of.flatten()[before]  # [t] rows of the target's distributions
         parents = batch.input_ids.flatten()[before]
         hidden, head = self.readout(reads, parents)
-        weight = self.weigh(live, scale, hidden, head, inputs.rows, at)
+        weight = self.weigh(
+            live,
+            scale,
+            hidden,
+            head,
+            inputs.rows,
+            at,
+        )
         out = linear_divergence(
             hidden,
             head,
@@ -596,7 +610,14 @@ class BlockDrafter(DecoderDrafter):
             return None
         states = self.enter(self.embed(roots).to(self.fc.weight.dtype))  # [sessions * size, h]
         stores = stores_of(sessions, plan.ends, states)
-        _, reads = self.draft_step.run(None, states, tables, stores, plan, self.cache_shape.window)
+        _, reads = self.draft_step.run(
+            None,
+            states,
+            tables,
+            stores,
+            plan,
+            self.cache_shape.window,
+        )
         return reads.view(len(sessions), size, -1)[:, -self.config.depth :]
 
 
@@ -617,7 +638,13 @@ class BlockSession(LayerSession):
         root: [1] int64, the last committed token.
     """
 
-    def shape_logits(self, logits: Logits, reads: Tensor, begin: int, end: int) -> Logits:
+    def shape_logits(
+        self,
+        logits: Logits,
+        reads: Tensor,
+        begin: int,
+        end: int,
+    ) -> Logits:
         """Logits [m, d and further tokens] of nodes begin to end.
 
         logits: [n, d] of all sessions' nodes, computed from reads [n, h].
@@ -631,7 +658,13 @@ class BlockSession(LayerSession):
             return (self.text.shape(own[0], read), own[1])
         return self.text.shape(own, read)
 
-    def attend_all(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend_all(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+    ) -> Tensor:
         """Attention of a block over the context and all of the block.
 
         query [m, heads, e], key and value [block, kv_heads, e] -> [m, heads * e].
@@ -684,7 +717,15 @@ def _over_context(
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         base_key, base_value = layer.self_attn.keys_values(context, cos, sin)  # [t, kv_heads, e]
         if not isinstance(part, SharedPart):
-            return block_attention(query, key, value, base_key, base_value, spans, window=window)
+            return block_attention(
+                query,
+                key,
+                value,
+                base_key,
+                base_value,
+                spans,
+                window=window,
+            )
         # Processes that share the rows exchange tokens for heads, attend, and exchange them back.
         _, heads, e = query.shape
         asked = [queries * n for n in blocks]
@@ -694,7 +735,15 @@ def _over_context(
         base_key = part.to_heads(base_key, tokens, keys=True)
         base_value = part.to_heads(base_value, tokens, keys=True)
         query = part.to_heads(query, asked)
-        out = block_attention(query, key, value, base_key, base_value, spans, window=window)
+        out = block_attention(
+            query,
+            key,
+            value,
+            base_key,
+            base_value,
+            spans,
+            window=window,
+        )
         return part.to_tokens(out.view(sum(asked), -1, e), asked).reshape(-1, heads * e)
 
     return attend

@@ -217,7 +217,14 @@ class LayerDrafter(DecoderDrafter):
         for layer, attend in zip(layers, attends, strict=True):
             # Lower layers compute every token, since the last one attends to all of them.
             wanted = queries if layer is layers[-1] else None
-            state = layer(state, read, cos, sin, attend, wanted)  # [t or queries, h]
+            state = layer(
+                state,
+                read,
+                cos,
+                sin,
+                attend,
+                wanted,
+            )  # [t or queries, h]
             read = None  # only the first layer reads embeddings
         return self.leave(state)
 
@@ -312,7 +319,15 @@ class LayerDrafter(DecoderDrafter):
                 state, read = self.next_inputs(state, embeds[flat + 1 + k - part.begin])
                 places = positions[torch.searchsorted(valid, flat)] + k
                 split = Split(part, every, every)
-            state = self._depth(state, read, places, attentions, own[k], split, k)  # [t_k, h]
+            state = self._depth(
+                state,
+                read,
+                places,
+                attentions,
+                own[k],
+                split,
+                k,
+            )  # [t_k, h]
             before = flat
 
             # The loss of this depth. Fewer anchors at later depths keep their weight in
@@ -394,7 +409,16 @@ class LayerDrafter(DecoderDrafter):
             attends.append(attend)
 
         def run(state: Tensor, embeds: Tensor) -> tuple[Tensor, ...]:
-            made = [self.step(state, embeds, positions, attends, queries, depth)]
+            made = [
+                self.step(
+                    state,
+                    embeds,
+                    positions,
+                    attends,
+                    queries,
+                    depth,
+                )
+            ]
             for pair in fresh:
                 made += pair
             return tuple(made)
@@ -436,7 +460,14 @@ class LayerDrafter(DecoderDrafter):
             above = states.gather(1, index).flatten(0, 1)  # [R * m, h] states of the parents
             attends = context.layers(self.cache_shape.layers, self.cache_shape.window)
             embeds = self.embed(self.kept_ids[tokens.flatten()])  # [R * m, target h]
-            out = self.step(above, embeds, positions, attends, None, depth)  # [R * m, h]
+            out = self.step(
+                above,
+                embeds,
+                positions,
+                attends,
+                None,
+                depth,
+            )  # [R * m, h]
             states = out.unflatten(0, tokens.shape)
             return self.logits(out).unflatten(0, tokens.shape)  # [R, m, d]
 
@@ -579,7 +610,14 @@ class LayerDrafter(DecoderDrafter):
             for session, layout in zip(sessions, seen, strict=True):
                 own.append(partial(session.attend, layer, layout))
             attends.append(attend_packed(own, [layout.count for layout in seen], sizes))
-        return self.step(states, embeds, positions, attends, queries, depth)
+        return self.step(
+            states,
+            embeds,
+            positions,
+            attends,
+            queries,
+            depth,
+        )
 
     def kernel_step(
         self,
@@ -606,7 +644,14 @@ class LayerDrafter(DecoderDrafter):
         embeds = embeds.to(states.dtype).contiguous()
         states = states.contiguous()
         window = self.cache_shape.window
-        return self._step_at(depth).run(embeds, states, tables, stores, plan, window)
+        return self._step_at(depth).run(
+            embeds,
+            states,
+            tables,
+            stores,
+            plan,
+            window,
+        )
 
     def _step_at(self, depth: int) -> DraftStep:
         return self.draft_steps[min(depth, len(self.draft_steps) - 1)]

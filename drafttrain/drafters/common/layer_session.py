@@ -142,7 +142,14 @@ class LayerSession(JointSession):
         queries = query.transpose(0, 1)[None]  # [1, heads, n, e]
         keys = keys[None, :, :end]  # [1, kv_heads, end, e]
         values = values[None, :, :end]
-        out = tree_attention(queries, keys, values, layout, scaling=scaling, window=window)
+        out = tree_attention(
+            queries,
+            keys,
+            values,
+            layout,
+            scaling=scaling,
+            window=window,
+        )
         return out[0].transpose(0, 1).reshape(layout.count, -1)
 
     def buffers(self, layer: int, end: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,7 +171,13 @@ class LayerSession(JointSession):
             self._store = KeyStore(self.layers)
         return self._store
 
-    def store(self, layer: int, start: int, key: Tensor, value: Tensor) -> None:
+    def store(
+        self,
+        layer: int,
+        start: int,
+        key: Tensor,
+        value: Tensor,
+    ) -> None:
         """Writes a layer's keys and values [m, kv_heads, e] to slots from `start` on."""
         end = start + key.shape[0]
         for buffer, new in zip(self.buffers(layer, end, key), (key, value), strict=True):
@@ -211,7 +224,16 @@ def read_by_kernel(
     read = cat(features).to(table.dtype).contiguous()  # [t, f*h]
     stores = stores_of(sessions, ends, read)
     window = drafter.cache_shape.window
-    return step.read(cat(tokens), read, counts, lengths, table, tables, stores, window)
+    return step.read(
+        cat(tokens),
+        read,
+        counts,
+        lengths,
+        table,
+        tables,
+        stores,
+        window,
+    )
 
 
 def grow_by_kernel(

@@ -287,8 +287,24 @@ class DraftLayer(nn.Module):
             x = state  # the kernel applies the input norm, unless embeddings are read too
             if self.hidden_norm is not None and embeds is not None:
                 state, x = self._inputs(state, embeds)
-            return self.native.forward(state, x, cos, sin, attend, queries)
-        return self._transformed(self._attended(state, embeds, cos, sin, attend, queries))
+            return self.native.forward(
+                state,
+                x,
+                cos,
+                sin,
+                attend,
+                queries,
+            )
+        return self._transformed(
+            self._attended(
+                state,
+                embeds,
+                cos,
+                sin,
+                attend,
+                queries,
+            )
+        )
 
     def _inputs(self, state: Tensor, embeds: Tensor | None) -> tuple[Tensor, Tensor]:
         """The residual [t, h], and what attention reads [t, h or embed_width + h]."""

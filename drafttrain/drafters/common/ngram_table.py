@@ -115,7 +115,11 @@ class NgramTable(NamedTuple):
         save_file(
             arrays,
             file,
-            {"format": _FORMAT, "tokenizer": tokenizer, "max_n": str(self.max_n)},
+            {
+                "format": _FORMAT,
+                "tokenizer": tokenizer,
+                "max_n": str(self.max_n),
+            },
         )
 
     @staticmethod
@@ -150,7 +154,12 @@ class NgramTable(NamedTuple):
         """The rule of the class that a table from a file breaks; '' for a sound one."""
         contexts = len(self.hashes)
         entries = len(self.tokens)
-        types = {"hashes": np.uint64, "starts": np.int64, "tokens": np.int32, "counts": np.int32}
+        types = {
+            "hashes": np.uint64,
+            "starts": np.int64,
+            "tokens": np.int32,
+            "counts": np.int32,
+        }
         for name, wanted in types.items():
             column = getattr(self, name)
             if column.ndim != 1 or column.dtype != wanted:

@@ -325,7 +325,12 @@ def _zero_outputs(layers: Iterable[Any]) -> None:
                 parameter.zero_()
 
 
-def _set_attention(attention: Attention, maps: Tensor, covariance: Tensor, residual: float) -> None:
+def _set_attention(
+    attention: Attention,
+    maps: Tensor,
+    covariance: Tensor,
+    residual: float,
+) -> None:
     """Stores x -> maps x, less the residual's share of x, in heads that attend to their own token.
 
     The outputs of the other heads are 0.
@@ -355,7 +360,12 @@ def _set_attention(attention: Attention, maps: Tensor, covariance: Tensor, resid
         attention.q_proj.weight.view(kv, heads // kv, e, width)[head] = probe
 
 
-def store_map(attention: Attention, wanted: Tensor, covariance: Tensor, heads: range) -> None:
+def store_map(
+    attention: Attention,
+    wanted: Tensor,
+    covariance: Tensor,
+    heads: range,
+) -> None:
     """Stores x -> wanted x in the values and outputs of key/value heads.
 
     The directions that matter most for this data come first, so that few heads lose as little as
@@ -458,7 +468,15 @@ def set_temperature(
     part = batch.first_rows(2)
     embeds = drafter.embed(part.input_ids)
     features, rows, row_of = source(part)
-    inputs = StepInputs(part, embeds, features, rows, row_of, total=1.0, measure=False)
+    inputs = StepInputs(
+        part,
+        embeds,
+        features,
+        rows,
+        row_of,
+        total=1.0,
+        measure=False,
+    )
     weight = scaled.clone()
     best = (float("inf"), 1.0)  # loss and factor
     for factor in (0.25, 0.35, 0.5, 0.65, 0.8, 1.0):
@@ -517,7 +535,12 @@ def _solve_scaled(fit: LeastSquares) -> Tensor:
     return torch.linalg.solve(fit.xx + ridge, fit.xy).T
 
 
-def _set_block_attention(drafter: Any, maps: Tensor, covariance: Tensor, mean: Tensor) -> None:
+def _set_block_attention(
+    drafter: Any,
+    maps: Tensor,
+    covariance: Tensor,
+    mean: Tensor,
+) -> None:
     """Half the key/value heads (rounded up) read the block's token, the others the newest context.
 
     Args:

@@ -103,7 +103,13 @@ class DraftPlaces:
         depth: of the deepest node.
     """
 
-    def __init__(self, cache: TreeCache, rows: Tensor, held: Tensor, growth: TensorGrowth):
+    def __init__(
+        self,
+        cache: TreeCache,
+        rows: Tensor,
+        held: Tensor,
+        growth: TensorGrowth,
+    ):
         self.cache = cache
         self.rows = rows
         self.held = held
@@ -145,7 +151,14 @@ class DraftPlaces:
             self._ancestors[:, begin : begin + m] = ancestors
         self._level = begin
         self._next = begin + m
-        return self._attention(self.held - 1, own, m, self._positions, self._ancestors, self.chain)
+        return self._attention(
+            self.held - 1,
+            own,
+            m,
+            self._positions,
+            self._ancestors,
+            self.chain,
+        )
 
     def behind(
         self,
@@ -165,7 +178,14 @@ class DraftPlaces:
         positions = (self.held[:, None] + own).to(torch.int32)  # [R, count]
         shape = (len(positions), count, -(-count // _WORD))
         every = torch.full(shape, -1, dtype=torch.int32, device=own.device)  # all bits are set
-        return self._attention(self.held, own, queries, positions, every, not mutual)
+        return self._attention(
+            self.held,
+            own,
+            queries,
+            positions,
+            every,
+            not mutual,
+        )
 
     def _attention(
         self,
@@ -355,7 +375,14 @@ class DraftSteps:
 
     roots: Tensor
 
-    def __init__(self, drafter: Any, pool: GraphPool, capacity: int, rows: int, spec: TreeSpec):
+    def __init__(
+        self,
+        drafter: Any,
+        pool: GraphPool,
+        capacity: int,
+        rows: int,
+        spec: TreeSpec,
+    ):
         self.drafter: StaticDrafter = drafter
         self.pool = pool
         self.failure = ""
@@ -373,7 +400,13 @@ class DraftSteps:
         self._roots: list[Tensor] = []
         self._steps: dict[object, tuple[Any, Callable[[], Any]]] = {}
 
-    def fits(self, drafter: object, capacity: int, rows: int, spec: TreeSpec) -> bool:
+    def fits(
+        self,
+        drafter: object,
+        capacity: int,
+        rows: int,
+        spec: TreeSpec,
+    ) -> bool:
         """Whether these steps serve such a call."""
         if drafter is not self.drafter or capacity > self._limits[0] or rows > self._limits[1]:
             return False

@@ -138,7 +138,13 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
         return []
 
     @classmethod
-    def _continue(cls, target: Target, init: str, options: Json, loss: str) -> Self:
+    def _continue(
+        cls,
+        target: Target,
+        init: str,
+        options: Json,
+        loss: str,
+    ) -> Self:
         """Loads a drafter to train it further.
 
         The data may be of another domain, or the target may have been fine-tuned since.
@@ -204,7 +210,12 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
         check_names(found, cls.stored_shapes(shapes, found, config), what)
 
     @classmethod
-    def stored_shapes(cls, shapes: Shapes, found: Shapes, config: Any) -> Shapes:
+    def stored_shapes(
+        cls,
+        shapes: Shapes,
+        found: Shapes,
+        config: Any,
+    ) -> Shapes:
         """The shapes that a file must hold, for a drafter of `shapes`; found: those it holds."""
         return shapes
 

@@ -233,7 +233,11 @@ def _parse_shape(named: str, body: str) -> TreeSpec:
         return _parse_paths(named, rest)
     parts = rest.replace("x", ",").split(",", MOST_DEPTH)
     numbers = tuple(map(_whole, parts[:MOST_DEPTH]))
-    wanted = {"chain": 1, "dynamic": 3, "fanout": len(numbers)}.get(shape)
+    wanted = {
+        "chain": 1,
+        "dynamic": 3,
+        "fanout": len(numbers),
+    }.get(shape)
     if min(numbers) < 1 or len(numbers) != wanted:
         raise _no_tree(named)
     depth = numbers[0]
@@ -287,7 +291,14 @@ def _parse_paths(named: str, rest: str) -> TreeSpec:
     for node, children in ranks_below(paths).items():
         depth = len(node)
         fanout[depth] = max(fanout[depth], len(children))
-    return TreeSpec("paths", len(fanout), tuple(fanout), max(fanout), len(paths), paths)
+    return TreeSpec(
+        "paths",
+        len(fanout),
+        tuple(fanout),
+        max(fanout),
+        len(paths),
+        paths,
+    )
 
 
 def _option_fields(option: str) -> Json:

@@ -133,7 +133,12 @@ def _check_block(keys: Json, layer: Json, where: str) -> None:
         raise UserError(f"{where} {'; it '.join(reasons)}, which our block drafters have not")
 
 
-def block_fields(config: Json, weights: Mapping[str, Tensor], target: Json, where: str) -> Json:
+def block_fields(
+    config: Json,
+    weights: Mapping[str, Tensor],
+    target: Json,
+    where: str,
+) -> Json:
     """Arguments of a block drafter's config, from a checkpoint's.
 
     Raises:

@@ -284,7 +284,13 @@ class EngineBlocks(BlockFiles[Block]):
         weights = without_copies(named(export.weights), back, export.where)
         return self.state(back, weights, export.where)
 
-    def blank(self, config: Json, weights: Mapping[str, Tensor], target: Json, where: str) -> Block:
+    def blank(
+        self,
+        config: Json,
+        weights: Mapping[str, Tensor],
+        target: Json,
+        where: str,
+    ) -> Block:
         """A drafter with the shapes and flags of a checkpoint."""
         fields = block_fields(config, weights, target, where)
         fields |= self.more_fields(config)
@@ -388,7 +394,11 @@ class DFlashShipping(EngineBlocks[DFlash]):
         **BlockFiles.formats,
     }
     verifiable = {"vllm": "vllm", "transformers": "transformers", **BlockFiles.verifiable}
-    tiny = {"mask_token_id": 300, "num_hidden_layers": 2, "block_size": 4}
+    tiny = {
+        "mask_token_id": 300,
+        "num_hidden_layers": 2,
+        "block_size": 4,
+    }
     drafter_class = DFlash
     architecture = "DFlashDraftModel"
     since = ("0.5.11", "0.5.11")

@@ -50,7 +50,12 @@ class DFlash2Shipping(EngineBlocks[DFlash2]):
         **BlockFiles.formats,
     }
     needs_gpu = ("vLLM",)
-    tiny = {"mask_token_id": 300, "num_hidden_layers": 2, "block_size": 4, "markov_rank": 16}
+    tiny = {
+        "mask_token_id": 300,
+        "num_hidden_layers": 2,
+        "block_size": 4,
+        "markov_rank": 16,
+    }
     drafter_class = DFlash2
     architecture = _ARCHITECTURE
     since = ("0.5.19", "0.5.19")

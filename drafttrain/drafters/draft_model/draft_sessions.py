@@ -145,7 +145,13 @@ class OwnVocabularySession(DraftModelSession):
         text: the committed text with the ids of all tokens that are read.
     """
 
-    def __init__(self, drafter: Any, pair: VocabularyPair, prompt_ids: Tensor, max_length: int):
+    def __init__(
+        self,
+        drafter: Any,
+        pair: VocabularyPair,
+        prompt_ids: Tensor,
+        max_length: int,
+    ):
         super().__init__(drafter, prompt_ids, max_length)
         self.text = CommittedText(pair)
         self._first = self.unread.tolist()

@@ -46,7 +46,11 @@ class DraftModelShipping(Shipping[DraftModel]):
     formats = dict.fromkeys(FORMATS, _PLAIN) | {
         "gguf": Format("a draft model as GGUF file", ("llama.cpp",))
     }
-    verifiable = {"vllm": "vllm", "transformers": "transformers", "llama.cpp": "gguf"}
+    verifiable = {
+        "vllm": "vllm",
+        "transformers": "transformers",
+        "llama.cpp": "gguf",
+    }
     in_root = FORMATS
     tiny = {"layers": (0, 1, 6, 7)}
     serving = {
@@ -168,7 +172,11 @@ class DraftModelShipping(Shipping[DraftModel]):
                 f"{scale:.3g}); export again, and report this if it stays"
             )
         agree = (left.argmax(-1) == right.argmax(-1)).float().mean().item()
-        return {"max_log_prob_difference": worst, "largest_log_prob": scale, "same_argmax": agree}
+        return {
+            "max_log_prob_difference": worst,
+            "largest_log_prob": scale,
+            "same_argmax": agree,
+        }
 
     def publish(self, trained: Trained, request: ExportRequest) -> list[tuple[str, str]]:
         self.write(trained, "transformers", request)

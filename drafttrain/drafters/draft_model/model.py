@@ -131,7 +131,13 @@ class DraftModel(TrainableDrafter):
     chain_depth = 4
     name_options = ("vocabulary_match",)
 
-    def __init__(self, lm: Any, tokenizer: Any, config: DraftModelConfig, name: str = ""):
+    def __init__(
+        self,
+        lm: Any,
+        tokenizer: Any,
+        config: DraftModelConfig,
+        name: str = "",
+    ):
         super().__init__(config)
         self.lm = lm
         self.tokenizer = tokenizer
@@ -387,7 +393,15 @@ class DraftModel(TrainableDrafter):
             loss = self.config.loss
         total = torch.as_tensor(inputs.total, device=ids.device)
         share = (1.0 / total).float().expand(len(at))  # [t], weight of each prediction
-        out = linear_divergence(states, weight, rows, index, share, loss, measure=inputs.measure)
+        out = linear_divergence(
+            states,
+            weight,
+            rows,
+            index,
+            share,
+            loss,
+            measure=inputs.measure,
+        )
         return StepOutput(out.loss, sums_by_depth([out]))
 
     def _states(self, ids: Tensor, begins: Tensor | None = None) -> Tensor:

@@ -29,7 +29,12 @@ if TYPE_CHECKING:
 else:
     peft = LazyPackage("peft")
 
-_LORA = {"r": 8, "alpha": 16, "targets": "all-linear", "dropout": 0.0}
+_LORA = {
+    "r": 8,
+    "alpha": 16,
+    "targets": "all-linear",
+    "dropout": 0.0,
+}
 _LORA_KINDS = {
     "r": Depth,
     "alpha": Count | PositiveAmount,
@@ -37,7 +42,11 @@ _LORA_KINDS = {
     "dropout": Fraction,
 }
 # peft's names of these options.
-_PEFT_NAMES = {"alpha": "lora_alpha", "targets": "target_modules", "dropout": "lora_dropout"}
+_PEFT_NAMES = {
+    "alpha": "lora_alpha",
+    "targets": "target_modules",
+    "dropout": "lora_dropout",
+}
 _ADAPTER = "default"
 _WEIGHTS = "adapter_model.safetensors"
 # Prefix of module names in peft's files, which describe a wrapped model.

@@ -187,7 +187,13 @@ class VocabularyPair:
         UserError: `tokens` without a shared token.
     """
 
-    def __init__(self, target: TokenBytes, own: TokenBytes, wanted: str, device: torch.device):
+    def __init__(
+        self,
+        target: TokenBytes,
+        own: TokenBytes,
+        wanted: str,
+        device: torch.device,
+    ):
         self.target = target
         self.own = own
         # The draft model's id of each shared token, by the target's.

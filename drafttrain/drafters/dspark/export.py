@@ -46,7 +46,12 @@ class DSparkShipping(EngineBlocks[DSpark]):
         **BlockFiles.formats,
     }
     needs_gpu = ("vLLM",)
-    tiny = {"mask_token_id": 300, "num_hidden_layers": 2, "block_size": 4, "markov_rank": 16}
+    tiny = {
+        "mask_token_id": 300,
+        "num_hidden_layers": 2,
+        "block_size": 4,
+        "markov_rank": 16,
+    }
     drafter_class = DSpark
     architecture = "Qwen3DSparkModel"
     since = ("0.5.16", "0.5.19")

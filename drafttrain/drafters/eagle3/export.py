@@ -132,7 +132,12 @@ def _speculators_config(
     }
 
 
-def _flat_config(config: Eagle3Config, head: Json, decoder: Json, everywhere: bool) -> Json:
+def _flat_config(
+    config: Eagle3Config,
+    head: Json,
+    decoder: Json,
+    everywhere: bool,
+) -> Json:
     """The config in the flat form. everywhere: SGLang supports the head too, not vLLM alone."""
     if everywhere:
         architecture = "LlamaForCausalLMEagle3"

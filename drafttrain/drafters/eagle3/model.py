@@ -122,7 +122,12 @@ class Eagle3(LayerDrafter):
         self.lm_head.requires_grad_(self.config.train_head)
 
     @classmethod
-    def stored_shapes(cls, shapes: Shapes, found: Shapes, config: Any) -> Shapes:
+    def stored_shapes(
+        cls,
+        shapes: Shapes,
+        found: Shapes,
+        config: Any,
+    ) -> Shapes:
         """As the base class, also for published checkpoints.
 
         They hold the kept ids as the engines' d2t (target id minus drafter id) and t2d, or leave

@@ -179,7 +179,12 @@ def check_embedding(embedding: Tensor, target: str, where: str) -> None:
         )
 
 
-def _check_foreign(config: Json, layer: Json, weights: Mapping[str, Tensor], where: str) -> None:
+def _check_foreign(
+    config: Json,
+    layer: Json,
+    weights: Mapping[str, Tensor],
+    where: str,
+) -> None:
     """Raises UserError for a checkpoint that computes what no kind of ours computes."""
     eagle = config.get("eagle_config") or {}
     reasons = []
@@ -218,7 +223,12 @@ def _check_foreign(config: Json, layer: Json, weights: Mapping[str, Tensor], whe
         raise UserError(f"{where} {'; it '.join(reasons)}")
 
 
-def _our_fields(config: Json, weights: Mapping[str, Tensor], target: Json, where: str) -> Json:
+def _our_fields(
+    config: Json,
+    weights: Mapping[str, Tensor],
+    target: Json,
+    where: str,
+) -> Json:
     """Arguments of Eagle3Config from an engine's config.
 
     Raises:

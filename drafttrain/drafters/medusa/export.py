@@ -99,7 +99,11 @@ class MedusaShipping(Shipping[Medusa]):
             raise UserError(
                 f"{where} has {what}, which our Medusa heads have not; train new ones from its target"
             )
-        keys = {"hidden_size": target["hidden_size"], "num_heads": 5, "num_hidden_layers": 1}
+        keys = {
+            "hidden_size": target["hidden_size"],
+            "num_heads": 5,
+            "num_hidden_layers": 1,
+        }
         keys |= config
         keys["vocab_size"] = v
         keys["original_lm_head"] = bool(config.get("original_lm_head"))

@@ -15,7 +15,12 @@ from drafttrain.files import Json
 from drafttrain.formats.weights import dtype_name
 
 # The engines' names, and ours.
-_MODULES = {"emb": "emb", "proj": "proj", "ln": "ln", "head": "lm_heads"}
+_MODULES = {
+    "emb": "emb",
+    "proj": "proj",
+    "ln": "ln",
+    "head": "lm_heads",
+}
 _SAME = ("vocab_size", "emb_dim", "inner_dim", "n_predict", "scale_input")
 
 
@@ -81,7 +86,11 @@ class MlpSpeculatorShipping(Shipping[MlpSpeculator]):
                     continue
                 for later in range(int(step) + 1, config["n_predict"]):
                     found.setdefault(f"{module}.{later}.{part}", value)
-        keys: Json = {"scale_input": False, "inner_dim": 0, "emb_dim": target["hidden_size"]}
+        keys: Json = {
+            "scale_input": False,
+            "inner_dim": 0,
+            "emb_dim": target["hidden_size"],
+        }
         for key, value in config.items():
             if value is not None:
                 keys[key] = value

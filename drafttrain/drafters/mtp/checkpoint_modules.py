@@ -45,7 +45,12 @@ class Form(NamedTuple):
 DEEPSEEK = Form(  # GLM-4 too
     "model.layers.{n}.",
     "",
-    {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "shared_head.norm": "norm"},
+    {
+        "enorm": "enorm",
+        "hnorm": "hnorm",
+        "eh_proj": "eh_proj",
+        "shared_head.norm": "norm",
+    },
     "model.layers.{next}.",
 )
 QWEN = Form(
@@ -71,7 +76,11 @@ MIMO = Form(
     "model.mtp_layers.1.",
     swapped=True,
 )
-FORMS = {"deepseek": DEEPSEEK, "qwen": QWEN, "mimo": MIMO}
+FORMS = {
+    "deepseek": DEEPSEEK,
+    "qwen": QWEN,
+    "mimo": MIMO,
+}
 # A module's copies of the target's embedding and head, and a buffer of older files.
 _EMBEDDINGS = ("embed_tokens.weight",)
 _HEADS = ("shared_head.head.weight",)
@@ -173,7 +182,12 @@ def _further(form: Form, target: Target) -> str:
     return form.further.format(next=target.num_layers + 1)
 
 
-def _widened(weight: Tensor, name: str, scales: Path | None, target: Target) -> Tensor:
+def _widened(
+    weight: Tensor,
+    name: str,
+    scales: Path | None,
+    target: Target,
+) -> Tensor:
     """A stored weight in float32; FP8 blocks, as DeepSeek publishes them, times their factors."""
     if scales is None:
         return weight.float()

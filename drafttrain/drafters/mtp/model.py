@@ -199,7 +199,12 @@ class MTP(LayerDrafter):
         return super().check_options(options)
 
     @classmethod
-    def native(cls, target: Target, kept_ids: Tensor, options: Json) -> MTP:
+    def native(
+        cls,
+        target: Target,
+        kept_ids: Tensor,
+        options: Json,
+    ) -> MTP:
         """A drafter with the weights of the MTP module in the target's checkpoint.
 
         Of several modules, the first serves all depths.
@@ -264,7 +269,11 @@ class MTP(LayerDrafter):
     ) -> MTP:
         own, spec = read_own_layer(target, module.layer)
         heads, kv_heads, width, window = own.prove()
-        shapes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": width}
+        shapes = {
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": width,
+        }
         for name, value in options.items():
             fixed = name in shapes or name in _LAYER_KEYS
             if fixed and value != shapes.get(name):
@@ -285,7 +294,11 @@ class MTP(LayerDrafter):
         index = full[-1] if full else count - 1
         spec = spec_of(target.config, index)
         heads, kv_heads, width, window = OwnLayer(spec).shape()
-        shapes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": width}
+        shapes = {
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": width,
+        }
         return {**shapes, "sliding_window": window, "target_layer": spec}
 
     @classmethod
@@ -329,9 +342,23 @@ class MTP(LayerDrafter):
         """
         own = other.blocks[0].layer
         states, cos, sin = own.probe()
-        theirs = own(states, None, cos, sin, causal, None)
+        theirs = own(
+            states,
+            None,
+            cos,
+            sin,
+            causal,
+            None,
+        )
         cos, sin = self.rotary.tables(torch.tensor(PLACES), states.dtype)
-        ours = self.blocks[0].layer(states, None, cos, sin, causal, None)
+        ours = self.blocks[0].layer(
+            states,
+            None,
+            cos,
+            sin,
+            causal,
+            None,
+        )
         return relative_error(ours, theirs) < 1e-4
 
     def copy_from(self, target: Target) -> list[str]:

@@ -19,7 +19,13 @@ class NgramStoreDrafter(SuffixDrafter):
 
     kind = "ngram_store"
 
-    def __init__(self, file: str = "", grow: bool = False, min_n: int = 1, min_p: float = 0.02):
+    def __init__(
+        self,
+        file: str = "",
+        grow: bool = False,
+        min_n: int = 1,
+        min_p: float = 0.02,
+    ):
         super().__init__(file, _GROWN if grow else 0, min_n, min_p)
 
 

@@ -78,7 +78,14 @@ class PEagleShipping(Eagle3Files[PEagle]):
         if not masks:
             raise UserError(f"{where}: config.json has no mask_token_id; it is needed")
         weights = read_weights(folder, allow_pickle)
-        return make_head(PEagle, config, weights, target, where, mask_token_id=masks[0])
+        return make_head(
+            PEagle,
+            config,
+            weights,
+            target,
+            where,
+            mask_token_id=masks[0],
+        )
 
     def drafter_from(self, original: PEagle, export: Exported) -> PEagle:
         return make_head(

@@ -105,7 +105,14 @@ class PEagle(Eagle3):
             positions, context = places.behind(count, count)
             attends = context.layers(self.cache_shape.layers, self.cache_shape.window)
             state, embeds = self.masks(rows * count)
-            deeper = self.step(state, embeds, positions, attends, None, 1)
+            deeper = self.step(
+                state,
+                embeds,
+                positions,
+                attends,
+                None,
+                1,
+            )
             states = torch.cat((states, deeper.unflatten(0, (rows, count))), dim=1)  # [R, depth, h]
         logits = self.logits(states.flatten(0, 1)).unflatten(0, states.shape[:2])  # [R, depth, d]
         return logits[:, :1], lambda depth, tokens, parents: logits[:, depth, None]

@@ -148,7 +148,13 @@ class SuffixDrafter(Drafter):
     # Next to another drafter, unlikely matches are not worth their nodes.
     defaults_beside = {"min_n": 2, "min_p": 0.1}
 
-    def __init__(self, file: str = "", memory: int = 0, min_n: int = 1, min_p: float = 0.02):
+    def __init__(
+        self,
+        file: str = "",
+        memory: int = 0,
+        min_n: int = 1,
+        min_p: float = 0.02,
+    ):
         if min_n < 1 or memory < 0 or not 0 <= min_p < 1:
             rule = "min_n must be at least 1, memory at least 0, min_p at least 0 and below 1"
             raise UserError(f"min_n={min_n}, memory={memory}, min_p={min_p}: {rule}")

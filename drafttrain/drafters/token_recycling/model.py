@@ -125,7 +125,13 @@ class TokenRecyclingDrafter(Drafter):
     defaults_beside = {"min_p": 0.1}
     drafts_alone = False
 
-    def __init__(self, context: int = 3, width: int = 4, memory: int = 0, min_p: float = 0.02):
+    def __init__(
+        self,
+        context: int = 3,
+        width: int = 4,
+        memory: int = 0,
+        min_p: float = 0.02,
+    ):
         if not 1 <= context <= 8 or not 1 <= width <= 64 or memory < 0 or not 0 <= min_p < 1:
             rule = "context must be from 1 to 8, width from 1 to 64, memory at least 0, min_p at least 0 and below 1"
             raise UserError(
