@@ -115,7 +115,7 @@ class GgufHeads(Shipping[D]):
                 "format='gguf' needs the target's tokenizer, and no target is recorded; pass --target"
             )
         drafter = self.load(trained)
-        target = load_shell(name)
+        target = load_shell(name)  # without weights
         if self._needs_rows(drafter, target):
             target = load_shell(name, dtype="float32", device="cpu", weights=True)
         keys = {f"{self.gguf_arch}.{key}": value for key, value in self.gguf_keys(drafter).items()}
@@ -147,12 +147,14 @@ class GgufHeads(Shipping[D]):
 
     def gguf_weights(self, drafter: D, target: Target) -> dict[str, Tensor]:
         """Every tensor of a file, by llama.cpp's names."""
-        kept = drafter.kept_ids.cpu()
+        kept = drafter.kept_ids.cpu()  # [d] int64
         made = {}
+        # The drafter's own weights.
         for own, value in drafter.state_dict().items():
             if own not in ("kept_ids", "mask"):
                 theirs = self.gguf_name(own, drafter)
                 made[theirs] = self._rotate(theirs, value, drafter)
+        # What an engine cannot take from the target itself.
         if not _keeps_all(drafter):
             made["d2t"] = kept
             if "output.weight" not in made:
@@ -225,6 +227,7 @@ class GgufHeads(Shipping[D]):
             raise UserError(
                 f"{where} is of architecture {arch}, and the drafter is written as {self.gguf_arch}"
             )
+        # What the file's keys say, as fields of the drafter's config.
         own = {name.removeprefix(f"{arch}."): value for name, value in keys.items()}
         fields = {**layer_fields(keys, config), **self.gguf_fields(own, original)}
         known = {**vars(config), **rope_of(config)}
@@ -235,7 +238,7 @@ class GgufHeads(Shipping[D]):
                 raise UserError(
                     f"{where} says {name}={value!r}, and the drafter has {ours!r}; pass its own export"
                 )
-        kept = found.get("d2t", torch.arange(config.vocab_size))
+        kept = found.get("d2t", torch.arange(config.vocab_size))  # [d] int64
         if not torch.equal(kept, original.kept_ids):
             raise UserError(
                 f"{where} keeps other tokens than the drafter (d2t); pass its own export"

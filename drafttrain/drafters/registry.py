@@ -311,8 +311,9 @@ def kind_of(name: str, key: str = "drafter") -> str:
     kind = config.get("drafter_kind")
     if kind:
         return kind
-    architectures = set(config.get("architectures") or ())
-    if architectures & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
+    # A language model of transformers, which is not ours.
+    names = config.get("architectures")
+    if names and set(names) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
         return next(kind for kind in kinds() if kind_class(kind).loads_language_models)
     raise UserError(
         f"{key}={name!r}: config.json has no drafter_kind and is no causal language model's, so it is no drafter of ours; bring "

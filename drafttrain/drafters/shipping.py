@@ -83,8 +83,11 @@ def find_drafter(name: str) -> Trained:
         )
     folder = registry.drafter_folder(name)
     config = read_config(folder)
-    recorded = read_config(folder, registry.META_FILE, missing=config)
-    return Trained(folder, kind, config, target=recorded.get("target") or {})
+    # A draft model's config.json is another library's: ours records the target next to it.
+    target = read_config(folder, registry.META_FILE, missing=config).get("target")
+    if target is None:
+        target = {}
+    return Trained(folder, kind, config, target)
 
 
 class Format(NamedTuple):

@@ -135,7 +135,7 @@ class BlockDrafter(DecoderDrafter):
             self.norm.weight.mul_(target.logit_scale)
             names.append("norm")
         theirs = target.last_layers(len(self.decoder_layers))
-        if theirs:
+        if theirs:  # the context is normed as the input of the target's last layer
             input_norm = getattr(theirs[-1], "input_layernorm", None)
             if starts.copy_norm(self.hidden_norm, input_norm):
                 names.append("hidden_norm")
@@ -587,7 +587,7 @@ class BlockDrafter(DecoderDrafter):
         plan = plan_of(layouts_of(sessions, tokens))
         if plan is None:
             return False
-        tables = tables_of(self.rotary, sessions, plan.positions)
+        tables = tables_of(self.rotary, sessions, plan.positions)  # cos, sin [., 1, r]
         if tables is None:
             return False
         stores = stores_of(sessions, plan.ends, context)
@@ -649,12 +649,12 @@ class BlockSession(LayerSession):
 
         logits: [n, d] of all sessions' nodes, computed from reads [n, h].
         """
-        own = rows_of(logits, slice(begin, end))
+        own = rows_of(logits, slice(begin, end))  # [m, d]
         if not self.text:
             return own
         assert not isinstance(own, Likeliest)
-        read = reads[begin:end]
-        if isinstance(own, tuple):
+        read = reads[begin:end]  # [m, h]
+        if isinstance(own, tuple):  # with confidences
             return (self.text.shape(own[0], read), own[1])
         return self.text.shape(own, read)
 

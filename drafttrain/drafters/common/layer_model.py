@@ -634,10 +634,11 @@ class LayerDrafter(DecoderDrafter):
         """
         if not self.draft_steps or len(states) > SKINNY_ROWS:
             return None
+        # The kernel reads one plan and one pair of rotary tables, perhaps not for these sessions.
         plan = plan_of(layouts)
         if plan is None:
             return None
-        tables = tables_of(self.rotary, sessions, plan.positions)
+        tables = tables_of(self.rotary, sessions, plan.positions)  # cos, sin [., 1, r]
         if tables is None:
             return None
         stores = stores_of(sessions, plan.ends, states)

@@ -152,8 +152,8 @@ class NgramTable(NamedTuple):
 
     def broken_rule(self) -> str:
         """The rule of the class that a table from a file breaks; '' for a sound one."""
-        contexts = len(self.hashes)
-        entries = len(self.tokens)
+        contexts = len(self.hashes)  # c
+        entries = len(self.tokens)  # e
         types = {
             "hashes": np.uint64,
             "starts": np.int64,
@@ -212,13 +212,14 @@ def _reduce(parts: Sequence[tuple[np.ndarray, ...]], most: int) -> tuple[np.ndar
     tokens = tokens[order]
     counts = counts[order]
     first = np.ones(len(hashes), bool)
+    # Equal pairs stand side by side: sum the counts of each run.
     first[1:] = (hashes[1:] != hashes[:-1]) | (tokens[1:] != tokens[:-1])
     where = np.flatnonzero(first)
     if len(where):
         counts = np.add.reduceat(counts, where)
     hashes = hashes[where]
     tokens = tokens[where]
-    if len(hashes) > most:
+    if len(hashes) > most:  # the most frequent pairs, in the same order
         kept = np.sort(np.argpartition(-counts, most - 1)[:most])
         hashes = hashes[kept]
         tokens = tokens[kept]

@@ -167,7 +167,9 @@ class SavedWeights(PreTrainedModel if TYPE_CHECKING else object):  # type: ignor
         with quiet_bars():
             self._unpacked().write(save_directory, **options)
         if push_to_hub:
-            self.push_to_hub(repo_id or Path(save_directory).name, **upload)
+            if not repo_id:
+                repo_id = Path(save_directory).name
+            self.push_to_hub(repo_id, **upload)
 
     def write(self, folder: str | Path, **options: Any) -> None:
         """Writes config and weights; options: of transformers' `save_pretrained`."""
@@ -181,8 +183,12 @@ class SavedWeights(PreTrainedModel if TYPE_CHECKING else object):  # type: ignor
 
         They are those of a folder, else the present ones.
         """
-        if self.as_saved is None:
-            self.as_saved = folder or self.state_dict()
+        if self.as_saved is not None:
+            return
+        if folder is not None:
+            self.as_saved = folder
+        else:
+            self.as_saved = self.state_dict()
 
     def _unpacked(self) -> Self:
         """The drafter as it was before `keep_saved`."""

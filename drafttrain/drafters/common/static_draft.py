@@ -522,7 +522,7 @@ class DraftSteps:
             return None
         growth = self._growth(spec)
         rows = padded_rows(len(sessions))
-        most = 1 + sum(growth.opens)
+        most = 1 + sum(growth.opens)  # slots of a tree: its root and opened nodes
         if rows * max(growth.opens, default=0) > _MOST_OPENED or most > _MOST_OPENED:
             return None
         for session in sessions:
@@ -531,8 +531,8 @@ class DraftSteps:
             if session.held + most > self.cache.capacity:
                 return None
 
-        at = []
-        held = []
+        at = []  # cache rows
+        held = []  # committed tokens
         for session in sessions:
             self._take_root(session)
             at.append(session.row)

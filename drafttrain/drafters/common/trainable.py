@@ -96,10 +96,10 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
         if init not in NEW:
             return cls._continue(target, init, options, loss)
         size = int(options.pop("draft_vocab_size", 0))
-        if keep is None:
-            kept = torch.arange(size or target.vocab_size)  # [d] int64 target ids
+        if keep is not None:
+            kept = keep(size)  # [d] int64 target ids
         else:
-            kept = keep(size)
+            kept = torch.arange(size if size else target.vocab_size)
         options["loss"] = loss
         if init == "native":
             return cls.native(target, kept, options)
@@ -158,6 +158,7 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
             )
         drafter = cls.load(drafter_folder(init, "init"))
         config = drafter.config
+        # Keys of the training follow the recipe; all others must be as saved.
         for name, value in options.items():
             saved = getattr(config, name)
             if name in config.recipe_keys:
@@ -260,6 +261,7 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
                     f"drafter was trained for target {recorded.get('name')!r} with {key}={recorded[key]!r}, but target "
                     f"{actual['name']!r} has {key}={actual[key]!r}; use its own target, or train a drafter for this one"
                 )
+        # The drafter's own sizes, also of drafters that record no target.
         sizes = {"vocab_size": target.vocab_size}
         if self.config.width_field:
             sizes[self.config.width_field] = target.hidden_size

@@ -296,7 +296,7 @@ def grow_trees(
     """
     growing = [tree for tree in trees if not tree.done]
     depth = 0
-    while growing:
+    while growing:  # small trees end before deep ones
         depth += 1
         for tree, logits in zip(growing, step(growing, depth), strict=True):
             tree.grow(logits)

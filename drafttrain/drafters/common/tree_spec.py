@@ -240,6 +240,7 @@ def _parse_shape(named: str, body: str) -> TreeSpec:
     }.get(shape)
     if min(numbers) < 1 or len(numbers) != wanted:
         raise _no_tree(named)
+    # Of a chain and a dynamic tree; a fan-out's follow from all its numbers.
     depth = numbers[0]
     nodes = numbers[-1]
     widest = 1

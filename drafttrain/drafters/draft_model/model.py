@@ -276,6 +276,7 @@ class DraftModel(TrainableDrafter):
         differing = language_models.differing_ids(self.tokenizer, target)
         if not differing and (wanted != "text" or self.tokenizer is None):
             return
+        # Vocabularies that differ: their tokens are compared as bytes.
         theirs = TokenBytes(target.tokenizer, target.vocab_size, target.name)
         own = TokenBytes(self.tokenizer, self.vocab_size, self.runner.name)
         self.pair = VocabularyPair(theirs, own, wanted, target.device)

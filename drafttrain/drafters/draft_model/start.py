@@ -67,7 +67,10 @@ def own_layers(target: Target, layers: Sequence[int], share: bool) -> Any:
         UserError: no such layers, or a family whose layers do not work without the others.
     """
     count = target.num_layers
-    fine = layers and all(isinstance(i, int) and 0 <= i < count for i in layers)
+    fine = len(layers) > 0
+    for i in layers:
+        if not isinstance(i, int) or not 0 <= i < count:
+            fine = False
     if not fine or any(a >= b for a, b in pairwise(layers)):
         raise UserError(
             f"drafter.layers={list(layers)} must be ascending layers of target {target.name!r}, 0 to {count - 1}; for "
@@ -139,7 +142,7 @@ def from_config(target: Target, config: str | Json) -> Any:
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         fixed[key] = getattr(own, key, None)
     try:
-        if isinstance(config, str):
+        if isinstance(config, str):  # the shapes of another model
             made = AutoConfig.from_pretrained(resolve_target(config)).get_text_config()
             for key, value in fixed.items():
                 setattr(made, key, value)

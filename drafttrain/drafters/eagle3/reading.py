@@ -169,9 +169,9 @@ def check_embedding(embedding: Tensor, target: str, where: str) -> None:
     same = False
     if ours.shape == theirs.shape:
         # Either may have been rounded to the other's dtype.
-        same = torch.equal(ours, theirs.to(ours.dtype)) or torch.equal(
-            ours.to(theirs.dtype), theirs
-        )
+        same = torch.equal(ours, theirs.to(ours.dtype))
+        if not same:
+            same = torch.equal(ours.to(theirs.dtype), theirs)
     if not same:
         raise UserError(
             f"{where} brings an embed_tokens that differs from the target's; ours read the target's, so the head would draft "
@@ -186,8 +186,11 @@ def _check_foreign(
     where: str,
 ) -> None:
     """Raises UserError for a checkpoint that computes what no kind of ours computes."""
-    eagle = config.get("eagle_config") or {}
+    eagle = config.get("eagle_config")
+    if eagle is None:
+        eagle = {}
     reasons = []
+    # What SGLang's and ModelOpt's keys say about the head.
     if eagle.get("use_input_layernorm_in_first_layer") is False:
         reasons.append(
             "has no norm of the token's embedding (use_input_layernorm_in_first_layer false)"
@@ -202,6 +205,7 @@ def _check_foreign(
     heads = eagle.get("parallel_draft_step") or 1
     if heads > 1:
         reasons.append("has Medusa-like heads beside its own (parallel_draft_step above 1)")
+    # What other trainers' keys, or their tensors, say.
     normed = config.get("norm_before_fc") or eagle.get("norm_before_fc")
     if normed or "input_norm.weight" in weights:
         reasons.append("has norm_before_fc, one norm over all features, which no kind of ours has")
@@ -305,14 +309,15 @@ def _feature_layers(
 
     width: of a state.
     """
-    layers = config.get("eagle_aux_hidden_state_layer_ids")
-    if not layers:
-        eagle = config.get("eagle_config") or {}
-        inner = eagle.get("eagle_aux_hidden_state_layer_ids") or []
-        layers = [layer + 1 for layer in inner]  # written for SGLang, which counts outputs
-    if not layers:
-        layers = default_layers(target["num_layers"])
-    layers = tuple(layers)
+    found = config.get("eagle_aux_hidden_state_layer_ids")
+    eagle = config.get("eagle_config")
+    if not found and eagle:
+        found = eagle.get("eagle_aux_hidden_state_layer_ids")
+        if found:  # written for SGLang, which counts outputs
+            found = [layer + 1 for layer in found]
+    if not found:
+        found = default_layers(target["num_layers"])
+    layers = tuple(found)
     if "fc.weight" in weights:
         count, rest = divmod(weights["fc.weight"].shape[1], width)
         if rest or count != len(layers):

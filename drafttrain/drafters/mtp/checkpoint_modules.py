@@ -195,10 +195,13 @@ def _widened(
         raise UserError(
             f"init='native': {name}{_SCALE} of target {target.name!r} scales a weight that is not FP8; use init=target"
         )
-    quantization = getattr(target.config, "quantization_config", None) or {}
-    rows, columns = quantization.get("weight_block_size") or (128, 128)
+    size = None  # of a block, [rows, columns]
+    quantization = getattr(target.config, "quantization_config", None)
+    if quantization:
+        size = quantization.get("weight_block_size")
+    rows, columns = size or (128, 128)
     with safe_open(scales, "pt") as file:
-        factors = file.get_tensor(name + _SCALE).float()
+        factors = file.get_tensor(name + _SCALE).float()  # [blocks of rows, blocks of columns]
     factors = factors.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
     return weight.float() * factors[: weight.shape[0], : weight.shape[1]]
 

@@ -98,7 +98,7 @@ class FamilyModuleShipping(Shipping[MTP]):
         block = drafter.blocks[0]
         form = FORMS[spec["form"]]
         shift = _shift(block.layer)
-        tensors = {}
+        tensors = {}  # by the family's names, behind the module's prefix
         for name, weight in layer_tensors(block.layer, spec).items():
             tensors[form.layer + name] = weight
         around = {"norm.weight": drafter.norm.weight, **dict(block.named_parameters())}

@@ -274,6 +274,7 @@ class MTP(LayerDrafter):
             "num_key_value_heads": kv_heads,
             "head_dim": width,
         }
+        # The layer is the target's: a recipe cannot change its shapes.
         for name, value in options.items():
             fixed = name in shapes or name in _LAYER_KEYS
             if fixed and value != shapes.get(name):
@@ -318,6 +319,7 @@ class MTP(LayerDrafter):
         options = {**options, "draft_vocab_size": len(kept_ids)}
         drafter = cls(MTPConfig.for_target(target, **options))
         drafter.initialize(target, kept_ids)
+        # Every weight of the first block must be in the checkpoint, and no other.
         ours = {"norm.weight": drafter.norm.weight, **drafter.blocks[0].state_dict()}
         theirs = dict(module.around)
         for name, weight in layer.items():

@@ -213,6 +213,7 @@ class SuffixSession(Session):
         self.index = _Index(sizes)
         self.followed: tuple[list[int], int] | None = None
         self.lost = 0
+        # Sequences that know nothing of each other learn alone.
         if drafter.memory is not None:
             self.seen = drafter.seen
         else:
