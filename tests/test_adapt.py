@@ -19,7 +19,7 @@ from drafttrain.data.answer_log import AnswerLog
 from drafttrain.drafters.latest import LatestDrafter
 from drafttrain.inference import generate
 from tests.conftest import make_target
-from tests.drafters.test_eagle3 import make_drafter
+from tests.drafters.helpers import make_drafter
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from drafttrain import Target, evaluate, generate, load_drafter, stream
 from drafttrain.errors import UserError
 from drafttrain.inference.sequence import TextStream
 from tests.conftest import make_target, make_tokenizer
-from tests.drafters.test_eagle3 import make_drafter
+from tests.drafters.helpers import make_drafter
 from tests.inference.fakes import hf_greedy
 
 TEXT = "hello there"

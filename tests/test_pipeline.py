@@ -36,7 +36,7 @@ from drafttrain.outcome import conclude, concluded
 from drafttrain.progress import Progress
 from scripts import run_notebook
 from tests.conftest import make_target
-from tests.drafters.test_eagle3 import make_drafter
+from tests.drafters.helpers import make_drafter
 from tests.training.test_train import write_data
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -212,7 +212,7 @@ def test_the_typed_options_are_those_of_the_signature():
 
 
 def test_a_drafter_without_a_target_is_prepared_once(tiny, tmp_path):
-    from tests.drafters.test_eagle3 import make_drafter
+    from tests.drafters.helpers import make_drafter
 
     make_drafter(tiny).save_pretrained(tmp_path / "drafter")
     want = generate(tiny, IDS, max_new_tokens=8)

@@ -9,9 +9,8 @@ from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import kind_class, load_drafter
 from drafttrain.inference import SamplingParams, generate, generate_batch
 from drafttrain.ops.sampling import Sampler
+from tests.drafters.helpers import check_gradients, make_batch, packed_batch, run_step, step_inputs
 from tests.drafters.overfitting import overfit
-from tests.drafters.test_eagle3 import make_batch, run_step, step_inputs
-from tests.drafters.test_eagle3_flags import packed_batch
 
 TREES = (
     "chain:3",
@@ -45,12 +44,7 @@ def check_training(drafter, target, learned=0.5):
     first = run_step(drafter, target, batch)
     assert first.loss.isfinite()
     first.loss.backward()
-    for name, parameter in drafter.named_parameters():
-        assert (
-            parameter.grad is not None
-            and parameter.grad.isfinite().all()
-            and parameter.grad.abs().sum() > 0
-        ), name
+    check_gradients(drafter)
     enough = lambda step: bool((step.metrics["loss"] < learned * first.metrics["loss"]).all())  # noqa: E731
     step = overfit(drafter, step_inputs(drafter, target, batch), enough, lr=1e-2, most=60)
     assert enough(step), (first.metrics, step.metrics)

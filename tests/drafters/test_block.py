@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drafttrain.batch import Batch, anchors_by_depth
-from drafttrain.drafters.base import StepInputs
+from drafttrain.batch import Batch
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.dflash.model import DFlash
 from drafttrain.drafters.dflash2.model import DFlash2
@@ -16,14 +15,19 @@ from drafttrain.errors import UserError
 from drafttrain.inference import generate, generate_batch
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.sampling import Sampler, SamplingParams, probabilities
-from drafttrain.states.source import TargetSource
 from tests.conftest import make_target
+from tests.drafters.block_kinds import KEPT, begun, make_drafter, shaken
+from tests.drafters.helpers import (
+    check_gradients,
+    make_batch,
+    packed_batch,
+    run_step,
+    source_of,
+    step_inputs,
+)
 from tests.drafters.overfitting import overfit
-from tests.drafters.test_eagle3 import make_batch, step_inputs
-from tests.drafters.test_eagle3_flags import packed_batch
 
 KINDS = [DFlash, DSpark, DFlash2]
-KEPT = torch.arange(40, 240)
 OPTIONS = [
     {},
     {"num_hidden_layers": 1},
@@ -38,42 +42,6 @@ OPTIONS = [
 ]
 
 
-def make_drafter(kind, target, kept=KEPT, **options):
-    torch.manual_seed(3)
-    options = {"block_size": 5, "anchor_share": 1.0, "loss": "kl", **options}
-    drafter = kind(kind.config_class.for_target(target, draft_vocab_size=len(kept), **options))
-    drafter.initialize(target, kept)
-    drafter.bind(target)
-    return drafter
-
-
-def shaken(kind, target, **options):
-    """With norms, mask and low ranks away from where they start."""
-    drafter = make_drafter(kind, target, **options)
-    generator = torch.Generator().manual_seed(9)
-    with torch.no_grad():
-        for name, parameter in drafter.named_parameters():
-            if parameter.dim() == 1 or "markov" in name or "conv" in name:
-                parameter += (0.05 if "conv" in name or "out" in name else 0.3) * torch.randn(
-                    parameter.shape, generator=generator
-                )
-    return drafter.eval()
-
-
-def run_step(drafter, target, batch, count=None):
-    features, rows, row_of = TargetSource(target, drafter.feature_layers, drafter.kept_ids)(batch)
-    count = count or len(anchors_by_depth(batch.response_mask, 1)[0])
-    return drafter(StepInputs(batch, target.embed(batch.input_ids), features, rows, row_of, count))
-
-
-def begun(drafter, target, prefix, max_length=64):
-    features = target.forward(prefix[None], drafter.feature_layers).features[0, :-1]
-    session = drafter.start(prefix[:-1], max_length)
-    for piece in (slice(0, 3), slice(3, 4), slice(4, None)):  # as prompts and rounds do
-        session.extend(prefix[1:][piece], features[piece])
-    return session
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", [{}, {"train_head": True, "weighting": "dpace"}])
@@ -84,12 +52,7 @@ def test_every_parameter_gets_a_finite_gradient_and_a_batch_can_be_overfitted(
     batch = make_batch((12, 9))
     first = run_step(drafter, target, batch)
     first.loss.backward()
-    for name, parameter in drafter.named_parameters():
-        assert (
-            parameter.grad is not None
-            and parameter.grad.isfinite().all()
-            and parameter.grad.abs().sum() > 0
-        ), name
+    check_gradients(drafter)
     assert ("lm_head.weight" in dict(drafter.named_parameters())) == bool(options)
 
     def learned(step):
@@ -195,7 +158,7 @@ def test_dpace_weighs_by_how_far_the_block_is_right(target):
     mask = torch.ones(1, 9, dtype=torch.bool)
     mask[0, :3] = False  # anchors 2, .., 6, whose blocks of 4 reach 4, 4, 3, 2 and 1 deep
     batch = Batch(torch.arange(50, 59)[None], torch.tensor([9]), mask, torch.tensor([0]))
-    _, rows, row_of = TargetSource(target, drafter.feature_layers, drafter.kept_ids)(batch)
+    _, rows, row_of = source_of(target, drafter)(batch)
     anchors, live, scale = drafter.draw(mask, 5)
     assert anchors.tolist() == [2, 3, 4, 5, 6] and live.sum(1).tolist() == [4, 4, 3, 2, 1]
     hidden = torch.randn(14, 32, generator=torch.Generator().manual_seed(0)) * 0.1

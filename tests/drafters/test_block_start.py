@@ -10,10 +10,9 @@ from drafttrain.drafters.common.starts import block_start, unit
 from drafttrain.drafters.dflash.model import DFlash
 from drafttrain.drafters.dflash2.model import DFlash2
 from drafttrain.drafters.dspark.model import DSpark
-from drafttrain.states.source import TargetSource
 from tests.conftest import make_target
-from tests.drafters.test_block import make_drafter, run_step
-from tests.drafters.test_eagle3 import make_batch
+from tests.drafters.block_kinds import make_drafter
+from tests.drafters.helpers import make_batch, run_step, source_of
 
 
 def lifelike_target():
@@ -30,7 +29,7 @@ def test_the_block_computes_the_map_it_was_given(mask):
     shape = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}  # both maps in full
     drafter = make_drafter(DFlash, target, torch.arange(300), mask_token_id=mask, **shape)
     batches = [make_batch((60, 50), seed=seed) for seed in range(12)]
-    source = TargetSource(target, drafter.feature_layers, drafter.kept_ids)
+    source = source_of(target, drafter)
     explained = block_start(drafter, batches, source)
     assert 0.1 < explained <= 1.0
     reads = []
@@ -56,7 +55,7 @@ def test_the_start_beats_copied_weights_and_every_parameter_still_learns(kind, o
     drafter = make_drafter(kind, target, **options)
     batches = [make_batch((60, 50), seed=seed) for seed in range(8)]
     before = run_step(drafter, target, batches[0])
-    drafter.solve_start(batches, TargetSource(target, drafter.feature_layers, drafter.kept_ids))
+    drafter.solve_start(batches, source_of(target, drafter))
     step = run_step(drafter, target, batches[0])
     assert step.loss < before.loss
     assert step.metrics["alpha"][0] > before.metrics["alpha"][0]

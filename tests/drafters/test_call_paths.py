@@ -15,8 +15,8 @@ from drafttrain.drafters.registry import load_drafter
 from drafttrain.inference import Decoder
 from drafttrain.ops.native import cpu_kernels
 from tests.conftest import make_target
+from tests.drafters.helpers import make_batch, run_step
 from tests.drafters.layer_kinds import make_kind
-from tests.drafters.test_eagle3 import make_batch, run_step
 
 FOLDER = Path(drafters.__path__[0])
 

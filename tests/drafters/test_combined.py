@@ -12,14 +12,7 @@ from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.ngram.model import NgramDrafter
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.inference import generate
-from tests.drafters.test_eagle3 import make_batch, make_drafter
-
-
-def paths(tree: TokenTree) -> set[tuple[int, ...]]:
-    found: list[tuple[int, ...]] = []
-    for parent, token in zip(tree.parents, tree.tokens.tolist(), strict=True):
-        found.append((*(found[parent] if parent >= 0 else ()), token))
-    return set(found)
+from tests.drafters.helpers import make_batch, make_drafter, paths
 
 
 def test_merging_unites_paths_and_shares_beginnings():

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from drafttrain.drafters.dflash.model import DFlash
 from drafttrain.drafters.shipping import ExportRequest, check_expressible, find_drafter
 from drafttrain.errors import UserError
-from tests.drafters.test_block import shaken
+from tests.drafters.block_kinds import shaken
 from tests.engine_arithmetic.dflash import compare_blocks
 
 

@@ -16,8 +16,7 @@ from transformers import (
     PhiForCausalLM,
 )
 
-from drafttrain.batch import Batch, anchors_by_depth
-from drafttrain.drafters.base import StepInputs
+from drafttrain.batch import Batch
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.draft_model.model import DraftModel, DraftModelConfig
 from drafttrain.drafters.registry import kind_of, load_drafter
@@ -26,11 +25,10 @@ from drafttrain.inference import SamplingParams, generate, generate_batch
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import pack_panels
 from drafttrain.ops.sampling import Sampler
-from drafttrain.states.source import NoTarget, TargetSource
+from drafttrain.states.source import NoTarget
 from tests.conftest import make_target, make_tokenizer
+from tests.drafters.helpers import make_batch, packed_batch, run_step, session_after, step_inputs
 from tests.drafters.overfitting import overfit
-from tests.drafters.test_eagle3 import make_batch, step_inputs
-from tests.drafters.test_eagle3_flags import packed_batch
 from tests.inference.fakes import FAMILIES, VOCAB, family
 
 SHAPES = {
@@ -65,13 +63,6 @@ def other_rows(target, rows, seed=2):
     )
     drafter.bind(target)
     return drafter
-
-
-def run_step(drafter, target, batch, source=None):
-    source = source or TargetSource(target, drafter.feature_layers, drafter.kept_ids)
-    features, rows, row_of = source(batch)
-    count = len(anchors_by_depth(batch.response_mask, 1)[0])
-    return drafter(StepInputs(batch, target.embed(batch.input_ids), features, rows, row_of, count))
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
@@ -178,7 +169,7 @@ def test_padding_changes_nothing(target):
 def test_pretraining_is_next_token_cross_entropy(target):
     drafter = make_drafter(target, "random", loss="next_token")
     batch = make_batch((17, 11))
-    step = run_step(drafter, target, batch, NoTarget())
+    step = run_step(drafter, target, batch, source=NoTarget())
     step.loss.backward()
     want = 0.0
     count = 0
@@ -233,7 +224,7 @@ def test_all_layers_of_any_family_are_the_target_again(name):
 
 def gradients(drafter, target, batch, source=None):
     drafter.zero_grad()
-    step = run_step(drafter, target, batch, source)
+    step = run_step(drafter, target, batch, source=source)
     step.loss.backward()
     return step, [p.grad.clone() for p in drafter.parameters() if p.grad is not None]
 
@@ -288,14 +279,6 @@ def test_a_model_that_lets_neighbours_in_is_not_packed(target, monkeypatch):
 
 
 # -- drafting ---------------------------------------------------------------------------------------------------------
-
-
-def session_after(drafter, ids, pieces=1):
-    """A session that has read ids, brought as decoding brings them."""
-    session = drafter.start(ids[:-1], 64)
-    for part in ids[1:].split(-(-(len(ids) - 1) // pieces)):
-        session.extend(part, part.new_empty(len(part), 0))
-    return session
 
 
 @pytest.mark.thorough

@@ -10,8 +10,8 @@ from drafttrain.batch import anchors_by_depth
 from drafttrain.drafters.eagle1.model import Eagle1Config
 from drafttrain.errors import UserError
 from drafttrain.losses import StoredTopK
-from drafttrain.states.source import TargetSource
 from tests.conftest import make_target
+from tests.drafters.helpers import make_batch, run_step, source_of
 from tests.drafters.layer_kinds import (
     check_lossless,
     check_packed_rows,
@@ -21,7 +21,6 @@ from tests.drafters.layer_kinds import (
     check_trees,
     make_kind,
 )
-from tests.drafters.test_eagle3 import make_batch, run_step
 
 KEPT = torch.arange(40, 240)
 EVERYTHING = {"num_hidden_layers": 2, "qk_norm": True, "attention_bias": True, "sliding_window": 6}
@@ -104,9 +103,7 @@ def test_the_closed_form_start_explains_states_and_beats_copied_weights():
     drafter = make_kind("eagle1", target, feature_noise=0.0)
     batches = [make_batch((60, 50), seed=seed) for seed in range(20)]
     before = run_step(drafter, target, batches[0])
-    explained = drafter.solve_start(
-        batches, TargetSource(target, drafter.feature_layers, drafter.kept_ids)
-    )
+    explained = drafter.solve_start(batches, source_of(target, drafter))
     after = run_step(drafter, target, batches[0])
     assert 0.1 < explained <= 1.0
     assert after.loss < before.loss and after.metrics["loss"] < before.metrics["loss"]

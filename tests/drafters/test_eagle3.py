@@ -8,43 +8,15 @@ import torch
 from drafttrain.batch import Batch, anchors_by_depth
 from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
+from drafttrain.drafters.eagle3.model import Eagle3
 from drafttrain.errors import UserError
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.states.source import TargetSource
 from tests.conftest import make_target
+from tests.drafters.helpers import check_gradients, make_batch, make_drafter, run_step, step_inputs
 from tests.drafters.overfitting import overfit
 
 needs_compiler = pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")
-
-
-def make_drafter(target, kept=None, **options):
-    torch.manual_seed(3)
-    kept = torch.arange(target.vocab_size) if kept is None else kept
-    drafter = Eagle3(Eagle3Config.for_target(target, draft_vocab_size=len(kept), **options))
-    drafter.initialize(target, kept)
-    drafter.bind(target)
-    return drafter
-
-
-def make_batch(lengths=(17, 11), start=4, seed=5):
-    generator = torch.Generator().manual_seed(seed)
-    s = max(lengths)
-    ids = torch.randint(0, 250, (len(lengths), s), generator=generator)
-    mask = torch.zeros(len(lengths), s, dtype=torch.bool)
-    for row, length in enumerate(lengths):
-        mask[row, start + row : length] = True
-    return Batch(ids, torch.tensor(lengths), mask, torch.arange(len(lengths)))
-
-
-def step_inputs(drafter, target, batch):
-    features, rows, row_of = TargetSource(target, drafter.feature_layers, drafter.kept_ids)(batch)
-    count = len(anchors_by_depth(batch.response_mask, 1)[0])
-    return StepInputs(batch, target.embed(batch.input_ids), features, rows, row_of, count)
-
-
-def run_step(drafter, target, batch):
-    return drafter(step_inputs(drafter, target, batch))
 
 
 def test_anchors_are_nested_and_end_before_the_response_does():
@@ -61,12 +33,7 @@ def test_every_parameter_gets_a_finite_gradient_and_a_batch_can_be_overfitted(ta
     batch = make_batch()
     first = run_step(drafter, target, batch)
     first.loss.backward()
-    for name, parameter in drafter.named_parameters():
-        assert (
-            parameter.grad is not None
-            and parameter.grad.isfinite().all()
-            and parameter.grad.abs().sum() > 0
-        ), name
+    check_gradients(drafter)
 
     def learned(step):
         return (

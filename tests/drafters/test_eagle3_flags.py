@@ -21,10 +21,9 @@ from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.errors import UserError
 from drafttrain.ops.native import cpu_kernels
-from drafttrain.states.source import TargetSource
 from drafttrain.target import Target
 from tests.conftest import make_target, make_tokenizer
-from tests.drafters.test_eagle3 import make_batch, make_drafter, run_step
+from tests.drafters.helpers import make_batch, make_drafter, packed_batch, run_step, source_of
 
 YARN = {
     "rope_type": "yarn",
@@ -159,25 +158,6 @@ def test_responses_shorter_than_the_depths_train_as_far_as_they_go(target, optio
     assert step.loss.isfinite() and drafter.fc.weight.grad.isfinite().all()
 
 
-def packed_batch(whole: Batch, rows: list[list[int]]) -> Batch:
-    """The conversations of an unpacked batch, several per row."""
-    lengths = whole.lengths.tolist()
-    s = max(sum(lengths[i] for i in row) for row in rows)
-    ids = torch.zeros(len(rows), s, dtype=torch.long)
-    mask = torch.zeros(len(rows), s, dtype=torch.bool)
-    documents = []
-    for r, members in enumerate(rows):
-        start = 0
-        for i in members:
-            ids[r, start : start + lengths[i]] = whole.input_ids[i, : lengths[i]]
-            mask[r, start : start + lengths[i]] = whole.response_mask[i, : lengths[i]]
-            documents.append([r, start, lengths[i]])
-            start += lengths[i]
-    index = torch.tensor([i for row in rows for i in row])
-    totals = torch.tensor([sum(lengths[i] for i in row) for row in rows])
-    return Batch(ids, totals, mask, index, torch.tensor(documents))
-
-
 @pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["plain", "everything"])
 def test_gradient_checkpointing_gives_the_same_gradients(target, options):
     grads = []
@@ -205,9 +185,7 @@ def test_the_closed_form_start_serves_every_option(options):
     drafter = make_drafter(target, **{"head_dim": 8, "ttt_steps": 3, **options})
     batches = [make_batch((60, 50), seed=seed) for seed in range(20)]
     before = run_step(drafter, target, batches[0])
-    explained = linear_start(
-        drafter, batches, TargetSource(target, drafter.feature_layers, drafter.kept_ids)
-    )
+    explained = linear_start(drafter, batches, source_of(target, drafter))
     after = run_step(drafter, target, batches[0])
     assert 0.1 < explained <= 1.0
     assert after.loss < before.loss

@@ -9,38 +9,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drafttrain.drafters.eagle3.export import SHIPPING, unsupported_features
-from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
-from drafttrain.drafters.shipping import ExportRequest
+from drafttrain.drafters.eagle3.model import Eagle3
 from drafttrain.errors import UserError
 from drafttrain.formats.engines import ENGINES
-from drafttrain.formats.weights import write_checkpoint
 from tests.conftest import make_target
+from tests.drafters.eagle3_files import FLAGS, FLAT, SPECULATORS, make_head, write_eagle3
 from tests.engine_arithmetic.eagle3 import compare_steps
 
 # the format of each form
-SPECULATORS = "vllm"
-FLAT = "sglang"
 VLLM = ENGINES["vLLM"]
 SGLANG = ENGINES["SGLang"]
-
-
-def make_head(target, **options) -> Eagle3:
-    """A random head whose norms are not all ones, over a pruned vocabulary unless told otherwise."""
-    torch.manual_seed(1)
-    head = Eagle3(Eagle3Config.for_target(target, **{"draft_vocab_size": 80, **options})).eval()
-    for parameter in head.parameters():
-        if parameter.dim() == 1:
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    if head.config.draft_vocab_size < target.vocab_size:
-        head.kept_ids.copy_(torch.randperm(target.vocab_size)[: len(head.kept_ids)].sort().values)
-    return head
-
-
-def write_eagle3(head, folder, form, dtype=torch.bfloat16, speculative_tokens=3, target_name=""):
-    config = SHIPPING.engine_config(
-        head, form, ExportRequest(folder, dtype, target_name, speculative_tokens)
-    )
-    return write_checkpoint(folder, config, SHIPPING.engine_weights(head, config), dtype)
 
 
 @pytest.fixture(scope="module")
@@ -305,31 +283,6 @@ def test_pickles_are_read_only_on_demand_and_only_tensors(target, tmp_path):
     with pytest.raises(UserError, match="more than tensors"):
         SHIPPING.read(tmp_path, target.identity(), allow_pickle=True)
     assert not (tmp_path / "ran").exists()
-
-
-FLAGS = [
-    {"norm_before_residual": True},
-    {"fc_norm": True, "norm_output": True},
-    {"qk_norm": True},
-    {"attention_bias": True, "mlp_bias": True},
-    {"num_hidden_layers": 3, "norm_output": True},
-    {"sliding_window": 9},
-    {
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 5000.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 64,
-        }
-    },
-    {
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 5000.0,
-            "partial_rotary_factor": 0.5,
-        }
-    },
-]
 
 
 @pytest.mark.thorough

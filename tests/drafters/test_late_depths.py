@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from drafttrain.errors import UserError
+from tests.drafters.helpers import make_batch, run_step
 from tests.drafters.layer_kinds import make_kind
-from tests.drafters.test_eagle3 import make_batch, run_step
 
 KINDS = {
     "eagle3": {"ttt_steps": 3, "depth_share": 0.5},

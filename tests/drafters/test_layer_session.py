@@ -12,8 +12,8 @@ from drafttrain.ops.cpu_draft import DraftStep
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.tree_attention import CpuPlan
 from tests.conftest import make_target
+from tests.drafters.helpers import make_batch, make_drafter
 from tests.drafters.layer_kinds import check_lossless, check_parity, make_kind
-from tests.drafters.test_eagle3 import make_batch, make_drafter
 
 
 @pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from drafttrain.drafters.common.starts import LeastSquares, linear_start
-from drafttrain.states.source import TargetSource
 from tests.conftest import make_target
-from tests.drafters.test_eagle3 import make_batch, make_drafter, run_step
+from tests.drafters.helpers import make_batch, make_drafter, run_step, source_of
 
 
 def test_least_squares_finds_the_map_from_batches():
@@ -31,9 +30,7 @@ def test_the_start_beats_copied_weights_and_every_parameter_still_learns(options
     drafter = make_drafter(target, **{"head_dim": 8, **options})
     batches = [make_batch((60, 50), seed=seed) for seed in range(20)]
     before = run_step(drafter, target, batches[0]).loss
-    explained = linear_start(
-        drafter, batches, TargetSource(target, drafter.feature_layers, drafter.kept_ids)
-    )
+    explained = linear_start(drafter, batches, source_of(target, drafter))
     step = run_step(drafter, target, batches[0])
     assert 0.1 < explained <= 1.0
     assert step.loss < before
@@ -49,7 +46,7 @@ def test_attention_looks_at_its_own_token():
     target = make_target(hidden=64)
     drafter = make_drafter(target, num_attention_heads=4, num_key_value_heads=4, head_dim=16)
     batches = [make_batch((60, 50), seed=seed) for seed in range(20)]
-    linear_start(drafter, batches, TargetSource(target, drafter.feature_layers, drafter.kept_ids))
+    linear_start(drafter, batches, source_of(target, drafter))
     seen = {}
 
     def watch(module, args, kwargs=None):

@@ -7,8 +7,8 @@ import torch
 
 from drafttrain.batch import Part
 from drafttrain.drafters.common.layers import moved
+from tests.drafters.helpers import make_batch, run_step
 from tests.drafters.layer_kinds import check_parity, make_kind
-from tests.drafters.test_eagle3 import make_batch, run_step
 
 LAYERED = ["eagle3", "eagle1", "peagle", "mtp"]
 

@@ -9,10 +9,10 @@ from transformers import GraniteConfig, GraniteForCausalLM
 
 from drafttrain.drafters.mtp.model import MTP, MTPConfig
 from drafttrain.errors import UserError
-from drafttrain.states.source import TargetSource
 from drafttrain.target import Target
 from drafttrain.target.own_layer import OwnLayer
 from tests.conftest import make_target
+from tests.drafters.helpers import make_batch, run_step, source_of
 from tests.drafters.layer_kinds import (
     check_lossless,
     check_packed_rows,
@@ -22,7 +22,6 @@ from tests.drafters.layer_kinds import (
     check_trees,
     make_kind,
 )
-from tests.drafters.test_eagle3 import make_batch, run_step
 
 KEPT = torch.arange(40, 240)
 OPTIONS = [
@@ -86,9 +85,7 @@ def test_the_closed_form_start_beats_copied_weights_at_every_depth(modules):
     drafter = make_kind("mtp", target, modules=modules, ttt_steps=3)
     batches = [make_batch((60, 50), seed=seed) for seed in range(20)]
     before = run_step(drafter, target, batches[0])
-    explained = drafter.solve_start(
-        batches, TargetSource(target, drafter.feature_layers, drafter.kept_ids)
-    )
+    explained = drafter.solve_start(batches, source_of(target, drafter))
     after = run_step(drafter, target, batches[0])
     assert 0.1 < explained <= 1.0
     assert (after.metrics["loss"] < before.metrics["loss"]).all()

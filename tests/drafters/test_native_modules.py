@@ -14,9 +14,9 @@ from drafttrain.drafters.shipping import ExportRequest, check_expressible, find_
 from drafttrain.errors import UserError
 from drafttrain.target import Target, load_shell
 from drafttrain.target.own_layer import OwnLayer, causal
+from tests.drafters.helpers import check_gradients, make_batch, run_step
 from tests.drafters.layer_kinds import check_lossless, check_parity, check_round_trip, check_trees
 from tests.drafters.native_families import FAMILIES, VOCAB, H, reference, write_checkpoint
-from tests.drafters.test_eagle3 import make_batch, run_step
 
 ALL = torch.arange(VOCAB)
 
@@ -114,12 +114,7 @@ def test_training_goes_on_decodes_and_is_saved(name, tmp_path):
     drafter = begin(target)
     before = run_step(drafter, target, make_batch())
     before.loss.backward()
-    for part, parameter in drafter.named_parameters():
-        assert (
-            parameter.grad is not None
-            and parameter.grad.isfinite().all()
-            and parameter.grad.abs().sum() > 0
-        ), part
+    check_gradients(drafter)
     optimizer = torch.optim.Adam(drafter.parameters(), lr=5e-3)
     for _ in range(12):
         optimizer.zero_grad()

@@ -17,7 +17,7 @@ from drafttrain.drafters.common.ngram_table import NgramTable
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.errors import UserError
 from drafttrain.target import tokenizer_fingerprint
-from tests.drafters.test_eagle3 import make_drafter
+from tests.drafters.helpers import make_drafter
 
 CORPUS = [[1, 2, 3, 4], [1, 2, 3, 5], [9, 2, 3, 5], [7, 7, 7]]
 

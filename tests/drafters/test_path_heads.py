@@ -16,10 +16,16 @@ from drafttrain.errors import UserError
 from drafttrain.inference import Decoder, SamplingParams, generate
 from drafttrain.ops.packing import pack
 from drafttrain.ops.sampling import Sampler
-from drafttrain.states.source import TargetSource
 from tests.conftest import make_target
+from tests.drafters.helpers import (
+    check_gradients,
+    make_batch,
+    make_heads,
+    run_step,
+    source_of,
+    step_inputs,
+)
 from tests.drafters.overfitting import overfit
-from tests.drafters.test_eagle3 import make_batch, run_step, step_inputs
 from tests.training.test_train import write_data, write_recipe
 
 # Every option of every kind, each away from its default at least once.
@@ -38,23 +44,6 @@ FORMS = [
 KINDS = ["medusa", "hydra", "mlp_speculator"]
 every_form = pytest.mark.parametrize(("kind", "options"), FORMS)
 every_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-def make_heads(target, kind, kept=None, spread=0.3, **options):
-    """A drafter off its start: zero-initialised branches would hide mistakes."""
-    torch.manual_seed(3)
-    kept = torch.arange(target.vocab_size) if kept is None else kept
-    cls = kind_class(kind)
-    drafter = cls(cls.config_class.for_target(target, draft_vocab_size=len(kept), **options))
-    drafter.initialize(target, kept)
-    for parameter in drafter.parameters():
-        parameter.data += (
-            spread
-            * parameter.data.std().nan_to_num(1.0).clamp(min=0.1)
-            * torch.randn_like(parameter)
-        )
-    drafter.bind(target)
-    return drafter.eval()
 
 
 def drafting(drafter, target, length=9):
@@ -76,12 +65,7 @@ def test_every_parameter_gets_a_finite_gradient_and_a_batch_can_be_overfitted(
     batch = make_batch()
     first = run_step(drafter, target, batch)
     first.loss.backward()
-    for name, parameter in drafter.named_parameters():
-        assert (
-            parameter.grad is not None
-            and parameter.grad.isfinite().all()
-            and parameter.grad.abs().sum() > 0
-        ), name
+    check_gradients(drafter)
 
     def learned(step):
         return (
@@ -245,7 +229,7 @@ def test_least_squares_improves_the_start(target, kind):
     batch = Batch(ids, torch.full((4,), 60), mask, torch.arange(4))
     drafter = make_heads(target, kind, torch.arange(30, 250), spread=0.0)
     before = run_step(drafter, target, batch).loss
-    source = TargetSource(target, drafter.feature_layers, drafter.kept_ids)
+    source = source_of(target, drafter)
     explained = drafter.solve_start([batch], source)
     after = run_step(drafter, target, batch).loss
     assert 0.5 < explained <= 1 and after < 0.5 * before
@@ -302,7 +286,7 @@ def test_likeliest_paths_are_those_of_highest_product():
 def test_the_default_tree_follows_what_is_right_on_held_out_data(target, kind):
     drafter = make_heads(target, kind, spread=0.05, tree_nodes=7)
     batch = make_batch((20, 20))
-    source = TargetSource(target, drafter.feature_layers, drafter.kept_ids)
+    source = source_of(target, drafter)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=2e-2)
     for _ in range(40):
         optimizer.zero_grad()

@@ -8,8 +8,8 @@ import torch
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.peagle.model import PEagle, PEagleConfig
 from drafttrain.errors import UserError
-from drafttrain.states.source import TargetSource
 from tests.conftest import make_target
+from tests.drafters.helpers import make_batch, run_step, source_of
 from tests.drafters.layer_kinds import (
     check_lossless,
     check_packed_rows,
@@ -19,7 +19,6 @@ from tests.drafters.layer_kinds import (
     check_trees,
     make_kind,
 )
-from tests.drafters.test_eagle3 import make_batch, run_step
 from tests.drafters.test_eagle3_flags import EVERYTHING
 
 KEPT = torch.arange(40, 240)
@@ -102,13 +101,7 @@ def test_the_closed_form_start_beats_copied_weights():
     drafter = make_kind("peagle", target)
     batches = [make_batch((60, 50), seed=seed) for seed in range(20)]
     before = run_step(drafter, target, batches[0])
-    assert (
-        0.1
-        < drafter.solve_start(
-            batches, TargetSource(target, drafter.feature_layers, drafter.kept_ids)
-        )
-        <= 1.0
-    )
+    assert 0.1 < drafter.solve_start(batches, source_of(target, drafter)) <= 1.0
     after = run_step(drafter, target, batches[0])
     assert after.loss < before.loss and after.metrics["loss"][0] < before.metrics["loss"][0]
 

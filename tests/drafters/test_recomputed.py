@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.conftest import make_target
+from tests.drafters.helpers import make_batch, run_step
 from tests.drafters.layer_kinds import make_kind
-from tests.drafters.test_eagle3 import make_batch, run_step
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,7 @@ from drafttrain.drafters.suffix.model import SuffixDrafter
 from drafttrain.errors import UserError
 from drafttrain.inference import generate, generate_batch
 from drafttrain.target import tokenizer_fingerprint
-from tests.drafters.test_combined import paths
-from tests.drafters.test_eagle3 import make_drafter
+from tests.drafters.helpers import make_drafter, paths
 
 
 def session_after(drafter, prompt, answer=()):

@@ -19,8 +19,7 @@ from drafttrain.inference import SamplingParams, generate
 from drafttrain.inference.engine import Decoder
 from drafttrain.tuning.tune import TuneSettings, search_tree
 from tests.conftest import make_target
-from tests.drafters.test_combined import paths
-from tests.drafters.test_eagle3 import make_drafter
+from tests.drafters.helpers import make_drafter, paths
 from tests.inference.fakes import MarkovTarget
 
 NO_TREE = TokenTree.empty()

@@ -15,7 +15,7 @@ from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.ops.sampling import Sampler, SamplingParams, probabilities
 from tests.drafters.growing import expand
-from tests.drafters.test_eagle3 import make_batch, make_drafter
+from tests.drafters.helpers import make_batch, make_drafter
 
 VOCAB = 6
 FIXED = ("chain:3", "fanout:3x2x1", "paths:0,1,0-0,0-1,1-0,0-0-0")

@@ -34,8 +34,7 @@ from drafttrain.ops.sampling import Sampler, probabilities
 from drafttrain.states.source import NoTarget, TargetSource
 from drafttrain.target import Target
 from tests.conftest import make_target, make_tokenizer
-from tests.drafters.test_draft_model import session_after
-from tests.drafters.test_eagle3 import make_batch
+from tests.drafters.helpers import make_batch, session_after
 
 PROSE = (
     "The keeper of the lighthouse counted the waves and the ships. In 1998 the committee didn't mention the naïve café, "

@@ -19,7 +19,7 @@ from drafttrain.tuning import eval_command
 from drafttrain.tuning import tune as tuning
 from tests.conftest import make_target
 from tests.data.templates.families import FOLDER
-from tests.drafters.test_eagle3 import make_drafter
+from tests.drafters.helpers import make_drafter
 from tests.evaluation import test_metrics as metrics
 
 QUESTIONS = [

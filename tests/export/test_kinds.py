@@ -15,7 +15,7 @@ from drafttrain.drafters.shipping import find_drafter, format_lines, shipped_kin
 from drafttrain.export.serving_recipes import recipes
 from drafttrain.formats.engines import ENGINES, FORMATS
 from tests.conftest import make_target
-from tests.drafters.test_eagle3_formats import make_head
+from tests.drafters.eagle3_files import make_head
 
 
 @pytest.fixture

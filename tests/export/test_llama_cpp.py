@@ -24,8 +24,8 @@ from drafttrain.formats.write_gguf import write_gguf
 from drafttrain.inference import generate
 from drafttrain.target import Target
 from tests import engine_arithmetic
+from tests.drafters.helpers import run_step
 from tests.drafters.layer_kinds import make_kind
-from tests.drafters.test_eagle3 import run_step
 from tests.formats.test_write_gguf import ROPE, make_checkpoint
 
 SIDE = Path(engine_arithmetic.__file__).with_name("llama_tokens_side.py")

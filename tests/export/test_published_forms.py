@@ -23,10 +23,9 @@ from drafttrain.drafters.shipping import find_drafter, shipping
 from drafttrain.inference import generate
 from drafttrain.target import Target
 from tests.conftest import make_target
+from tests.drafters.block_kinds import begun, shaken
+from tests.drafters.helpers import make_batch, make_heads
 from tests.drafters.layer_kinds import make_kind
-from tests.drafters.test_block import begun, shaken
-from tests.drafters.test_eagle3 import make_batch
-from tests.drafters.test_path_heads import make_heads
 
 KEPT = torch.arange(0, 300, 2)
 PAGE = Path(__file__).parents[2] / "docs" / "publishing.md"

@@ -21,9 +21,9 @@ from drafttrain.errors import UserError
 from drafttrain.formats.weights import write_checkpoint
 from drafttrain.target import Target
 from tests.conftest import make_target
+from tests.drafters.block_kinds import shaken
+from tests.drafters.helpers import make_heads
 from tests.drafters.layer_kinds import make_kind
-from tests.drafters.test_block import shaken
-from tests.drafters.test_path_heads import make_heads
 
 KEPT = torch.arange(40, 240)
 # What `drafttrain verify --output` has under "files"; more keys may come, none may go.

@@ -19,8 +19,8 @@ from drafttrain.formats.engines import ENGINES
 from drafttrain.target import Target
 from tests import engine_arithmetic
 from tests.conftest import make_target
+from tests.drafters.block_kinds import shaken
 from tests.drafters.layer_kinds import make_kind
-from tests.drafters.test_block import shaken
 
 WHEEL = os.environ.get("SGLANG_WHEEL", "")
 SIDE = Path(engine_arithmetic.__file__).with_name("sglang_class_side.py")

@@ -19,8 +19,8 @@ from drafttrain.drafters.shipping import ExportRequest, find_drafter, shipping
 from drafttrain.export.engine_runs import run_side
 from tests import engine_arithmetic
 from tests.conftest import make_target
-from tests.drafters.test_block import shaken
-from tests.drafters.test_eagle3_formats import FLAGS, FLAT, SPECULATORS, make_head, write_eagle3
+from tests.drafters.block_kinds import shaken
+from tests.drafters.eagle3_files import FLAGS, FLAT, SPECULATORS, make_head, write_eagle3
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 SIDE = Path(engine_arithmetic.__file__).with_name("vllm_class_side.py")

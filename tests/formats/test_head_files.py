@@ -19,7 +19,7 @@ from drafttrain.drafters.shipping import (
 from drafttrain.errors import UserError
 from drafttrain.export.export_drafter import run
 from drafttrain.export.export_drafter_flags import add_arguments
-from tests.drafters.test_path_heads import make_heads
+from tests.drafters.helpers import make_heads
 from tests.engine_arithmetic.heads import ENGINES, compare_heads
 
 KEPT = torch.arange(40, 240)

@@ -22,7 +22,7 @@ from drafttrain.formats.public_names import shorten
 from drafttrain.hub.upload import check_private
 from drafttrain.target import Target
 from tests.conftest import make_target
-from tests.drafters.test_eagle3_formats import make_head
+from tests.drafters.eagle3_files import make_head
 from tests.formats.test_write_gguf import make_checkpoint
 from tests.hub.hub_server import READ_ONLY, TOKEN, HubServer
 

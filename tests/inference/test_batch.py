@@ -23,7 +23,7 @@ from drafttrain.inference import (
 from drafttrain.ops import tree_cache
 from drafttrain.ops.tree_attention import TreeLayout
 from tests.conftest import make_target
-from tests.drafters.test_eagle3 import make_drafter
+from tests.drafters.helpers import make_drafter
 from tests.inference.fakes import ANY, FakeBatch, MarkovTarget, family, hf_greedy
 
 PROMPTS = [

@@ -12,7 +12,7 @@ from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.inference import Decoder, SamplingParams, static
 from drafttrain.inference.responses import ResponseEngine, ResponseRequest
 from tests.conftest import make_target
-from tests.drafters.test_eagle3 import make_drafter
+from tests.drafters.helpers import make_drafter
 
 THREADS = 4
 ROUNDS = 3

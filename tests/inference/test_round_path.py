@@ -14,7 +14,7 @@ from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.inference import Decoder
 from drafttrain.ops.native import cpu_kernels
 from tests.conftest import make_target
-from tests.drafters.test_eagle3 import make_drafter
+from tests.drafters.helpers import make_drafter
 
 PACKAGE = Path(drafttrain.__file__).parent
 ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"

@@ -19,7 +19,7 @@ from drafttrain.ops.sampling import probabilities
 from drafttrain.target import Target
 from drafttrain.target.attention import CausalRows
 from drafttrain.target.snapshots import SnapshotCache
-from tests.drafters.test_eagle3 import make_drafter
+from tests.drafters.helpers import make_drafter
 from tests.inference.fakes import ANY, OWN, VOCAB, FakeBatch, FakeDrafter, family, hf_greedy
 from tests.inference.test_families import tokens
 

@@ -19,7 +19,7 @@ from drafttrain.ops import graphs
 from drafttrain.ops.graphs import step_shape
 from drafttrain.target import Target
 from tests.conftest import make_target
-from tests.drafters.test_eagle3 import make_drafter
+from tests.drafters.helpers import make_drafter
 from tests.inference.fakes import ANY, FakeBatch, family
 
 PROMPTS = [

@@ -16,8 +16,8 @@ from drafttrain.ops import native
 from drafttrain.ops.cpu_draft import DraftHead, KeyStore
 from drafttrain.ops.packing import PackedLinear
 from tests.conftest import make_target
+from tests.drafters.helpers import make_batch
 from tests.drafters.layer_kinds import make_kind
-from tests.drafters.test_eagle3 import make_batch
 
 pytestmark = pytest.mark.skipif(native.cpu_kernels() is None, reason="no C compiler here")
 

@@ -27,7 +27,7 @@ from drafttrain.states.source import TargetSource
 from drafttrain.states.transports.folder import RECORD
 from drafttrain.target import Target
 from drafttrain.target.attention import LAST
-from tests.drafters.test_eagle3 import make_drafter
+from tests.drafters.helpers import make_drafter
 from tests.states.fake_state_server import FakeStateServer
 from tests.states.stand_ins import LAYERS, SERVED, stored
 from tests.training.test_train import ROOT, write_data

@@ -9,7 +9,7 @@ from drafttrain.drafters.base import StepInputs
 from drafttrain.losses import DIVERGENCES
 from drafttrain.states.source import NoTarget, TargetSource
 from drafttrain.training.first_batches import first_batches
-from tests.drafters.test_eagle3 import make_batch, make_drafter
+from tests.drafters.helpers import make_batch, make_drafter
 from tests.inference.fakes import VOCAB, family
 
 KEPT = torch.arange(0, 300, 2)

@@ -12,7 +12,7 @@ from drafttrain.inference import generate
 from drafttrain.states.source import TargetSource
 from drafttrain.target import Target
 from tests.conftest import make_target
-from tests.drafters.test_eagle3 import make_batch, make_drafter, run_step
+from tests.drafters.helpers import make_batch, make_drafter, run_step
 
 
 def places(target: Target, elsewhere: str) -> dict[str, str]:

@@ -17,7 +17,7 @@ from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
 from tests.conftest import make_target
-from tests.drafters.test_eagle3 import make_drafter
+from tests.drafters.helpers import make_drafter
 
 pytestmark = pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")
 

@@ -15,7 +15,7 @@ from drafttrain.drafters.draft_model.model import DraftModel
 from drafttrain.errors import UserError
 from drafttrain.states.source import TargetSource
 from drafttrain.training.on_policy import OnPolicy, OnPolicyOptions
-from tests.drafters.test_eagle3 import make_drafter
+from tests.drafters.helpers import make_drafter
 
 ROWS = [
     {

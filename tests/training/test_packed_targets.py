@@ -10,8 +10,7 @@ from drafttrain.data.store import FeatureStore, Store
 from drafttrain.states.origins import Stored
 from drafttrain.states.source import TargetSource
 from tests.conftest import make_target
-from tests.drafters.test_eagle3 import make_batch
-from tests.drafters.test_eagle3_flags import packed_batch
+from tests.drafters.helpers import make_batch, packed_batch
 
 LAYERS = (1, 2, 4)
 

@@ -12,9 +12,8 @@ from drafttrain.states.origins import Row
 from drafttrain.states.source import Online, TargetSource, run_rows
 from drafttrain.target import Target
 from drafttrain.target.shared_rows import check_shared
+from tests.drafters.helpers import make_batch, packed_batch, run_step
 from tests.drafters.layer_kinds import make_kind
-from tests.drafters.test_eagle3 import make_batch, run_step
-from tests.drafters.test_eagle3_flags import packed_batch
 from tests.inference.test_every_family import FAMILIES, build
 
 HYBRIDS = {

@@ -16,7 +16,7 @@ from drafttrain.data.store import load_records
 from drafttrain.states.source import TargetSource
 from drafttrain.training.acceleration import OneProcess
 from drafttrain.training.step import TrainingStep
-from tests.drafters.test_eagle3 import make_drafter
+from tests.drafters.helpers import make_drafter
 from tests.training.test_train import ROOT, write_data
 
 MOST_FILES = 12

@@ -23,7 +23,7 @@ from drafttrain.target import Target
 from drafttrain.train import build_drafter
 from drafttrain.training.limits import TimeBudget
 from tests.conftest import make_target
-from tests.drafters.test_eagle3 import make_drafter
+from tests.drafters.helpers import make_drafter
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -19,7 +19,7 @@ from drafttrain.states.origins import Stored
 from drafttrain.states.source import TargetSource
 from drafttrain.target import Target, TargetShell, load_shell
 from tests.conftest import make_target
-from tests.drafters.test_eagle3 import make_drafter
+from tests.drafters.helpers import make_drafter
 from tests.target.test_shell import delete_layer_files, save
 from tests.training.test_train import write_recipe
 

@@ -34,7 +34,7 @@ from drafttrain.tuning.replay import (
 )
 from tests.conftest import make_target
 from tests.data.test_tools import TEMPLATE, tokenizer_with
-from tests.drafters.test_eagle3 import make_drafter
+from tests.drafters.helpers import make_drafter
 from tests.evaluation.test_metrics import record as record_of
 from tests.evaluation.test_metrics import side
 

@@ -1,0 +1,39 @@
+"""Block drafters for tests, at and away from their start."""
+
+from __future__ import annotations
+
+import torch
+
+KEPT = torch.arange(40, 240)
+
+
+def make_drafter(kind, target, kept=KEPT, **options):
+    """A drafter of a block kind that is bound to the target."""
+    torch.manual_seed(3)
+    options = {"block_size": 5, "anchor_share": 1.0, "loss": "kl", **options}
+    drafter = kind(kind.config_class.for_target(target, draft_vocab_size=len(kept), **options))
+    drafter.initialize(target, kept)
+    drafter.bind(target)
+    return drafter
+
+
+def shaken(kind, target, **options):
+    """With norms, mask and low ranks away from where they start."""
+    drafter = make_drafter(kind, target, **options)
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            if parameter.dim() == 1 or "markov" in name or "conv" in name:
+                parameter += (0.05 if "conv" in name or "out" in name else 0.3) * torch.randn(
+                    parameter.shape, generator=generator
+                )
+    return drafter.eval()
+
+
+def begun(drafter, target, prefix, max_length=64):
+    """A session that has read a prefix, in pieces."""
+    features = target.forward(prefix[None], drafter.feature_layers).features[0, :-1]
+    session = drafter.start(prefix[:-1], max_length)
+    for piece in (slice(0, 3), slice(3, 4), slice(4, None)):  # as prompts and rounds do
+        session.extend(prefix[1:][piece], features[piece])
+    return session
