@@ -93,8 +93,8 @@ class AnswerFormat:
     def called(self, text: str) -> list[str]:
         """Names of the functions that an answer calls, without whitespace."""
         if not self.lead:
-            return [_without_spaces(call["name"]) for call in _json_calls(text)]
-        pieces = _without_spaces(text).split(self.lead)[1:]
+            return [without_spaces(call["name"]) for call in _json_calls(text)]
+        pieces = without_spaces(text).split(self.lead)[1:]
         return [piece.partition(self.follow)[0] for piece in pieces]
 
     def message(
@@ -184,7 +184,8 @@ def _json_calls(text: str) -> Iterator[Json]:
         at = text.find("{", end)
 
 
-def _without_spaces(text: str) -> str:
+def without_spaces(text: str) -> str:
+    """The text without any white space, in which templates differ."""
     return "".join(text.split())
 
 
@@ -304,7 +305,7 @@ def _call_frame(
                 continue
             # What the prompt and the content hold is no part of a call.
             text = text[_shared(before, text) :].rpartition(_CONTENT)[2]
-            pieces = [_without_spaces(part) for part in text.split(MARKED_NAME)]
+            pieces = [without_spaces(part) for part in text.split(MARKED_NAME)]
             if len(pieces) == count + 1:
                 leads += pieces[:-1]
                 follow = pieces[-1][:1]

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from drafttrain.data.answers import AnswerFormat, answer_format
+from drafttrain.data.answers import AnswerFormat, answer_format, without_spaces
 from drafttrain.data.chat import (
     NO_INPUTS,
     ChatInputs,
@@ -263,8 +263,8 @@ class Conversation(Transcript):
             made = [call["function"]["name"] for call in self.reply["tool_calls"]]
         else:
             made = form.called(answer)
-        return [_without_spaces(name) for name in made] == [
-            _without_spaces(name) for name in recorded
+        return [without_spaces(name) for name in made] == [
+            without_spaces(name) for name in recorded
         ]
 
     def _as_messages(
@@ -349,10 +349,6 @@ class Conversation(Transcript):
         record = self.stored(renderer.tokenizer, form, f"{self.id}/{self.part}", self.source)
         record["part"] = self.part
         return record
-
-
-def _without_spaces(text: str) -> str:
-    return "".join(text.split())
 
 
 def _rendering(

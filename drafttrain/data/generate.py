@@ -79,14 +79,9 @@ def run(args: argparse.Namespace) -> int:
             check_space(store.directory, feature_bytes(mine, args, settings, row_bytes), "features")
 
         this_run = run_counts(0, 0, 0.0, {})
-        if existing:
-            path = Path(args.prompts).expanduser()
-            kwargs = args.chat_template_kwargs
-            backend = ExistingBackend(target, path, kwargs, args.max_length, done, share)
-            this_run = store_answers(args, settings, store, backend, [])
-        elif mine:
-            asked = make_backend(args, target, settings, layers, len(mine))
-            this_run = store_answers(args, settings, store, asked, mine)
+        if existing or mine:
+            backend = make_backend(args, target, settings, layers, len(mine), done, share)
+            this_run = store_answers(args, settings, store, backend, mine)
         report(args, store, this_run, None if existing else len(ids), share)
     return 0
 
@@ -269,12 +264,19 @@ def make_backend(
     settings: ResponseSettings,
     layers: tuple[int, ...],
     count: int,
+    done: set[str],
+    share: Share,
 ) -> Backend:
-    """The backend of --backend, one that asks the target.
+    """The backend of --backend.
 
     Args:
         count: conversations to answer, which bounds the slots.
+        done: ids of stored rows. share: the rows of this process.
     """
+    if args.backend == "existing":
+        path = Path(args.prompts).expanduser()
+        kwargs = args.chat_template_kwargs
+        return ExistingBackend(target, path, kwargs, args.max_length, done, share)
     given = None if args.slots == "auto" else args.slots
     if args.backend == "openai":
         return OpenAIBackend(args.url, args.model, settings, given)
@@ -320,11 +322,11 @@ def choose_slots(slots: int | str, target: Target, max_length: int, features: in
     return max(1, min(most, int(free / 2 / (token * max_length))))
 
 
-class _Row(NamedTuple):
-    """A row to store, with the target's states if they are stored."""
+class _Rows(NamedTuple):
+    """Rows of a conversation, with the target's states if they are stored."""
 
-    record: Json
-    states: dict[str, Tensor] | None
+    records: list[Json]
+    states: list[dict[str, Tensor]]
 
 
 def store_answers(
@@ -348,7 +350,7 @@ def store_answers(
     dropped = dict.fromkeys(backend.drops, 0)
     failures = Failures(store.directory, store.rank)
     # The rows of conversations that go on: those of one are stored together.
-    held: dict[str, list[_Row]] = {}
+    held: dict[str, _Rows] = {}
     conversations = 0
     tokens = 0
     began = time.perf_counter()
@@ -391,19 +393,20 @@ def store_answers(
                     failures.add(it.id, result)
                     show(1)
                     continue
+                rows = held.setdefault(it.id, _Rows([], []))
                 if it.spans:
                     tokens += sum(end - start for start, end in it.spans)
                     record = it.record(settings.renderer)
-                    states = None
+                    rows.records.append(record)
                     if args.features != "none":
-                        states = _states_of(record, result)
-                    held.setdefault(it.id, []).append(_Row(record, states))
+                        rows.states.append(_states_of(record, result))
                 if it.follows:
                     continue
-                rows = held.pop(it.id, [])
-                _store(store, rows)
+
+                del held[it.id]
+                store.add(rows.records, rows.states)
                 # A row of a file is stored by itself; all but the last of a conversation have a part.
-                if rows and "part" not in rows[-1].record:
+                if rows.records and "part" not in rows.records[-1]:
                     conversations += 1
                 if backend.asks:
                     dropped["turns_not_reached"] += it.turns_left
@@ -413,9 +416,9 @@ def store_answers(
 
             # Conversations that the budget has ended between two rows end with the earlier one.
             for key, rows in held.items():
-                rows[-1].record["id"] = key
-                del rows[-1].record["part"]
-                _store(store, rows)
+                rows.records[-1]["id"] = key
+                del rows.records[-1]["part"]
+                store.add(rows.records, rows.states)
                 conversations += 1
         finally:  # an interrupted run keeps the states of what was finished
             store.flush()
@@ -442,13 +445,6 @@ def _states_of(record: Json, result: Finished | None) -> dict[str, Tensor]:
     assert result.last_hidden is not None
     fed = len(record["tokens"]) - 1  # the last token was never an input
     return {"features": result.features[:fed], "last_hidden": result.last_hidden[:fed]}
-
-
-def _store(store: Store, rows: Sequence[_Row]) -> None:
-    """Stores the rows of a conversation, with their states if they have any."""
-    records = [row.record for row in rows]
-    states = [row.states for row in rows if row.states is not None]
-    store.add(records, states)
 
 
 def run_counts(conversations: int, tokens: int, seconds: float, dropped: dict[str, int]) -> Json:
