@@ -148,7 +148,10 @@ FOUR = ("", "value", "default", "meaning")
 def config_page() -> str:
     parts = [CONFIG, "## Recipe keys\n", rows(FOUR, keys(TrainConfig))]
     parts += ["## Keys of on_policy\n", rows(FOUR, keys(OnPolicyOptions, "on_policy."))]
-    more = "Every other field of transformers `TrainingArguments` is a key too; its declared type is checked."
+    more = (
+        "Every other field of transformers `TrainingArguments` that training reads is a key too; its declared type is checked. "
+        "A field that only transformers' own `Trainer` reads is refused."
+    )
     parts += [f"## Keys of the trainer\n\n{more}\n", rows(FOUR, keys(TrainerKeys)), DRAFTER]
     for kind in kinds():
         if getattr(kind_class(kind), "config_class", None) is not None:

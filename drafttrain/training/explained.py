@@ -38,8 +38,10 @@ def explained(args: TrainingArguments) -> Iterator[None]:
         if last := newest_checkpoint(args):
             kept = f"{last} is kept, the same command continues from there"
         text = " ".join(str(error).split())
-        memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        if memory or any(sign in text for sign in _NO_MEMORY):
+        no_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if not no_memory:
+            no_memory = any(sign in text for sign in _NO_MEMORY)
+        if no_memory:
             raise UserError(_no_memory(args, text, kept)) from error
         if is_disk_full(error):
             raise UserError(_no_space(args, kept)) from error

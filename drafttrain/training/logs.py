@@ -80,6 +80,7 @@ class Logs:
     def count_tokens(self, batches: list[Inputs]) -> None:
         """Counts the operations of a step's forwards and backwards, padding included."""
         for inputs in batches:
+            # Two operations per weight and token forward, four backward.
             self.flops += 6.0 * inputs["input_ids"].numel() * self.parameters
 
     def add(self, losses: list[Tensor], seconds: float) -> None:
@@ -90,12 +91,13 @@ class Logs:
 
     def write(self, figures: Figures) -> None:
         """Notes figures of the present step, to which it adds the epoch."""
-        figures["epoch"] = self.state.epoch
+        figures["epoch"] = self.state.epoch  # reporters and callers see it, too
         self.state.log_history.append({**figures, "step": self.state.global_step})
         self.tell("on_log", logs=figures)
 
     def write_step(self, norm: Tensor | float, rate: float) -> None:
         """Notes loss, acceptance by depth, throughput and memory since the last time."""
+        # The mean over ranks: each rank's loss is scaled by their number, see `compute_loss`.
         loss = self.accelerator.gather(self.loss).mean().item()
         self.losses += loss
         self.loss = torch.zeros_like(self.loss)

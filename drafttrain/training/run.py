@@ -89,6 +89,7 @@ class Training:
             sequence=run.sequence,
         )
         steps = self.order.total_steps()
+        # One state for all parts: each reads the present step from it.
         self.state = load_state(run.checkpoint)
         self._begin_state(steps)
 
@@ -97,7 +98,7 @@ class Training:
             load_weights(run.drafter, run.checkpoint)
         run.drafter.config.use_cache = False  # config.json has always said so
         enable_checkpointing(run.drafter, args)
-        # counted before ZeRO-3 shards them
+        # Counted here, because ZeRO-3 shards the weights in the next step.
         parameters = run.drafter.num_parameters(exclude_embeddings=True)
         self.model, self.optimizer, self.schedule = prepared(
             accelerator=self.accelerator,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import shutil
 
 import pytest
@@ -151,3 +152,16 @@ def test_resume_false_begins_anew_and_only_then_are_an_old_drafters_settings_for
     assert "going on" not in capsys.readouterr().out
     assert {path.name for path in run.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
     assert default_tree(str(run)) is None and not (run / "adapter").exists()
+
+
+@pytest.mark.thorough
+def test_a_run_that_died_behind_its_last_checkpoint_takes_no_further_step(begun, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(begun[0], run)
+    (run / "training.json").unlink()
+    (run / "model.safetensors").unlink()
+    assert main(["train", *begun[1], f"output_dir={run}", "max_steps=2"]) == 0
+    assert "going on from" in capsys.readouterr().out
+    summary = json.loads((run / "training.json").read_text())
+    assert summary["steps"] == 2 and (run / "model.safetensors").is_file()
+    assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-2"]
