@@ -23,16 +23,18 @@ class EngineRelease(NamedTuple):
         return Version(self.release) < Version(release)
 
     def of_release(self, release: str) -> EngineRelease:
-        """The engine in another release; the same for an empty one. Raises UserError: no version
-        number.
+        """The engine in another release; the same for an empty one.
+
+        Raises:
+            UserError: not a version number.
         """
-        try:
-            if release:
-                return self._replace(release=str(Version(release)))
+        if not release:
             return self
+        try:
+            return self._replace(release=str(Version(release)))
         except InvalidVersion as error:
             raise UserError(
-                f"engine-version={release!r} is no version number; write for example {self.release}"
+                f"engine-version={release!r} is not a version number; write for example {self.release}"
             ) from error
 
 

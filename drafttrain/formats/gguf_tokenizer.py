@@ -51,15 +51,15 @@ def add_tokenizer(
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int,
 ) -> None:
+    """Writes a tokenizer's keys. vocab_size: tokens of the file; those beyond it are placeholders."""
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError("GGUF is written from a fast tokenizer (tokenizer.json); this one is slow")
     described = json.loads(tokenizer.backend_tokenizer.to_str())
     model = described["model"]
     if model["type"] != "BPE":
         raise UserError(f"tokenizers of type {model['type']} are not written to GGUF; BPE is")
-    with (
-        scratch_folder() as scratch
-    ):  # gguf reads files; these hold what the tokenizer does, nothing else
+    # gguf reads files; these hold what the tokenizer does, nothing else.
+    with scratch_folder() as scratch:
         tokenizer.save_pretrained(scratch)
         special = gguf.SpecialVocab(
             scratch,
@@ -68,61 +68,56 @@ def add_tokenizer(
         )
     if not special.merges:
         raise UserError("the tokenizer has no merges, without which llama.cpp does not load it")
-    byte_fallback = bool(model.get("byte_fallback"))  # the SentencePiece form
-    added = {token["id"]: token for token in described["added_tokens"]}
+
+    # Tokens and the rules that make them.
     by_id = {number: text for text, number in tokenizer.get_vocab().items()}
     tokens = [by_id.get(number, f"[PAD{number}]") for number in range(vocab_size)]
+    byte_fallback = bool(model.get("byte_fallback"))  # the SentencePiece form
     writer.add_tokenizer_model("llama" if byte_fallback else "gpt2")
     writer.add_token_list(tokens)
     if byte_fallback:
         writer.add_token_scores(_scores(tokens, special.merges))
         prepends = json.dumps([described["normalizer"], described["pre_tokenizer"]])
-        writer.add_add_space_prefix(
-            "Prepend" in prepends or '"prepend_scheme": "first"' in prepends
-        )
+        first = '"prepend_scheme": "first"'
+        writer.add_add_space_prefix("Prepend" in prepends or first in prepends)
         special.merges = []
     else:
         writer.add_tokenizer_pre(_rule_name(described["pre_tokenizer"]))
-    writer.add_token_types(
-        [
-            _token_type(number, text, by_id, added, byte_fallback)
-            for number, text in enumerate(tokens)
-        ]
-    )
+    added = {token["id"]: token for token in described["added_tokens"]}
+    types = []
+    for number, text in enumerate(tokens):
+        types.append(_token_type(number, text, by_id, added, byte_fallback))
+    writer.add_token_types(types)
+
+    # Special tokens and the chat template.
     ids = tokenizer("a").input_ids
     special.load_merges = not byte_fallback
     special.add_special_token = {"bos": bool(ids) and ids[0] == tokenizer.bos_token_id}
+    special.chat_template = None
     if isinstance(tokenizer.chat_template, str):
         special.chat_template = tokenizer.chat_template
-    else:
-        special.chat_template = None
     special.add_to_gguf(writer, quiet=True)
 
 
 def _rule_name(pre: Json | None) -> str:
     """llama.cpp's name of a pre-tokenization rule. Raises UserError for an unknown one."""
-    parts = (pre or {}).get("pretokenizers") or [pre or {"type": "none"}]
+    pre = pre or {"type": "none"}
     found: list[str] = []
-    for part in parts:
-        if part["type"] == "Digits" and part["individual_digits"]:
+    for part in pre.get("pretokenizers") or [pre]:
+        kind = part["type"]
+        if kind == "Digits" and part["individual_digits"]:
             found.append("digits")
-        elif part["type"] == "ByteLevel" and not part["add_prefix_space"]:
-            if part.get("use_regex", True):
-                found += ["bytes"]
-            else:
-                found += []
-        elif (
-            part["type"] == "Split"
-            and "Regex" in part["pattern"]
-            and part["behavior"] == "Isolated"
-        ):
+        elif kind == "ByteLevel" and not part["add_prefix_space"]:
+            if part.get("use_regex", True):  # else it only maps bytes to characters
+                found.append("bytes")
+        elif kind == "Split" and "Regex" in part["pattern"] and part["behavior"] == "Isolated":
             found.append(part["pattern"]["Regex"])
         else:
-            found.append(part["type"])
+            found.append(kind)
     if tuple(found) not in RULES:
         raise UserError(
-            f"the tokenizer cuts text by {found}, for which no name of llama.cpp is known here ({', '.join(RULES.values())}); "
-            "use its own converter"
+            f"the tokenizer cuts text by {found}, for which no name of llama.cpp is known here "
+            f"({', '.join(RULES.values())}); use its own converter"
         )
     return RULES[tuple(found)]
 

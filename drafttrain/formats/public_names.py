@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from drafttrain.files import write_json
 from drafttrain.target.fetch import MODELS
@@ -29,23 +29,26 @@ def shorten(value: T) -> T:
     A path begins like one, has more than one slash, or exists on this disk; a Hub id and a URL are
     no paths.
     """
+    made: object = value
     if isinstance(value, dict):
-        return {key: shorten(item) for key, item in value.items()}  # type: ignore[return-value]
-    if isinstance(value, list):
-        return [shorten(item) for item in value]  # type: ignore[return-value]
-    return _shorten_text(value) if isinstance(value, str) else value  # type: ignore[return-value]
+        made = {key: shorten(item) for key, item in value.items()}
+    elif isinstance(value, list):
+        made = [shorten(item) for item in value]
+    elif isinstance(value, str):
+        made = _shorten_text(value)
+    return cast(T, made)
 
 
 def _shorten_text(text: str) -> str:
     if "/" not in text or "://" in text or any(c.isspace() for c in text):
         return text
-    head, equals, tail = text.rpartition(
-        "="
-    )  # KEY=PATH+KIND, as in command lines and drafters' names
-    plain, plus, rest = tail.partition("+")
-    path = Path(plain).expanduser()
-    local = plain.startswith((".", "/", "~")) or plain.count("/") > 1 or path.exists()
-    return head + equals + (path.name if local else plain) + plus + rest
+    # KEY=PATH+KIND, as in command lines and drafters' names
+    head, equals, tail = text.rpartition("=")
+    name, plus, kind = tail.partition("+")
+    path = Path(name).expanduser()
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or path.exists():
+        name = path.name
+    return head + equals + name + plus + kind
 
 
 def write_clean_json(path: Path, content: dict[str, object]) -> None:

@@ -29,21 +29,17 @@ def read_gguf(path: Path) -> tuple[Json, dict[str, Tensor]]:
         UserError: no such file, or not GGUF.
     """
     require("gguf", str(path))
+    keys = {}
+    tensors = {}
     try:
         reader = gguf.GGUFReader(path)
-        keys = {
-            name: field.contents()
-            for name, field in reader.fields.items()
-            if name.removeprefix("tokenizer.ggml.") not in _TEXT
-        }
-        tensors = {}
+        for name, field in reader.fields.items():
+            if name.removeprefix("tokenizer.ggml.") not in _TEXT:
+                keys[name] = field.contents()
         for tensor in reader.tensors:
-            stored = tensor.data
-            whole = tensor.tensor_type == gguf.GGMLQuantizationType.I64
-            if whole:
-                values = stored
-            else:
-                values = gguf.quants.dequantize(stored, tensor.tensor_type)
+            values = tensor.data
+            if tensor.tensor_type != gguf.GGMLQuantizationType.I64:
+                values = gguf.quants.dequantize(values, tensor.tensor_type)
             tensors[tensor.name] = torch.tensor(values)  # copied out of the mapped file
     except Exception as error:  # the reader's errors come in many classes
         raise UserError(
@@ -55,13 +51,10 @@ def read_gguf(path: Path) -> tuple[Json, dict[str, Tensor]]:
 def dtype_of(keys: Json) -> torch.dtype | None:
     """The type of a file's matrices, None for a type that torch does not have."""
     stored = keys.get("general.file_type")
-    named = [name for name, (_, kind) in TYPES.items() if gguf.LlamaFileType[kind] == stored]
-    if named:
-        dtype = getattr(torch, named[0], None)
-    else:
-        dtype = None
-    if isinstance(dtype, torch.dtype):
-        return dtype
+    for name, (_, kind) in TYPES.items():
+        dtype = getattr(torch, name, None)
+        if gguf.LlamaFileType[kind] == stored and isinstance(dtype, torch.dtype):
+            return dtype
     return None
 
 

@@ -1,6 +1,4 @@
-"""Checkpoints of others: reading safetensors (or a checked pickle on demand), checking tensors,
-writing.
-"""
+"""Checkpoints of others: reading safetensors or, on demand, a checked pickle; checking; writing."""
 
 from __future__ import annotations
 
@@ -38,25 +36,27 @@ def read_config(folder: Path, name: str = "config.json", missing: Json | None = 
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors of a checkpoint: those that its index names, or model.safetensors; empty if
-    it has none.
+    """The safetensors of a checkpoint: those that its index names, or model.safetensors.
+
+    Empty if it has none.
 
     Raises:
         UserError: a damaged index, or one that names files that are missing.
     """
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
-        return [path for path in [folder / "model.safetensors"] if path.is_file()]
+        path = folder / "model.safetensors"
+        return [path] if path.is_file() else []
     named = read_json(index, "checkpoint", _REPAIR, ShardIndex)["weight_map"].values()
-    files = [
-        folder / Path(name).name for name in sorted(set(named))
-    ]  # a name with a folder in it could point anywhere
-    if missing := [
-        path.name for path in files if not os.path.isfile(path)
-    ]:  # also for names that no path can have
-        raise UserError(
-            f"{str(folder)!r}: {missing[0]!r:.80}, which {index.name} names, cannot be read (no such file); {_REPAIR}"
-        )
+    files = []
+    for name in sorted(set(named)):
+        path = folder / Path(name).name  # a name with a folder in it could point anywhere
+        if not os.path.isfile(path):  # also for names that no path can have
+            raise UserError(
+                f"{str(folder)!r}: {path.name!r:.80}, which {index.name} names, "
+                f"cannot be read (no such file); {_REPAIR}"
+            )
+        files.append(path)
     return files
 
 
@@ -73,13 +73,16 @@ def _reading(folder: Path) -> Iterator[None]:
 
 
 def file_shapes(folder: Path) -> Shapes:
-    """The shapes of a checkpoint's tensors, from the headers of its safetensors alone. Raises
-    UserError as `read_weights`.
+    """The shapes of a checkpoint's tensors, from the headers of its safetensors alone.
+
+    Raises:
+        UserError: as `read_weights`.
     """
     shapes: Shapes = {}
     for path in weight_files(folder):
         with _reading(folder), safe_open(path, "pt") as file:
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            for name in file.keys():  # noqa: SIM118  # the file is no mapping
+                shapes[name] = tuple(file.get_slice(name).get_shape())
     if not shapes:
         raise UserError(
             f"{str(folder)!r} has no model.safetensors with weights; give a checkpoint's folder"
@@ -96,23 +99,29 @@ def read_weights(folder: Path, allow_pickle: bool = False) -> dict[str, Tensor]:
     Raises:
         UserError: no weights, damaged ones, or only pickles without `allow_pickle`.
     """
-    if files := weight_files(folder):
-        with _reading(folder):
-            return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    tensors: dict[str, Tensor] = {}
+    files = weight_files(folder)
+    with _reading(folder):
+        for file in files:
+            tensors |= load_file(file)
+    if files:
+        return tensors
     pickles = [folder / name for name in _PICKLES if (folder / name).is_file()]
     if not pickles:
         raise UserError(f"{str(folder)!r} has no model.safetensors; give a checkpoint's folder")
     if not allow_pickle:
         raise UserError(
-            f"{pickles[0].name} in {str(folder)!r} is a pickle, which can run code when loaded; ask its author for "
-            "safetensors, or pass --allow-pickle to read it with torch's weights_only check"
+            f"{pickles[0].name} in {str(folder)!r} is a pickle, which can run code when loaded; "
+            "ask its author for safetensors, "
+            "or pass --allow-pickle to read it with torch's weights_only check"
         )
     return read_pickle(pickles[0])
 
 
 def read_pickle(path: Path) -> dict[str, Tensor]:
-    """The tensors of a dict that torch has saved, read by torch.load(weights_only=True); other
-    values are left out.
+    """The tensors of a dict that torch has saved; other values are left out.
+
+    Reads by torch.load(weights_only=True).
 
     Raises:
         UserError: more than tensors and plain values, or damaged.
@@ -129,19 +138,19 @@ def read_pickle(path: Path) -> dict[str, Tensor]:
 
 
 def check_kept_ids(kept: Tensor, vocab_size: int, where: str) -> None:
-    """Checks that kept ids [d] are ascending ids of the target's vocabulary, each once; raises
-    UserError if not.
+    """Checks kept ids [d]: ascending ids of the target's vocabulary, each once.
+
+    Raises:
+        UserError: they are not.
     """
-    whole = kept.dtype == torch.int64 and kept.dim() == 1 and len(kept) > 0
-    if (
-        not whole
-        or int(kept.min()) < 0
-        or int(kept.max()) >= vocab_size
-        or bool((kept[1:] <= kept[:-1]).any())
-    ):
+    valid = kept.dtype == torch.int64 and kept.dim() == 1 and len(kept) > 0
+    if valid:
+        inside = int(kept.min()) >= 0 and int(kept.max()) < vocab_size
+        valid = inside and bool((kept[1:] > kept[:-1]).all())
+    if not valid:
         raise UserError(
-            f"{where}: the kept ids (kept_ids or d2t) must be ascending ids of the target's {vocab_size} tokens, each once; "
-            "train or export again"
+            f"{where}: the kept ids (kept_ids or d2t) must be ascending ids "
+            f"of the target's {vocab_size} tokens, each once; train or export again"
         )
 
 
@@ -174,20 +183,20 @@ def check_names(found: Mapping[str, Tensor] | Shapes, expected: Shapes, where: s
     Raises:
         UserError: names the first tensors that are missing, unknown or of another shape.
     """
-    for word, names in (
-        ("lacks", expected.keys() - found.keys()),
-        ("has unknown", found.keys() - expected.keys()),
-    ):
+    differences = {
+        "lacks": expected.keys() - found.keys(),
+        "has unknown": found.keys() - expected.keys(),
+    }
+    for word, names in differences.items():
         if names:
             shown = ", ".join(sorted(names)[:5])
             raise UserError(
                 f"{where} {word} weights: {shown:.300}; config.json does not describe its files"
             )
-    for name, shape in expected.items():
-        if _shape(found[name]) != tuple(shape):
-            raise UserError(
-                f"{where}: {name} has shape {list(_shape(found[name]))}, must be {list(shape)}"
-            )
+    for name, wanted in expected.items():
+        shape = _shape(found[name])
+        if shape != tuple(wanted):
+            raise UserError(f"{where}: {name} has shape {list(shape)}, must be {list(wanted)}")
 
 
 def check_weights(
@@ -196,11 +205,10 @@ def check_weights(
     config: Json,
     where: str,
 ) -> torch.dtype:
-    """Checks an exported checkpoint against what an engine's loader expects: names, shapes, dtypes,
-    finite values.
+    """Checks an exported checkpoint: names, shapes, dtypes and finite values.
 
     Args:
-        config: its config.json, which names the dtype.
+        expected: what an engine's loader expects. config: its config.json, which names the dtype.
 
     Returns:
         The dtype of the weights.
@@ -244,16 +252,16 @@ def write_checkpoint(
     Raises:
         UserError: the folder cannot be written.
     """
-    tensors = {
-        name: tensor.detach()
-        .to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
-        .contiguous()
-        .clone()
-        for name, tensor in weights.items()
-    }
-    files = [folder / "config.json", folder / "model.safetensors"]
+    tensors = {}
+    for name, tensor in weights.items():
+        values = tensor.detach().to("cpu")
+        if values.is_floating_point():
+            values = values.to(dtype)
+        tensors[name] = values.contiguous().clone()  # safetensors takes no shared memory
+    described = folder / "config.json"
+    stored = folder / "model.safetensors"
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, files[1], metadata={"format": "pt"})
-    write_json(files[0], config)
-    return files
+        save_file(tensors, stored, metadata={"format": "pt"})
+    write_json(described, config)
+    return [described, stored]

@@ -105,7 +105,8 @@ def write_file(
         for name, tensor in tensors.items():
             data, stored = _stored(tensor, kind)
             writer.add_tensor(name, data, raw_dtype=stored)
-        if (factors := rope_factors(config)) is not None:
+        factors = rope_factors(config)
+        if factors is not None:
             writer.add_tensor("rope_freqs.weight", factors)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -122,7 +123,9 @@ def _stored(tensor: Tensor, kind: str) -> tuple[np.ndarray, gguf.GGMLQuantizatio
     values = tensor.detach().cpu().contiguous()
     if values.dtype == torch.int64:
         return values.numpy(), gguf.GGMLQuantizationType.I64
-    stored = gguf.GGMLQuantizationType[TYPES[kind][0] if values.dim() > 1 else "F32"]
+    stored = gguf.GGMLQuantizationType.F32
+    if values.dim() > 1:
+        stored = gguf.GGMLQuantizationType[TYPES[kind][0]]
     if stored == gguf.GGMLQuantizationType.Q8_0 and values.shape[-1] % _BLOCK:
         stored = gguf.GGMLQuantizationType.F16  # as llama.cpp's converter does
     return gguf.quants.quantize(values.float().numpy(), stored), stored
@@ -149,31 +152,27 @@ def _tensors(config: PreTrainedConfig, weights: Mapping[str, Tensor]) -> dict[st
 
 
 def tensor_name(family: str, layers: int, name: str) -> str | None:
-    """llama.cpp's name of a Hugging Face checkpoint's tensor, None if the family has no such
-    tensor.
-    """
-    return gguf.get_tensor_name_map(gguf.MODEL_ARCH[family], layers).get_name(
-        name,
-        try_suffixes=(".weight", ".bias"),
-    )
+    """llama.cpp's name of a Hugging Face checkpoint's tensor, None if the family has none such."""
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family], layers)
+    return names.get_name(name, try_suffixes=(".weight", ".bias"))
 
 
 def to_neighbors(name: str, values: Tensor, config: PreTrainedConfig, back: bool = False) -> Tensor:
-    """Reorders rows of queries and keys [heads * e, ...] from rotary pairs (i, i + e/2) to (2i, 2i
-    + 1); others stay.
+    """Reorders rows of queries and keys [heads * e, ...]; others stay.
+
+    From rotary pairs (i, i + e/2) to (2i, 2i + 1).
 
     Args:
         name: llama.cpp's. back: from (2i, 2i + 1) to (i, i + e/2).
     """
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(
-        name.split(".")[-2]
-    )
-    if heads is None:
-        return values
-    if back:
-        pairs = (heads, -1, 2)
+    part = name.split(".")[-2]
+    if part == "attn_q":
+        heads = config.num_attention_heads
+    elif part == "attn_k":
+        heads = config.num_key_value_heads
     else:
-        pairs = (heads, 2, -1)
+        return values
+    pairs = (heads, -1, 2) if back else (heads, 2, -1)
     return values.unflatten(0, pairs).transpose(1, 2).flatten(0, 2)
 
 
@@ -191,18 +190,53 @@ def rope_factors(config: PreTrainedConfig) -> np.ndarray | None:
 
 
 def rope_of(config: PreTrainedConfig) -> Json:
+    """The rotary parameters of full attention, with their type."""
     rope = config.rope_parameters or {}
     rope = rope.get("full_attention", rope)
     return {"rope_type": "default", **rope}
 
 
 def _head_dim(config: PreTrainedConfig) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    own = getattr(config, "head_dim", None)
+    if own:
+        return own
+    return config.hidden_size // config.num_attention_heads
 
 
 def _add_shape(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
+    """Writes a model's shape. Raises UserError for what llama.cpp computes otherwise."""
     size = _head_dim(config)
     rope = rope_of(config)
+    kind = rope["rope_type"]
+    family = config.model_type
+    fields = config.to_dict()
+    gemma = family == "gemma3_text"
+    window = fields.get("sliding_window")
+    scalar = fields.get("query_pre_attn_scalar")
+    if gemma:
+        wanted = "gelu_pytorch_tanh"
+        found = config.hidden_activation
+    else:
+        wanted = "silu"
+        found = config.hidden_act
+
+    reasons = []
+    if kind not in ROPES:
+        reasons.append(f"rope_type={kind!r} is not written to GGUF; default, linear and llama3 are")
+    if kind == "llama3" and family in FAMILIES and family != "llama":
+        reasons.append(f"rope_type='llama3': llama.cpp's {family} has no such scaling")
+    if found != wanted:
+        reasons.append(f"hidden_act={found!r}: llama.cpp computes {wanted} for {family} models")
+    if gemma and scalar != size:
+        reasons.append(
+            f"query_pre_attn_scalar={scalar}: "
+            f"llama.cpp scales by head_dim={size} for {family} models"
+        )
+    if "sliding_attention" in (fields.get("layer_types") or []) and not gemma:
+        reasons.append(f"sliding_window={window}: llama.cpp's {family} attends to everything")
+    if reasons:
+        raise UserError("; ".join(reasons))
+
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -214,35 +248,8 @@ def _add_shape(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_dimension_count(size)
     writer.add_rope_freq_base(rope["rope_theta"])
-    kind = rope["rope_type"]
-    family = config.model_type
-    fields = config.to_dict()
     if kind == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
-    gemma = family == "gemma3_text"
-    window = fields.get("sliding_window")
-    scalar = fields.get("query_pre_attn_scalar")
-    if gemma:
-        wanted = "gelu_pytorch_tanh"
-        found = config.hidden_activation
-    else:
-        wanted = "silu"
-        found = config.hidden_act
-    windowed = "sliding_attention" in (fields.get("layer_types") or [])
-    checks = {
-        f"rope_type={kind!r} is not written to GGUF; default, linear and llama3 are": kind
-        not in ROPES,
-        f"rope_type='llama3': llama.cpp's {family} has no such scaling": kind == "llama3"
-        and family in FAMILIES
-        and family != "llama",
-        f"hidden_act={found!r}: llama.cpp computes {wanted} for {family} models": found != wanted,
-        f"query_pre_attn_scalar={scalar}: llama.cpp scales by head_dim={size} for {family} models": gemma
-        and scalar != size,
-        f"sliding_window={window}: llama.cpp's {family} attends to everything": windowed
-        and not gemma,
-    }
-    if reasons := [reason for reason, unsupported in checks.items() if unsupported]:
-        raise UserError("; ".join(reasons))
     if gemma:
         writer.add_sliding_window(config.sliding_window)
