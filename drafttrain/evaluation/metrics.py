@@ -78,8 +78,13 @@ def acceptance_by_depth(rounds: Rounds) -> dict[str, list[float]]:
     conditional = []
     joint = []
     for k in range(1, deepest + 1):
-        reached = sum(count for (a, _), count in rounds.items() if a >= k)
-        tried = sum(count for (a, o), count in rounds.items() if a >= k - 1 and o >= k)
+        reached = 0  # rounds that accepted k tokens
+        tried = 0  # rounds that accepted k - 1 and offered depth k
+        for (accepted, offered), count in rounds.items():
+            if accepted >= k:
+                reached += count
+            if accepted >= k - 1 and offered >= k:
+                tried += count
         conditional.append(round(_ratio(reached, tried), 4))
         joint.append(round(reached / total, 4))
     return {"conditional": conditional, "joint": joint}
@@ -91,7 +96,8 @@ def accepted_length_histogram(rounds: Rounds) -> list[int]:
     A round that EOS cuts has no bonus token but counts as if it had one: the record does not
     distinguish it.
     """
-    counts = [0] * (max((accepted for accepted, _ in rounds), default=-1) + 2)
+    most = max((accepted for accepted, _ in rounds), default=-1)
+    counts = [0] * (most + 2)  # index 0, and one more for the bonus token
     for (accepted, _), count in rounds.items():
         counts[accepted + 1] += count
     return counts
@@ -302,10 +308,16 @@ def _baseline(sides: Sequence[Side]) -> Json:
 
 
 def _identical(records: Sequence[Record], name: str) -> float | None:
-    same = [record["identical"][name] for record in records if name in record["identical"]]
-    if same:
-        return round(sum(same) / len(same), 4)
-    return None
+    """Share of the prompts that were compared with a baseline whose tokens are the same."""
+    compared = 0
+    same = 0
+    for record in records:
+        if name in record["identical"]:
+            compared += 1
+            same += record["identical"][name]
+    if not compared:  # sampled, or not measured
+        return None
+    return round(same / compared, 4)
 
 
 def _sum(sides: Iterable[Side], key: str) -> float:

@@ -114,6 +114,7 @@ def _speedups(results: Mapping[str, Any]) -> Iterator[str]:
     for name, figures in parts.items():
         length = figures.get("accepted_length")
         speedup = figures.get("speedup", {})
+        # Of the whole run: short runs are noisier.
         seconds = figures.get("tokens", 0) / max(figures.get("tokens_per_second", 0), 1e-9)
         slack = _SLACK if seconds >= 1 else _SHORT_SLACK
         if length and speedup.get("autoregressive", 0) > slack * max(length, 1):

@@ -292,6 +292,7 @@ def measure(
     if left:
         print(decoder.memory[1])
 
+    # Finished ones of an interrupted run among them, in the suite's order.
     made = []
     for key in keys:
         made += saved.records[key]
@@ -318,8 +319,9 @@ def answer(
     records: dict[int, list[PromptRecord]] = {index: [] for index in batch}
     texts: dict[int, list[str]] = {index: [] for index in batch}  # the drafter's answers so far
     for turn in range(max(len(question.turns) for question in batch.values())):
+        # Questions that have this turn, and room for it.
         prompts: dict[int, list[int]] = {}
-        limits: dict[int, int] = {}
+        limits: dict[int, int] = {}  # most new tokens
         for index, question in batch.items():
             if turn < len(question.turns) and len(texts[index]) == turn:
                 prompt = question.prompt(target.tokenizer, texts[index])
@@ -372,7 +374,7 @@ def compare_answers(
     def text_of(name: str) -> str:
         return plan.target.tokenizer.decode(answers[name].tokens, skip_special_tokens=True)
 
-    texts = {"drafter": text_of("drafter")}
+    texts = {"drafter": text_of("drafter")}  # of the drafter's side, and of those that differ
     if plan.settings.sampling.greedy:
         for name in answers:
             if name != "drafter":

@@ -112,7 +112,10 @@ def fastest(figures: Json) -> str:
 def interval_of(figures: Json, baseline: str) -> list[float] | None:
     """The recorded interval of a speed-up; earlier versions wrote none."""
     confidence = figures.get("confidence") or {}
-    return (confidence.get("speedup") or {}).get(baseline)
+    speedups = confidence.get("speedup")
+    if not speedups:
+        return None
+    return speedups.get(baseline)
 
 
 def verdict_of(figures: Json) -> SpeedupVerdict:

@@ -92,15 +92,21 @@ def batch_schedule(path: Path) -> list[Entry]:
 
 
 def _fastest_chains(cells: list[_MeasuredChain]) -> dict[int, int]:
-    """Batch size -> length of the chain with the highest speed-up there; 0 where none is above 1."""
-    best: dict[int, tuple[float, int]] = {}
+    """Batch size -> length of the chain with the highest speed-up; 0 where none is above 1."""
+    best: dict[int, int] = {}
+    highest: dict[int, float] = {}  # speed-up by batch size
     for row in cells:
         size = row["cell"]["batch_size"]
         speedup = row["speedup_vs_fastest"]
         spec = TreeSpec.parse(row["spec"])
-        if speedup is not None and spec.shape == "chain":
-            best[size] = max(best.get(size, (1.0, 0)), (speedup, spec.depth))
-    return {size: length for size, (_, length) in best.items()}
+        if speedup is None or spec.shape != "chain":
+            continue
+        best.setdefault(size, 0)
+        before = highest.setdefault(size, 1.0)
+        if (speedup, spec.depth) > (before, best[size]):  # of equal ones the longer
+            highest[size] = speedup
+            best[size] = spec.depth
+    return best
 
 
 def vllm_keys(schedule: list[Entry]) -> Json:

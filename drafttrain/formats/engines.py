@@ -40,15 +40,13 @@ class EngineRelease(NamedTuple):
 
 # In the order of the recipes. The releases are those whose sources the rules were read from; the
 # first engine of a format is the one that the format is written for.
-ENGINES = {
-    engine.name: engine
-    for engine in (
-        EngineRelease("vLLM", "vllm", "0.32.0"),
-        EngineRelease("SGLang", "sglang", "0.5.23"),
-        EngineRelease("TensorRT-LLM, Triton", "sglang", "1.3"),  # its main branch after 1.2.1
-        EngineRelease("llama.cpp", "gguf", "11549"),
-        EngineRelease("transformers", "transformers", "5.23"),
-    )
+ENGINES: dict[str, EngineRelease] = {
+    "vLLM": EngineRelease("vLLM", "vllm", "0.32.0"),
+    "SGLang": EngineRelease("SGLang", "sglang", "0.5.23"),
+    # Its main branch after 1.2.1.
+    "TensorRT-LLM, Triton": EngineRelease("TensorRT-LLM, Triton", "sglang", "1.3"),
+    "llama.cpp": EngineRelease("llama.cpp", "gguf", "11549"),
+    "transformers": EngineRelease("transformers", "transformers", "5.23"),
 }
 # Engines that can be run, and the package of each in its environment.
 PACKAGES = {"vllm": "vllm", "transformers": "transformers", "llama.cpp": "xllamacpp"}

@@ -113,12 +113,13 @@ def settings_table(runs: Sequence[Json]) -> list[tuple[str, list[str], bool]]:
 def _settings(run: Json) -> dict[str, str]:
     """The settings of a run that are not empty, as text."""
     every: Json = {key: run[key] for key in _SHOWN if key in run}
+    # The tree stands before the other settings of decoding, by its text alone.
     every["tree"] = run["decoding"].get("tree", {}).get("spec", "")
     for key, value in run["decoding"].items():
         if key != "tree":
             every[key] = value
     for key in ("drafttrain", "commit"):
         every[key] = run.get(key) or ""
-    every |= run.get("versions", {})
+    every |= run.get("versions", {})  # of packages
     every["command"] = " ".join(redact(run.get("command", [])))
     return {key: str(value) for key, value in every.items() if str(value)}

@@ -83,7 +83,9 @@ def write_report(files: list[str], runs: list[Json], sweeps: list[Json], output:
     drawn = report_page.make_charts(runs, names, sweeps)
     folder = output.with_name(f"{output.stem}_charts")
     pictures = [output_file(folder / f"{chart.key}.png", "report") for chart in drawn]
-    notes = [[identity_line(run), *warnings_of(run)] for run in runs]
+    notes = []  # lines above each run's figures
+    for run in runs:
+        notes.append([identity_line(run), *warnings_of(run)])
     write_text(output, report_page.page(runs, names, drawn, notes, sweeps))
     for chart, path in zip(drawn, pictures, strict=True):
         picture([[chart]], path)
@@ -142,8 +144,10 @@ def print_results(results: Json) -> None:
     """Prints a row per category and one for all prompts, the verdict, and a line about outputs."""
     overall = results["overall"]
     headings = ["category", "prompts", "accepted\nlength", "acceptance\nby depth", "tokens/s"]
-    headings += [f"{name}\ntokens/s" for name in overall["baselines"]]
-    headings += [f"vs\n{name}" for name in overall["speedup"]]
+    for name in overall["baselines"]:
+        headings.append(f"{name}\ntokens/s")
+    for name in overall["speedup"]:
+        headings.append(f"vs\n{name}")
     tree = results["decoding"].get("tree", {}).get("spec", "")
     title = (
         f"{results['target']} + {results['drafter']}   "

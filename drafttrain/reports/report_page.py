@@ -80,7 +80,7 @@ def run_names(runs: Sequence[Json], files: Sequence[str]) -> list[str]:
                 if word:
                     own.append(word)
     names = [", ".join(own) for own in parts]
-    unique = []
+    unique = []  # with the file's name where two would be the same
     for name, own, file in zip(names, parts, files, strict=True):
         if not name or names.count(name) > 1:
             name = ", ".join([*own, Path(file).stem])
@@ -160,10 +160,11 @@ def page(
         title = f"{len(runs)} drafters compared"
     else:
         title = sweep_title(sweeps[0])
-    verdicts = []
-    diagnoses = []
-    categories = []
-    diffs = []
+    # Parts of the page that have an entry per run.
+    verdicts = []  # (text, color)
+    diagnoses = []  # findings
+    categories = []  # (name, [(category, figures)])
+    diffs = []  # (name, marked outputs, how many have no text)
     for name, run in zip(names, runs, strict=True):
         found = verdict_of(run["overall"])
         verdicts.append((found.text.replace("95 %", "95\u00a0%"), COLORS.get(found.state, "")))
@@ -548,6 +549,7 @@ def mark(before: str, after: str) -> tuple[list[tuple[str, str]], list[tuple[str
     Kinds are `same`, or `del` in the first and `ins` in the second. Shortens a long common
     beginning: the first difference matters.
     """
+    # Words, spaces and single marks.
     old: list[str] = re.findall(_WORD, before)
     new: list[str] = re.findall(_WORD, after)
     left: list[tuple[str, str]] = []

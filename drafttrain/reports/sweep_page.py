@@ -51,7 +51,8 @@ def _varied(cells: Sequence[tuple[Json, Json]]) -> list[str]:
     """The axes along which cells differ."""
     found = []
     for key in _AXES:
-        if len({str(settings.get(key)) for settings, _ in cells}) > 1:
+        values = {str(settings.get(key)) for settings, _ in cells}
+        if len(values) > 1:
             found.append(key)
     return found
 
@@ -75,7 +76,9 @@ def sweep_charts(sweep: Json, number: int) -> Iterable[Chart]:
                 words.append(f"{_AXES[key]} {settings.get(key)}")
         name = ", ".join(words) or "speed-up"
         lines.setdefault(name, {})[settings.get("batch_size", 1)] = figures
-    lines = {name: by_size for name, by_size in lines.items() if len(by_size) > 1}
+    for name, by_size in list(lines.items()):
+        if len(by_size) < 2:  # a point is no line
+            del lines[name]
     if lines:
         yield _crossover(lines, f"crossover{suffix}")
 
@@ -141,6 +144,7 @@ def sweep_section(sweep: Json) -> Json:
         if any(settings.get(key) is not None for settings, _ in cells):
             axes.append(key)
 
+    # A row per cell, and where speculation stops paying, in sentences.
     rows = []
     for settings, figures in cells:
         found = verdict_of(figures)

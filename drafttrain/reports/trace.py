@@ -466,6 +466,7 @@ def drawing(one: TracedRound) -> Json:
             leaves += 1
 
     place(0)
+    # Positions in pixels; an edge bends in the gap between two columns.
     drawn = []
     edges = []
     for index, box in enumerate(boxes):

@@ -108,6 +108,7 @@ def measure_cells(args: argparse.Namespace, folder: Path) -> list[Json]:
         for name in FIGURES:
             row[name] = results["overall"][name]
         summary.append(row)
+        # Written after every cell, so that an interrupted sweep has a summary.
         content = {name: results[name] for name in SETTINGS if name in results}
         content |= {
             "command": command_line(),

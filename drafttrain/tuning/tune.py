@@ -484,6 +484,7 @@ def tune(
     """
     search = search_tree(target, drafter, prompts, settings)
     best = search.best
+    # Measure the fastest predictions against each other, once.
     contest = {}
     trees = search.finalists()
     if len(trees) > 1 and best.spec.shape != "none":
@@ -493,6 +494,7 @@ def tune(
         picked = trees[simplest(timings, trees)]
         best = next(each for each in search.ranking if each.spec == picked)
 
+    # Measure the pick, fixed and adaptive, against plain decoding.
     predicted = best.tokens_per_second / search.plain.tokens_per_second
     measured = 1.0
     adaptive = None

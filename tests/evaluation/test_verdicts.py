@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from drafttrain.evaluation.metrics import accepted_below, intervals, summarize
-from drafttrain.evaluation.resampling import draws, ends, paired_ratio, student
+from drafttrain.evaluation.resampling import draws, ends, student
 from drafttrain.evaluation.verdicts import (
     FEWEST,
     LOSES,
@@ -212,14 +212,3 @@ def test_outliers_are_far_from_the_others():
     assert line == "chat, question late, turn 1: 0.53x, of 1.93x at the median prompt"
     assert outliers({"prompts": [prompt(1.0)] * 3 + [prompt(9.0)]}) == [], "too few to say"
     assert outliers({}) == []
-
-
-def test_a_paired_ratio_is_that_of_totals_and_cancels_what_prompts_differ_in():
-    tokens = [10.0, 200.0, 30.0, 80.0, 5.0]
-    seconds = [1.0, 19.0, 3.2, 8.1, 0.4]
-    twice = [2 * each for each in seconds]
-    ratio = paired_ratio([tokens, twice], [seconds, tokens])
-    assert ratio == pytest.approx((2.0, 2.0, 2.0))
-    rate = paired_ratio([tokens], [seconds])
-    assert rate.value == pytest.approx(sum(tokens) / sum(seconds))
-    assert rate.low < rate.value < rate.high
