@@ -5,17 +5,16 @@ that was meant.
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import Field
 
 from drafttrain.errors import UserError, did_you_mean, shown
 from drafttrain.files import read_text
-from drafttrain.recipes import recipe_path
+from drafttrain.plain_yaml import MOST_LEVELS, read_yaml
+from drafttrain.recipes import plan_of, recipe_path
 from drafttrain.values import (
     Amount,
     AnyText,
@@ -42,11 +41,6 @@ Epochs = Annotated[float, Field(ge=1e-6, le=1e6)]
 Interval = Annotated[float, Field(ge=1e-6, le=1e9)]
 LearningRate = Annotated[float, Field(ge=0, le=100)]
 CPU_CACHE_GB = 4.0  # of a target's features, where a recipe leaves cache_gb out
-# of a recipe, aliases counted each time; characters
-_MOST_VALUES = 10_000
-_MOST_LEVELS = 32
-_LONGEST = 200_000
-_DEEP = re.compile(r"(?:[\[{]\s*){33}")  # PyYAML takes seconds for these
 
 
 @dataclass
@@ -84,7 +78,7 @@ class TrainConfig:
     on_policy: Options = key(
         {}, "the drafter writes a share of the responses: share, refresh_steps, ..."
     )
-    dtype: Dtype = key("auto", "of the frozen target")
+    dtype: Dtype = key("auto", "dtype of the frozen target")
     target_device_map: DeviceMap = key(
         "", "auto spreads a target too large for one GPU over several"
     )
@@ -134,10 +128,11 @@ class TrainConfig:
 
     def cache_size(self, gpu: bool) -> float:
         """GB of `cache_gb`, or what is usual; parts of rows are not kept."""
-        usual = 0.0
-        if not (gpu or self.sequence_parallel > 1):
-            usual = CPU_CACHE_GB
-        return self.cache_gb if self.cache_gb >= 0 else usual
+        if self.cache_gb >= 0:
+            return self.cache_gb
+        if gpu or self.sequence_parallel > 1:
+            return 0.0
+        return CPU_CACHE_GB
 
 
 @dataclass
@@ -155,10 +150,10 @@ class TrainerKeys:
     warmup_steps: Amount = key(
         0.0, "steps until the highest learning rate; below 1 a share of all steps"
     )
-    weight_decay: Fraction = key(0.0, "of AdamW")
-    adam_beta1: Fraction = key(0.9, "of AdamW")
-    adam_beta2: Fraction = key(0.95, "of AdamW")
-    adam_epsilon: Fraction = key(1e-8, "of AdamW")
+    weight_decay: Fraction = key(0.0, "AdamW's weight decay")
+    adam_beta1: Fraction = key(0.9, "AdamW's first beta")
+    adam_beta2: Fraction = key(0.95, "AdamW's second beta")
+    adam_epsilon: Fraction = key(1e-8, "AdamW's epsilon")
     max_grad_norm: Amount = key(0.5, "longer gradients are clipped; 0 clips none")
     logging_steps: Interval = key(10, "optimizer steps between logs; below 1 a share of all steps")
     save_steps: Interval = key(
@@ -166,9 +161,9 @@ class TrainerKeys:
     )
     save_total_limit: Count | None = key(2, "checkpoints to keep; null keeps all")
     dataloader_num_workers: Size = key(0, "processes that load rows")
-    ddp_timeout: Count = key(1800, "seconds")
-    seed: Seed = key(42, "of weights, order and noise")
-    data_seed: Seed | None = key(None, "of the order; null takes seed")
+    ddp_timeout: Count = key(1800, "seconds that a collective operation may take")
+    seed: Seed = key(42, "seed of weights, order and noise")
+    data_seed: Seed | None = key(None, "seed of the order; null takes seed")
 
     def __post_init__(self) -> None:
         check_fields(self, words=True)
@@ -176,66 +171,10 @@ class TrainerKeys:
 
 def neighbours(key: str, known: list[str]) -> str:
     """The end of an error about an unknown key: the closest known ones, else all."""
-    return f"; {did_you_mean(key, known) or 'known keys: ' + ', '.join(sorted(known)[:40])}"
-
-
-class _Loader(yaml.SafeLoader):
-    """Plain YAML that refuses keys which occur twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key_node, _ in node.value:
-            if key_node.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None,
-                    None,
-                    f"key {key_node.value!r} occurs twice",
-                    key_node.start_mark,
-                )
-            if isinstance(key_node.value, str):
-                seen.add(key_node.value)
-        return super().construct_mapping(node, deep)
-
-
-def read_yaml(text: str, where: str) -> Any:
-    """A YAML text's content: text, finite numbers, true, false, null, lists and mappings with text
-    as keys.
-
-    Raises:
-        UserError: broken YAML, a key that occurs twice, another kind of value, or too many or too
-            deep ones.
-    """
-    large = f"{where} holds more than {_MOST_VALUES} values or {_MOST_LEVELS} levels; write a plain recipe"
-    if len(text) > _LONGEST or _DEEP.search(text):
-        raise UserError(large)
-    try:
-        found = yaml.load(text, _Loader)
-    except Exception as error:  # besides YAMLError: numbers of 5000 digits, impossible dates, empty tags, deep nesting
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{where} is not valid YAML: {reason[:300]}") from error
-    count = 0
-    waiting = [("", found, 0)]
-    while waiting:
-        place, value, level = waiting.pop()
-        count += 1
-        if count > _MOST_VALUES or level > _MOST_LEVELS:
-            raise UserError(large)
-        if isinstance(value, dict):
-            if odd := [name for name in value if not isinstance(name, str)]:
-                raise UserError(f"{where}: key {shown(odd[0])} is not text; put it in quotes")
-            waiting += [
-                (f"{place}.{name}"[-80:], inner, level + 1) for name, inner in value.items()
-            ]
-        elif isinstance(value, list):
-            waiting += [(place, inner, level + 1) for inner in value]
-        elif not (
-            value is None
-            or isinstance(value, str)
-            or (isinstance(value, int | float) and abs(value) < 1e300)
-        ):
-            rule = "must be text, true, false, null or a finite number; put other values in quotes"
-            raise UserError(f"{where}: {place.lstrip('.') or 'value'}={shown(value)} {rule}")
-    return found
+    close = did_you_mean(key, known)
+    if close:
+        return f"; {close}"
+    return f"; known keys: {', '.join(sorted(known)[:40])}"
 
 
 def parse_overrides(words: list[str]) -> Options:
@@ -249,12 +188,11 @@ def parse_overrides(words: list[str]) -> Options:
     for word in words:
         name, equals, text = word.partition("=")
         parts = name.lstrip("-").split(".")
-        if not equals or not all(parts) or len(parts) > _MOST_LEVELS:
+        if not equals or not all(parts) or len(parts) > MOST_LEVELS:
             raise UserError(
                 f"override {shown(word)} is not of the form key=value (for example max_steps=100)"
             )
-        content: object
-        content = ""
+        content: object = ""
         if text:
             content = read_yaml(text, f"override {shown(word)}")
         for part in reversed(parts):
@@ -265,19 +203,21 @@ def parse_overrides(words: list[str]) -> Options:
 
 
 def _merge(into: Options, more: Options, place: str) -> None:
-    """Sets the entries of `more`, group by group; an empty {} replaces a group. Raises UserError
-    for a key in no group.
+    """Sets the entries of `more`, group by group; an empty {} replaces a group.
+
+    Raises:
+        UserError: a key of a group, where `into` has a value instead of the group.
     """
     for name, value in more.items():
         before = into.get(name)
-        if isinstance(value, dict) and value and before not in (None, ""):
-            if not isinstance(before, dict):
-                raise UserError(
-                    f"{place}{name}.{next(iter(value))} is set, but {place}{name}={shown(before)} is not a group; drop one"
-                )
+        if not isinstance(value, dict) or not value or before in (None, ""):
+            into[name] = value
+        elif isinstance(before, dict):
             _merge(before, value, f"{place}{name}.")
         else:
-            into[name] = value
+            raise UserError(
+                f"{place}{name}.{next(iter(value))} is set, but {place}{name}={shown(before)} is not a group; drop one"
+            )
 
 
 def load_config(
@@ -285,42 +225,50 @@ def load_config(
     overrides: list[str],
     trainer_keys: list[str],
 ) -> TrainConfig:
-    """Reads a recipe, whose keys are ours or among trainer_keys (TrainingArguments), and applies
-    the overrides.
+    """Reads a recipe and applies the overrides.
 
     Args:
         recipe: a YAML file, the name of a recipe that comes with drafttrain, or a recipe's content.
+        trainer_keys: fields of TrainingArguments, which are keys beside ours.
 
     Raises:
         UserError: missing file, broken YAML, an unknown key (with close matches), a wrong value, a
             missing required key.
     """
-    path = "the recipe"
     if isinstance(recipe, str):
         path = recipe
-    if isinstance(recipe, str):
         text = read_text(recipe_path(path, "config"), "config", "give a YAML recipe")
         raw: Options = read_yaml(text, f"config={path!r}") or {}
     else:
+        path = "the recipe"
         raw = copy.deepcopy({**recipe})
     if not isinstance(raw, dict):
         raise UserError(f"config={path!r} must hold key: value lines, not {type(raw).__name__}")
     _merge(raw, parse_overrides(overrides), "")
+    plan_of(raw, path)  # checked; it describes the recipe, and a run does not depend on it
+    raw.pop("plan", None)
+
+    # Keys of ours; the others are the trainer's.
     own = [one.name for one in fields(TrainConfig) if one.name != "trainer"]
-    for name in raw:
-        if name not in own and name not in trainer_keys:
-            raise UserError(
-                f"unknown config key {shown(name)} in {path}{neighbours(name, [*own, *trainer_keys])}"
-            )
-    config = TrainConfig(**{name: value for name, value in raw.items() if name in own})
-    config.trainer = {name: value for name, value in raw.items() if name not in own}
-    ranged = {
-        name: value
-        for name, value in config.trainer.items()
-        if name in TrainerKeys.__dataclass_fields__
-    }
+    ours: Options = {}
+    trainer: Options = {}
+    for name, value in raw.items():
+        if name in own:
+            ours[name] = value
+        elif name in trainer_keys:
+            trainer[name] = value
+        else:
+            close = neighbours(name, [*own, "plan", *trainer_keys])
+            raise UserError(f"unknown config key {shown(name)} in {path}{close}")
+    config = TrainConfig(**ours)
+
+    # Of the trainer's, those with a range of ours.
+    ranged = {name: trainer[name] for name in trainer if name in TrainerKeys.__dataclass_fields__}
     checked = vars(TrainerKeys(**ranged))
-    config.trainer |= {name: checked[name] for name in ranged}
+    for name in ranged:
+        trainer[name] = checked[name]
+    config.trainer = trainer
+
     for name in ("target", "data", "output_dir"):
         if not getattr(config, name):
             raise UserError(

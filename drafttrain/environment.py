@@ -1,5 +1,4 @@
-"""drafttrain's version and data files, and what a measurement depends on: device, threads,
-versions, peak memory.
+"""drafttrain's version and data files; device, threads, versions and peak memory of a measurement.
 
 torch and transformers load inside the functions, because `drafttrain --version` imports this
 module.
@@ -25,8 +24,9 @@ __version__ = "0.1.0"
 
 
 def shipped_folder(name: str) -> Path:
-    """A folder of files that come with drafttrain, such as `eval/suites`: in the repository, or
-    where a wheel installs it.
+    """A folder of files that come with drafttrain, such as `eval/suites`.
+
+    It lies in the repository, or where a wheel installs it.
     """
     repository = Path(__file__).resolve().parents[1]
     if (repository / "pyproject.toml").is_file():
@@ -35,7 +35,10 @@ def shipped_folder(name: str) -> Path:
     user = sysconfig.get_path("data", sysconfig.get_preferred_scheme("user"))
     roots = (sysconfig.get_path("data"), user, repository)
     places = [Path(root, "share", "drafttrain", Path(name).name) for root in roots]
-    return next((place for place in places if place.is_dir()), places[0])
+    for place in places:
+        if place.is_dir():
+            return place
+    return places[0]
 
 
 def suites_folder() -> Path:
@@ -49,7 +52,10 @@ def device_name(device: torch.device) -> str:
         import torch
 
         return torch.cuda.get_device_name(device)
-    return _proc_field("cpuinfo", "model name") or platform.processor() or device.type
+    for name in (_proc_field("cpuinfo", "model name"), platform.processor()):
+        if name:
+            return name
+    return device.type
 
 
 def describe_environment(device: torch.device) -> dict[str, object]:
@@ -70,32 +76,20 @@ def describe_environment(device: torch.device) -> dict[str, object]:
 
 
 def describe_run() -> dict[str, object]:
-    """When, where and by which code a measurement was made; unlike `describe_environment`, no part
-    of what it depends on.
+    """When, where and by which code a measurement was made, on which its figures do not depend.
 
-    commit: of a checkout of drafttrain, `-dirty` after changes; None for an installed package.
+    Returns:
+        date; machine; commit: of a checkout of drafttrain, `-dirty` after changes; None for an
+        installed package.
     """
     root = Path(__file__).parents[1]
     commit = None
     if (root / ".git").exists() and (root / "pyproject.toml").is_file():
-        words = [
-            "git",
-            "-C",
-            str(root),
-            "describe",
-            "--always",
-            "--dirty",
-            "--abbrev=12",
-            "--exclude=*",
-        ]
+        words = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+        words.append("--exclude=*")  # no tags
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            commit = subprocess.run(
-                words,
-                capture_output=True,
-                text=True,
-                timeout=10,
-                check=True,
-            ).stdout.strip()
+            done = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
+            commit = done.stdout.strip()
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return {
         "date": date,
@@ -121,19 +115,21 @@ def peak_memory(device: torch.device) -> int:
         import torch
 
         return torch.cuda.max_memory_allocated(device)
-    kibibytes = _proc_field("self/status", "VmHWM")  # "1234 kB"
-    if kibibytes:
-        return int(kibibytes.split()[0]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
+    resident = _proc_field("self/status", "VmHWM")  # "1234 kB"
+    if resident:
+        return int(resident.split()[0]) * 1024
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if sys.platform == "darwin":  # bytes there, kibibytes elsewhere
+        return most
+    return most * 1024
 
 
 def _proc_field(file: str, name: str) -> str:
     """The value of the first line `name: value` of a file in /proc; '' where there is none."""
     path = Path("/proc") / file
-    if path.is_file():
-        lines = path.read_text().splitlines()
-    else:
-        lines = []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
+    if not path.is_file():
+        return ""
+    for line in path.read_text().splitlines():
+        if line.startswith(name):
+            return line.partition(":")[2].strip()
+    return ""

@@ -1,5 +1,6 @@
-"""Packages of the extras in pyproject.toml: `pip install drafttrain` leaves them out, the commands
-that need one name it.
+"""Packages of the extras in pyproject.toml, which `pip install drafttrain` leaves out.
+
+Commands that need one name it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from types import ModuleType
 
 from drafttrain.errors import UserError, first_line
 
+# Package -> extra that brings it.
 EXTRAS = {
     "deepspeed": "deepspeed",
     "gguf": "gguf",
@@ -19,8 +21,13 @@ EXTRAS = {
 
 
 def require(package: str, purpose: str = "this") -> ModuleType:
-    """Imports a package of an extra. purpose: what needs it. Raises UserError: it is not installed,
-    or does not import.
+    """Imports a package of an extra.
+
+    Args:
+        purpose: what needs it, for the message of an error.
+
+    Raises:
+        UserError: it is not installed, or does not import.
     """
     try:
         return importlib.import_module(package)
@@ -33,8 +40,9 @@ def require(package: str, purpose: str = "this") -> ModuleType:
 
 
 class LazyPackage(ModuleType):
-    """Stands for a package of an extra at the top of a module, and is imported with its first
-    attribute; see `require`.
+    """Stands for a package of an extra at the top of a module; see `require`.
+
+    The package is imported with its first attribute.
     """
 
     def __getattr__(self, name: str) -> object:

@@ -1,7 +1,7 @@
 """`drafttrain recipes`: lists the recipes that come with drafttrain, prints one, or copies it to
 edit.
 
-configs/TARGET/KIND.yaml     the recipe TARGET/KIND; its head has the commands, and a line `# Plan: ...` per set of GPUs
+configs/TARGET/KIND.yaml     the recipe TARGET/KIND; its head has the commands, its key `plan` what they take
 configs/TARGET/target.json   the target's config.json values that decide shapes; init.json: those of a draft model's start
 configs/accelerate, configs/deepspeed    launch settings; their paths hold from the folder that contains configs/
 """
@@ -13,94 +13,193 @@ import difflib
 import re
 import shlex
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
+
+from typing_extensions import NotRequired, TypedDict
 
 from drafttrain.environment import shipped_folder
 from drafttrain.errors import UserError, shown
-from drafttrain.files import read_text, write_text
+from drafttrain.files import check_json, read_text, write_text
 from drafttrain.outcome import conclude, next_command
+from drafttrain.plain_yaml import read_yaml
 
 _LAUNCH = ("accelerate", "deepspeed")  # folders of launch settings
 _FIX = "install drafttrain again"
+_HEADINGS = ["recipe", "GPUs", "GB", "disk", "answers", "hours"]
 _FOOT = """
 GB of each GPU that trains, and hours to write the answers and to train on them:
-the first plan in the recipe's head, a count and a roofline for H100s.
+the first run of the recipe's plan, a count and a roofline for H100s.
 vLLM: further GPUs, on which vLLM runs the target."""
+
+
+class PlannedRun(TypedDict):
+    """What one of a recipe's training commands takes, as `drafttrain plan` computes it."""
+
+    gpus: int  # that train
+    gpu_memory: float  # GB of each
+    overrides: NotRequired[str]  # key=value words of the command
+    deepspeed: NotRequired[str]  # --deepspeed of `drafttrain plan`
+    memory_gb: float
+    disk_gb: float
+    hours: dict[str, float]  # by part: answers, states, training
+
+
+class RecipePlan(TypedDict):
+    """A recipe's key `plan`."""
+
+    answers: int  # of the target, as many as the figures assume
+    states: str  # where the target's come from: online, stored or vllm
+    runs: list[PlannedRun]
+
+
+class ShippedRecipe(NamedTuple):
+    """A recipe that comes with drafttrain."""
+
+    name: str
+    target: str  # "any" where the recipe names none
+    plan: RecipePlan | None
+    words: str  # the first words of its head
+
+    @property
+    def about(self) -> str:
+        """The first run of its plan in a line, else its first words."""
+        if self.plan is None:
+            return self.words
+        run = self.plan["runs"][0]
+        where = f"{run['gpus']} x {run['gpu_memory']:g} GB"
+        return f"{self.plan['answers']:,} answers; {where}: {figures(run, self.plan['states'])}"
+
+    def cells(self) -> list[str]:
+        """Its line of the list, by column; only name and words without a plan."""
+        if self.plan is None:
+            return [self.name, textwrap.shorten(self.words, 46, placeholder=" ...")]
+        run = self.plan["runs"][0]
+        gpus = f"{run['gpus']} x {run['gpu_memory']:g} GB"
+        if self.plan["states"] == "vllm":
+            gpus += ", vLLM"
+        return [
+            self.name,
+            gpus,
+            f"{run['memory_gb']:.0f}",
+            _room(run["disk_gb"]),
+            f"{self.plan['answers']:,}",
+            _hours(sum(run["hours"].values())),
+        ]
+
+
+def plan_of(recipe: Mapping[str, object], where: str) -> RecipePlan | None:
+    """A recipe's key `plan`, None without it.
+
+    Args:
+        where: begins the message of an error.
+
+    Raises:
+        UserError: a plan of another form.
+    """
+    plan = recipe.get("plan")
+    if plan is None:
+        return None
+    fix = "python scripts/recipe_heads.py writes the plans of shipped recipes; leave it out of your own"
+    check_json(plan, f"{where}: plan", fix, RecipePlan)
+    return plan  # type: ignore[return-value]
+
+
+def figures(run: PlannedRun, states: str) -> str:
+    """The figures of a run in half a line."""
+    gpu = "GPU"
+    if states == "vllm":
+        gpu = "training GPU (vLLM has its own)"
+    hours = ", ".join(f"{part} {_hours(hours)} h" for part, hours in run["hours"].items())
+    return f"{run['memory_gb']:.0f} GB per {gpu}, disk {_room(run['disk_gb'])}; {hours}"
+
+
+def _hours(hours: float) -> str:
+    if hours < 10:
+        return f"{hours:.1f}"
+    return f"{hours:.0f}"
+
+
+def _room(gigabytes: float) -> str:
+    if gigabytes >= 1000:
+        return f"{gigabytes / 1000:.1f} TB"
+    return f"{gigabytes:.0f} GB"
 
 
 def recipe_names() -> list[str]:
     """Names of the recipes that come with drafttrain, TARGET/KIND, sorted."""
     folder = shipped_folder("configs")
-    paths = (path.relative_to(folder).with_suffix("") for path in folder.rglob("*.yaml"))
-    return sorted(path.as_posix() for path in paths if path.parts[0] not in _LAUNCH)
+    names = []
+    for path in folder.rglob("*.yaml"):
+        inner = path.relative_to(folder)
+        if inner.parts[0] not in _LAUNCH:
+            names.append(inner.with_suffix("").as_posix())
+    return sorted(names)
+
+
+def shipped_recipes() -> list[ShippedRecipe]:
+    """All recipes that come with drafttrain."""
+    found = []
+    for name in recipe_names():
+        text = read_text(shipped_folder("configs") / f"{name}.yaml", "recipe", _FIX)
+        keys = read_yaml(text, f"recipe={shown(name)}")
+        first = re.match(r"# (.*?)(?:[.:,;]\s|$)", text, re.MULTILINE)
+        found.append(
+            ShippedRecipe(
+                name=name,
+                target=keys.get("target", "any"),
+                plan=plan_of(keys, f"recipe={shown(name)}"),
+                words=first[1] if first else "",
+            )
+        )
+    return found
 
 
 def recipe_path(name: str, key: str = "recipe") -> Path:
-    """The file of a recipe: `name` itself if it is a file, else the recipe of that name that comes
-    with drafttrain.
+    """The file of a recipe: `name` itself if it is a file, else the shipped recipe of that name.
 
     Raises:
         UserError: neither; names the nearest recipes, or all of a target.
     """
-    if (own := Path(name).expanduser()).is_file():
+    own = Path(name).expanduser()
+    if own.is_file():
         return own
     names = recipe_names()
     if name in names:
         return shipped_folder("configs") / f"{name}.yaml"
+    close = _close_names(name, names)
+    hint = "drafttrain recipes lists those that come with it"
+    if close:
+        hint = f"did you mean {' or '.join(close)}?"
+    raise UserError(f"{key}={shown(name)}: no such file, and no recipe of that name; {hint}")
+
+
+def _close_names(name: str, names: list[str]) -> list[str]:
+    """The recipes that a wrong name may mean."""
+    # A target's folder alone.
     close = [one for one in names if one.startswith(f"{name.rstrip('/')}/")]
+
+    # A misspelled folder with a kind: that kind of the nearest target, else all of its recipes.
     if not close and "/" in name:
         folder, _, kind = name.rpartition("/")
-        targets = difflib.get_close_matches(
-            folder.lower(),
-            {one.partition("/")[0] for one in names},
-            n=1,
-            cutoff=0.7,
-        )
-        nearest = [f"{target}/{kind}" for target in targets if f"{target}/{kind}" in names]
-        close = nearest or [one for one in names if one.partition("/")[0] in targets]
-    close = close or [one for one, target, _ in table() if target.lower() == name.lower()]
-    close = close or difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.6)
-    hint = "; drafttrain recipes lists those that come with it"
-    if close:
-        hint = f"; did you mean {' or '.join(close)}?"
-    raise UserError(f"{key}={shown(name)}: no such file, and no recipe of that name{hint}")
+        folders = {one.partition("/")[0] for one in names}
+        nearest = difflib.get_close_matches(folder.lower(), folders, n=1, cutoff=0.7)
+        if nearest:
+            close = [one for one in names if one.partition("/")[0] == nearest[0]]
+            if f"{nearest[0]}/{kind}" in names:
+                close = [f"{nearest[0]}/{kind}"]
 
-
-def table() -> list[tuple[str, str, str]]:
-    """(recipe, target, GPUs and hours from the first plan in its head, else its first words) of all
-    recipes.
-    """
-    rows = []
-    for name in recipe_names():
-        text = read_text(shipped_folder("configs") / f"{name}.yaml", "recipe", _FIX)
-        target = re.search(r"^target: *(\S+)", text, re.MULTILINE)
-        plan = re.search(r"^# Plan: (.*)", text, re.MULTILINE)
-        words = re.search(r"^# (.*?)(?:[.:,;]\s|$)", text, re.MULTILINE)
-        data = re.search(r"^# Data: ([\d,]+ answers)", text, re.MULTILINE)
-        if plan and data:
-            about = f"{data[1]}; {plan[1]}"
-        elif words:
-            about = words[1]
-        else:
-            about = ""
-        rows.append((name, target[1] if target else "any", about))
-    return rows
-
-
-def _line(name: str, about: str) -> list[str]:
-    """A recipe's cells of the list: its first plan's figures, else its first words."""
-    plan = re.match(
-        r"([\d,]+) answers; (.*?): (\d+) GB per (training )?GPU.*disk (.*?); (.*)", about
-    )
-    if not plan:
-        return [name, textwrap.shorten(about, 46, placeholder=" ...")]
-    answers, gpus, memory, vllm, disk, times = plan.groups()
-    hours = sum(float(number) for number in re.findall(r"([\d.]+) h", times))
-    return [name, gpus + ", vLLM" * bool(vllm), memory, disk, answers, f"{hours:.{hours < 10:d}f}"]
+    # A target's own name, else any name that looks alike.
+    if not close:
+        close = [one.name for one in shipped_recipes() if one.target.lower() == name.lower()]
+    if not close:
+        close = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.6)
+    return close
 
 
 def copy_recipe(name: str, folder: Path) -> list[Path]:
-    """Writes a recipe, its JSON files and all launch settings below `folder`/configs, where the
+    """Copies a recipe, its JSON files and all launch settings below `folder`/configs, where the
     commands of its head work.
 
     Returns:
@@ -116,33 +215,31 @@ def copy_recipe(name: str, folder: Path) -> list[Path]:
         raise UserError(
             f"recipe={shown(name)} is a file of your own; --copy is for those that come with drafttrain"
         )
+    paths = [source]
     if source.parent != shipped:
-        beside = sorted(source.parent.glob("*.json"))
-    else:
-        beside = []
-    launch = sorted(
-        path for kind in _LAUNCH for path in (shipped / kind).iterdir() if path.is_file()
-    )
-    texts = {
-        folder / "configs" / path.relative_to(shipped): read_text(path, "recipe", _FIX)
-        for path in [source, *beside, *launch]
-    }
-    for path, text in texts.items():
-        if path.exists() and not (
-            path.is_file() and read_text(path, "copy", "choose another folder") == text
-        ):
+        paths += sorted(source.parent.glob("*.json"))
+    for kind in _LAUNCH:
+        paths += sorted(path for path in (shipped / kind).iterdir() if path.is_file())
+
+    # Check all before anything is written.
+    missing: dict[Path, str] = {}
+    for path in paths:
+        text = read_text(path, "recipe", _FIX)
+        copied = folder / "configs" / path.relative_to(shipped)
+        if not copied.exists():
+            missing[copied] = text
+        elif not copied.is_file() or read_text(copied, "copy", "choose another folder") != text:
             raise UserError(
-                f"copy={shown(str(folder))}: {path} is there with another content; choose another folder, or move it away"
+                f"copy={shown(str(folder))}: {copied} is there with another content; choose another folder, or move it away"
             )
-    written = [path for path in texts if not path.exists()]
-    for path in written:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, texts[path])
-    return written
+    for copied, text in missing.items():
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        write_text(copied, text)
+    return list(missing)
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command."""
+    """Copies a recipe, prints one, or lists all."""
     if args.copy:
         if not args.name:
             raise UserError("--copy needs the name of a recipe; drafttrain recipes lists them")
@@ -156,27 +253,25 @@ def run(args: argparse.Namespace) -> int:
         print(text, end="")
         conclude({"recipe": args.name, "text": text})
     else:
-        rows = table()
-        lines = [
-            ["recipe", "GPUs", "GB", "disk", "answers", "hours"],
-            *(_line(name, plan) for name, _, plan in rows),
-        ]
-        widths = [
-            max(len(line[column]) for line in lines if len(line) == len(lines[0]))
-            for column in range(6)
-        ]
-        widths[0] = max(len(line[0]) for line in lines)
-        for line in lines:
-            figures = [
-                f"{cell:>{width}}" for cell, width in zip(line[2:], widths[2:], strict=False)
-            ]
-            print(
-                "  ".join([f"{line[0]:{widths[0]}}", f"{line[1]:{widths[1]}}", *figures]).rstrip()
-            )
-        print(_FOOT)
-        keys = ("recipe", "target", "plan")
-        conclude(
-            {"recipes": [dict(zip(keys, row, strict=True)) for row in rows]},
-            then=next_command("recipes", "NAME"),
-        )
+        recipes = shipped_recipes()
+        _print_list(recipes)
+        rows = [{"recipe": one.name, "target": one.target, "plan": one.about} for one in recipes]
+        conclude({"recipes": rows}, then=next_command("recipes", "NAME"))
     return 0
+
+
+def _print_list(recipes: list[ShippedRecipe]) -> None:
+    lines = [_HEADINGS]
+    for one in recipes:
+        lines.append(one.cells())
+    widths = [max(len(line[0]) for line in lines)]
+    for column in range(1, len(_HEADINGS)):
+        full = [line for line in lines if len(line) == len(_HEADINGS)]
+        widths.append(max(len(line[column]) for line in full))
+
+    for line in lines:
+        texts = [f"{line[0]:{widths[0]}}", f"{line[1]:{widths[1]}}"]
+        for cell, width in zip(line[2:], widths[2:], strict=False):
+            texts.append(f"{cell:>{width}}")
+        print("  ".join(texts).rstrip())
+    print(_FOOT)

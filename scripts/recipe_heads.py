@@ -1,83 +1,103 @@
-"""Fills the `# Plan: N x G GB: ...` lines in the heads of recipes from `drafttrain plan`.
+"""Fills the figures in the key `plan` of recipes from `drafttrain plan`.
 
-    python scripts/recipe_heads.py                                    all recipes; python scripts/recipe_heads.py NAME ... some
+    python scripts/recipe_heads.py             all recipes that have the key
+    python scripts/recipe_heads.py NAME ...    some of them
 
-A line belongs to the command before it: that command's key=value words are planned, on N GPUs of G GB, with the number of answers
-that the head's `# Data:` line names. The script fails if a plan does not fit.
+Each run names GPUs, and the overrides and ZeRO stage of its training command; its figures are those of a plan with as many
+answers as the key says. The script fails if a plan does not fit.
 """
 
 from __future__ import annotations
 
-import re
 import sys
-from unittest import mock
 
-from drafttrain.recipes import recipe_names, recipe_path, target_config
+import yaml
+
+from drafttrain.plain_yaml import read_yaml
+from drafttrain.recipes import (
+    PlannedRun,
+    RecipePlan,
+    figures,
+    plan_of,
+    recipe_path,
+    shipped_recipes,
+)
 from drafttrain.tuning.plan import Job, Plan, plan
-from drafttrain.tuning.plan_memory import Memory
 
 TOKENS = 1024  # of a conversation on average
-LINE = re.compile(r"# Plan: (\d+) x (\d+) GB:.*")
+PARTS = {"generate": "answers", "features": "states", "train": "training"}
 
 
-def described(found: Plan) -> str:
-    """A plan in half a line."""
-    gpu = "training GPU (vLLM has its own)" if found.setting["states"] == "vllm" else "GPU"
-    parts = {"generate": "answers", "features": "states", "train": "training"}
-    hours = ", ".join(
-        f"{text} {found.hours[part]:.1f} h"
-        if found.hours[part] < 10
-        else f"{text} {found.hours[part]:.0f} h"
-        for part, text in parts.items()
-        if part in found.hours
+def planned(name: str, planned_run: PlannedRun, whole: RecipePlan) -> Plan:
+    """The plan of one of a recipe's runs."""
+    job = Job(
+        gpus=planned_run["gpus"],
+        gpu_memory=planned_run["gpu_memory"],
+        conversations=whole["answers"],
+        tokens=TOKENS,
+        states=whole["states"],  # type: ignore[arg-type]
+        deepspeed=planned_run.get("deepspeed", ""),
     )
-    disk = found.disk_gb["total"]
-    room = f"{disk / 1000:.1f} TB" if disk >= 1000 else f"{disk:.0f} GB"
-    return f"{found.memory_gb['total']:.0f} GB per {gpu}, disk {room}; {hours}"
+    words = planned_run.get("overrides", "").split()
+    return plan(str(recipe_path(name)), words, job, largest=False)
 
 
-def planned(name: str, only: int | None = None) -> str:
-    """A recipe's text with its plan lines filled. only: the number of the line to fill, from 0; the others stay."""
-    path = recipe_path(name)
-    lines = path.read_text().splitlines()
-    text = "\n".join(lines)
-    count = re.search(r"^# Data: ([\d,]+)", text, re.MULTILINE)
-    assert count is not None, f"{name}: no line '# Data: N answers'"
-    states = "stored" if "drafttrain features" in text else ""
-    number = -1
-    for at, line in enumerate(lines):
-        if not (marked := LINE.fullmatch(line)):
-            continue
-        number += 1
-        if only not in (None, number):
-            continue
-        start = max(
-            row for row in range(at) if lines[row].startswith("#   ") and "launch" in lines[row]
-        )
-        command = " ".join(each.removeprefix("#").strip(" \\") for each in lines[start:at])
-        words = re.findall(r"(?<=\s)[a-z_.]+=\S+", command.partition("drafttrain.train")[2])
-        zero = re.search(r"--deepspeed_config_file (\S+)", command)
-        gpus, memory = map(int, marked.groups())
-        job = Job(gpus=gpus, gpu_memory=memory, conversations=int(count[1].replace(",", "")), tokens=TOKENS,
-                  states=states, deepspeed=zero[1] if zero else "")  # fmt: skip
-        with mock.patch.object(
-            Memory, "most", return_value=0
-        ):  # the largest batch, which heads do not name, is a search
-            found = plan(str(path), words, job)
-        fits = "" if found.fits else "does not fit: "
-        lines[at] = f"# Plan: {gpus} x {memory} GB: {fits}{described(found)}"
+def with_figures(run: PlannedRun, found: Plan) -> PlannedRun:
+    """The run with a plan's figures, rounded as they are shown."""
+    hours = {}
+    for part, label in PARTS.items():
+        if part in found.hours:
+            hours[label] = round(found.hours[part], 1 if found.hours[part] < 10 else None)
+    filled = run.copy()
+    filled["memory_gb"] = round(found.memory_gb["total"])
+    filled["disk_gb"] = round(found.disk_gb["total"])
+    filled["hours"] = hours
+    return filled
+
+
+def text_of(content: RecipePlan) -> str:
+    """The key as YAML, with the hours of a run in one line."""
+    lines = [
+        "plan:",
+        f"  answers: {content['answers']}",
+        f"  states: {content['states']}",
+        "  runs:",
+    ]
+    for run in content["runs"]:
+        text = yaml.safe_dump(dict(run), default_flow_style=None, width=1000, sort_keys=False)
+        first, *others = text.splitlines()
+        lines.append(f"  - {first}")
+        for line in others:
+            lines.append(f"    {line}")
     return "\n".join(lines) + "\n"
+
+
+def fill(name: str) -> list[str]:
+    """Fills a recipe's plan; returns its runs in words, those that do not fit as such."""
+    path = recipe_path(name)
+    text = path.read_text()
+    content = plan_of(read_yaml(text, name), name)
+    assert content is not None, f"{name} has no key plan"
+    shown = []
+    runs = []
+    for run in content["runs"]:
+        found = planned(name, run, content)
+        filled = with_figures(run, found)
+        runs.append(filled)
+        fits = "" if found.fits else "does not fit: "
+        where = f"{run['gpus']} x {run['gpu_memory']:g} GB"
+        shown.append(f"{where}: {fits}{figures(filled, content['states'])}")
+    content["runs"] = runs
+    before = text[: text.index("\nplan:\n") + 1]  # the key is the last of a recipe
+    path.write_text(before + text_of(content))
+    return shown
 
 
 if __name__ == "__main__":
     too_large = []
-    for each in sys.argv[1:] or [
-        name for name in recipe_names() if target_config(recipe_path(name))
-    ]:
-        filled = planned(each)
-        recipe_path(each).write_text(filled)
-        shown = [line for line in filled.splitlines() if LINE.fullmatch(line)]
-        print(each, *shown, sep="\n  ", flush=True)
-        too_large += [f"{each}: {line}" for line in shown if "does not fit" in line]
+    for each in sys.argv[1:] or [one.name for one in shipped_recipes() if one.plan]:
+        lines = fill(each)
+        print(each, *lines, sep="\n  ", flush=True)
+        too_large += [f"{each}: {line}" for line in lines if "does not fit" in line]
     if too_large:
         sys.exit("\n".join(too_large))

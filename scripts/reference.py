@@ -32,7 +32,8 @@ Every key of a recipe with its values, default and meaning. {WRITTEN}
 A value of another type, out of its range or not finite is an error of one line that names key, value and rule, before a model
 loads. In a recipe and in overrides a number may be written as `3e-4`; a whole number may be written as `2.0`. Recipes are YAML
 of text, numbers, `true`, `false`, `null`, lists and mappings; a key that occurs twice is an error. [Train a
-drafter](../how-to/train.md) shows a recipe.
+drafter](../how-to/train.md) shows a recipe. The key `plan` of shipped recipes holds figures of `drafttrain plan`; training does
+not read it.
 
 Losses have at most 16 terms, weights from 1e-06 to 1e+06 and temperatures from 0.01 to 100 ([losses](losses.md)); sizes of trees:
 [trees](trees.md).

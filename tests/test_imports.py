@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "drafttrain"
 ORDER = [
     ["credentials", "interrupts", "moved"],
     ["errors"],
-    ["values", "extras"],
+    ["values", "extras", "plain_yaml"],
     ["files", "environment", "batch", "progress"],
     ["outcome"],
     ["recipes"],

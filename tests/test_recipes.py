@@ -11,6 +11,7 @@ import tomllib
 
 from drafttrain import environment, recipes, train
 from drafttrain.cli import main
+from drafttrain.config import load_config
 from drafttrain.errors import UserError
 from drafttrain.recipes import recipe_names, recipe_path
 
@@ -47,8 +48,28 @@ def test_the_list_has_a_line_per_recipe(capsys):
 
 
 def test_every_plan_has_its_figures_in_the_list():
-    planned = [(name, about) for name, _, about in recipes.table() if " GPU" in about]
-    assert len(planned) > 25 and all(len(recipes._line(*row)) == 6 for row in planned)
+    planned = [one for one in recipes.shipped_recipes() if " GPU" in one.about]
+    assert len(planned) > 25 and all(len(one.cells()) == 6 for one in planned)
+
+
+OWN = "kind: eagle3\ntarget: t\ndata: d\noutput_dir: o\n"
+
+
+def test_a_recipe_trains_with_a_plan_a_head_of_comments_or_neither(tmp_path):
+    path = tmp_path / "own.yaml"
+    found = []
+    head = "# Plan: 1 x 80 GB: 29 GB per GPU, disk 37 GB; answers 4.0 h, training 31 h\n"
+    for text in (OWN, head + OWN, OWN + "plan: {answers: 3, states: online, runs: []}\n"):
+        path.write_text(text)
+        found.append(load_config(str(path), [], []))
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_plan_of_another_form_is_one_line(tmp_path):
+    path = tmp_path / "own.yaml"
+    path.write_text(OWN + "plan: {answers: many, states: online, runs: []}\n")
+    with pytest.raises(UserError, match=r"plan: answers='many': .*; .*leave it out of your own"):
+        load_config(str(path), [], [])
 
 
 def test_a_name_is_found_where_a_wheel_installs_it(installed, capsys):

@@ -12,7 +12,8 @@ results/, plots/                   what drafttrain eval measured
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from drafttrain.data.store import read_meta
@@ -41,38 +42,45 @@ def run(args: argparse.Namespace) -> int:
             "results: there is no evaluation to publish; run drafttrain eval --output results.json and pass --results "
             "results.json, or pass --without-evaluation"
         )
+    args.batch_schedule = None
     if args.schedule:
         args.batch_schedule = batch_schedule(Path(args.schedule).expanduser())
-    else:
-        args.batch_schedule = None
     for name, run_results in zip(args.results, results, strict=True):
         check_results(trained, name, run_results)
     check_plausible(args, results)
-    message = "Update the drafter, its results and its card"
-    return publish(
-        args,
-        "push",
-        "model",
-        message,
-        lambda folder: prepare(args, trained, results, folder),
-    )
+
+    def fill(folder: Path) -> None:
+        prepare(args, trained, results, folder)
+
+    return publish(args, "push", "model", "Update the drafter, its results and its card", fill)
 
 
 def check_plausible(args: argparse.Namespace, results: Sequence[Json]) -> None:
-    """Raises UserError for figures that cannot be right, unless --accept-implausible is set."""
-    sources = {
-        f"results={name!r}": content for name, content in zip(args.results, results, strict=True)
-    }
+    """Checks results and the drafter's settings, unless --accept-implausible is set.
+
+    Raises:
+        UserError: figures that cannot be right.
+    """
+    if args.accept_implausible:
+        return
+    sources = {}
+    for name, content in zip(args.results, results, strict=True):
+        sources[f"results={name!r}"] = content
     sources["decoding.json of the drafter"] = decoding_settings(args.drafter)
     for name, content in sources.items():
-        if not args.accept_implausible and (reasons := implausible(content)):
+        reasons = implausible(content)
+        if reasons:
             raise UserError(
                 f"{name} is implausible: {reasons[0]}; or publish it as it is: --accept-implausible"
             )
 
 
 def check_results(trained: Trained, name: str, results: Json) -> None:
-    """Raises UserError for an evaluation of another kind of drafter or of another target."""
+    """Checks that an evaluation measured this drafter.
+
+    Raises:
+        UserError: it measured another kind of drafter, or another target.
+    """
     kind = str(results.get("kind", "")).partition("+")[0]
     if kind not in (trained.kind, ""):
         raise UserError(
@@ -92,50 +100,57 @@ def prepare(
     results: Sequence[Json],
     folder: Path,
 ) -> None:
-    """Writes all files of the repository into an empty folder. Raises UserError: it cannot be
-    written.
+    """Writes all files of the repository into an empty folder.
+
+    Raises:
+        UserError: it cannot be written.
     """
     base_model = base_model_name(trained, args.base_model)
     kind = shipping(trained.kind)
+
+    # The drafter, in our form and in the engines'.
     tree = tuned_tree(trained.folder, results)
-    depth = engine_depth(trained, tree)
     request = ExportRequest(
         folder,
         resolve_dtype(args.dtype),
         base_model,
-        depth,
+        engine_depth(trained, tree),
         source=trained.target_name,
     )
-    files = kind.publish(trained, request)
+    files = kind.publish(trained, request)  # names, and what each file is
+    about_tree = "the tree to draft"
+    if results:
+        about_tree = "the tree to draft, as measured to be fastest"
     write_clean_json(folder / "decoding.json", {"tree": str(tree)})
-    files.append(
-        (
-            "decoding.json",
-            "the tree to draft, as measured to be fastest" if results else "the tree to draft",
-        )
-    )
+    files.append(("decoding.json", about_tree))
     training = read_training(trained.folder)  # none for a drafter from elsewhere
     if training:
         write_clean_json(folder / "training.json", _public_training(training))
         files.append(("training.json", "recipe, steps, time and held-out figures of the training"))
+
+    # Measured results, and a plot of them.
     runs = []
     for number, run_results in enumerate(results, 1):
         public = {**run_results, "drafter": args.repo, "target": base_model}
-        suite = _slug(public.get("suite", "suite"))
         temperature = public["decoding"]["temperature"]
-        name = f"results/{number}-{suite}-t{temperature:g}.json"
+        name = f"results/{number}-{_slug(public.get('suite', 'suite'))}-t{temperature:g}.json"
         write_clean_json(folder / name, public)
-        more = {
+        files.append((name, "all measured figures, prompt by prompt"))
+        shown = {
+            **shorten(public),
             "alone": _alone(run_results, results),
             "verdict": verdict_of(public["overall"]).text,
         }
-        runs.append((name, {**shorten(public), **more}, identity_line(public).capitalize()))
-        files.append((name, "all measured figures, prompt by prompt"))
+        runs.append((name, shown, identity_line(public).capitalize()))
+    plots = []
     if runs:
-        draw([public for _, public, _ in runs], folder / "plots" / "results.png")
-    count = training.get("parameters")
-    recorded = (training.get("config") or {}).get("data", "")
-    has_data = recorded and (Path(recorded).expanduser() / "meta.json").is_file()
+        plots.append("plots/results.png")
+        draw([shown for _, shown, _ in runs], folder / "plots" / "results.png")
+
+    # The card.
+    weights = "an unrecorded number of"
+    if training.get("parameters"):
+        weights = f"{training['parameters']:,}"
     license = args.license or _target_license(trained)
     metadata = {
         "base_model": base_model if "/" in base_model else "",
@@ -151,11 +166,11 @@ def prepare(
         metadata,
         base_model=base_model,
         license=license,
-        kind_line=kind.line(trained, f"{count:,}" if count else "an unrecorded number of"),
+        kind_line=kind.line(trained, weights),
         runs=runs,
         training=shorten(training),
         repo=args.repo,
-        plots=["plots/results.png"] if runs else [],
+        plots=plots,
         recipes=recipes(
             trained,
             args.repo,
@@ -165,30 +180,37 @@ def prepare(
             schedule=args.batch_schedule,
         ),
         files=files,
-        data=read_meta(args.data or recorded)
-        if args.data or has_data
-        else training.get("data_set") or None,
+        data=_data_set(args.data, training),
         dataset=args.dataset,
     )
 
 
+def _data_set(given: str | None, training: Json) -> Json | None:
+    """The meta.json of the data that trained the drafter, or what training.json says of them."""
+    if given:
+        return read_meta(given)
+    recorded = (training.get("config") or {}).get("data", "")
+    if recorded and (Path(recorded).expanduser() / "meta.json").is_file():
+        return read_meta(recorded)
+    return training.get("data_set") or None
+
+
 def _alone(run: Json, results: Sequence[Json]) -> float | None:
-    """The accepted length of the trained drafter alone where a run merged matches into its tree;
-    None if not measured.
+    """The accepted length of the trained drafter alone, where a run merged matches into its tree.
+
+    None if no other result has it under the same settings.
     """
     kind, plus, _ = str(run.get("kind", "")).partition("+")
-
-    def same(other: Json) -> bool:
-        settings = ("temperature", "top_k", "top_p", "max_new_tokens")
-        return (
-            other.get("kind") == kind
-            and other.get("suite") == run.get("suite")
-            and all(other["decoding"].get(key) == run["decoding"].get(key) for key in settings)
-        )
-
-    return next(
-        (other["overall"]["accepted_length"] for other in results if plus and same(other)), None
-    )
+    if not plus:
+        return None
+    settings = ("temperature", "top_k", "top_p", "max_new_tokens")
+    for other in results:
+        if other.get("kind") != kind or other.get("suite") != run.get("suite"):
+            continue
+        if all(other["decoding"].get(key) == run["decoding"].get(key) for key in settings):
+            length: float = other["overall"]["accepted_length"]
+            return length
+    return None
 
 
 def base_model_name(trained: Trained, given: str) -> str:
@@ -211,30 +233,29 @@ def base_model_name(trained: Trained, given: str) -> str:
 def _public_training(training: Json) -> Json:
     """training.json with names for paths."""
     config = dict(training.get("config") or {})
-    public: dict[str, Callable[[str], str]] = {"target": public_name, "init": shorten}
-    public |= dict.fromkeys(("data", "output_dir"), lambda path: Path(path).name)
-    return {
-        **training,
-        "config": config
-        | {key: change(config[key]) for key, change in public.items() if key in config},
-    }
+    if "target" in config:
+        config["target"] = public_name(config["target"])
+    if "init" in config:
+        config["init"] = shorten(config["init"])
+    for key in ("data", "output_dir"):
+        if key in config:
+            config[key] = Path(config[key]).name
+    return {**training, "config": config}
 
 
 def _target_license(trained: Trained) -> str:
-    """The license that drafttrain fetch noted for the target, as the Hub spells it; empty if none
-    is known.
-    """
+    """The license that drafttrain fetch noted for the target, as the Hub spells it, or empty."""
     if not trained.target_name:
         return ""
     try:
         noted = read_config(Path(resolve_target(trained.target_name)), "fetched.json", missing={})
     except UserError:
         return ""
-    return {"Apache-2.0": "apache-2.0", "MIT": "mit"}.get(
-        noted.get("license") or noted.get("licence", ""), ""
-    )
+    name = noted.get("license") or noted.get("licence", "")
+    return {"Apache-2.0": "apache-2.0", "MIT": "mit"}.get(name, "")
 
 
 def _slug(text: str) -> str:
-    name = Path(str(text)).stem
-    return "".join(c if c.isalnum() or c in "-_" else "-" for c in name).strip("-") or "suite"
+    """A file name's letters, digits, hyphens and underscores; others become hyphens."""
+    name = re.sub(r"[^\w-]", "-", Path(str(text)).stem).strip("-")
+    return name or "suite"

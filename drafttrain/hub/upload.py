@@ -41,9 +41,9 @@ def publish(
     """Prepares a folder and uploads it, unless --dry-run is set.
 
     Args:
-        args: of `add_publishing_flags`. command: push or push-data. kind: "model" or "dataset".
-            message: of the commit.
-        prepare: fills an empty folder.
+        args: of `add_publishing_flags`.
+        command: push or push-data. kind: model or dataset.
+        message: of the commit. prepare: fills an empty folder.
 
     Raises:
         UserError: no repository's name, a dry run without --output, something private in a file, or
@@ -70,27 +70,30 @@ def publish(
         for name in names:
             print(f"  {(folder / name).stat().st_size:>12,}  {name}")
         result: Json = {"repo": args.repo, "files": [str(name) for name in names]}
+
         if args.dry_run:
             print("dry run: nothing was uploaded")
-            left_out = ("command", "dry_run", "output", "batch_schedule")
-            given = {name: value for name, value in vars(args).items() if name not in left_out}
+            given = vars(args).copy()
+            for name_of_flag in ("command", "dry_run", "output", "batch_schedule"):
+                given.pop(name_of_flag, None)
             conclude(result, [folder], next_command(command, **given))
-        else:
-            result["url"] = upload(folder, args.repo, kind, args.private, message, args.tag)
-            print(result["url"])
-            then = ""
-            if kind == "model":
-                then = next_command("eval", target="TARGET", drafter=args.repo)
-            conclude(result, [folder] if args.output else [], then)
+            return 0
+
+        result["url"] = upload(folder, args.repo, kind, args.private, message, args.tag)
+        print(result["url"])
+        then = ""
+        if kind == "model":
+            then = next_command("eval", target="TARGET", drafter=args.repo)
+        conclude(result, [folder] if args.output else [], then)
     return 0
 
 
 def write_card(folder: Path, template: str, metadata: Json, **values: object) -> None:
-    """Writes README.md from a template of this package. A value that the template needs and does
-    not get is an error.
+    """Writes README.md from a template of this package.
 
     Args:
         metadata: for the Hub's index, in front of the text; empty values are left out.
+        values: what the template needs; a missing one is an error.
     """
     source = (Path(__file__).with_name("templates") / template).read_text(encoding="utf-8")
     # No HTML escapes: they would show in Markdown.
@@ -99,15 +102,19 @@ def write_card(folder: Path, template: str, metadata: Json, **values: object) ->
         autoescape=False,
         keep_trailing_newline=True,
     )
-    environment.filters["link"] = lambda model: (
-        f"[{model}](https://huggingface.co/{model})" if "/" in model else model
-    )
+    environment.filters["link"] = _link
     kept = {key: value for key, value in metadata.items() if value}
     front = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True).strip()
-    card = redact(
-        environment.from_string(source).render(version=__version__, metadata=front, **values)
-    )
-    write_text(folder / "README.md", card)
+    template_of = environment.from_string(source)
+    card = template_of.render(version=__version__, metadata=front, **values)
+    write_text(folder / "README.md", redact(card))
+
+
+def _link(model: str) -> str:
+    """A link to a model of the Hub; the name alone for another model."""
+    if "/" in model:
+        return f"[{model}](https://huggingface.co/{model})"
+    return model
 
 
 def check_private(folder: Path, names: list[Path]) -> None:
@@ -117,25 +124,28 @@ def check_private(folder: Path, names: list[Path]) -> None:
     Raises:
         UserError: found one; names the file and the kind, but not the secret.
     """
-    home = str(Path.home())
     for name in names:
         for number, line in _lines(folder / name):
-            if kind := find_secret(line):
-                if name.suffix in _TEXT:
-                    place = f"{name} line {number}"
-                else:
-                    place = f"the metadata of {name}"
-                raise UserError(
-                    f"{place} holds what looks like {kind}; remove it before publishing"
-                )
-    for name in (name for name in names if name.suffix in _TEXT):
+            kind = find_secret(line)
+            if not kind:
+                continue
+            place = f"the metadata of {name}"
+            if name.suffix in _TEXT:
+                place = f"{name} line {number}"
+            raise UserError(f"{place} holds what looks like {kind}; remove it before publishing")
+
+    home = str(Path.home())
+    for name in names:
+        if name.suffix not in _TEXT:
+            continue
         text = (folder / name).read_text(encoding="utf-8", errors="replace")
         found = _LOCAL.search(text)
-        if found or (len(home) > 1 and home in text):
-            if found:
-                where = found.group(0)
-            else:
-                where = home
+        where = ""
+        if found:
+            where = found[0]
+        elif len(home) > 1 and home in text:
+            where = home
+        if where:
             raise UserError(
                 f"{name} names a local path, {where}; give names or Hub ids (--base-model, --results, ...)"
             )
@@ -154,8 +164,10 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def check_reachable(repo: str) -> None:
-    """Raises UserError unless the Hub answers soon. Its client alone retries for more than a
-    minute.
+    """Checks that the Hub answers soon; its client alone retries for more than a minute.
+
+    Raises:
+        UserError: it does not.
     """
     from huggingface_hub import constants
 
@@ -163,7 +175,8 @@ def check_reachable(repo: str) -> None:
         raise UserError(
             f"repo={repo!r}: HF_HUB_OFFLINE is set; unset it to publish, or use --dry-run"
         )
-    if reason := unreachable(constants.ENDPOINT, _REACHED):
+    reason = unreachable(constants.ENDPOINT, _REACHED)
+    if reason:
         raise UserError(
             f"repo={repo!r}: {constants.ENDPOINT} does not answer ({reason}); check the network and its proxy settings "
             "(HTTPS_PROXY), then run the command again"
@@ -171,9 +184,9 @@ def check_reachable(repo: str) -> None:
 
 
 def upload(folder: Path, repo: str, kind: str, private: bool, message: str, tag: str = "") -> str:
-    """Uploads a folder's files to a repository, creates it if it does not exist, and tags the new
-    revision.
+    """Uploads a folder's files to a repository and tags the new revision.
 
+    A repository that does not exist is created.
     Files that the repository has and the folder lacks stay. What an interrupted upload has stored
     is not sent again.
 
@@ -200,23 +213,28 @@ def upload(folder: Path, repo: str, kind: str, private: bool, message: str, tag:
             ignore_patterns=[".*", "*/.*"],
         )
         refs = api.list_repo_refs(repo, repo_type=kind).tags
+        here = [ref.name for ref in refs if ref.target_commit == done.oid]
         if not tag:
-            numbers = [int(ref.name[1:]) for ref in refs if re.fullmatch(r"v\d+", ref.name)]
-            here = [
-                ref.name
-                for ref in refs
-                if ref.target_commit == done.oid and re.fullmatch(r"v\d+", ref.name)
-            ]
-            if here:
-                tag = here[-1]
-            else:
-                tag = f"v{max(numbers, default=0) + 1}"
-        if not any(ref.name == tag and ref.target_commit == done.oid for ref in refs):
+            tag = _next_tag([ref.name for ref in refs], here)
+        if tag not in here:
             api.create_tag(repo, tag=tag, revision=done.oid, repo_type=kind)
     except (OSError, ValueError, RuntimeError, HTTPError) as error:  # HfHubHTTPError is an OSError
         raise UserError(f"repo={repo!r}: {_explain(error)}") from error
     prefix = "datasets/" if kind == "dataset" else ""
     return redact(f"{api.endpoint}/{prefix}{repo}/tree/{tag}")
+
+
+def _next_tag(names: list[str], here: list[str]) -> str:
+    """The tag v1, v2, ... that the revision has, else the next of the repository.
+
+    Args:
+        names: tags of the repository. here: those of the revision.
+    """
+    own = [name for name in here if re.fullmatch(r"v\d+", name)]
+    if own:
+        return own[-1]
+    numbers = [int(name[1:]) for name in names if re.fullmatch(r"v\d+", name)]
+    return f"v{max(numbers, default=0) + 1}"
 
 
 def _explain(error: Exception) -> str:
@@ -226,13 +244,17 @@ def _explain(error: Exception) -> str:
     status = 0
     if isinstance(error, HfHubHTTPError) and error.response is not None:
         status = error.response.status_code
-    shown = (f"HTTP {status}, " if status else "") + first_line(error)
-    reasons = {
-        401: "the Hub does not accept the token (401); run hf auth login, or set HF_TOKEN to a valid one",
-        403: "the token may not write there (403); use a write token of an account that may",
-        409: f"the Hub reports a conflict ({shown}); choose another --tag, or try again",
-    }
+    shown = first_line(error)
+    if status:
+        shown = f"HTTP {status}, {shown}"
     broken = f"the upload broke off ({shown}); run the same command again, stored files are not sent again"
-    if hint := without_xet(error):
+    hint = without_xet(error)
+    if hint:
         return broken + hint
-    return reasons.get(status, broken)
+    if status == 401:
+        return "the Hub does not accept the token (401); run hf auth login, or set HF_TOKEN to a valid one"
+    if status == 403:
+        return "the token may not write there (403); use a write token of an account that may"
+    if status == 409:
+        return f"the Hub reports a conflict ({shown}); choose another --tag, or try again"
+    return broken

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import os
 import random
 import time
@@ -29,6 +30,7 @@ from drafttrain.serving.client import Answer, Server, ask, connect, read_metrics
 
 LATENCIES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "latency_ms": "whole"}
 Send = Callable[[int], Awaitable[Answer]]  # sends the request of this number
+# Flags that the results name.
 WORKLOAD = (
     "suite",
     "requests",
@@ -43,47 +45,49 @@ WORKLOAD = (
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns 1 if every request of a server failed. Raises UserError for a
-    server that does not answer.
+    """Runs the command; returns 1 if every request of a server failed.
+
+    Raises:
+        UserError: a server that does not answer.
     """
     steps = steps_of(args)
     output = output_file(args.output, "bench-server", inputs_of(args))
     suite = load_suite(args.suite, args.chat_template_kwargs)
     partial = output_file(output.with_name(f"{output.name}.partial"), "bench-server")
 
+    head: Json = {**describe_environment(torch.device("cpu")), "command": command_line()}
+    if args.note:
+        head["note"] = args.note
+    workload = {key: vars(args)[key] for key in WORKLOAD}
+    head["workload"] = {**workload, "suite_digest": suite.digest}
+
     def results(servers: dict[str, Json]) -> Json:
-        complete = (
-            len(servers) == 2 and len({len(server["cells"]) for server in servers.values()}) == 1
-        )
-        return {
-            **describe_environment(torch.device("cpu")),
-            "command": command_line(),
-            **({"note": args.note} if args.note else {}),
-            "workload": {
-                **{key: vars(args)[key] for key in WORKLOAD},
-                "suite_digest": suite.digest,
-            },
-            "servers": servers,
-            "comparison": compare(*servers.values()) if complete else [],
-        }
+        comparison = []
+        cells = [len(server["cells"]) for server in servers.values()]
+        if len(cells) == 2 and cells[0] == cells[1]:
+            comparison = compare(servers["url"], servers["url2"])
+        return {**head, "servers": servers, "comparison": comparison}
 
     def keep(servers: dict[str, Json]) -> None:
         write_json(partial, results(servers))
 
     servers = asyncio.run(measure(args, steps, suite.questions, keep))
-    write_json(output, results(servers))
+    content = results(servers)
+    write_json(output, content)
     partial.unlink(missing_ok=True)
-    print_results(results(servers))
-    conclude(results(servers), [output])
-    return int(
-        any(all(cell["completed"] == 0 for cell in server["cells"]) for server in servers.values())
-    )
+    print_results(content)
+    conclude(content, [output])
+    for server in servers.values():
+        if all(cell["completed"] == 0 for cell in server["cells"]):
+            return 1
+    return 0
 
 
 def steps_of(args: argparse.Namespace) -> list[dict[str, float]]:
     """The steps of the load test as in the results, {concurrency} or {request_rate}."""
-    key = "request_rate" if args.request_rate else "concurrency"
-    return [{key: number} for number in args.request_rate or args.concurrency or (1, 2, 4, 8)]
+    if args.request_rate:
+        return [{"request_rate": number} for number in args.request_rate]
+    return [{"concurrency": number} for number in args.concurrency or (1, 2, 4, 8)]
 
 
 async def measure(
@@ -92,17 +96,18 @@ async def measure(
     questions: Sequence[Question],
     keep: Callable[[dict[str, Json]], None],
 ) -> dict[str, Json]:
-    """Runs every step on every server, alternating. Returns the `servers` of the results, by name
-    (url, url2).
+    """Runs every step on every server, alternating.
 
-    keep: called with those so far after each step, so that an interruption loses only the running
-    one.
+    Args:
+        keep: called with the servers so far after each step, so that an interruption loses only the
+            running one.
+
+    Returns:
+        The `servers` of the results, by name (url, url2).
     """
     body = {"max_tokens": args.max_tokens, "temperature": args.temperature}
     if args.ignore_eos:
-        body |= {"ignore_eos": True}
-    else:
-        body |= {}
+        body["ignore_eos"] = True
     bodies = [{**question.request(), **body} for question in questions]
     timeout = httpx.Timeout(args.timeout, connect=min(10.0, args.timeout))
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -110,31 +115,42 @@ async def measure(
         servers = {"url": await connect(client, args.url, args.model, _headers(args))}
         if args.url2:
             servers["url2"] = await connect(client, args.url2, args.model2, _headers(args))
-        found: dict[str, Json] = {
-            name: {"url": redact(server.url), "model": server.model, "cells": []}
-            for name, server in servers.items()
-        }
-        for server in servers.values():
-            for number in range(args.warm_up):
-                answer = await ask(client, server, bodies[number % len(bodies)], args.timeout)
-                if answer.error == "connect":
-                    raise UserError(
-                        f"url={server.url!r} does not answer ({answer.detail}); start the server first"
-                    )
+        found: dict[str, Json] = {}
+        for name, server in servers.items():
+            found[name] = {"url": redact(server.url), "model": server.model, "cells": []}
+            await _warm_up(args, client, server, bodies)
+
         with Progress("asking", len(steps) * len(servers), "steps") as meter:
             for number, step in enumerate(steps):
                 # Steps use different prompts because servers cache prefixes.
-                shifted = [
-                    bodies[(number * args.requests + i) % len(bodies)] for i in range(args.requests)
-                ]
-                order = list(servers.items())
-                for name, server in order[::-1] if number % 2 else order:
-                    cell = await run_step(args, client, server, step, shifted)
+                first = number * args.requests
+                shifted = [bodies[(first + i) % len(bodies)] for i in range(args.requests)]
+                order = list(servers)
+                if number % 2:
+                    order.reverse()
+                for name in order:
+                    cell = await run_step(args, client, servers[name], step, shifted)
                     found[name]["cells"].append(cell)
                     keep(found)
-                    failed = "".join(f", {count} {kind}" for kind, count in cell["errors"].items())
-                    meter.advance(note=f"{cell['tokens_per_second']:.1f} tokens/s{failed}")
+                    note = f"{cell['tokens_per_second']:.1f} tokens/s"
+                    for kind, count in cell["errors"].items():
+                        note += f", {count} {kind}"
+                    meter.advance(note=note)
     return found
+
+
+async def _warm_up(
+    args: argparse.Namespace,
+    client: httpx.AsyncClient,
+    server: Server,
+    bodies: Sequence[Json],
+) -> None:
+    for number in range(args.warm_up):
+        answer = await ask(client, server, bodies[number % len(bodies)], args.timeout)
+        if answer.error == "connect":
+            raise UserError(
+                f"url={server.url!r} does not answer ({answer.detail}); start the server first"
+            )
 
 
 def _headers(args: argparse.Namespace) -> dict[str, str]:
@@ -154,8 +170,10 @@ async def run_step(
     step: dict[str, float],
     bodies: Sequence[Json],
 ) -> Json:
-    """Runs one step on one server; returns its setting, `figures`, and `speculation` if the
-    Prometheus page has it.
+    """Runs one step on one server.
+
+    Returns:
+        The step's setting, its `figures`, and `speculation` if the Prometheus page has it.
     """
 
     async def send(number: int) -> Answer:
@@ -163,11 +181,16 @@ async def run_step(
 
     before = await read_metrics(client, server)
     start = time.perf_counter()
-    (value,) = step.values()
-    answers = await (_open_loop if "request_rate" in step else _closed_loop)(args, value, send)
+    if "request_rate" in step:
+        answers = await _open_loop(args, step["request_rate"], send)
+    else:
+        answers = await _closed_loop(args, step["concurrency"], send)
     seconds = time.perf_counter() - start
+    cell = {**step, **figures(answers, seconds)}
     found = speculation(before, await read_metrics(client, server))
-    return {**step, **figures(answers, seconds), **({"speculation": found} if found else {})}
+    if found:
+        cell["speculation"] = found
+    return cell
 
 
 async def _closed_loop(args: argparse.Namespace, concurrency: float, send: Send) -> list[Answer]:
@@ -182,7 +205,8 @@ async def _closed_loop(args: argparse.Namespace, concurrency: float, send: Send)
                 return
             answers.append(await send(number))
 
-    await asyncio.gather(*(worker() for _ in range(min(int(concurrency), args.requests))))
+    workers = [worker() for _ in range(min(int(concurrency), args.requests))]
+    await asyncio.gather(*workers)
     return answers
 
 
@@ -220,9 +244,12 @@ def figures(answers: Sequence[Answer], seconds: float) -> Json:
     bad = [answer for answer in answers if answer.error]
     tokens = sum(answer.tokens for answer in good)
     chunks = sum(len(answer.chunks) for answer in good)
-    gaps = [
-        b - a for answer in good for a, b in zip(answer.chunks, answer.chunks[1:], strict=False)
-    ]
+    per_chunk = 0.0
+    if chunks:
+        per_chunk = round(tokens / chunks, 3)
+    gaps: list[float] = []
+    for answer in good:
+        gaps += [later - earlier for earlier, later in itertools.pairwise(answer.chunks)]
     return {
         "requests": len(answers),
         "completed": len(good),
@@ -236,77 +263,78 @@ def figures(answers: Sequence[Answer], seconds: float) -> Json:
         "tpot_ms": percentiles([answer.tpot for answer in good if answer.tpot is not None]),
         "itl_ms": percentiles(gaps),
         "latency_ms": percentiles([answer.end for answer in good]),
-        "tokens_per_chunk": round(tokens / chunks, 3) if chunks else 0.0,
+        "tokens_per_chunk": per_chunk,
         "tokens_counted": bool(good) and all(answer.counted for answer in good),
     }
 
 
 def compare(first: Json, second: Json) -> list[Json]:
-    """Compares two servers per step, so that above 1 the first is better; None if one completed
-    nothing.
+    """Compares two servers per step, so that above 1 the first is better.
 
     Returns:
         The ratio of token rates, first over second; and of median latencies, second over first.
+        None stands for a ratio of a server that completed nothing.
     """
-
-    def ratio(part: float, whole: float) -> float | None:
-        if part and whole:
-            return round(part / whole, 4)
-        return None
-
     rows = []
     for one, two in zip(first["cells"], second["cells"], strict=True):
-        row: Json = {key: one[key] for key in ("concurrency", "request_rate") if key in one}
-        row["tokens_per_second"] = ratio(one["tokens_per_second"], two["tokens_per_second"])
-        row |= {
-            key: ratio(two[key]["p50"], one[key]["p50"]) for key in LATENCIES if key != "itl_ms"
-        }
+        row: Json = {}
+        for key in ("concurrency", "request_rate"):
+            if key in one:
+                row[key] = one[key]
+        row["tokens_per_second"] = _ratio(one["tokens_per_second"], two["tokens_per_second"])
+        for key in ("ttft_ms", "tpot_ms", "latency_ms"):
+            row[key] = _ratio(two[key]["p50"], one[key]["p50"])
         rows.append(row)
     return rows
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    if part and whole:
+        return round(part / whole, 4)
+    return None
 
 
 def print_results(results: Json) -> None:
     """Prints a table per server, and the comparison."""
     console = wide_console()
-    latencies = [f"{label} ms\np50 / p95 / p99" for label in LATENCIES.values()]
-    headings = ["load", "done", "errors", "tokens/s", *latencies, "accepted\nlength"]
+    headings = ["load", "done", "errors", "tokens/s"]
+    for label in LATENCIES.values():
+        headings.append(f"{label} ms\np50 / p95 / p99")
+    headings.append("accepted\nlength")
     for name, server in results["servers"].items():
-        rows = []
-        for cell in server["cells"]:
-            errors = ", ".join(f"{count} {kind}" for kind, count in cell["errors"].items()) or "0"
-            length = cell.get("speculation", {}).get("accepted_length")
-            times = [" / ".join(f"{v:.0f}" for v in cell[key].values()) for key in LATENCIES]
-            cells = [
-                _step(cell),
-                str(cell["completed"]),
-                errors,
-                f"{cell['tokens_per_second']:.1f}",
-                *times,
-            ]
-            rows.append([*cells, f"{length:.2f}" if length else "\u2013"])
-        console.print(
-            table_of(
-                headings,
-                rows,
-                escape(f"{name}: {server['url']}, {server['model']}"),
-                right=True,
-            )
-        )
+        rows = [_row(cell) for cell in server["cells"]]
+        title = escape(f"{name}: {server['url']}, {server['model']}")
+        console.print(table_of(headings, rows, title, right=True))
         if not all(cell["tokens_counted"] for cell in server["cells"] if cell["completed"]):
             console.print("this server does not count tokens: each piece of text counts as one")
-    if results["comparison"]:
-        rows = []
-        for row in results["comparison"]:
-            ratios = (
-                ratio for key, ratio in row.items() if key not in ("concurrency", "request_rate")
-            )
-            rows.append(
-                [_step(row), *("\u2013" if ratio is None else f"{ratio:.2f}x" for ratio in ratios)]
-            )
-        title = "url over url2 (above 1, url is better)"
-        console.print(
-            table_of(("load", "tokens/s", "TTFT", "TPOT", "whole"), rows, title, right=True)
-        )
+
+    if not results["comparison"]:
+        return
+    rows = []
+    for row in results["comparison"]:
+        cells = [_step(row)]
+        for key in ("tokens_per_second", "ttft_ms", "tpot_ms", "latency_ms"):
+            cells.append("\u2013" if row[key] is None else f"{row[key]:.2f}x")
+        rows.append(cells)
+    title = "url over url2 (above 1, url is better)"
+    headings = ["load", "tokens/s", "TTFT", "TPOT", "whole"]
+    console.print(table_of(headings, rows, title, right=True))
+
+
+def _row(cell: Json) -> list[str]:
+    """A step of a server's table."""
+    errors = ", ".join(f"{count} {kind}" for kind, count in cell["errors"].items())
+    row = [
+        _step(cell),
+        str(cell["completed"]),
+        errors or "0",
+        f"{cell['tokens_per_second']:.1f}",
+    ]
+    for key in LATENCIES:
+        row.append(" / ".join(f"{time:.0f}" for time in cell[key].values()))
+    length = cell.get("speculation", {}).get("accepted_length")
+    row.append(f"{length:.2f}" if length else "\u2013")
+    return row
 
 
 def _step(cell: Json) -> str:

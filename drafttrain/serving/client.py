@@ -54,24 +54,17 @@ _MODELS = TypeAdapter(ModelList)
 
 @dataclass
 class Answer:
-    """The course of a request; times in seconds since it was sent.
+    """The course of a request; times in seconds since it was sent."""
 
-    Attributes:
-        chunks: arrival of each piece of text. A server that speculates may send several tokens at
-            once.
-        tokens: of the answer: the server's own count (counted), else the number of pieces.
-        end: when the stream ended.
-        error: empty, or its kind: connect, timeout, http_STATUS, stream (broken off, or malformed),
-            server (an error sent within the stream), empty (no text).
-        detail: first line of the error's text.
-    """
-
+    # Arrival of each piece of text. A server that speculates may send several tokens at once.
     chunks: list[float] = field(default_factory=list)
-    tokens: int = 0
-    counted: bool = False
-    end: float = 0.0
+    tokens: int = 0  # of the answer
+    counted: bool = False  # the server counted the tokens; else each piece counts as one
+    end: float = 0.0  # when the stream ended
+    # Empty, or a kind: connect, timeout, http_STATUS, stream (broken off, or malformed), server (an
+    # error sent within the stream), empty (no text).
     error: str = ""
-    detail: str = ""
+    detail: str = ""  # first line of the error's text
 
     @property
     def ttft(self) -> float:
@@ -88,17 +81,19 @@ class Answer:
 
 @dataclass
 class Server:
-    """A server under test. url: without a trailing /v1; model: its name there; headers: of every
-    request.
-    """
+    """A server under test."""
 
-    url: str
-    model: str
-    headers: dict[str, str] = field(default_factory=dict)
+    url: str  # without a trailing /v1
+    model: str  # its name there
+    headers: dict[str, str] = field(default_factory=dict)  # of every request
 
 
 def base_url(url: str) -> str:
-    """The address without /v1. Raises UserError for anything but an http address."""
+    """The address without /v1.
+
+    Raises:
+        UserError: anything but an http address.
+    """
     if not re.match(r"https?://[^/]+", url):
         raise UserError(f"url={url!r} is not an address; write http://HOST:PORT")
     return url.rstrip("/").removesuffix("/v1")
@@ -110,8 +105,10 @@ async def connect(
     model: str,
     headers: dict[str, str],
 ) -> Server:
-    """Finds the server and, if `model` is empty, the first one it lists. Raises UserError for no
-    server, or no list of models.
+    """Finds the server and, if `model` is empty, the first model that it lists.
+
+    Raises:
+        UserError: no server, or no list of models.
     """
     url = base_url(url)
     if model:
@@ -119,20 +116,21 @@ async def connect(
     try:
         async with asyncio.timeout(_MODELS_SECONDS):
             reply = await client.get(f"{url}/v1/models", headers=headers)
-        name = _MODELS.validate_python(reply.raise_for_status().json(), strict=True)["data"][0][
-            "id"
-        ]
+        listed = _MODELS.validate_python(reply.raise_for_status().json(), strict=True)
+        name = listed["data"][0]["id"]
     except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError, RecursionError) as error:
-        if isinstance(error, ValidationError):
-            reason = violation(error)
-        else:
-            reason = one_line(first_line(error))
         raise UserError(
-            f"url={url!r} does not say which models it has ({reason}); is it running? if so, give --model"
+            f"url={url!r} does not say which models it has ({_reason(error)}); is it running? if so, give --model"
         ) from error
     if not name.isprintable():
         raise UserError(f"url={url!r} lists a model without a proper name ({name!r}); give --model")
     return Server(url, name, headers)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        return violation(error)
+    return one_line(first_line(error))
 
 
 async def ask(
@@ -153,47 +151,43 @@ async def ask(
         "stream_options": {"include_usage": True},
         **body,
     }
+    url = f"{server.url}/v1/chat/completions"
+    headers = {**server.headers, "Content-Type": "application/json"}
     answer = Answer()
     start = time.perf_counter()
     try:
-        url = f"{server.url}/v1/chat/completions"
-        headers = {**server.headers, "Content-Type": "application/json"}
         stream = client.stream("POST", url, content=json.dumps(body), headers=headers)
         async with asyncio.timeout(timeout), stream as reply:
-            if reply.status_code != 200:
-                text = (await reply.aread()).decode(errors="replace")
-                answer.error, answer.detail = (
-                    f"http_{reply.status_code}",
-                    one_line(text.strip().partition("\n")[0]),
-                )
-            else:
+            if reply.status_code == 200:
                 await _read(reply, answer, start)
+            else:
+                text = (await reply.aread()).decode(errors="replace")
+                answer.error = f"http_{reply.status_code}"
+                answer.detail = one_line(text.strip().partition("\n")[0])
     except TimeoutError:
         return Answer(error="timeout", detail=f"no end after {timeout:g} s", end=timeout or 0.0)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, RecursionError) as error:
-        timed_out = isinstance(error, httpx.TimeoutException)
-        refused = isinstance(error, (httpx.ConnectError, httpx.InvalidURL))
-        if timed_out:
+        answer.detail = _reason(error)
+        if isinstance(error, httpx.TimeoutException):
             answer.error = "timeout"
-        elif refused:
+        elif isinstance(error, (httpx.ConnectError, httpx.InvalidURL)):
             answer.error = "connect"
         else:
             answer.error = "stream"
-        if isinstance(error, ValidationError):
-            answer.detail = violation(error)
-        else:
-            answer.detail = one_line(first_line(error))
     answer.end = time.perf_counter() - start
     if not answer.error and not answer.chunks:
-        answer.error, answer.detail = "empty", "the stream held no text"
+        answer.error = "empty"
+        answer.detail = "the stream held no text"
     if not answer.counted:
         answer.tokens = len(answer.chunks)
     return answer
 
 
 async def _read(reply: httpx.Response, answer: Answer, start: float) -> None:
-    """Reads a stream into an answer. Raises ValueError for malformed events and a stream without
-    its end.
+    """Reads a stream into an answer.
+
+    Raises:
+        ValueError: a malformed event, or a stream without its end.
     """
     finished = False
     reply.encoding = "utf-8"  # that of every event stream
@@ -205,15 +199,19 @@ async def _read(reply: httpx.Response, answer: Answer, start: float) -> None:
             return
         event = _EVENT.validate_python(json.loads(data), strict=True)
         if event.get("error"):
-            answer.error, answer.detail = "server", one_line(str(event["error"]))
+            answer.error = "server"
+            answer.detail = one_line(str(event["error"]))
             return
-        if usage := event.get("usage"):
-            answer.tokens, answer.counted = usage["completion_tokens"], True
-        for choice in event.get("choices") or ():
+        usage = event.get("usage")
+        if usage:
+            answer.tokens = usage["completion_tokens"]
+            answer.counted = True
+        for choice in event.get("choices") or []:
             delta = choice.get("delta") or {}
             if delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning"):
                 answer.chunks.append(time.perf_counter() - start)
-            finished = finished or bool(choice.get("finish_reason"))
+            if choice.get("finish_reason"):
+                finished = True
     if not finished:
         raise ValueError("the stream broke off before its end")
 
@@ -231,15 +229,15 @@ def parse_metrics(text: str) -> Samples:
     samples: defaultdict[str, list[tuple[dict[str, str], float]]] = defaultdict(list)
     for line in text.splitlines():
         found = _SAMPLE.match(line)
-        if found:
-            try:
-                value = float(found[3])
-            except ValueError:
-                continue
-            if abs(value) < _MOST_COUNT:  # so not NaN
-                samples[found[1].removesuffix("_total")].append(
-                    (dict(_LABEL.findall(found[2] or "")), value)
-                )
+        if not found:
+            continue
+        name, labels, number = found.groups(default="")
+        try:
+            value = float(number)
+        except ValueError:
+            continue
+        if abs(value) < _MOST_COUNT:  # so not NaN
+            samples[name.removesuffix("_total")].append((dict(_LABEL.findall(labels)), value))
     return dict(samples)
 
 
@@ -265,44 +263,55 @@ def speculation(before: Samples, after: Samples) -> Json:
 
     Returns:
         source, accepted_length (bonus token included), acceptance_rate and, for vLLM, drafts and
-        acceptance_by_depth as in
-        results.json; empty if the page has no such figures or nothing was drafted.
+        acceptance_by_depth as in results.json; empty if the page has no such figures or nothing was
+        drafted.
     """
-    drafts = _increase(before, after, "drafts")
-    if drafts > 0:
-        accepted = _increase(before, after, "accepted_tokens")
-        drafted = _increase(before, after, "draft_tokens")
-        joint = [count / drafts for count in _per_position(before, after)]
-        above = [1.0, *joint]
-        return {
-            "source": "vllm counters",
-            "drafts": int(drafts),
-            "accepted_length": round(1 + accepted / drafts, 4),
-            "acceptance_rate": round(accepted / drafted, 4) if drafted else None,
-            "acceptance_by_depth": {
-                "conditional": [
-                    round(b / a, 4) if a else 0.0 for a, b in zip(above, joint, strict=False)
-                ],
-                "joint": [round(share, 4) for share in joint],
-            },
-        }
+    if _increase(before, after, "drafts") > 0:
+        return _of_counters(before, after)
     lengths = [value for _, value in after.get("sglang:spec_accept_length", []) if value > 0]
     rates = [value for _, value in after.get("sglang:spec_accept_rate", [])]
     if not lengths:
         return {}
+    rate = None
+    if rates:
+        rate = round(sum(rates) / len(rates), 4)
     return {
         "source": "sglang gauges",
         "accepted_length": round(sum(lengths) / len(lengths), 4),
-        "acceptance_rate": round(sum(rates) / len(rates), 4) if rates else None,
+        "acceptance_rate": rate,
+    }
+
+
+def _of_counters(before: Samples, after: Samples) -> Json:
+    drafts = _increase(before, after, "drafts")
+    drafted = _increase(before, after, "draft_tokens")
+    accepted = _increase(before, after, "accepted_tokens")
+    rate = None
+    if drafted:
+        rate = round(accepted / drafted, 4)
+
+    joint = []  # share of drafts whose first k tokens were accepted
+    conditional = []  # share of those that accepted the tokens before
+    above = 1.0
+    for count in _per_position(before, after):
+        share = count / drafts
+        joint.append(round(share, 4))
+        conditional.append(round(share / above, 4) if above else 0.0)
+        above = share
+    return {
+        "source": "vllm counters",
+        "drafts": int(drafts),
+        "accepted_length": round(1 + accepted / drafts, 4),
+        "acceptance_rate": rate,
+        "acceptance_by_depth": {"conditional": conditional, "joint": joint},
     }
 
 
 def _increase(before: Samples, after: Samples, name: str) -> float:
     """Increase of one of vLLM's counters, over all labels (engines, models)."""
     key = f"vllm:spec_decode_num_{name}"
-    return sum(value for _, value in after.get(key, [])) - sum(
-        value for _, value in before.get(key, [])
-    )
+    now = sum(value for _, value in after.get(key, []))
+    return now - sum(value for _, value in before.get(key, []))
 
 
 def _per_position(before: Samples, after: Samples) -> list[float]:

@@ -21,7 +21,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -52,46 +52,29 @@ _INDEXING = (
     _aten.index_put_.default,
     _aten._index_put_impl_.default,
 )
-_OTHER = (
-    "at",
-    "trained",
-    "flops",
-    "state_width",
-    "largest",
-)  # fields of StepMemory that are no bytes
 _ghosts: list[_Ghosts] = []  # of the dry step that runs
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes of a training step by part, without the CUDA context.
+    """Bytes of a training step by part, without the CUDA context, and what else a plan reads.
 
-    Gradients count in full, although the peak may come before they exist: the last three are what
-    the peak has beyond the other parts.
-
-    Attributes:
-        target: its weights; of a target without layers, the embedding and the head. optimizer:
-            AdamW's two float32 states per trained weight.
-        features, logits: of what the step holds at its peak, the target's part of the batch and
-            tensors as wide as a vocabulary; activations: the rest.
-        at: the line that reached the peak; empty where backward did outside drafttrain's own lines.
-        trained: weights; largest: of them, those of the largest module. flops: of the matrix
-            products and attention of the whole step. state_width: numbers per token that the
-            drafter reads of the target, its last state included.
+    Gradients count in full, although the peak may come before they exist: features, logits and
+    activations are what the peak has beyond the other parts.
     """
 
-    target: int
+    target: int  # its weights; of a target without layers, the embedding and the head
     drafter: int
     gradients: int
-    optimizer: int
-    features: int
-    logits: int
-    activations: int
-    at: str
-    trained: int
-    flops: float
-    state_width: int
-    largest: int = 0
+    optimizer: int  # AdamW's two float32 states per trained weight
+    features: int  # the target's part of the batch
+    logits: int  # tensors as wide as a vocabulary
+    activations: int  # what else the step holds at its peak
+    at: str  # the line that reached the peak; empty outside drafttrain's own lines
+    trained: int  # weights
+    flops: float  # of the matrix products and attention of the whole step
+    state_width: int  # numbers per token that the drafter reads of the target, last state included
+    largest: int = 0  # trained weights of the largest module
 
     @property
     def working(self) -> int:
@@ -104,8 +87,17 @@ class StepMemory:
 
     def json(self) -> Json:
         """Gigabytes (10^9 bytes) by part, and their total."""
-        parts = {name: size / 1e9 for name, size in asdict(self).items() if name not in _OTHER}
-        return {**parts, "total": self.total / 1e9, "at": self.at}
+        return {
+            "target": self.target / 1e9,
+            "drafter": self.drafter / 1e9,
+            "gradients": self.gradients / 1e9,
+            "optimizer": self.optimizer / 1e9,
+            "features": self.features / 1e9,
+            "logits": self.logits / 1e9,
+            "activations": self.activations / 1e9,
+            "total": self.total / 1e9,
+            "at": self.at,
+        }
 
 
 class _Ghost(torch.Tensor):
@@ -133,13 +125,13 @@ class _Ghost(torch.Tensor):
         return _ghosts[-1].run(func, args, kwargs or {})
 
     def tolist(self) -> Any:
-        return (torch.zeros(self.shape) if self.data_.is_meta else self.data_).tolist()
+        if self.data_.is_meta:
+            return torch.zeros(self.shape).tolist()
+        return self.data_.tolist()
 
 
 class _Ghosts(TorchDispatchMode):
-    """Runs operations on ghosts, and counts the bytes of their storages while anything refers to
-    them.
-    """
+    """Runs operations on ghosts, and counts the bytes of their storages while they are used."""
 
     def __init__(self, device: torch.device):
         super().__init__()
@@ -148,7 +140,8 @@ class _Ghosts(TorchDispatchMode):
         self.peak = 0
         self.at = ""
         self.vocabularies: set[int] = set()  # widths of logits
-        self.logits = self.logits_at_peak = 0
+        self.logits = 0
+        self.logits_at_peak = 0
         self.flops = 0.0
         self._users: Counter[int] = Counter()  # tensors per storage
         self._wide: dict[int, int] = {}  # bytes of logits per storage
@@ -163,14 +156,16 @@ class _Ghosts(TorchDispatchMode):
         return self.run(func, args, kwargs or {})
 
     def wrap(self, data: Tensor) -> _Ghost:
-        """A ghost of new data or of a view; floats lose their numbers, integers without numbers
-        become zeros.
+        """A ghost of new data or of a view.
+
+        Floats lose their numbers; integers without numbers become zeros.
         """
         if data.is_floating_point():
             if not data.is_meta:
                 data = data.to("meta")
         elif data.is_meta:
             data = torch.zeros(data.shape, dtype=data.dtype)
+
         storage = data.untyped_storage()
         key = storage._cdata
         size = -(-storage.nbytes() // _BLOCK) * _BLOCK
@@ -180,15 +175,12 @@ class _Ghosts(TorchDispatchMode):
                 self._wide[key] = size
                 self.logits += size
             if self.now > self.peak:
-                self.peak, self.at, self.logits_at_peak = self.now, _place(), self.logits
+                self.peak = self.now
+                self.at = _place()
+                self.logits_at_peak = self.logits
         self._users[key] += 1
-        weakref.finalize(
-            data,
-            self._release,
-            key,
-            size,
-            storage,
-        )  # the storage is kept, so that no other takes its key
+        # The finalizer holds the storage, so that no other takes its key.
+        weakref.finalize(data, self._release, key, size, storage)
         return _Ghost(data, self.device)
 
     def _release(self, key: int, size: int, storage: torch.UntypedStorage) -> None:
@@ -199,84 +191,75 @@ class _Ghosts(TorchDispatchMode):
             self.logits -= self._wide.pop(key, 0)
 
     def _wrapped(self, out: object) -> Any:
-        if isinstance(out, Tensor):
-            if isinstance(out, _Ghost):
-                return out
+        if isinstance(out, Tensor) and not isinstance(out, _Ghost):
             return self.wrap(out)
         if isinstance(out, list | tuple):
             return type(out)(map(self._wrapped, out))
         return out
 
     def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One operation, on meta tensors where a float takes part, else on the integers."""
+        """Runs one operation, on meta tensors where a float takes part, else on the integers."""
         if func is torch.ops.prim.device.default:
             return self.device
-        given = _tensors((*args, *kwargs.values()))
+        given = _tensors([*args, *kwargs.values()])
         ghosts = [x for x in given if isinstance(x, _Ghost)]
-        asked = kwargs.get("device")
-        if not ghosts and (given or asked is None):
+        if not ghosts and (given or kwargs.get("device") is None):
             return func(*args, **kwargs)
         if func is _aten._local_scalar_dense.default:
             if args[0].data_.is_meta:
                 return 1.0
             return args[0].data_.item()
-        plain = [_plain(x) for x in args]
-        options = {
-            name: _plain(x)
-            for name, x in kwargs.items()
-            if name not in ("pin_memory", "non_blocking", "device")
-        }
+
         floats = any(x.data_.is_meta for x in ghosts)
-        dtype = kwargs.get("dtype")
+        if not given:
+            floats = _makes_floats(func, kwargs.get("dtype"))
+        plain = [_plain(x) for x in args]
+        options = {}
+        for name, x in kwargs.items():
+            if name not in ("pin_memory", "non_blocking", "device"):
+                options[name] = _plain(x)
         if "device" in kwargs:
-            # A factory makes floats without numbers; arange and full take theirs from the
-            # arguments.
-            if dtype is None:
-                chosen = func.overloadpacket not in (_aten.arange, _aten.full)
-            else:
-                chosen = dtype.is_floating_point
-            floats = floats or (not given and chosen)
             options["device"] = torch.device("meta" if floats else "cpu")
-        written = [
-            i
-            for i, x in enumerate(func._schema.arguments)
-            if x.alias_info is not None and x.alias_info.is_write
-        ]
+
+        written = []  # places of the arguments that the operation changes
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written.append(place)
         if floats:
-            if func in _INDEXING:  # a mask's true elements are as many as its numbers say
-                plain[1] = [
-                    y for x in plain[1] for y in (x.nonzero().unbind(1) if _is_mask(x) else (x,))
-                ]
-            if any(
-                not args[i].data_.is_meta
-                for i in written
-                if i < len(args) and isinstance(args[i], _Ghost)
-            ):
-                return args[written[0]]  # integers computed from floats: leave them
+            if func in _INDEXING:
+                plain[1] = _without_masks(plain[1])
+            for place in written:
+                x = args[place] if place < len(args) else None
+                if isinstance(x, _Ghost) and not x.data_.is_meta:
+                    return args[written[0]]  # integers computed from floats: leave them
             plain = _on_meta(plain)
             options = {name: _on_meta(x) for name, x in options.items()}
-        grouped = (
-            func is _aten._grouped_mm.default
-        )  # the experts' product; its meta kernel takes bfloat16 alone
-        if grouped:
-            out = func(*(x.bfloat16() for x in plain[:2]), *plain[2:], **options).to(plain[0].dtype)
+
+        count = flop_registry.get(func.overloadpacket)
+        if func is _aten._grouped_mm.default:
+            # The experts' product; its meta kernel takes bfloat16 alone.
+            narrow = [x.bfloat16() for x in plain[:2]]
+            out = func(*narrow, *plain[2:], **options).to(plain[0].dtype)
+            count = _grouped_flops
         else:
             out = func(*plain, **options)
-        count = _grouped_flops if grouped else flop_registry.get(func.overloadpacket)
         if floats and count is not None:
             self.flops += count(*plain, **options, out_val=out)
-        if written:
-            changed = [
-                args[i] if i < len(args) else kwargs.get(func._schema.arguments[i].name)
-                for i in written
-            ]
-            changed = changed[: len(func._schema.returns)]
-            if not changed:
-                return None
-            if len(changed) == 1:
-                return changed[0]
-            return tuple(changed)
-        return self._wrapped(out)
+        if not written:
+            return self._wrapped(out)
+
+        # Operations in place return what they changed.
+        changed = []
+        for place in written[: len(func._schema.returns)]:
+            if place < len(args):
+                changed.append(args[place])
+            else:
+                changed.append(kwargs.get(func._schema.arguments[place].name))
+        if not changed:
+            return None
+        if len(changed) == 1:
+            return changed[0]
+        return tuple(changed)
 
     def take(self, module: nn.Module) -> int:
         """Makes a module's weights ghosts; returns their bytes."""
@@ -284,12 +267,12 @@ class _Ghosts(TorchDispatchMode):
         known: dict[int, nn.Parameter] = {}  # tied weights stay one
         for each in module.modules():
             for name, weight in each._parameters.items():
-                if weight is not None and not isinstance(weight, _Ghost):
-                    if id(weight) not in known:
-                        known[id(weight)] = nn.Parameter(
-                            self.wrap(weight.detach()), weight.requires_grad
-                        )
-                    each._parameters[name] = known[id(weight)]
+                if weight is None or isinstance(weight, _Ghost):
+                    continue
+                if id(weight) not in known:
+                    ghost = self.wrap(weight.detach())
+                    known[id(weight)] = nn.Parameter(ghost, weight.requires_grad)
+                each._parameters[name] = known[id(weight)]
             for name, buffer in each._buffers.items():
                 if buffer is not None and not isinstance(buffer, _Ghost):
                     each._buffers[name] = self.wrap(buffer)
@@ -334,46 +317,47 @@ def dry_step(
             and options.
     """
     with torch.device("meta"):
-        model = (
-            AutoModelForCausalLM.from_config(config).to(target_dtype).eval().requires_grad_(False)
-        )
+        model = AutoModelForCausalLM.from_config(config).to(target_dtype)
+        model.eval().requires_grad_(False)
         target = Target.wrap(model, None, name=config.model_type, dtype=target_dtype)
-        cls: Any = kind_class(kind)
-        make = build or (
-            lambda target: cls(cls.config_class.for_target(target, loss=loss, **options))
-        )
-        drafter = make(target).to(drafter_dtype).train(trains)
+        if build is None:
+            cls: Any = kind_class(kind)
+            drafter = cls(cls.config_class.for_target(target, loss=loss, **options))
+        else:
+            drafter = build(target)
+        drafter.to(drafter_dtype).train(trains)
+
     with _prepared(gpu) as ghosts:
-        ends = (model.get_input_embeddings(), model.get_output_embeddings())
-        weights = sum(map(ghosts.take, (model,) if source == "online" else ends))
+        # Weights.
+        if source == "online":
+            weights = ghosts.take(model)
+        else:
+            weights = ghosts.take(model.get_input_embeddings())
+            weights += ghosts.take(model.get_output_embeddings())
         own = ghosts.take(drafter)
         drafter.kept_ids = ghosts.wrap(torch.arange(len(drafter.kept_ids)))
         if checkpointing:
             drafter.gradient_checkpointing_enable()
+
         with ghosts:
             drafter.bind(target)
-            mask = (torch.arange(length) >= prompt).repeat(rows, 1)
-            ids = torch.randint(0, target.vocab_size, (rows, length))
-            lengths = torch.full((rows,), length)
-            indices = torch.arange(rows)
-            batch = Batch(
-                ghosts.wrap(ids),
-                ghosts.wrap(lengths),
-                ghosts.wrap(mask),
-                ghosts.wrap(indices),
-            )
+            ids = ghosts.wrap(torch.randint(0, target.vocab_size, (rows, length)))
+            lengths = ghosts.wrap(torch.full((rows,), length))
+            mask = ghosts.wrap((torch.arange(length) >= prompt).repeat(rows, 1))
+            batch = Batch(ids, lengths, mask, ghosts.wrap(torch.arange(rows)))
             trained = [x for x in drafter.parameters() if x.requires_grad]
             held = ghosts.now
             ghosts.peak = ghosts.now
             ghosts.vocabularies = {target.vocab_size, len(drafter.kept_ids)} - {target.hidden_size}
-            for weight in trained if accumulates else ():
-                weight.grad = torch.empty_like(weight)
-            given = (
-                NoTarget()
-                if source == "none"
-                else _source(target, drafter, loss, source == "states", gpu, keeps)
-            )
+            if accumulates:
+                for weight in trained:
+                    weight.grad = torch.empty_like(weight)
+            given: NoTarget | TargetSource = NoTarget()
+            if source != "none":
+                given = _source(target, drafter, loss, source == "states", gpu, keeps)
             total = ghosts.wrap(torch.tensor(rows * length))
+
+            # Forward. Nothing here may hold a tensor longer than the trainer does.
             before = ghosts.now
             with (
                 torch.autocast("cpu", autocast, enabled=autocast is not None),
@@ -386,32 +370,52 @@ def dry_step(
                 read = ghosts.now - before
                 step = drafter(StepInputs(batch, embeds, features, targets, row_of, total, True))  # type: ignore[arg-type]
             del features, targets, row_of, embeds
-            if trains:  # autocast is left before backward, as in the trainer
-                # The engine gets a graph edge: a call with a tensor would leave `_GpuKernels`.
+
+            # Backward, after autocast is left, as in the trainer. The engine gets a graph edge: a
+            # call with a tensor would leave `_GpuKernels`.
+            if trains:
                 edge = torch.autograd.graph.get_gradient_edge(step.loss)
                 torch.autograd.backward(edge, torch.ones_like(step.loss))
+
         gradients = sum(x.grad.nbytes for x in trained if x.grad is not None)
         count = sum(x.numel() for x in trained)
         beyond = max(0, ghosts.peak - held - gradients)
         logits = min(ghosts.logits_at_peak, beyond)
         read = min(read, beyond - logits)
-        parts = (weights, own, gradients, 8 * count, read, logits, beyond - logits - read)
-        width = (len(drafter.feature_layers) + 1) * target.hidden_size
-        modules = (each.parameters(recurse=False) for each in drafter.modules())
-        largest = max(sum(x.numel() for x in own if x.requires_grad) for own in modules)
-        return StepMemory(*parts, ghosts.at, count, ghosts.flops, width, largest)
+        return StepMemory(
+            target=weights,
+            drafter=own,
+            gradients=gradients,
+            optimizer=8 * count,
+            features=read,
+            logits=logits,
+            activations=beyond - logits - read,
+            at=ghosts.at,
+            trained=count,
+            flops=ghosts.flops,
+            state_width=(len(drafter.feature_layers) + 1) * target.hidden_size,
+            largest=_largest_module(drafter),
+        )
+
+
+def _largest_module(drafter: nn.Module) -> int:
+    """Trained weights of the module that has the most of its own."""
+    counts = []
+    for module in drafter.modules():
+        own = module.parameters(recurse=False)
+        counts.append(sum(x.numel() for x in own if x.requires_grad))
+    return max(counts)
 
 
 @contextmanager
 def _prepared(gpu: bool) -> Iterator[_Ghosts]:
-    """What runs on ghosts inside does as on this kind of device."""
+    """Lets code inside run on ghosts, as on this kind of device."""
     with ExitStack() as open_:
         if gpu:
             open_.enter_context(_GpuKernels())
+        # torch.tensor(..., device=...) first makes a CPU tensor.
         before = torch._C._only_lift_cpu_tensors()
-        torch._C._set_only_lift_cpu_tensors(
-            True
-        )  # torch.tensor(..., device=...) first makes a CPU tensor
+        torch._C._set_only_lift_cpu_tensors(True)
         open_.callback(torch._C._set_only_lift_cpu_tensors, before)
         _ghosts.append(_Ghosts(torch.device("cpu")))  # autocast knows no meta tensors
         open_.callback(_ghosts.pop)
@@ -479,10 +483,10 @@ class _FusedNorm(torch.autograd.Function):
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
-    if (
-        torch.is_grad_enabled() and query.requires_grad
-    ):  # a draft model's; the target has no backward
-        return _Flex.apply(query, key, value)[0]
+    # Only a draft model's attention is differentiated; the target has no backward.
+    if torch.is_grad_enabled() and query.requires_grad:
+        out: Tensor = _Flex.apply(query, key, value)[0]
+        return out
     query.new_empty(query.shape[:-1], dtype=torch.float32)  # log-sum-exps, released at once
     _count_attention(query, key, 2)
     return query.new_empty(*query.shape[:-1], value.shape[-1])
@@ -508,14 +512,14 @@ class _Flex(torch.autograd.Function):
 
 
 def _grouped_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """Of rows [t, k] by experts [n, k, m], and of the two products of its backward: t * k * m each."""
-    return 2 * (a.shape[1] * b.numel() if a.dim() > b.dim() else a.numel() * b.shape[-1])
+    """Operations of rows [t, k] by experts [n, k, m], or of either product of its backward."""
+    if a.dim() > b.dim():
+        return 2 * a.shape[1] * b.numel()
+    return 2 * a.numel() * b.shape[-1]
 
 
 def _count_attention(query: Tensor, key: Tensor, products: int) -> None:
-    """Counts `products` products of every query [..., n, e] with half of the keys [..., m, e],
-    those before it.
-    """
+    """Counts `products` products of every query [..., n, e] with half of the keys [..., m, e]."""
     _ghosts[-1].flops += products * query.numel() * key.shape[-2]
 
 
@@ -579,8 +583,32 @@ class _GpuKernels(TorchFunctionMode):
 
 
 def _tensors(values: Iterable[object]) -> list[Tensor]:
-    lists = (_tensors(x) for x in values if isinstance(x, list | tuple))
-    return [x for x in values if isinstance(x, Tensor)] + [y for part in lists for y in part]
+    """The tensors among values and their lists."""
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
+    return found
+
+
+def _makes_floats(func: OpOverload, dtype: torch.dtype | None) -> bool:
+    """Whether a factory makes floats without numbers; arange and full take theirs from the arguments."""
+    if dtype is None:
+        return func.overloadpacket not in (_aten.arange, _aten.full)
+    return dtype.is_floating_point
+
+
+def _without_masks(indices: Iterable[object]) -> list[object]:
+    """Indices with the places of a mask's true elements, which are as many as its numbers say."""
+    found: list[object] = []
+    for index in indices:
+        if isinstance(index, Tensor) and index.dtype == torch.bool and not index.is_meta:
+            found += index.nonzero().unbind(1)
+        else:
+            found.append(index)
+    return found
 
 
 def _plain(x: object) -> Any:
@@ -597,10 +625,6 @@ def _on_meta(x: object) -> Any:
     if isinstance(x, Tensor) and not x.is_meta:
         return x.to("meta")
     return x
-
-
-def _is_mask(x: object) -> bool:
-    return isinstance(x, Tensor) and x.dtype == torch.bool and not x.is_meta
 
 
 def _place() -> str:

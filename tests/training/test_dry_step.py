@@ -24,24 +24,14 @@ OPTIONS = {
 }
 
 
+SHAPES = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32, "vocab_size": 4000, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
 def config(**sizes):
-    return LlamaConfig(
-        **{
-            **{
-                "hidden_size": 128,
-                "intermediate_size": 256,
-                "num_hidden_layers": 4,
-                "num_attention_heads": 4,
-            },
-            **{
-                "num_key_value_heads": 2,
-                "head_dim": 32,
-                "vocab_size": 4000,
-                "tie_word_embeddings": False,
-            },
-            **sizes,
-        }
-    )
+    return LlamaConfig(**{**SHAPES, **sizes})
 
 
 def allocated(run) -> int:
