@@ -235,8 +235,7 @@ class BlockDrafter(DecoderDrafter):
         alpha: Tensor | None,
         weight: Tensor,
     ) -> tuple[Tensor | float, list[Tensor]]:
-        """A kind's second loss term, and its metrics of each prediction, [t] each, named by
-        `measures`.
+        """A kind's second loss term, and its metrics [t] of each prediction (`measures`).
 
         Args:
             hidden: [t, .] of `readout`; weight: [t] float32, of each prediction in the loss.

@@ -50,8 +50,7 @@ def unsupported_by_llama(
     windows: bool = False,
     partial: bool = False,
 ) -> list[str]:
-    """The features of a drafter's layers that an engine's Llama layer does not support; empty if
-    none.
+    """The features of a drafter's layers that an engine's Llama layer does not support.
 
     Args:
         windows, partial: the engine's layer has sliding windows, and partly rotated heads.

@@ -49,8 +49,9 @@ _CHUNK = 256
 
 
 class PathHeads(TrainableDrafter):
-    """Both halves of the contract; a kind adds `enter`, `advance` and `read`, a `HeadsConfig` and
-    its modules.
+    """Both halves of the contract.
+
+    A kind adds `enter`, `advance` and `read`, a `HeadsConfig` and its modules.
 
     Attributes:
         depths: number of depths, the deepest tree. independent: states do not depend on drafted

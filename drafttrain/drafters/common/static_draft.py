@@ -91,8 +91,7 @@ class SlotAttention:
 
 
 class DraftPlaces:
-    """Where the new tokens of a round's draft stand behind the committed ones, computed on the
-    device.
+    """Places of a round's drafted tokens behind the committed ones, computed on the device.
 
     Args:
         cache: of the sessions. rows: [R] int64 each sequence's. held: [R] int64 its committed

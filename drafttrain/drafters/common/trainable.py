@@ -330,8 +330,9 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
 
 
 class DecoderDrafter(TrainableDrafter):
-    """A trained drafter of decoder layers, with a cache. A kind calls `finish` when it has made its
-    modules.
+    """A trained drafter of decoder layers, with a cache.
+
+    A kind calls `finish` when it has made its modules.
     """
 
     packed = False
