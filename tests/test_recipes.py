@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -50,6 +51,20 @@ def test_the_list_has_a_line_per_recipe(capsys):
 def test_every_plan_has_its_figures_in_the_list():
     planned = [one for one in recipes.shipped_recipes() if " GPU" in one.about]
     assert len(planned) > 25 and all(len(one.cells()) == 6 for one in planned)
+
+
+def test_json_names_recipe_target_and_first_plan(capsys):
+    assert main(["recipes", "--json"]) == 0
+    rows = {row["recipe"]: row for row in json.loads(capsys.readouterr().out)["result"]["recipes"]}
+    served = rows["qwen3-32b/eagle3"]
+    assert served["target"] == "Qwen/Qwen3-32B"
+    assert re.fullmatch(
+        r"300,000 answers; 6 x 80 GB: \d+ GB per training GPU \(vLLM has its own\), disk \d+ GB; "
+        r"answers [\d.]+ h, training [\d.]+ h",
+        served["plan"],
+    )
+    assert rows["smollm2-135m/eagle3"]["plan"] == "EAGLE-3 head for SmolLM2-135M-Instruct"
+    assert rows["quickstart"]["target"] == "any"
 
 
 OWN = "kind: eagle3\ntarget: t\ndata: d\noutput_dir: o\n"
