@@ -331,8 +331,9 @@ class _Blocks(NamedTuple):
             group = queries.shape[1] // key.shape[1]
             key = key.repeat_interleave(group, dim=1)  # [m, heads, B, e]
             value = value.repeat_interleave(group, dim=1)
-            products = (queries @ key.transpose(-1, -2)).float()
-            scores = products * query.shape[2] ** -0.5  # [m, heads, A, B]
+            # One name for both, so that the products are freed before the weights are formed.
+            scores = (queries @ key.transpose(-1, -2)).float()
+            scores = scores * query.shape[2] ** -0.5  # [m, heads, A, B]
             own_lse = scores.logsumexp(-1)
             own = (scores - own_lse.unsqueeze(-1)).exp().to(query.dtype) @ value  # [m, heads, A, e]
         own = self.join(own)  # [m * A, heads, e]
