@@ -1,7 +1,8 @@
 """`drafttrain COMMAND`: one table from command to the module that runs it.
 
-A command's module defines run(args). MODULE_flags.py next to it defines HELP (its first line is a
-summary) and add_arguments(parser), and imports no torch, so that every --help is quick.
+A command's module defines run(args). A file in drafttrain/commands/ has the signature from which
+its flags and help come; a command that has none yet has MODULE_flags.py next to its module, with
+HELP and add_arguments(parser). Both import no torch, so that every --help is quick.
 """
 
 from __future__ import annotations
@@ -17,12 +18,17 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from drafttrain import interrupts
+from drafttrain.commands import SIGNATURES, function_of
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 
 if TYPE_CHECKING:
+    import argparse
     from logging import LogRecord
 
+    from cyclopts import App
+
+    from drafttrain.command import Function, Values
     from drafttrain.flags import CommandParser
 
 COMMANDS = {  # command -> (module below drafttrain, help)
@@ -178,7 +184,7 @@ def command_parser(words: Sequence[str]) -> CommandParser:
     parser.add_argument("--version", action="version", version=f"drafttrain {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (_, summary) in COMMANDS.items():
-        if name in words:
+        if name in words and name not in SIGNATURES:
             module = flags_module(name)
         else:
             module = None
@@ -189,8 +195,11 @@ def command_parser(words: Sequence[str]) -> CommandParser:
             description=description,
             formatter_class=HelpFormatter,
         )
-        if module is not None:
+        if name in words and name in SIGNATURES:
+            add_signature(command, function_of(name))
+        elif module is not None:
             module.add_arguments(command)
+        if name in words:
             if name != "chat":  # which is nothing but output
                 command.add_argument("--quiet", action="store_true", help="print errors only")
             if name not in WITHOUT_RESULT:
@@ -199,15 +208,119 @@ def command_parser(words: Sequence[str]) -> CommandParser:
     return parser
 
 
+def add_signature(parser: argparse.ArgumentParser, function: Function) -> None:
+    """Adds a signature's flags to an argparse parser, which writes completions and the reference."""
+    from drafttrain.command import (
+        Alias,
+        Several,
+        default_of,
+        helps_of,
+        is_list,
+        is_word,
+        item_of,
+        kinds_of,
+        marks_of,
+        parameters,
+        required,
+        spelled,
+    )
+    from drafttrain.values import Commas, is_marked, value, words_of
+
+    for one in parameters(function).values():
+        kind = required(kinds_of(function)[one.name])
+        item = item_of(kind)
+        names = [one.name] if is_word(one) else [f"--{spelled(one.name)}"]
+        names += [mark.flag for mark in marks_of(kind) if isinstance(mark, Alias)]
+        options: Values = {"help": helps_of(function)[one.name].replace("%", "%%")}
+        if item is bool:
+            options["action"] = "store_true"
+        else:
+            options["type"] = value(item)
+            options["choices"] = words_of(item) or None
+        if one.kind is one.VAR_POSITIONAL or is_marked(kind, Several):
+            options["nargs"] = "+"
+        elif is_list(kind) and not is_marked(kind, Commas):
+            options["action"] = "append"
+        elif is_word(one) and one.default is not one.empty:
+            options["nargs"] = "?"
+        if one.default is not one.empty:
+            options["default"] = default_of(one)
+            if isinstance(options["default"], list) and is_marked(kind, Commas):
+                options["default"] = ",".join(map(str, one.default))
+        elif not is_word(one):
+            options["required"] = True
+        parser.add_argument(*names, **options)
+
+
+def switches_of(command: str) -> dict[str, str]:
+    """The flags that a command has beside those of its signature, with their help."""
+    found = {}
+    if command != "chat":  # which is nothing but output
+        found["quiet"] = "print errors only"
+    if command not in WITHOUT_RESULT:
+        found["json"] = "print the result as one JSON object on stdout, everything else on stderr"
+    return found
+
+
+def app_of(command: str) -> App:
+    """The command line of a command that has a signature."""
+    from cyclopts import App, Parameter
+
+    from drafttrain.command import add_to
+
+    app = App(
+        name="drafttrain",
+        version_flags=(),
+        help_format="markdown",
+        default_parameter=Parameter(negative=(), allow_repeating=True, json_list=False),
+    )
+    add_to(app, command, function_of(command), switches_of(command))
+    return app
+
+
+def parsed(argv: Sequence[str]) -> tuple[Function, Values, dict[str, bool]]:
+    """The function of a command line, its arguments by name, and its switches.
+
+    Raises:
+        UserError: an unknown flag, or a value that is not of its kind.
+        SystemExit: --help was given, and has been shown.
+    """
+    from drafttrain.command import checked, read_words
+
+    command, *words = argv
+    function = function_of(command)
+    given = read_words(app_of(command), command, function, words)
+    switches = {name: bool(given.pop(name, False)) for name in switches_of(command)}
+    try:
+        return function, checked(function, given), switches
+    except UserError as error:
+        if str(error).endswith(" must be given"):
+            raise UserError(f"{error}; see drafttrain {command} --help") from error
+        raise
+
+
 def run(argv: list[str]) -> int:
     """Parses the arguments and runs the command."""
-    parser = command_parser(argv[:1])
-    if not argv:
-        parser.print_help()
-        return 0
-    args = parser.parse_args(argv)
-    quiet = vars(args).pop("quiet", False)
-    as_json = args.command not in WITHOUT_RESULT and vars(args).pop("json", False)
+    if argv and argv[0] in SIGNATURES:
+        from drafttrain.command import run_as_command
+
+        function, values, switches = parsed(argv)
+
+        def work() -> int:
+            return run_as_command(function, values)
+
+    else:
+        parser = command_parser(argv[:1])
+        if not argv:
+            parser.print_help()
+            return 0
+        args = parser.parse_args(argv)
+        switches = {name: bool(vars(args).pop(name, False)) for name in switches_of(args.command)}
+
+        def work() -> int:
+            module = importlib.import_module(f"drafttrain.{COMMANDS[args.command][0]}")
+            return module.run(args) or 0
+
     # tqdm reads these when it is imported: bars of libraries show for long work only, and few lines
     # without a terminal.
     os.environ.setdefault("TQDM_DELAY", "5")
@@ -220,13 +333,15 @@ def run(argv: list[str]) -> int:
 
     for name in NEEDLESS:
         logging.getLogger(name).addFilter(_is_needed)
-    with commanded(argv), voice(args.command, quiet, as_json):
+    quiet = switches.get("quiet", False)
+    as_json = switches.get("json", False)
+    with commanded(argv), voice(argv[0], quiet, as_json):
         mode = os.environ.pop("WANDB_MODE", None)  # transformers prints it when it is imported
         try:
-            module = importlib.import_module(f"drafttrain.{COMMANDS[args.command][0]}")
+            importlib.import_module(f"drafttrain.{COMMANDS[argv[0]][0]}")
         finally:
             os.environ.update({"WANDB_MODE": mode} if mode is not None else {})
-        return module.run(args) or 0
+        return work()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,10 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+from pydantic import AfterValidator, BeforeValidator
+from pydantic import Field as Limits
 
 from drafttrain.errors import UserError, did_you_mean, first_line, shown
 from drafttrain.values import (
@@ -68,6 +71,19 @@ def _template_kwargs(word: str) -> Json:
 
 
 TEMPLATE_KWARGS = reader(_template_kwargs, _KWARGS_RULE)
+
+
+def _kwargs_of(given: object) -> object:
+    if isinstance(given, str):
+        return _template_kwargs(given)
+    return given
+
+
+Device = Annotated[str, AfterValidator(_device), Limits(description=DEVICE.rule)]  # type: ignore[attr-defined]
+TemplateKwargs = Annotated[
+    dict[str, Any], BeforeValidator(_kwargs_of), Limits(description=_KWARGS_RULE)
+]
+NO_KWARGS: Json = {}
 
 
 class HelpFormatter(argparse.HelpFormatter):

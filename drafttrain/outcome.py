@@ -106,6 +106,11 @@ def conclude(
     _ended.set({"wrote": [str(path) for path in wrote], "next": then, "result": result})
 
 
+def ended() -> Outcome:
+    """What the running command has concluded so far; an empty result before that."""
+    return _ended.get() or {"wrote": [], "next": "", "result": {}}
+
+
 def fault(line: str) -> None:
     """Prints a line that --quiet does not silence: why a command that ran to its end has failed."""
     print(line, file=_errors[-1] if _errors else sys.stderr, flush=True)

@@ -17,14 +17,16 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
-from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
 from pydantic import Field as Limits
+from pydantic_core import CoreSchema, core_schema
 from typing_extensions import TypedDict
 
 from drafttrain.errors import UserError, did_you_mean, shown
 
 T = TypeVar("T")
 MOST = 2**31 - 1
+MOST_ITEMS = 64  # of a list in one word
 _NUMBER = re.compile(r"[+-]?(?=\.?[0-9])[0-9]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?")
 _WORDS = {
     int: "a whole number",
@@ -63,6 +65,25 @@ def _file(text: str) -> str:
     return text
 
 
+class OneOf:
+    """Restricts text to some words: `Annotated[str, OneOf(FORMATS)]`, where Literal would need the
+    words themselves.
+    """
+
+    def __init__(self, words: Iterable[str]):
+        self.words = tuple(words)
+        self.description = f"one of {', '.join(self.words)}"
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.literal_schema(list(self.words))
+
+
+class Commas:
+    """Marks a list whose items may be written in one word, separated by commas: `1,2,4`."""
+
+
 Count = Annotated[int, Limits(ge=1, le=MOST)]
 Size = Annotated[int, Limits(ge=0, le=MOST)]  # 0 for none, or for no limit
 Depth = Annotated[int, Limits(ge=1, le=256)]  # of a chain or tree
@@ -94,6 +115,9 @@ def rule(kind: object) -> str:
     origin = get_origin(kind)
     args = get_args(kind)
     if origin is Annotated:
+        if is_marked(kind, Commas):
+            item = rule(get_args(args[0])[0])
+            return f"1 to {MOST_ITEMS} values separated by commas, each {item}"
         described = [info.description for info in args[1:] if getattr(info, "description", None)]
         if described:
             return described[-1]
@@ -111,6 +135,21 @@ def rule(kind: object) -> str:
     if isinstance(kind, type):
         return _WORDS.get(kind, "")
     return str(kind)
+
+
+def is_marked(kind: object, mark: type) -> bool:
+    """Whether a kind is annotated with an instance of `mark`."""
+    return get_origin(kind) is Annotated and any(isinstance(one, mark) for one in get_args(kind))
+
+
+def words_of(kind: object) -> tuple[str, ...]:
+    """The words of a kind that takes nothing else; empty for other kinds."""
+    if get_origin(kind) is Annotated:
+        marks = [one for one in get_args(kind) if isinstance(one, OneOf)]
+        return marks[0].words if marks else words_of(get_args(kind)[0])
+    if get_origin(kind) is Literal:
+        return tuple(str(word) for word in get_args(kind))
+    return ()
 
 
 def _range(infos: tuple[Any, ...]) -> str:
@@ -156,6 +195,8 @@ def check(name: str, value: object, kind: Any, fix: str = "", words: bool = Fals
     Raises:
         UserError: another type, out of range, not finite; names key, value and rule.
     """
+    if isinstance(value, str) and is_marked(kind, Commas):
+        return _check_list(name, value, kind)
     plain = value.item() if getattr(value, "shape", None) == () else value  # type: ignore[attr-defined]
     forms = [plain]
     if words and isinstance(plain, str) and (read := number(plain)) is not None:
@@ -167,7 +208,25 @@ def check(name: str, value: object, kind: Any, fix: str = "", words: bool = Fals
             return _adapter(kind).validate_python(form)
         except (ValidationError, UnicodeError):
             continue
+        except UserError as error:  # of a kind that words its rule itself: `='x' is not one of`
+            problem = str(error).removeprefix(name.lstrip("-"))
+            raise UserError(f"{name}{problem}") from error
+    known = words_of(kind)
+    if known and isinstance(value, str):
+        hint = did_you_mean(value[:80], known, most=2)
+        fix = f"; {hint}" if hint else fix
     raise UserError(f"{name}={shown(value)} must be {rule(kind)}{fix}")
+
+
+def _check_list(name: str, text: str, kind: Any) -> list[Any]:
+    """The checked items of a list that is written in one word."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not 0 < len(parts) <= MOST_ITEMS:
+        raise UserError(
+            f"{name}={shown(text)} must have 1 to {MOST_ITEMS} values separated by commas, such as 1,2,4"
+        )
+    item = get_args(get_args(kind)[0])[0]
+    return [check(name, part, item, words=True) for part in parts]
 
 
 def refuse_options(call: str, others: Mapping[str, object], known: Iterable[str]) -> None:

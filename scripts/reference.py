@@ -17,7 +17,8 @@ from unittest.mock import MagicMock
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from drafttrain.cli import COMMANDS, flags_module  # noqa: E402
+from drafttrain.cli import COMMANDS, add_signature, flags_module  # noqa: E402
+from drafttrain.commands import SIGNATURES, function_of  # noqa: E402
 from drafttrain.config import TrainConfig, TrainerKeys  # noqa: E402
 from drafttrain.drafters.registry import kind_class, kinds  # noqa: E402
 from drafttrain.drafters.shipping import format_lines, shipped_kinds, shipping  # noqa: E402
@@ -123,7 +124,10 @@ def options(kind: str) -> Iterator[tuple[object, ...]]:
 
 def flags(command: str) -> Iterator[tuple[object, ...]]:
     parser = argparse.ArgumentParser(prog=f"drafttrain {command}")
-    flags_module(command).add_arguments(parser)
+    if command in SIGNATURES:
+        add_signature(parser, function_of(command))
+    else:
+        flags_module(command).add_arguments(parser)
     for action in parser._actions:
         if action.dest == "help":
             continue

@@ -9,9 +9,12 @@ import sys
 import pytest
 
 from drafttrain.cli import COMMANDS, command_parser, main
+from drafttrain.command import helps_of, is_word, parameters, spelled
+from drafttrain.commands import SIGNATURES, function_of
 from drafttrain.config import TrainConfig, TrainerKeys
 from drafttrain.drafters.kinds import kinds, untrained_kinds
 from drafttrain.drafters.registry import kind_class
+from drafttrain.errors import UserError
 from drafttrain.formats.engines import GGUF_TYPES
 from drafttrain.formats.write_gguf import TYPES
 from drafttrain.values import table
@@ -32,7 +35,8 @@ for command in COMMANDS:
 def test_help_imports_no_large_package():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert all(f"usage: drafttrain {command} " in done.stdout for command in COMMANDS)
+    shown = done.stdout.lower()
+    assert all(f"usage: drafttrain {command} " in shown for command in COMMANDS)
 
 
 def test_alone_it_shows_the_pipeline(capsys):
@@ -64,7 +68,40 @@ def flags_of(command: str) -> argparse.ArgumentParser:
     return every.choices[command]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", SIGNATURES)
+def test_help_comes_from_the_signature(command, monkeypatch, capsys):
+    function = function_of(command)
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for one in parameters(function).values():
+        assert helps_of(function)[one.name], f"{one.name} has no help"
+        assert is_word(one) or f"--{spelled(one.name)} " in shown
+        if isinstance(one.default, int | float) and not isinstance(one.default, bool):
+            assert f"[default: {one.default}]" in shown or "default" in helps_of(function)[one.name]
+    monkeypatch.setenv("COLUMNS", "60")
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert all(len(line) <= 60 for line in capsys.readouterr().out.splitlines())
+
+
+def test_the_function_of_a_command_is_the_python_call(tmp_path):
+    function = function_of("report")
+    with pytest.raises(UserError, match=r"report: outptu= is no option of it; did you mean output"):
+        function("results.json", outptu="x")
+    with pytest.raises(UserError, match=r"report: results='.*' must be an existing file"):
+        function(tmp_path / "none.json")
+    with pytest.raises(UserError, match="estimate: devices=0 must be a whole number from 1 to"):
+        function_of("estimate")(results=__file__, devices=0)
+
+
+def test_the_beginning_of_a_flag_stands_for_it(capsys):
+    assert main(["sweep", "--target", "x", "--drafter", "y", "--max-new", "0"]) == 2
+    assert "--max-new-tokens='0' must be a whole number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in SIGNATURES])
 def test_help_shows_defaults_and_follows_columns(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     parser = flags_of(command)

@@ -29,7 +29,7 @@ ORDER = [
     ["losses", "target"],
     ["formats"],
     ["drafters"],
-    ["flags"],
+    ["flags", "command"],
     ["inference"],
     ["data"],
     ["states"],
@@ -40,9 +40,10 @@ ORDER = [
     ["hub"],
     ["train"],
     ["adapt"],
-    ["train_flags", "recipes_flags", "adapt_flags"],
+    ["train_flags", "adapt_flags"],
     ["pipeline"],
     ["api"],
+    ["commands"],
     ["cli"],
     ["completion"],
     ["completion_flags"],
@@ -171,6 +172,7 @@ def test_no_module_hides_a_package():
 # Words that are kinds' names and stand for something else there, or that cannot be asked for.
 OTHER_WORDS = {
     ("cli", "ngram"),  # the command ngram-store, which writes what a kind reads
+    ("commands", "ngram"),
     ("folders", "ngram"),
     ("data", "ngram"),  # runs of words that texts share
     ("target", "mtp"),  # the prefix of prediction modules in published targets

@@ -17,8 +17,8 @@ from drafttrain.reports import report_page
 from drafttrain.reports.charts import picture
 from drafttrain.reports.figures import conditions
 from drafttrain.reports.output import table_of, wide_console
-from drafttrain.reports.report_flags import FORMATS
 
+FORMATS = (".html", ".png", ".svg", ".pdf")
 MOST_DEPTHS = 6  # in the table
 
 

@@ -16,8 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafttrain.cli import COMMANDS, flags_module, main
+from drafttrain.command import is_word, kinds_of, parameters, required, spelled
+from drafttrain.commands import SIGNATURES, function_of
 from drafttrain.errors import UserError
 from drafttrain.flags import CommandParser
+from drafttrain.values import check, rule
 from tests.fuzz import WRONG_WORDS, fuzz, outcome, wrong_words
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
@@ -90,12 +93,15 @@ def actions(command: str) -> list[argparse.Action]:
     return [action for action in parser_of(command)._actions if action.dest != "help"]
 
 
-FLAGS = [
-    (command, action.option_strings[0])
-    for command in COMMANDS
-    for action in actions(command)
-    if action.option_strings
-]
+def flags_of(command: str) -> list[str]:
+    if command in SIGNATURES:
+        every = parameters(function_of(command)).values()
+        return [f"--{spelled(one.name)}" for one in every if not is_word(one)]
+    return [action.option_strings[0] for action in actions(command) if action.option_strings]
+
+
+FLAGS = [(command, flag) for command in COMMANDS for flag in flags_of(command)]
+PARSED = [command for command in COMMANDS if command not in SIGNATURES]
 # What a flag may hold as it is; every other value has a kind.
 FREE = {"--prompt", "--note", "--url", "--url2", "--model", "--model2", "--api-key-env", "--subset", "--split", "--columns",
     "--tree", "--trees", "--baselines", "--features", "--layers", "--tag", "--license", "--prompt-license"}  # fmt: skip
@@ -137,7 +143,16 @@ def run(folder: Path, words: list[str], capsys) -> str:
     return said
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", SIGNATURES)
+def test_every_parameter_has_a_kind(command):
+    for name, kind in kinds_of(function_of(command)).items():
+        flag = f"--{spelled(name)}"
+        plain = required(kind) in (int, float, Path, str)
+        assert not plain or flag in FREE, f"{command} {flag}: use a kind of drafttrain/values.py"
+        assert rule(kind), f"{command} {flag} has no rule"
+
+
+@pytest.mark.parametrize("command", PARSED)
 def test_every_value_has_a_kind(command):
     for action in actions(command):
         name = (action.option_strings or [action.dest])[0]
@@ -188,7 +203,17 @@ def test_words_without_a_flag(folder, capsys, command, word):
 
 def test_numbers_stay_in_their_ranges(folder):
     """Every flag with a kind, and every wrong word: what is accepted is finite, and of the type of the default."""
-    for command in COMMANDS:
+    wrong = [word for words in WRONG_WORDS.values() for word in words]
+    for command in SIGNATURES:
+        for kind in map(required, kinds_of(function_of(command)).values()):
+            for word in wrong:
+                try:
+                    value = check("flag", word, kind, words=True)
+                except UserError:
+                    continue
+                for number in value if isinstance(value, list) else [value]:
+                    assert not isinstance(number, float) or (math.isfinite(number) and number >= 0)
+    for command in PARSED:
         for action in actions(command):
             for word in (word for words in WRONG_WORDS.values() for word in words):
                 try:

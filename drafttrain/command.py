@@ -1,0 +1,442 @@
+"""One signature per command: a function that Python calls, and the command line made from it.
+
+A function in drafttrain/commands/ is decorated with `@command`. Its parameters are the command's
+flags, their annotations the kinds and ranges of values (drafttrain/values.py), its docstring the
+help. `checked` checks the arguments of either call; `read_words` reads a command line by cyclopts.
+Parameters before `/` and `*args` are words of the command line, all others are flags.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import json
+import types
+import typing
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar, get_args, get_origin
+
+from drafttrain.errors import UserError, did_you_mean, shown
+from drafttrain.values import (
+    AnyText,
+    Commas,
+    check,
+    is_marked,
+    refuse_options,
+    words_of,
+)
+
+if TYPE_CHECKING:
+    from cyclopts import App, CycloptsError, Token
+
+    from drafttrain.files import Json
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Function = Callable[..., Any]
+Kind = Any  # an annotation: a type, or a form of typing
+Values = dict[str, Any]
+Default = Any
+_on_command_line: ContextVar[bool] = ContextVar("on_command_line", default=False)
+_status: ContextVar[int] = ContextVar("status", default=0)  # of the command that ran last
+
+
+class Several:
+    """Marks a list flag that takes several words: `--results a.json b.json`."""
+
+
+class Alias:
+    """Marks a parameter with another spelling of its flag, or with the flag that negates it."""
+
+    def __init__(self, flag: str):
+        self.flag = flag
+
+
+# -- the call from Python --------------------------------------------------------------------------
+
+
+def command(function: Callable[P, R]) -> Callable[P, R]:
+    """Makes a function a command: calls from Python are checked as a command line is.
+
+    None stands for a parameter's default.
+    """
+
+    @functools.wraps(function)
+    def call(*positional: P.args, **named: P.kwargs) -> R:
+        from drafttrain.outcome import commanded
+
+        name = function.__name__
+        signature = inspect.signature(function)
+        unknown = {key: named[key] for key in named if key not in signature.parameters}
+        refuse_options(name, unknown, signature.parameters)
+        for key in unknown:  # None or False, as transformers' callers pass for options that are off
+            del named[key]
+        given = signature.bind(*positional, **named).arguments
+        try:
+            values = checked(function, given, flag="{}")
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from error
+        with commanded([spelled(name), *_words(given)]):
+            return run(function, values)
+
+    return call
+
+
+def run(function: Callable[..., R], values: Values) -> R:
+    """Calls a command's function with values that `checked` returned."""
+    positional: list[object] = []
+    named: Values = {}
+    body = inspect.unwrap(function)
+    for name, one in parameters(function).items():
+        if one.kind is one.VAR_POSITIONAL:
+            positional += values[name]
+        elif one.kind is one.KEYWORD_ONLY:
+            named[name] = values[name]
+        else:
+            positional.append(values[name])
+    return body(*positional, **named)
+
+
+def checked(
+    function: Function,
+    given: Values,
+    flag: str = "--{}",
+) -> Values:
+    """The value of every parameter of a command's function, by name.
+
+    Args:
+        given: values, or the words of a command line; parameters that it lacks get their defaults.
+        flag: how errors write a parameter's name.
+
+    Raises:
+        UserError: a missing value, or one that is not of its parameter's kind.
+    """
+    kinds = kinds_of(function)
+    found: Values = {}
+    for name, one in parameters(function).items():
+        value = given.get(name)
+        if one.kind is one.VAR_POSITIONAL:
+            kind = kinds[name]
+            found[name] = [check(name, _plain(word, kind), kind) for word in value or ()]
+            if not value:
+                raise UserError(f"{name} must be given")
+        elif value is None and one.default is one.empty:
+            raise UserError(f"{label_of(one, flag)} must be given")
+        elif value is None or value == ():
+            found[name] = default_of(one)
+        else:
+            kind = required(kinds[name])
+            read = check(label_of(one, flag), _plain(value, kind), kind, words=True)
+            found[name] = list(read) if isinstance(read, tuple) else read
+    return found
+
+
+def result_of(implementation: Callable[[Namespace], int | None], args: Namespace) -> Json:
+    """Runs what a command does with its arguments, and returns the result that it concluded with."""
+    from drafttrain.outcome import concluded, ended
+
+    if not _on_command_line.get():
+        return {**concluded(lambda: implementation(args), progress=True)["result"]}
+    _status.set(implementation(args) or 0)
+    return {**ended()["result"]}
+
+
+def run_as_command(function: Function, values: Values) -> int:
+    """Calls a command's function for a command line; returns the exit status."""
+    on_command_line = _on_command_line.set(True)
+    _status.set(0)
+    try:
+        run(function, values)
+        return _status.get()
+    finally:
+        _on_command_line.reset(on_command_line)
+
+
+def _plain(value: object, kind: Kind) -> object:
+    """A value from Python as its kind reads it: names as text, one item as a list, a list as text."""
+    if isinstance(value, Path):
+        value = str(value)
+    if is_list(kind):
+        if isinstance(value, str) and not is_marked(kind, Commas):
+            return [value]
+        if isinstance(value, list | tuple):
+            return [str(item) if isinstance(item, Path) else item for item in value]
+    elif isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return value
+
+
+def _words(given: Mapping[str, object]) -> list[str]:
+    """The words of a command line with these arguments, for results."""
+    words = []
+    for name, value in given.items():
+        flag = f"--{spelled(name)}"
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            words += [flag] if value else []
+        elif isinstance(value, Mapping):
+            words.append(f"{flag}={json.dumps(value)}")
+        elif isinstance(value, list | tuple):
+            words.append(f"{flag}={','.join(map(str, value))}")
+        else:
+            words.append(f"{flag}={value}")
+    return words
+
+
+# -- the signature ---------------------------------------------------------------------------------
+
+
+def parameters(function: Function) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(inspect.unwrap(function)).parameters
+
+
+@functools.cache
+def kinds_of(function: Function) -> Values:
+    """The kind of each parameter: its annotation, evaluated."""
+    body = inspect.unwrap(function)
+    written = {name: kind for name, kind in body.__annotations__.items() if name != "return"}
+    holder = types.SimpleNamespace(__annotations__=written)
+    return typing.get_type_hints(holder, body.__globals__, include_extras=True)
+
+
+def is_word(one: inspect.Parameter) -> bool:
+    """Whether a parameter is a word of the command line, without a flag's name."""
+    return one.kind in (one.POSITIONAL_ONLY, one.VAR_POSITIONAL)
+
+
+def spelled(name: str) -> str:
+    """A parameter's name as its flag spells it."""
+    return name.rstrip("_").replace("_", "-")
+
+
+def label_of(one: inspect.Parameter, flag: str) -> str:
+    """A parameter's name in errors."""
+    if "-" in flag and not is_word(one):
+        return flag.format(spelled(one.name))
+    return one.name
+
+
+def required(kind: Kind) -> Kind:
+    """A kind without None."""
+    parts = [part for part in get_args(kind) if part is not type(None)]
+    if get_origin(kind) in (typing.Union, types.UnionType) and len(parts) < len(get_args(kind)):
+        return functools.reduce(lambda left, right: left | right, parts)
+    return kind
+
+
+def marks_of(kind: Kind) -> tuple[object, ...]:
+    return get_args(kind)[1:] if get_origin(kind) is Annotated else ()
+
+
+def is_list(kind: Kind) -> bool:
+    """Whether values of a kind are lists."""
+    while get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    return get_origin(kind) in (list, Sequence)
+
+
+def default_of(one: inspect.Parameter) -> Default:
+    if isinstance(one.default, tuple):
+        return list(one.default)
+    return copy.copy(one.default)
+
+
+# -- the command line ------------------------------------------------------------------------------
+
+
+def add_to(app: App, name: str, function: Function, switches: Mapping[str, str]) -> None:
+    """Adds a command to a cyclopts app, which completes, helps and documents it.
+
+    Args:
+        switches: flags that every command has, with their help.
+    """
+    from cyclopts import App as Command
+
+    one = Command(name=name, help=_help_of(function), version_flags=())
+    one.default(shell_of(function, switches))
+    app.command(one)
+
+
+def read_words(app: App, name: str, function: Function, words: Sequence[str]) -> Values:
+    """The words of each argument of a command line, by the parameter's name; switches are bools.
+
+    Raises:
+        UserError: a flag that the command lacks, or one without a value.
+        SystemExit: --help was given, and has been shown.
+    """
+    from cyclopts import CycloptsError
+
+    for word in words:
+        check("argument", word, AnyText)
+    flags = [f"--{spelled(one.name)}" for one in parameters(function).values() if not is_word(one)]
+    words = [completed(word, flags) for word in words]
+    collection = app[name].assemble_argument_collection()
+    known = {"--", "--help"}.union(*(argument.names for argument in collection))
+    own = words[: words.index("--")] if "--" in words else words
+    for word in own:
+        flag = word.partition("=")[0]
+        if flag.startswith("--") and flag not in known:
+            hint = did_you_mean(flag[:80], flags, most=2)
+            raise UserError(
+                f"unknown flag {shown(flag)}; {hint or f'see drafttrain {name} --help'}"
+            )
+    try:
+        read, bound, _ = app.parse_args([name, *words], print_error=False, exit_on_error=False)
+    except CycloptsError as error:
+        raise UserError(explained(error, name, function)) from error
+    if read.__name__ != "shell":  # cyclopts' function for --help
+        read(*bound.args, **bound.kwargs)
+        raise SystemExit(0)
+    return dict(bound.arguments)
+
+
+def completed(word: str, flags: Sequence[str]) -> str:
+    """A word in which the beginning of one flag's name stands for it: --max-new for
+    --max-new-tokens.
+    """
+    name, equals, text = word.partition("=")
+    close = [flag for flag in flags if flag.startswith(name)]
+    if len(name) > 2 and len(close) == 1 and name.startswith("--"):
+        return close[0] + equals + text
+    return word
+
+
+def explained(error: CycloptsError, name: str, function: Function) -> str:
+    """One line about a command line that does not fit its command's signature."""
+    from cyclopts import (
+        CoercionError,
+        MissingArgumentError,
+        UnusedCliTokensError,
+    )
+
+    see = f"see drafttrain {name} --help"
+    argument = error.argument
+    if isinstance(error, UnusedCliTokensError):
+        return f"unexpected word {shown((error.unused_tokens or [''])[0])}; {see}"
+    if isinstance(error, MissingArgumentError) and argument is not None:
+        if error.keyword is None:
+            return f"{argument.name} must be given; {see}"
+        count = "at least one argument" if argument.parameter.consume_multiple else "one argument"
+        flag = error.keyword
+        return f"{flag} expected {count}; a value that begins with - is written {flag}=VALUE"
+    if isinstance(error, CoercionError) and error.token is not None and argument is not None:
+        one = parameters(function).get(argument.field_info.name)
+        flag = error.token.keyword or argument.name
+        if one is None:
+            return f"{flag}={shown(error.token.value)} must be true or false"
+        try:
+            check(flag, error.token.value, item_of(kinds_of(function)[one.name]), words=True)
+        except UserError as problem:
+            return str(problem)
+    error.verbose = False
+    return f"{' '.join(str(error).split())}; {see}"
+
+
+def shell_of(function: Function, switches: Mapping[str, str]) -> Function:
+    """A function whose parameters cyclopts reads as words; `checked` reads the values."""
+
+    def shell(*words: object, **flags: object) -> None: ...
+
+    shown = [_shown(one, function) for one in parameters(function).values()]
+    shown += [_switch(switch, text) for switch, text in switches.items()]
+    shell.__signature__ = inspect.Signature(sorted(shown, key=lambda one: one.kind))  # type: ignore[attr-defined]
+    return shell
+
+
+def _shown(one: inspect.Parameter, function: Function) -> inspect.Parameter:
+    """A parameter as cyclopts shows it: the type of its word, help, choices and default."""
+    from cyclopts import Parameter
+
+    kind = required(kinds_of(function)[one.name])
+    item = item_of(kind)
+    base: Kind = _base(item)
+    options: Values = {"help": helps_of(function)[one.name]}
+    options["show_default"] = _shows(one.default, options["help"])
+    if base is not bool:
+        options["converter"] = _as_words
+    if words_of(item) and "" not in words_of(item):
+        options["choices"] = words_of(item)
+    if is_marked(kind, Several):
+        options["consume_multiple"] = (1, None)
+    for mark in marks_of(kind):
+        if isinstance(mark, Alias):
+            options["negative" if base is bool else "alias"] = mark.flag
+    if item is not kind:
+        base = list[base]
+    how = one.kind
+    if how is one.POSITIONAL_OR_KEYWORD:
+        how = one.KEYWORD_ONLY
+    default = one.default
+    if isinstance(default, dict) or default == ():
+        default = None  # nothing to show
+    elif isinstance(default, tuple):
+        default = ",".join(map(str, default))
+    if default is None:
+        base = base | None
+    annotation = Annotated[base, Parameter(**options)]
+    return inspect.Parameter(one.name, how, default=default, annotation=annotation)
+
+
+def _switch(name: str, text: str) -> inspect.Parameter:
+    from cyclopts import Parameter
+
+    annotation = Annotated[bool, Parameter(help=text, show_default=False)]
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=annotation
+    )
+
+
+def _as_words(kind: Kind, tokens: Sequence[Token]) -> str | list[str]:
+    """The words of a flag as they are: `checked` reads them. Of a flag given twice, the last."""
+    words = [token.value for token in tokens]
+    if get_origin(kind) is list:
+        return words
+    return words[-1]
+
+
+def item_of(kind: Kind) -> Kind:
+    """The kind of one word: of a list that takes a word per item, its items' kind."""
+    kind = required(kind)
+    if not is_list(kind) or is_marked(kind, Commas):
+        return kind
+    while get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    return get_args(kind)[0]
+
+
+def _base(kind: Kind) -> Kind:
+    """The type that says which values a shell completes: bool, int, float, a path, or text."""
+    parts = get_args(kind) if get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+    if any(part is Path for part in parts):
+        return Path
+    for part in parts:
+        while get_origin(part) is Annotated:
+            part = get_args(part)[0]
+        if part in (bool, int, float):
+            return part
+    return str
+
+
+def _shows(default: Default, text: str) -> bool:
+    """Whether help shows a default: not where there is none, or where the text names it."""
+    if default is None or default is False or default is inspect.Parameter.empty:
+        return False
+    return default not in ("", (), {}) and "default" not in text
+
+
+def _help_of(function: Function) -> str:
+    """A command's help: its docstring up to `Args:`."""
+    return inspect.cleandoc(function.__doc__ or "").partition("\nArgs:\n")[0].strip()
+
+
+@functools.cache
+def helps_of(function: Function) -> dict[str, str]:
+    """The help of each parameter, from the docstring's `Args:`."""
+    from docstring_parser import parse_from_object
+
+    return {one.arg_name: one.description or "" for one in parse_from_object(function).params}
