@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from drafttrain import moved
 from drafttrain.environment import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -30,8 +29,6 @@ _MODULES = {
     **dict.fromkeys(("generate", "load_drafter", "stream"), "drafttrain.api"),
     **dict.fromkeys(("evaluate", "push", "tune"), "drafttrain.pipeline"),
 }
-
-moved.install()
 
 
 def __dir__() -> list[str]:

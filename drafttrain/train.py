@@ -34,6 +34,7 @@ from transformers import TrainingArguments, set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from drafttrain.batch import Batch
+from drafttrain.callable_module import CallableModule
 from drafttrain.config import TrainConfig, load_config
 from drafttrain.credentials import redact
 from drafttrain.data.loader import (
@@ -58,7 +59,6 @@ from drafttrain.evaluation.metrics import read_training
 from drafttrain.files import Json, write_json
 from drafttrain.folders import PARTIAL, OutputFolder, check_folder
 from drafttrain.losses import parse_loss
-from drafttrain.moved import CallableModule
 from drafttrain.outcome import conclude, next_command
 from drafttrain.progress import counted
 from drafttrain.states.origins import Origin, Stored

@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "drafttrain"
 # From bottom to top. A subpackage or top-level module imports from its own and from earlier rows, never from its own row's
 # neighbours or from later ones. There are no exceptions; imports inside functions count too.
 ORDER = [
-    ["credentials", "interrupts", "moved"],
+    ["credentials", "interrupts", "callable_module"],
     ["errors"],
     ["values", "extras", "plain_yaml"],
     ["files", "environment", "batch", "progress"],

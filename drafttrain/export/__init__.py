@@ -2,6 +2,6 @@
 
 import sys
 
-from drafttrain.moved import CallableModule
+from drafttrain.callable_module import CallableModule
 
 sys.modules[__name__].__class__ = CallableModule
