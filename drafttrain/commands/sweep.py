@@ -22,7 +22,7 @@ def sweep(
     drafter: Place | Path,
     suite: Place | Path = "drafttrain",
     chat_template_kwargs: TemplateKwargs = NO_KWARGS,
-    temperatures: Annotated[Sequence[Temperature], Commas()] = (0,),
+    temperatures: Annotated[Sequence[Temperature], Commas()] = (0.0,),
     trees: str = "",
     lengths: Annotated[Sequence[Depth], Commas()] = (),
     batch_sizes: Annotated[Sequence[Count], Commas()] = (1,),
