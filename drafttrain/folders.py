@@ -91,7 +91,8 @@ class FolderKind:
         files: patterns of its files and folders.
         signs: text in a file, by a pattern of its name; any of them tells folders of earlier
             versions, which have no marker.
-        absent: patterns of files that other commands write.
+        absent: patterns of files that other commands write. follow: names of files about the written
+            ones; whoever wrote them, they go when those go.
         alone: a folder without marker or sign must be empty. published: every folder must hold
             nothing else.
     """
@@ -99,6 +100,7 @@ class FolderKind:
     files: tuple[str, ...]
     signs: Mapping[str, str]
     absent: tuple[str, ...] = ()
+    follow: tuple[str, ...] = ()
     alone: bool = False
     published: bool = False
 
@@ -126,6 +128,7 @@ KINDS = {
             "checkpoint-*/drafttrain.json": _OURS,
         },
         absent=("README.md",),
+        follow=("decoding.json",),
     ),
     "adapt": FolderKind(
         ("state.jsonl", "current", "version-*"),
@@ -136,6 +139,7 @@ KINDS = {
         _MODEL,
         {"config.json": _OURS, "drafttrain.json": _OURS},
         absent=("README.md", *_RUN),
+        follow=("decoding.json",),
     ),
     "export": FolderKind(
         _MODEL,
@@ -479,7 +483,8 @@ class OutputFolder:
         if "others" in record:  # of a process that was killed, or that shares the work
             return set(record["others"])
         if "files" in record:
-            return _files_of(self.path, self.kind.files) - set(record["files"])
+            ours = {*record["files"], *self.kind.follow}
+            return _files_of(self.path, self.kind.files) - ours
         return set()  # an earlier version's folder: all that has its names is its own
 
     def _write_record(self, **content: set[str]) -> None:

@@ -179,7 +179,7 @@ def train(kind: str, args: argparse.Namespace, core: int | None = None) -> Json:
         f"data={resolved(args.data)}",
         f"max_minutes={args.minutes}",
     ]
-    keys += [f"seed={args.seed}", "include_num_input_tokens_seen=true"]
+    keys += [f"seed={args.seed}"]
     if (
         args.cores
     ):  # what a training alone keeps of the target's features, shared by those that run at a time

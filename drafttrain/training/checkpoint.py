@@ -359,7 +359,7 @@ def find_checkpoint(
     With resume=False the checkpoints of an earlier run are set aside until this run's drafter is
     saved.
 
-    Raises UserError: every checkpoint is damaged.
+    Raises UserError: every checkpoint is damaged, or one that another program wrote is in the way.
     """
     place = Path(str(args.output_dir))
     if not resume:
@@ -371,6 +371,14 @@ def find_checkpoint(
     for path in place.glob("checkpoint-*"):
         if path.is_dir() and path.name.rpartition("-")[2].isdecimal():
             found.append(path)
+    if found and not resume:
+        if output is not None:
+            output.restore()
+        names = ", ".join(path.name for path in found)
+        raise UserError(
+            f"output_dir={str(place)!r} contains {names}, which no run of drafttrain wrote there; move it away, or "
+            "choose another folder"
+        )
     for path in sorted(found, key=_step_of, reverse=True):
         needed: tuple[str, ...] = ("*.safetensors", OPTIMIZER, SCHEDULE, "rng_state*.pth")
         if args.save_only_model or any(path.glob("global_step*")):  # DeepSpeed's own layout

@@ -29,7 +29,7 @@ class Logs:
 
     Attributes:
         written: step of the last training log. seconds: in micro-batches, of this process.
-        flops: of this process, not in `state.total_flos` yet.
+        tokens: read by this process, not in `state` yet.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Logs:
         self.reporters.append(ProgressLines())
         self.begun = self.written = state.global_step
         self.parameters = parameters
-        self.flops = 0.0
+        self.tokens = 0
         self.seconds = 0.0
         self.loss = torch.tensor(0.0, device=args.device)  # sum since the last training log
         self.losses = 0.0  # sum until then
@@ -78,10 +78,9 @@ class Logs:
         self.tell("on_train_begin")
 
     def count_tokens(self, batches: list[Inputs]) -> None:
-        """Counts the operations of a step's forwards and backwards, padding included."""
+        """Counts the tokens of a step's micro-batches, padding included."""
         for inputs in batches:
-            # Two operations per weight and token forward, four backward.
-            self.flops += 6.0 * inputs["input_ids"].numel() * self.parameters
+            self.tokens += inputs["input_ids"].numel()
 
     def add(self, losses: list[Tensor], seconds: float) -> None:
         """Counts an optimizer step: the losses of its micro-batches, and their time."""
@@ -107,7 +106,7 @@ class Logs:
             "learning_rate": rate,
         }
         self.written = self.state.global_step
-        self.add_flops()
+        self.add_tokens()
 
         now = time.perf_counter()
         passed = max(now - self.clock, 1e-9)
@@ -123,14 +122,16 @@ class Logs:
         self.step.anchors = 0
         self.write(figures)
 
-    def add_flops(self) -> None:
-        """Adds the operations of all processes to the state; all processes call it."""
-        flops = self.flops
+    def add_tokens(self) -> None:
+        """Adds the tokens of all processes, and their operations, to the state; all processes call it."""
+        tokens = self.tokens
         if self.accelerator.num_processes > 1:
-            own = torch.tensor([flops], device=self.args.device)
-            flops = self.accelerator.gather(own).sum().item()
-        self.state.total_flos += flops
-        self.flops = 0.0
+            own = torch.tensor([tokens], device=self.args.device)
+            tokens = int(self.accelerator.gather(own).sum())
+        self.tokens = 0
+        self.state.num_input_tokens_seen += tokens
+        # Two operations per weight and token forward, four backward.
+        self.state.total_flos += 6.0 * tokens * self.parameters
 
     def write_held_out(self, figures: Figures, start: float, rows: int) -> None:
         """Notes what a measurement of so many rows, begun at `start`, has found."""
@@ -144,7 +145,7 @@ class Logs:
         done = self.state.global_step - self.begun
         share = done / max(self.state.max_steps, 1)
         figures = speed_metrics("train", self.start, num_samples=rows * share, num_steps=done)
-        self.add_flops()
+        self.add_tokens()
         figures["total_flos"] = self.state.total_flos
         if done:
             figures["train_loss"] = (self.losses + self.loss.item()) / done

@@ -201,7 +201,7 @@ def _report(training: Training, control: TrainerControl, norm: Tensor, rate: flo
     if control.should_evaluate:
         evaluate(training)
     if control.should_save:
-        training.logs.add_flops()
+        training.logs.add_tokens()
         training.checkpoints.save()
         training.logs.tell("on_save")
     control.should_log = False

@@ -42,7 +42,8 @@ MODULE = set(dir(nn.Module)) | {
     "embed",
     "save_pretrained",
 }
-MODULE |= {"gradient_checkpointing_enable"}
+MODULE |= {"gradient_checkpointing_enable", "num_parameters"}
+MODULE |= {"activation_checkpointing_enable", "is_activation_checkpointing"}
 # Attributes that one kind's files or CombinedDrafter's users read on an object whose class they know.
 KNOWN = {"main", "side"}
 

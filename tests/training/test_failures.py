@@ -145,13 +145,24 @@ def test_resume_false_begins_anew_and_only_then_are_an_old_drafters_settings_for
     shutil.copytree(begun[0], run)
     (run / "decoding.json").write_text('{"tree": "chain:7"}')
     (run / "adapter").mkdir()
+    (run / "adapter" / "mine.txt").write_text("not written by a training")
     assert main(["train", *begun[1], f"output_dir={run}"]) == 0
     assert "going on" in capsys.readouterr().out and default_tree(str(run)) == "chain:7"
-    (run / "checkpoint-4").rename(run / "checkpoint-900")
-    assert main(["train", *begun[1], f"output_dir={run}", "resume=false"]) == 0
+    again = ["train", *begun[1], f"output_dir={run}", "resume=false", "max_steps=2"]
+    assert main(again) == 0
     assert "going on" not in capsys.readouterr().out
-    assert {path.name for path in run.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
-    assert default_tree(str(run)) is None and not (run / "adapter").exists()
+    assert {path.name for path in run.glob("checkpoint-*")} == {"checkpoint-2"}
+    assert default_tree(str(run)) is None and (run / "adapter" / "mine.txt").exists()
+
+
+@pytest.mark.thorough
+def test_resume_false_refuses_a_checkpoint_that_it_did_not_write(begun, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(begun[0], run)
+    shutil.copytree(run / "checkpoint-2", run / "checkpoint-900")
+    assert main(["train", *begun[1], f"output_dir={run}", "resume=false"]) == 2
+    assert "contains checkpoint-900, which no run of drafttrain wrote" in capsys.readouterr().err
+    assert (run / "checkpoint-900").is_dir() and (run / "checkpoint-4").is_dir()
 
 
 @pytest.mark.thorough
