@@ -195,8 +195,10 @@ class Attention(nn.Module):
             x = x[queries]
             cos = cos[queries]
             sin = sin[queries]
+        # One name for both, so that only the rotated queries live while they attend.
         query = self.q_norm(self.q_proj(x).view(-1, self.heads, self.head_dim))  # [tq, heads, e]
-        return self.o_proj(attend(rotate(query, cos, sin), key, value))
+        query = rotate(query, cos, sin)
+        return self.o_proj(attend(query, key, value))
 
 
 class DraftLayer(nn.Module):
