@@ -92,7 +92,7 @@ class FolderKind:
         signs: text in a file, by a pattern of its name; any of them tells folders of earlier
             versions, which have no marker.
         absent: patterns of files that other commands write. follow: names of files about the written
-            ones; whoever wrote them, they go when those go.
+            ones, which go when those go, also if another command or the user wrote them.
         alone: a folder without marker or sign must be empty. published: every folder must hold
             nothing else.
     """

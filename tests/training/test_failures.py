@@ -162,7 +162,7 @@ def test_resume_false_refuses_a_checkpoint_that_it_did_not_write(begun, tmp_path
     shutil.copytree(run / "checkpoint-2", run / "checkpoint-900")
     assert main(["train", *begun[1], f"output_dir={run}", "resume=false"]) == 2
     assert "contains checkpoint-900, which no run of drafttrain wrote" in capsys.readouterr().err
-    assert (run / "checkpoint-900").is_dir() and (run / "checkpoint-4").is_dir()
+    assert (run / "checkpoint-900").is_dir() and (run / "checkpoint-2").is_dir()
 
 
 @pytest.mark.thorough
