@@ -14,8 +14,9 @@ from drafttrain.environment import __version__ as __version__
 
 if TYPE_CHECKING:
     from drafttrain.api import generate, load_drafter, stream
+    from drafttrain.commands.push import push
     from drafttrain.drafters.base import Drafter
-    from drafttrain.pipeline import evaluate, export, push, train, tune
+    from drafttrain.pipeline import evaluate, export, train, tune
     from drafttrain.target.target import Target
 
 __all__ = [
@@ -27,7 +28,8 @@ _MODULES = {
     "Drafter": "drafttrain.drafters.base",
     "Target": "drafttrain.target.target",
     **dict.fromkeys(("generate", "load_drafter", "stream"), "drafttrain.api"),
-    **dict.fromkeys(("evaluate", "push", "tune"), "drafttrain.pipeline"),
+    **dict.fromkeys(("evaluate", "tune"), "drafttrain.pipeline"),
+    "push": "drafttrain.commands.push",
 }
 
 

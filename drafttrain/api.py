@@ -36,7 +36,6 @@ from drafttrain.inference.call_options import (
 from drafttrain.inference.sequence import TextStream, token_ids
 from drafttrain.pipeline import evaluate as evaluate
 from drafttrain.pipeline import export as export
-from drafttrain.pipeline import push as push
 from drafttrain.pipeline import train as train
 from drafttrain.pipeline import tune as tune
 from drafttrain.target import Target

@@ -213,6 +213,7 @@ def add_signature(parser: argparse.ArgumentParser, function: Function) -> None:
     from drafttrain.command import (
         Alias,
         Several,
+        cli_parameters,
         default_of,
         helps_of,
         is_list,
@@ -220,13 +221,12 @@ def add_signature(parser: argparse.ArgumentParser, function: Function) -> None:
         item_of,
         kinds_of,
         marks_of,
-        parameters,
         required,
         spelled,
     )
     from drafttrain.values import Commas, is_marked, value, words_of
 
-    for one in parameters(function).values():
+    for one in cli_parameters(function):
         kind = required(kinds_of(function)[one.name])
         item = item_of(kind)
         names = [one.name] if is_word(one) else [f"--{spelled(one.name)}"]

@@ -3,7 +3,9 @@
 A function in drafttrain/commands/ is decorated with `@command`. Its parameters are the command's
 flags, their annotations the kinds and ranges of values (drafttrain/values.py), its docstring the
 help. `checked` checks the arguments of either call; `read_words` reads a command line by cyclopts.
-Parameters before `/` and `*args` are words of the command line, all others are flags.
+Parameters before `/` and `*args` are words of the command line, all others are flags, but for those
+that are marked `InPython`. Where a parameter is a `Model` or `Drafting`, a call from Python may give
+a loaded object.
 """
 
 from __future__ import annotations
@@ -18,12 +20,22 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar, get_args, get_origin
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    NamedTuple,
+    ParamSpec,
+    TypeVar,
+    get_args,
+    get_origin,
+)
 
 from drafttrain.errors import UserError, did_you_mean, shown
 from drafttrain.values import (
     AnyText,
     Commas,
+    Place,
     check,
     is_marked,
     refuse_options,
@@ -32,8 +44,12 @@ from drafttrain.values import (
 
 if TYPE_CHECKING:
     from cyclopts import App, CycloptsError, Token
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from drafttrain.drafters.base import Drafter
     from drafttrain.files import Json
+    from drafttrain.outcome import Outcome
+    from drafttrain.target import Target
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -56,6 +72,25 @@ class Alias:
         self.flag = flag
 
 
+class InPython:
+    """Marks a parameter that the command line lacks."""
+
+
+class Loaded:
+    """Marks a name in whose place a call from Python may give a loaded object."""
+
+
+if TYPE_CHECKING:
+    Model = str | Path | PreTrainedModel | Target
+    Drafting = str | Path | Drafter
+    Tokenizer = PreTrainedTokenizerBase | None
+else:  # their classes are torch's
+    Model = Annotated[Place | Path, Loaded()]
+    Drafting = Annotated[Place | Path, Loaded()]
+    Tokenizer = Annotated[Any, InPython()]
+Shown = Annotated[bool, InPython()]  # whether a call from Python prints what the command prints
+
+
 # -- the call from Python --------------------------------------------------------------------------
 
 
@@ -70,6 +105,7 @@ def command(function: Callable[P, R]) -> Callable[P, R]:
         from drafttrain.outcome import commanded
 
         name = function.__name__
+        command_name = spelled(function.__module__.rpartition(".")[2])
         signature = inspect.signature(function)
         unknown = {key: named[key] for key in named if key not in signature.parameters}
         refuse_options(name, unknown, signature.parameters)
@@ -80,7 +116,7 @@ def command(function: Callable[P, R]) -> Callable[P, R]:
             values = checked(function, given, flag="{}")
         except UserError as error:
             raise UserError(f"{name}: {error}") from error
-        with commanded([spelled(name), *_words(given)]):
+        with commanded([command_name, *_words(function, given)]):
             return run(function, values)
 
     return call
@@ -128,6 +164,8 @@ def checked(
             raise UserError(f"{label_of(one, flag)} must be given")
         elif value is None or value == ():
             found[name] = default_of(one)
+        elif is_loaded(value, kinds[name]):
+            found[name] = value  # which `take_loaded` checks
         else:
             kind = required(kinds[name])
             read = check(label_of(one, flag), _plain(value, kind), kind, words=True)
@@ -137,12 +175,34 @@ def checked(
 
 def result_of(implementation: Callable[[Namespace], int | None], args: Namespace) -> Json:
     """Runs what a command does with its arguments, and returns the result that it concluded with."""
+    return {**outcome_of(implementation, args)["result"]}
+
+
+def outcome_of(
+    implementation: Callable[[Namespace], int | None],
+    args: Namespace,
+    keeps: bool = True,
+) -> Outcome:
+    """Runs what a command does with its arguments, and returns what it concluded.
+
+    Args:
+        args: the parameters. `progress`: whether a call from Python prints what the command prints;
+            without that parameter it does.
+        keeps: whether a call from Python that names no output writes the command's default one.
+    """
+    from drafttrain.files import scratch_folder
     from drafttrain.outcome import concluded, ended
 
-    if not _on_command_line.get():
-        return {**concluded(lambda: implementation(args), progress=True)["result"]}
-    _status.set(implementation(args) or 0)
-    return {**ended()["result"]}
+    progress = vars(args).pop("progress", True)
+    if _on_command_line.get():
+        _status.set(implementation(args) or 0)
+        return ended()
+    with scratch_folder() as scratch:
+        if not keeps and args.output is None:
+            args.output = str(scratch / "result.json")
+        found = concluded(lambda: implementation(args), progress)
+    # As files hold it: lists, no tuples.
+    return {**found, "result": json.loads(json.dumps(found["result"], default=str))}
 
 
 def run_as_command(function: Function, values: Values) -> int:
@@ -170,12 +230,17 @@ def _plain(value: object, kind: Kind) -> object:
     return value
 
 
-def _words(given: Mapping[str, object]) -> list[str]:
+def _words(function: Function, given: Mapping[str, object]) -> list[str]:
     """The words of a command line with these arguments, for results."""
-    words = []
+    words: list[str] = []
+    kinds = kinds_of(function)
+    flags = {one.name for one in cli_parameters(function)}
     for name, value in given.items():
         flag = f"--{spelled(name)}"
-        if value is None:
+        if value is None or name not in flags:
+            continue
+        if is_loaded(value, kinds[name]):
+            words.append(f"{flag}={name_of(value)}")
             continue
         if isinstance(value, bool):
             words += [flag] if value else []
@@ -188,11 +253,102 @@ def _words(given: Mapping[str, object]) -> list[str]:
     return words
 
 
+# -- loaded models ---------------------------------------------------------------------------------
+
+
+class LoadedModels(NamedTuple):
+    """The models that a call from Python brought loaded; None for those that it named."""
+
+    target: Target | None
+    drafter: Drafter | None
+
+
+def is_loaded(value: object, kind: Kind) -> bool:
+    """Whether a value of a kind is an object in place of a name."""
+    named = value is None or isinstance(value, str | Path)
+    return not named and is_marked(required(kind), Loaded)
+
+
+def name_of(model: object) -> str:
+    """The name of a loaded target or drafter in results."""
+    from transformers import PreTrainedModel
+
+    from drafttrain.drafters.base import Drafter
+    from drafttrain.target import Target
+
+    if isinstance(model, Target):
+        return model.name
+    if isinstance(model, Drafter):
+        return model.name or f"{model.kind} (not saved)"
+    if isinstance(model, PreTrainedModel):
+        return model.name_or_path or type(model).__name__
+    return shown(model)
+
+
+def take_loaded(call: str, args: Namespace) -> LoadedModels:
+    """Takes the loaded models out of a call's arguments, and puts their names in their place.
+
+    Args:
+        call: the function's name, for errors. args: also loses `tokenizer`, a loaded model's.
+
+    Raises:
+        UserError: another object, a model without tokenizer, or options of a name with a loaded
+            model.
+    """
+    given = vars(args)
+    target = given.get("target")
+    drafter = given.get("drafter")
+    tokenizer = given.pop("tokenizer", None)
+    found = LoadedModels(None, None)
+    if target is not None and not isinstance(target, str):
+        from drafttrain.target import Target
+
+        loaded = Target.from_pretrained(target, tokenizer=tokenizer)
+        if loaded.tokenizer is None:
+            raise UserError(
+                f"{call} renders prompts, but model {loaded.name!r} has no tokenizer; pass tokenizer="
+            )
+        for name, default in (("dtype", "auto"), ("device", "auto"), ("trust_remote_code", False)):
+            if given[name] != default:
+                raise UserError(
+                    f"{call}: {name}={given[name]!r} is for a name, but this target is loaded; drop it"
+                )
+        found = found._replace(target=loaded)
+        args.target = loaded.name
+    elif tokenizer is not None:
+        raise UserError(
+            f"{call}: tokenizer= goes with a loaded model; target={target!r} is a name, which has its own"
+        )
+    if drafter is not None and not isinstance(drafter, str):
+        found = found._replace(drafter=loaded_drafter(call, drafter))
+        args.drafter = name_of(drafter)
+    return found
+
+
+def loaded_drafter(call: str, drafter: object) -> Drafter:
+    """A drafter that a call from Python brought. Raises UserError: another object."""
+    from drafttrain.drafters.base import Drafter
+
+    if not isinstance(drafter, Drafter):
+        raise UserError(
+            f"{call}: drafter={shown(drafter)} must be a name, or a drafter from load_drafter or "
+            "Drafter.from_pretrained"
+        )
+    return drafter
+
+
 # -- the signature ---------------------------------------------------------------------------------
 
 
 def parameters(function: Function) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(inspect.unwrap(function)).parameters
+
+
+def cli_parameters(function: Function) -> list[inspect.Parameter]:
+    """The parameters that the command line has."""
+    kinds = kinds_of(function)
+    every = parameters(function).values()
+    return [one for one in every if not is_marked(kinds[one.name], InPython)]
 
 
 @functools.cache
@@ -273,7 +429,7 @@ def read_words(app: App, name: str, function: Function, words: Sequence[str]) ->
 
     for word in words:
         check("argument", word, AnyText)
-    flags = [f"--{spelled(one.name)}" for one in parameters(function).values() if not is_word(one)]
+    flags = [f"--{spelled(one.name)}" for one in cli_parameters(function) if not is_word(one)]
     words = [completed(word, flags) for word in words]
     collection = app[name].assemble_argument_collection()
     known = {"--", "--help"}.union(*(argument.names for argument in collection))
@@ -342,7 +498,7 @@ def shell_of(function: Function, switches: Mapping[str, str]) -> Function:
 
     def shell(*words: object, **flags: object) -> None: ...
 
-    shown = [_shown(one, function) for one in parameters(function).values()]
+    shown = [_shown(one, function) for one in cli_parameters(function)]
     shown += [_switch(switch, text) for switch, text in switches.items()]
     shell.__signature__ = inspect.Signature(sorted(shown, key=lambda one: one.kind))  # type: ignore[attr-defined]
     return shell
@@ -411,6 +567,8 @@ def item_of(kind: Kind) -> Kind:
 
 def _base(kind: Kind) -> Kind:
     """The type that says which values a shell completes: bool, int, float, a path, or text."""
+    if is_marked(kind, Loaded):
+        return Path
     parts = get_args(kind) if get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
     if any(part is Path for part in parts):
         return Path

@@ -86,17 +86,6 @@ class ExportResult:
     serve: str = field(repr=False)
 
 
-@dataclass(frozen=True)
-class PushResult:
-    """A published drafter. url: of the tagged revision, empty in a dry run. files: names in the
-    repository.
-    """
-
-    repo: str
-    url: str
-    files: tuple[str, ...] = field(repr=False)
-
-
 def train(
     recipe: str | Path | Mapping[str, object], *, target: Model | None = None, data: Name = None, output_dir: Name = None,
     kind: str | None = None, init: Name = None, drafter: Mapping[str, object] | None = None, loss: str | None = None,
@@ -224,21 +213,6 @@ def export(
         tuple(map(Path, found["wrote"])),
         found["result"]["serve"],
     )
-
-
-def push(
-    drafter: str | Path, repo: str, *, results: str | Path | Sequence[str | Path] = (), without_evaluation: bool = False,
-    accept_implausible: bool = False, license: str | None = None, base_model: str | None = None, data: Name = None,
-    dataset: str | None = None, schedule: Name = None, dtype: str | None = None, private: bool = False, dry_run: bool = False,
-    output: Name = None, tag: str | None = None, progress: bool = False, **others: Never,
-) -> PushResult:  # fmt: skip
-    """`drafttrain push`: publishes a trained drafter on the Hub with measured results and a model
-    card.
-
-    The others are the command's flags; None takes its default. results: files that evaluate wrote.
-    """
-    found = _run("push", "hub.push", locals(), progress)["result"]
-    return PushResult(repo, found.get("url", ""), tuple(found["files"]))
 
 
 def _as_json(name: str, value: object) -> str:

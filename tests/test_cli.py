@@ -9,14 +9,16 @@ import sys
 import pytest
 
 from drafttrain.cli import COMMANDS, command_parser, main
-from drafttrain.command import helps_of, is_word, parameters, spelled
+from drafttrain.command import cli_parameters, helps_of, is_word, spelled
 from drafttrain.commands import SIGNATURES, function_of
 from drafttrain.config import TrainConfig, TrainerKeys
-from drafttrain.drafters.kinds import kinds, untrained_kinds
+from drafttrain.drafters.kinds import kinds, names_help, untrained_kinds
 from drafttrain.drafters.registry import kind_class
 from drafttrain.errors import UserError
+from drafttrain.export.verify_matrix import TOLERANCE
 from drafttrain.formats.engines import GGUF_TYPES
 from drafttrain.formats.write_gguf import TYPES
+from drafttrain.reports import terminal_chat
 from drafttrain.values import table
 
 SCRIPT = """
@@ -75,7 +77,7 @@ def test_help_comes_from_the_signature(command, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main([command, "--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    for one in parameters(function).values():
+    for one in cli_parameters(function):
         assert helps_of(function)[one.name], f"{one.name} has no help"
         assert is_word(one) or f"--{spelled(one.name)} " in shown
         if isinstance(one.default, int | float) and not isinstance(one.default, bool):
@@ -84,6 +86,18 @@ def test_help_comes_from_the_signature(command, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main([command, "--help"])
     assert all(len(line) <= 60 for line in capsys.readouterr().out.splitlines())
+
+
+def test_help_names_every_kind_and_command():
+    """Docstrings are constants: what they list of other tables is compared with them here."""
+    for command in ("chat",):
+        assert names_help() in " ".join(helps_of(function_of(command))["drafter"].split())
+    shown = function_of("chat").__doc__ or ""
+    for command, meaning in terminal_chat.COMMANDS.items():
+        assert f"{command:<15} {meaning}\n" in shown
+    assert f"more than {TOLERANCE:.0%} apart" in " ".join(
+        (function_of("verify").__doc__ or "").split()
+    )
 
 
 def test_the_function_of_a_command_is_the_python_call(tmp_path):

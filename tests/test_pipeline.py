@@ -44,7 +44,6 @@ COMMANDS = {
     pipeline.tune: "tuning.tune",
     pipeline.evaluate: "tuning.eval_command",
     pipeline.export: "export.export_drafter",
-    pipeline.push: "hub.push",
 }
 STRICT = """
 from pathlib import Path

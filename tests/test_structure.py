@@ -60,7 +60,6 @@ WORDS = {
 SPELLED_OTHERWISE = {
     "licence": {
         "push.py",
-        "push_flags.py",
         "push_data.py",
         "card.py",
         "runner.py",

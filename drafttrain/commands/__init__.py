@@ -15,7 +15,10 @@ SIGNATURES = {
     "report": "report:report",
     "trace": "trace:trace",
     "bench-server": "bench_server:bench_server",
+    "chat": "chat:chat",
     "import": "import_:import_drafter",
+    "verify": "verify:verify",
+    "push": "push:push",
     "push-data": "push_data:push_data",
 }
 

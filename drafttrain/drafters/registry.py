@@ -113,6 +113,7 @@ def load_unbound(
                 weight.data = weight.data.to(wanted)
         if device is not None:
             drafter = drafter.to(resolve_device(device))
+    drafter.name = name
     drafter.fresh = True
     return drafter
 

@@ -51,6 +51,12 @@ class _KeptRow(TypedDict):
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns 0 if everything agrees, else 1."""
+    if args.all_kinds and args.drafter:
+        raise UserError(
+            f"drafter={args.drafter!r} and all-kinds exclude each other; drop one of them"
+        )
+    if not args.all_kinds and not args.drafter:
+        raise UserError("--drafter or --all-kinds must be given; see drafttrain verify --help")
     output = None
     if args.output is not None:
         output = output_file(args.output, "verify", inputs_of(args))

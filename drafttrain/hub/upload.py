@@ -41,7 +41,7 @@ def publish(
     """Prepares a folder and uploads it, unless --dry-run is set.
 
     Args:
-        args: of `add_publishing_flags`.
+        args: repo, private, dry_run, output, tag, and what else the command reads.
         command: push or push-data. kind: model or dataset.
         message: of the commit. prepare: fills an empty folder.
 

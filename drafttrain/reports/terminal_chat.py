@@ -38,9 +38,17 @@ from drafttrain.inference import Decoder, SamplingParams, Stats
 from drafttrain.inference.sequence import TextStream
 from drafttrain.inference.verify import Verdict
 from drafttrain.progress import plain_console
-from drafttrain.reports.terminal_chat_flags import COMMANDS
 from drafttrain.target import Target
 
+# What may be typed besides messages; the help of `drafttrain chat` lists it too.
+COMMANDS = {
+    "/plain": "switch drafting off, which measures plain decoding, and on again",
+    "/system TEXT": "set the system message, or none",
+    "/reset": "begin a new conversation",
+    "/save FILE": "write the conversation and its figures as JSON",
+    "/help": "show this list",
+    "/quit": "end, as Ctrl-D does",
+}
 OWN = "target"  # the producer of tokens that no drafter proposed
 # Of the drafter's tokens, and of the matches merged into its tree.
 _STYLES = ("black on #93c5fd", "black on #fcd34d")

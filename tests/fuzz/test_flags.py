@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafttrain.cli import COMMANDS, flags_module, main
-from drafttrain.command import is_word, kinds_of, parameters, required, spelled
+from drafttrain.command import cli_parameters, is_word, kinds_of, required, spelled
 from drafttrain.commands import SIGNATURES, function_of
 from drafttrain.errors import UserError
 from drafttrain.flags import CommandParser
@@ -95,7 +95,7 @@ def actions(command: str) -> list[argparse.Action]:
 
 def flags_of(command: str) -> list[str]:
     if command in SIGNATURES:
-        every = parameters(function_of(command)).values()
+        every = cli_parameters(function_of(command))
         return [f"--{spelled(one.name)}" for one in every if not is_word(one)]
     return [action.option_strings[0] for action in actions(command) if action.option_strings]
 

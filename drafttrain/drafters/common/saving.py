@@ -31,11 +31,12 @@ class NamedDrafter:
     """A drafter that is found by its name.
 
     Attributes:
-        kind: the kind's name. fresh: it was loaded without a target, and `generate` is to prepare
-            it for one.
+        kind: the kind's name. name: the one that it was loaded by. fresh: it was loaded without a
+            target, and `generate` is to prepare it for one.
     """
 
     kind: str = ""
+    name: str = ""
     fresh: bool = False
 
     def __repr__(self) -> str:
