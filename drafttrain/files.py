@@ -210,7 +210,7 @@ def read_text(path: Path, key: str, fix: str) -> str:
         UserError: no such file, not readable, or not UTF-8.
     """
     try:
-        return path.read_bytes().decode("utf-8-sig")  # a byte order mark is no content
+        return path.read_bytes().decode("utf-8-sig")  # a byte order mark is not content
     except UnicodeDecodeError as error:
         raise UserError(
             f"{key}={str(path)!r} is not UTF-8 text (byte {error.start}); convert it, or {fix}"
@@ -345,7 +345,7 @@ def read_jsonl(
             checks a line faster than `json.loads` parses it.
 
     Raises:
-        UserError: no such file, not UTF-8, or a line that is no JSON object or not of the schema.
+        UserError: no such file, not UTF-8, or a line that is not a JSON object or not of the schema.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such file; give a JSONL file, one JSON object per line")

@@ -288,14 +288,14 @@ def _expanded(name: str | Path, key: str) -> Path:
         path = Path(name).expanduser()
         if (
             "\0" in str(path).encode().decode()
-        ):  # raises for what is no text, which not every library can write to
+        ):  # raises for what is not text, which not every library can write to
             raise ValueError("embedded null byte")
         if path.is_symlink():
             return path.resolve()
         return path
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"{key}={str(name)!r} is no path ({first_line(error)}); choose another"
+            f"{key}={str(name)!r} is not a valid path ({first_line(error)}); choose another"
         ) from error
 
 
@@ -310,7 +310,7 @@ def _check_place(path: Path, key: str, is_folder: bool) -> None:
             if path.is_dir():
                 held = "a folder"
             else:
-                held = "no plain file"
+                held = "not a plain file"
             meant = "folder" if is_folder else "file"
             raise UserError(f"{where} cannot be written (it is {held}); name a {meant}")
         at = path if is_folder else path.parent
@@ -366,7 +366,7 @@ def output_file(
     _check_inputs(path, inputs, key, below=False)
     if path.is_file() and path.stat().st_size and not wrote_file(path, kind):
         raise UserError(
-            f"{key}={str(path)!r} holds something else than drafttrain {kind} writes; choose another name, or move it away"
+            f"{key}={str(path)!r} contains files that drafttrain {kind} did not write; choose another name, or move it away"
         )
     return path
 
@@ -414,7 +414,7 @@ def check_folder(
 
 
 def beside(name: str, file: str) -> Path:
-    """The default output: `file` next to an input; in the current folder if the input is no path,
+    """The default output: `file` next to an input; in the current folder if the input is not a path,
     such as a Hub id.
     """
     path = Path(name).expanduser()

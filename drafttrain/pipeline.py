@@ -219,7 +219,7 @@ def _as_json(name: str, value: object) -> str:
     try:
         return json.dumps(str(value) if isinstance(value, Path) else value)
     except (TypeError, ValueError) as error:
-        rule = "is no value of a recipe; give text, numbers, lists or mappings"
+        rule = "is not a valid recipe value; give text, numbers, lists or mappings"
         raise UserError(f"{name}={shown(value)} {rule}") from error
 
 

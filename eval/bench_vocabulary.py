@@ -63,7 +63,7 @@ def decode(args: argparse.Namespace, target: Target) -> dict[str, dict[str, Any]
         folder, plus, second = name.partition("+")
         for variant, options in VARIANTS.items():
             drafter = load_drafter(f"{folder}:{options}{plus}{second}", target)
-            assert drafter is not None, "a folder is no 'none'"
+            assert drafter is not None, "a folder is not 'none'"
             main = parts_of(drafter)[0]
             ids = range(target.vocab_size) if main.vocabulary is None else main.vocabulary.tolist()
             side = f"{Path(folder).name}, {len(ids)} {variant}{plus}{second}"

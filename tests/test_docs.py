@@ -7,6 +7,7 @@ import importlib
 import itertools
 import json
 import os
+import pkgutil
 import re
 import shlex
 import shutil
@@ -423,6 +424,32 @@ def test_named_pages_exist():
             for page, _ in named.findall(path.read_text()):
                 if page not in OUTPUTS:
                     assert (ROOT / page).is_file(), f"{path.relative_to(ROOT)} names {page}"
+
+
+def test_named_files_and_modules_exist():
+    """Paths of the repository, paths below drafttrain/ by their subpackage, and dotted names."""
+    subpackages = "|".join(path.parent.name for path in (ROOT / "drafttrain").glob("*/__init__.py"))
+    paths = re.compile(
+        r"(?<![\w./{-])((?:drafttrain|scripts|tests|eval)/[a-z0-9_./-]+\.(?:py|sh|c|json))\b"
+    )
+    below = re.compile(rf"(?<![\w./{{-])((?:{subpackages})/[\w/]+\.(?:py|c))\b")
+    dotted = re.compile(r"(?<![\w./-])drafttrain(?:\.(?!json\b)[A-Za-z_]\w*)+(?![\w/-])")
+    for page in PAGES:
+        text = page.read_text()
+        assert [name for name in paths.findall(text) if not (ROOT / name).is_file()] == [], page
+        assert [
+            name for name in below.findall(text) if not (ROOT / "drafttrain" / name).is_file()
+        ] == [], page
+        assert [name for name in dotted.findall(text) if not is_name(name)] == [], page
+
+
+def is_name(dotted: str) -> bool:
+    """Whether a dotted name is a module, or what a module or its class holds."""
+    try:
+        pkgutil.resolve_name(dotted)
+    except (ImportError, AttributeError):
+        return False
+    return True
 
 
 def test_the_api_page_has_every_public_name():

@@ -156,7 +156,7 @@ def test_what_does_not_go_with_a_loaded_target_is_named(tmp_path):
         )
     with pytest.raises(UserError, match="has no files for training to load"):
         train({}, target=target)
-    with pytest.raises(UserError, match=r"output_dir=<object .* is no value of a recipe"):
+    with pytest.raises(UserError, match=r"output_dir=<object .* is not a valid recipe value"):
         train({}, output_dir=object())
     with pytest.raises(
         UserError, match="unknown config key 'max_stps' in the recipe; did you mean max_steps"

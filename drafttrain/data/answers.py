@@ -47,7 +47,7 @@ class AnswerFormat:
     Attributes:
         opening: text that begins the reasoning; '' where the prompt ends with it, None where the
             target does not reason.
-        closing: token that ends the reasoning; None if it is no token of its own.
+        closing: token that ends the reasoning; None if it is not a token of its own.
         between, direct: text from the reasoning to the content, and from the prompt to the content
             without reasoning.
         lead, follow: text before the name of a called function and the letter after it, without
@@ -303,7 +303,7 @@ def _call_frame(
                 text = render_text(tokenizer, [*_HELLO, answer], inputs=inputs)
             except TemplateRefuses:
                 continue
-            # What the prompt and the content hold is no part of a call.
+            # What the prompt and the content hold is not part of a call.
             text = text[_shared(before, text) :].rpartition(_CONTENT)[2]
             pieces = [without_spaces(part) for part in text.split(MARKED_NAME)]
             if len(pieces) == count + 1:

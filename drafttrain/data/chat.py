@@ -198,7 +198,7 @@ def check_inputs(template: str, inputs: ChatInputs) -> None:
     for name in inputs.kwargs:
         if name not in own:
             raise TemplateRefuses(
-                f"chat_template_kwargs: {name!r} is no variable of the chat template; it has {named if named else 'none'}"
+                f"chat_template_kwargs: {name!r} is not a variable of the chat template; it has {named if named else 'none'}"
             )
 
 
@@ -220,7 +220,7 @@ def _wants_text(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
             except TemplateRefuses as error:
                 refused = error
                 continue
-            # Python's form of a dict is no JSON.
+            # Python's form of a dict is not JSON.
             if MARKED_NAME in text and "{'marked'" not in text:
                 return as_text
     raise TemplateRefuses(

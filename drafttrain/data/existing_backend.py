@@ -26,7 +26,7 @@ class ExistingBackend(Backend):
     """The conversations of a file with the answers in it.
 
     Rows longer than max_length are cut; a cut answer ends in "length", as a truncated one does. A
-    row that is no conversation, or has no answer, ends with a `BadReply`.
+    row that is not a conversation, or has no answer, ends with a `BadReply`.
 
     Args:
         path: the file. kwargs: chat_template_kwargs for rows that do not set them.

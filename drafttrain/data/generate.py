@@ -175,7 +175,7 @@ def read_prompts(path: Path, kwargs: Json | None = None) -> tuple[list[str], Row
 
     kwargs: chat_template_kwargs for rows that do not set them.
 
-    Raises UserError: no file, a line that is no prompt, a repeated id, or no prompts at all.
+    Raises UserError: no file, a line that is not a prompt, a repeated id, or no prompts at all.
     """
     if not path.is_file():
         raise UserError(f"prompts={str(path)!r}: no such file; make one: drafttrain prompts --help")

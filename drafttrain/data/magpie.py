@@ -168,7 +168,7 @@ class PromptWriter:
         """The prompt that an answer makes, or the reason why it makes none."""
         opening, _ = self._plan(int(finished.key))
         tokens = list(finished.tokens)
-        # The stop token is no part of the prompt.
+        # The stop token is not part of the prompt.
         if tokens and tokens[-1] in self.stop_ids:
             tokens.pop()
         text = opening + decode(self.tokenizer, tokens)

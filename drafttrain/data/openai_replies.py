@@ -171,7 +171,7 @@ def sent_message(message: Json) -> Json:
 
 
 def check_unicode(text: str) -> None:
-    """Raises BadReply: half of a surrogate pair, which is no text."""
+    """Raises BadReply: half of a surrogate pair, which is not text."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

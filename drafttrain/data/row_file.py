@@ -38,7 +38,7 @@ class RowFile(Sequence[Row], Generic[Row]):
         places: (line number, offset) of the rows; see `line_starts`.
 
     Raises:
-        UserError: on access, a line that is no JSON object, or what `read` raises.
+        UserError: on access, a line that is not a JSON object, or what `read` raises.
     """
 
     def __init__(

@@ -491,7 +491,7 @@ class FeatureStore:
         for shard in sorted((directory / "features").glob("part-*.safetensors")):
             with open_tensors(shard, "data", _SHARD_FIX) as file:
                 # Keys are "ID/features", "ID/last_hidden", ...
-                for key in file.keys():  # noqa: SIM118 - safe_open is no dict
+                for key in file.keys():  # noqa: SIM118 - safe_open is not a dict
                     self._where[key.rsplit("/", 1)[0]] = shard
 
     @staticmethod

@@ -153,7 +153,9 @@ def _with_options(name: str, revision: str = "") -> Any:
             known = ", which takes none"
             if drafter.name_options:
                 known = f"; there are {', '.join(drafter.name_options)}"
-            raise UserError(f"drafter={name!r}: {key!r} is no option of a {drafter.kind}{known}")
+            raise UserError(
+                f"drafter={name!r}: {key!r} is not an option of a {drafter.kind}{known}"
+            )
     for key, value in drafter.check_options(options).items():
         setattr(drafter.config, key, value)
     return drafter
@@ -215,7 +217,7 @@ def untrained(name: str, beside: bool = False) -> Drafter:
             value = part
         if key not in known:
             raise UserError(
-                f"drafter={name!r}: {key!r} is no option of {kind}; there are {', '.join(known)}"
+                f"drafter={name!r}: {key!r} is not an option of {kind}; there are {', '.join(known)}"
             )
         example = known[key]
         try:
@@ -224,7 +226,7 @@ def untrained(name: str, beside: bool = False) -> Drafter:
             else:
                 given[key] = type(example)(value)
         except (KeyError, ValueError) as error:
-            wrong = f"{key}={value!r} is no {type(example).__name__}; write for example {kind}:{key}={example}"
+            wrong = f"{key}={value!r} is not a valid {type(example).__name__}; write for example {kind}:{key}={example}"
             raise UserError(f"drafter={name!r}: {wrong}") from error
     drafter = cls(**given)
     drafter.fresh = True
@@ -255,7 +257,7 @@ def decoding_settings(name: str) -> Json:
     drafter.
 
     Raises:
-        UserError: a decoding.json without a tree, or whose `off` is no list.
+        UserError: a decoding.json without a tree, or whose `off` is not a list.
     """
     first = split_name(name)[0]
     path = decoding_file(name)
@@ -317,7 +319,7 @@ def kind_of(name: str, key: str = "drafter") -> str:
     if names and set(names) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
         return next(kind for kind in kinds() if kind_class(kind).loads_language_models)
     raise UserError(
-        f"{key}={name!r}: config.json has no drafter_kind and is no causal language model's, so it is no drafter of ours; bring "
+        f"{key}={name!r}: config.json names no drafter_kind and no causal language model, so it is not a drafter of ours; bring "
         "a published EAGLE-3 head in by: drafttrain import"
     )
 

@@ -401,7 +401,7 @@ def apply(drafter: str, results: Json) -> Path:
     place = decoding_file(drafter)
     if not place.parent.joinpath("config.json").is_file():
         raise UserError(
-            f"drafter={drafter!r} is no drafter's folder, so there is no decoding.json; "
+            f"drafter={drafter!r} is not a drafter's folder, so there is no decoding.json; "
             "give --drafter FOLDER"
         )
     output_file(place, "decoding", key="drafter")

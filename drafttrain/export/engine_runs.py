@@ -338,7 +338,7 @@ class Transformers(ServingEngine):
     def run(self, job: EngineJob, exported: Path, python: str) -> Json:
         target = job.target
         settings = dict(shipping(job.trained.kind).options(job.trained)[self.name])
-        # A drafter without head is no causal language model and reads the target's states.
+        # A drafter without head is not a causal language model and reads the target's states.
         reads_states = "speculation_type" in settings
         again = "export again"
         dtype = target.compute_dtype

@@ -142,7 +142,7 @@ def _one_drafter(
         exported[form] = Path(args.exported).expanduser()
         if not exported[form].is_dir():
             raise UserError(
-                f"exported={args.exported!r} is no folder; write one: drafttrain export --help"
+                f"exported={args.exported!r} is not a folder; write one: drafttrain export --help"
             )
 
     # The proof of the files alone.
@@ -341,7 +341,7 @@ def _interpreters(words: Iterable[str], engine: str) -> dict[str, str]:
             )
         if not place.is_file():
             raise UserError(
-                f"engine-python={word!r} is no existing file; give the engine's interpreter"
+                f"engine-python={word!r} is not an existing file; give the engine's interpreter"
             )
         found[name] = str(place)
     return found

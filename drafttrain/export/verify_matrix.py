@@ -116,7 +116,7 @@ class DrafterRows:
         if not self.kind.shares_vocabulary(self.job.trained, self.job.target):
             return None
         drafter = load_drafter(str(self.job.trained.folder), self.job.target)
-        assert drafter is not None, "a folder is no 'none'"
+        assert drafter is not None, "a folder is not 'none'"
         return ours(self.job, drafter)
 
     def _compare(self, row: VerifyRow, theirs: Json) -> None:

@@ -1,0 +1,1 @@
+"""Files of others: engines' names and tensors, safetensors, GGUF. Knows no drafter class."""

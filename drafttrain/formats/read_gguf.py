@@ -43,7 +43,7 @@ def read_gguf(path: Path) -> tuple[Json, dict[str, Tensor]]:
             tensors[tensor.name] = torch.tensor(values)  # copied out of the mapped file
     except Exception as error:  # the reader's errors come in many classes
         raise UserError(
-            f"{str(path)!r} is no complete GGUF file ({first_line(error)}); export again"
+            f"{str(path)!r} is not a complete GGUF file ({first_line(error)}); export again"
         ) from error
     return keys, tensors
 

@@ -81,7 +81,7 @@ def file_shapes(folder: Path) -> Shapes:
     shapes: Shapes = {}
     for path in weight_files(folder):
         with _reading(folder), safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118  # the file is no mapping
+            for name in file.keys():  # noqa: SIM118  # the file is not a mapping
                 shapes[name] = tuple(file.get_slice(name).get_shape())
     if not shapes:
         raise UserError(

@@ -1,0 +1,1 @@
+"""What a reader sees: report pages (report*.py), traces, the chat, charts and tables."""

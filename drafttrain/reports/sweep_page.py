@@ -77,7 +77,7 @@ def sweep_charts(sweep: Json, number: int) -> Iterable[Chart]:
         name = ", ".join(words) or "speed-up"
         lines.setdefault(name, {})[settings.get("batch_size", 1)] = figures
     for name, by_size in list(lines.items()):
-        if len(by_size) < 2:  # a point is no line
+        if len(by_size) < 2:  # a point is not a line
             del lines[name]
     if lines:
         yield _crossover(lines, f"crossover{suffix}")

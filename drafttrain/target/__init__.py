@@ -1,4 +1,13 @@
-"""The frozen target: loading, attention interface, native CPU body, fetching.
+"""The frozen target.
+
+target.py                        load, forward with features, embedding, head; `compute_dtype`, `pack`
+loading.py, fetch.py             weights as their config promises; small targets by name
+attention.py, proof.py           the attention interface; the proof that a model runs through it
+snapshots.py, own_cache.py       models that keep their own forward and cache
+native_body.py                   decoding on a CPU: layers by C kernels (products: ops/packing.py)
+devices.py                       names of dtypes and devices
+shell.py                         a target without its layers
+generation.py                    generation_config and its logits processors
 
 Names of target.py and shell.py load on first use, so that `drafttrain fetch` does not import torch.
 """

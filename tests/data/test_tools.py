@@ -116,7 +116,7 @@ def test_what_a_template_would_ignore_is_refused():
     tokenizer = tokenizer_with(TEMPLATE)
     with pytest.raises(
         TemplateRefuses,
-        match="'enable_thinking' is no variable of the chat template; it has thinking",
+        match="'enable_thinking' is not a variable of the chat template; it has thinking",
     ):
         render_text(tokenizer, [ASKED], inputs=ChatInputs(kwargs={"enable_thinking": False}))
     assert render_text(tokenizer, [ASKED], True, ChatInputs(kwargs={"thinking": False})).endswith(

@@ -278,7 +278,7 @@ def test_save_and_load_round_trip(target, tmp_path, kind, options):
     [
         ({"hidden_size": 48}, "its width is the target's, 32"),
         ({"block_size": 1}, "block_size=1 must be a whole number from 2 to 256"),
-        ({"mask_token_id": 300}, "mask_token_id=300 is no token"),
+        ({"mask_token_id": 300}, "mask_token_id=300 is not a token"),
         ({"anchor_share": 0}, "anchor_share=0 must be a number above 0 and at most 1"),
         ({"weighting": "linear"}, "weighting='linear' must be one of exp, dpace"),
         ({"sliding_window": 8}, "sliding_window=8 must be larger than block_size=8"),

@@ -297,7 +297,7 @@ def test_soft_capped_targets_are_what_the_drafter_learns():
             {"rope_parameters": {"rope_type": "longrope"}},
             "rope_type='longrope' is not one of default, linear",
         ),
-        ({"hidden_act": "silo"}, "hidden_act='silo' is no activation"),
+        ({"hidden_act": "silo"}, "hidden_act='silo' is not an activation"),
         ({"sliding_window": 4}, "sliding_window=4 must be larger than ttt_steps=4"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3 must divide num_attention_heads=4"),

@@ -262,7 +262,7 @@ def test_what_is_lost_in_a_file_is_noticed(targets, tmp_path, capsys):
         shipping("eagle3").check(third, tmp_path / "out")
     path = tmp_path / "out" / GGUF_NAME
     path.write_bytes(path.read_bytes()[:5000])
-    with pytest.raises(UserError, match=r"draft.gguf' is no complete GGUF file .*export again"):
+    with pytest.raises(UserError, match=r"draft.gguf' is not a complete GGUF file .*export again"):
         shipping("eagle3").check(described, tmp_path / "out")
     _, dflash = trained(targets["llama"], tmp_path / "block", "dflash", mask_token_id=7)
     check_expressible(dflash, "gguf").write(

@@ -77,16 +77,16 @@ def test_names_and_files(target, tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("ngram:size=3", "'size' is no option of ngram; there are max_n, min_n"),
-        ("ngram:max_n=x", "max_n='x' is no int; write for example ngram:max_n=8"),
-        ("ngram_store:grow=maybe", "grow='maybe' is no bool"),
+        ("ngram:size=3", "'size' is not an option of ngram; there are max_n, min_n"),
+        ("ngram:max_n=x", "max_n='x' is not a valid int; write for example ngram:max_n=8"),
+        ("ngram_store:grow=maybe", "grow='maybe' is not a valid bool"),
         (
             "ngram_store:max_n=2",
-            "'max_n' is no option of ngram_store; there are file, grow, min_n, min_p",
+            "'max_n' is not an option of ngram_store; there are file, grow, min_n, min_p",
         ),
         ("ngram_store:min_p=1.5", "min_p at least 0 and below 1"),
         ("ngram_store:/no/file", "'/no/file' cannot be read"),
-        ("ngram_store:{tmp}/other.safetensors", "is no n-gram store; build one"),
+        ("ngram_store:{tmp}/other.safetensors", "is not an n-gram store; build one"),
         (
             "ngram_store:{tmp}/foreign.safetensors",
             "was built with tokenizer 'abc', but target 'tiny' has",
@@ -121,7 +121,7 @@ def test_the_command_counts_data_sets_and_texts(target, target_dir, tmp_path, ca
     assert "contexts" in printed and f"--drafter suffix:{file}" in printed
     table, written = NgramTable.load(file)
     assert written == fingerprint
-    assert table.likeliest((1, 2)) == [(1, 1.0)]  # 30 is no part of the response
+    assert table.likeliest((1, 2)) == [(1, 1.0)]  # 30 is not part of the response
     assert table.likeliest((9, 8)) == [(1, 1.0)]
     lines = [{"text": "abab"}, {"messages": [{"role": "user", "content": "abab"}]}]
     (tmp_path / "c.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -108,7 +108,9 @@ def test_the_closed_form_start_beats_copied_weights():
 
 def test_the_mask_is_a_token_of_the_target(target):
     assert PEagleConfig.for_target(target).mask_token_id == target.tokenizer.pad_token_id
-    with pytest.raises(UserError, match="mask_token_id=300 is no token of 'tiny', which has 300"):
+    with pytest.raises(
+        UserError, match="mask_token_id=300 is not a token of 'tiny', which has 300"
+    ):
         PEagleConfig.for_target(target, mask_token_id=300)
     with pytest.raises(UserError, match="ttt_steps=1: the first depth reads no mask"):
         PEagleConfig.for_target(target, ttt_steps=1)

@@ -213,7 +213,7 @@ def test_greedy_output_does_not_change(target, tmp_path):
         ("min_n=0", "min_n=0, memory=0, min_p=0.02: min_n must be at least 1"),
         ("memory=-1", "memory=-1"),
         ("min_p=1.0", "below 1"),
-        ("window=3", "'window' is no option of suffix; there are file, memory, min_n, min_p"),
+        ("window=3", "'window' is not an option of suffix; there are file, memory, min_n, min_p"),
         ("/no/file", "'/no/file' cannot be read"),
     ],
 )

@@ -558,7 +558,7 @@ def test_a_folder_drafts_and_is_exported_with_both_tokenizers(tokenizers, tmp_pa
             "vocabulary_match=words",
             "drafter.vocabulary_match='words' must be one of auto, tokens, text",
         ),
-        ("layers=1", "'layers' is no option of a draft_model; there are vocabulary_match"),
+        ("layers=1", "'layers' is not an option of a draft_model; there are vocabulary_match"),
     ):
         with pytest.raises(UserError, match=message):
             load_drafter(f"{tmp_path}:{more}", target)

@@ -211,7 +211,7 @@ def test_slow_kinds_are_switched_off_in_the_drafters_folder(tmp_path, capsys):
     (tmp_path / "results.json").write_text(json.dumps(results_of(records)))
     arguments = ["diagnose", str(tmp_path / "results.json"), "--apply", "--drafter"]
     assert cli.main([*arguments, str(tmp_path / "nowhere")]) == 2
-    assert "is no drafter's folder" in capsys.readouterr().err
+    assert "is not a drafter's folder" in capsys.readouterr().err
     folder = tmp_path / "drafter"
     folder.mkdir()
     (folder / "config.json").write_text("{}")

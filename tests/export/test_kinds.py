@@ -82,7 +82,7 @@ def test_formats_beside_our_own_are_fetched_from_their_folder(drafter, monkeypat
         by_engine["vLLM"].commands.startswith("vllm serve a/b")
         and '"model": "some/one"' in by_engine["vLLM"].commands
     )
-    assert "is no language model of its own" in by_engine["transformers"].reasons[0]
+    assert "is not a language model of its own" in by_engine["transformers"].reasons[0]
     first, second, third = by_engine["llama.cpp"].commands.splitlines()[:3]
     assert (
         first == "hf download some/one draft.gguf --local-dir some/one" and "a/b as GGUF" in second

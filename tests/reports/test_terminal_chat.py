@@ -176,7 +176,7 @@ def test_a_pipe_gets_one_answer_per_line(chat, tmp_path):
     status, _, err = chat(f"/save {foreign}\n")
     assert (
         status == 2
-        and "holds something else than drafttrain chat writes" in err
+        and "contains files that drafttrain chat did not write" in err
         and foreign.read_text() == "{}"
     )
     status, _, err = chat("/plian\nhello")

@@ -181,7 +181,7 @@ def test_command(target_dir, tmp_path, capsys):
     for extra, message in (
         (["--round", "99"], "rounds 1 to"),
         (["--output", "x.pdf"], "must be .html"),
-        (["--chat-template-kwargs", '{"foo": 1}'], "'foo' is no variable of the chat template"),
+        (["--chat-template-kwargs", '{"foo": 1}'], "'foo' is not a variable of the chat template"),
     ):
         assert cli.main([*base, *extra]) == 2
         assert message in capsys.readouterr().err

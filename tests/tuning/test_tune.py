@@ -422,7 +422,7 @@ def test_a_drafter_that_does_not_pay_is_called_so(target, capsys):
     [
         (
             ("--chat-template-kwargs", '{"foo": 1}'),
-            "chat_template_kwargs: 'foo' is no variable of the chat template",
+            "chat_template_kwargs: 'foo' is not a variable of the chat template",
         ),
         (("--prompts", "0"), "--prompts='0' must be a whole number from 1"),
         (("--max-new-tokens", "4"), "max-new-tokens=4 tells too little"),

@@ -252,7 +252,7 @@ class LayerConfig(DecoderConfig):
         super().check()
         if self.hidden_act not in ACT2FN:
             raise UserError(
-                f"hidden_act={self.hidden_act!r} is no activation of transformers; silu is the usual one"
+                f"hidden_act={self.hidden_act!r} is not an activation of transformers; silu is the usual one"
             )
         window = self.sliding_window or 0
         if 0 < window <= self.ttt_steps:
@@ -332,7 +332,7 @@ class BlockConfig(DecoderConfig):
             )
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
             raise UserError(
-                f"mask_token_id={self.mask_token_id} is no token of the target, which has {self.vocab_size}; drop the key to "
+                f"mask_token_id={self.mask_token_id} is not a token of the target, which has {self.vocab_size}; drop the key to "
                 "learn an embedding"
             )
 

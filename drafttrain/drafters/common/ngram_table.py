@@ -136,7 +136,7 @@ class NgramTable(NamedTuple):
         ):
             about = store.metadata() or {}
             if about.get("format") != _FORMAT:
-                raise UserError(f"ngram_store={str(file)!r} is no n-gram store; {fix}")
+                raise UserError(f"ngram_store={str(file)!r} is not an n-gram store; {fix}")
             table = NgramTable(
                 hashes=store.get_tensor("hashes"),
                 starts=store.get_tensor("starts"),

@@ -101,7 +101,7 @@ class TreeSpec:
             fields = _option_fields(option)
             if not fields or spec.shape == "none":
                 raise UserError(
-                    f"{named}: {shown(option)} is no option; write @sample, @stop=P, @cut=P or @alone=P with P "
+                    f"{named}: {shown(option)} is not a valid option; write @sample, @stop=P, @cut=P or @alone=P with P "
                     "between 0 and 1, @match=NODES, @nomatch or @adapt"
                 )
             spec = replace(spec, **fields)

@@ -251,7 +251,7 @@ class Eagle3Shipping(GgufHeads[Eagle3], Eagle3Files[Eagle3]):
         "midlayer.hidden_norm.weight": "blk.0.attn_norm_2.weight",
     }
     reads = "EAGLE-3 heads in speculators' form or as LlamaForCausalLMEagle3"
-    no_format = "an EAGLE-3 head reads the target's states and is no language model of its own, as a draft_model is"
+    no_format = "an EAGLE-3 head reads the target's states and is not a language model of its own, as a draft_model is"
 
     def unsupported(
         self,

@@ -59,7 +59,7 @@ class PEagleConfig(Eagle3Config):
         mask = options.setdefault("mask_token_id", spare)
         if not 0 <= mask < target.vocab_size:
             raise UserError(
-                f"mask_token_id={mask} is no token of {target.name!r}, which has {target.vocab_size}"
+                f"mask_token_id={mask} is not a token of {target.name!r}, which has {target.vocab_size}"
             )
         return super().for_target(target, **options)
 

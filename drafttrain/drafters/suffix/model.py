@@ -141,7 +141,7 @@ class SuffixDrafter(Drafter):
         min_n: shortest match in the sequence. min_p: paths less likely than this are not drafted.
 
     Raises:
-        UserError: a number out of its range, or a file that is no store.
+        UserError: a number out of its range, or a file that is not a store.
     """
 
     kind = "suffix"
