@@ -14,9 +14,12 @@ from drafttrain.environment import __version__ as __version__
 
 if TYPE_CHECKING:
     from drafttrain.api import generate, load_drafter, stream
+    from drafttrain.commands.eval import evaluate
+    from drafttrain.commands.export import export
     from drafttrain.commands.push import push
+    from drafttrain.commands.tune import tune
     from drafttrain.drafters.base import Drafter
-    from drafttrain.pipeline import evaluate, export, train, tune
+    from drafttrain.pipeline import train
     from drafttrain.target.target import Target
 
 __all__ = [
@@ -28,8 +31,9 @@ _MODULES = {
     "Drafter": "drafttrain.drafters.base",
     "Target": "drafttrain.target.target",
     **dict.fromkeys(("generate", "load_drafter", "stream"), "drafttrain.api"),
-    **dict.fromkeys(("evaluate", "tune"), "drafttrain.pipeline"),
+    "evaluate": "drafttrain.commands.eval",
     "push": "drafttrain.commands.push",
+    "tune": "drafttrain.commands.tune",
 }
 
 

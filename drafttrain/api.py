@@ -21,7 +21,7 @@ from drafttrain.data.chat import NO_INPUTS, ChatInputs, has_template, prompt_ids
 from drafttrain.data.row_formats import PromptInputs
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.drafters.registry import decoding_settings, default_tree, prepare
+from drafttrain.drafters.registry import decoding_settings, default_tree
 from drafttrain.drafters.registry import load_drafter as load_for_target
 from drafttrain.errors import UserError, first_line, shown
 from drafttrain.files import Json, check_json
@@ -34,10 +34,7 @@ from drafttrain.inference.call_options import (
     read_options,
 )
 from drafttrain.inference.sequence import TextStream, token_ids
-from drafttrain.pipeline import evaluate as evaluate
-from drafttrain.pipeline import export as export
 from drafttrain.pipeline import train as train
-from drafttrain.pipeline import tune as tune
 from drafttrain.target import Target
 from drafttrain.values import AnyText, Place, check, refuse_options
 
@@ -261,9 +258,9 @@ def _decoder(
     if isinstance(drafter, str):
         if tree is None:
             tree = default_tree(drafter)
-        drafter = load_for_target(check("drafter", drafter, Place), target)
-    elif drafter is not None:
-        prepare(drafter, target)
+        check("drafter", drafter, Place)
+    if drafter is not None:
+        drafter = load_for_target(drafter, target)
     if tree is None:
         found["spec"] = None
     else:

@@ -8,13 +8,14 @@ from types import ModuleType
 
 
 class CallableModule(ModuleType):
-    """A module that the Python API calls by its name, as the function of that name in pipeline.py."""
+    """A module that the Python API calls by its name, as the command of that name."""
 
     @property
     def __wrapped__(self) -> Callable[..., object]:
         # What inspect.signature, help in notebooks and tab completion read.
-        pipeline = importlib.import_module("drafttrain.pipeline")
-        return getattr(pipeline, self.__name__.rpartition(".")[2])
+        name = self.__name__.rpartition(".")[2]
+        place = "drafttrain.pipeline" if name == "train" else f"drafttrain.commands.{name}"
+        return getattr(importlib.import_module(place), name)
 
     def __call__(self, *arguments: object, **options: object) -> object:
         return self.__wrapped__(*arguments, **options)

@@ -24,7 +24,6 @@ from typing import (
     TYPE_CHECKING,
     Annotated,
     Any,
-    NamedTuple,
     ParamSpec,
     TypeVar,
     get_args,
@@ -72,12 +71,27 @@ class Alias:
         self.flag = flag
 
 
+class Int(str):
+    """A whole number's word; unlike int, cyclopts does not read it."""
+
+
+class Float(str):
+    """A number's word; unlike float, cyclopts does not read it."""
+
+
 class InPython:
     """Marks a parameter that the command line lacks."""
 
 
 class Loaded:
-    """Marks a name in whose place a call from Python may give a loaded object."""
+    """Marks a name in whose place a call from Python may give a loaded object.
+
+    Args:
+        absent: the name that None stands for; None stands for the default without it.
+    """
+
+    def __init__(self, absent: str | None = None):
+        self.absent = absent
 
 
 if TYPE_CHECKING:
@@ -112,11 +126,16 @@ def command(function: Callable[P, R]) -> Callable[P, R]:
         for key in unknown:  # None or False, as transformers' callers pass for options that are off
             del named[key]
         given = signature.bind(*positional, **named).arguments
+        for key, kind in kinds_of(function).items():
+            for mark in marks_of(kind):
+                if isinstance(mark, Loaded) and given.get(key, "") is None:
+                    given[key] = mark.absent
         try:
             values = checked(function, given, flag="{}")
+            words = _words(function, given)
         except UserError as error:
             raise UserError(f"{name}: {error}") from error
-        with commanded([command_name, *_words(function, given)]):
+        with commanded([command_name, *words]):
             return run(function, values)
 
     return call
@@ -165,7 +184,7 @@ def checked(
         elif value is None or value == ():
             found[name] = default_of(one)
         elif is_loaded(value, kinds[name]):
-            found[name] = value  # which `take_loaded` checks
+            found[name] = value  # which `take_target` and `take_drafter` check
         else:
             kind = required(kinds[name])
             read = check(label_of(one, flag), _plain(value, kind), kind, words=True)
@@ -230,19 +249,25 @@ def _plain(value: object, kind: Kind) -> object:
     return value
 
 
-def _words(function: Function, given: Mapping[str, object]) -> list[str]:
+def _words(function: Function, given: Values) -> list[str]:
     """The words of a command line with these arguments, for results."""
     words: list[str] = []
     kinds = kinds_of(function)
-    flags = {one.name for one in cli_parameters(function)}
-    for name, value in given.items():
-        flag = f"--{spelled(name)}"
-        if value is None or name not in flags:
+    for one in cli_parameters(function):
+        value = given.get(one.name)
+        kind = required(kinds[one.name])
+        flag = f"--{spelled(one.name)}"
+        if value is None:
             continue
-        if is_loaded(value, kinds[name]):
+        if is_loaded(value, kind):
             words.append(f"{flag}={name_of(value)}")
-            continue
-        if isinstance(value, bool):
+        elif one.kind is one.VAR_POSITIONAL:
+            words += map(str, value)
+        elif is_word(one):
+            words.append(str(value))
+        elif is_marked(kind, Several) and isinstance(value, list | tuple):
+            words += [flag, *map(str, value)]
+        elif isinstance(value, bool):
             words += [flag] if value else []
         elif isinstance(value, Mapping):
             words.append(f"{flag}={json.dumps(value)}")
@@ -256,13 +281,6 @@ def _words(function: Function, given: Mapping[str, object]) -> list[str]:
 # -- loaded models ---------------------------------------------------------------------------------
 
 
-class LoadedModels(NamedTuple):
-    """The models that a call from Python brought loaded; None for those that it named."""
-
-    target: Target | None
-    drafter: Drafter | None
-
-
 def is_loaded(value: object, kind: Kind) -> bool:
     """Whether a value of a kind is an object in place of a name."""
     named = value is None or isinstance(value, str | Path)
@@ -270,7 +288,7 @@ def is_loaded(value: object, kind: Kind) -> bool:
 
 
 def name_of(model: object) -> str:
-    """The name of a loaded target or drafter in results."""
+    """The name of a loaded target or drafter in results. Raises UserError: another object."""
     from transformers import PreTrainedModel
 
     from drafttrain.drafters.base import Drafter
@@ -282,58 +300,67 @@ def name_of(model: object) -> str:
         return model.name or f"{model.kind} (not saved)"
     if isinstance(model, PreTrainedModel):
         return model.name_or_path or type(model).__name__
-    return shown(model)
+    raise UserError(f"{shown(model)} is neither a name nor a loaded model; give one of them")
 
 
-def take_loaded(call: str, args: Namespace) -> LoadedModels:
-    """Takes the loaded models out of a call's arguments, and puts their names in their place.
+def take_target(call: str, args: Namespace) -> Target | None:
+    """Takes a loaded target out of a call's arguments, and puts its name in its place.
 
     Args:
         call: the function's name, for errors. args: also loses `tokenizer`, a loaded model's.
+
+    Returns:
+        None for a target that is named.
 
     Raises:
         UserError: another object, a model without tokenizer, or options of a name with a loaded
             model.
     """
+    from drafttrain.target import Target
+
     given = vars(args)
-    target = given.get("target")
-    drafter = given.get("drafter")
-    tokenizer = given.pop("tokenizer", None)
-    found = LoadedModels(None, None)
-    if target is not None and not isinstance(target, str):
-        from drafttrain.target import Target
-
-        loaded = Target.from_pretrained(target, tokenizer=tokenizer)
-        if loaded.tokenizer is None:
+    tokenizer = given.pop("tokenizer")
+    if isinstance(args.target, str):
+        if tokenizer is not None:
             raise UserError(
-                f"{call} renders prompts, but model {loaded.name!r} has no tokenizer; pass tokenizer="
+                f"{call}: tokenizer= goes with a loaded model; "
+                f"target={args.target!r} is a name, which has its own"
             )
-        for name, default in (("dtype", "auto"), ("device", "auto"), ("trust_remote_code", False)):
-            if given[name] != default:
-                raise UserError(
-                    f"{call}: {name}={given[name]!r} is for a name, but this target is loaded; drop it"
-                )
-        found = found._replace(target=loaded)
-        args.target = loaded.name
-    elif tokenizer is not None:
+        return None
+    loaded = Target.from_pretrained(args.target, tokenizer=tokenizer)
+    if loaded.tokenizer is None:
         raise UserError(
-            f"{call}: tokenizer= goes with a loaded model; target={target!r} is a name, which has its own"
+            f"{call} renders prompts, but model {loaded.name!r} has no tokenizer; pass tokenizer="
         )
-    if drafter is not None and not isinstance(drafter, str):
-        found = found._replace(drafter=loaded_drafter(call, drafter))
-        args.drafter = name_of(drafter)
-    return found
+    for name in ("dtype", "device", "trust_remote_code"):
+        if given[name] not in ("auto", False):
+            raise UserError(
+                f"{call}: {name}={given[name]!r} is for a name, but this target is loaded; drop it"
+            )
+    args.target = loaded.name
+    return loaded
 
 
-def loaded_drafter(call: str, drafter: object) -> Drafter:
-    """A drafter that a call from Python brought. Raises UserError: another object."""
+def take_drafter(call: str, args: Namespace) -> Drafter | None:
+    """Takes a loaded drafter out of a call's arguments, and puts its name in its place.
+
+    Returns:
+        None for a drafter that is named.
+
+    Raises:
+        UserError: another object.
+    """
+    if isinstance(args.drafter, str):
+        return None
     from drafttrain.drafters.base import Drafter
 
+    drafter = args.drafter
     if not isinstance(drafter, Drafter):
         raise UserError(
             f"{call}: drafter={shown(drafter)} must be a name, or a drafter from load_drafter or "
             "Drafter.from_pretrained"
         )
+    args.drafter = name_of(drafter)
     return drafter
 
 
@@ -566,7 +593,10 @@ def item_of(kind: Kind) -> Kind:
 
 
 def _base(kind: Kind) -> Kind:
-    """The type that says which values a shell completes: bool, int, float, a path, or text."""
+    """The type that help shows, and of which a shell completes paths.
+
+    cyclopts checks values of types that pydantic knows, in words of its own.
+    """
     if is_marked(kind, Loaded):
         return Path
     parts = get_args(kind) if get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
@@ -575,8 +605,12 @@ def _base(kind: Kind) -> Kind:
     for part in parts:
         while get_origin(part) is Annotated:
             part = get_args(part)[0]
-        if part in (bool, int, float):
-            return part
+        if part is int:
+            return Int
+        if part is float:
+            return Float
+        if part is bool:
+            return bool
     return str
 
 

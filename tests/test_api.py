@@ -239,7 +239,7 @@ def test_evaluate_gives_the_results_of_the_command(target_dir, tmp_path):
         match="evaluate: colour= is no option of it; there are target, drafter, output, tokenizer",
     ):
         evaluate(str(target_dir), "ngram", tmp_path / "r.json", colour="red")
-    with pytest.raises(UserError, match="evaluate: --limit='few' must be a whole number from 1"):
+    with pytest.raises(UserError, match="evaluate: limit='few' must be a whole number from 1"):
         evaluate(str(target_dir), "ngram", tmp_path / "r.json", limit="few")
 
 

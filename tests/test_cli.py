@@ -15,8 +15,10 @@ from drafttrain.config import TrainConfig, TrainerKeys
 from drafttrain.drafters.kinds import kinds, names_help, untrained_kinds
 from drafttrain.drafters.registry import kind_class
 from drafttrain.errors import UserError
+from drafttrain.evaluation.baselines import ALL_BASELINES
+from drafttrain.evaluation.suites import known_suites
 from drafttrain.export.verify_matrix import TOLERANCE
-from drafttrain.formats.engines import GGUF_TYPES
+from drafttrain.formats.engines import FORMATS, GGUF_TYPES, engine_of
 from drafttrain.formats.write_gguf import TYPES
 from drafttrain.reports import terminal_chat
 from drafttrain.values import table
@@ -90,8 +92,17 @@ def test_help_comes_from_the_signature(command, monkeypatch, capsys):
 
 def test_help_names_every_kind_and_command():
     """Docstrings are constants: what they list of other tables is compared with them here."""
-    for command in ("chat",):
+    for command in ("chat", "eval", "tune", "trace"):
         assert names_help() in " ".join(helps_of(function_of(command))["drafter"].split())
+    suites = " ".join(helps_of(function_of("eval"))["suite"].split())
+    assert suites.startswith(", ".join([*known_suites(), "a JSONL file"]))
+    assert (
+        f"a list of {', '.join(ALL_BASELINES)}, or none"
+        in helps_of(function_of("eval"))["baselines"]
+    )
+    releases = " ".join(helps_of(function_of("export"))["engine_version"].split())
+    for form in FORMATS:
+        assert f"{form}: {engine_of(form).name} {engine_of(form).release}" in releases
     shown = function_of("chat").__doc__ or ""
     for command, meaning in terminal_chat.COMMANDS.items():
         assert f"{command:<15} {meaning}\n" in shown

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import io
 import logging
@@ -29,9 +28,10 @@ from drafttrain import (
     train,
     tune,
 )
+from drafttrain.command import cli_parameters
+from drafttrain.commands import function_of
 from drafttrain.config import TrainConfig
 from drafttrain.errors import UserError
-from drafttrain.flags import CommandParser
 from drafttrain.outcome import conclude, concluded
 from drafttrain.progress import Progress
 from scripts import run_notebook
@@ -40,11 +40,6 @@ from tests.drafters.helpers import make_drafter
 from tests.training.test_train import write_data
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMANDS = {
-    pipeline.tune: "tuning.tune",
-    pipeline.evaluate: "tuning.eval_command",
-    pipeline.export: "export.export_drafter",
-}
 STRICT = """
 from pathlib import Path
 from drafttrain import Drafter, Target, evaluate, export, generate, load_drafter, push, stream, train, tune
@@ -65,13 +60,13 @@ url: str = push(folder, "user/name", dry_run=True, output="x").url
 
 
 @pytest.mark.parametrize(
-    ("function", "module"), COMMANDS.items(), ids=lambda value: getattr(value, "__name__", value)
+    ("command", "function"),
+    [("eval", evaluate), ("tune", tune), ("export", export), ("push", push)],
 )
-def test_options_are_the_flags_of_the_command(function, module):
-    parser = CommandParser(add_help=False)
-    importlib.import_module(f"drafttrain.{module}_flags").add_arguments(parser)
-    flags = {action.dest for action in parser._actions}
-    assert {*inspect.signature(function).parameters} - pipeline.OWN == flags
+def test_a_function_is_the_command(command, function):
+    assert inspect.signature(function) == inspect.signature(function_of(command))
+    flags = {one.name for one in cli_parameters(function_of(command))}
+    assert {*inspect.signature(function).parameters} - flags <= {"tokenizer", "progress"}
 
 
 def test_options_of_train_are_keys_of_recipes():
@@ -88,7 +83,7 @@ def test_train_and_export_are_modules_and_functions():
     assert module is drafttrain.train is train is sys.modules["drafttrain.train"] and callable(
         module.setup
     )
-    for called, function in ((train, pipeline.train), (export, pipeline.export)):
+    for called, function in ((train, pipeline.train), (export, function_of("export"))):
         assert inspect.signature(called) == inspect.signature(function)
     with pytest.raises(UserError, match=r"config='/no/recipe\.yaml': no such file"):
         train("/no/recipe.yaml", data="x")
@@ -122,6 +117,54 @@ def test_a_loaded_target_takes_the_place_of_its_name(tmp_path, capfd):
     assert "accepted" in capfd.readouterr().out
 
 
+@pytest.mark.thorough
+def test_loaded_drafters_take_the_place_of_their_names(tmp_path):
+    target = make_target()
+    folder = tmp_path / "drafter"
+    made = make_drafter(target)
+    made.save_pretrained(folder)
+    (folder / "decoding.json").write_text('{"tree": "chain:2"}')
+    (tmp_path / "suite.jsonl").write_text(
+        '{"question_id": "a", "category": "chat", "turns": ["Hello there"]}\n'
+    )
+    options = {"suite": tmp_path / "suite.jsonl", "max_new_tokens": 8, "baselines": "none"}
+
+    # The same answers, settings and names as by name.
+    named = evaluate(target, folder, **options)
+    for loaded in (load_drafter(str(folder), target), Drafter.from_pretrained(folder)):
+        results = evaluate(target, loaded, **options)
+        assert results["command"] == named["command"]
+        for key in ("drafter", "kind", "decoding"):
+            assert results[key] == named[key], key
+        for key in ("tokens", "target_passes", "accepted_length", "acceptance_by_depth"):
+            assert results["overall"][key] == named["overall"][key], key
+    assert evaluate(target.model, folder, tokenizer=target.tokenizer, **options)["kind"] == "eagle3"
+    without = load_drafter("ngram:min_n=2", target)
+    assert evaluate(target, without, tree="chain:2", **options)["drafter"] == "ngram:min_n=2"
+
+    # One that was never saved has no settings, and nothing to continue from.
+    output = tmp_path / "made.json"
+    results = evaluate(target, made, output, tree="chain:2", **options)
+    assert (results["drafter"], results["kind"]) == ("eagle3 (not saved)", "eagle3")
+    tuned = tune(target, made, max_new_tokens=16, prompts=1, repeats=1)
+    assert tuned.record["drafter"] == "eagle3 (not saved)"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "drafter",
+        "made.json",
+        "suite.jsonl",
+    ]
+
+    # The export of an object has its weights, and the tree of the folder it was loaded from.
+    by_name = export(folder, "vllm", tmp_path / "one", target="user/model")
+    by_object = export(
+        Drafter.from_pretrained(folder), "vllm", tmp_path / "two", target="user/model"
+    )
+    assert by_object.serve == by_name.serve.replace(str(tmp_path / "one"), str(tmp_path / "two"))
+    for first, second in zip(by_name.files, by_object.files, strict=True):
+        assert first.read_bytes() == second.read_bytes()
+    assert export(made).formats[0].startswith("vllm ")
+
+
 def test_what_does_not_go_with_a_loaded_target_is_named(tmp_path):
     target = make_target()
     for call in (evaluate, tune):
@@ -140,9 +183,11 @@ def test_what_does_not_go_with_a_loaded_target_is_named(tmp_path):
         ):
             call("x", "ngram", tokenizer=target.tokenizer)
         with pytest.raises(
-            UserError, match=f"{name}: drafter= must be a name or folder; save this one"
+            UserError, match=f"{name}: drafter=LlamaForCausalLM.* must be a name, or a drafter from"
         ):
-            call(target, load_drafter("ngram", target))
+            call(target, target.model)
+        with pytest.raises(UserError, match=f"{name}: 3 is neither a name nor a loaded model"):
+            call(3, "ngram")
         with pytest.raises(
             UserError,
             match=rf"{name}: max_new_token= is no option of it; did you mean max_new_tokens",
@@ -313,6 +358,6 @@ def test_a_users_script_passes_strict_types(tmp_path):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert (
-        'Argument "colour"' in done.stdout
+        'Unexpected keyword argument "colour"' in done.stdout
         and 'Unexpected keyword argument "temprature"' in done.stdout
     )

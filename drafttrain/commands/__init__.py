@@ -9,6 +9,8 @@ from collections.abc import Callable
 SIGNATURES = {
     "recipes": "recipes:recipes",
     "ngram-store": "count_ngrams:count_ngrams",
+    "eval": "eval:evaluate",
+    "tune": "tune:tune",
     "sweep": "sweep:sweep",
     "diagnose": "diagnose:diagnose",
     "estimate": "estimate:estimate",
@@ -16,6 +18,7 @@ SIGNATURES = {
     "trace": "trace:trace",
     "bench-server": "bench_server:bench_server",
     "chat": "chat:chat",
+    "export": "export:export",
     "import": "import_:import_drafter",
     "verify": "verify:verify",
     "push": "push:push",

@@ -57,7 +57,7 @@ def kind_class(name: str) -> type[Drafter]:
     return importlib.import_module(f"{__package__}.{name}.model").KIND
 
 
-def load_drafter(name: str, target: Target) -> Drafter | None:
+def load_drafter(name: str | Drafter, target: Target) -> Drafter | None:
     """A drafter for decoding, by name:
 
     FOLDER or Hub id           a trained drafter, or any causal language model, with the target's vocabulary or another
@@ -72,6 +72,8 @@ def load_drafter(name: str, target: Target) -> Drafter | None:
         UserError: nothing there, not a drafter of ours, a wrong option, or trained for another
             target.
     """
+    if isinstance(name, Drafter):
+        return prepare(name, target)
     if name == "none":
         return None
     drafter = main = load_unbound(name)

@@ -395,6 +395,11 @@ def load_results(name: str, sweeps: bool = False) -> Json:
     return content
 
 
+def partial_file(output: Path) -> Path:
+    """The file of finished questions of a results file."""
+    return output.with_name(output.name + ".partial.jsonl")
+
+
 class PartialResults:
     """`<output>.partial.jsonl`: a first line with the hash of the settings, then one line per
     finished question.
@@ -408,8 +413,7 @@ class PartialResults:
     """
 
     def __init__(self, output: Path, key: str):
-        partial = output.with_name(output.name + ".partial.jsonl")
-        self._log = JsonlLog(partial, {"settings": key}, PartialLine, overwrite=True)
+        self._log = JsonlLog(partial_file(output), {"settings": key}, PartialLine, overwrite=True)
         self.tree: Json | None = None
         self.records: dict[str, list[PromptRecord]] = {}
         for row in self._log.rows:

@@ -135,7 +135,7 @@ def evaluate(
     """
     questions = take_evenly(suite.questions, settings.limit)
     check_lengths(target, questions, settings.max_new_tokens)
-    head = describe(settings, target.pack(), suite)
+    head = describe(settings, target.pack(), drafter, suite)
     off: tuple[str, ...] = ()
     if settings.tree is None:  # a tree named by the user applies to all categories
         off = tuple(decoding_settings(settings.drafter).get("off", ()))
@@ -213,9 +213,18 @@ def check_lengths(target: Target, questions: Sequence[Question], max_new_tokens:
             raise UserError(f"question {question.question_id!r}: {error}") from error
 
 
-def describe(settings: EvalSettings, target: Target, suite: Suite) -> Json:
+def describe(
+    settings: EvalSettings,
+    target: Target,
+    drafter: Drafter | None,
+    suite: Suite,
+) -> Json:
     """The head of results.json: what is measured, on which machine, with which settings."""
-    folder, plus, side = settings.drafter.partition("+")
+    if drafter is not None and not drafter.name:  # made in this process
+        kind = drafter.kind
+    else:
+        folder, plus, side = settings.drafter.partition("+")
+        kind = kind_of(folder) + plus + side
     decoding = {
         **target.generation.rules.recorded(settings.sampling),
         "max_new_tokens": settings.max_new_tokens,
@@ -230,7 +239,7 @@ def describe(settings: EvalSettings, target: Target, suite: Suite) -> Json:
         "compute_dtype": str(target.product_dtype).removeprefix("torch."),
         "target": settings.target,
         "drafter": settings.drafter,
-        "kind": kind_of(folder) + plus + side,
+        "kind": kind,
         "suite": suite.name,
         "suite_digest": suite.digest,
     }

@@ -1,4 +1,4 @@
-"""Drafters in the formats of engines, and back. drafttrain.export(...) is drafttrain/pipeline.py's."""
+"""Drafters in the formats of engines, and back. drafttrain.export(...) is commands/export.py's."""
 
 import sys
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from drafttrain.drafters.registry import is_untrained
+from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.registry import decoding_settings, is_untrained
 from drafttrain.drafters.shipping import (
     ExportRequest,
     Trained,
@@ -20,7 +21,6 @@ from drafttrain.drafters.shipping import (
 )
 from drafttrain.errors import UserError
 from drafttrain.export.batch_schedule import batch_schedule
-from drafttrain.export.export_drafter_flags import TARGET_GGUF
 from drafttrain.export.serving_recipes import (
     as_text,
     engine_depth,
@@ -28,22 +28,31 @@ from drafttrain.export.serving_recipes import (
     recipes,
     tuned_tree,
 )
-from drafttrain.files import hub_snapshot, is_hub_id
+from drafttrain.files import hub_snapshot, is_hub_id, write_json
 from drafttrain.folders import OutputFolder, beside, check_folder, inputs_of
 from drafttrain.formats.public_names import public_name
 from drafttrain.formats.write_gguf import write_gguf
 from drafttrain.outcome import conclude, next_command
 from drafttrain.target import load_shell, resolve_dtype, resolve_target
 
+TARGET_GGUF = "target.gguf"
 _TARGET_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt"]
 
 
-def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit status."""
+def run(args: argparse.Namespace, drafter: Drafter | None, scratch: Path) -> int:
+    """Runs the command; returns the exit status.
+
+    Args:
+        drafter: loaded already; `args` has its name. scratch: an empty folder.
+    """
     if is_untrained(args.drafter):
         return _print_own_drafting(args)
+    if drafter is None:
+        trained = find_drafter(args.drafter)
+    else:
+        trained = saved(drafter, scratch)
     if args.format is None:
-        return _print_formats(args)
+        return _print_formats(args, trained.kind)
     if args.output is None:
         raise UserError(
             "--output is required to write a trained drafter; see drafttrain export --help"
@@ -59,7 +68,6 @@ def run(args: argparse.Namespace) -> int:
     output = check_folder(args.output, "export", inputs_of(args))
 
     # Write the files.
-    trained = find_drafter(args.drafter)
     depth = args.speculative_tokens or engine_depth(trained, tuned_tree(trained.folder))
     target = args.target or trained.target_name
     if args.target and not trained.target:
@@ -99,9 +107,21 @@ def _print_own_drafting(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print_formats(args: argparse.Namespace) -> int:
+def saved(drafter: Drafter, folder: Path) -> Trained:
+    """A loaded drafter on disk: its present weights, with the tuned tree of the name it was loaded by.
+
+    Raises:
+        UserError: a kind without weights, or a combination.
+    """
+    drafter.save_pretrained(folder)
+    settings = decoding_settings(drafter.name) if drafter.name else {}
+    if settings:
+        write_json(folder / "decoding.json", settings)
+    return find_drafter(str(folder))
+
+
+def _print_formats(args: argparse.Namespace, kind: str) -> int:
     """Prints the formats of a trained drafter."""
-    kind = find_drafter(args.drafter).kind
     lines = format_lines(kind)
     then = ""
     if lines:

@@ -13,7 +13,7 @@ from drafttrain.drafters.kinds import split_name
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.evaluation.baselines import parse_baselines
 from drafttrain.evaluation.diagnose import other_template_kwargs, print_findings
-from drafttrain.evaluation.metrics import training_record
+from drafttrain.evaluation.metrics import partial_file, training_record
 from drafttrain.evaluation.runner import EvalSettings, TreeSearch, evaluate
 from drafttrain.evaluation.suites import load_suite, take_evenly
 from drafttrain.files import Json
@@ -26,11 +26,15 @@ from drafttrain.target import Target
 from drafttrain.tuning.tune import TuneSettings, calibration_prompts, search_tree
 
 
-def run(args: argparse.Namespace, target: Target | None = None) -> int:
+def run(
+    args: argparse.Namespace,
+    target: Target | None = None,
+    drafter: Drafter | None = None,
+) -> int:
     """Runs the command.
 
     Args:
-        target: loaded already.
+        target, drafter: loaded already; `args` has their names.
 
     Raises:
         UserError: values out of range, or anything that cannot be loaded.
@@ -49,7 +53,9 @@ def run(args: argparse.Namespace, target: Target | None = None) -> int:
 
     if target is None:
         target = load_target(args)
-    drafter = load_drafter(args.drafter, target)
+    if drafter is not None and not drafter.name:
+        partial_file(settings.output).unlink(missing_ok=True)  # perhaps of other weights
+    drafter = load_drafter(drafter or args.drafter, target)
     results = evaluate(settings, target, drafter, suite, find_tree(settings))
     print_results(results)
     print_findings(results["diagnosis"])

@@ -59,8 +59,10 @@ from drafttrain.tuning.replay import (
     record,
     replay,
 )
-from drafttrain.tuning.tune_flags import REPEATS, ROWS, TOKENS
 
+TOKENS = 64  # per prompt
+ROWS = 6  # prompts
+REPEATS = 2  # of the final measurement
 PROMPTS = (
     "Give three reasons why people keep diaries, with a short example of each.",
     "Write a function that removes duplicates from a list while keeping the order, and explain it.",
@@ -399,10 +401,18 @@ def measure(
     return Timings(tokens, np.median(seconds, axis=0))
 
 
-def run(args: argparse.Namespace, target: Target | None = None) -> int:
-    """Runs the command; target: loaded already.
+def run(
+    args: argparse.Namespace,
+    target: Target | None = None,
+    drafter: Drafter | None = None,
+) -> int:
+    """Runs the command.
 
-    Raises UserError: values out of range, nothing to tune, or anything that cannot be loaded.
+    Args:
+        target, drafter: loaded already; `args` has their names.
+
+    Raises:
+        UserError: values out of range, nothing to tune, or anything that cannot be loaded.
     """
     if args.max_new_tokens < 16:
         raise UserError(
@@ -417,7 +427,7 @@ def run(args: argparse.Namespace, target: Target | None = None) -> int:
         output_file(place, "decoding", key="drafter")
 
     target = (target or load_target(args)).pack()
-    drafter = load_drafter(args.drafter, target)
+    drafter = load_drafter(drafter or args.drafter, target)
     if drafter is None:
         raise UserError(
             f"drafter={args.drafter!r} drafts nothing, so there is no tree to tune; name a drafter"

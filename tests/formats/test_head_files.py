@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from drafttrain.cli import main
 from drafttrain.drafters.shipping import (
     ExportRequest,
     check_expressible,
@@ -17,8 +17,6 @@ from drafttrain.drafters.shipping import (
     whole_rows,
 )
 from drafttrain.errors import UserError
-from drafttrain.export.export_drafter import run
-from drafttrain.export.export_drafter_flags import add_arguments
 from tests.drafters.helpers import make_heads
 from tests.engine_arithmetic.heads import ENGINES, compare_heads
 
@@ -131,10 +129,8 @@ def test_by_default_an_engine_is_told_to_draft_no_more_than_there_are_heads(
 ):
     exported(target, tmp_path, "medusa", depth=2, num_heads=2)
     folder = tmp_path / "again"
-    args = argparse.ArgumentParser()
-    add_arguments(args)
     words = ["--drafter", str(tmp_path / "ours"), "--format", "vllm", "--output", str(folder)]
-    assert run(args.parse_args(words)) == 0
+    assert main(["export", *words]) == 0
     assert '"num_speculative_tokens": 2' in capsys.readouterr().out
     assert json.loads((folder / "config.json").read_text())["num_heads"] == 2
 

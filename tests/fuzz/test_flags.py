@@ -145,8 +145,10 @@ def run(folder: Path, words: list[str], capsys) -> str:
 
 @pytest.mark.parametrize("command", SIGNATURES)
 def test_every_parameter_has_a_kind(command):
-    for name, kind in kinds_of(function_of(command)).items():
-        flag = f"--{spelled(name)}"
+    function = function_of(command)
+    for one in cli_parameters(function):
+        kind = kinds_of(function)[one.name]
+        flag = f"--{spelled(one.name)}"
         plain = required(kind) in (int, float, Path, str)
         assert not plain or flag in FREE, f"{command} {flag}: use a kind of drafttrain/values.py"
         assert rule(kind), f"{command} {flag} has no rule"
@@ -230,7 +232,7 @@ def test_numbers_stay_in_their_ranges(folder):
         (["evla"], "unknown command 'evla'; did you mean eval"),
         (
             ["eval", *BOTH, "--limt", "3"],
-            "'--limt' is no flag of this command; did you mean --limit",
+            "unknown flag '--limt'; did you mean --limit",
         ),
         (["eval", *BOTH, "--limit", "-1"], r"--limit='-1' must be a whole number from 1 to"),
         (["eval", *BOTH, "--limit"], "--limit expected one argument"),
@@ -252,6 +254,7 @@ def test_numbers_stay_in_their_ranges(folder):
         (["eval", *BOTH, "--limit", "9" * 5000], r"--limit='9+\.\.\. must be"),
         (["eval", *BOTH, "--suite", "a\0b"], "NUL"),
         (["sweep", *BOTH, "--batch-sizes", ""], "--batch-sizes='' must have 1 to 64 values"),
+        (["sweep", *BOTH, "--seed", "two"], "--seed='two' must be a whole number from 0"),
         (["sweep", *BOTH, "--dtypes", "int8"], "--dtypes='int8' must be one of auto"),
         (
             ["generate", *TARGET, "--prompts", PROMPTS, "--output", "OUT", "--backend", "cloud"],
