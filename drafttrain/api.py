@@ -1,8 +1,7 @@
-"""The Python API: `from drafttrain import generate, stream, load_drafter`, and `pipeline.py`'s
-train, tune, evaluate, ...
+"""The Python API of decoding: `from drafttrain import generate, stream, load_drafter`.
 
 A thin layer over `drafttrain.inference` that turns names into models and prompts of any form into
-token ids.
+token ids. train, tune, evaluate, export and push are commands, in drafttrain/commands/.
 """
 
 from __future__ import annotations

@@ -396,46 +396,28 @@ def load_results(name: str, sweeps: bool = False) -> Json:
 
 
 def partial_file(output: Path) -> Path:
-    """The file of finished questions of a results file."""
+    """The file of an evaluation's log, until its results are complete."""
     return output.with_name(output.name + ".partial.jsonl")
 
 
-class PartialResults:
-    """`<output>.partial.jsonl`: a first line with the hash of the settings, then one line per
-    finished question.
+def open_log(output: Path, key: str) -> JsonlLog:
+    """The log of an evaluation: a line for the tree search, and one for each finished question.
 
-    It replaces a file of other settings. Raises UserError if it cannot be written, or holds a
-    damaged line.
+    A log of other settings is begun again.
 
-    Attributes:
-        tree: the result of the tree search, {"tree", "tree_search"}; None before the search.
-        records: the records of finished questions, by question key.
+    Args:
+        key: hash of the settings.
+
+    Raises:
+        UserError: it cannot be written, or contains a damaged line.
     """
+    return JsonlLog(partial_file(output), {"settings": key}, PartialLine, overwrite=True)
 
-    def __init__(self, output: Path, key: str):
-        self._log = JsonlLog(partial_file(output), {"settings": key}, PartialLine, overwrite=True)
-        self.tree: Json | None = None
-        self.records: dict[str, list[PromptRecord]] = {}
-        for row in self._log.rows:
-            if row.keys() >= {"question", "records"}:
-                self.records[row["question"]] = row["records"]
-            elif row.keys() >= {"tree", "tree_search"} and self.tree is None:
-                self.tree = row
 
-    def add_tree(self, tree: str, tree_search: list[Json]) -> None:
-        """Stores the result of the tree search."""
-        self.tree = {"tree": tree, "tree_search": tree_search}
-        self._log.add(self.tree)
-
-    def add_question(self, question: str, records: list[PromptRecord]) -> None:
-        """Stores the records of a finished question."""
-        self.records[question] = records
-        self._log.add({"question": question, "records": records})
-
-    def remove(self) -> None:
-        """Deletes the file, after the results are complete."""
-        self._log.remove()
-
-    def close(self) -> None:
-        """Unlocks the file."""
-        self._log.close()
+def saved_records(log: JsonlLog) -> dict[str, list[PromptRecord]]:
+    """The records of the finished questions in a log, by question key."""
+    found = {}
+    for row in log.rows:
+        if row.keys() >= {"question", "records"}:
+            found[row["question"]] = row["records"]
+    return found

@@ -19,10 +19,11 @@ from drafttrain.errors import UserError
 from drafttrain.evaluation.baselines import BASELINES, HF_SPECULATIVE
 from drafttrain.evaluation.diagnose import diagnose
 from drafttrain.evaluation.metrics import (
-    PartialResults,
     by_category,
     fingerprint,
     folder_state,
+    open_log,
+    saved_records,
     summarize,
     training_record,
 )
@@ -36,7 +37,7 @@ from drafttrain.evaluation.sides import (
     hf_sides,
 )
 from drafttrain.evaluation.suites import Question, Suite, take_evenly
-from drafttrain.files import Json, write_json
+from drafttrain.files import Json, JsonlLog, write_json
 from drafttrain.inference import Decoder, SamplingParams, token_limit
 from drafttrain.outcome import command_line
 from drafttrain.progress import Progress
@@ -151,7 +152,7 @@ def evaluate(
         off,
     ]
     key = fingerprint({"settings": head, "files": files, "choices": choices})
-    with contextlib.closing(PartialResults(settings.output, key)) as saved:
+    with contextlib.closing(open_log(settings.output, key)) as saved:
         results = compare_sides(settings, target, drafter, questions, head, off, saved, search)
         write_json(settings.output, results)
         saved.remove()
@@ -165,7 +166,7 @@ def compare_sides(
     questions: Sequence[Question],
     head: Json,
     off: tuple[str, ...],
-    saved: PartialResults,
+    saved: JsonlLog,
     search: TreeSearch,
 ) -> Json:
     """Answers what is not saved yet by every side; returns the content of the results file."""
@@ -254,7 +255,7 @@ def choose_tree(
     target: Target,
     drafter: Drafter | None,
     questions: Sequence[Question],
-    saved: PartialResults,
+    saved: JsonlLog,
     search: TreeSearch,
 ) -> tuple[TreeSpec, list[Json] | None]:
     """The tree that the user or decoding.json names, or the result of a search with its table."""
@@ -263,28 +264,30 @@ def choose_tree(
     wanted = settings.tree or default_tree(settings.drafter) or "auto"
     if wanted != "auto":
         return TreeSpec.parse(wanted), None
-    if saved.tree is None:
-        texts: set[str] = set()  # of the suite
-        for question in questions:
-            texts.update(question.turns)
-        spec, table = search(target, drafter, settings.sampling, texts)
-        saved.add_tree(str(spec), table)
-    assert saved.tree is not None
-    return TreeSpec.parse(saved.tree["tree"]), saved.tree["tree_search"]
+    for row in saved.rows:
+        if row.keys() >= {"tree", "tree_search"}:  # an interrupted run has searched
+            return TreeSpec.parse(row["tree"]), row["tree_search"]
+    texts: set[str] = set()  # of the suite
+    for question in questions:
+        texts.update(question.turns)
+    spec, table = search(target, drafter, settings.sampling, texts)
+    saved.add({"tree": str(spec), "tree_search": table})
+    return spec, table
 
 
 def measure(
     plan: EvalPlan,
     questions: Sequence[Question],
     others: dict[str, Side],
-    saved: PartialResults,
+    saved: JsonlLog,
 ) -> list[PromptRecord]:
     """Answers every question by every side; returns one record per turn, in the suite's order."""
     size = plan.settings.batch_size
     decoder = plan.decoder(plan.drafter)
     sides = {"drafter": engine_side(decoder, watch_memory=True), **others}
     keys = [f"{index}:{question.question_id}" for index, question in enumerate(questions)]
-    left = [index for index, key in enumerate(keys) if key not in saved.records]
+    done = saved_records(saved)
+    left = [index for index, key in enumerate(keys) if key not in done]
     if left:  # warm up
         prompt = questions[left[0]].prompt(plan.target.tokenizer)
         limit = min(WARM_UP_TOKENS, token_limit(plan.target, len(prompt), WARM_UP_TOKENS))
@@ -296,7 +299,8 @@ def measure(
         for begin in range(0, len(left), size):
             batch = {index: questions[index] for index in left[begin : begin + size]}
             for index, records in answer(plan, batch, sides).items():
-                saved.add_question(keys[index], records)
+                saved.add({"question": keys[index], "records": records})
+                done[keys[index]] = records
                 meter.advance(note=f"{summarize(records)['tokens_per_second']:.1f} tokens/s")
     if left:
         print(decoder.memory[1])
@@ -304,7 +308,7 @@ def measure(
     # Finished ones of an interrupted run among them, in the suite's order.
     made = []
     for key in keys:
-        made += saved.records[key]
+        made += done[key]
     return made
 
 

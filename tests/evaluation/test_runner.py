@@ -11,7 +11,7 @@ from drafttrain import cli
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import default_tree, load_drafter
 from drafttrain.evaluation import runner, sides
-from drafttrain.evaluation.metrics import PartialResults
+from drafttrain.evaluation.metrics import open_log, saved_records
 from drafttrain.evaluation.suites import Question, load_suite
 from drafttrain.reports.report import identity_line
 from drafttrain.target import Target
@@ -299,33 +299,33 @@ RECORD = {
 
 def test_other_settings_do_not_reuse_records(tmp_path):
     output = tmp_path / "r.json"
-    partial = PartialResults(output, "one")
-    partial.add_tree("chain:2", [])
-    partial.add_question("0:a", [RECORD])
+    partial = open_log(output, "one")
+    partial.add({"tree": "chain:2", "tree_search": []})
+    partial.add({"question": "0:a", "records": [RECORD]})
     partial.close()
-    same = PartialResults(output, "one")
-    assert same.records == {"0:a": [RECORD]}
-    assert same.tree == {"tree": "chain:2", "tree_search": []}
+    same = open_log(output, "one")
+    assert saved_records(same) == {"0:a": [RECORD]}
+    assert same.rows[0] == {"tree": "chain:2", "tree_search": []}
     with pytest.raises(
         runner.UserError, match=r"r.json.partial.jsonl' is being written by another process"
     ):
-        PartialResults(output, "one")
+        open_log(output, "one")
     same.close()
-    other = PartialResults(output, "two")
-    assert (other.records, other.tree) == ({}, None)
+    other = open_log(output, "two")
+    assert other.rows == []
     other.close()
     (tmp_path / "r.json.partial.jsonl").write_text('{"thesis": 1}\n')
     with pytest.raises(runner.UserError, match=r"was begun with thesis=1"):
-        PartialResults(output, "two")
+        open_log(output, "two")
 
 
 def test_a_partial_file_keeps_texts_with_any_line_separator(tmp_path):
     records = [{**RECORD, "outputs": {"drafter": "one\u2028two\x85three"}}]
-    with closing(PartialResults(tmp_path / "r.json", "key")) as saved:
-        saved.add_question("0:a", records)
+    with closing(open_log(tmp_path / "r.json", "key")) as saved:
+        saved.add({"question": "0:a", "records": records})
     for _ in range(2):  # opening the file rewrites it
-        with closing(PartialResults(tmp_path / "r.json", "key")) as saved:
-            assert saved.records == {"0:a": records}
+        with closing(open_log(tmp_path / "r.json", "key")) as saved:
+            assert saved_records(saved) == {"0:a": records}
 
 
 def test_the_runner_takes_any_search(target, suite, tmp_path):

@@ -12,7 +12,13 @@ from hypothesis import given
 from drafttrain import cli
 from drafttrain.drafters.shipping import find_drafter
 from drafttrain.evaluation.diagnose import diagnose, print_findings, slow_categories
-from drafttrain.evaluation.metrics import PartialResults, is_sweep, load_results, read_training
+from drafttrain.evaluation.metrics import (
+    is_sweep,
+    load_results,
+    open_log,
+    read_training,
+    saved_records,
+)
 from drafttrain.evaluation.verdicts import against, outliers, verdict_of
 from drafttrain.hub.push import check_results
 from drafttrain.reports import report_page
@@ -146,10 +152,10 @@ def test_partial_logs(path, fault, damage, seed):
     log.write_bytes(content)
 
     def call():
-        saved = PartialResults(path, key)
-        for records in saved.records.values():
+        saved = open_log(path, key)
+        for records in saved_records(saved).values():
             assert all(record["sides"]["drafter"]["tokens"] >= 0 for record in records)
-        saved._log.close()
+        saved.close()
 
     outcome("partial log of eval", name, call)
 
