@@ -113,17 +113,10 @@ class ExportRequest(NamedTuple):
 
 
 class Exported(NamedTuple):
-    """An exported checkpoint."""
+    """A checkpoint in an engine's format: an export, or one that others have published."""
 
     where: str  # names it in errors
     config: Json  # its config.json
-    weights: dict[str, Tensor]
-
-
-class Published(NamedTuple):
-    """Config and weights of a published checkpoint."""
-
-    config: Json
     weights: dict[str, Tensor]
 
 
@@ -429,13 +422,7 @@ class Shipping(Generic[D]):
         names = config.get("architectures")
         return isinstance(names, list) and any(name in self.architectures for name in names)
 
-    def published(
-        self,
-        config: Json,
-        weights: dict[str, Tensor],
-        target: Json,
-        where: str,
-    ) -> Published:
+    def published(self, checkpoint: Exported, target: Json) -> Exported:
         """A published checkpoint in the engine's format that the kind is written in.
 
         It is returned unchanged where other trainers write that format.
@@ -443,7 +430,7 @@ class Shipping(Generic[D]):
         Raises:
             UserError: it computes what ours cannot.
         """
-        return Published(config, weights)
+        return checkpoint
 
     def read(self, folder: Path, target: Json, allow_pickle: bool = False) -> D:
         """Reads a published checkpoint as one of our drafters, on the CPU in its dtype.
@@ -456,24 +443,23 @@ class Shipping(Generic[D]):
                 target.
         """
         where = repr(str(folder))
-        config = read_config(folder)
-        weights = read_weights(folder, allow_pickle)
-        config, weights = self.published(config, weights, target, where)
+        found = Exported(where, read_config(folder), read_weights(folder, allow_pickle))
+        export = self.published(found, target)
         for key in ("vocab_size", "hidden_size"):
-            if config.get(key, target[key]) != target[key]:
+            theirs = export.config.get(key, target[key])
+            if theirs != target[key]:
                 raise UserError(
-                    f"{where} is for a target with {key}={config[key]!r:.80}, but {target['name']!r} has {target[key]}"
+                    f"{where} is for a target with {key}={theirs!r:.80}, but {target['name']!r} has {target[key]}"
                 )
-        export = Exported(where, config, weights)
         like = cast(D, _Whole(torch.arange(target["vocab_size"]), target))
         try:
             drafter = self.drafter_from(like, export)
-            check_names(weights, self.engine_shapes(drafter, config), where)
-            check_finite(weights.items(), where, "get an intact copy of it")
+            check_names(export.weights, self.engine_shapes(drafter, export.config), where)
+            check_finite(export.weights.items(), where, "get an intact copy of it")
             drafter.load_state_dict(self.drafter_weights(like, drafter, export))
         except KeyError as error:
             raise UserError(f"{where}: config.json has no {error}; it is needed") from error
-        dtype = next(iter(weights.values())).dtype
+        dtype = next(iter(export.weights.values())).dtype
         return cast(D, drafter.to(dtype).eval())  # type: ignore[arg-type]
 
 

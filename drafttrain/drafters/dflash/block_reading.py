@@ -19,14 +19,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 from typing_extensions import TypedDict
 
 from drafttrain.drafters.common.block import BlockDrafter
-from drafttrain.drafters.eagle3.reading import check_embedding, published_rope
+from drafttrain.drafters.eagle3.reading import check_embedding, check_keys, published_rope
+from drafttrain.drafters.shipping import Exported
 from drafttrain.errors import UserError
-from drafttrain.files import Json, violation
+from drafttrain.files import Json
 from drafttrain.target import resolve_target
 from drafttrain.target.loading import read_embedding
 
@@ -133,23 +133,15 @@ def _check_block(keys: Json, layer: Json, where: str) -> None:
         raise UserError(f"{where} {'; it '.join(reasons)}, which our block drafters have not")
 
 
-def block_fields(
-    config: Json,
-    weights: Mapping[str, Tensor],
-    target: Json,
-    where: str,
-) -> Json:
+def block_fields(checkpoint: Exported, target: Json) -> Json:
     """Arguments of a block drafter's config, from a checkpoint's.
 
     Raises:
         UserError: the checkpoint describes what ours cannot compute.
     """
-    try:
-        TypeAdapter(_PublishedBlock).validate_python(config, strict=True)
-    except ValidationError as error:
-        raise UserError(
-            f"{where}: config.json has {violation(error)}; get an intact copy of it"
-        ) from error
+    where = checkpoint.where
+    config = checkpoint.config
+    check_keys(checkpoint, _PublishedBlock)
     keys = own_keys(config)
     layer = config.get("transformer_layer_config", config)
     nested = "speculators_model_type" in config
@@ -175,8 +167,9 @@ def block_fields(
 
     fields: Json = {name: layer[name] for name in _SIZES if layer.get(name) is not None}
     v = target["vocab_size"]
-    learned = "mask" in weights
-    table = weights.get("embed_tokens.weight", ())  # [v, h], perhaps with a learned mask behind
+    learned = "mask" in checkpoint.weights
+    # [v, h], perhaps with a learned mask behind
+    table = checkpoint.weights.get("embed_tokens.weight", ())
     if len(table) == fields.get("vocab_size") == v + 1 and keys.get("mask_token_id") == v:
         fields["vocab_size"] = v
         learned = True
@@ -204,7 +197,7 @@ def block_fields(
         "sample_from_anchor": anchor,
         "sliding_window": _window(keys, layer),
         "mask_token_id": None if learned else keys["mask_token_id"],
-        "train_head": "lm_head.weight" in weights,
+        "train_head": "lm_head.weight" in checkpoint.weights,
         "target": target,
     }
 

@@ -274,7 +274,7 @@ class EngineBlocks(BlockFiles[Block]):
         weights = named(export.weights)
         if original.mask is not None:  # also if the export lost it
             weights["mask"] = original.mask
-        back = self.blank(export.config, weights, original.config.target, export.where)
+        back = self.blank(export._replace(weights=weights), original.config.target)
         # Of what an unbound drafter takes from the target, only the shapes matter.
         if back.mask is not None:
             back.embed = lambda ids: torch.zeros(*ids.shape, back.config.hidden_size)
@@ -284,16 +284,10 @@ class EngineBlocks(BlockFiles[Block]):
         weights = without_copies(named(export.weights), back, export.where)
         return self.state(back, weights, export.where)
 
-    def blank(
-        self,
-        config: Json,
-        weights: Mapping[str, Tensor],
-        target: Json,
-        where: str,
-    ) -> Block:
+    def blank(self, checkpoint: Exported, target: Json) -> Block:
         """A drafter with the shapes and flags of a checkpoint."""
-        fields = block_fields(config, weights, target, where)
-        fields |= self.more_fields(config)
+        fields = block_fields(checkpoint, target)
+        fields |= self.more_fields(checkpoint.config)
         return self.drafter_class(self.drafter_class.config_class(**fields))
 
     def more_fields(self, config: Json) -> Json:
@@ -372,7 +366,7 @@ class EngineBlocks(BlockFiles[Block]):
             weights["mask"] = read_pickle(mask)["embedding"]
         config = read_config(folder)
         with torch.device("meta"):
-            drafter = self.blank(config, weights, target, where)
+            drafter = self.blank(Exported(where, config, weights), target)
         found = without_copies(weights, drafter, where, loose=True)
         if "lm_head.weight" not in found and drafter.lm_head is not None:
             drafter.lm_head = None  # it is the target's own

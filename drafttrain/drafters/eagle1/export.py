@@ -28,7 +28,6 @@ from drafttrain.drafters.shipping import (
     Exported,
     ExportRequest,
     Format,
-    Published,
     Shipping,
     Trained,
 )
@@ -114,14 +113,11 @@ class Eagle1Shipping(Shipping[Eagle1]):
         llama = config.get("architectures") == ["LlamaForCausalLM"]
         return llama and config.get("num_hidden_layers") == 1 and "draft_vocab_size" not in config
 
-    def published(
-        self,
-        config: Json,
-        weights: dict[str, Tensor],
-        target: Json,
-        where: str,
-    ) -> Published:
-        found = {name.removeprefix("model."): value for name, value in weights.items()}
+    def published(self, checkpoint: Exported, target: Json) -> Exported:
+        where = checkpoint.where
+        found = {}
+        for name, weight in checkpoint.weights.items():
+            found[name.removeprefix("model.")] = weight
         if "fc.weight" not in found:
             raise UserError(
                 f"{where} has no fc.weight: a language model needs no import; pass it as a drafter"
@@ -140,15 +136,15 @@ class Eagle1Shipping(Shipping[Eagle1]):
         # A checkpoint's keys, or the default where it lacks one.
         keys: Json = {}
         for name, default in LAYER_KEYS.items():
-            value = config.get(name)
+            value = checkpoint.config.get(name)
             if value is None:
                 value = default
             if value is not None:
                 keys[name] = value
-        keys["rope_parameters"] = published_rope(config)
+        keys["rope_parameters"] = published_rope(checkpoint.config)
         form = "sglang" if "fc.bias" in found else "vllm"
         keys["architectures"] = [_ARCHITECTURES[form]]
-        return Published(keys, found)
+        return Exported(where, keys, found)
 
     def compare(
         self,

@@ -217,8 +217,7 @@ class Eagle3Files(Shipping[Head]):
         return weights
 
     def drafter_from(self, original: Head, export: Exported) -> Head:
-        target = original.config.target
-        return make_head(type(original), export.config, export.weights, target, export.where)
+        return make_head(type(original), export, original.config.target)
 
     def drafter_weights(self, original: Head, back: Head, export: Exported) -> dict[str, Tensor]:
         return back.state_dict()  # `make_head` has filled it
@@ -377,7 +376,8 @@ class Eagle3Shipping(GgufHeads[Eagle3], Eagle3Files[Eagle3]):
         if not self.recognizes(config):
             kind = config.get("speculators_model_type") or config.get("architectures")
             raise UserError(f"{where} is {kind}; import reads {self.reads}")
-        return make_head(Eagle3, config, read_weights(folder, allow_pickle), target, where)
+        found = Exported(where, config, read_weights(folder, allow_pickle))
+        return make_head(Eagle3, found, target)
 
 
 SHIPPING = Eagle3Shipping()

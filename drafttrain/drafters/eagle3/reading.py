@@ -9,7 +9,6 @@ speculators_model_type eagle3, peagle    speculators 0.8
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import TypeVar
 
 import torch
@@ -19,6 +18,7 @@ from typing_extensions import TypedDict
 
 from drafttrain.drafters.common.llama_layers import LAYER_KEYS
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
+from drafttrain.drafters.shipping import Exported
 from drafttrain.errors import UserError
 from drafttrain.files import Json, violation
 from drafttrain.formats.weights import check_kept_ids, check_names, pop_kept_ids
@@ -77,31 +77,19 @@ def default_layers(count: int) -> tuple[int, int, int]:
     return 2, count // 2, count - 3
 
 
-def make_head(
-    cls: type[Head],
-    config: Json,
-    weights: Mapping[str, Tensor],
-    target: Json,
-    where: str,
-    **more: object,
-) -> Head:
+def make_head(cls: type[Head], checkpoint: Exported, target: Json, **more: object) -> Head:
     """Makes a head from an engine's config and weights.
 
     Args:
         cls: Eagle3, or a kind with the same checkpoint form. more: further fields of its config.
-        where: names the checkpoint.
 
     Raises:
         UserError: the config describes what ours cannot compute, or the weights do not fit it.
     """
-    try:
-        TypeAdapter(_Published).validate_python(config, strict=True)
-    except ValidationError as error:
-        raise UserError(
-            f"{where}: config.json has {violation(error)}; get an intact copy of it"
-        ) from error
+    where = checkpoint.where
+    check_keys(checkpoint, _Published)
     found = {}  # tensors by our names
-    for name, weight in weights.items():
+    for name, weight in checkpoint.weights.items():
         found[name.removeprefix("model.").replace("layers.0.", "midlayer.")] = weight
 
     # Later layers' norms, of which SGLang's form has two copies.
@@ -110,7 +98,7 @@ def make_head(
             continue
         ours = name.replace("hidden_norm", "input_layernorm")
         norm = found.pop(name)
-        if "Eagle3" not in str(config.get("architectures")):
+        if "Eagle3" not in str(checkpoint.config.get("architectures")):
             continue
         if not torch.equal(found.setdefault(ours, norm), norm):
             raise UserError(
@@ -118,7 +106,8 @@ def make_head(
             )
 
     with torch.device("meta"):
-        drafter = cls(cls.config_class(**_our_fields(config, found, target, where), **more))
+        fields = _our_fields(checkpoint._replace(weights=found), target)
+        drafter = cls(cls.config_class(**fields, **more))
     v = drafter.config.vocab_size
     for name in list(found):
         if name.endswith("rotary_emb.inv_freq"):
@@ -147,6 +136,16 @@ def make_head(
             found[name] = weight.to(dtype)
     drafter.load_state_dict(found, strict=True, assign=True)
     return drafter.eval()
+
+
+def check_keys(checkpoint: Exported, schema: type) -> None:
+    """Raises UserError for a config.json whose keys have values of other types than `schema` says."""
+    try:
+        TypeAdapter(schema).validate_python(checkpoint.config, strict=True)
+    except ValidationError as error:
+        raise UserError(
+            f"{checkpoint.where}: config.json has {violation(error)}; get an intact copy of it"
+        ) from error
 
 
 def check_embedding(embedding: Tensor, target: str, where: str) -> None:
@@ -179,13 +178,9 @@ def check_embedding(embedding: Tensor, target: str, where: str) -> None:
         )
 
 
-def _check_foreign(
-    config: Json,
-    layer: Json,
-    weights: Mapping[str, Tensor],
-    where: str,
-) -> None:
+def _check_foreign(checkpoint: Exported, layer: Json) -> None:
     """Raises UserError for a checkpoint that computes what no kind of ours computes."""
+    config = checkpoint.config
     eagle = config.get("eagle_config")
     if eagle is None:
         eagle = {}
@@ -207,7 +202,7 @@ def _check_foreign(
         reasons.append("has Medusa-like heads beside its own (parallel_draft_step above 1)")
     # What other trainers' keys, or their tensors, say.
     normed = config.get("norm_before_fc") or eagle.get("norm_before_fc")
-    if normed or "input_norm.weight" in weights:
+    if normed or "input_norm.weight" in checkpoint.weights:
         reasons.append("has norm_before_fc, one norm over all features, which no kind of ours has")
     if config.get("embed_requires_grad"):
         reasons.append(
@@ -224,22 +219,18 @@ def _check_foreign(
     if set(types) == {"sliding_attention", "full_attention"}:
         reasons.append("mixes layers with and without a window; ours have one for all")
     if reasons:
-        raise UserError(f"{where} {'; it '.join(reasons)}")
+        raise UserError(f"{checkpoint.where} {'; it '.join(reasons)}")
 
 
-def _our_fields(
-    config: Json,
-    weights: Mapping[str, Tensor],
-    target: Json,
-    where: str,
-) -> Json:
+def _our_fields(checkpoint: Exported, target: Json) -> Json:
     """Arguments of Eagle3Config from an engine's config.
 
     Raises:
         UserError: the config describes what ours cannot compute.
     """
+    config = checkpoint.config
     layer = config.get("transformer_layer_config", config)
-    _check_foreign(config, layer, weights, where)
+    _check_foreign(checkpoint, layer)
     # What vLLM takes for heads in speculators' form that do not say.
     eagle3 = layer is not config and config.get("speculators_model_type") == "eagle3"
     defaults = {**HEAD_KEYS, "norm_before_residual": eagle3}
@@ -249,8 +240,8 @@ def _our_fields(
             value = place.get(name)
             fields[name] = default if value is None else value
             if fields[name] is None:
-                raise UserError(f"{where}: config.json has no {name}; it is needed")
-    fields["qk_norm"] = "midlayer.self_attn.q_norm.weight" in weights
+                raise UserError(f"{checkpoint.where}: config.json has no {name}; it is needed")
+    fields["qk_norm"] = "midlayer.self_attn.q_norm.weight" in checkpoint.weights
     fields["sliding_window"] = 0
     types = layer.get("layer_types") or []
     if "sliding_attention" in types:
@@ -259,7 +250,7 @@ def _our_fields(
     fields["rope_theta"] = rope["rope_theta"]
     fields["rope_parameters"] = rope
     if not fields["draft_vocab_size"]:
-        head = weights.get("lm_head.weight", ())  # [d, h]
+        head = checkpoint.weights.get("lm_head.weight", ())  # [d, h]
         fields["draft_vocab_size"] = len(head)
 
     # It must be for this target.
@@ -269,9 +260,9 @@ def _our_fields(
     for key, theirs in (("hidden_size", width), ("vocab_size", fields["vocab_size"])):
         if theirs != target[key]:
             raise UserError(
-                f"{where} is for a target with {key}={theirs!r:.80}, but {target['name']!r} has {target[key]}"
+                f"{checkpoint.where} is for a target with {key}={theirs!r:.80}, but {target['name']!r} has {target[key]}"
             )
-    fields["feature_layers"] = _feature_layers(config, width, weights, target, where)
+    fields["feature_layers"] = _feature_layers(checkpoint, width, target)
 
     # A drafter of ours that was published says how it was trained.
     if "drafter_kind" in config:
@@ -298,17 +289,12 @@ def published_rope(layer: Json) -> Json:
     return rope
 
 
-def _feature_layers(
-    config: Json,
-    width: int,
-    weights: Mapping[str, Tensor],
-    target: Json,
-    where: str,
-) -> tuple[int, ...]:
+def _feature_layers(checkpoint: Exported, width: int, target: Json) -> tuple[int, ...]:
     """The target states that the head fuses, as our numbers: i is the input of layer i.
 
     width: of a state.
     """
+    config = checkpoint.config
     found = config.get("eagle_aux_hidden_state_layer_ids")
     eagle = config.get("eagle_config")
     if not found and eagle:
@@ -318,14 +304,15 @@ def _feature_layers(
     if not found:
         found = default_layers(target["num_layers"])
     layers = tuple(found)
-    if "fc.weight" in weights:
-        count, rest = divmod(weights["fc.weight"].shape[1], width)
+    fc = checkpoint.weights.get("fc.weight")  # [h, f*h]
+    if fc is not None:
+        count, rest = divmod(fc.shape[1], width)
         if rest or count != len(layers):
             raise UserError(
-                f"{where}: fc takes {count} target states, but config.json names {list(layers)}"
+                f"{checkpoint.where}: fc takes {count} target states, but config.json names {list(layers)}"
             )
     if max(layers) > target["num_layers"] or min(layers) < 0:
         raise UserError(
-            f"{where} reads layers {list(layers)}, but {target['name']!r} has {target['num_layers']}"
+            f"{checkpoint.where} reads layers {list(layers)}, but {target['name']!r} has {target['num_layers']}"
         )
     return layers

@@ -5,10 +5,8 @@ Its weights are `blocks.{i}.layers.{j}` and `lm_heads.{i}`, or one `lm_head` for
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from drafttrain.drafters.medusa.model import Medusa, MedusaConfig
-from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Published, Shipping
+from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Shipping
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.formats.weights import dtype_name
@@ -73,20 +71,14 @@ class MedusaShipping(Shipping[Medusa]):
         )
         return Medusa(config)
 
-    def published(
-        self,
-        config: Json,
-        weights: dict[str, Tensor],
-        target: Json,
-        where: str,
-    ) -> Published:
+    def published(self, checkpoint: Exported, target: Json) -> Exported:
         """Rows beyond the target's tokens are padding; a bias of zeros is none."""
         v = target["vocab_size"]
         what = ""
-        if config.get("token_map") is not None:
+        if checkpoint.config.get("token_map") is not None:
             what = "a token_map"
         found = {}
-        for name, value in weights.items():
+        for name, value in checkpoint.weights.items():
             if name.endswith(".bias"):
                 if value.any():
                     what = f"{name}, a bias"
@@ -97,17 +89,17 @@ class MedusaShipping(Shipping[Medusa]):
                 found[name] = value
         if what:
             raise UserError(
-                f"{where} has {what}, which our Medusa heads have not; train new ones from its target"
+                f"{checkpoint.where} has {what}, which our Medusa heads have not; train new ones from its target"
             )
         keys = {
             "hidden_size": target["hidden_size"],
             "num_heads": 5,
             "num_hidden_layers": 1,
         }
-        keys |= config
+        keys |= checkpoint.config
         keys["vocab_size"] = v
-        keys["original_lm_head"] = bool(config.get("original_lm_head"))
-        return Published(keys, found)
+        keys["original_lm_head"] = bool(keys.get("original_lm_head"))
+        return Exported(checkpoint.where, keys, found)
 
 
 SHIPPING = MedusaShipping()

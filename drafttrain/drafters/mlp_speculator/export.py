@@ -7,10 +7,10 @@ given; earlier versions did.
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 
 from drafttrain.drafters.mlp_speculator.model import MlpSpeculator, MlpSpeculatorConfig
-from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Published, Shipping
+from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Shipping
 from drafttrain.files import Json
 from drafttrain.formats.weights import dtype_name
 
@@ -69,15 +69,12 @@ class MlpSpeculatorShipping(Shipping[MlpSpeculator]):
         fields["draft_vocab_size"] = len(original.kept_ids)
         return MlpSpeculator(MlpSpeculatorConfig(**fields, target=original.config.target))
 
-    def published(
-        self,
-        config: Json,
-        weights: dict[str, Tensor],
-        target: Json,
-        where: str,
-    ) -> Published:
+    def published(self, checkpoint: Exported, target: Json) -> Exported:
         """Removes the prefix of published names; repeats what a file holds once for all steps."""
-        found = {name.removeprefix("speculator."): value for name, value in weights.items()}
+        config = checkpoint.config
+        found = {}
+        for name, value in checkpoint.weights.items():
+            found[name.removeprefix("speculator.")] = value
         tied = bool(config.get("tie_weights"))
         if tied:
             for name, value in list(found.items()):
@@ -96,7 +93,7 @@ class MlpSpeculatorShipping(Shipping[MlpSpeculator]):
                 keys[key] = value
         keys["tie_weights"] = tied
         keys["hidden_size"] = keys["emb_dim"]
-        return Published(keys, found)
+        return Exported(checkpoint.where, keys, found)
 
 
 SHIPPING = MlpSpeculatorShipping()

@@ -77,25 +77,12 @@ class PEagleShipping(Eagle3Files[PEagle]):
         masks = [config[key] for key in _MASK_KEYS if config.get(key) is not None]
         if not masks:
             raise UserError(f"{where}: config.json has no mask_token_id; it is needed")
-        weights = read_weights(folder, allow_pickle)
-        return make_head(
-            PEagle,
-            config,
-            weights,
-            target,
-            where,
-            mask_token_id=masks[0],
-        )
+        found = Exported(where, config, read_weights(folder, allow_pickle))
+        return make_head(PEagle, found, target, mask_token_id=masks[0])
 
     def drafter_from(self, original: PEagle, export: Exported) -> PEagle:
-        return make_head(
-            PEagle,
-            export.config,
-            export.weights,
-            original.config.target,
-            export.where,
-            mask_token_id=export.config["mask_token_id"],
-        )
+        mask = export.config["mask_token_id"]
+        return make_head(PEagle, export, original.config.target, mask_token_id=mask)
 
 
 SHIPPING = PEagleShipping()
