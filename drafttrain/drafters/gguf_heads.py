@@ -95,14 +95,9 @@ class GgufHeads(Shipping[D]):
         """
         raise NotImplementedError(type(self).__name__)
 
-    def unsupported(
-        self,
-        trained: Trained,
-        form: str,
-        engine: EngineRelease | None = None,
-    ) -> list[str]:
+    def lacking(self, trained: Trained, form: str, engine: EngineRelease) -> list[str]:
         if form != "gguf":
-            return super().unsupported(trained, form, engine)
+            return super().lacking(trained, form, engine)
         return self.gguf_unsupported(self.load(trained))
 
     def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:

@@ -210,14 +210,18 @@ class Shipping(Generic[D]):
     ) -> list[str]:
         """The drafter's features that an engine does not support in a format; empty if none.
 
-        Overriding methods return what this one returns first.
-
         Args:
             engine: by default the one that the format is written for, see `engine_of`.
         """
-        if form in self.formats:
-            return []
-        return [self.no_format.format(form=form, kind=trained.kind)]
+        if form not in self.formats:
+            return [self.no_format.format(form=form, kind=trained.kind)]
+        if engine is None:
+            engine = engine_of(form)
+        return self.lacking(trained, form, engine)
+
+    def lacking(self, trained: Trained, form: str, engine: EngineRelease) -> list[str]:
+        """The drafter's features that an engine does not support in one of `formats`."""
+        return []
 
     def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
         """Writes a drafter that the format supports, as config.json and model.safetensors.

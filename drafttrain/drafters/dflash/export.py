@@ -39,7 +39,7 @@ from drafttrain.drafters.gguf_heads import GgufHeads
 from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json, writing
-from drafttrain.formats.engines import EngineRelease, engine_of
+from drafttrain.formats.engines import EngineRelease
 from drafttrain.formats.weights import (
     check_kept_ids,
     check_names,
@@ -134,17 +134,10 @@ class EngineBlocks(BlockFiles[Block]):
     own_names: Mapping[str, str] = {}
     since = ("", "")
 
-    def unsupported(
-        self,
-        trained: Trained,
-        form: str,
-        engine: EngineRelease | None = None,
-    ) -> list[str]:
-        found = super().unsupported(trained, form, engine)
-        if found or form == "gguf":
-            return found
-        if engine is None:
-            engine = engine_of(form)
+    def lacking(self, trained: Trained, form: str, engine: EngineRelease) -> list[str]:
+        if form == "gguf":
+            return super().lacking(trained, form, engine)
+        found = []
         name = engine.name
         config = trained.config
         layers = list(config.get("feature_layers", ()))
@@ -398,19 +391,12 @@ class DFlashShipping(EngineBlocks[DFlash]):
     since = ("0.5.11", "0.5.11")
     reads = "DFlash drafters (DFlashDraftModel, speculators' form, DeepSpec's)"
 
-    def unsupported(
-        self,
-        trained: Trained,
-        form: str,
-        engine: EngineRelease | None = None,
-    ) -> list[str]:
-        if engine is None:
-            engine = engine_of(form)
-        found = super().unsupported(trained, form, engine)
+    def lacking(self, trained: Trained, form: str, engine: EngineRelease) -> list[str]:
+        found = super().lacking(trained, form, engine)
         if form == "transformers" and engine.before(_TRANSFORMERS):
             found.append(f"transformers has DFlash since {_TRANSFORMERS}")
         anchor = trained.config.get("sample_from_anchor")
-        if anchor and form != "gguf" and form in self.formats:
+        if anchor and form != "gguf":
             found.append(
                 f"sample_from_anchor=true: {engine.name} predicts at masks only, for kind dflash"
             )

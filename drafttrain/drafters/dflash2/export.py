@@ -72,17 +72,10 @@ class DFlash2Shipping(EngineBlocks[DFlash2]):
         "gate.weight": "selector_hidden.weight",
     }
 
-    def unsupported(
-        self,
-        trained: Trained,
-        form: str,
-        engine: EngineRelease | None = None,
-    ) -> list[str]:
-        found = super().unsupported(trained, form, engine)
-        if engine is not None and engine.form == "sglang" and engine.name != "SGLang":
+    def lacking(self, trained: Trained, form: str, engine: EngineRelease) -> list[str]:
+        if engine.form == "sglang" and engine.name != "SGLang":
             return [f"{engine.name} knows no drafter of kind dflash2"]
-        if form not in self.formats:
-            return found
+        found = super().lacking(trained, form, engine)
         config = trained.config
         if config.get("sample_from_anchor"):
             found.append(_MASKS)

@@ -21,7 +21,7 @@ from drafttrain.drafters.shipping import (
 )
 from drafttrain.errors import UserError
 from drafttrain.files import Json
-from drafttrain.formats.engines import FORMATS, EngineRelease, engine_of
+from drafttrain.formats.engines import FORMATS, EngineRelease
 from drafttrain.formats.public_names import write_clean_json
 from drafttrain.formats.weights import dtype_name, read_config
 from drafttrain.formats.write_gguf import write_gguf
@@ -61,25 +61,18 @@ class DraftModelShipping(Shipping[DraftModel]):
         "transformers": {},
     }
 
-    def unsupported(
-        self,
-        trained: Trained,
-        form: str,
-        engine: EngineRelease | None = None,
-    ) -> list[str]:
+    def lacking(self, trained: Trained, form: str, engine: EngineRelease) -> list[str]:
         """What an engine does not support: vocabularies of other sizes, or of other ids.
 
         Of other sizes, the common ids are the same tokens (`differing_ids`). Sources: vLLM 0.32
         config/speculative.py; SGLang srt/speculative/standalone_worker_v2.py; llama.cpp b11549
         common/speculative.cpp; TensorRT-LLM's features/speculative-decoding.
         """
-        if engine is None:
-            engine = engine_of(form)
-        found = super().unsupported(trained, form, engine)
         theirs, own = _sizes(trained)
         other = _other_vocabulary(trained)
-        if found or (theirs == own and not other):
-            return found
+        if theirs == own and not other:
+            return []
+        found = []
         differs = f"vocab_size={own} differs from the target's {theirs}"
         if other:
             differs = "the draft model has another vocabulary than its target"

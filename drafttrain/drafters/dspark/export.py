@@ -70,15 +70,10 @@ class DSparkShipping(EngineBlocks[DSpark]):
         "confidence.bias": "conf_proj.bias",
     }
 
-    def unsupported(
-        self,
-        trained: Trained,
-        form: str,
-        engine: EngineRelease | None = None,
-    ) -> list[str]:
-        found = super().unsupported(trained, form, engine)
-        if engine is not None and engine.form == "sglang" and engine.name != "SGLang":
+    def lacking(self, trained: Trained, form: str, engine: EngineRelease) -> list[str]:
+        if engine.form == "sglang" and engine.name != "SGLang":
             return [f"{engine.name} knows no drafter of kind dspark"]
+        found = super().lacking(trained, form, engine)
         window = trained.config.get("sliding_window")
         if form == "vllm" and window:
             found.append(f"sliding_window={window}: windows of vLLM's DSpark are not written yet")

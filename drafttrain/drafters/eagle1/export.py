@@ -52,15 +52,7 @@ class Eagle1Shipping(Shipping[Eagle1]):
     reads = "EAGLE-1 heads (EagleLlamaForCausalLM, LlamaForCausalLMEagle, the authors' one-layer LlamaForCausalLM)"
     serving = {"vLLM": {"method": "eagle"}, "SGLang": {"speculative-algorithm": "EAGLE"}}
 
-    def unsupported(
-        self,
-        trained: Trained,
-        form: str,
-        engine: EngineRelease | None = None,
-    ) -> list[str]:
-        found = super().unsupported(trained, form, engine)
-        if found:
-            return found
+    def lacking(self, trained: Trained, form: str, engine: EngineRelease) -> list[str]:
         config: Eagle1Config = self.load(trained).config  # type: ignore[assignment]
         found = unsupported_by_llama(config)
         if config.qk_norm:

@@ -252,17 +252,9 @@ class Eagle3Shipping(GgufHeads[Eagle3], Eagle3Files[Eagle3]):
     reads = "EAGLE-3 heads in speculators' form or as LlamaForCausalLMEagle3"
     no_format = "an EAGLE-3 head reads the target's states and is not a language model of its own, as a draft_model is"
 
-    def unsupported(
-        self,
-        trained: Trained,
-        form: str,
-        engine: EngineRelease | None = None,
-    ) -> list[str]:
-        if engine is None:
-            engine = engine_of(form)
-        found = super().unsupported(trained, form, engine)
-        if found or form == "gguf":
-            return found
+    def lacking(self, trained: Trained, form: str, engine: EngineRelease) -> list[str]:
+        if form == "gguf":
+            return super().lacking(trained, form, engine)
         return unsupported_features(self.load(trained), engine)
 
     def gguf_keys(self, drafter: Eagle3) -> Json:

@@ -63,16 +63,9 @@ class FamilyModuleShipping(Shipping[MTP]):
     formats = FORMATS
     serving = {"vLLM": {"method": "mtp"}, "SGLang": {"speculative-algorithm": "NEXTN"}}
 
-    def unsupported(
-        self,
-        trained: Trained,
-        form: str,
-        engine: EngineRelease | None = None,
-    ) -> list[str]:
-        found = super().unsupported(trained, form, engine)
-        if found:
-            return found
+    def lacking(self, trained: Trained, form: str, engine: EngineRelease) -> list[str]:
         config: MTPConfig = self.load(trained).config  # type: ignore[assignment]
+        found = []
         family = config.target_layer["config"]["model_type"]
         if family not in _FAMILIES[form]:
             found.append(

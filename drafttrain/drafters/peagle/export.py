@@ -17,7 +17,7 @@ from drafttrain.drafters.peagle.model import PEagle
 from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json
-from drafttrain.formats.engines import EngineRelease, engine_of
+from drafttrain.formats.engines import EngineRelease
 from drafttrain.formats.weights import read_config, read_weights
 
 # Keys of the mask token, in the order in which vLLM looks for it.
@@ -36,17 +36,7 @@ class PEagleShipping(Eagle3Files[PEagle]):
     reads = "P-EAGLE heads (speculators' form, PEagleDraftModel, parallel_drafting)"
     serving = {"vLLM": {"method": "eagle3", "parallel_drafting": True}}
 
-    def unsupported(
-        self,
-        trained: Trained,
-        form: str,
-        engine: EngineRelease | None = None,
-    ) -> list[str]:
-        if engine is None:
-            engine = engine_of(form)
-        found = super().unsupported(trained, form, engine)
-        if found:
-            return found
+    def lacking(self, trained: Trained, form: str, engine: EngineRelease) -> list[str]:
         head = self.load(trained)
         found = unsupported_features(head, engine)
         if head.config.fc_norm:
