@@ -18,8 +18,8 @@ from transformers.utils import logging  # noqa: E402
 
 from drafttrain.errors import UserError  # noqa: E402
 from drafttrain.target import Target  # noqa: E402
+from tests.inference import any_family as every  # noqa: E402
 from tests.inference import fakes  # noqa: E402
-from tests.inference import test_every_family as every  # noqa: E402
 
 PAGE = ROOT / "docs" / "targets.md"
 BEGIN = "<!-- families: written by scripts/target_table.py -->\n"

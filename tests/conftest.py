@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 from typing import TYPE_CHECKING
@@ -41,6 +42,13 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+
+# A suite of three questions in two categories, one of them with two turns.
+QUESTIONS = [
+    {"question_id": "q1", "category": "chat", "turns": ["hello there", "and again"]},
+    {"question_id": "q2", "category": "code", "turns": ["print(1)"]},
+    {"question_id": "q3", "category": "chat", "turns": ["hi"]},
+]
 
 
 def make_tokenizer(vocab_size: int = 300) -> PreTrainedTokenizerFast:
@@ -125,3 +133,11 @@ def target_dir(tmp_path, target):
     target.model.save_pretrained(folder)
     target.tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def suite(tmp_path):
+    """The path of a suite of QUESTIONS."""
+    path = tmp_path / "suite.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    return path

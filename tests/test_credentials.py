@@ -10,7 +10,7 @@ import pytest
 
 from drafttrain.cli import main
 from drafttrain.train import setup
-from tests.serving.test_bench import FakeServer
+from tests.serving.fake_server import FakeServer
 
 SECRETS = {
     "OPENAI_API_KEY": "my-own-openai-word",

@@ -37,7 +37,7 @@ from drafttrain.progress import Progress
 from scripts import run_notebook
 from tests.conftest import make_target
 from tests.drafters.helpers import make_drafter
-from tests.training.test_train import write_data
+from tests.training.runs import write_data
 
 ROOT = Path(__file__).resolve().parents[1]
 STRICT = """

@@ -166,6 +166,30 @@ def words_to_replace() -> Iterator[str]:
                     yield f"{path.relative_to(ROOT)}:{number} says {word!r}; write it in US spelling"
 
 
+def imports_of_tests() -> Iterator[str]:
+    """Imports of a test module: by another test module, a helper or a script."""
+    # tests/fixtures/make.py is a record of an earlier tree.
+    folders = (ROOT / "tests", ROOT / "scripts", ROOT / "eval")
+    files = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+    for path in files:
+        if path.parent.name == "fixtures":
+            continue
+        for node in parsed(path):
+            if not isinstance(node, ast.ImportFrom) or node.module is None:
+                continue
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            for name in names:
+                parts = name.split(".")
+                module = ROOT.joinpath(*parts).with_suffix(".py")
+                if parts[-1].startswith("test_") and module.is_file():
+                    yield f"{path.relative_to(ROOT)}:{node.lineno} imports {name}"
+
+
+def test_no_module_imports_from_a_test_module():
+    """What tests share stands in conftest.py or in a helper module."""
+    assert list(imports_of_tests()) == []
+
+
 def test_json_files_are_read_with_checks():
     assert unchecked_json() == []
 

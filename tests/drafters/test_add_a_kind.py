@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import make_target
-from tests.training.test_train import write_data
+from tests.training.runs import write_data
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "developer" / "add-a-drafter-kind.md"
@@ -27,7 +27,7 @@ from drafttrain.drafters.shipping import check_expressible, find_drafter, shippi
 from drafttrain.errors import UserError
 from drafttrain.inference import SamplingParams, generate
 from drafttrain.target import Target
-from tests.drafters import test_contract as contract
+from tests.drafters import contract
 
 folder, recipe, where = sys.argv[1:]
 assert "bigram" in kinds() and kind_class("bigram").kind == "bigram"
@@ -54,14 +54,10 @@ except UserError as error:
     assert "no vllm format" in str(error)
 
 # The contract's tests, for this kind.
-test = contract.test_training_step_k_is_what_decoding_computes_at_depth_k
-contract.TRAINED.append("bigram")
-def load(kind):
-    saved = Path(folder).parent / "overfitted"
-    contract.overfitted(kind)[0].save_pretrained(saved)
-    return load_drafter(str(saved), contract.the_target(packed=True))
-contract.test_one_batch_is_overfitted_with_a_gradient_on_every_parameter("bigram")
-test("bigram", load)
+contract.check_overfitting("bigram")
+saved = Path(folder).parent / "overfitted"
+contract.overfitted("bigram")[0].save_pretrained(saved)
+contract.check_depths("bigram", load_drafter(str(saved), contract.the_target(packed=True)))
 print("the kind works")
 """
 

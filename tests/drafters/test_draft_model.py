@@ -27,31 +27,12 @@ from drafttrain.ops.packing import pack_panels
 from drafttrain.ops.sampling import Sampler
 from drafttrain.states.source import NoTarget
 from tests.conftest import make_target, make_tokenizer
+from tests.drafters.draft_models import BEGINNINGS, SHAPES, make_drafter
 from tests.drafters.helpers import make_batch, packed_batch, run_step, session_after, step_inputs
 from tests.drafters.overfitting import overfit
 from tests.inference.fakes import FAMILIES, VOCAB, family
 
-SHAPES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-}
-BEGINNINGS = {
-    "layers": ("target", {"layers": [0, 2]}),
-    "shared": ("target", {"layers": [0, 3], "embedding": "shared"}),
-    "random": ("random", {"config": {**SHAPES, "initializer_range": 0.2}}),
-    "lora": ("target", {"layers": [0, 2], "lora": {"r": 4, "alpha": 8}}),
-}
 needs_compiler = pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")
-
-
-def make_drafter(target, name="layers", loss="kl"):
-    torch.manual_seed(1)
-    init, options = BEGINNINGS[name]
-    drafter = DraftModel.begin(target, init, options, loss)
-    drafter.bind(target)
-    return drafter
 
 
 def other_rows(target, rows, seed=2):

@@ -23,22 +23,12 @@ from drafttrain.errors import UserError
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.target import Target
 from tests.conftest import make_target, make_tokenizer
+from tests.drafters.eagle3_options import EVERYTHING, YARN
 from tests.drafters.helpers import make_batch, make_drafter, packed_batch, run_step, source_of
 
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1e4,
-    "factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
-}  # fmt: skip
-EVERYTHING = {
-    "num_hidden_layers": 3, "fc_norm": True, "norm_output": True, "norm_before_residual": True, "qk_norm": True,
-    "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu_pytorch_tanh", "sliding_window": 6, "hidden_size": 48,
-    "rope_parameters": YARN, "feature_layers": (0, 1, 2, 4), "num_key_value_heads": 2, "head_dim": 8,
 }  # fmt: skip
 OPTIONS = [
     {"num_hidden_layers": 2},

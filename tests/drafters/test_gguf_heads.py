@@ -27,7 +27,7 @@ from drafttrain.formats.read_gguf import read_gguf
 from drafttrain.formats.write_gguf import to_neighbors
 from drafttrain.target import Target
 from tests.drafters.layer_kinds import make_kind
-from tests.formats.test_write_gguf import ROPE, make_checkpoint
+from tests.formats.checkpoints import ROPE, make_checkpoint
 
 KEPT = torch.arange(20, 290)
 LLAMA3 = {

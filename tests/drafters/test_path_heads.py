@@ -26,7 +26,7 @@ from tests.drafters.helpers import (
     step_inputs,
 )
 from tests.drafters.overfitting import overfit
-from tests.training.test_train import write_data, write_recipe
+from tests.training.runs import write_data, write_recipe
 
 # Every option of every kind, each away from its default at least once.
 FORMS = [

@@ -9,6 +9,7 @@ from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.peagle.model import PEagle, PEagleConfig
 from drafttrain.errors import UserError
 from tests.conftest import make_target
+from tests.drafters.eagle3_options import EVERYTHING
 from tests.drafters.helpers import make_batch, run_step, source_of
 from tests.drafters.layer_kinds import (
     check_lossless,
@@ -19,7 +20,6 @@ from tests.drafters.layer_kinds import (
     check_trees,
     make_kind,
 )
-from tests.drafters.test_eagle3_flags import EVERYTHING
 
 KEPT = torch.arange(40, 240)
 

@@ -13,7 +13,7 @@ import torch
 from drafttrain import Drafter, Target
 from drafttrain.drafters.registry import kind_class, load_drafter
 from drafttrain.errors import UserError
-from tests.drafters import test_contract as contract
+from tests.drafters import contract
 from tests.hub.hub_server import TOKEN, HubServer
 
 

@@ -12,7 +12,7 @@ from drafttrain.drafters.registry import load_drafter
 from drafttrain.inference import SamplingParams, generate
 from drafttrain.train import build_drafter
 from tests.conftest import make_target
-from tests.drafters import test_contract as contract
+from tests.drafters import contract
 
 # Tables and caches grow at powers of two: the texts pass 16, 32 and 64 tokens.
 PROMPT = list(range(40, 52))

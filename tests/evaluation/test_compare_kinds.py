@@ -14,8 +14,7 @@ import yaml
 
 from drafttrain import cli
 from drafttrain.errors import UserError
-from tests.evaluation.test_runner import suite  # noqa: F401 - a fixture
-from tests.training.test_train import write_data
+from tests.training.runs import write_data
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,7 +47,7 @@ def test_all_kinds_are_compared_and_failures_stop_nothing(
     compare,
     target,
     target_dir,
-    suite,  # noqa: F811
+    suite,
     tmp_path,
     capsys,
 ):

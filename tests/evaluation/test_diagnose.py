@@ -6,42 +6,7 @@ import pytest
 
 from drafttrain import cli
 from drafttrain.evaluation.diagnose import diagnose, slow_categories
-from drafttrain.evaluation.metrics import by_category, summarize
-from tests.evaluation.test_metrics import record, side
-
-
-def prompt(
-    category="chat", accepted=1, seconds=1.0, prompt_tokens=50, covered=1.0, draft=0.1, offered=2
-):
-    """A prompt of 10 rounds that accept `accepted` of `offered` tokens; plain decoding takes 0.1 s a token."""
-    tokens = 1 + 10 * (1 + accepted)
-    ours = side(tokens, seconds, [(accepted, offered, 10)], draft=draft, target=0.5)
-    plain = side(tokens, 0.1 * tokens, [(0, 0, tokens - 1)], target=0.1 * tokens)
-    return {
-        "question_id": "q",
-        "turn": 0,
-        **record(category, ours, plain),
-        "prompt_tokens": prompt_tokens,
-        "covered": covered,
-    }
-
-
-def results_of(records, temperature=0.0, **more):
-    return {
-        "target": "t",
-        "drafter": "d",
-        "kind": "eagle3",
-        "suite": "s",
-        "dtype": "float32",
-        "decoding": {
-            "temperature": temperature,
-            "tree": {"spec": "chain:2", "shape": "chain", "sampled": False},
-        },
-        "overall": summarize(records),
-        "categories": by_category(records),
-        "prompts": records,
-        **more,
-    }
+from tests.evaluation.records import prompt, results_of
 
 
 def causes(records, training=None, others=(), **more):

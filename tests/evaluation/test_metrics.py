@@ -12,34 +12,7 @@ from drafttrain.evaluation.metrics import (
     percentiles,
     summarize,
 )
-
-
-def side(tokens, seconds, rounds=(), draft=0.0, target=0.0, ttft=0.1):
-    passes = sum(count for _, _, count in rounds)
-    return {
-        "tokens": tokens,
-        "seconds": seconds,
-        "latency": seconds,
-        "ttft": ttft,
-        "passes": passes,
-        "draft_seconds": draft,
-        "target_seconds": target,
-        "rounds": [list(row) for row in rounds],
-    }
-
-
-def record(category, ours, plain, hf=None, same=True):
-    sides = {"drafter": ours, "autoregressive": plain}
-    identical = {"autoregressive": same}
-    if hf:
-        sides["hf_generate"] = hf
-        identical["hf_generate"] = True
-    return {"category": category, "sides": sides, "identical": identical}
-
-
-# 11 tokens: 1 of the prefill, then rounds that accepted 0, 2, 2, 1 of a chain of 2, and 0 of nothing offered: 10 tokens
-OURS = side(11, 2.0, [(0, 0, 1), (0, 2, 1), (1, 2, 1), (2, 2, 2)], draft=0.5, target=1.0)
-PLAIN = side(11, 4.0, [(0, 0, 10)], target=3.0)
+from tests.evaluation.records import OURS, PLAIN, record, side
 
 
 def test_acceptance_by_depth():

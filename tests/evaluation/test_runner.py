@@ -17,23 +17,10 @@ from drafttrain.reports.report import identity_line
 from drafttrain.target import Target
 from drafttrain.tuning import eval_command
 from drafttrain.tuning import tune as tuning
-from tests.conftest import make_target
+from tests.conftest import QUESTIONS, make_target
 from tests.data.templates.families import FOLDER
 from tests.drafters.helpers import make_drafter
-from tests.evaluation import test_metrics as metrics
-
-QUESTIONS = [
-    {"question_id": "q1", "category": "chat", "turns": ["hello there", "and again"]},
-    {"question_id": "q2", "category": "code", "turns": ["print(1)"]},
-    {"question_id": "q3", "category": "chat", "turns": ["hi"]},
-]
-
-
-@pytest.fixture
-def suite(tmp_path):
-    path = tmp_path / "suite.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
-    return path
+from tests.evaluation import records
 
 
 @pytest.fixture
@@ -293,7 +280,7 @@ RECORD = {
     "question_id": "a",
     "turn": 0,
     "prompt_tokens": 5,
-    **metrics.record("chat", metrics.OURS, metrics.PLAIN),
+    **records.record("chat", records.OURS, records.PLAIN),
 }
 
 

@@ -21,7 +21,7 @@ from drafttrain.evaluation.verdicts import (
     prompts_needed,
     verdict_of,
 )
-from tests.evaluation.test_metrics import record, side
+from tests.evaluation.records import record, side
 
 
 def prompt(seconds, accepted=1, question="q", plain=2.1, category="chat"):

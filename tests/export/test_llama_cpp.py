@@ -26,7 +26,7 @@ from drafttrain.target import Target
 from tests import engine_arithmetic
 from tests.drafters.helpers import run_step
 from tests.drafters.layer_kinds import make_kind
-from tests.formats.test_write_gguf import ROPE, make_checkpoint
+from tests.formats.checkpoints import ROPE, make_checkpoint
 
 SIDE = Path(engine_arithmetic.__file__).with_name("llama_tokens_side.py")
 PYTHON = os.environ.get("LLAMA_PYTHON", "")

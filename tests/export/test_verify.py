@@ -23,7 +23,7 @@ from drafttrain.formats.engines import ENGINES
 from drafttrain.inference import generate
 from drafttrain.target import Target
 from tests.conftest import make_tokenizer
-from tests.export.test_kinds import make_head
+from tests.drafters.eagle3_files import make_head
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ["verify", "--prompts", "2", "--max-new-tokens", "10"]

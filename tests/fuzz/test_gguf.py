@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from drafttrain.drafters.shipping import GGUF_NAME, ExportRequest, check_expressible, find_drafter
 from drafttrain.target import Target
 from tests.drafters.layer_kinds import make_kind
-from tests.formats.test_write_gguf import make_checkpoint
+from tests.formats.checkpoints import make_checkpoint
 from tests.fuzz import file_faults, fuzz, outcome, seeds
 
 KINDS = {

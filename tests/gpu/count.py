@@ -35,7 +35,7 @@ from drafttrain.inference import Decoder, SamplingParams
 from drafttrain.inference.engine import Engine
 from drafttrain.states.source import TargetSource
 from drafttrain.target import Target
-from tests.drafters import test_contract as contract
+from tests.drafters import contract
 from tests.gpu.pretend import PretendGpu
 
 BUDGETS = Path(__file__).with_name("budgets.json")

@@ -8,7 +8,7 @@ import pytest
 
 from drafttrain import cli
 from drafttrain.data.store import load_records
-from tests.training.test_train import write_recipe
+from tests.training.runs import write_recipe
 
 
 def run(*words) -> None:

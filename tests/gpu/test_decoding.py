@@ -6,7 +6,7 @@ import pytest
 
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.inference import Decoder, SamplingParams
-from tests.drafters import test_contract as contract
+from tests.drafters import contract
 from tests.gpu.count import DECODERS, TREES, budgets, count_rounds, drafter_of, moved, moved_target
 
 SAMPLED = SamplingParams(1.0, top_p=0.9)

@@ -15,7 +15,7 @@ from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.inference import Decoder, SamplingParams
 from drafttrain.inference.responses import ResponseEngine, ResponseRequest
 from drafttrain.target import Target
-from tests.drafters import test_contract as contract
+from tests.drafters import contract
 from tests.gpu.count import drafter_of, moved
 from tests.inference.fakes import ANY, FakeBatch
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.inference import test_static
+from tests.inference import captured
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "eval"))
@@ -61,10 +61,10 @@ def test_goals_are_judged_from_both_sides():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_the_gpu_tests_of_captured_graphs_pass(gpu, name):
-    test_static.test_captured_graphs_decode_as_dynamic_passes(name, 0.0)
+    captured.check_captured_graphs(name, 0.0)
 
 
 @pytest.mark.slow
 def test_the_gpu_tests_of_failing_captures_and_memory_pass(gpu, capsys):
-    test_static.test_a_forward_that_waits_for_the_device_is_not_captured(capsys)
+    captured.check_waiting_forwards(capsys)
     assert gpu.replays == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.drafters import test_contract as contract
+from tests.drafters import contract
 from tests.gpu.count import budgets, drafter_of, moved, moved_target, training_batch, training_step
 from tests.gpu.pretend import PretendGpu
 

@@ -23,7 +23,7 @@ from drafttrain.hub.upload import check_private
 from drafttrain.target import Target
 from tests.conftest import make_target
 from tests.drafters.eagle3_files import make_head
-from tests.formats.test_write_gguf import make_checkpoint
+from tests.formats.checkpoints import make_checkpoint
 from tests.hub.hub_server import READ_ONLY, TOKEN, HubServer
 
 ROOT = Path(__file__).resolve().parents[2]

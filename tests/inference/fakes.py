@@ -485,3 +485,8 @@ def hf_greedy(
         use_cache=use_cache,
     )
     return out[0, len(prompt) :].tolist()
+
+
+def tokens(*shape, seed=0):
+    """Random token ids of a shape."""
+    return torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(seed))

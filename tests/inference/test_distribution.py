@@ -24,7 +24,7 @@ from drafttrain.inference.verify import ProcessedText, Verifier, try_drawn, veri
 from drafttrain.ops.sampling import draw_distinct, pick, probabilities
 from tests.drafters.growing import expand
 from tests.inference.fakes import MarkovTarget
-from tests.ops.test_sampling import transformers_says
+from tests.ops.transformers_sampling import transformers_says
 
 VOCAB = 5
 COUNT = 200_000

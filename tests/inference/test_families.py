@@ -15,7 +15,16 @@ from drafttrain.errors import UserError
 from drafttrain.inference import SamplingParams, generate
 from drafttrain.ops.sampling import probabilities
 from drafttrain.target import Target
-from tests.inference.fakes import ANY, FAMILIES, VOCAB, FakeDrafter, family, hf_greedy, sharpen
+from tests.inference.fakes import (
+    ANY,
+    FAMILIES,
+    VOCAB,
+    FakeDrafter,
+    family,
+    hf_greedy,
+    sharpen,
+    tokens,
+)
 
 WINDOW = 7
 SAMPLING = SamplingParams(1.2, top_k=40, top_p=0.95)
@@ -26,10 +35,6 @@ SAMPLED = (
     "opt_post_norm",
 )  # sampling reads logits alone, and those of every family are compared
 every_family = pytest.mark.parametrize("name", FAMILIES)
-
-
-def tokens(*shape, seed=0):
-    return torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
 
 
 class Dense:

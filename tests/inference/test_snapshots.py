@@ -20,8 +20,7 @@ from drafttrain.target import Target
 from drafttrain.target.attention import CausalRows
 from drafttrain.target.snapshots import SnapshotCache
 from tests.drafters.helpers import make_drafter
-from tests.inference.fakes import ANY, OWN, VOCAB, FakeBatch, FakeDrafter, family, hf_greedy
-from tests.inference.test_families import tokens
+from tests.inference.fakes import ANY, OWN, VOCAB, FakeBatch, FakeDrafter, family, hf_greedy, tokens
 
 FAMILIES = [
     pytest.param(name, marks=[] if name in ("bloom", "lfm2") else pytest.mark.slow) for name in OWN

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.ngram.model import NgramDrafter
 from drafttrain.inference import Decoder, SamplingParams, static
 from drafttrain.inference.sequence import Clock
 from drafttrain.inference.static import StaticStep, TargetSteps
 from drafttrain.ops import graphs
 from drafttrain.ops.graphs import step_shape
-from drafttrain.target import Target
 from tests.conftest import make_target
 from tests.drafters.helpers import make_drafter
+from tests.inference.captured import (
+    PROMPTS,
+    check_captured_graphs,
+    check_waiting_forwards,
+    decode,
+    on_gpu,
+)
 from tests.inference.fakes import ANY, FakeBatch, family
-
-PROMPTS = [
-    [5, 9, 11, 9, 11, 30, 2, 9, 11, 4, 44, 9],
-    [7],
-    [3, 3, 3, 8, 3, 3],
-    list(range(20)),
-    [59, 1, 59, 1],
-]
-
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -47,32 +41,6 @@ def counted(monkeypatch):
     run = StaticStep.run
     monkeypatch.setattr(StaticStep, "run", lambda self: shapes.append(self.shape) or run(self))
     return shapes
-
-
-def decode(
-    target,
-    drafter,
-    prompts,
-    graphs,
-    spec="chain:3",
-    max_rows=3,
-    count=12,
-    seed=0,
-    sampling=None,
-    eos_ids=(),
-):
-    tree = TreeSpec.parse(spec) if isinstance(spec, str) else spec
-    decoder = Decoder(
-        target,
-        drafter,
-        spec=tree,
-        sampling=sampling,
-        eos_ids=eos_ids,
-        max_rows=max_rows,
-        graphs=graphs,
-    )
-    made = decoder.generate(prompts, max_new_tokens=count, seed=seed)
-    return [(generation.tokens, generation.stats.accepted) for generation in made]
 
 
 @torch.no_grad()
@@ -284,10 +252,6 @@ ROUNDS = [
 ]
 
 
-def on_gpu(name):
-    return Target.wrap(copy.deepcopy(family(name)[0].model).cuda(), None, name=name)
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
@@ -355,47 +319,13 @@ def check_compiled(target, backend):
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "mixtral", "gpt2", "phi3_longrope"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_captured_graphs_decode_as_dynamic_passes(name, temperature):
-    target = on_gpu(name)
-    options = {"sampling": SamplingParams(temperature), "count": 24}
-    truths = dict(
-        zip(
-            map(tuple, PROMPTS),
-            (t for t, _ in decode(target, None, PROMPTS, False, **options)),
-            strict=True,
-        )
-    )
-    for max_rows, nodes in ((1, 7), (3, 12), (1, 30)):
-        form = {"agree": 0.7, "nodes": nodes, "feature_layers": (1, target.num_layers)}
-        want = FakeBatch(truths, **form)
-        got = FakeBatch(truths, **form)
-        dynamic = decode(target, want, PROMPTS, False, ANY, max_rows, **options)
-        assert decode(target, got, PROMPTS, True, ANY, max_rows, **options) == dynamic
-        for ours, theirs in zip(got.sessions, want.sessions, strict=True):
-            torch.testing.assert_close(
-                torch.cat(ours.features), torch.cat(theirs.features), atol=1e-3, rtol=1e-3
-            )
-    (steps,) = target.idle_steps
-    if name in (
-        "llama",
-        "gemma2",
-        "gpt2",
-    ):  # others may wait for the device, experts in float32 for one
-        assert not steps.failure
-    assert steps.failure or all(step.replay != step.forward for step in steps._steps.values())
-    assert bool(steps.failure) == (not steps._steps)
+    check_captured_graphs(name, temperature)
 
 
 @pytest.mark.gpu
 @needs_gpu
 def test_a_forward_that_waits_for_the_device_is_not_captured(capsys):
-    target = on_gpu("llama")
-    want = decode(target, None, PROMPTS, False)
-    target.model.model.layers[1].mlp.register_forward_hook(
-        lambda _m, _a, out: out if out.sum().item() else -out
-    )
-    assert decode(target, None, PROMPTS, True) == want
-    assert "decodes without CUDA graphs" in capsys.readouterr().err
-    assert torch.cuda.get_sync_debug_mode() == 0
+    check_waiting_forwards(capsys)
 
 
 @pytest.mark.gpu

@@ -6,11 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 from transformers.generation.logits_process import (
-    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 
 from drafttrain.errors import UserError
@@ -24,22 +20,7 @@ from drafttrain.ops.sampling import (
     sample,
     top_log_probs,
 )
-
-
-def transformers_says(logits, params, history=None):
-    """[n, v] probabilities by transformers' own processors, in the order of its generate()."""
-    scores = logits
-    if params.repetition_penalty:
-        scores = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(history, scores)
-    if params.temperature != 1:
-        scores = TemperatureLogitsWarper(params.temperature)(history, scores)
-    if params.top_k:
-        scores = TopKLogitsWarper(params.top_k)(history, scores)
-    if params.top_p < 1:
-        scores = TopPLogitsWarper(params.top_p)(history, scores)
-    if params.min_p:
-        scores = MinPLogitsWarper(params.min_p)(history, scores)
-    return scores.softmax(-1)
+from tests.ops.transformers_sampling import transformers_says
 
 
 def reachable(logits, params):

@@ -6,7 +6,7 @@ import pytest
 
 from drafttrain import cli
 from drafttrain.evaluation.metrics import by_category, summarize
-from tests.evaluation.test_metrics import OURS, PLAIN, record
+from tests.evaluation.records import OURS, PLAIN, record
 
 
 @pytest.fixture

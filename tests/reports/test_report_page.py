@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-from html.parser import HTMLParser
 
 import pytest
 
@@ -14,9 +13,8 @@ from drafttrain.evaluation.metrics import by_category, summarize
 from drafttrain.reports import charts
 from drafttrain.reports.figures import conditions
 from drafttrain.reports.report_page import differing, make_charts, mark, page, run_names
-from tests.evaluation.test_metrics import OURS, PLAIN, record
-
-VOID = {"meta", "link", "br", "path", "rect", "use", "circle", "line"}
+from tests.evaluation.records import OURS, PLAIN, record
+from tests.reports.html_page import Page
 
 
 def results(drafter="ngram", tree="chain:2", same=False, outputs=True):
@@ -69,38 +67,6 @@ def sweep():
         for size, factor in zip((1, 4, 16), factors, strict=True)
     ]
     return {"cells": cells, "crossover": None}
-
-
-class Page(HTMLParser):
-    """Checks that tags close in order, and gathers what a page refers to."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open = []
-        self.ids = []
-        self.links = []
-        self.text = []
-        self.feed(text)
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        attrs = dict(attrs)
-        self.ids += [attrs["id"]] if "id" in attrs else []
-        self.links += [attrs[key] for key in ("href", "src", "xlink:href") if key in attrs]
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.handle_starttag(tag, attrs)
-        if tag not in VOID:
-            self.open.pop()
-
-    def handle_endtag(self, tag):
-        if tag not in VOID:
-            assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text.append(data)
 
 
 @pytest.fixture

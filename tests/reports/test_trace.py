@@ -14,7 +14,7 @@ from drafttrain.drafters.ngram.model import NgramDrafter
 from drafttrain.inference import Decoder, SamplingParams
 from drafttrain.reports.trace import drawing, page, pieces_of, print_trace, record
 from tests.inference.fakes import FakeDrafter
-from tests.reports.test_report_page import Page
+from tests.reports.html_page import Page
 
 PROMPT = [65, 66, 67, 65, 66]
 TOKENS = 40

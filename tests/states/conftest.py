@@ -10,7 +10,7 @@ import pytest
 
 from drafttrain.states import served
 from drafttrain.target import Target
-from tests.training.test_train import write_data
+from tests.training.runs import write_data
 
 
 @pytest.fixture

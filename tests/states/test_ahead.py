@@ -29,8 +29,7 @@ from drafttrain.training.step import TrainingStep
 from tests.conftest import make_target
 from tests.states.fake_state_server import FakeStateServer
 from tests.states.stand_ins import LAYERS, SERVED
-from tests.training.test_scale import TWO
-from tests.training.test_train import ROOT, launch, write_data, write_recipe
+from tests.training.runs import ROOT, TWO, launch, write_data, write_recipe
 
 ROW_BYTES = 10 * 4.0  # of a row's states, at one float32 per token
 

@@ -30,7 +30,7 @@ from drafttrain.target.attention import LAST
 from tests.drafters.helpers import make_drafter
 from tests.states.fake_state_server import FakeStateServer
 from tests.states.stand_ins import LAYERS, SERVED, stored
-from tests.training.test_train import ROOT, write_data
+from tests.training.runs import ROOT, write_data
 
 
 def extract(data, *more: str) -> int:

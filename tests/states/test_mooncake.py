@@ -27,7 +27,7 @@ from drafttrain.target import Target
 from tests.conftest import make_target
 from tests.states.fake_state_server import FakeStateServer
 from tests.states.stand_ins import SERVED, engine, stored
-from tests.training.test_train import write_data
+from tests.training.runs import write_data
 
 ROW = list(range(5, 40))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.inference import fakes, test_families
+from tests.inference import fakes
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "developer" / "add-a-target-family.md"
@@ -31,8 +31,9 @@ def test_the_names_on_the_page_exist():
     text = PAGE.read_text()
     assert fakes.FAMILIES and fakes.OWN
     assert "`FAMILIES`" in text and "`OWN`" in text
+    tests = (ROOT / "tests" / "inference" / "test_families.py").read_text()
     for name in re.findall(r"`(test_\w+)`", text):
-        assert hasattr(test_families, name), name
+        assert f"def {name}(" in tests, name
 
 
 def families():

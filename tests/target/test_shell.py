@@ -14,8 +14,9 @@ from drafttrain.inference import generate
 from drafttrain.states.source import run_rows
 from drafttrain.target import Target, load_shell, loading, resolve_dtype
 from drafttrain.target.loading import architectures_of
-from tests.conftest import make_target, make_tokenizer
-from tests.inference.test_every_family import FAMILIES, PROMPT, VARIANTS, build, wrapped
+from tests.conftest import make_target
+from tests.inference.any_family import FAMILIES, PROMPT, VARIANTS, build, wrapped
+from tests.target.layer_files import delete_layer_files, save
 
 
 def test_a_shell_has_the_identity_of_its_target_and_no_weights(target_dir):
@@ -72,23 +73,6 @@ def test_auto_is_the_dtype_of_a_device_and_none_of_a_file(monkeypatch):
 
 
 # -- shells with weights ----------------------------------------------------------------------------------------------
-
-
-def save(model, folder, shard="50GB"):
-    model.save_pretrained(folder, max_shard_size=shard)
-    make_tokenizer().save_pretrained(folder)
-    return str(folder)
-
-
-def delete_layer_files(folder):
-    """Deletes the files of a folder's layers; returns those that stay."""
-    names = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    kept = {file for name, file in names.items() if ".layers." not in name}
-    gone = set(names.values()) - kept
-    assert gone
-    for file in gone:
-        (folder / file).unlink()
-    return kept
 
 
 def assert_same(shell, target, ids):

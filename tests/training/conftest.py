@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.conftest import make_target
-from tests.training.test_train import write_data
+from tests.training.runs import write_data
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.target import Target
 from tests.conftest import make_target
-from tests.training.test_train import write_recipe
+from tests.training.runs import write_recipe
 
 
 @pytest.fixture(scope="module")

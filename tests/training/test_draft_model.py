@@ -14,7 +14,7 @@ from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.inference import generate
 from drafttrain.target import Target
-from tests.training.test_train import write_recipe
+from tests.training.runs import write_recipe
 
 SHAPES = "{hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2}"
 

@@ -14,7 +14,7 @@ from drafttrain.data import loader
 from drafttrain.drafters.registry import default_tree
 from drafttrain.training.checkpoint import Checkpoints
 from drafttrain.training.step import TrainingStep
-from tests.training.test_train import write_recipe
+from tests.training.runs import write_recipe
 
 
 @pytest.fixture(scope="module")

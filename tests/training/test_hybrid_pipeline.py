@@ -17,7 +17,7 @@ from drafttrain.states.origins import Stored
 from drafttrain.states.source import TargetSource
 from drafttrain.target import Target, TargetShell, load_shell
 from tests.drafters.native_families import write_checkpoint
-from tests.training.test_train import write_recipe
+from tests.training.runs import write_recipe
 
 PLAIN = ["--dtype", "float32", "--device", "cpu"]
 SMALL = {

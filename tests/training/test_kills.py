@@ -20,9 +20,9 @@ import httpx
 import pytest
 
 from tests.states.stand_ins import LAYERS, SERVED
-from tests.training.test_resume import same
-from tests.training.test_resume import state_of as full_state
-from tests.training.test_train import ROOT, write_recipe
+from tests.training.checkpoint_states import same
+from tests.training.checkpoint_states import state_of as full_state
+from tests.training.runs import ROOT, write_recipe
 
 # optimizer steps of two micro-batches of two rows; 20 of 24 conversations are trained on
 STEPS = 40

@@ -23,7 +23,7 @@ from drafttrain.drafters.registry import kind_class
 from drafttrain.flags import CommandParser
 from drafttrain.train import setup
 from tests.conftest import make_target, make_tokenizer
-from tests.training.test_train import ROOT, write_data
+from tests.training.runs import ROOT, write_data
 
 CONFIGS = sorted(path.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.yaml"))
 RECIPES = [path for path in CONFIGS if path.parent.name != "accelerate"]

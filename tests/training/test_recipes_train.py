@@ -15,7 +15,7 @@ from drafttrain.recipes import recipe_names, recipe_path
 from drafttrain.target import Target
 from drafttrain.training.arguments import KEYS
 from tests.conftest import make_tokenizer
-from tests.training.test_train import write_data
+from tests.training.runs import write_data
 
 pytestmark = pytest.mark.slow
 

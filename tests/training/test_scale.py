@@ -18,17 +18,8 @@ from safetensors.torch import load_file
 from drafttrain.cli import main
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.target import Target
-from tests.training.test_train import ROOT, launch, write_recipe
+from tests.training.runs import ROOT, TWO, launch, write_recipe
 
-TWO = [
-    sys.executable,
-    "-m",
-    "accelerate.commands.launch",
-    "--num_processes",
-    "2",
-    "--num_machines",
-    "1",
-]
 STEPS = 6
 DRAFT_MODEL = {"kind": "draft_model", "drafter": {"layers": [0, 2]}}
 DRAFTERS = {

@@ -17,9 +17,9 @@ from drafttrain.states.origins import Stored
 from drafttrain.states.source import TargetSource
 from drafttrain.training.arguments import sequence_group
 from tests.conftest import make_target
+from tests.drafters.draft_models import make_drafter as make_draft_model
 from tests.drafters.helpers import make_batch, packed_batch
 from tests.drafters.layer_kinds import make_kind
-from tests.drafters.test_draft_model import make_drafter as make_draft_model
 from tests.training.shared_rows import shared_steps, step
 
 KINDS: dict[str, dict] = {

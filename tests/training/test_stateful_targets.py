@@ -14,7 +14,7 @@ from drafttrain.target import Target
 from drafttrain.target.shared_rows import check_shared
 from tests.drafters.helpers import make_batch, packed_batch, run_step
 from tests.drafters.layer_kinds import make_kind
-from tests.inference.test_every_family import FAMILIES, build
+from tests.inference.any_family import FAMILIES, build
 
 HYBRIDS = {
     "qwen3_next": {},

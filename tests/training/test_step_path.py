@@ -17,7 +17,7 @@ from drafttrain.states.source import TargetSource
 from drafttrain.training.acceleration import OneProcess
 from drafttrain.training.step import TrainingStep
 from tests.drafters.helpers import make_drafter
-from tests.training.test_train import ROOT, write_data
+from tests.training.runs import ROOT, write_data
 
 MOST_FILES = 12
 PACKAGE = Path(drafttrain.__file__).parent

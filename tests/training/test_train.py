@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
-import psutil
 import pytest
-import torch
 
 from drafttrain.cli import main
 from drafttrain.config import TrainConfig
-from drafttrain.data.store import Store
 from drafttrain.drafters.eagle3.model import Eagle3
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.target import Target
@@ -24,73 +17,7 @@ from drafttrain.train import build_drafter
 from drafttrain.training.limits import TimeBudget
 from tests.conftest import make_target
 from tests.drafters.helpers import make_drafter
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def write_data(folder: Path, target: Target, rows: int = 24, seed: int = 0) -> Path:
-    """Sequences whose response continues the prompt by counting, which a drafter can learn."""
-    generator = torch.Generator().manual_seed(seed)
-    with Store(folder, {"target": target.identity(), "sampling": {"temperature": 0.0}}) as store:
-        for i in range(rows):
-            start = int(torch.randint(0, 200, (1,), generator=generator))
-            prompt = [start, start + 1, start + 2]
-            length = int(torch.randint(5, 30, (1,), generator=generator))
-            response = [(start + 3 + j) % 250 for j in range(length)]
-            tokens = prompt + response
-            store.append(
-                {
-                    "id": f"row{i}",
-                    "tokens": tokens,
-                    "spans": [[3, len(tokens)]],
-                    "finish": ["stop"],
-                    "source": "test",
-                }
-            )
-    return folder
-
-
-def write_recipe(tmp_path: Path, target_dir: Path, data: Path, **extra: object) -> list[str]:
-    recipe = tmp_path / "recipe.yaml"
-    options = {
-        "drafter": {"draft_vocab_size": 255, "ttt_steps": 2},
-        "target": str(target_dir),
-        "data": str(data),
-        "output_dir": str(tmp_path / "drafter"),
-        "max_steps": 6,
-        "per_device_train_batch_size": 4,
-        "logging_steps": 2,
-        "save_steps": 3,
-        "learning_rate": 1e-3,
-        "use_cpu": True,
-        "validation": 0.1,
-        "dtype": "float32",
-        "decode_prompts": 2,
-        "decode_tokens": 12,
-        **extra,
-    }
-    recipe.write_text("".join(f"{k}: {json.dumps(v)}\n" for k, v in options.items()))
-    return [str(recipe)]
-
-
-def launch(
-    words: list[str], launcher: list[str] | None = None, **env: str
-) -> subprocess.CompletedProcess[str]:
-    command = [*(launcher or [sys.executable]), str(ROOT / "drafttrain" / "train.py"), *words]
-    full = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", **env}
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=full
-    )
-    try:
-        out, err = process.communicate(timeout=400)
-    except subprocess.TimeoutExpired:
-        for rank in psutil.Process(process.pid).children(
-            recursive=True
-        ):  # a launcher leaves its ranks behind
-            rank.kill()
-        process.kill()
-        raise
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+from tests.training.runs import launch, write_data, write_recipe
 
 
 @pytest.mark.thorough

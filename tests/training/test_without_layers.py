@@ -20,8 +20,8 @@ from drafttrain.states.source import TargetSource
 from drafttrain.target import Target, TargetShell, load_shell
 from tests.conftest import make_target
 from tests.drafters.helpers import make_drafter
-from tests.target.test_shell import delete_layer_files, save
-from tests.training.test_train import write_recipe
+from tests.target.layer_files import delete_layer_files, save
+from tests.training.runs import write_recipe
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from drafttrain.tuning.estimate import (
     sizes_of,
 )
 from tests.conftest import make_target
-from tests.evaluation.test_diagnose import prompt, results_of
+from tests.evaluation.records import prompt, results_of
 
 # 1 GB/s, 10 GFLOP/s, no overhead: a weight of 1 byte takes 1 ns to read and 0.2 ns a token to compute
 SLOW = Device("slow", 1e9, 1e10, 1e12, 0.0)

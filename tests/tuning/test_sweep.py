@@ -9,11 +9,10 @@ from drafttrain.evaluation import runner
 from drafttrain.evaluation.suites import load_suite
 from drafttrain.evaluation.verdicts import crossovers
 from drafttrain.tuning import sweep
-from tests.evaluation.test_runner import suite  # noqa: F401 - a fixture
 
 
 @pytest.fixture
-def command(target_dir, suite, tmp_path):  # noqa: F811
+def command(target_dir, suite, tmp_path):
     def arguments(*more):
         return ["sweep", "--target", str(target_dir), "--drafter", "ngram", "--suite", str(suite), "--dtypes", "float32",
                 "--max-new-tokens", "6", "--limit", "2", "--output", str(tmp_path / "sweep"), *more]  # fmt: skip
@@ -127,7 +126,7 @@ def test_every_axis_of_numbers_has_its_crossover(capsys):
     assert all(state in shown for state in ("pays", "does not pay", "inconclusive"))
 
 
-def test_prompts_are_lengthened_to_a_few_tokens(target, suite):  # noqa: F811
+def test_prompts_are_lengthened_to_a_few_tokens(target, suite):
     loaded = load_suite(str(suite))
     longer = sweep.lengthen(target, loaded, 200, 8)
     for before, after in zip(loaded.questions, longer.questions, strict=True):

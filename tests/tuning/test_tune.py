@@ -33,10 +33,10 @@ from drafttrain.tuning.replay import (
     replay,
 )
 from tests.conftest import make_target
-from tests.data.test_tools import TEMPLATE, tokenizer_with
+from tests.data.tool_templates import TEMPLATE, tokenizer_with
 from tests.drafters.helpers import make_drafter
-from tests.evaluation.test_metrics import record as record_of
-from tests.evaluation.test_metrics import side
+from tests.evaluation.records import record as record_of
+from tests.evaluation.records import side
 
 PROMPTS = [[5, 9, 11, 9, 11, 30, 2, 9, 11, 4, 44, 9], [7, 8, 7, 8, 9, 7]]
 COUNT = 20
