@@ -20,7 +20,7 @@ from drafttrain.data.chat import NO_INPUTS, ChatInputs, has_template, prompt_ids
 from drafttrain.data.row_formats import PromptInputs
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.drafters.registry import decoding_settings, default_tree
+from drafttrain.drafters.registry import decoding_settings, default_tree, prepare
 from drafttrain.drafters.registry import load_drafter as load_for_target
 from drafttrain.errors import UserError, first_line, shown
 from drafttrain.files import Json, check_json
@@ -257,9 +257,9 @@ def _decoder(
     if isinstance(drafter, str):
         if tree is None:
             tree = default_tree(drafter)
-        check("drafter", drafter, Place)
-    if drafter is not None:
-        drafter = load_for_target(drafter, target)
+        drafter = load_for_target(check("drafter", drafter, Place), target)
+    elif drafter is not None:
+        prepare(drafter, target)
     if tree is None:
         found["spec"] = None
     else:

@@ -89,8 +89,11 @@ def export(
     with scratch_folder() as scratch:
         found = outcome_of(lambda args: implementation.run(args, loaded, scratch), args)
     result = found["result"]
+    folder = Path()
+    if output is not None:
+        folder = Path(output).expanduser()
     return ExportResult(
-        output=Path(output or "").expanduser(),
+        output=folder,
         files=tuple(Path(name) for name in found["wrote"]),
         serve=result.get("serve", ""),
         formats=tuple(result.get("formats", ())),

@@ -104,13 +104,18 @@ def tune(
     loaded = (take_target("tune", args), take_drafter("tune", args))
     found = outcome_of(lambda args: implementation.run(args, *loaded), args, keeps=False)
     record = {**found["result"]}
-    chain = record["chain"]
-    span = record["intervals"].get("measured_speedup")
+    chain = None
+    if record["chain"]:
+        chain = record["chain"]["tree"]
+    interval = None
+    if "measured_speedup" in record["intervals"]:
+        low, high = record["intervals"]["measured_speedup"]
+        interval = (low, high)
     return TuneResult(
         tree=record["tree"],
-        chain=chain and chain["tree"],
+        chain=chain,
         predicted_speedup=record["predicted_speedup"],
         measured_speedup=record["measured_speedup"],
-        interval=(span[0], span[1]) if span else None,
+        interval=interval,
         record=record,
     )

@@ -16,6 +16,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.combined import CombinedDrafter
+from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.kinds import kinds, split_name, untrained_kinds
 from drafttrain.errors import UserError
 from drafttrain.files import Json, hub_snapshot, is_hub_id, read_json
@@ -57,7 +58,7 @@ def kind_class(name: str) -> type[Drafter]:
     return importlib.import_module(f"{__package__}.{name}.model").KIND
 
 
-def load_drafter(name: str | Drafter, target: Target) -> Drafter | None:
+def load_drafter(name: str, target: Target) -> Drafter | None:
     """A drafter for decoding, by name:
 
     FOLDER or Hub id           a trained drafter, or any causal language model, with the target's vocabulary or another
@@ -72,8 +73,6 @@ def load_drafter(name: str | Drafter, target: Target) -> Drafter | None:
         UserError: nothing there, not a drafter of ours, a wrong option, or trained for another
             target.
     """
-    if isinstance(name, Drafter):
-        return prepare(name, target)
     if name == "none":
         return None
     drafter = main = load_unbound(name)
@@ -250,6 +249,19 @@ def default_tree(name: str) -> str | None:
     if settings:
         return str(settings["tree"])
     return None
+
+
+def chosen_tree(tree: str | None, name: str) -> TreeSpec:
+    """The tree of a drafter's rounds: the given one, else decoding.json's, else chain:3.
+
+    Raises:
+        UserError: not a tree, or as `decoding_settings`.
+    """
+    if not tree:
+        tree = default_tree(name)
+    if not tree:
+        tree = "chain:3"
+    return TreeSpec.parse(tree)
 
 
 def decoding_settings(name: str) -> Json:

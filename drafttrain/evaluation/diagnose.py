@@ -71,7 +71,8 @@ def diagnose(
     overall = results["overall"]
     if not overall["acceptance_by_depth"]["joint"]:
         return [finding("verdict", "no round offered a token", verdict_of(overall).advice)]
-    training = training or {}
+    if training is None:
+        training = {}
     kwargs = results["decoding"].get("chat_template_kwargs") or {}
     found = [
         _verdict(results),
@@ -378,7 +379,9 @@ def run(args: argparse.Namespace) -> int:
     then = ""
     for name, results in zip(args.results, runs, strict=True):
         print(name)
-        folder = args.drafter or results["drafter"]
+        folder = results["drafter"]
+        if args.drafter:
+            folder = args.drafter
         others = [other for other in runs if other is not results]
         findings = diagnose(results, training_record(folder), others)
         print_findings(findings)

@@ -261,8 +261,10 @@ def choose_tree(
     """The tree that the user or decoding.json names, or the result of a search with its table."""
     if drafter is None:
         return TreeSpec.parse("none"), None
-    wanted = settings.tree or default_tree(settings.drafter) or "auto"
-    if wanted != "auto":
+    wanted = settings.tree
+    if wanted is None:
+        wanted = default_tree(settings.drafter)
+    if wanted not in (None, "auto"):
         return TreeSpec.parse(wanted), None
     for row in saved.rows:
         if row.keys() >= {"tree", "tree_search"}:  # an interrupted run has searched

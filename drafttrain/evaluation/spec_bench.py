@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
-from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.drafters.registry import default_tree, load_drafter
+from drafttrain.drafters.registry import chosen_tree, load_drafter
 from drafttrain.errors import UserError
 from drafttrain.inference import Decoder, SamplingParams, Stats, strip_padding
 from drafttrain.target import Target
@@ -60,7 +59,7 @@ def forward_function(
         UserError: an unsupported model, a drafter of another target, or a wrong tree.
     """
     target = Target.wrap(model, tokenizer, model.name_or_path or type(model).__name__)
-    spec = TreeSpec.parse(tree or default_tree(drafter) or "chain:3")
+    spec = chosen_tree(tree, drafter)
     decoder = Decoder(target, load_drafter(drafter, target), spec=spec, sampling=sampling)
 
     def forward(

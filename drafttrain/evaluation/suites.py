@@ -404,8 +404,10 @@ def _read_public(name: str, path: str, defaults: Json | None) -> Iterator[Questi
                 read |= suite.more(row, folder)
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             keys = f"of a {type(row).__name__}"
-            if isinstance(row, dict):
-                keys = ", ".join(map(str, row)) or "none"
+            if row == {}:
+                keys = "none"
+            elif isinstance(row, dict):
+                keys = ", ".join(map(str, row))
             raise UserError(
                 f"{place} has the keys {keys}, which is not {name}'s format (no {error}); "
                 "give the benchmark's own file, or JSON lines with turns"

@@ -68,10 +68,14 @@ def run(args: argparse.Namespace, drafter: Drafter | None, scratch: Path) -> int
     output = check_folder(args.output, "export", inputs_of(args))
 
     # Write the files.
-    depth = args.speculative_tokens or engine_depth(trained, tuned_tree(trained.folder))
-    target = args.target or trained.target_name
-    if args.target and not trained.target:
-        trained = _beside(trained, args.target)
+    depth = args.speculative_tokens
+    if depth is None:
+        depth = engine_depth(trained, tuned_tree(trained.folder))
+    target = trained.target_name
+    if args.target:
+        target = args.target
+        if not trained.target:
+            trained = _beside(trained, target)
     dtype = resolve_dtype(args.dtype)
     files = export(trained, args.format, output, dtype, target, depth, args.engine_version)
     if args.target_gguf:
@@ -100,8 +104,13 @@ def _print_own_drafting(args: argparse.Namespace) -> int:
             f"drafter={args.drafter!r} has no weights to write; "
             "without --format it prints its recipes"
         )
-    found = own_drafting(args.drafter, args.target or "TARGET", args.speculative_tokens or 5)
-    text = as_text(found)
+    target = "TARGET"
+    if args.target:
+        target = args.target
+    depth = 5
+    if args.speculative_tokens is not None:
+        depth = args.speculative_tokens
+    text = as_text(own_drafting(args.drafter, target, depth))
     print(text)
     conclude({"serve": text})
     return 0

@@ -122,7 +122,9 @@ def _one_drafter(
             f"drafter={args.drafter!r}: no engine format is known "
             f"for kind {trained.kind!r} to verify"
         )
-    depth = args.speculative_tokens or engine_depth(trained, tuned_tree(trained.folder))
+    depth = args.speculative_tokens
+    if depth is None:
+        depth = engine_depth(trained, tuned_tree(trained.folder))
     block = kind.block_depth(trained)
     if block and depth != block:
         raise UserError(
@@ -136,7 +138,9 @@ def _one_drafter(
         raise UserError(
             f"engine={args.engine!r} runs no {trained.kind!r} drafter; choose {known} or none"
         )
-    form = args.format or kind.verifiable.get(args.engine) or next(iter(kind.formats))
+    form = args.format
+    if form is None:
+        form = kind.verifiable.get(args.engine, next(iter(kind.formats)))
     exported = {}
     if args.exported:
         exported[form] = Path(args.exported).expanduser()
@@ -146,7 +150,9 @@ def _one_drafter(
             )
 
     # The proof of the files alone.
-    name = args.target or trained.target_name
+    name = trained.target_name
+    if args.target:
+        name = args.target
     found: Json = {}
     if args.engine != "all":
         if not args.exported:
@@ -220,7 +226,12 @@ def _all_kinds(
     prompts = tiny_prompts(args.prompts)
     sides = []
     for trained in shipped_drafters(target, prompts, args.max_new_tokens, scratch):
+        depth = 3
+        if args.speculative_tokens is not None:
+            depth = args.speculative_tokens
         block = shipping(trained.kind).block_depth(trained)
+        if block:
+            depth = block
         job = EngineJob(
             trained=trained,
             target=target,
@@ -228,7 +239,7 @@ def _all_kinds(
             dtype="float32",
             prompts=prompts,
             tokens=args.max_new_tokens,
-            depth=block or args.speculative_tokens or 3,
+            depth=depth,
             scratch=scratch,
         )
         sides.append(DrafterRows(job, {}))

@@ -87,7 +87,9 @@ class DrafterRows:
         """
         trained = self.job.trained
         row = empty_row(trained.kind, engine)
-        form = self.form or self.kind.verifiable.get(engine.name.lower(), engine.form)
+        form = self.form
+        if not form:
+            form = self.kind.verifiable.get(engine.name.lower(), engine.form)
         if engine.name not in self.kind.options(trained):
             reasons = [f"it knows no drafter of kind {trained.kind}"]
         else:

@@ -151,7 +151,9 @@ def prepare(
     weights = "an unrecorded number of"
     if training.get("parameters"):
         weights = f"{training['parameters']:,}"
-    license = args.license or _target_license(trained)
+    license = args.license
+    if not license:
+        license = _target_license(trained)
     metadata = {
         "base_model": base_model if "/" in base_model else "",
         "license": license,
@@ -219,7 +221,9 @@ def base_model_name(trained: Trained, given: str) -> str:
     Raises:
         UserError: the drafter records no target, or one by a local path only.
     """
-    name = given or trained.target_name
+    name = trained.target_name
+    if given:
+        name = given
     if not name:
         raise UserError("the drafter does not record its target; pass --base-model user/name")
     public = public_name(name)
@@ -258,4 +262,6 @@ def _target_license(trained: Trained) -> str:
 def _slug(text: str) -> str:
     """A file name's letters, digits, hyphens and underscores; others become hyphens."""
     name = re.sub(r"[^\w-]", "-", Path(str(text)).stem).strip("-")
-    return name or "suite"
+    if name:
+        return name
+    return "suite"

@@ -61,7 +61,9 @@ class Series:
 
     def points(self) -> list[tuple[float | None, Span | None]]:
         """Each value with its interval."""
-        spans = self.spans or [None] * len(self.values)
+        spans = self.spans
+        if not spans:
+            spans = [None] * len(self.values)
         return list(zip(self.values, spans, strict=True))
 
 
@@ -105,14 +107,18 @@ class Chart:
 
     def longest(self) -> float:
         """The largest value, interval end or reference; 1 if all are 0."""
-        largest = self.reference or 0.0
+        largest = 0.0
+        if self.reference is not None:
+            largest = self.reference
         for one in self.series:
             for value, span in one.points():
                 if value is not None:
                     largest = max(largest, value)
                 if span:
                     largest = max(largest, span[1])
-        return largest or 1.0
+        if largest == 0:
+            return 1.0
+        return largest
 
     def height(self, titled: bool) -> float:
         """Inches that the drawing takes."""

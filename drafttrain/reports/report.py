@@ -28,7 +28,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: a file that is not a results.json, or an unknown format.
     """
-    wanted = args.output or [beside(args.results[0], "report.html")]
+    wanted = args.output
+    if not wanted:
+        wanted = [beside(args.results[0], "report.html")]
     outputs = [output_file(name, "report", inputs_of(args)) for name in wanted]
     for output in outputs:
         if output.suffix not in FORMATS:

@@ -74,7 +74,9 @@ def sweep_charts(sweep: Json, number: int) -> Iterable[Chart]:
                 words.append(str(settings[key]))
             else:
                 words.append(f"{_AXES[key]} {settings.get(key)}")
-        name = ", ".join(words) or "speed-up"
+        name = ", ".join(words)
+        if not name:
+            name = "speed-up"
         lines.setdefault(name, {})[settings.get("batch_size", 1)] = figures
     for name, by_size in list(lines.items()):
         if len(by_size) < 2:  # a point is not a line

@@ -28,7 +28,7 @@ from drafttrain.data.chat import NO_INPUTS, ChatInputs, Message, has_template, p
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.combined import parts_of
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.drafters.registry import default_tree, load_drafter
+from drafttrain.drafters.registry import chosen_tree, load_drafter
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 from drafttrain.files import Json, write_json
@@ -193,7 +193,8 @@ class ChatSession:
                 turn.shown += time.perf_counter() - began
         finally:
             rounds.close()
-            turn.finish = turn.finish or "stopped"
+            if not turn.finish:
+                turn.finish = "stopped"
             if not turn.drafting:
                 count, seconds = turn.decoded
                 self.plain = (self.plain[0] + count, self.plain[1] + seconds)
@@ -351,7 +352,7 @@ def run(args: argparse.Namespace) -> int:
         UserError: values out of range, or anything that cannot be loaded.
     """
     sampling = sampling_of(args)
-    spec = TreeSpec.parse(args.tree or default_tree(args.drafter) or "chain:3")
+    spec = chosen_tree(args.tree, args.drafter)
     spec.check(sampling)
     target = load_target(args)
     if target.tokenizer is None:

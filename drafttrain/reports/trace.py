@@ -17,8 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from drafttrain.batch import TokenTree
 from drafttrain.data.chat import ChatInputs, decode, prompt_ids
-from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.drafters.registry import default_tree, load_drafter
+from drafttrain.drafters.registry import chosen_tree, load_drafter
 from drafttrain.environment import describe_environment, describe_run
 from drafttrain.errors import UserError
 from drafttrain.files import Json, write_text
@@ -159,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
         if output.suffix != ".html":
             raise UserError(f"output={args.output!r}: the ending must be .html")
     sampling = sampling_of(args)
-    spec = TreeSpec.parse(args.tree or default_tree(args.drafter) or "chain:3")
+    spec = chosen_tree(args.tree, args.drafter)
     spec.check(sampling)
 
     target = load_target(args)
@@ -314,7 +313,8 @@ def pieces_of(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str
 
 def print_trace(trace: Trace, chosen: int, console: Console | None = None) -> None:
     """Prints the colored answer, the rounds and the chosen round's tree."""
-    console = console or plain_console()
+    if console is None:
+        console = plain_console()
     answer = Text()
     for piece in trace.pieces:
         answer.append(piece.text, _shade(piece))

@@ -186,14 +186,19 @@ def run(args: argparse.Namespace) -> int:
     device = device_of(args)
 
     # Sizes of both models.
-    name = args.target or results["target"]
     if args.target_params:
         target = Sizes(args.target_params)
+    elif args.target:
+        target = sizes_of(target_config(args.target))
     else:
-        target = sizes_of(target_config(name))
+        target = sizes_of(target_config(results["target"]))
+    named = results["drafter"]
+    if args.drafter:
+        named = args.drafter
+    folder = split_name(named)[0]
     drafter = args.drafter_params
     if drafter is None:
-        drafter = _params_of(split_name(args.drafter or results["drafter"])[0])
+        drafter = _params_of(folder)
 
     profile = profile_of(results)
     width = args.bits / 8
@@ -213,7 +218,7 @@ def run(args: argparse.Namespace) -> int:
     write_json(output, content)
     then = next_command(
         "export",
-        drafter=split_name(args.drafter or results["drafter"])[0],
+        drafter=folder,
         format="vllm",
         output=output.with_name("export"),
         schedule=output,

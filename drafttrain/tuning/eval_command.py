@@ -10,7 +10,7 @@ from typing import Any
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.kinds import split_name
-from drafttrain.drafters.registry import load_drafter
+from drafttrain.drafters.registry import load_drafter, prepare
 from drafttrain.evaluation.baselines import parse_baselines
 from drafttrain.evaluation.diagnose import other_template_kwargs, print_findings
 from drafttrain.evaluation.metrics import partial_file, training_record
@@ -39,10 +39,11 @@ def run(
     Raises:
         UserError: values out of range, or anything that cannot be loaded.
     """
-    place = args.output or beside(split_name(args.drafter)[0], "results.json")
+    if args.output is None:
+        args.output = str(beside(split_name(args.drafter)[0], "results.json"))
     settings = settings_of(
         args,
-        output=output_file(place, "eval", inputs_of(args)),
+        output=output_file(args.output, "eval", inputs_of(args)),
         sampling=sampling_of(args),
     )
     suite = load_suite(args.suite, args.chat_template_kwargs)
@@ -55,7 +56,10 @@ def run(
         target = load_target(args)
     if drafter is not None and not drafter.name:
         partial_file(settings.output).unlink(missing_ok=True)  # perhaps of other weights
-    drafter = load_drafter(drafter or args.drafter, target)
+    if drafter is None:
+        drafter = load_drafter(args.drafter, target)
+    else:
+        prepare(drafter, target)
     results = evaluate(settings, target, drafter, suite, find_tree(settings))
     print_results(results)
     print_findings(results["diagnosis"])

@@ -64,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: an invalid value, or anything that cannot be loaded or measured.
     """
-    args.output = args.output or beside(split_name(args.drafter)[0], "sweep")
+    if args.output is None:
+        args.output = str(beside(split_name(args.drafter)[0], "sweep"))
     with OutputFolder(args.output, "sweep", inputs_of(args)) as output:
         summary = measure_cells(args, output.path)
     print_summary(summary)
@@ -136,9 +137,11 @@ def parse_axes(args: argparse.Namespace) -> dict[str, list[object]]:
         )
     trees: list[object] = list(args.trees.replace(";", " ").split())
     trees += [f"chain:{length}" for length in args.lengths]
+    if not trees:
+        trees = [None]  # as in eval
     return {
         "dtype": args.dtypes,
-        "tree": trees or [None],
+        "tree": trees,
         "temperature": args.temperatures,
         "batch_size": args.batch_sizes,
         "context": args.contexts,

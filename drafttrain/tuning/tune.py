@@ -31,7 +31,12 @@ from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.combined import parts_of
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.kinds import split_name
-from drafttrain.drafters.registry import decoding_file, decoding_settings, load_drafter
+from drafttrain.drafters.registry import (
+    decoding_file,
+    decoding_settings,
+    load_drafter,
+    prepare,
+)
 from drafttrain.environment import describe_environment, describe_run
 from drafttrain.errors import UserError
 from drafttrain.evaluation.resampling import Ratio, paired_ratio
@@ -419,15 +424,19 @@ def run(
             f"max-new-tokens={args.max_new_tokens} tells too little about a tree; use 16 or more"
         )
     settings = TuneSettings(sampling_of(args), args.max_new_tokens, args.repeats)
-    name = args.output or beside(split_name(args.drafter)[0], "tune.json")
-    output = output_file(name, "tune", inputs_of(args))
+    if args.output is None:
+        args.output = str(beside(split_name(args.drafter)[0], "tune.json"))
+    output = output_file(args.output, "tune", inputs_of(args))
     place = decoding_file(args.drafter)
     writes_tree = not args.dry_run and place.parent.joinpath("config.json").is_file()
     if writes_tree:
         output_file(place, "decoding", key="drafter")
 
     target = (target or load_target(args)).pack()
-    drafter = load_drafter(drafter or args.drafter, target)
+    if drafter is None:
+        drafter = load_drafter(args.drafter, target)
+    else:
+        prepare(drafter, target)
     if drafter is None:
         raise UserError(
             f"drafter={args.drafter!r} drafts nothing, so there is no tree to tune; name a drafter"
