@@ -475,7 +475,7 @@ class DraftStep:
         check("states", states, (plan.tokens, self.hidden))
         self._check(tables, stores, plan, 0)
         if not self.reads_context:
-            raise ValueError("query rows that are no multiple of 32 share a panel with keys")
+            raise ValueError("query rows that are not a multiple of 32 share a panel with keys")
         own = _rows(stores)
         cosine, sine = tables
         self._kernels.draft_context(

@@ -334,7 +334,7 @@ class DraftModel(TrainableDrafter):
         """
         if self.pair is not None:
             raise UserError(
-                f"on_policy: {self.runner.name!r} has another vocabulary than the target, so its answers are no rows of target "
+                f"on_policy: {self.runner.name!r} has another vocabulary than the target, so its answers are not target "
                 "tokens; leave it out"
             )
         lm = type(self.lm)(copy.deepcopy(self.lm.config))
