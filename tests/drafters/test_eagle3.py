@@ -7,13 +7,13 @@ import torch
 
 from drafttrain.batch import Batch, anchors_by_depth
 from drafttrain.drafters.base import StepInputs
-from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.eagle3.model import Eagle3
 from drafttrain.errors import UserError
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.states.source import TargetSource
 from tests.conftest import make_target
 from tests.drafters.helpers import check_gradients, make_batch, make_drafter, run_step, step_inputs
+from tests.drafters.layer_kinds import check_round_trip, check_trees
 from tests.drafters.overfitting import overfit
 
 needs_compiler = pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")
@@ -90,96 +90,12 @@ def test_padding_changes_nothing(target):
         )
 
 
-@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=needs_compiler)])
-@pytest.mark.parametrize("options", [{}, {"num_key_value_heads": 4, "intermediate_size": 40}])
-def test_training_step_k_is_what_the_decoder_computes_at_depth_k(target, options, packed):
-    """Drafts a chain after a prefix, then trains on the prefix with that chain as its continuation: states must agree."""
-    depth = 4
-    drafter, decoder = (
-        make_drafter(target, torch.arange(40, 240), ttt_steps=depth, **options).eval() for _ in "td"
-    )
-    if packed:  # the kernels of decoding on a CPU are that forward too
-        decoder.pack()
-        assert decoder.midlayer.native is not None
-    prefix = make_batch((12,)).input_ids[0]
-    anchor = len(prefix) - 2
-
-    decoded = []
-    step = decoder.step
-    decoder.step = lambda *args: decoded.append(step(*args)) or decoded[-1]
-    session = decoder.start(prefix[: anchor + 1], max_length=64)
-    features = target.forward(prefix[None], drafter.feature_layers).features[0]
-    session.extend(prefix[1 : anchor - 2], features[: anchor - 3])  # in pieces, as rounds do
-    session.extend(prefix[anchor - 2 : anchor + 2], features[anchor - 3 : anchor + 1])
-    decoded.pop(0)
-    tree = session.propose(TreeSpec.parse(f"chain:{depth}"))
-    assert len(tree) == depth and len(decoded) == depth
-
-    ids = torch.cat((prefix, tree.tokens, torch.tensor([7, 8])))[None]
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    mask[:, :2] = False
-    batch = Batch(ids, torch.tensor([ids.shape[1]]), mask, torch.tensor([0]))
-    trained = []
-    step = drafter.step
-    drafter.step = lambda *args: trained.append(step(*args)) or trained[-1]
-    run_step(drafter, target, batch)
-    for k, anchors in enumerate(anchors_by_depth(mask, depth)):
-        row = anchors.tolist().index(anchor)
-        torch.testing.assert_close(trained[k][row], decoded[k][0], rtol=1e-4, atol=1e-4)
-
-
-def test_trees_have_the_asked_shape_and_distinct_siblings(target):
-    drafter = make_drafter(target, kept=torch.arange(40, 240))
-    prefix = make_batch((9,)).input_ids[0]
-    features = target.forward(prefix[None], drafter.feature_layers).features[0]
-    for text, size in (
-        ("chain:3", 3),
-        ("fanout:3x2x1", 3 + 6 + 6),
-        ("dynamic:4,3,10", 10),
-        ("none", 0),
-    ):
-        session = drafter.start(prefix[:-1], 32)
-        session.extend(prefix[1:], features[:-1])
-        tree = session.propose(TreeSpec.parse(text))
-        assert len(tree) == size
-        assert all(parent < i for i, parent in enumerate(tree.parents))
-        assert all(40 <= token < 240 for token in tree.tokens.tolist())
-        pairs = list(zip(tree.parents, tree.tokens.tolist(), strict=True))
-        assert len(set(pairs)) == len(pairs)
-
-
-def test_tree_nodes_see_only_their_own_path(target):
-    """Each node's path drafted as a chain of its own gives the same log-probabilities."""
-    drafter = make_drafter(target)
-    prefix = make_batch((9,)).input_ids[0]
-    features = target.forward(prefix[None], drafter.feature_layers).features[0]
-
-    def session():
-        s = drafter.start(prefix[:-1], 32)
-        s.extend(prefix[1:], features[:-1])
-        return s
-
-    wide = session().propose(TreeSpec.parse("fanout:3x2x2"))
-    chain = session().propose(TreeSpec.parse("chain:3"))
-    node = -1
-    score = []
-    for token in chain.tokens.tolist():
-        node = next(i for i, p in enumerate(wide.parents) if p == node and wide.tokens[i] == token)
-        score.append(wide.log_probs[node])
-    torch.testing.assert_close(torch.stack(score), chain.log_probs, rtol=1e-4, atol=1e-4)
+def test_trees(target):
+    check_trees(make_drafter(target, kept=torch.arange(40, 240)), target)
 
 
 def test_save_and_load_round_trip(target, tmp_path):
-    drafter = make_drafter(target, kept=torch.arange(40, 240))
-    drafter.save_pretrained(tmp_path)
-    loaded = Eagle3.from_pretrained(tmp_path)
-    assert (
-        torch.equal(loaded.kept_ids, drafter.kept_ids)
-        and loaded.feature_layers == drafter.feature_layers
-    )
-    loaded.bind(target)
-    a, b = (run_step(d, target, make_batch()).loss for d in (drafter, loaded))
-    torch.testing.assert_close(a, b)
+    check_round_trip(make_drafter(target, kept=torch.arange(40, 240)), target, tmp_path)
 
 
 def test_a_drafter_for_another_target_is_refused(target):

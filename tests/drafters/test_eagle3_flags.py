@@ -24,13 +24,16 @@ from drafttrain.ops.native import cpu_kernels
 from drafttrain.target import Target
 from tests.conftest import make_target, make_tokenizer
 from tests.drafters.eagle3_options import EVERYTHING, YARN
-from tests.drafters.helpers import make_batch, make_drafter, packed_batch, run_step, source_of
+from tests.drafters.helpers import make_batch, make_drafter, run_step, source_of
+from tests.drafters.layer_kinds import check_packed_rows
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
 OPTIONS = [
+    {},
+    {"num_key_value_heads": 4, "intermediate_size": 40},
     {"num_hidden_layers": 2},
     {"fc_norm": True},
     {"norm_output": True},
@@ -64,9 +67,10 @@ def shaken(target, **options):
     return drafter.eval()
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
-    "options", OPTIONS, ids=lambda o: "everything" if len(o) > 9 else "-".join(map(str, o))
+    "options",
+    [pytest.param(options, marks=pytest.mark.thorough if options else ()) for options in OPTIONS],
+    ids=lambda o: "everything" if len(o) > 9 else "-".join(map(str, o)) or "plain",
 )
 def test_training_step_k_is_decoding_at_depth_k(target, options):
     depth = 4
@@ -116,24 +120,7 @@ def test_training_step_k_is_decoding_at_depth_k(target, options):
     "options", [{}, {"num_hidden_layers": 2}, EVERYTHING], ids=["plain", "layers", "everything"]
 )
 def test_packed_rows_give_the_loss_and_gradients_of_single_ones(target, options):
-    lengths = (17, 11, 30, 9)
-    drafter = shaken(target, **options)
-    whole = make_batch(lengths, start=2)
-    packed = packed_batch(whole, [[2, 0], [3, 1]])
-    results = []
-    for batch in (whole, packed):
-        drafter.zero_grad()
-        step = run_step(drafter, target, batch)
-        step.loss.backward()
-        results.append((step, [parameter.grad.clone() for parameter in drafter.parameters()]))
-    (one, grads), (other, packed_grads) = results
-    torch.testing.assert_close(one.loss, other.loss, rtol=1e-5, atol=1e-6)
-    for name in one.metrics:
-        torch.testing.assert_close(one.metrics[name], other.metrics[name], rtol=1e-4, atol=1e-4)
-    for mine, theirs in zip(grads, packed_grads, strict=True):
-        torch.testing.assert_close(
-            mine, theirs, rtol=1e-3, atol=1e-5 * max(1.0, float(mine.abs().max()))
-        )
+    check_packed_rows(shaken(target, **options), target)
 
 
 @pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["plain", "everything"])
