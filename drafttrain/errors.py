@@ -49,6 +49,13 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def reason_of(error: BaseException) -> str:
+    """What the system says of an error ("Permission denied"), else the error's own first line."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return first_line(error)
+
+
 def shown(value: object) -> str:
     """A value in an error: its repr in one line of at most 80 characters."""
     try:

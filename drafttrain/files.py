@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import TypeVar
 
 from drafttrain.credentials import redact
-from drafttrain.errors import UserError, first_line, shown, without_xet
+from drafttrain.errors import UserError, first_line, reason_of, shown, without_xet
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
@@ -30,6 +30,14 @@ Json = dict[str, Any]  # a JSON object
 
 
 T = TypeVar("T", default=Json)
+
+
+def value_of(keys: Mapping[str, object], name: str, default: object) -> Any:
+    """A key's value, or the default where the key is missing or null."""
+    value = keys.get(name)
+    if value is None:
+        return default
+    return value
 
 
 def cache_folder() -> Path:
@@ -173,7 +181,7 @@ def writing(path: Path, key: str = "output", reads: bool = False) -> Iterator[No
     except Exception as error:
         if not is_disk_full(error) and (reads or not isinstance(error, OSError)):
             raise
-        reason = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
+        reason = reason_of(error)
         if is_disk_full(error):
             fix = "free some space, or choose another place"
         else:
@@ -217,7 +225,7 @@ def read_text(path: Path, key: str, fix: str) -> str:
         ) from error
     except OSError as error:
         raise UserError(
-            f"{key}={str(path)!r} cannot be read ({error.strerror or first_line(error)}); {fix}"
+            f"{key}={str(path)!r} cannot be read ({reason_of(error)}); {fix}"
         ) from error
 
 

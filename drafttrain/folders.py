@@ -22,7 +22,7 @@ from pathlib import Path
 from typing_extensions import TypedDict
 
 from drafttrain.environment import __version__
-from drafttrain.errors import UserError, first_line
+from drafttrain.errors import UserError, first_line, reason_of
 from drafttrain.files import Json, lock, read_json, upgrade, writing
 
 MARKER = ".drafttrain"  # in every folder that a command writes; hidden files are never published
@@ -321,8 +321,7 @@ def _check_place(path: Path, key: str, is_folder: bool) -> None:
         with tempfile.TemporaryFile(dir=at):  # a file without a name
             pass
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or first_line(error)
-        raise UserError(f"{where} cannot be written ({reason}); {fix}") from error
+        raise UserError(f"{where} cannot be written ({reason_of(error)}); {fix}") from error
 
 
 def _same(output: Path, given: Path, below: bool) -> bool:

@@ -27,7 +27,7 @@ from typing_extensions import NotRequired, TypedDict
 from drafttrain.data.chat import ChatInputs
 from drafttrain.data.masks import answer_record
 from drafttrain.data.row_formats import parse_row
-from drafttrain.errors import UserError, first_line
+from drafttrain.errors import UserError, reason_of
 from drafttrain.files import Json, append_line, check_json, parse_line
 from drafttrain.inference.sequence import Generation
 from drafttrain.target import Target
@@ -227,7 +227,7 @@ class LogReader:
                     lines.append((where, path, line))
         except OSError as error:
             raise UserError(
-                f"log={str(self.path)!r} cannot be read ({error.strerror or first_line(error)}); check --log"
+                f"log={str(self.path)!r} cannot be read ({reason_of(error)}); check --log"
             ) from error
         self.places = self.places[-_PLACES:]
         return list(lines), count - len(lines)

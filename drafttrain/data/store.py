@@ -42,7 +42,7 @@ from typing_extensions import NotRequired, TypedDict
 from drafttrain.data.int8_rows import block_size, restored, scale_names
 from drafttrain.data.record_cache import StoredIds, cached_records
 from drafttrain.environment import __version__
-from drafttrain.errors import UserError, first_line
+from drafttrain.errors import UserError, reason_of
 from drafttrain.files import (
     Json,
     append_line,
@@ -144,10 +144,8 @@ def not_written(directory: Path, kept: str, error: Exception) -> UserError:
     free = shutil.disk_usage(directory).free
     if is_disk_full(error):
         reason = "no space left on the device"
-    elif isinstance(error, OSError) and error.strerror:
-        reason = error.strerror
     else:
-        reason = first_line(error)
+        reason = reason_of(error)
     return UserError(
         f"output={str(directory)!r}: {reason} ({free / 1e6:.0f} MB free); {kept} kept, free some "
         "space and run the same command again to continue"

@@ -104,7 +104,7 @@ class GgufHeads(Shipping[D]):
         """Writes draft.gguf. Reads the target's weights only where the file needs rows of them."""
         if form != "gguf":
             return super().write(trained, form, request)
-        name = request.target_files or trained.target_name
+        name = request.target_of(trained)
         if not name:
             raise UserError(
                 "format='gguf' needs the target's tokenizer, and no target is recorded; pass --target"

@@ -29,6 +29,7 @@ from drafttrain.files import Json
 from drafttrain.formats.engines import EngineRelease, engine_of
 from drafttrain.formats.weights import (
     Shapes,
+    architectures_in,
     check_names,
     check_weights,
     read_config,
@@ -110,6 +111,12 @@ class ExportRequest(NamedTuple):
     def target_files(self) -> str:
         """The folder or name from which the target's files load."""
         return self.source or self.target
+
+    def target_of(self, trained: Trained) -> str:
+        """`target_files`, or the target that the drafter records; empty if neither is known."""
+        if self.target_files:
+            return self.target_files
+        return trained.target_name
 
 
 class Exported(NamedTuple):
@@ -423,8 +430,7 @@ class Shipping(Generic[D]):
 
     def recognizes(self, config: Mapping[str, object]) -> bool:
         """Whether a published checkpoint's config.json is of this kind."""
-        names = config.get("architectures")
-        return isinstance(names, list) and any(name in self.architectures for name in names)
+        return any(name in self.architectures for name in architectures_in(config))
 
     def published(self, checkpoint: Exported, target: Json) -> Exported:
         """A published checkpoint in the engine's format that the kind is written in.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from drafttrain.evaluation.baselines import BASELINES
-from drafttrain.files import Json
+from drafttrain.files import Json, value_of
 
 MOST_SPREAD = 3.0  # of a plain baseline's tokens per second over the prompts
 MOST_TUNE_ERROR = 0.25  # between the predicted and the measured speed-up of a tree
@@ -64,7 +64,7 @@ def _numbers(value: object, place: str) -> Iterator[tuple[str, float]]:
 
 def _spread(results: Mapping[str, Any]) -> Iterator[str]:
     """Plain decoding whose speed differs too much from prompt to prompt."""
-    prompts: list[Json] = results.get("prompts") or []
+    prompts: list[Json] = value_of(results, "prompts", [])
     if not isinstance(prompts, list):  # of tune: their number
         return
     for name in BASELINES:

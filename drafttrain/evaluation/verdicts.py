@@ -17,7 +17,7 @@ import numpy as np
 
 from drafttrain.evaluation.baselines import BASELINE_NAMES, BASELINES
 from drafttrain.evaluation.resampling import FEWEST, Ratio, paired_ratio, totals
-from drafttrain.files import Json
+from drafttrain.files import Json, value_of
 
 MOST = 5000  # prompts; a difference that takes more does not matter
 PAYS = "pays"
@@ -111,7 +111,7 @@ def fastest(figures: Json) -> str:
 
 def interval_of(figures: Json, baseline: str) -> list[float] | None:
     """The recorded interval of a speed-up; earlier versions wrote none."""
-    confidence = figures.get("confidence") or {}
+    confidence = value_of(figures, "confidence", {})
     speedups = confidence.get("speedup")
     if not speedups:
         return None

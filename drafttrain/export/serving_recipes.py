@@ -12,7 +12,7 @@ from drafttrain.drafters.shipping import GGUF_NAME, Trained, shipped_kinds, ship
 from drafttrain.errors import UserError
 from drafttrain.export.batch_schedule import Entry
 from drafttrain.export.engine_runs import RUNS, Serving
-from drafttrain.files import Json
+from drafttrain.files import Json, value_of
 from drafttrain.formats.engines import ENGINES
 
 _OURS = """from drafttrain import generate
@@ -137,7 +137,7 @@ def fastest(results: Sequence[Json]) -> Json | None:
     measured = [run for run in results if run["decoding"].get("tree", {}).get("depth")]
 
     def speedup(run: Json) -> float:
-        return run["overall"].get("speedup_vs_fastest") or 0.0
+        return value_of(run["overall"], "speedup_vs_fastest", 0.0)
 
     return max(measured, key=speedup, default=None)
 

@@ -35,6 +35,14 @@ def read_config(folder: Path, name: str = "config.json", missing: Json | None = 
     return read_json(folder / name, "checkpoint", "repair it, or give a checkpoint's folder")
 
 
+def architectures_in(config: Mapping[str, object]) -> list[str]:
+    """The names of model classes in a config.json; empty where it has no list of them."""
+    names = config.get("architectures")
+    if not isinstance(names, list):
+        return []
+    return [str(name) for name in names]
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors of a checkpoint: those that its index names, or model.safetensors.
 

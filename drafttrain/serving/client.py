@@ -22,7 +22,7 @@ from typing_extensions import TypedDict
 from drafttrain.data.failures import one_line
 from drafttrain.data.openai_replies import ModelList
 from drafttrain.errors import UserError, first_line
-from drafttrain.files import Json, violation
+from drafttrain.files import Json, value_of, violation
 
 _MODELS_SECONDS = 30.0  # for the list of models
 
@@ -206,8 +206,8 @@ async def _read(reply: httpx.Response, answer: Answer, start: float) -> None:
         if usage:
             answer.tokens = usage["completion_tokens"]
             answer.counted = True
-        for choice in event.get("choices") or []:
-            delta = choice.get("delta") or {}
+        for choice in value_of(event, "choices", []):
+            delta = value_of(choice, "delta", {})
             if delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning"):
                 answer.chunks.append(time.perf_counter() - start)
             if choice.get("finish_reason"):

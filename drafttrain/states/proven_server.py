@@ -21,7 +21,7 @@ from typing_extensions import NotRequired, TypedDict
 from drafttrain.data.backends import send_json
 from drafttrain.data.failures import BadReply
 from drafttrain.errors import UserError
-from drafttrain.files import first_change
+from drafttrain.files import first_change, value_of
 from drafttrain.states.origins import RowStates
 from drafttrain.states.transports import open_transport
 from drafttrain.states.transports.transport import FileReply, StatesTransport, StoreReply
@@ -159,7 +159,7 @@ class ProvenServer:
             raise BadReply(
                 "not finite", f"states of {tokens} tokens hold NaN or infinity", retry=True
             )
-        return states, reply["choices"][0].get("prompt_logprobs") or []
+        return states, value_of(reply["choices"][0], "prompt_logprobs", [])
 
     @property
     def _command(self) -> str:

@@ -25,7 +25,7 @@ from typing_extensions import TypedDict
 
 from drafttrain.drafters.common.configs import last_layer_config
 from drafttrain.errors import UserError, first_line
-from drafttrain.files import Json, check_json, read_json
+from drafttrain.files import Json, check_json, read_json, value_of
 from drafttrain.target import resolve_target
 
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -249,7 +249,7 @@ def sizes_of(config: Json) -> Sizes:
     Raises:
         UserError: a key is missing or has a wrong value.
     """
-    config = {**config, **(config.get("text_config") or {})}
+    config = {**config, **value_of(config, "text_config", {})}
     check_json(config, "target: config.json", "give --target-params instead", ModelSizes)
     for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
         if config.get(key) is None:

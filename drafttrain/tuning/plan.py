@@ -24,7 +24,7 @@ from drafttrain.data.store import read_meta, stored_features
 from drafttrain.drafters.common.trainable import DecoderDrafter
 from drafttrain.drafters.registry import kind_class
 from drafttrain.errors import UserError
-from drafttrain.files import Json, write_json
+from drafttrain.files import Json, value_of, write_json
 from drafttrain.folders import inputs_of, output_file
 from drafttrain.outcome import command_line, conclude, next_command
 from drafttrain.recipes import recipe_path
@@ -175,7 +175,7 @@ class _Planner:
         self.stored: Json | None = None
         counts: Json = {}
         if (folder / "meta.json").is_file():
-            counts = read_meta(folder).get("counts") or {}
+            counts = value_of(read_meta(folder), "counts", {})
             self.stored = stored_features(folder)
 
         held = counts.get("conversations", 0)

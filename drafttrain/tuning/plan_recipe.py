@@ -17,7 +17,7 @@ from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.registry import kind_class
 from drafttrain.environment import shipped_folder
 from drafttrain.errors import UserError
-from drafttrain.files import Json, read_json, read_text
+from drafttrain.files import Json, read_json, read_text, value_of
 from drafttrain.target import Target
 from drafttrain.target.loading import loading
 from drafttrain.tuning.costs import target_config
@@ -174,7 +174,7 @@ def deepspeed_of(given: str, trainer: Json, gpus: int) -> LaunchSettings:
     if isinstance(found, str) and found.endswith((".yaml", ".yml")):
         where = f"deepspeed={found!r}"
         launch: Json = read_yaml(read_text(Path(found), "deepspeed", _DEEPSPEED_FIX), where) or {}
-        processes = int(launch.get("num_processes") or 0)
+        processes = int(value_of(launch, "num_processes", 0))
         found = _accelerates(launch.get("deepspeed_config") or {}, Path(found))
     if isinstance(found, dict):
         return LaunchSettings(found, processes)

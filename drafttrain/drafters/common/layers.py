@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from drafttrain.batch import Attend, Part
 from drafttrain.drafters.common.configs import BlockConfig, LayerConfig
-from drafttrain.files import Json
+from drafttrain.files import Json, value_of
 from drafttrain.ops.cpu_layers import DecoderLayer
 from drafttrain.ops.packing import SKINNY_ROWS
 
@@ -51,7 +51,7 @@ class Rotary:
     def __init__(self, head_dim: int, parameters: Json):
         self.head_dim = head_dim
         self.parameters = dict(parameters)
-        rotated = self.parameters.get("partial_rotary_factor") or 1.0
+        rotated = value_of(self.parameters, "partial_rotary_factor", 1.0)
         self.width = int(head_dim * rotated)
         # Per device: frequencies [r / 2], and the factor of cosine and sine.
         self._known: dict[torch.device, tuple[Tensor, float]] = {}
@@ -97,8 +97,8 @@ class Rotary:
             steps = torch.arange(0, self.width, 2, device=device, dtype=torch.float)
             return parameters["rope_theta"] ** (-steps / self.width), 1.0
         # transformers' functions read a config; one of a single head has the same frequencies.
-        original = parameters.get("original_max_position_embeddings") or 2048
-        factor = parameters.get("factor") or 1.0
+        original = value_of(parameters, "original_max_position_embeddings", 2048)
+        factor = value_of(parameters, "factor", 1.0)
         config = LlamaConfig(
             hidden_size=self.head_dim,
             num_attention_heads=1,

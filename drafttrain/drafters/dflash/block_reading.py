@@ -26,7 +26,8 @@ from drafttrain.drafters.common.block import BlockDrafter
 from drafttrain.drafters.eagle3.reading import check_embedding, check_keys, published_rope
 from drafttrain.drafters.shipping import Exported
 from drafttrain.errors import UserError
-from drafttrain.files import Json
+from drafttrain.files import Json, value_of
+from drafttrain.formats.weights import architectures_in
 from drafttrain.target import resolve_target
 from drafttrain.target.loading import read_embedding
 
@@ -98,7 +99,7 @@ def _check_block(keys: Json, layer: Json, where: str) -> None:
         reasons.append(f"has markov_head_type={head!r}")
 
     # Windows are supported where all layers have one and a block's tokens see each other.
-    types = set(layer.get("layer_types") or [])
+    types = set(value_of(layer, "layer_types", []))
     mutual = keys.get("causal") is False or keys.get("is_causal") is False
     supported = True
     if "sliding_attention" in types:
@@ -158,7 +159,7 @@ def block_fields(checkpoint: Exported, target: Json) -> Json:
     # its block_size leaves that token out.
     flat_dspark = False
     if not nested:
-        named_dspark = any("DSpark" in str(name) for name in config.get("architectures") or ())
+        named_dspark = any("DSpark" in name for name in architectures_in(config))
         flat_dspark = named_dspark or is_dspark(config)
     anchor = bool(keys.get("sample_from_anchor", keys.get("shift_label", flat_dspark)))
     size = keys["block_size"]
@@ -206,7 +207,7 @@ def _window(keys: Json, layer: Json) -> int:
     """Positions that a block's token sees, 0 for all."""
     if keys.get("use_swa"):  # in dflash_config
         return keys["swa_window_size"]
-    types = layer.get("layer_types") or []
+    types = value_of(layer, "layer_types", [])
     if "sliding_attention" in types:  # of all layers (DFlash 2)
         return layer["sliding_window"]
     return 0

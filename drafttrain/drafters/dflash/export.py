@@ -41,6 +41,7 @@ from drafttrain.errors import UserError
 from drafttrain.files import Json, writing
 from drafttrain.formats.engines import EngineRelease
 from drafttrain.formats.weights import (
+    architectures_in,
     check_kept_ids,
     check_names,
     dtype_name,
@@ -182,7 +183,7 @@ class EngineBlocks(BlockFiles[Block]):
         if form == "gguf":
             return super().write(trained, form, request)
         drafter = self.load(trained)
-        name = request.target_files or trained.target_name
+        name = request.target_of(trained)
         target = load_shell(name, "float32", "cpu", weights=self.lends(drafter))
         if target.embed_scale != 1.0 and form != "transformers":
             scale = f"the target scales its embeddings by {target.embed_scale:g}, and the engines' class does not"
@@ -341,8 +342,7 @@ class EngineBlocks(BlockFiles[Block]):
 
     def recognizes(self, config: Mapping[str, object]) -> bool:
         known = config.get("speculators_model_type") in ("dflash", "dspark")
-        names = config.get("architectures")
-        if isinstance(names, list) and PUBLISHED_BLOCKS & set(map(str, names)):
+        if PUBLISHED_BLOCKS.intersection(architectures_in(config)):
             known = True
         # A Markov head, not the name, tells DSpark from DFlash.
         return known and is_dspark(config) == (self.drafter_class.kind == "dspark")

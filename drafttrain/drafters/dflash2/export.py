@@ -32,6 +32,7 @@ from drafttrain.drafters.shipping import Exported, Format, Trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.formats.engines import EngineRelease
+from drafttrain.formats.weights import architectures_in
 from drafttrain.target import Target
 
 _NEED = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
@@ -101,8 +102,7 @@ class DFlash2Shipping(EngineBlocks[DFlash2]):
         return weights
 
     def recognizes(self, config: Mapping[str, object]) -> bool:
-        names = config.get("architectures")
-        return isinstance(names, list) and _ARCHITECTURE in names
+        return _ARCHITECTURE in architectures_in(config)
 
     def more_fields(self, config: Json) -> Json:
         keys = own_keys(config)

@@ -32,7 +32,7 @@ from drafttrain.drafters.shipping import (
     Trained,
 )
 from drafttrain.errors import UserError
-from drafttrain.files import Json
+from drafttrain.files import Json, value_of
 from drafttrain.formats.engines import EngineRelease
 from drafttrain.formats.weights import dtype_name
 
@@ -128,9 +128,7 @@ class Eagle1Shipping(Shipping[Eagle1]):
         # A checkpoint's keys, or the default where it lacks one.
         keys: Json = {}
         for name, default in LAYER_KEYS.items():
-            value = checkpoint.config.get(name)
-            if value is None:
-                value = default
+            value = value_of(checkpoint.config, name, default)
             if value is not None:
                 keys[name] = value
         keys["rope_parameters"] = published_rope(checkpoint.config)

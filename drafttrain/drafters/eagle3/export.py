@@ -33,7 +33,13 @@ from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.formats.engines import ENGINES, EngineRelease, engine_of
 from drafttrain.formats.public_names import public_name, write_clean_json
-from drafttrain.formats.weights import dtype_name, read_config, read_weights, write_checkpoint
+from drafttrain.formats.weights import (
+    architectures_in,
+    dtype_name,
+    read_config,
+    read_weights,
+    write_checkpoint,
+)
 from drafttrain.formats.write_gguf import ROPES
 from drafttrain.target.loading import architectures_of
 
@@ -357,10 +363,10 @@ class Eagle3Shipping(GgufHeads[Eagle3], Eagle3Files[Eagle3]):
             return config["speculators_model_type"] == "eagle3"
         if config.get("parallel_drafting") or config.get("ptd_token_id") is not None:
             return False  # P-EAGLE
-        names = config.get("architectures")
+        names = architectures_in(config)
         if names == ["LlamaForCausalLM"]:
             return "draft_vocab_size" in config
-        return isinstance(names, list) and any("Eagle3" in str(name) for name in names)
+        return any("Eagle3" in name for name in names)
 
     def read(self, folder: Path, target: Json, allow_pickle: bool = False) -> Eagle3:
         config = read_config(folder)

@@ -20,7 +20,7 @@ from drafttrain.drafters.common.llama_layers import LAYER_KEYS
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.drafters.shipping import Exported
 from drafttrain.errors import UserError
-from drafttrain.files import Json, violation
+from drafttrain.files import Json, value_of, violation
 from drafttrain.formats.weights import check_kept_ids, check_names, pop_kept_ids
 from drafttrain.target import resolve_target
 from drafttrain.target.loading import check_finite, read_embedding
@@ -181,9 +181,7 @@ def check_embedding(embedding: Tensor, target: str, where: str) -> None:
 def _check_foreign(checkpoint: Exported, layer: Json) -> None:
     """Raises UserError for a checkpoint that computes what no kind of ours computes."""
     config = checkpoint.config
-    eagle = config.get("eagle_config")
-    if eagle is None:
-        eagle = {}
+    eagle = value_of(config, "eagle_config", {})
     reasons = []
     # What SGLang's and ModelOpt's keys say about the head.
     if eagle.get("use_input_layernorm_in_first_layer") is False:
@@ -194,10 +192,10 @@ def _check_foreign(checkpoint: Exported, layer: Json) -> None:
         reasons.append("has no norm before its head (use_last_layernorm false)")
     if eagle.get("use_mtp_layernorm"):
         reasons.append("has an MTP module's norms (use_mtp_layernorm)")
-    count = layer.get("num_hidden_layers") or 1
+    count = value_of(layer, "num_hidden_layers", 1)
     if eagle.get("next_layer_regular") is False and count > 1:
         reasons.append("has later layers that read the embedding too (next_layer_regular false)")
-    heads = eagle.get("parallel_draft_step") or 1
+    heads = value_of(eagle, "parallel_draft_step", 1)
     if heads > 1:
         reasons.append("has Medusa-like heads beside its own (parallel_draft_step above 1)")
     # What other trainers' keys, or their tensors, say.
@@ -208,14 +206,14 @@ def _check_foreign(checkpoint: Exported, layer: Json) -> None:
         reasons.append(
             "trained an embedding of its own (embed_requires_grad); ours reads the target's"
         )
-    scale = layer.get("logit_scale") or 1.0
+    scale = value_of(layer, "logit_scale", 1.0)
     if scale != 1.0:
         reasons.append(
             f"has logit_scale={scale}, a factor on its logits, which no kind of ours has"
         )
     if eagle.get("use_aux_hidden_state") is False:
         reasons.append("reads one target state (use_aux_hidden_state false), which is EAGLE-1")
-    types = layer.get("layer_types") or []
+    types = value_of(layer, "layer_types", [])
     if set(types) == {"sliding_attention", "full_attention"}:
         reasons.append("mixes layers with and without a window; ours have one for all")
     if reasons:
@@ -237,15 +235,14 @@ def _our_fields(checkpoint: Exported, target: Json) -> Json:
     fields: Json = {}
     for keys, place in ((LAYER_KEYS, layer), (defaults, config)):
         for name, default in keys.items():
-            value = place.get(name)
-            fields[name] = default if value is None else value
+            fields[name] = value_of(place, name, default)
             if fields[name] is None:
                 raise UserError(f"{checkpoint.where}: config.json has no {name}; it is needed")
     fields["qk_norm"] = "midlayer.self_attn.q_norm.weight" in checkpoint.weights
     fields["sliding_window"] = 0
-    types = layer.get("layer_types") or []
+    types = value_of(layer, "layer_types", [])
     if "sliding_attention" in types:
-        fields["sliding_window"] = layer.get("sliding_window") or 0
+        fields["sliding_window"] = value_of(layer, "sliding_window", 0)
     rope = published_rope(layer)
     fields["rope_theta"] = rope["rope_theta"]
     fields["rope_parameters"] = rope
@@ -283,7 +280,7 @@ def published_rope(layer: Json) -> Json:
     if kind:
         rope["rope_type"] = kind
     rope.setdefault("rope_type", "default")
-    rope.setdefault("rope_theta", layer.get("rope_theta") or 10000.0)
+    rope.setdefault("rope_theta", value_of(layer, "rope_theta", 10000.0))
     if layer.get("partial_rotary_factor"):
         rope.setdefault("partial_rotary_factor", layer["partial_rotary_factor"])
     return rope

@@ -114,7 +114,7 @@ class MTPShipping(Shipping[MTP]):
         """
         if trained.config.get("target_layer"):
             return FAMILY.write(trained, form, request)
-        target = load_shell(request.target_files or trained.target_name)
+        target = load_shell(request.target_of(trained))
         ours = vars(self.load(trained).config)
         theirs = vars(MTPConfig.for_target(target))
         wrong = []

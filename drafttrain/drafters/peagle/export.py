@@ -18,7 +18,7 @@ from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Traine
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.formats.engines import EngineRelease
-from drafttrain.formats.weights import read_config, read_weights
+from drafttrain.formats.weights import architectures_in, read_config, read_weights
 
 # Keys of the mask token, in the order in which vLLM looks for it.
 _MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")
@@ -58,8 +58,7 @@ class PEagleShipping(Eagle3Files[PEagle]):
             return True
         if config.get("ptd_token_id") is not None:
             return True
-        names = config.get("architectures")
-        return isinstance(names, list) and any("PEagle" in str(name) for name in names)
+        return any("PEagle" in name for name in architectures_in(config))
 
     def read(self, folder: Path, target: Json, allow_pickle: bool = False) -> PEagle:
         where = repr(str(folder))
