@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedType
 from accelerate.utils import (
@@ -182,6 +182,15 @@ def schedule_of(
     )
 
 
+class WrappedDrafter(NamedTuple):
+    """The drafter as the processes train it, with its optimizer and schedule."""
+
+    drafter: TrainableDrafter
+    model: nn.Module  # the drafter, perhaps wrapped by DDP or DeepSpeed
+    optimizer: Optimizer
+    schedule: LRScheduler
+
+
 def prepared(
     accelerator: Accelerator,
     drafter: TrainableDrafter,
@@ -189,13 +198,15 @@ def prepared(
     steps: int,
     budget: TimeBudget | None,
     column_rates: Tensor | None,
-) -> tuple[nn.Module, Optimizer, LRScheduler]:
-    """The drafter as the processes train it, its optimizer and its schedule."""
+) -> WrappedDrafter:
+    """Wraps the drafter as the processes train it, and makes its optimizer and schedule."""
     if not is_deepspeed(accelerator):
         optimizer = optimizer_of(drafter, args, column_rates)
         model, optimizer = accelerator.prepare(drafter, optimizer)
         # Not prepared: accelerate would step it once per process.
-        return model, optimizer, schedule_of(optimizer, args, steps, budget)
+        return WrappedDrafter(
+            drafter, model, optimizer, schedule_of(optimizer, args, steps, budget)
+        )
 
     from deepspeed.utils import logger
 
@@ -225,9 +236,9 @@ def prepared(
             lr_scheduler_callable=lambda made: schedule_of(made, args, steps, budget),
         )
     if schedule is not None:
-        return accelerator.prepare(drafter, optimizer, schedule)
+        return WrappedDrafter(drafter, *accelerator.prepare(drafter, optimizer, schedule))
     model, optimizer = accelerator.prepare(drafter, optimizer)
-    return model, optimizer, schedule_of(optimizer, args, steps, budget)
+    return WrappedDrafter(drafter, model, optimizer, schedule_of(optimizer, args, steps, budget))
 
 
 def learning_rate(optimizer: Optimizer) -> float:

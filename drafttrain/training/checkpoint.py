@@ -19,9 +19,6 @@ from accelerate import Accelerator
 from accelerate.utils import DeepSpeedSchedulerWrapper
 from pydantic import Field
 from safetensors.torch import load_file
-from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import (
@@ -36,7 +33,7 @@ from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.errors import UserError
 from drafttrain.files import Json, open_tensors, read_json, reading
 from drafttrain.folders import PARTIAL, OutputFolder
-from drafttrain.training.acceleration import is_deepspeed
+from drafttrain.training.acceleration import WrappedDrafter, is_deepspeed
 
 STATE = "trainer_state.json"
 WEIGHTS = "model.safetensors"
@@ -56,8 +53,7 @@ class Checkpoints:
     """Writes the checkpoints of a run, and restores it from one.
 
     Args:
-        model: the drafter as the processes train it, perhaps wrapped.
-        parts: time budget and on-policy rows.
+        trained: what checkpoints hold. parts: time budget and on-policy rows.
     """
 
     def __init__(
@@ -65,19 +61,16 @@ class Checkpoints:
         args: TrainingArguments,
         state: TrainerState,
         accelerator: Accelerator,
-        drafter: TrainableDrafter,
-        model: nn.Module,
-        optimizer: Optimizer,
-        schedule: LRScheduler,
+        trained: WrappedDrafter,
         parts: Sequence[SavedPart],
     ):
         self.args = args
         self.state = state
         self.accelerator = accelerator
-        self.drafter = drafter
-        self.model: Any = model
-        self.optimizer = optimizer
-        self.schedule = schedule
+        self.drafter = trained.drafter
+        self.model: Any = trained.model
+        self.optimizer = trained.optimizer
+        self.schedule = trained.schedule
         self.parts = parts
         self.root = Path(str(args.output_dir))
 

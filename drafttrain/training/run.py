@@ -100,7 +100,7 @@ class Training:
         enable_checkpointing(run.drafter, args)
         # Counted here, because ZeRO-3 shards the weights in the next step.
         parameters = run.drafter.num_parameters(exclude_embeddings=True)
-        self.model, self.optimizer, self.schedule = prepared(
+        trained = prepared(
             accelerator=self.accelerator,
             drafter=run.drafter,
             args=args,
@@ -108,6 +108,9 @@ class Training:
             budget=run.budget,
             column_rates=run.column_rates,
         )
+        self.model = trained.model
+        self.optimizer = trained.optimizer
+        self.schedule = trained.schedule
 
         self.step = TrainingStep(
             drafter=run.drafter,
@@ -128,10 +131,7 @@ class Training:
             args=args,
             state=self.state,
             accelerator=self.accelerator,
-            drafter=run.drafter,
-            model=self.model,
-            optimizer=self.optimizer,
-            schedule=self.schedule,
+            trained=trained,
             parts=parts,
         )
         if run.checkpoint is not None:

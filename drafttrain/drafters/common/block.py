@@ -268,18 +268,7 @@ class BlockDrafter(DecoderDrafter):
         sizes = (part.counts(every), part.counts(valid))
         attends = []
         for layer, count in zip(self.decoder_layers, self.computed, strict=True):
-            attend = _over_context(
-                layer,
-                context,
-                tables,
-                spans,
-                part,
-                sizes,
-                count,
-                config.block_size,
-                self.cache_shape.window,
-            )
-            attends.append(attend)
+            attends.append(self._over_context(layer, context, tables, spans, part, sizes, count))
 
         # One pass over this process's blocks; of its predictions, those that count.
         anchors = every[blocks]  # [m]
@@ -324,6 +313,48 @@ class BlockDrafter(DecoderDrafter):
         )
         names = ("count", "loss", "alpha", "agree", *self.measures)
         return StepOutput(out.loss + more, dict(zip(names, sums.unbind(1), strict=True)))
+
+    def _over_context(
+        self,
+        layer: DraftLayer,
+        context: Tensor,
+        tables: tuple[Tensor, Tensor],
+        spans: Spans,
+        part: Part,
+        sizes: tuple[list[int], list[int]],
+        queries: int,
+    ) -> Attend:
+        """Attention of training's blocks, each over its span of context states [t, h].
+
+        Args:
+            spans: of the blocks of all processes that share the rows. part: this process's part of
+                the rows.
+            sizes: blocks and context tokens of each process. queries: of a block.
+        """
+        cos, sin = tables
+        window = self.cache_shape.window
+        blocks, tokens = sizes
+        asked = [queries * n for n in blocks]
+        held = [self.config.block_size * n for n in blocks]
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            base_key, base_value = layer.self_attn.keys_values(
+                context, cos, sin
+            )  # [t, kv_heads, e]
+            _, heads, e = query.shape
+            # Processes that share the rows exchange tokens for heads, attend, and exchange them back.
+            if isinstance(part, SharedPart):
+                key = part.to_heads(key, held, keys=True)
+                value = part.to_heads(value, held, keys=True)
+                base_key = part.to_heads(base_key, tokens, keys=True)
+                base_value = part.to_heads(base_value, tokens, keys=True)
+                query = part.to_heads(query, asked)
+            out = block_attention(query, key, value, base_key, base_value, spans, window=window)
+            if not isinstance(part, SharedPart):
+                return out
+            return part.to_tokens(out.view(sum(asked), -1, e), asked).reshape(-1, heads * e)
+
+        return attend
 
     def draw(
         self,
@@ -689,60 +720,3 @@ class BlockSession(LayerSession):
         folded = query.view(m, kv, group, e).permute(1, 2, 0, 3).reshape(1, kv, -1, e)
         out = F.scaled_dot_product_attention(folded, keys, values, mask)
         return out.view(kv, group, m, e).permute(2, 0, 1, 3).reshape(m, heads * e)
-
-
-def _over_context(
-    layer: DraftLayer,
-    context: Tensor,
-    tables: tuple[Tensor, Tensor],
-    spans: Spans,
-    part: Part,
-    sizes: tuple[list[int], list[int]],
-    queries: int,
-    size: int,
-    window: int,
-) -> Attend:
-    """Attention of training's blocks, each over its span of context states [t, h].
-
-    Args:
-        spans: of the blocks of all processes that share the rows. part: this process's part of the
-            rows.
-        sizes: blocks and context tokens of each process. queries: of a block of `size` tokens.
-        window: positions that a query sees, 0 for all.
-    """
-    blocks, tokens = sizes
-    cos, sin = tables
-
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        base_key, base_value = layer.self_attn.keys_values(context, cos, sin)  # [t, kv_heads, e]
-        if not isinstance(part, SharedPart):
-            return block_attention(
-                query,
-                key,
-                value,
-                base_key,
-                base_value,
-                spans,
-                window=window,
-            )
-        # Processes that share the rows exchange tokens for heads, attend, and exchange them back.
-        _, heads, e = query.shape
-        asked = [queries * n for n in blocks]
-        held = [size * n for n in blocks]
-        key = part.to_heads(key, held, keys=True)
-        value = part.to_heads(value, held, keys=True)
-        base_key = part.to_heads(base_key, tokens, keys=True)
-        base_value = part.to_heads(base_value, tokens, keys=True)
-        query = part.to_heads(query, asked)
-        out = block_attention(
-            query,
-            key,
-            value,
-            base_key,
-            base_value,
-            spans,
-            window=window,
-        )
-        return part.to_tokens(out.view(sum(asked), -1, e), asked).reshape(-1, heads * e)
-
-    return attend
