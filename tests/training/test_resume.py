@@ -112,6 +112,7 @@ def test_killed_at_a_random_step_and_resumed_equals_uninterrupted(tiny, request,
     assert same(a, b)
 
 
+@pytest.mark.thorough
 def test_the_best_checkpoint_is_the_one_that_decodes_best(whole):
     folder = whole[0] / "drafter"
     out = whole[1]

@@ -370,6 +370,7 @@ print(totals)
 """
 
 
+@pytest.mark.thorough
 def test_a_plan_needs_no_triton(recipe, monkeypatch):
     """An environment without the extra `dev` plans the same memory; a kind per sort of attention and of norm."""
     kinds = ("eagle3", "dflash", "medusa", "mlp_speculator")
