@@ -15,7 +15,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from drafttrain import interrupts
 from drafttrain.commands import SIGNATURES, function_of
@@ -212,6 +212,7 @@ def add_signature(parser: argparse.ArgumentParser, function: Function) -> None:
     """Adds a signature's flags to an argparse parser, which writes completions and the reference."""
     from drafttrain.command import (
         Alias,
+        AnyNumber,
         Several,
         cli_parameters,
         default_of,
@@ -232,12 +233,16 @@ def add_signature(parser: argparse.ArgumentParser, function: Function) -> None:
         names = [one.name] if is_word(one) else [f"--{spelled(one.name)}"]
         names += [mark.flag for mark in marks_of(kind) if isinstance(mark, Alias)]
         options: Values = {"help": helps_of(function)[one.name].replace("%", "%%")}
-        if item is bool:
+        if item is bool or (is_marked(item, Alias) and get_args(item)[0] is bool):
             options["action"] = "store_true"
         else:
             options["type"] = value(item)
-            options["choices"] = words_of(item) or None
-        if one.kind is one.VAR_POSITIONAL or is_marked(kind, Several):
+            if "" not in words_of(item):
+                options["choices"] = words_of(item) or None
+        if is_marked(kind, AnyNumber):
+            options["nargs"] = "*"
+            options["default"] = []
+        elif one.kind is one.VAR_POSITIONAL or is_marked(kind, Several):
             options["nargs"] = "+"
         elif is_list(kind) and not is_marked(kind, Commas):
             options["action"] = "append"

@@ -64,6 +64,10 @@ class Several:
     """Marks a list flag that takes several words: `--results a.json b.json`."""
 
 
+class AnyNumber:
+    """Marks `*words` of which there may be none."""
+
+
 class Alias:
     """Marks a parameter with another spelling of its flag, or with the flag that negates it."""
 
@@ -177,7 +181,7 @@ def checked(
         if one.kind is one.VAR_POSITIONAL:
             kind = kinds[name]
             found[name] = [check(name, _plain(word, kind), kind) for word in value or ()]
-            if not value:
+            if not value and not is_marked(kind, AnyNumber):
                 raise UserError(f"{name} must be given")
         elif value is None and one.default is one.empty:
             raise UserError(f"{label_of(one, flag)} must be given")
@@ -457,10 +461,13 @@ def read_words(app: App, name: str, function: Function, words: Sequence[str]) ->
     for word in words:
         check("argument", word, AnyText)
     flags = [f"--{spelled(one.name)}" for one in cli_parameters(function) if not is_word(one)]
-    words = [completed(word, flags) for word in words]
+    end = len(words)
+    if "--" in words:  # behind it, words are another program's
+        end = words.index("--")
+    own = [completed(word, flags) for word in words[:end]]
+    words = [*own, *words[end:]]
     collection = app[name].assemble_argument_collection()
     known = {"--", "--help"}.union(*(argument.names for argument in collection))
-    own = words[: words.index("--")] if "--" in words else words
     for word in own:
         flag = word.partition("=")[0]
         if flag.startswith("--") and flag not in known:
@@ -525,6 +532,7 @@ def shell_of(function: Function, switches: Mapping[str, str]) -> Function:
 
     def shell(*words: object, **flags: object) -> None: ...
 
+    shell.__annotations__ = {}  # a command may have a parameter named flags
     shown = [_shown(one, function) for one in cli_parameters(function)]
     shown += [_switch(switch, text) for switch, text in switches.items()]
     shell.__signature__ = inspect.Signature(sorted(shown, key=lambda one: one.kind))  # type: ignore[attr-defined]

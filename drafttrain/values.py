@@ -17,7 +17,14 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
-from pydantic import AfterValidator, ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic import Field as Limits
 from pydantic_core import CoreSchema, core_schema
 from typing_extensions import TypedDict
@@ -95,6 +102,24 @@ PositiveAmount = Annotated[float, Limits(ge=1e-6, le=1e18)]
 Weight = Annotated[float, Limits(ge=0, le=1e6)]  # of a term of a loss
 Temperature = Annotated[float, Limits(ge=0, le=1000)]
 Penalty = Annotated[float, Limits(ge=0.01, le=100)]
+_UNITS = {"": 1.0, "G": 1.0, "T": 1e3, "M": 1e-3}
+
+
+def _gigabytes(given: object) -> object:
+    """The number of gigabytes that text says; other values stay."""
+    if not isinstance(given, str):
+        return given
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?) ?([GTM]?)B?", given.strip().upper())
+    if not found or not float(found[1]):
+        raise UserError(f"={shown(given)} must be an amount such as 500G or 4T")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+StorageSize = Annotated[
+    PositiveAmount,
+    BeforeValidator(_gigabytes),
+    Limits(description="gigabytes, or an amount such as 500G or 4T"),
+]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 StoreDtype = Literal["bfloat16", "float32", "int8"]  # of stored states
 FileDtype = Literal["float32", "bfloat16", "float16"]

@@ -23,7 +23,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from drafttrain import adapt, adapt_flags
+from drafttrain import adapt
+from drafttrain.cli import parsed
 from drafttrain.data.answer_log import AnswerLog, read_answer
 from drafttrain.data.chat import prompt_ids
 from drafttrain.drafters.common.tree_spec import TreeSpec
@@ -31,7 +32,6 @@ from drafttrain.drafters.registry import load_drafter
 from drafttrain.environment import describe_environment
 from drafttrain.evaluation.held_out import replayed_rows
 from drafttrain.files import write_json
-from drafttrain.flags import CommandParser
 from drafttrain.inference import Decoder
 from drafttrain.states.source import TargetSource
 from drafttrain.target import Target
@@ -106,14 +106,11 @@ def run_setting(
     source: TargetSource,
 ) -> dict:
     """Runs one setting over the stream; returns its figures."""
-    parser = CommandParser()
-    adapt_flags.add_arguments(parser)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log.jsonl")
         log.touch()
-        flags = parser.parse_args(
-            ["--drafter", args.drafter, "--log", str(log), "--output", f"{folder}/out", *words]
-        )
+        ours = ["--drafter", args.drafter, "--log", str(log), "--output", f"{folder}/out"]
+        flags = argparse.Namespace(**parsed(["adapt", *ours, *words])[1])
         output = Path(folder, "out")
         output.mkdir()
         adapter = Simulated(flags, output)

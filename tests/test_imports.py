@@ -40,7 +40,7 @@ ORDER = [
     ["hub"],
     ["train"],
     ["adapt"],
-    ["train_flags", "adapt_flags"],
+    ["train_flags"],
     ["pipeline"],
     ["api"],
     ["commands"],

@@ -7,7 +7,14 @@ from collections.abc import Callable
 
 # Command -> module and function. The others still have an argparse parser.
 SIGNATURES = {
+    "fetch": "fetch:fetch",
+    "prompts": "prompts:prompts",
+    "generate": "generate:generate",
+    "features": "features:features",
+    "serve-target": "serve_target:serve_target",
     "recipes": "recipes:recipes",
+    "plan": "plan:plan",
+    "adapt": "adapt:adapt",
     "ngram-store": "count_ngrams:count_ngrams",
     "eval": "eval:evaluate",
     "tune": "tune:tune",

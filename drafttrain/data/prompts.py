@@ -59,6 +59,9 @@ def run(args: argparse.Namespace) -> int:
     Raises UserError: flags that contradict each other, a source that cannot be read, no prompt
     left, or an output made with other settings.
     """
+    if args.input is not None:
+        args.input = Path(args.input)
+    args.exclude = [Path(name) for name in args.exclude]
     source = SOURCES.get(args.source, DATA_SET)
     if args.count is None:
         args.count = source.default_count

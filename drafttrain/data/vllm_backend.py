@@ -22,7 +22,7 @@ _BANNED = float("-inf")
 
 
 def named_options(args: argparse.Namespace) -> Json:
-    """The flags of `add_vllm_flags` that were given, besides those after `--`."""
+    """The flags of vLLM's engine that `generate` names and that were given."""
     options = {
         "tensor_parallel_size": args.tensor_parallel_size,
         "pipeline_parallel_size": args.pipeline_parallel_size,
@@ -32,7 +32,7 @@ def named_options(args: argparse.Namespace) -> Json:
 
 
 def engine_options(args: argparse.Namespace) -> Json:
-    """Arguments of vLLM's engine from the flags of `add_vllm_flags`.
+    """Arguments of vLLM's engine: the flags that `generate` names, and those after `--`.
 
     Raises UserError: flags that this vLLM does not know.
     """

@@ -394,9 +394,12 @@ def _space_error(
 
 
 def run(args: argparse.Namespace) -> int:
+    cache_dir = None
+    if args.cache_dir is not None:
+        cache_dir = Path(args.cache_dir).expanduser()
     folder = fetch(
         args.name,
-        args.cache_dir and args.cache_dir.expanduser(),
+        cache_dir,
         args.source,
         args.force,
     )

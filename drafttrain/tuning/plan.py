@@ -34,7 +34,7 @@ from drafttrain.target.loading import loading
 from drafttrain.training.arguments import KEYS, check_recipe
 from drafttrain.tuning.costs import Device, EngineRates, model_sizes
 from drafttrain.tuning.hardware import DEVICES
-from drafttrain.tuning.plan_flags import Job
+from drafttrain.tuning.job import Job
 from drafttrain.tuning.plan_memory import Memory, Setting, States, buckets_of
 from drafttrain.tuning.plan_recipe import (
     deepspeed_of,

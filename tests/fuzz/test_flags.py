@@ -258,7 +258,7 @@ def test_numbers_stay_in_their_ranges(folder):
         (["sweep", *BOTH, "--dtypes", "int8"], "--dtypes='int8' must be one of auto"),
         (
             ["generate", *TARGET, "--prompts", PROMPTS, "--output", "OUT", "--backend", "cloud"],
-            "--backend='cloud' is not one of",
+            "--backend='cloud' must be one of local, openai",
         ),
         (
             ["train", RECIPE, "--max-stps", "4"],

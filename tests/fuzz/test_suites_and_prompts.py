@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import random as chance
-from argparse import ArgumentParser
+from argparse import Namespace
 from pathlib import Path
 from random import Random
 
 import pytest
 from hypothesis import given
 
-from drafttrain.data import prompts, prompts_flags, sources
+from drafttrain.cli import parsed
+from drafttrain.data import prompts, sources
 from drafttrain.data.filters import Filter, PromptLimits
 from drafttrain.data.generate import read_prompts
 from drafttrain.data.loader import load_text
@@ -99,8 +100,6 @@ def with_tools(name: str) -> None:
 
 
 def collected(path: Path) -> None:
-    parser = ArgumentParser()
-    prompts_flags.add_arguments(parser)
     output = path.with_name(f"{chance.random()}.out")
     words = [
         "--source",
@@ -111,7 +110,7 @@ def collected(path: Path) -> None:
         str(output),
         "--no-exclude-suites",
     ]
-    prompts.run(parser.parse_args(words))
+    prompts.run(Namespace(**parsed(["prompts", *words])[1]))
     list(prompts.evaluation_texts([path], False))
 
 
@@ -270,7 +269,6 @@ def test_a_summary_of_prompts(path, fault, seed):
     output.with_name("done.jsonl.summary.json").write_text(
         json.dumps(fault.apply(summary, Random(seed)))
     )
-    parser = ArgumentParser()
-    prompts_flags.add_arguments(parser)
-    args = parser.parse_args(["--source", "file", "--input", str(path), "--output", str(output)])
+    words = ["prompts", "--source", "file", "--input", str(path), "--output", str(output)]
+    args = Namespace(**parsed(words)[1])
     outcome("prompts: summary", fault.name, lambda: prompts.run(args))

@@ -15,8 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from drafttrain import cli
 from drafttrain.batch import Batch
-from drafttrain.cli import flags_module, main
+from drafttrain.cli import main
 from drafttrain.data.loader import collate, training_rows
 from drafttrain.data.store import FeatureStore, Share, load_records
 from drafttrain.drafters.base import StepInputs
@@ -180,9 +181,7 @@ def server(tmp_path, target):
 
 
 def parsed(command: str, *words: str):
-    parser = argparse.ArgumentParser()
-    flags_module(command).add_arguments(parser)
-    return parser.parse_args(words)
+    return argparse.Namespace(**cli.parsed([command, *words])[1])
 
 
 @pytest.mark.thorough

@@ -18,9 +18,8 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from drafttrain.cli import flags_module
+from drafttrain.cli import parsed
 from drafttrain.drafters.registry import kind_class
-from drafttrain.flags import CommandParser
 from drafttrain.train import setup
 from tests.conftest import make_target, make_tokenizer
 from tests.training.runs import ROOT, write_data
@@ -83,10 +82,8 @@ def test_the_lines_of_large_targets_are_read(path, monkeypatch):
             re.sub(r"^(?:[A-Z_]+=\S+ )+", "", line).replace("~/vllm/bin/python", sys.executable)
         )
         if words[0] == "drafttrain":
-            parser = CommandParser()
-            flags_module(words[1]).add_arguments(parser)
-            parsed = parser.parse_args(words[2:])
-            assert words[1] == "features" or Path(parsed.recipe) == path
+            values = parsed(words[1:])[1]
+            assert words[1] == "features" or Path(values["recipe"]) == path
             served |= words[1] == "serve-target"
             continue
         args = _validate_launch_command(launch_command_parser().parse_args(accelerated(line)))[0]
