@@ -38,7 +38,7 @@ from drafttrain.inference.responses import ResponseEngine, ResponseRequest
 from drafttrain.states.source import TargetSource
 from drafttrain.target import Target
 from drafttrain.target.devices import DTYPES, resolve_device
-from drafttrain.training.dry_step import dry_step
+from drafttrain.training.dry_step import StepSetting, dry_step
 
 ROUND_GOAL = 1.25  # a round of a chain of 5, in readings of the target's weights
 MEMORY_GOAL = 0.15  # how far the prediction may be off
@@ -160,12 +160,14 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
         make_config(args.shape),
         "eagle3",
         {"draft_vocab_size": args.words},
-        rows=args.rows,
-        length=args.length,
-        prompt=args.prompt,
-        target_dtype=DTYPES[args.dtype],
-        autocast=torch.bfloat16 if args.autocast else None,
-        checkpointing=args.gradient_checkpointing,
+        StepSetting(
+            rows=args.rows,
+            length=args.length,
+            prompt=args.prompt,
+            target_dtype=DTYPES[args.dtype],
+            autocast=torch.bfloat16 if args.autocast else None,
+            checkpointing=args.gradient_checkpointing,
+        ),
     ).json()
 
 

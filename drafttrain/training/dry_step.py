@@ -279,68 +279,69 @@ class _Ghosts(TorchDispatchMode):
         return self.now - before
 
 
+@dataclass(frozen=True)
+class StepSetting:
+    """How a dry step runs."""
+
+    rows: int = 1  # of a batch
+    length: int = 4096  # tokens of a row
+    prompt: int = 128  # tokens of each row that are not learned
+    gpu: bool = True  # with the kernels of a GPU; False for those of a CPU
+    target_dtype: torch.dtype = torch.bfloat16
+    drafter_dtype: torch.dtype = torch.float32
+    autocast: torch.dtype | None = torch.bfloat16  # of the drafter's products; None: its weights'
+    checkpointing: bool = False  # activations of a depth are computed again in backward
+    # The target runs in the step; its states come from a disk or a server, and it has no layers
+    # here; or it is not read (loss=next_token).
+    source: Literal["online", "states", "none"] = "online"
+    accumulates: bool = False  # gradients of earlier micro-batches exist when the step begins
+    trains: bool = True  # False for an evaluation: no gradients are computed
+    keeps: bool = False  # states are kept between epochs, in bfloat16
+
+
 def dry_step(
     config: PretrainedConfig,
     kind: str,
     options: Json,
-    *,
-    rows: int = 1,
-    length: int = 4096,
-    prompt: int = 128,
-    gpu: bool = True,
-    target_dtype: torch.dtype = torch.bfloat16,
-    drafter_dtype: torch.dtype = torch.float32,
-    autocast: torch.dtype | None = torch.bfloat16,
-    checkpointing: bool = False,
-    source: Literal["online", "states", "none"] = "online",
+    setting: StepSetting,
     loss: str = "kl",
-    accumulates: bool = False,
-    trains: bool = True,
-    keeps: bool = False,
     build: Callable[[Target], Any] | None = None,
 ) -> StepMemory:
     """The memory of one training step.
 
     Args:
         config: the target's. kind, options: the drafter's, as a recipe's `kind` and `drafter`.
-        rows, length: token rows of a batch and their tokens; the first `prompt` of each are not
-            learned.
-        gpu: with the kernels of a GPU; False for those of a CPU.
-        autocast: dtype of the drafter's products; None multiplies in its weights' dtype.
-        checkpointing: whether a depth's activations are computed again in backward.
-        source: the target runs in the step; its states come from a disk or a server, and it has no
-            layers here; or it is not read (loss=next_token).
-        accumulates: gradients of earlier micro-batches exist when the step begins.
-        trains: False for an evaluation: no gradients are computed. keeps: states are kept between
-            epochs, in bfloat16.
         build: makes the drafter of the target, on the meta device; default: a new one of this kind
             and options.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config).to(target_dtype)
+        model = AutoModelForCausalLM.from_config(config).to(setting.target_dtype)
         model.eval().requires_grad_(False)
-        target = Target.wrap(model, None, name=config.model_type, dtype=target_dtype)
+        target = Target.wrap(model, None, name=config.model_type, dtype=setting.target_dtype)
         if build is None:
             cls: Any = kind_class(kind)
             drafter = cls(cls.config_class.for_target(target, loss=loss, **options))
         else:
             drafter = build(target)
-        drafter.to(drafter_dtype).train(trains)
+        drafter.to(setting.drafter_dtype).train(setting.trains)
 
-    with _prepared(gpu) as ghosts:
+    with _prepared(setting.gpu) as ghosts:
         # Weights.
-        if source == "online":
+        if setting.source == "online":
             weights = ghosts.take(model)
         else:
             weights = ghosts.take(model.get_input_embeddings())
             weights += ghosts.take(model.get_output_embeddings())
         own = ghosts.take(drafter)
         drafter.kept_ids = ghosts.wrap(torch.arange(len(drafter.kept_ids)))
-        if checkpointing:
+        if setting.checkpointing:
             drafter.gradient_checkpointing_enable()
 
         with ghosts:
             drafter.bind(target)
+            rows = setting.rows
+            length = setting.length
+            prompt = min(setting.prompt, length - 2)  # something is learned of short rows too
             ids = ghosts.wrap(torch.randint(0, target.vocab_size, (rows, length)))
             lengths = ghosts.wrap(torch.full((rows,), length))
             mask = ghosts.wrap((torch.arange(length) >= prompt).repeat(rows, 1))
@@ -349,19 +350,19 @@ def dry_step(
             held = ghosts.now
             ghosts.peak = ghosts.now
             ghosts.vocabularies = {target.vocab_size, len(drafter.kept_ids)} - {target.hidden_size}
-            if accumulates:
+            if setting.accumulates:
                 for weight in trained:
                     weight.grad = torch.empty_like(weight)
             given: NoTarget | TargetSource = NoTarget()
-            if source != "none":
-                given = _source(target, drafter, loss, source == "states", gpu, keeps)
+            if setting.source != "none":
+                given = _source(target, drafter, loss, setting)
             total = ghosts.wrap(torch.tensor(rows * length))
 
             # Forward. Nothing here may hold a tensor longer than the trainer does.
             before = ghosts.now
             with (
-                torch.autocast("cpu", autocast, enabled=autocast is not None),
-                torch.set_grad_enabled(trains),
+                torch.autocast("cpu", setting.autocast, enabled=setting.autocast is not None),
+                torch.set_grad_enabled(setting.trains),
             ):
                 features, targets, row_of = given(batch)
                 if targets is not None:
@@ -373,7 +374,7 @@ def dry_step(
 
             # Backward, after autocast is left, as in the trainer. The engine gets a graph edge: a
             # call with a tensor would leave `_GpuKernels`.
-            if trains:
+            if setting.trains:
                 edge = torch.autograd.graph.get_gradient_edge(step.loss)
                 torch.autograd.backward(edge, torch.ones_like(step.loss))
 
@@ -445,12 +446,10 @@ def _source(
     target: Target,
     drafter: Any,
     loss: str,
-    states: bool,
-    gpu: bool,
-    keeps: bool,
+    setting: StepSetting,
 ) -> TargetSource:
     origin = None
-    if states:
+    if setting.source == "states":
         width = len(drafter.feature_layers) * target.hidden_size
         origin = _GivenStates(width, target.hidden_size)
     source = TargetSource(
@@ -458,10 +457,10 @@ def _source(
         drafter.feature_layers,
         drafter.kept_ids,
         origin,
-        limit_bytes=float(keeps),
+        limit_bytes=float(setting.keeps),
         temperatures=parse_loss(loss).temperatures,
     )
-    if gpu:
+    if setting.gpu:
         source.online.together = None
     return source
 

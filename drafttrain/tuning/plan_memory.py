@@ -23,7 +23,7 @@ from transformers import PretrainedConfig
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.files import Json
 from drafttrain.target import Target
-from drafttrain.training.dry_step import StepMemory, dry_step
+from drafttrain.training.dry_step import StepMemory, StepSetting, dry_step
 
 States = Literal["online", "stored", "vllm", "none"]
 _MOST_TOKENS = 8192  # of a dry step: its time grows with the batch; larger ones are extrapolated
@@ -101,69 +101,25 @@ class Memory:
         self.build = build
         self._run = functools.cache(self._dry_step)
 
-    def _dry_step(self, setting: Setting, trains: bool) -> StepMemory:
-        # DeepSpeed holds the drafter in the dtype of its products; else autocast narrows them.
-        drafter_dtype = torch.float32
-        autocast: torch.dtype | None = None
-        if setting.half:
-            if setting.stage:
-                drafter_dtype = torch.bfloat16
-            else:
-                autocast = torch.bfloat16
-        source: Literal["online", "states", "none"] = "states"
-        if setting.states == "online" or setting.states == "none":
-            source = setting.states
-        return dry_step(
-            self.config,
-            self.kind,
-            {},
-            rows=setting.rows,
-            length=setting.length,
-            prompt=min(setting.prompt, setting.length - 2),
-            gpu=setting.gpu,
-            target_dtype=setting.target_dtype,
-            drafter_dtype=drafter_dtype,
-            autocast=autocast,
-            checkpointing=setting.checkpointing,
-            source=source,
-            loss=self.loss,
-            accumulates=setting.accumulates and not setting.stage and trains,
-            trains=trains,
-            keeps=setting.kept > 0,
-            build=self.build,
-        )
+    def _dry_step(self, setting: StepSetting) -> StepMemory:
+        return dry_step(self.config, self.kind, {}, setting, self.loss, self.build)
 
     def step(self, setting: Setting, trains: bool = True) -> StepMemory:
         """A step of this setting, extrapolated where its batch is large."""
-        # What does not change a dry step does not start another one.
-        plain = replace(
-            setting,
-            eval_rows=1,
-            loaded=0,
-            shards=1,
-            processes=1,
-            stage=min(setting.stage, 1),
-            buckets=0,
-            state_bytes=8,
-            kept=float(setting.kept > 0),
-            ahead=0.0,
-            data_tokens=0.0,
-        )
-        if not trains:
-            plain = replace(plain, rows=setting.eval_rows, accumulates=False)
+        plain = _step_setting(setting, trains)
         tokens = plain.rows * plain.length
         if tokens <= _MOST_TOKENS:
-            return self._run(plain, trains)
+            return self._run(plain)
 
         rows = _MOST_TOKENS // plain.length
         if rows > 1:
-            few = self._run(replace(plain, rows=rows // 2), trains)
-            many = self._run(replace(plain, rows=rows), trains)
+            few = self._run(replace(plain, rows=rows // 2))
+            many = self._run(replace(plain, rows=rows))
             return _line(few, many, (plain.rows - rows // 2) / (rows - rows // 2))
         # One row is long: the same number of tokens in rows of a length that runs.
         half = _MOST_TOKENS // 2
-        few = self._run(replace(plain, rows=1, length=half), trains)
-        many = self._run(replace(plain, rows=1, length=_MOST_TOKENS), trains)
+        few = self._run(replace(plain, rows=1, length=half))
+        many = self._run(replace(plain, rows=1, length=_MOST_TOKENS))
         return _line(few, many, (tokens - half) / (_MOST_TOKENS - half))
 
     def parts(self, setting: Setting) -> dict[str, float]:
@@ -267,6 +223,38 @@ class Memory:
 
         sizes = range(unit, highest + 1, unit)
         return bisect.bisect_left(sizes, True, key=exceeds) * unit
+
+
+def _step_setting(setting: Setting, trains: bool) -> StepSetting:
+    """The part of a setting on which a dry step depends: equal ones share a step."""
+    # DeepSpeed holds the drafter in the dtype of its products; else autocast narrows them.
+    drafter_dtype = torch.float32
+    autocast: torch.dtype | None = None
+    if setting.half:
+        if setting.stage:
+            drafter_dtype = torch.bfloat16
+        else:
+            autocast = torch.bfloat16
+    source: Literal["online", "states", "none"] = "states"
+    if setting.states == "online" or setting.states == "none":
+        source = setting.states
+    rows = setting.rows
+    if not trains:
+        rows = setting.eval_rows
+    return StepSetting(
+        rows=rows,
+        length=setting.length,
+        prompt=setting.prompt,
+        gpu=setting.gpu,
+        target_dtype=setting.target_dtype,
+        drafter_dtype=drafter_dtype,
+        autocast=autocast,
+        checkpointing=setting.checkpointing,
+        source=source,
+        accumulates=setting.accumulates and not setting.stage and trains,
+        trains=trains,
+        keeps=setting.kept > 0,
+    )
 
 
 def _line(a: StepMemory, b: StepMemory, share: float) -> StepMemory:

@@ -12,7 +12,7 @@ from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.registry import kind_class
 from drafttrain.states.source import TargetSource
 from drafttrain.target import Target
-from drafttrain.training.dry_step import dry_step
+from drafttrain.training.dry_step import StepSetting, dry_step
 
 ROWS = 2
 LENGTH = 384
@@ -85,10 +85,11 @@ def real_step(kind: str, checkpointing: bool) -> int:
 )
 def test_a_dry_step_takes_what_a_real_one_takes(kind, checkpointing):
     want = real_step(kind, checkpointing)
-    memory = dry_step(
-        config(), kind, OPTIONS[kind], rows=ROWS, length=LENGTH, prompt=PROMPT, gpu=False, target_dtype=torch.float32,
-        autocast=None, checkpointing=checkpointing,
+    setting = StepSetting(
+        rows=ROWS, length=LENGTH, prompt=PROMPT, gpu=False, target_dtype=torch.float32, autocast=None,
+        checkpointing=checkpointing,
     )  # fmt: skip
+    memory = dry_step(config(), kind, OPTIONS[kind], setting)
     assert memory.working + memory.gradients == pytest.approx(want, rel=0.1)
     model = LlamaForCausalLM(config())
     assert memory.target == pytest.approx(sum(x.nbytes for x in model.parameters()), rel=0.01)
@@ -103,17 +104,19 @@ def test_an_eagle3_head_of_an_8b_target_in_bfloat16():
         head_dim=128, vocab_size=128256, max_position_embeddings=131072,
     )  # fmt: skip
     one, two = (
-        dry_step(big, "eagle3", {"draft_vocab_size": 32000}, rows=rows, length=1024)
+        dry_step(big, "eagle3", {"draft_vocab_size": 32000}, StepSetting(rows=rows, length=1024))
         for rows in (1, 2)
     )
     assert one.target == pytest.approx(16.06e9, rel=0.01)
     for part in ("target", "drafter", "gradients", "optimizer"):
         assert getattr(one, part) == getattr(two, part)
     assert 1.3 * one.working < two.working < 2.1 * one.working
-    wide = dry_step(big, "eagle3", {"draft_vocab_size": 32000}, length=1024, autocast=None)
+    unnarrowed = StepSetting(length=1024, autocast=None)
+    wide = dry_step(big, "eagle3", {"draft_vocab_size": 32000}, unnarrowed)
     assert wide.working > 1.1 * one.working
     options = {"draft_vocab_size": 32000}
     single, four = (
-        dry_step(big, "eagle3", options, rows=rows, checkpointing=True) for rows in (1, 4)
+        dry_step(big, "eagle3", options, StepSetting(rows=rows, checkpointing=True))
+        for rows in (1, 4)
     )
     assert single.total < 24e9 and four.total < 30e9

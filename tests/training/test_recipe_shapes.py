@@ -18,7 +18,7 @@ from drafttrain.recipes import recipe_names, recipe_path
 from drafttrain.target import Target
 from drafttrain.target.own_layer import OwnLayer, spec_of
 from drafttrain.training.arguments import KEYS
-from drafttrain.training.dry_step import dry_step
+from drafttrain.training.dry_step import StepSetting, dry_step
 
 # Weights of the text model, without images and prediction modules: model cards and technical reports; Gemma 3 as Keras counts it.
 PUBLISHED = {
@@ -170,8 +170,7 @@ def test_a_step_with_the_target_online_fits_one_gpu(name):
     config = recipe_of(name)
     shapes = config_of(recipe_path(name).parent / "target.json")
     rows = config.trainer["per_device_train_batch_size"]
-    step = dry_step(
-        shapes, config.kind, config.drafter, rows=rows, length=config.max_length, checkpointing=True
-    )
+    setting = StepSetting(rows=rows, length=config.max_length, checkpointing=True)
+    step = dry_step(shapes, config.kind, config.drafter, setting)
     # The optimizer's step may hold more than backward: then activations add nothing.
     assert 0 < step.target < step.total < 78e9

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Mi
 
 from drafttrain.cli import main
 from drafttrain.errors import UserError
-from drafttrain.training.dry_step import StepMemory
+from drafttrain.training.dry_step import StepMemory, StepSetting
 from drafttrain.tuning import plan_memory
 from drafttrain.tuning.costs import model_sizes, sizes_of
 from drafttrain.tuning.plan import Job, plan
@@ -35,20 +35,19 @@ SETTING = Setting(
 )  # fmt: skip
 
 
-def linear_step(
-    config, kind, options, *, rows, length, checkpointing, source, trains, drafter_dtype, **_
-):
+def linear_step(setting):
     """A dry step whose activations are 1 MB a token, a third with checkpointing, above a constant part."""
-    width = drafter_dtype.itemsize
-    tokens = rows * length
-    target = 16e9 if source == "online" else 2e9
-    activations = round(1e6 * tokens * (0.3 if checkpointing else 1.0)) if trains else 0
+    width = setting.drafter_dtype.itemsize
+    tokens = setting.rows * setting.length
+    target = 16e9 if setting.source == "online" else 2e9
+    share = 0.3 if setting.checkpointing else 1.0
+    activations = round(1e6 * tokens * share) if setting.trains else 0
     sizes = (
         round(target),
         width * TRAINED,
         width * TRAINED,
         8 * TRAINED,
-        10**6 * rows,
+        10**6 * setting.rows,
         10**8,
         activations,
     )
@@ -59,9 +58,12 @@ def linear_step(
 def linear(monkeypatch):
     """Plans in which no dry step runs; its value counts those that were asked for."""
     asked = []
-    monkeypatch.setattr(
-        plan_memory, "dry_step", lambda *a, **b: asked.append(b) or linear_step(*a, **b)
-    )
+
+    def noted(config, kind, options, setting, loss, build):
+        asked.append(setting)
+        return linear_step(setting)
+
+    monkeypatch.setattr(plan_memory, "dry_step", noted)
     return asked
 
 
@@ -142,7 +144,7 @@ def test_large_batches_are_extrapolated_and_no_step_runs_twice(memory, linear):
     assert memory.step(replace(SETTING, rows=1, length=32768)).activations == 32768 * 10**6
     before = len(linear)
     memory.parts(replace(SETTING, rows=64, processes=8, shards=2, state_bytes=2))
-    assert len(linear) == before and all(each["rows"] * each["length"] <= 8192 for each in linear)
+    assert len(linear) == before and all(each.rows * each.length <= 8192 for each in linear)
 
 
 def test_a_cpu_holds_no_more_states_than_the_data_has(memory):
@@ -174,9 +176,10 @@ def test_the_largest_batch_fits_and_one_more_does_not(memory):
 
 
 def test_an_evaluation_that_exceeds_the_training_step_sets_the_peak(memory, monkeypatch):
-    monkeypatch.setattr(memory, "_run", lambda setting, trains: linear_step(
-        None, "", {}, rows=setting.rows, length=setting.length, checkpointing=False, source="online", trains=True,
-        drafter_dtype=torch.float32))  # fmt: skip
+    def trained(setting):
+        return linear_step(StepSetting(setting.rows, setting.length, drafter_dtype=torch.float32))
+
+    monkeypatch.setattr(memory, "_run", trained)
     small = replace(SETTING, rows=1, length=64)
     assert "evaluation" not in memory.parts(replace(small, eval_rows=1))
     more = memory.parts(replace(small, eval_rows=128))
