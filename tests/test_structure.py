@@ -20,18 +20,18 @@ from tests.density import measure
 ROOT = Path(__file__).resolve().parents[1]
 # Size and density of the package, by the arithmetic of tests/density.py. Size falls when mechanisms go, not by packing.
 MOST_NODES = 392_000
-MOST_TEST_NODES = 372_000
-MOST_PER_LINE = 8.9  # nodes per line of code
+MOST_TEST_NODES = 363_000
+MOST_PER_LINE = 8.7  # nodes per line of code
 MOST_PER_THOUSAND = {  # lines
     "conditional expressions": 10,
-    "parallel assignments": 7,
-    "comprehensions": 32,
-    "booleans as values": 9,
-    "starred": 11,
-    "assignments in expressions": 3,
+    "parallel assignments": 4,
+    "comprehensions": 20,
+    "booleans as values": 4,
+    "starred": 5,
+    "assignments in expressions": 1,
 }
-LEAST_COMMENTS = 3.2  # per 100 lines
-MOST_WITH_MANY_PARAMETERS = 24
+LEAST_COMMENTS = 4.3  # per 100 lines
+MOST_WITH_MANY_PARAMETERS = 18
 MOST_ANY = 250  # annotations that say Any: JSON and what libraries leave untyped
 # Module names that may occur once per drafter kind, and the marker of a package.
 SHARED_NAMES = {"model", "export", "config", "__init__"}
@@ -237,7 +237,7 @@ def test_functions_stay_short(package):
 def test_tests_breathe():
     tests = measure(ROOT / "tests")
     assert tests.nodes <= MOST_TEST_NODES
-    assert tests.per_line() <= 9.1
+    assert tests.per_line() <= 9.05
     assert tests.per_thousand("parallel assignments") <= 6
 
 

@@ -6,6 +6,7 @@ import torch
 
 from drafttrain.batch import Batch, TokenTree, anchors_by_depth
 from drafttrain.drafters.base import StepInputs
+from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.drafters.registry import kind_class
 from drafttrain.states.source import TargetSource
@@ -111,3 +112,20 @@ def paths(tree: TokenTree) -> set[tuple[int, ...]]:
     for parent, token in zip(tree.parents, tree.tokens.tolist(), strict=True):
         found.append((*(found[parent] if parent >= 0 else ()), token))
     return set(found)
+
+
+def check_tree(tree: TokenTree, spec: TreeSpec, tolerance: float = 0.0) -> None:
+    """A tree keeps to its spec: parents come first, siblings differ, and probabilities fall along a path."""
+    assert len(tree) <= spec.budget and tree.drafted_depth <= spec.depth
+    siblings = list(zip(tree.parents, tree.tokens.tolist(), strict=True))
+    assert len(set(siblings)) == len(siblings)
+    assert tree.log_probs is None or len(tree.log_probs) == len(tree)
+    for node, parent in enumerate(tree.parents):
+        assert -1 <= parent < node
+        if tree.log_probs is not None:
+            above = tree.log_probs[parent] if parent >= 0 else 0.0
+            assert tree.log_probs[node] <= above + tolerance
+    for depth, width in enumerate(spec.fanout):
+        for node in range(-1, len(tree)):
+            if (0 if node < 0 else tree.depths[node]) == depth:
+                assert tree.parents.count(node) <= width

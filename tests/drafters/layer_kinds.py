@@ -9,7 +9,14 @@ from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import kind_class, load_drafter
 from drafttrain.inference import SamplingParams, generate, generate_batch
 from drafttrain.ops.sampling import Sampler
-from tests.drafters.helpers import check_gradients, make_batch, packed_batch, run_step, step_inputs
+from tests.drafters.helpers import (
+    check_gradients,
+    make_batch,
+    packed_batch,
+    run_step,
+    source_of,
+    step_inputs,
+)
 from tests.drafters.overfitting import overfit
 
 TREES = (
@@ -48,6 +55,24 @@ def check_training(drafter, target, learned=0.5):
     enough = lambda step: bool((step.metrics["loss"] < learned * first.metrics["loss"]).all())  # noqa: E731
     step = overfit(drafter, step_inputs(drafter, target, batch), enough, lr=1e-2, most=60)
     assert enough(step), (first.metrics, step.metrics)
+
+
+def check_padding(drafter, target):
+    """Rows of a padded batch have the metrics that they have alone."""
+    both = make_batch((17, 11))
+    together = run_step(drafter, target, both)
+    alone = []
+    for row, length in enumerate((17, 11)):
+        part = Batch(
+            both.input_ids[row : row + 1, :length],
+            both.lengths[row : row + 1],
+            both.response_mask[row : row + 1, :length],
+            both.index[row : row + 1],
+        )
+        alone.append(run_step(drafter, target, part))
+    for name in together.metrics:
+        total = alone[0].metrics[name] + alone[1].metrics[name]
+        torch.testing.assert_close(together.metrics[name], total, rtol=1e-4, atol=1e-4)
 
 
 def check_packed_rows(drafter, target):
@@ -162,6 +187,18 @@ def check_lossless(drafter, target):
             target, drafter, prompts, max_new_tokens=16, spec=spec, eos_ids=(), max_rows=3
         )
         assert [each.tokens for each in together] == plain, text
+
+
+def check_closed_form_start(drafter, target):
+    """The closed-form start lowers the loss of copied weights at every depth; returns the step behind it."""
+    batches = [make_batch((60, 50), seed=seed) for seed in range(20)]
+    before = run_step(drafter, target, batches[0])
+    explained = drafter.solve_start(batches, source_of(target, drafter))
+    after = run_step(drafter, target, batches[0])
+    assert 0.1 < explained <= 1.0
+    assert (after.metrics["loss"] < before.metrics["loss"]).all()
+    assert after.loss < before.loss
+    return after
 
 
 def check_round_trip(drafter, target, folder):

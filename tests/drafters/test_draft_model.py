@@ -16,7 +16,6 @@ from transformers import (
     PhiForCausalLM,
 )
 
-from drafttrain.batch import Batch
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.draft_model.model import DraftModel, DraftModelConfig
 from drafttrain.drafters.registry import kind_of, load_drafter
@@ -29,6 +28,7 @@ from drafttrain.states.source import NoTarget
 from tests.conftest import make_target, make_tokenizer
 from tests.drafters.draft_models import BEGINNINGS, SHAPES, make_drafter
 from tests.drafters.helpers import make_batch, packed_batch, run_step, session_after, step_inputs
+from tests.drafters.layer_kinds import check_padding
 from tests.drafters.overfitting import overfit
 from tests.inference.fakes import FAMILIES, VOCAB, family
 
@@ -128,23 +128,7 @@ def test_the_loss_is_the_divergence_of_the_models_own_logits(target, biased):
 
 
 def test_padding_changes_nothing(target):
-    drafter = make_drafter(target)
-    both = make_batch((17, 11))
-    together = run_step(drafter, target, both)
-    total = 0.0
-    for row, length in enumerate((17, 11)):
-        part = Batch(
-            *(
-                t[row : row + 1]
-                for t in (both.input_ids, both.lengths, both.response_mask, both.index)
-            )
-        )
-        part.input_ids, part.response_mask = (
-            part.input_ids[:, :length],
-            part.response_mask[:, :length],
-        )
-        total += run_step(drafter, target, part).metrics["loss"]
-    torch.testing.assert_close(together.metrics["loss"], total, rtol=1e-4, atol=1e-4)
+    check_padding(make_drafter(target), target)
 
 
 def test_pretraining_is_next_token_cross_entropy(target):

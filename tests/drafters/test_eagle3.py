@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drafttrain.batch import Batch, anchors_by_depth
+from drafttrain.batch import anchors_by_depth
 from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.eagle3.model import Eagle3
 from drafttrain.errors import UserError
@@ -13,7 +13,7 @@ from drafttrain.ops.native import cpu_kernels
 from drafttrain.states.source import TargetSource
 from tests.conftest import make_target
 from tests.drafters.helpers import check_gradients, make_batch, make_drafter, run_step, step_inputs
-from tests.drafters.layer_kinds import check_round_trip, check_trees
+from tests.drafters.layer_kinds import check_padding, check_round_trip, check_trees
 from tests.drafters.overfitting import overfit
 
 needs_compiler = pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")
@@ -65,29 +65,7 @@ def test_gradients_pass_through_all_depths(target):
 
 
 def test_padding_changes_nothing(target):
-    drafter = make_drafter(target)
-    together = run_step(drafter, target, make_batch((17, 11)))
-    both = make_batch((17, 11))
-    alone = []
-    for row, length in enumerate((17, 11)):
-        part = Batch(
-            *(
-                t[row : row + 1]
-                for t in (both.input_ids, both.lengths, both.response_mask, both.index)
-            )
-        )
-        part.input_ids, part.response_mask = (
-            part.input_ids[:, :length],
-            part.response_mask[:, :length],
-        )
-        alone.append(run_step(drafter, target, part))
-    for name in together.metrics:
-        torch.testing.assert_close(
-            together.metrics[name],
-            alone[0].metrics[name] + alone[1].metrics[name],
-            rtol=1e-4,
-            atol=1e-4,
-        )
+    check_padding(make_drafter(target), target)
 
 
 def test_trees(target):

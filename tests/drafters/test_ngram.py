@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.ngram.model import NgramDrafter
 from drafttrain.errors import UserError
+from tests.drafters.helpers import check_tree
 
 
 def session_after(tokens: list[int], **sizes):
@@ -67,15 +68,7 @@ def test_committed_tokens_extend_the_index():
 def test_trees_are_well_formed_and_within_the_spec(tokens, spec):
     spec = TreeSpec.parse(spec)
     tree = session_after(tokens).propose(spec)
-    assert len(tree) <= spec.budget
-    assert tree.drafted_depth <= spec.depth
-    pairs = list(zip(tree.parents, tree.tokens.tolist(), strict=True))
-    assert len(set(pairs)) == len(pairs)
-    assert all(parent < i for i, parent in enumerate(tree.parents))
-    for depth, width in enumerate(spec.fanout):
-        for node in range(-1, len(tree)):
-            if (0 if node < 0 else tree.depths[node]) == depth:
-                assert tree.parents.count(node) <= width
+    check_tree(tree, spec)
 
 
 def test_a_sequence_learns_how_far_its_matches_can_be_trusted():

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -20,6 +16,7 @@ from drafttrain.losses import (
 )
 from drafttrain.losses.fused import plan
 from drafttrain.losses.spec import parse_loss
+from tests.ops.ahead_of_time import compile_for_gpus
 
 pytest.importorskip("triton", reason="triton has no build for this platform")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -189,16 +186,7 @@ for line in sys.argv[1:]:
     ids=["one", "many"],
 )  # fmt: skip
 def test_the_kernel_compiles_for_gpus(lines, tmp_path):
-    """Ahead of time and without a GPU, in a process of its own: this one may have Triton's interpreter on."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {
-        "TRITON_CACHE_DIR": str(tmp_path),
-        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, *lines], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    compile_for_gpus(COMPILE, lines, tmp_path)
 
 
 @pytest.mark.gpu

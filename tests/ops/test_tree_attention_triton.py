@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from functools import partial
 from typing import NamedTuple
 
@@ -24,6 +21,7 @@ from drafttrain.ops.tree_attention_triton import (
     packed_tree_attention,
     static_reference,
 )
+from tests.ops.ahead_of_time import compile_for_gpus
 
 pytest.importorskip("triton", reason="triton has no build for this platform")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -412,16 +410,7 @@ for line in sys.argv[1:]:
     ids=["one", "many"],
 )  # fmt: skip
 def test_the_kernels_compile_for_gpus_and_fit_their_shared_memory(lines, tmp_path):
-    """Ahead of time and without a GPU, in a process of its own: this one may have Triton's interpreter on."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {
-        "TRITON_CACHE_DIR": str(tmp_path),
-        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, *lines], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    compile_for_gpus(COMPILE, lines, tmp_path)
 
 
 @pytest.mark.gpu
