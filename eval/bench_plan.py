@@ -192,8 +192,8 @@ def measure(recipe: str, output: Path) -> None:
     gc.collect()
     before = living()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
-        trainer, _ = train.fit(config, args, prepared)
-    assert trainer.state.global_step == STEPS
+        training, _ = train.learn(config, args, prepared.run)
+    assert training.state.global_step == STEPS
     kineto = record.profiler
     assert kineto is not None and kineto.kineto_results is not None
     events = [event for event in kineto.kineto_results.events() if event.name() == "[memory]"]

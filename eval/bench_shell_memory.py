@@ -29,7 +29,7 @@ from drafttrain.data.store import ShardWriter, Store
 from drafttrain.environment import peak_memory
 from drafttrain.files import write_json
 from drafttrain.target import load_shell, resolve_target
-from drafttrain.train import fit, prepare, setup
+from drafttrain.train import learn, prepare, setup
 
 GOAL = 1.10  # peak over sum
 
@@ -102,14 +102,14 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, float]:
     )
     before = psutil.Process().memory_info().rss
     config, training = setup(str(folder / "recipe.yaml"), [])
-    run = prepare(config, training, None)
+    run = prepare(config, training, None).run
     prepared = peak_memory(torch.device("cpu"))
     shell = run.target
     source = run.source
     tied = shell.head_weight.data_ptr() == shell.embed_weight.data_ptr()
     own = sum(weight.nbytes for weight in run.drafter.parameters())
     learned = sum(weight.nbytes for weight in run.drafter.parameters() if weight.requires_grad)
-    fit(config, training, run)
+    learn(config, training, run)
     peak = peak_memory(torch.device("cpu"))
     parts = {
         "process": before,
