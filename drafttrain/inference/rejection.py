@@ -1,91 +1,88 @@
-"""Sampled verification without a walk on the host: rejection of drawn children, choices ahead."""
+"""How the target chooses the next token at a node: drawn from p, or by trying drawn children."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafttrain.batch import TokenTree
+from drafttrain.batch import Proposal, TokenTree
 from drafttrain.ops.sampling import SamplingParams, pick, probabilities
 
 
-def choices_ahead(
-    generators: Sequence[torch.Generator],
-    trees: Sequence[TokenTree],
-    drawn_below: Sequence[dict[int, list[int]]],
+class Choice(NamedTuple):
+    """A node at which the target chooses the next token, and the random numbers that this takes.
+
+    Attributes:
+        tree: of the node.
+        drawn: the node's children that were drawn from q, in the order of drawing.
+        numbers: uniform in [0, 1): one for the token itself, then one per drawn child.
+    """
+
+    tree: TokenTree
+    drawn: Sequence[int]
+    numbers: list[float]
+
+
+def choose(
+    choices: Sequence[Choice],
     logits: Tensor,
     sampling: SamplingParams,
 ) -> Tensor:
-    """The token [N] that a walk would choose at each node, from the numbers that it would spend
-    there.
+    """The token [m] of each choice, distributed as p, so that drawn children are likely.
 
-    A walk spends a number at each node that it visits and one more per drawn child, so a node's
-    numbers begin behind those of its ancestors. The generators' states do not change.
+    A choice depends on its own numbers alone. Nothing here waits for the device.
 
     Args:
-        generators: each sequence's.
-        drawn_below: each tree's drawn children, by node.
-        logits: [N, v] at roots and nodes.
+        logits: [m, v], a row per choice.
     """
-    device = logits.device
-    p = probabilities(logits, sampling).double()  # [N, v]
-    numbers: list[float] = []  # per node, for its choice
-    # Per node with drawn children:
-    tried: list[int] = []  # its index among all roots and nodes
-    sources: list[int] = []  # the row of its q among those of all proposals
-    below: list[list[int]] = []  # its children's indices among all drafted tokens
-    uniforms: list[list[float]] = []  # a number for each child
-    drafted = 0  # tokens of earlier trees
-    rows_before = 0  # rows of earlier proposals
-    for generator, tree, drawn in zip(generators, trees, drawn_below, strict=True):
-        # Where each node's numbers begin, the root first; the last of them bound what is drawn.
-        begins = [0]
-        for parent in tree.parents:
-            begins.append(begins[parent + 1] + 1 + len(drawn.get(parent, ())))
-        most = 0
-        for node, begin in enumerate(begins, -1):
-            most = max(most, begin + 1 + len(drawn.get(node, ())))
-        state = generator.get_state()
-        drawing = torch.rand(most, dtype=torch.float64, generator=generator).tolist()
-        generator.set_state(state)
-
-        for node, begin in enumerate(begins, -1):
-            own = drawn.get(node)
-            if own and tree.proposal is not None:
-                tried.append(len(numbers))
-                sources.append(rows_before + tree.proposal.rows[own[0]])
-                below.append([drafted + child for child in own])
-                uniforms.append(drawing[begin + 1 : begin + 1 + len(own)])
-            numbers.append(drawing[begin])
-        if tree.proposal is not None:
-            rows_before += len(tree.proposal.probs)
-        drafted += len(tree)
-
+    p = probabilities(logits, sampling).double()  # [m, v]
+    device = p.device
+    tried = [i for i, choice in enumerate(choices) if choice.drawn]
     if tried:
-        width = max(len(own) for own in below)
-        flat = tried + sources  # one upload
-        for own, spent in zip(below, uniforms, strict=True):
-            missing = width - len(own)
-            flat += own + [-1] * missing
-            spent += [0.0] * missing
-        places = torch.tensor(flat).to(device, non_blocking=True)
-        at, rows, children = places.split([len(tried), len(tried), len(tried) * width])
-        tokens = torch.cat([tree.tokens for tree in trees])
-        children = children.view(-1, width)
-        children = tokens[children.clamp_min(0)].masked_fill(children < 0, -1)  # [m, w]
-        proposals = [tree.proposal for tree in trees if tree.proposal is not None]
-        q = torch.cat([proposal.probs for proposal in proposals])[rows]  # [m, d]
-        kept = proposals[0].kept_ids
-        if kept is not None:
-            q = q.new_zeros(len(q), p.shape[1]).index_copy_(1, kept, q)
-        q = F.pad(q, (0, p.shape[1] - q.shape[1])).double()  # [m, v]
+        width = max(len(choices[i].drawn) for i in tried)
+        places: list[int] = []  # per row of `below` the children, counted among all trees' tokens
+        uniforms: list[list[float]] = []
+        tokens: list[Tensor] = []
+        sources: list[tuple[Proposal, int]] = []  # the row of q that the children were drawn from
+        begin = 0  # tokens of earlier trees
+        for i in tried:
+            tree, drawn, numbers = choices[i]
+            assert tree.proposal is not None
+            missing = width - len(drawn)
+            places += [begin + child for child in drawn] + [-1] * missing
+            uniforms.append(numbers[1:] + [0.0] * missing)
+            tokens.append(tree.tokens)
+            sources.append((tree.proposal, tree.proposal.rows[drawn[0]]))
+            begin += len(tree)
+        uploaded = torch.tensor(tried + places).to(device, non_blocking=True)  # one transfer
+        at, below = uploaded.split([len(tried), len(places)])
+        below = below.view(-1, width)
+        children = torch.cat(tokens)[below.clamp_min(0)].masked_fill(below < 0, -1)  # [r, w]
         given = torch.tensor(uniforms, dtype=torch.float64).to(device, non_blocking=True)
-        p[at] = try_drawn(p[at], q, children, given)
-    chosen = torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
-    return pick(p, chosen)
+        p[at] = try_drawn(p[at], _proposed(sources, p.shape[1]), children, given)
+    chosen = torch.tensor([choice.numbers[0] for choice in choices], dtype=torch.float64)
+    return pick(p, chosen.to(device, non_blocking=True))
+
+
+def _proposed(sources: Sequence[tuple[Proposal, int]], v: int) -> Tensor:
+    """[r, v] float64: one row of each proposal, over the target's vocabulary."""
+    parts = []
+    # Proposals of one vocabulary, mostly all of them, are joined at once.
+    for _, alike in groupby(sources, key=lambda source: id(source[0].kept_ids)):
+        group = list(alike)
+        q = torch.stack([proposal.probs[row] for proposal, row in group])  # [k, d]
+        kept = group[0][0].kept_ids
+        if kept is None:
+            q = F.pad(q, (0, v - q.shape[1]))
+        else:
+            q = q.new_zeros(len(q), v).index_copy_(1, kept, q)
+        parts.append(q)
+    return torch.cat(parts).double()
 
 
 def try_drawn(

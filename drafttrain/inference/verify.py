@@ -35,9 +35,9 @@ from transformers import LogitsProcessor
 
 from drafttrain.batch import TokenTree
 from drafttrain.errors import UserError
-from drafttrain.inference.rejection import choices_ahead, try_drawn
+from drafttrain.inference.rejection import Choice, choose
 from drafttrain.ops.native import cpu_kernels
-from drafttrain.ops.sampling import Sampler, SamplingParams, argmax, pick, probabilities, sample
+from drafttrain.ops.sampling import Sampler, SamplingParams, argmax, sample
 from drafttrain.target import Target
 from drafttrain.target.generation import LogitsRules
 
@@ -208,18 +208,25 @@ def verify_batch(
     if verifiers[0].uniforms is not None and not sampling.greedy:
         return _sample_roots(verifiers, logits)
 
+    walks: list[_Walk] = []
+    start = 0  # of the tree's root among all roots and nodes
+    for verifier, tree in zip(verifiers, trees, strict=True):
+        walks.append(_Walk(verifier, tree, start))
+        start += 1 + len(tree)
     # From a GPU, the choices at all nodes arrive in one transfer, with the tokens. On a CPU, take
     # the argmax of visited nodes only: most nodes of a tree are on no path.
     ahead = not plain and _draws_ahead(verifiers, logits)
-    if plain and choices is None and not logits.is_cpu:
+    if ahead:
+        everywhere: list[Choice] = []
+        for walk in walks:
+            everywhere += walk.choices_ahead()
+        choices = choose(everywhere, logits, sampling)
+    elif not plain:
+        choices = None
+    elif choices is None and not logits.is_cpu:
         choices = argmax(logits)
-    elif ahead:
-        generators = [each.sampler.generator for each in verifiers]
-        drawn = [drawn_below(tree) for tree in trees]
-        choices = choices_ahead(generators, trees, drawn, logits, sampling)
     parts = [tree.tokens for tree in trees if len(tree)]
-    known = choices is not None and (plain or ahead)
-    if known and choices is not None:
+    if choices is not None:
         parts.insert(0, choices)
     numbers: list[int] = []
     if len(parts) == 1:
@@ -227,23 +234,20 @@ def verify_batch(
     elif parts:
         numbers = torch.cat(parts).tolist()
 
-    walks = []
-    start = 0  # of the tree's root among all roots and nodes
-    begin = len(logits) if known else 0  # of the tree's tokens among the numbers
-    for verifier, tree in zip(verifiers, trees, strict=True):
-        end = begin + len(tree)
-        walks.append(_Walk(verifier, tree, numbers[begin:end], start))
+    begin = 0 if choices is None else len(logits)  # of the trees' tokens among the numbers
+    for walk in walks:
+        end = begin + len(walk.tree)
+        walk.begin(numbers[begin:end])
         begin = end
-        start += 1 + len(tree)
     going = walks
     while going:
         rows = [walk.start + 1 + walk.node for walk in going]
-        if known:
+        if choices is not None:
             tokens = [numbers[row] for row in rows]
         elif plain:
             tokens = argmax_at(logits, rows)
         else:
-            tokens = _choose(going, logits[rows], sampling)
+            tokens = _choose_here(going, logits[rows], sampling)
         for walk, token in zip(going, tokens, strict=True):
             walk.take(token)
         going = [walk for walk in going if walk.going]
@@ -251,12 +255,7 @@ def verify_batch(
         # The generators move on by the numbers that the walks have spent.
         for walk in walks:
             visited = [-1, *walk.path][: len(walk.tokens)]
-            spent = sum(1 + len(walk.drawn.get(node, ())) for node in visited)
-            torch.rand(
-                spent,
-                generator=walk.verifier.sampler.generator,
-                dtype=torch.float64,
-            )
+            walk.draw(sum(walk.spends(node) for node in visited))
     return [Verdict(walk.path, walk.tokens, walk.ended) for walk in walks]
 
 
@@ -313,33 +312,40 @@ class _Walk:
     """The path of one sequence down its tree.
 
     Args:
-        drafted: the tree's tokens. start: the root's index among all roots and nodes.
+        start: the root's index among all roots and nodes.
 
     Attributes:
         node: the node that the walk has reached, -1 at the root.
-        children: the node of each (parent, token). drawn: see `drawn_below`.
+        children: the node of each (parent, token).
+        drawn: by node (-1: the root), its children that were drawn from q, in that order.
     """
 
     def __init__(
         self,
         verifier: Verifier,
         tree: TokenTree,
-        drafted: list[int],
         start: int,
     ):
         self.verifier = verifier
         self.tree = tree
-        self.drafted = drafted
         self.start = start
-        offered = len(tree) - tree.probes
-        pairs = zip(tree.parents[:offered], drafted[:offered], strict=True)
-        self.children = {key: node for node, key in enumerate(pairs)}
-        self.drawn = drawn_below(tree)
+        self.drawn: dict[int, list[int]] = {}
+        if tree.proposal is not None:
+            for node, row in enumerate(tree.proposal.rows):
+                if row >= 0:
+                    self.drawn.setdefault(tree.parents[node], []).append(node)
+        self.children: dict[tuple[int, int], int] = {}
         self.path: list[int] = []
         self.tokens: list[int] = []
         self.node = -1
         self.going = True
         self.ended = False
+
+    def begin(self, drafted: list[int]) -> None:
+        """Reads the tree's tokens."""
+        offered = len(self.tree) - self.tree.probes
+        pairs = zip(self.tree.parents[:offered], drafted[:offered], strict=True)
+        self.children = {key: node for node, key in enumerate(pairs)}
 
     def take(self, token: int) -> None:
         """Moves to the child with the target's token, or ends."""
@@ -351,16 +357,37 @@ class _Walk:
             self.node = node
         self.going = node is not None and not self.ended
 
+    def spends(self, node: int) -> int:
+        """How many random numbers a visit of a node takes."""
+        return 1 + len(self.drawn.get(node, ()))
 
-def drawn_below(tree: TokenTree) -> dict[int, list[int]]:
-    """The children of each node (-1: the root) that were drawn from q, in the order of drawing."""
-    drawn: dict[int, list[int]] = {}
-    if tree.proposal is None:
-        return drawn
-    for node, row in enumerate(tree.proposal.rows):
-        if row >= 0:
-            drawn.setdefault(tree.parents[node], []).append(node)
-    return drawn
+    def draw(self, count: int) -> list[float]:
+        """The sequence's next random numbers."""
+        generator = self.verifier.sampler.generator
+        return torch.rand(count, dtype=torch.float64, generator=generator).tolist()
+
+    def choice(self) -> Choice:
+        """The choice at the node that the walk has reached."""
+        numbers = self.draw(self.spends(self.node))
+        return Choice(self.tree, self.drawn.get(self.node, ()), numbers)
+
+    def choices_ahead(self) -> list[Choice]:
+        """The choice at the root and at every node, from the numbers that a walk would spend there.
+
+        A node's numbers begin behind those of its ancestors. The generator's state stays.
+        """
+        begins = [0]  # of the root and each node
+        for parent in self.tree.parents:
+            begins.append(begins[parent + 1] + self.spends(parent))
+        ends = [begin + self.spends(node) for node, begin in enumerate(begins, -1)]
+        generator = self.verifier.sampler.generator
+        state = generator.get_state()
+        numbers = self.draw(max(ends))
+        generator.set_state(state)
+        made = []
+        for node, (begin, end) in enumerate(zip(begins, ends, strict=True), -1):
+            made.append(Choice(self.tree, self.drawn.get(node, ()), numbers[begin:end]))
+        return made
 
 
 def _draws_ahead(verifiers: Sequence[Verifier], logits: Tensor) -> bool:
@@ -372,7 +399,7 @@ def _draws_ahead(verifiers: Sequence[Verifier], logits: Tensor) -> bool:
     return not logits.is_cpu and len(logits) <= _AHEAD and not texts_of(verifiers)
 
 
-def _choose(
+def _choose_here(
     walks: list[_Walk],
     logits: Tensor,
     sampling: SamplingParams,
@@ -383,47 +410,9 @@ def _choose(
     if sampling.greedy:
         tokens = argmax(logits)
     else:
-        tokens = _sample(walks, probabilities(logits, sampling).double())
+        tokens = choose([walk.choice() for walk in walks], logits, sampling)
     numbers = tokens.tolist()
     # The tokens of a walk so far are the path that its next node adds to the text.
     for text, token in zip(texts, numbers, strict=False):
         text.add(token)
     return numbers
-
-
-def _sample(walks: list[_Walk], p: Tensor) -> Tensor:
-    """Tokens [m] distributed as p [m, v] float64, chosen so that drawn children are likely.
-
-    Each walk consumes as many random numbers as its own children need, independent of its
-    neighbors.
-    """
-    drawn = [walk.drawn.get(walk.node, []) for walk in walks]
-    width = max(len(nodes) for nodes in drawn)
-    chosen: list[float] = []  # per walk, the number of its choice
-    # Per walk whose node has drawn children: its index, the children's tokens and their numbers.
-    tried: list[int] = []
-    tokens: list[list[int]] = []
-    uniforms: list[list[float]] = []
-    for i, (walk, nodes) in enumerate(zip(walks, drawn, strict=True)):
-        generator = walk.verifier.sampler.generator
-        numbers = torch.rand(1 + len(nodes), dtype=torch.float64, generator=generator).tolist()
-        chosen.append(numbers[0])
-        if nodes:
-            missing = width - len(nodes)
-            tried.append(i)
-            tokens.append([walk.drafted[node] for node in nodes] + [-1] * missing)
-            uniforms.append(numbers[1:] + [0.0] * missing)
-    if tried:
-        q = torch.zeros(len(tried), p.shape[-1], device=p.device)  # [m, v]
-        for row, i in zip(q, tried, strict=True):
-            proposal = walks[i].tree.proposal
-            assert proposal is not None
-            probs = proposal.probs[proposal.rows[drawn[i][0]]]  # [d]
-            if proposal.kept_ids is None:
-                row[: len(probs)] = probs
-            else:
-                row[proposal.kept_ids] = probs
-        children = torch.tensor(tokens, device=p.device)  # [m, w]
-        given = torch.tensor(uniforms, dtype=torch.float64, device=p.device)  # [m, w]
-        p[tried] = try_drawn(p[tried], q.double(), children, given)
-    return pick(p, torch.tensor(chosen, dtype=torch.float64, device=p.device))

@@ -20,7 +20,8 @@ from drafttrain.batch import Proposal, TokenTree
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.inference import SamplingParams, generate
-from drafttrain.inference.verify import ProcessedText, Verifier, try_drawn, verify_batch
+from drafttrain.inference.rejection import try_drawn
+from drafttrain.inference.verify import ProcessedText, Verifier, verify_batch
 from drafttrain.ops.sampling import draw_distinct, pick, probabilities
 from tests.drafters.growing import expand
 from tests.inference.fakes import MarkovTarget

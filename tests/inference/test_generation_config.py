@@ -274,7 +274,7 @@ def test_static_passes_apply_them(monkeypatch):
 
 def test_without_rules_nothing_is_processed(monkeypatch):
     """The settings that most models have (special tokens, sampling defaults) leave the argmax of raw logits in charge."""
-    monkeypatch.setattr("drafttrain.inference.verify._choose", None)
+    monkeypatch.setattr("drafttrain.inference.verify._choose_here", None)
     monkeypatch.setattr("drafttrain.inference.verify.ProcessedText.process", None)
     harmless = {
         "eos_token_id": 3,

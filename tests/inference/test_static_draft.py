@@ -127,8 +127,8 @@ def test_choices_at_all_nodes_are_those_of_a_walk(spec, sampling, monkeypatch):
     drafter = build("eagle3", target)
     want = decode(target, drafter, spec, 3, False, sampling)
     calls = []
-    ahead = verify.choices_ahead
+    ahead = verify._Walk.choices_ahead
     monkeypatch.setattr(verify, "_draws_ahead", lambda verifiers, logits: True)
-    monkeypatch.setattr(verify, "choices_ahead", lambda *args: calls.append(1) or ahead(*args))
+    monkeypatch.setattr(verify._Walk, "choices_ahead", lambda walk: calls.append(1) or ahead(walk))
     assert decode(target, drafter, spec, 3, False, sampling) == want
     assert calls

@@ -8,7 +8,8 @@ from drafttrain.batch import Proposal, TokenTree
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.ngram.model import NgramDrafter
 from drafttrain.inference import SamplingParams, generate
-from drafttrain.inference.verify import ProcessedText, Verifier, argmax_at, try_drawn, verify_batch
+from drafttrain.inference.rejection import try_drawn
+from drafttrain.inference.verify import ProcessedText, Verifier, argmax_at, verify_batch
 from tests.inference.fakes import ANY, FakeDrafter, family
 
 #      root
