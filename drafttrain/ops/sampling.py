@@ -191,8 +191,6 @@ def _few_rows(logits: Tensor) -> bool:
 
     torch splits even few rows among threads, whose start takes longer than the work.
     """
-    if torch.compiler.is_compiling():
-        return False
     return 0 < logits.shape[0] <= _FEW and _kernel_reads(logits)
 
 

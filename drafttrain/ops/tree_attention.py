@@ -260,7 +260,7 @@ def tree_attention(
         if n > _BLOCK:
             return _in_blocks(query, key, value, layout, form)
     first, mask = layout.mask(window, query.shape[1] // key.shape[1], query)
-    return _attend(query, key[:, :, first:], value[:, :, first:], mask, form)
+    return masked_attention(query, key[:, :, first:], value[:, :, first:], mask, form)
 
 
 class CpuPlan:
@@ -500,11 +500,11 @@ def _in_blocks(
             )
         keys = key[:, :, first:end]
         values = value[:, :, first:end]
-        parts.append(_attend(rows, keys, values, mask, form))
+        parts.append(masked_attention(rows, keys, values, mask, form))
     return torch.cat(parts, dim=2)
 
 
-def _attend(
+def masked_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -547,7 +547,7 @@ def _attend(
     if softcap is None and mask is not None and masked == key.shape[2] and query.dtype.itemsize > 2:
         scores = torch.baddbmm(mask, queries, keys, alpha=scaling)
     else:
-        scores = exact_scores(queries, keys) * scaling
+        scores = _exact_scores(queries, keys) * scaling
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         if mask is not None:
@@ -576,7 +576,7 @@ def _attend(
     )
 
 
-def exact_scores(queries: Tensor, keys: Tensor) -> Tensor:
+def _exact_scores(queries: Tensor, keys: Tensor) -> Tensor:
     """Batched products of queries and keys: 16-bit ones with float32 sums, others in their dtype.
 
     Fused attention sums 16-bit products in float32 too.

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafttrain.ops.tree_attention import AttentionForm, TreeLayout, exact_scores
+from drafttrain.ops.tree_attention import AttentionForm, TreeLayout, masked_attention
 
 # More parts than this cost more in the merge than they gain.
 _MOST_PARTS = 128
@@ -204,39 +204,9 @@ def packed_tree_attention(
     Returns:
         [1, heads, N, value_dim], whose transpose [1, N, heads, value_dim] is contiguous.
     """
-    if torch.compiler.is_compiling():
-        return _opaque(query, keys, values, plan.tensors, plan.max_new, **form)
     if query.is_cuda and has_triton():
         return _launch(query, keys, values, plan, **form)
     return static_reference(query, keys, values, plan, **form)
-
-
-@torch.library.custom_op("drafttrain::packed_tree_attention", mutates_args=())
-def _opaque(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    plan: list[Tensor],
-    max_new: int,
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """`packed_tree_attention` as torch.compile sees it: one operator that it does not trace."""
-    form = AttentionForm(
-        scaling=scaling,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-    )
-    made = PackedPlan._make([*plan, max_new, query.shape[2]])
-    return packed_tree_attention(query, keys, values, made, **form)
-
-
-@_opaque.register_fake
-def _(query: Tensor, keys: Tensor, values: Tensor, *_: object, **__: object) -> Tensor:
-    return query.new_empty(1, query.shape[2], query.shape[1], values.shape[3]).transpose(1, 2)
 
 
 def static_reference(
@@ -248,10 +218,7 @@ def static_reference(
     No shape and no branch depends on lengths, so it can be captured. It is slow: every token
     multiplies with every slot of every row.
     """
-    scaling = form["scaling"]
     window = form["window"]
-    softcap = form["softcap"]
-    sinks = form["sinks"]
     count = query.shape[2]
     cache_rows, kv_heads, capacity, _ = keys.shape
 
@@ -289,17 +256,10 @@ def static_reference(
     keys = keys.transpose(0, 1).flatten(1, 2).masked_fill(unseen, 0)  # [kv_heads, slots, e]
     values = values.transpose(0, 1).flatten(1, 2).masked_fill(unseen, 0)
 
-    grouped = query[0].unflatten(0, (kv_heads, -1)).flatten(1, 2)  # [kv_heads, group * N, e]
-    scores = exact_scores(grouped, keys.transpose(1, 2)) * scaling
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.unflatten(1, (-1, count)).float().masked_fill(~visible, float("-inf"))
-    scores = scores.flatten(0, 1)  # [heads, N, cache rows * capacity]
-    if sinks is not None:
-        scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, count, 1)), dim=-1)
-    weights = scores.softmax(dim=-1)[..., : visible.shape[1]].to(values.dtype)
-    out = weights.unflatten(0, (kv_heads, -1)) @ values[:, None]  # [kv_heads, group, N, e]
-    return out.flatten(0, 1).transpose(0, 1).contiguous().transpose(0, 1)[None]
+    mask = torch.zeros_like(visible, dtype=query.dtype).masked_fill_(~visible, float("-inf"))
+    mask = mask.repeat(query.shape[1] // kv_heads, 1)  # [group * N, slots]
+    out = masked_attention(query, keys[None], values[None], mask, form)
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Static steps give what dynamic passes give, and a compiler or a CUDA graph can hold them."""
+"""Static steps give what dynamic passes give, and a CUDA graph can hold them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from drafttrain.drafters.ngram.model import NgramDrafter
 from drafttrain.inference import Decoder, SamplingParams, static
@@ -243,75 +242,6 @@ def test_graphs_can_be_turned_off(on_cpu, monkeypatch):
     assert TargetSteps.lease(target, True) is not None
     monkeypatch.undo()
     assert TargetSteps.lease(target, True) is None  # no graphs on a CPU
-
-
-ROUNDS = [
-    ([(0, 3, [-1, 0, 0])], 7),
-    ([(0, 9, [-1, -1, 1, 2, 0, 0])], 2),
-    ([(0, 30, list(range(-1, 6)))], 5),
-]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gpt_oss",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("llama", "gemma2", "mixtral", "opt")
-        ),
-    ],
-)
-def test_one_compiled_graph_serves_a_bucket(name):
-    check_compiled(family(name)[0], "aot_eager")
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_one_compiled_graph_serves_a_bucket_on_a_gpu(name):
-    check_compiled(on_gpu(name), "inductor")
-
-
-@torch.no_grad()
-def check_compiled(target, backend):
-    """No graph break, and nothing is compiled anew as prefixes, trees and tokens change."""
-    layers = (1, target.num_layers)
-    device = target.device
-    cache = static.TreeCache(80, rows=2)
-    step = None
-    compiled = None
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend(backend)
-    for parts, seed in ROUNDS:
-        generator = torch.Generator().manual_seed(seed)
-        cache.clear(0)
-        prompt = torch.randint(0, 60, (1, parts[0][1]), generator=generator).to(device)
-        cache.open([(0, prompt.shape[1])])
-        target.forward(prompt, (), cache.positions(device), cache)
-        cache.commit([range(prompt.shape[1])])
-        cache.open([(row, parents) for row, _, parents in parts])
-        count = sum(layout.count for _, layout in cache.opened)
-        ids = torch.randint(0, 60, (count,), generator=generator).to(device)
-        want = target.forward(ids[None], layers, cache.positions(device), cache)
-        if step is None:
-            step = StaticStep(target, layers, cache, step_shape([8]), choose=True)
-            compiled = torch.compile(step.forward, fullgraph=True, backend=counter)
-            addresses = [
-                x.data_ptr() for x in (step.ids, step.slots, step.plan.rows, step.plan.ancestors)
-            ]
-        step.fill(ids, cache.opened)
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            got = compiled()
-        torch.testing.assert_close(got.features[:count], want.features[0], atol=1e-4, rtol=1e-4)
-        logits = target.head(want.last_hidden[0])
-        torch.testing.assert_close(got.logits[:count], logits, atol=1e-4, rtol=1e-4)
-        assert got.choices[:count].tolist() == logits.argmax(-1).tolist()
-        assert [
-            x.data_ptr() for x in (step.ids, step.slots, step.plan.rows, step.plan.ancestors)
-        ] == addresses
-    assert counter.frame_count == 1
 
 
 @pytest.mark.gpu
