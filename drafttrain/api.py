@@ -33,7 +33,6 @@ from drafttrain.inference.call_options import (
     read_options,
 )
 from drafttrain.inference.sequence import TextStream, token_ids
-from drafttrain.pipeline import train as train
 from drafttrain.target import Target
 from drafttrain.values import AnyText, Place, check, refuse_options
 

@@ -14,6 +14,7 @@ import copy
 import functools
 import inspect
 import json
+import re
 import types
 import typing
 from argparse import Namespace
@@ -38,6 +39,7 @@ from drafttrain.values import (
     check,
     is_marked,
     refuse_options,
+    table,
     words_of,
 )
 
@@ -56,6 +58,12 @@ Function = Callable[..., Any]
 Kind = Any  # an annotation: a type, or a form of typing
 Values = dict[str, Any]
 Default = Any
+KeyLine = tuple[str, str, object, str]  # of `values.table`
+# Flags of every command, with their help.
+SWITCHES = {
+    "--quiet": "print errors only",
+    "--json": "print the result as one JSON object on stdout, everything else on stderr",
+}
 _on_command_line: ContextVar[bool] = ContextVar("on_command_line", default=False)
 _status: ContextVar[int] = ContextVar("status", default=0)  # of the command that ran last
 
@@ -73,6 +81,25 @@ class Alias:
 
     def __init__(self, flag: str):
         self.flag = flag
+
+
+class Word:
+    """Marks a parameter that may be a word of the command line or a flag: `train RECIPE`, `train
+    --recipe NAME`.
+    """
+
+
+class Keys:
+    """Marks `**keys`, which the command line takes as words: `key=value`, or `--key value`.
+
+    The function's parameters behind `*` are such keys too. The function checks them.
+
+    Args:
+        schemas: dataclasses that declare the keys that help lists.
+    """
+
+    def __init__(self, *schemas: type):
+        self.schemas = schemas
 
 
 class Int(str):
@@ -126,6 +153,8 @@ def command(function: Callable[P, R]) -> Callable[P, R]:
         command_name = spelled(function.__module__.rpartition(".")[2])
         signature = inspect.signature(function)
         unknown = {key: named[key] for key in named if key not in signature.parameters}
+        if schemas_of(function):
+            unknown = {}  # they are keys
         refuse_options(name, unknown, signature.parameters)
         for key in unknown:  # None or False, as transformers' callers pass for options that are off
             del named[key]
@@ -153,6 +182,8 @@ def run(function: Callable[..., R], values: Values) -> R:
     for name, one in parameters(function).items():
         if one.kind is one.VAR_POSITIONAL:
             positional += values[name]
+        elif one.kind is one.VAR_KEYWORD:
+            named.update(values[name])
         elif one.kind is one.KEYWORD_ONLY:
             named[name] = values[name]
         else:
@@ -175,10 +206,15 @@ def checked(
         UserError: a missing value, or one that is not of its parameter's kind.
     """
     kinds = kinds_of(function)
+    keys = schemas_of(function)
     found: Values = {}
     for name, one in parameters(function).items():
         value = given.get(name)
-        if one.kind is one.VAR_POSITIONAL:
+        if one.kind is one.VAR_KEYWORD:
+            found[name] = value or {}
+        elif keys and one.kind is one.KEYWORD_ONLY:
+            found[name] = given.get(name, one.default)
+        elif one.kind is one.VAR_POSITIONAL:
             kind = kinds[name]
             found[name] = [check(name, _plain(word, kind), kind) for word in value or ()]
             if not value and not is_marked(kind, AnyNumber):
@@ -217,7 +253,7 @@ def outcome_of(
     from drafttrain.outcome import concluded, ended
 
     progress = vars(args).pop("progress", True)
-    if _on_command_line.get():
+    if not called_from_python():
         _status.set(implementation(args) or 0)
         return ended()
     with scratch_folder() as scratch:
@@ -226,6 +262,11 @@ def outcome_of(
         found = concluded(lambda: implementation(args), progress)
     # As files hold it: lists, no tuples.
     return {**found, "result": json.loads(json.dumps(found["result"], default=str))}
+
+
+def called_from_python() -> bool:
+    """Whether the running command's function was called from Python, not by a command line."""
+    return not _on_command_line.get()
 
 
 def run_as_command(function: Function, values: Values) -> int:
@@ -263,7 +304,9 @@ def _words(function: Function, given: Values) -> list[str]:
         flag = f"--{spelled(one.name)}"
         if value is None:
             continue
-        if is_loaded(value, kind):
+        if is_loaded(value, kind) and isinstance(value, Mapping):
+            words.append(json.dumps(value, default=str))
+        elif is_loaded(value, kind):
             words.append(f"{flag}={name_of(value)}")
         elif one.kind is one.VAR_POSITIONAL:
             words += map(str, value)
@@ -376,10 +419,24 @@ def parameters(function: Function) -> Mapping[str, inspect.Parameter]:
 
 
 def cli_parameters(function: Function) -> list[inspect.Parameter]:
-    """The parameters that the command line has."""
+    """The parameters that the command line has; those that are keys are words to it."""
     kinds = kinds_of(function)
-    every = parameters(function).values()
-    return [one for one in every if not is_marked(kinds[one.name], InPython)]
+    keys = schemas_of(function)
+    found = []
+    for one in parameters(function).values():
+        is_key = keys and one.kind in (one.KEYWORD_ONLY, one.VAR_KEYWORD)
+        if not is_key and not is_marked(kinds[one.name], InPython):
+            found.append(one)
+    return found
+
+
+def schemas_of(function: Function) -> tuple[type, ...]:
+    """The dataclasses of a function's `**keys`; empty for one that has none."""
+    for kind in kinds_of(function).values():
+        for mark in marks_of(kind):
+            if isinstance(mark, Keys):
+                return mark.schemas
+    return ()
 
 
 @functools.cache
@@ -458,16 +515,22 @@ def read_words(app: App, name: str, function: Function, words: Sequence[str]) ->
     """
     from cyclopts import CycloptsError
 
-    for word in words:
-        check("argument", word, AnyText)
-    flags = [f"--{spelled(one.name)}" for one in cli_parameters(function) if not is_word(one)]
     end = len(words)
     if "--" in words:  # behind it, words are another program's
         end = words.index("--")
-    own = [completed(word, flags) for word in words[:end]]
+    if "--help" in words[:end] or "-h" in words[:end]:
+        app.help_print([name])
+        raise SystemExit(0)
+    for word in words:
+        check("argument", word, AnyText)
+    flags = [f"--{spelled(one.name)}" for one in cli_parameters(function) if not is_word(one)]
+    if schemas_of(function):
+        own = as_keys(words[:end], flags)
+    else:
+        own = [completed(word, flags) for word in words[:end]]
     words = [*own, *words[end:]]
     collection = app[name].assemble_argument_collection()
-    known = {"--", "--help"}.union(*(argument.names for argument in collection))
+    known = {"--"}.union(*(argument.names for argument in collection))
     for word in own:
         flag = word.partition("=")[0]
         if flag.startswith("--") and flag not in known:
@@ -476,13 +539,41 @@ def read_words(app: App, name: str, function: Function, words: Sequence[str]) ->
                 f"unknown flag {shown(flag)}; {hint or f'see drafttrain {name} --help'}"
             )
     try:
-        read, bound, _ = app.parse_args([name, *words], print_error=False, exit_on_error=False)
+        _, bound, _ = app.parse_args([name, *words], print_error=False, exit_on_error=False)
     except CycloptsError as error:
         raise UserError(explained(error, name, function)) from error
-    if read.__name__ != "shell":  # cyclopts' function for --help
-        read(*bound.args, **bound.kwargs)
-        raise SystemExit(0)
     return dict(bound.arguments)
+
+
+def as_keys(words: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """Words with the command's own flags first and `--max-steps 4`, as other trainers take it, as
+    `max_steps=4`. A key without a value is true: `--packing`.
+
+    Args:
+        flags: the command's own that take a value.
+    """
+    own = []
+    rest = []
+    left = [*reversed(words)]
+    while left:
+        word = left.pop()
+        name, equals, text = word.partition("=")
+        if name in flags:
+            own.append(word)
+            if not equals and left:
+                own.append(left.pop())
+        elif name in SWITCHES:
+            own.append(word)
+        elif word.startswith("--") and len(word) > 2:
+            if not equals:
+                is_value = left and not re.match(r"-+[A-Za-z]|[\w.]+=", left[-1])
+                text = "true"
+                if is_value:
+                    text = left.pop()
+            rest.append(f"{name[2:].replace('-', '_')}={text}")
+        else:
+            rest.append(word)
+    return own + rest
 
 
 def completed(word: str, flags: Sequence[str]) -> str:
@@ -535,6 +626,8 @@ def shell_of(function: Function, switches: Mapping[str, str]) -> Function:
     shell.__annotations__ = {}  # a command may have a parameter named flags
     shown = [_shown(one, function) for one in cli_parameters(function)]
     shown += [_switch(switch, text) for switch, text in switches.items()]
+    for schema in schemas_of(function):
+        shown += [_key(line) for line in table(schema)]
     shell.__signature__ = inspect.Signature(sorted(shown, key=lambda one: one.kind))  # type: ignore[attr-defined]
     return shell
 
@@ -560,7 +653,7 @@ def _shown(one: inspect.Parameter, function: Function) -> inspect.Parameter:
     if item is not kind:
         base = list[base]
     how = one.kind
-    if how is one.POSITIONAL_OR_KEYWORD:
+    if how is one.POSITIONAL_OR_KEYWORD and not is_marked(kind, Word):
         how = one.KEYWORD_ONLY
     default = one.default
     if isinstance(default, dict) or default == ():
@@ -579,6 +672,26 @@ def _switch(name: str, text: str) -> inspect.Parameter:
     annotation = Annotated[bool, Parameter(help=text, show_default=False)]
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=annotation
+    )
+
+
+def _key(line: KeyLine) -> inspect.Parameter:
+    """A key of a recipe as help shows it, with its default as text, and as shells complete it."""
+    from cyclopts import Parameter
+
+    name, _, default, meaning = line
+    has_default = default not in (None, "", {})
+    how = Parameter(
+        name=f"--{name}",
+        group="Keys of a recipe",
+        help=meaning,
+        show_default=has_default,
+    )
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=str(default).lower(),
+        annotation=Annotated[str, how],
     )
 
 
@@ -630,8 +743,15 @@ def _shows(default: Default, text: str) -> bool:
 
 
 def _help_of(function: Function) -> str:
-    """A command's help: its docstring up to `Args:`."""
-    return inspect.cleandoc(function.__doc__ or "").partition("\nArgs:\n")[0].strip()
+    """A command's help: its docstring up to `Args:`, a line a paragraph, and examples as they are."""
+    text = inspect.cleandoc(function.__doc__ or "").partition("\nArgs:\n")[0].strip()
+    parts = []
+    for number, part in enumerate(text.split("```")):
+        if number % 2:  # between fences
+            parts.append(part.strip("\n"))
+        else:
+            parts += [" ".join(lines.split()) for lines in part.strip().split("\n\n")]
+    return "\n\n".join(part for part in parts if part)
 
 
 @functools.cache
@@ -639,4 +759,5 @@ def helps_of(function: Function) -> dict[str, str]:
     """The help of each parameter, from the docstring's `Args:`."""
     from docstring_parser import parse_from_object
 
-    return {one.arg_name: one.description or "" for one in parse_from_object(function).params}
+    found = parse_from_object(function).params
+    return {one.arg_name: " ".join((one.description or "").split()) for one in found}

@@ -264,10 +264,11 @@ def _object(pairs: list[tuple[str, object]]) -> Json:
     """
     found = dict(pairs)
     if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(
-            f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice"
-        )
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"the key {key!r} occurs twice")
+            seen.add(key)
     return found
 
 

@@ -15,8 +15,38 @@ _LONGEST = 200_000  # characters
 _DEEP = re.compile(r"(?:[\[{]\s*){33}")  # PyYAML takes seconds for these
 
 
+class _TooLarge(Exception):
+    """More values or levels than a recipe needs."""
+
+
 class _Loader(yaml.SafeLoader):
-    """Plain YAML that refuses keys which occur twice."""
+    """Plain YAML that refuses keys which occur twice, and more values than its bounds allow.
+
+    Values are counted while they are read, and those behind aliases before they are copied: a merge
+    key (`<<`) that names two aliases of another one doubles the values with each level.
+    """
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        self._nodes = 0
+        self._level = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self._nodes += 1
+        self._level += 1
+        # A key counts beside its value.
+        if self._nodes > 2 * _MOST_VALUES or self._level > MOST_LEVELS + 2:
+            raise _TooLarge
+        node = super().compose_node(parent, index)
+        self._level -= 1
+        return node
+
+    def get_single_data(self) -> Any:
+        node = self.get_single_node()
+        if node is None:
+            return None
+        _check_size(node, {})
+        return self.construct_document(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -31,6 +61,35 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key_node.value, str):
                 seen.add(key_node.value)
         return super().construct_mapping(node, deep)
+
+
+def _check_size(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """The values and levels of a node, those behind its aliases counted each time.
+
+    Args:
+        known: results by the node's id, so that each node is visited once.
+
+    Raises:
+        _TooLarge: more than the bounds allow, or a node that holds itself.
+    """
+    if id(node) in known:
+        return known[id(node)]
+    known[id(node)] = (_MOST_VALUES, MOST_LEVELS)  # what a node that holds itself would meet
+    values = 1
+    levels = 0
+    inner: list[yaml.Node] = []
+    if isinstance(node, yaml.SequenceNode):
+        inner = node.value
+    elif isinstance(node, yaml.MappingNode):
+        inner = [value for _, value in node.value]
+    for one in inner:
+        count, depth = _check_size(one, known)
+        values += count
+        levels = max(levels, depth + 1)
+    if values > _MOST_VALUES or levels > MOST_LEVELS:
+        raise _TooLarge
+    known[id(node)] = (values, levels)
+    return values, levels
 
 
 def read_yaml(text: str, where: str) -> Any:
@@ -48,26 +107,24 @@ def read_yaml(text: str, where: str) -> Any:
         raise UserError(large)
     try:
         found = yaml.load(text, _Loader)
+    except _TooLarge as error:
+        raise UserError(large) from error
     except Exception as error:
         # Besides YAMLError: numbers of 5000 digits, impossible dates, empty tags, deep nesting.
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"{where} is not valid YAML: {reason[:300]}") from error
 
-    count = 0
-    waiting: list[tuple[str, object, int]] = [("", found, 0)]
+    waiting: list[tuple[str, object]] = [("", found)]
     while waiting:
-        place, value, level = waiting.pop()
-        count += 1
-        if count > _MOST_VALUES or level > MOST_LEVELS:
-            raise UserError(large)
+        place, value = waiting.pop()
         if isinstance(value, dict):
             for name, inner in value.items():
                 if not isinstance(name, str):
                     raise UserError(f"{where}: key {shown(name)} is not text; put it in quotes")
-                waiting.append((f"{place}.{name}"[-80:], inner, level + 1))
+                waiting.append((f"{place}.{name}"[-80:], inner))
         elif isinstance(value, list):
             for inner in value:
-                waiting.append((place, inner, level + 1))
+                waiting.append((place, inner))
         elif not _is_plain(value):
             rule = "must be text, true, false, null or a finite number; put other values in quotes"
             raise UserError(f"{where}: {place.lstrip('.') or 'value'}={shown(value)} {rule}")

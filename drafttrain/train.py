@@ -34,7 +34,6 @@ from transformers import TrainingArguments, set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from drafttrain.batch import Batch
-from drafttrain.callable_module import CallableModule
 from drafttrain.config import TrainConfig, load_config
 from drafttrain.credentials import redact
 from drafttrain.data.loader import (
@@ -599,14 +598,11 @@ def claimed(config: TrainConfig, args: TrainingArguments) -> Iterator[OutputFold
 
 def run(args: argparse.Namespace) -> int:
     """The command: setup, prepare, learn, finish, and a line about the result."""
-    words = [
-        word for word in (args.recipe, args.config) if word
-    ]  # with --recipe the first word is an override
-    if not words:
+    if args.recipe is None:
         raise UserError(
             "config must be given: a YAML recipe, or --recipe NAME (drafttrain recipes lists them)"
         )
-    config, training_args = setup(words[0], [*words[1:], *args.overrides])
+    config, training_args = setup(args.recipe, args.overrides)
     check_folder(config.output_dir, "train", inputs_of_recipe(config), "output_dir")
     as_saved = redact(json.loads(json.dumps(asdict(config))))
     trained = read_training(Path(str(training_args.output_dir))).get("config")
@@ -652,8 +648,3 @@ def run(args: argparse.Namespace) -> int:
         print(f"{trained_for}{waits}; held out: {quality}")
         conclude(summary, [config.output_dir], then)
     return 0
-
-
-sys.modules[
-    __name__
-].__class__ = CallableModule  # drafttrain.train(recipe) is drafttrain/pipeline.py's

@@ -7,11 +7,10 @@ declares such a field with its meaning.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
 from types import UnionType
@@ -319,74 +318,6 @@ def table(settings: type) -> list[tuple[str, str, object, str]]:
     return [
         (one.name, rule(kinds[one.name]), default_of(one), one.metadata["meaning"]) for one in found
     ]
-
-
-def key_table(settings: type) -> str:
-    """The keys of `table` with defaults and meanings, a line each."""
-    return "\n".join(
-        f"  {name:<18} {meaning}{'' if default in (None, '', {}) else f' (default: {str(default).lower()})'}"
-        for name, _, default, meaning in table(settings)
-    )
-
-
-# -- flags -----------------------------------------------------------------------------------------
-
-# A flag's `type`: reads a word; the attribute `rule` says which words it takes.
-Reader = Callable[[str], Any]
-
-
-def reader(read: Reader, described: str) -> Reader:
-    def type_of_flag(word: str) -> Any:
-        try:
-            return read(word)
-        except UserError as error:  # argparse adds the flag's name
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    type_of_flag.rule = described  # type: ignore[attr-defined]
-    return type_of_flag
-
-
-def value(kind: Any, form: Callable[[Any], Any] = lambda found: found, or_word: str = "") -> Reader:
-    """The `type` of a flag whose value is of a kind of drafttrain/values.py.
-
-    Args:
-        form: applied to the value, such as Path. or_word: a word that is taken as it is, such as
-            auto.
-    """
-    wanted = Literal[or_word] | kind if or_word else kind  # type: ignore[valid-type]
-    return reader(lambda word: form(check("", word, wanted, words=True)), rule(wanted))
-
-
-def values(kind: Any, most: int = 64) -> Reader:
-    """The `type` of a flag that takes a list of values, separated by commas."""
-
-    def read(word: str) -> list[Any]:
-        parts = [part.strip() for part in word.split(",") if part.strip()]
-        if not 0 < len(parts) <= most:
-            raise UserError(
-                f"={shown(word)} must have 1 to {most} values separated by commas, such as 1,2,4"
-            )
-        return [check("", part, kind, words=True) for part in parts]
-
-    return reader(read, f"1 to {most} values separated by commas, each {rule(kind)}")
-
-
-def adder(parser: Any) -> Callable[..., None]:
-    """A short form of parser.add_argument: add(name, KIND, ...) where the value is of a kind, or a
-    reader of `value`.
-    """
-
-    def add(name: str, *more: Any, **options: Any) -> None:
-        if more and not isinstance(more[-1], str):
-            kind = more[-1]
-            more = more[:-1]
-            if hasattr(kind, "rule"):
-                options["type"] = kind
-            else:
-                options["type"] = value(kind)
-        parser.add_argument(name, *more, **options)
-
-    return add
 
 
 class ShardIndex(TypedDict):

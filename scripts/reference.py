@@ -5,7 +5,6 @@ python scripts/reference.py            # a test compares the files with `pages()
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import re
 import sys
@@ -17,13 +16,23 @@ from unittest.mock import MagicMock
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from drafttrain.cli import COMMANDS, add_signature, flags_module  # noqa: E402
-from drafttrain.commands import SIGNATURES, function_of  # noqa: E402
+from drafttrain.command import (  # noqa: E402
+    AnyNumber,
+    Word,
+    cli_parameters,
+    helps_of,
+    is_word,
+    item_of,
+    required,
+    spelled,
+)
+from drafttrain.command import kinds_of as signature_kinds  # noqa: E402
+from drafttrain.commands import COMMANDS, function_of, summary_of  # noqa: E402
 from drafttrain.config import TrainConfig, TrainerKeys  # noqa: E402
 from drafttrain.drafters.registry import kind_class, kinds  # noqa: E402
 from drafttrain.drafters.shipping import format_lines, shipped_kinds, shipping  # noqa: E402
 from drafttrain.training.on_policy import OnPolicyOptions  # noqa: E402
-from drafttrain.values import kinds_of, rule, table  # noqa: E402
+from drafttrain.values import is_marked, kinds_of, rule, table  # noqa: E402
 
 WRITTEN = "Written by `python scripts/reference.py` from the tables that check the values; do not edit it by hand."
 CONFIG = f"""# Config
@@ -56,7 +65,7 @@ status 2; Ctrl-C ends with 130, SIGTERM with 143. Every command also takes `--qu
 
 
 def cell(value: object) -> str:
-    text = "" if value is None or value == argparse.SUPPRESS else str(value)
+    text = "" if value is None else str(value)
     return " ".join(text.split()).replace("|", "\\|")
 
 
@@ -123,28 +132,30 @@ def options(kind: str) -> Iterator[tuple[object, ...]]:
 
 
 def flags(command: str) -> Iterator[tuple[object, ...]]:
-    parser = argparse.ArgumentParser(prog=f"drafttrain {command}")
-    if command in SIGNATURES:
-        add_signature(parser, function_of(command))
-    else:
-        flags_module(command).add_arguments(parser)
-    for action in parser._actions:
-        if action.dest == "help":
-            continue
-        names = f"`{(action.option_strings or [action.metavar or action.dest])[0]}`"
-        wanted = getattr(action.type, "rule", "" if action.nargs == 0 else "text")
-        if action.choices is not None:
-            wanted = f"one of {', '.join(map(str, action.choices))}"
-        default = (
-            "required"
-            if action.required
-            else ""
-            if action.nargs == 0 or action.default in ([], ())
-            else action.default
-        )
-        if default == sys.executable:
+    function = function_of(command)
+    for one in cli_parameters(function):
+        kind = signature_kinds(function)[one.name]
+        name = one.name
+        if not is_word(one) and not is_marked(required(kind), Word):
+            name = f"--{spelled(one.name)}"
+        wanted = rule(item_of(kind))
+        if wanted == rule(bool):
+            wanted = ""
+        default = one.default
+        if is_marked(kind, AnyNumber) or default is None or default is False:
+            default = ""
+        elif default is one.empty:
+            default = "required"
+        elif isinstance(default, tuple):
+            default = ",".join(map(str, default))
+        elif default == sys.executable:
             default = "this interpreter"
-        yield names, wanted, default, (action.help or "") % {"default": action.default}
+        yield (
+            f"`{name}`",
+            wanted,
+            default if isinstance(default, str) else str(default).lower(),
+            helps_of(function)[one.name],
+        )
 
 
 FOUR = ("", "value", "default", "meaning")
@@ -166,11 +177,8 @@ def config_page() -> str:
 
 def cli_page() -> str:
     parts = [CLI]
-    for command, (_, summary) in COMMANDS.items():
-        parts += [
-            f"## drafttrain {command}\n\n{summary[0].upper()}{summary[1:]}.\n",
-            rows(FOUR, flags(command)),
-        ]
+    for command in COMMANDS:
+        parts += [f"## drafttrain {command}\n\n{summary_of(command)}\n", rows(FOUR, flags(command))]
     formats = [
         (f"`{kind}`", *line.split(maxsplit=0))
         for kind in shipped_kinds()

@@ -24,7 +24,9 @@ import yaml
 from transformers import TrainingArguments
 
 import drafttrain
-from drafttrain.cli import COMMANDS, command_parser, main
+from drafttrain.cli import main, parsed
+from drafttrain.command import SWITCHES, cli_parameters, spelled
+from drafttrain.commands import COMMANDS, function_of
 from drafttrain.config import TrainConfig, load_config, parse_overrides
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
@@ -149,13 +151,9 @@ def check_flags(words: list[str]) -> None:
     assert name in COMMANDS, f"drafttrain {name}: no such command"
     if "--help" in rest:
         return None
-    parser = command_parser([name])
     if any(map(is_left_out, rest)):
-        known = (
-            next(each for each in parser._actions if each.dest == "command")
-            .choices[name]
-            ._option_string_actions
-        )
+        every = cli_parameters(function_of(name))
+        known = {*SWITCHES, *(f"--{spelled(one.name)}" for one in every)}
         ours = rest[: rest.index("--")] if "--" in rest else rest
         missing = [
             word for word in ours if word.startswith("--") and word.partition("=")[0] not in known
@@ -169,25 +167,21 @@ def check_flags(words: list[str]) -> None:
         ):
             Path(word).parent.mkdir(parents=True, exist_ok=True)
             Path(word).touch()
-    args = parser.parse_args(
-        [name, *(word.replace("~/vllm/bin/python", sys.executable) for word in rest)]
-    )
-    if getattr(args, "tree", None) not in (None, "", "auto"):
-        for tree in args.tree if isinstance(args.tree, list) else [args.tree]:
-            TreeSpec.parse(str(tree))
-    if name == "train" and getattr(args, "config", None):
+    words = [word.replace("~/vllm/bin/python", sys.executable) for word in rest]
+    _, values, _ = parsed([name, *words])
+    if values.get("tree") not in (None, "", "auto"):
+        TreeSpec.parse(values["tree"])
+    if name == "train" and values["recipe"]:
+        recipe = ROOT / values["recipe"]
+        overrides = values["overrides"]
         keys = [one.name for one in fields(TrainingArguments)]
-        if (ROOT / args.config).is_file():
+        if recipe.is_file():
             given = [f"{key}=x" for key in ("target", "data", "output_dir")]
-            named = {word.partition("=")[0] for word in args.overrides}
-            had = set(yaml.safe_load((ROOT / args.config).read_text())) | named
-            load_config(
-                str(ROOT / args.config),
-                [*args.overrides, *(g for g in given if g[:-2] not in had)],
-                keys,
-            )
+            named = {word.partition("=")[0] for word in overrides}
+            had = set(yaml.safe_load(recipe.read_text())) | named
+            load_config(str(recipe), [*overrides, *(g for g in given if g[:-2] not in had)], keys)
         else:
-            check_keys(parse_overrides(args.overrides))
+            check_keys(parse_overrides(overrides))
     return None
 
 

@@ -11,6 +11,7 @@ from typing_extensions import NotRequired, TypedDict
 from drafttrain.errors import UserError
 from drafttrain.files import (
     JsonlLog,
+    _object,
     complete_bytes,
     first_change,
     read_json,
@@ -119,6 +120,24 @@ def test_a_json_file_is_checked_against_its_schema(tmp_path, content, said):
     path.write_bytes(content)
     with pytest.raises(UserError, match=re.escape(said)):
         read_json(path, "recipe", "write it again", Recipe)
+
+
+class CountedKey(str):
+    """A key that counts how often it is compared."""
+
+    compared = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        CountedKey.compared += 1
+        return str.__eq__(self, other)
+
+
+def test_a_repeated_key_is_found_in_one_pass():
+    pairs = [(CountedKey(f"key {number}"), 1) for number in range(1000)]
+    with pytest.raises(ValueError, match="the key 'key 999' occurs twice"):
+        _object([*pairs, (CountedKey("key 999"), 2)])
+    assert CountedKey.compared < 5000
 
 
 def test_a_json_file_may_begin_with_a_byte_order_mark(tmp_path):

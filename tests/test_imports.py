@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "drafttrain"
 # From bottom to top. A subpackage or top-level module imports from its own and from earlier rows, never from its own row's
 # neighbours or from later ones. There are no exceptions; imports inside functions count too.
 ORDER = [
-    ["credentials", "interrupts", "callable_module"],
+    ["credentials", "interrupts"],
     ["errors"],
     ["values", "extras", "plain_yaml"],
     ["files", "environment", "batch", "progress"],
@@ -40,13 +40,9 @@ ORDER = [
     ["hub"],
     ["train"],
     ["adapt"],
-    ["train_flags"],
-    ["pipeline"],
     ["api"],
     ["commands"],
     ["cli"],
-    ["completion"],
-    ["completion_flags"],
     ["__main__"],
 ]
 ROW = {name: row for row, names in enumerate(ORDER) for name in names}
@@ -171,8 +167,7 @@ def test_no_module_hides_a_package():
 
 # Words that are kinds' names and stand for something else there, or that cannot be asked for.
 OTHER_WORDS = {
-    ("cli", "ngram"),  # the command ngram-store, which writes what a kind reads
-    ("commands", "ngram"),
+    ("commands", "ngram"),  # the command ngram-store, which writes what a kind reads
     ("folders", "ngram"),
     ("data", "ngram"),  # runs of words that texts share
     ("target", "mtp"),  # the prefix of prediction modules in published targets
@@ -181,7 +176,7 @@ OTHER_WORDS = {
 
 
 def named_kinds() -> Iterator[str]:
-    """Strings that name a kind, other than docstrings and a command's HELP (examples), outside the kinds' own files."""
+    """Strings that name a kind, other than docstrings (examples), outside the kinds' own files."""
     names = kinds()
     for module, path in modules():
         here = module.split(".")[0]
@@ -189,11 +184,6 @@ def named_kinds() -> Iterator[str]:
             continue
         tree = ast.parse(path.read_text())
         prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Assign) and any(
-                getattr(goal, "id", "") == "HELP" for goal in node.targets
-            ):
-                prose |= {id(part) for part in ast.walk(node.value)}
         for node in ast.walk(tree):
             if (
                 isinstance(node, ast.Constant)

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from drafttrain.cli import COMMANDS, WITHOUT_RESULT, command_parser, main
+from drafttrain.cli import main, parsed
+from drafttrain.commands import COMMANDS, WITHOUT_RESULT
 from drafttrain.errors import UserError
 from drafttrain.outcome import conclude, fault, next_command, voice
 
@@ -26,17 +27,18 @@ def test_next_commands_can_be_pasted(tmp_path):
     )
     assert line.startswith("drafttrain push --drafter 'my run/drafter' --repo a/b --results '")
     assert line.endswith(f"r 1.json' {results[1]} --dry-run")
-    args = command_parser(["push"]).parse_args(shlex.split(line)[1:])
-    assert args.drafter == "my run/drafter" and args.results == results and args.dry_run
+    _, values, _ = parsed(shlex.split(line)[1:])
+    assert values["drafter"] == "my run/drafter" and values["results"] == results
+    assert values["dry_run"]
 
 
 def test_next_commands_carry_what_the_target_needs():
     given = {"device": "auto", "dtype": "bfloat16", "trust_remote_code": True, "seed": 3}
     carry = argparse.Namespace(**given, chat_template_kwargs={"enable_thinking": False})
     line = next_command("eval", carry=carry, target="T", drafter="D")
-    args = command_parser(["eval"]).parse_args(shlex.split(line)[1:])
-    assert (args.dtype, args.trust_remote_code, args.chat_template_kwargs) == (
-        "bfloat16", True, {"enable_thinking": False})  # fmt: skip
+    _, values, _ = parsed(shlex.split(line)[1:])
+    assert (values["dtype"], values["trust_remote_code"]) == ("bfloat16", True)
+    assert values["chat_template_kwargs"] == {"enable_thinking": False}
     assert "--device" not in line and "--seed" not in line
 
 
@@ -99,7 +101,7 @@ def test_a_mistake_is_an_object_too(capfd):
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name not in WITHOUT_RESULT])
 def test_every_command_concludes(command):
-    source = Path("drafttrain", *COMMANDS[command][0].split(".")).with_suffix(".py")
+    source = Path("drafttrain", *COMMANDS[command][1].split(".")).with_suffix(".py")
     text = (Path(__file__).parents[1] / source).read_text()
     assert "conclude(" in text or "return publish(" in text, (
         f"{source} ends without drafttrain.outcome.conclude"
@@ -160,10 +162,7 @@ def test_every_command_leads_on(tmp_path, capfd, monkeypatch):
         assert all(Path(path).exists() for path in answer["wrote"])
         known = {"RECIPE": "recipe.yaml", "TARGET": TARGET, "USER/NAME": "a/b"}
         program, *then = (known.get(word, word) for word in shlex.split(answer["next"]))
-        assert (
-            program == "drafttrain"
-            and command_parser([following]).parse_args(then).command == following
-        ), line
+        assert (program, then[0]) == ("drafttrain", following) and parsed(then), line
         assert main([*words, "--quiet"]) == 0 and capfd.readouterr() == ("", ""), line
     assert set(tmp_path.iterdir()) - before == {
         tmp_path / "runs"

@@ -6,6 +6,7 @@ import inspect
 import io
 import logging
 import os
+import pydoc
 import subprocess
 import sys
 import threading
@@ -23,7 +24,6 @@ from drafttrain import (
     export,
     generate,
     load_drafter,
-    pipeline,
     push,
     train,
     tune,
@@ -71,7 +71,8 @@ def test_a_function_is_the_command(command, function):
 
 def test_options_of_train_are_keys_of_recipes():
     known = {one.name for one in (*fields(TrainConfig), *fields(TrainingArguments))}
-    named = {*inspect.signature(pipeline.train).parameters} - pipeline.OWN - {"recipe"}
+    parameters = {*inspect.signature(train).parameters}
+    named = parameters - {"recipe", "overrides", "progress", "others"}
     assert named <= known and len(named) > 12
 
 
@@ -83,8 +84,12 @@ def test_train_and_export_are_modules_and_functions():
     assert module is drafttrain.train is train is sys.modules["drafttrain.train"] and callable(
         module.setup
     )
-    for called, function in ((train, pipeline.train), (export, function_of("export"))):
-        assert inspect.signature(called) == inspect.signature(function)
+    for called in (train, export):
+        name = called.__name__.rpartition(".")[2]
+        assert inspect.signature(called) == inspect.signature(function_of(name))
+        shown = pydoc.plain(pydoc.render_doc(called))
+        assert f"{name}({next(iter(inspect.signature(called).parameters))}" in shown
+        assert "Args:" in shown and "check_pretraining" not in shown
     with pytest.raises(UserError, match=r"config='/no/recipe\.yaml': no such file"):
         train("/no/recipe.yaml", data="x")
 

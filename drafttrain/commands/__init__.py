@@ -4,36 +4,78 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-# Command -> module and function. The others still have an argparse parser.
-SIGNATURES = {
-    "fetch": "fetch:fetch",
-    "prompts": "prompts:prompts",
-    "generate": "generate:generate",
-    "features": "features:features",
-    "serve-target": "serve_target:serve_target",
-    "recipes": "recipes:recipes",
-    "plan": "plan:plan",
-    "adapt": "adapt:adapt",
-    "ngram-store": "count_ngrams:count_ngrams",
-    "eval": "eval:evaluate",
-    "tune": "tune:tune",
-    "sweep": "sweep:sweep",
-    "diagnose": "diagnose:diagnose",
-    "estimate": "estimate:estimate",
-    "report": "report:report",
-    "trace": "trace:trace",
-    "bench-server": "bench_server:bench_server",
-    "chat": "chat:chat",
-    "export": "export:export",
-    "import": "import_:import_drafter",
-    "verify": "verify:verify",
-    "push": "push:push",
-    "push-data": "push_data:push_data",
+if TYPE_CHECKING:
+    from cyclopts import App
+
+# Command -> the function of its signature in this folder, and the module below drafttrain that runs it.
+COMMANDS = {
+    "fetch": ("fetch:fetch", "target.fetch"),
+    "prompts": ("prompts:prompts", "data.prompts"),
+    "generate": ("generate:generate", "data.generate"),
+    "features": ("features:features", "states.features"),
+    "serve-target": ("serve_target:serve_target", "serving.serve_target"),
+    "recipes": ("recipes:recipes", "recipes"),
+    "plan": ("plan:plan", "tuning.plan"),
+    "train": ("train:train", "train"),
+    "adapt": ("adapt:adapt", "adapt"),
+    "ngram-store": ("count_ngrams:count_ngrams", "data.ngram_corpus"),
+    "eval": ("eval:evaluate", "tuning.eval_command"),
+    "tune": ("tune:tune", "tuning.tune"),
+    "sweep": ("sweep:sweep", "tuning.sweep"),
+    "diagnose": ("diagnose:diagnose", "evaluation.diagnose"),
+    "estimate": ("estimate:estimate", "tuning.estimate"),
+    "report": ("report:report", "reports.report"),
+    "chat": ("chat:chat", "reports.terminal_chat"),
+    "trace": ("trace:trace", "reports.trace"),
+    "bench-server": ("bench_server:bench_server", "serving.bench"),
+    "export": ("export:export", "export.export_drafter"),
+    "import": ("import_:import_drafter", "export.import_drafter"),
+    "verify": ("verify:verify", "export.verify_export"),
+    "push": ("push:push", "hub.push"),
+    "push-data": ("push_data:push_data", "hub.push_data"),
+    "completion": ("completion:completion", "commands.completion"),
 }
+# Commands that run until they are stopped, or print nothing but their result.
+WITHOUT_RESULT = {"serve-target", "completion", "chat"}
 
 
 def function_of(command: str) -> Callable[..., object]:
     """The function of a command."""
-    module, _, name = SIGNATURES[command].partition(":")
+    module, _, name = COMMANDS[command][0].partition(":")
     return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+
+
+def summary_of(command: str) -> str:
+    """The first line of a command's help."""
+    return (function_of(command).__doc__ or "").splitlines()[0]
+
+
+def switches_of(command: str) -> dict[str, str]:
+    """The flags that a command has beside those of its signature, with their help."""
+    from drafttrain.command import SWITCHES
+
+    found = {}
+    if command != "chat":  # which is nothing but output
+        found["quiet"] = SWITCHES["--quiet"]
+    if command not in WITHOUT_RESULT:
+        found["json"] = SWITCHES["--json"]
+    return found
+
+
+def app_of(*commands: str) -> App:
+    """The command line of these commands."""
+    from cyclopts import App, Parameter
+
+    from drafttrain.command import add_to
+
+    app = App(
+        name="drafttrain",
+        version_flags=(),
+        help_format="plaintext",
+        default_parameter=Parameter(negative=(), allow_repeating=True, json_list=False),
+    )
+    for command in commands:
+        add_to(app, command, function_of(command), switches_of(command))
+    return app

@@ -23,7 +23,9 @@ def count_ngrams(
     max_n: Depth = 4,
     max_entries: Count = 4000000,
 ) -> Json:
-    """Count the tokens that follow each n-gram of a corpus: a drafter without training. The target's answers work best.
+    """Count the tokens that follow each n-gram of a corpus: a drafter without training.
+
+    The target's answers work best as corpus.
 
     ```
     drafttrain ngram-store --data runs/data --output runs/store.safetensors

@@ -90,6 +90,7 @@ def test_values_inside(recipe, fault: Fault, seed):
 
 ODD = {
     "aliases": "a: &a [x,x,x]\n" + "".join(f"{b}: &{b} [{','.join(['*' + a] * 9)}]\n" for a, b in pairwise("abcdefghi")),
+    "merge keys": "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i}\n  <<: [*a{i-1}, *a{i-1}]\n" for i in range(1, 26)),
     "recursion": "drafter: &a {x: *a}\n",
     "twice": "kind: eagle3\nkind: medusa\n",
     "twice inside": "drafter: {ttt_steps: 3, ttt_steps: 4}\n",
