@@ -24,6 +24,15 @@ import torch
 from torch import Tensor, nn
 
 from drafttrain.drafters.common.trainable import TrainableDrafter
+from drafttrain.drafters.form import (
+    Form,
+    Turn,
+    Weight,
+    check_fixed,
+    fill,
+    read_form,
+    unchanged,
+)
 from drafttrain.drafters.read_back import compare_drafters
 from drafttrain.drafters.shipping import GGUF_NAME, D, ExportRequest, Shipping, Trained
 from drafttrain.errors import UserError
@@ -122,7 +131,7 @@ class GgufHeads(Shipping[D]):
             self.gguf_arch,
             drafter.config,
             keys,
-            self.gguf_weights(drafter, target),
+            fill(self.gguf_form(drafter, target), drafter.state_dict()),
             dtype_name(request.dtype),
             Path(target.path),
             _rows(drafter),
@@ -140,35 +149,33 @@ class GgufHeads(Shipping[D]):
                 return found
         raise UserError(f"{own} has no place in llama.cpp's {self.gguf_arch} ({RELEASE})")
 
-    def gguf_weights(self, drafter: D, target: Target) -> dict[str, Tensor]:
-        """Every tensor of a file, by llama.cpp's names."""
+    def gguf_form(self, drafter: D, target: Target) -> Form:
+        """Every tensor of a file, by llama.cpp's names.
+
+        target: with weights, if the file needs rows of them.
+        """
         kept = drafter.kept_ids.cpu()  # [d] int64
-        made = {}
+        form: Form = {}
         # The drafter's own weights.
-        for own, value in drafter.state_dict().items():
+        for own in drafter.state_dict():
             if own not in ("kept_ids", "mask"):
                 theirs = self.gguf_name(own, drafter)
-                made[theirs] = self._rotate(theirs, value, drafter)
+                form[theirs] = Weight(own, *self._rotations(theirs, drafter))
         # What an engine cannot take from the target itself.
         if not _keeps_all(drafter):
-            made["d2t"] = kept
-            if "output.weight" not in made:
-                made["output.weight"] = target.head_weight[kept]
+            form["d2t"] = Weight("kept_ids")
+            if "output.weight" not in form:
+                form["output.weight"] = target.head_weight[kept]
         if self._needs_table(drafter, target):
             table = target.embed(torch.arange(target.vocab_size))
-            mask = drafter.state_dict().get("mask")
-            if mask is None:
-                made["token_embd.weight"] = table
-            else:
-                made["token_embd.weight"] = torch.cat((table, mask[None].to(table)))
-        return made
-
-    def gguf_own(self, found: dict[str, Tensor], back: D, original: D) -> dict[str, Tensor]:
-        """A file's tensors with the shapes of ours, under the same names.
-
-        For kinds whose `gguf_weights` changes shapes.
-        """
-        return found
+            form["token_embd.weight"] = table
+            if "mask" in drafter.state_dict():
+                form["token_embd.weight"] = Weight(
+                    "mask",
+                    there=lambda mask: torch.cat((table, mask[None].to(table))),
+                    back=lambda rows: rows[-1],
+                )
+        return form
 
     def _needs_table(self, drafter: D, target: Target) -> bool:
         """Whether a file needs the target's embedding."""
@@ -247,58 +254,45 @@ class GgufHeads(Shipping[D]):
         where: str,
     ) -> D:
         """The drafter that llama.cpp makes of a file whose keys are the drafter's."""
+        # Rows of the original that no file holds stay; all other values are the file's.
         back = original.blank()
-        config = original.config
-        state = {"kept_ids": found.pop("d2t", original.kept_ids)}
-        back.kept_ids.copy_(state["kept_ids"])
-        shapes = {name: tuple(value.shape) for name, value in back.state_dict().items()}
-        names = {}  # llama.cpp's name of each of our tensors
-        for name in shapes:
-            if name not in ("kept_ids", "mask"):
-                names[name] = self.gguf_name(name, back)
-        own = set(names.values())
-
-        # Tensors that follow from the config or are the target's must be exactly those.
-        rows: dict[str, Tensor] = {}
-        factors = rope_factors(config)
+        back.load_state_dict(original.state_dict())
+        target = load_shell(original.config.target["name"])
+        if self._needs_rows(original, target):
+            target = load_shell(target.name, dtype="float32", device="cpu", weights=True)
+        form = self.gguf_form(back, target)
+        factors = rope_factors(original.config)
         if factors is not None:
-            rows["rope_freqs.weight"] = torch.from_numpy(factors)
-        if {"token_embd.weight", "output.weight"} & (found.keys() - own):
-            target = load_shell(config.target["name"], dtype="float32", device="cpu", weights=True)
-            for name, value in self.gguf_weights(original, target).items():
-                if name not in own and name != "d2t":
-                    rows[name] = value.to(dtype).float()
-        for name, expected in rows.items():
-            if name not in found or not torch.equal(found.pop(name), expected):
-                raise UserError(
-                    f"{where} computes something else: {name} is not the target's; export again"
-                )
-        if "mask" in shapes:
-            state["mask"] = rows["token_embd.weight"][-1]
+            form["rope_freqs.weight"] = torch.from_numpy(factors)
 
-        # The rest are the drafter's own weights.
-        weights = self.gguf_own(found, back, original)
-        check_names(weights, {theirs: shapes[name] for name, theirs in names.items()}, where)
-        for name, theirs in names.items():
-            state[name] = self._rotate(theirs, weights[theirs], back, back=True)
-            if not state[name].isfinite().all():
+        expected = fill(form, original.state_dict())
+        check_names(found, {name: tuple(value.shape) for name, value in expected.items()}, where)
+        for name in ("token_embd.weight", "output.weight"):
+            weight = form.get(name)
+            if weight is not None and weight != Weight("lm_head.weight"):
+                # Rows of the target, which a file holds in its own dtype.
+                count = len(expected[name]) if isinstance(weight, Tensor) else target.vocab_size
+                rows = expected[name][:count].to(dtype).float()
+                check_fixed(name, found[name][:count], rows, where)
+                if isinstance(weight, Tensor):
+                    form[name] = found[name]
+        state = back.state_dict() | read_form(form, found, where)
+        for name, values in state.items():
+            if not values.isfinite().all():
                 raise UserError(
-                    f"{where}: {theirs} holds values that are not finite; use an earlier checkpoint"
+                    f"{where}: {name} holds values that are not finite; use an earlier checkpoint"
                 )
         back.load_state_dict(state)
         return back
 
-    def _rotate(
-        self,
-        name: str,
-        value: Tensor,
-        drafter: D,
-        back: bool = False,
-    ) -> Tensor:
-        """Between our rotary order and the architecture's."""
-        if self.gguf_layers == "LLAMA":
-            return to_neighbors(name, value, drafter.config, back)
-        return value
+    def _rotations(self, name: str, drafter: D) -> tuple[Turn, Turn]:
+        """From our rotary order to the architecture's, and back."""
+        if self.gguf_layers != "LLAMA":
+            return unchanged, unchanged
+        return (
+            lambda values: to_neighbors(name, values, drafter.config),
+            lambda values: to_neighbors(name, values, drafter.config, back=True),
+        )
 
 
 def _rows(drafter: TrainableDrafter) -> int:

@@ -3,8 +3,8 @@
 A kind's folder may hold an export.py that defines SHIPPING, an object of a subclass of `Shipping`:
 formats and their unsupported features, writing, checking, recipes, card line. Most kinds are
 shipped as config.json and our weights under an engine's names: they define engine_config and
-drafter_from, and engine_names where names differ; the same names serve writing, checking and
-reading back. The commands export, import, verify and push, and the model card, use that object and
+engine_keys, and a form (form.py) where names or values differ; the same form serves writing,
+checking and reading back. The commands export, import, verify and push, and the model card, use that object and
 name no kind.
 """
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from drafttrain.drafters import registry
 from drafttrain.drafters.common.configs import TargetedConfig
 from drafttrain.drafters.common.trainable import TrainableDrafter
+from drafttrain.drafters.form import Form, Weight, fill, read_form
 from drafttrain.drafters.kinds import kind_folders
 from drafttrain.drafters.read_back import compare_drafters
 from drafttrain.errors import UserError, first_line
@@ -30,6 +31,7 @@ from drafttrain.formats.engines import EngineRelease, engine_of
 from drafttrain.formats.weights import (
     Shapes,
     architectures_in,
+    check_kept_ids,
     check_names,
     check_weights,
     read_config,
@@ -130,21 +132,27 @@ class Exported(NamedTuple):
 class _Whole:
     """What an import knows instead of an original: it keeps the whole vocabulary, for a target."""
 
-    def __init__(self, kept_ids: Tensor, target: Json):
-        self.kept_ids = kept_ids
+    mask = None
+
+    def __init__(self, target: Json):
+        self.kept_ids = torch.arange(target["vocab_size"])
         self.config = TargetedConfig(target=target)
 
 
-def whole_rows(head: Tensor, kept_ids: Tensor, vocab_size: int) -> Tensor:
-    """[d, w] head rows of the kept tokens -> [vocab_size, w], for engines without kept tokens.
+def check_target(fields: Mapping[str, object], width: str, target: Json, where: str) -> None:
+    """Checks that the fields of a drafter's config are for a target.
 
-    Tokens that the drafter does not keep get the mean of the kept tokens' rows: their logit is the
-    mean logit, which is never the highest, so engines that take the likeliest token draft what we
-    draft.
+    Args:
+        width: the field that holds the target's hidden size.
+
+    Raises:
+        UserError: they are for another one.
     """
-    rows = head.mean(0).expand(vocab_size, -1).clone()  # [v, w]
-    rows[kept_ids] = head
-    return rows
+    for key, field in (("hidden_size", width), ("vocab_size", "vocab_size")):
+        if key in target and fields[field] != target[key]:
+            raise UserError(
+                f"{where} is for a target with {key}={fields[field]!r:.80}, but {target['name']!r} has {target[key]}"
+            )
 
 
 class Shipping(Generic[D]):
@@ -162,8 +170,9 @@ class Shipping(Generic[D]):
         description: half a sentence for the card, with places for the config's keys and the words
             of `line`.
         no_format: why the kind cannot be written in a format that `formats` lacks.
-        full_rows: prefixes of our tensors that engines expect with a row per token of the target's
-            vocabulary.
+        drafter_class: the kind's class.
+        engine_keys: keys of an export's config.json that hold a field of the drafter's config, and
+            that field.
         depth_key: the config's key for the tokens that the kind drafts per round at most; empty for
             any number.
         serving: what `options` returns, for kinds whose settings are the same for every drafter.
@@ -181,7 +190,8 @@ class Shipping(Generic[D]):
     architectures: tuple[str, ...] = ()
     description = "of kind {kind}, {parameters} parameters"
     no_format = "no {form} format is known for kind {kind!r}"
-    full_rows: tuple[str, ...] = ()
+    drafter_class: type[D]
+    engine_keys: Mapping[str, str] = {}
     depth_key = ""
     serving: Mapping[str, Mapping[str, object]] = {}
     own_drafting: Mapping[str, str] = {}
@@ -248,22 +258,13 @@ class Shipping(Generic[D]):
         """The config.json of an export."""
         raise NotImplementedError(type(self).__name__)
 
-    def engine_names(self, drafter: D, config: Json) -> dict[str, str]:
-        """Every weight that an engine's loader expects, and the tensor of ours that it holds.
-
-        config: the export's.
-        """
-        return {name: name for name in drafter.state_dict() if name != "kept_ids"}
+    def form(self, drafter: D, config: Json) -> Form:
+        """Every tensor that an engine's loader expects. config: the export's."""
+        return {name: Weight(name) for name in drafter.state_dict() if name != "kept_ids"}
 
     def engine_weights(self, drafter: D, config: Json) -> dict[str, Tensor]:
         """Every tensor of an export, by the engine's name. config: the export's."""
-        state = drafter.state_dict()
-        weights = {}
-        for name, own in self.engine_names(drafter, config).items():
-            weights[name] = state[own]
-            if own.startswith(self.full_rows):
-                weights[name] = whole_rows(state[own], drafter.kept_ids, config["vocab_size"])
-        return weights
+        return fill(self.form(drafter, config), drafter.state_dict())
 
     def engine_shapes(self, drafter: D, config: Json) -> Shapes:
         """The shape of every tensor of an export. config: the export's."""
@@ -332,25 +333,31 @@ class Shipping(Generic[D]):
         Its weights do not matter.
 
         Args:
-            original: gives what a format leaves to the target or the engine.
+            original: gives what a format leaves to the target or the engine, such as the kept ids.
         """
-        raise NotImplementedError(type(self).__name__)
+        kept = original.kept_ids
+        target = original.config.target
+        fields: Json = {ours: export.config[theirs] for theirs, ours in self.engine_keys.items()}
+        fields["draft_vocab_size"] = len(kept)
+        fields |= self.more_fields(original, export)
+        config_class = self.drafter_class.config_class
+        check_target(fields, config_class.width_field or "hidden_size", target, export.where)
+        back = self.drafter_class(config_class(**fields, target=target))
+        back.kept_ids = kept.clone()
+        return back
+
+    def more_fields(self, original: D, export: Exported) -> Json:
+        """Fields of an export's drafter that no key of its config.json holds as they are."""
+        return {}
 
     def drafter_weights(self, original: D, back: D, export: Exported) -> dict[str, Tensor]:
         """The state dict of `back`, from an export's weights.
 
-        Kept ids are the original's unless overridden.
+        Kept ids that the export does not hold are the original's.
         """
         state = {"kept_ids": original.kept_ids}
-        for name, own in self.engine_names(back, export.config).items():
-            value = export.weights[name]
-            if own.startswith(self.full_rows):
-                value = value[original.kept_ids]
-            if own in state and not torch.equal(state[own], value):
-                raise UserError(
-                    f"{export.where} computes something else: {name} differs from the copy that shares it"
-                )
-            state[own] = value
+        state |= read_form(self.form(back, export.config), export.weights, export.where)
+        check_kept_ids(state["kept_ids"], back.config.vocab_size, export.where)
         return state
 
     def checked_depth(self, config: Json) -> int:
@@ -453,24 +460,28 @@ class Shipping(Generic[D]):
                 target.
         """
         where = repr(str(folder))
-        found = Exported(where, read_config(folder), read_weights(folder, allow_pickle))
-        export = self.published(found, target)
-        for key in ("vocab_size", "hidden_size"):
-            theirs = export.config.get(key, target[key])
-            if theirs != target[key]:
-                raise UserError(
-                    f"{where} is for a target with {key}={theirs!r:.80}, but {target['name']!r} has {target[key]}"
-                )
-        like = cast(D, _Whole(torch.arange(target["vocab_size"]), target))
+        weights = self.published_weights(folder, allow_pickle)
+        export = self.published(Exported(where, read_config(folder), weights), target)
+        like = cast(D, _Whole(target))
         try:
-            drafter = self.drafter_from(like, export)
-            check_names(export.weights, self.engine_shapes(drafter, export.config), where)
+            with torch.device("meta"):
+                drafter = self.drafter_from(like, export)
+            shapes = self.engine_shapes(drafter, export.config)
+            for name, weight in self.form(drafter, export.config).items():
+                if isinstance(weight, Weight) and weight.back is None:
+                    del shapes[name]
+            check_names(export.weights, shapes, where)
             check_finite(export.weights.items(), where, "get an intact copy of it")
-            drafter.load_state_dict(self.drafter_weights(like, drafter, export))
+            state = self.drafter_weights(like, drafter, export)
         except KeyError as error:
             raise UserError(f"{where}: config.json has no {error}; it is needed") from error
-        dtype = next(iter(export.weights.values())).dtype
-        return cast(D, drafter.to(dtype).eval())  # type: ignore[arg-type]
+        drafter.load_state_dict(state, assign=True)
+        largest = max(export.weights.values(), key=Tensor.numel)  # [vocabulary, width]
+        return cast(D, drafter.to(largest.dtype).eval())  # type: ignore[arg-type]
+
+    def published_weights(self, folder: Path, allow_pickle: bool) -> dict[str, Tensor]:
+        """Every tensor of a published checkpoint, also from files that only some kinds have."""
+        return read_weights(folder, allow_pickle)
 
 
 def shipped_kinds() -> list[str]:

@@ -6,7 +6,7 @@ import torch
 
 from drafttrain.drafters.eagle3.export import SHIPPING
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
-from drafttrain.drafters.shipping import ExportRequest
+from drafttrain.drafters.shipping import ExportRequest, find_drafter
 from drafttrain.formats.weights import write_checkpoint
 
 SPECULATORS = "vllm"
@@ -54,3 +54,9 @@ def write_eagle3(head, folder, form, dtype=torch.bfloat16, speculative_tokens=3,
         head, form, ExportRequest(folder, dtype, target_name, speculative_tokens)
     )
     return write_checkpoint(folder, config, SHIPPING.engine_weights(head, config), dtype)
+
+
+def prove(head, folder, exported):
+    """What `drafttrain verify` finds of an export of a head, which is saved to `folder`."""
+    head.save_pretrained(folder)
+    return SHIPPING.check(find_drafter(str(folder)), exported)

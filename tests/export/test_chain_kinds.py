@@ -1,4 +1,4 @@
-"""EAGLE-1 and P-EAGLE as engines load them: names, shapes, and what the exported files alone compute."""
+"""EAGLE-1, P-EAGLE and MTP as engines load them: names, shapes, and the drafts of what is read back."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from drafttrain.drafters.shipping import ExportRequest, check_expressible, find_
 from drafttrain.errors import UserError
 from tests.conftest import make_target
 from tests.drafters.layer_kinds import make_kind
-from tests.engine_arithmetic.eagle1 import compare_states
-from tests.engine_arithmetic.peagle import compare_depths
 
 KEPT = torch.arange(40, 240)
 YARN = {
@@ -54,12 +52,9 @@ def test_eagle1_files_compute_what_the_drafter_does(tmp_path, form, options):
     assert not [
         name for name in weights if "embed" in name or "lm_head" in name or name.startswith("norm")
     ]
-    assert compare_states(head.load(), tmp_path / "out")["max_state_difference"] < 1e-3
     assert kind.check(head, tmp_path / "out")["max_state_difference"] < 1e-5
     weights["layers.0.mlp.up_proj.weight"] *= 1.5
     save_file(weights, tmp_path / "out" / "model.safetensors")
-    with pytest.raises(UserError, match="computes something else"):
-        compare_states(head.load(), tmp_path / "out")
     with pytest.raises(UserError, match="computes something else"):
         kind.check(head, tmp_path / "out")
 
@@ -102,12 +97,9 @@ def test_peagle_files_compute_what_the_drafter_does(tmp_path, options):
     assert weights["mask_hidden"].shape == (1, 1, 96) and weights[
         "layers.0.self_attn.q_proj.weight"
     ].shape == (32, 64)
-    assert compare_depths(head.load(), tmp_path / "out")["max_log_prob_difference"] < 1e-3
     assert kind.check(head, tmp_path / "out")["max_log_prob_difference"] < 1e-5
     weights["mask_hidden"] *= -1
     save_file(weights, tmp_path / "out" / "model.safetensors")
-    with pytest.raises(UserError, match="computes something else"):
-        compare_depths(head.load(), tmp_path / "out")
     with pytest.raises(UserError, match="computes something else"):
         kind.check(head, tmp_path / "out")
 
@@ -148,7 +140,7 @@ def test_mtp_files_compute_what_the_drafter_does(tmp_path):
     assert kind.check(head, tmp_path / "out")["max_log_prob_difference"] < 1e-5
     for name, said in (
         ("input_proj.weight", "computes something else"),
-        ("self_attn.q_proj.bias", "a bias is not zero"),
+        ("self_attn.q_proj.bias", "self_attn.q_proj.bias is not zero"),
     ):
         save_file(
             {**weights, place + name: weights[place + name] + 1.0},

@@ -21,6 +21,8 @@ LAYER_KEYS: Json = {
     "max_position_embeddings": 131072,
     "vocab_size": None,
 }
+# Keys of an export whose layers are a Llama's, and the fields of our config that hold the same.
+ENGINE_KEYS = {key: key for key in (*LAYER_KEYS, "rope_parameters")}
 
 
 def rope_parameters(config: LayerConfig) -> Json:

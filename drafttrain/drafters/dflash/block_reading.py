@@ -15,16 +15,20 @@ loaders of vLLM 0.32 and SGLang 0.5.23.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from drafttrain.drafters.common.block import BlockDrafter
-from drafttrain.drafters.eagle3.reading import check_embedding, check_keys, published_rope
-from drafttrain.drafters.shipping import Exported
+from drafttrain.drafters.eagle3.reading import (
+    check_embedding,
+    check_keys,
+    drop_whole_table,
+    published_rope,
+)
+from drafttrain.drafters.shipping import Exported, check_target
 from drafttrain.errors import UserError
 from drafttrain.files import Json, value_of
 from drafttrain.formats.weights import architectures_in
@@ -169,18 +173,11 @@ def block_fields(checkpoint: Exported, target: Json) -> Json:
     fields: Json = {name: layer[name] for name in _SIZES if layer.get(name) is not None}
     v = target["vocab_size"]
     learned = "mask" in checkpoint.weights
-    # [v, h], perhaps with a learned mask behind
     table = checkpoint.weights.get("embed_tokens.weight", ())
-    if len(table) == fields.get("vocab_size") == v + 1 and keys.get("mask_token_id") == v:
+    if holds_mask(table, checkpoint, v):
         fields["vocab_size"] = v
         learned = True
-
-    # It must be for this target.
-    for key in ("hidden_size", "vocab_size"):
-        if fields.get(key) != target[key]:
-            raise UserError(
-                f"{where} is for a target with {key}={fields.get(key)}, but {target['name']!r} has {target[key]}"
-            )
+    check_target(fields, "hidden_size", target, where)
     if not all(0 <= i <= target["num_layers"] for i in layers):
         raise UserError(
             f"{where} reads layers {layers}, but {target['name']!r} has {target['num_layers']}"
@@ -226,35 +223,46 @@ def named(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def without_copies(
-    weights: dict[str, Tensor],
-    drafter: BlockDrafter,
-    where: str,
-    loose: bool = False,
+    weights: dict[str, Tensor], checkpoint: Exported, target: Json
 ) -> dict[str, Tensor]:
-    """Leaves out an embedding that is the target's.
+    """Leaves out of a checkpoint's tensors what belongs to the target.
 
-    A learned mask may stand behind its rows, and is kept.
+    That is an embedding, unless a learned mask stands behind its rows, a head that is the target's
+    (if the target's files are on this disk), and the table of a vocabulary that is kept whole.
 
     Args:
-        loose: also leave out a head that is the target's, if the target's files are on this disk.
+        weights: under the names of engines' form.
 
     Raises:
         UserError: another embedding.
     """
     found = dict(weights)
-    name = drafter.config.target["name"]
-    v = drafter.config.vocab_size
-    table = found.pop("embed_tokens.weight", None)
+    name = target["name"]
+    v = target["vocab_size"]
+    table = found.get("embed_tokens.weight")
     if table is not None:
-        check_embedding(table[:v], name, where)
-        if drafter.mask is not None:
-            found["mask"] = table[v]
+        check_embedding(table[:v], name, checkpoint.where)
+        if not holds_mask(table, checkpoint, v):
+            del found["embed_tokens.weight"]
+    drop_whole_table(found, v)
     head = found.get("lm_head.weight")
     files = resolve_target(name)
-    if loose and head is not None and len(head) == v and Path(files).is_dir():
+    if head is not None and len(head) == v and Path(files).is_dir():
         own = read_embedding(files, ("lm_head.weight", "embed_out.weight"))
         if own is None:  # the target's embedding is its head too
             own = read_embedding(files)
         if own is not None and torch.equal(own[:v].to(head.dtype), head):
             del found["lm_head.weight"]
     return found
+
+
+def holds_mask(table: Sized, checkpoint: Exported, vocab_size: int) -> bool:
+    """Whether the last row of an embedding is a learned mask, behind those of the target's tokens.
+
+    Args:
+        table: [v, h] or [v + 1, h].
+    """
+    layer = checkpoint.config.get("transformer_layer_config", checkpoint.config)
+    if own_keys(checkpoint.config).get("mask_token_id") != vocab_size:
+        return False
+    return len(table) == layer.get("vocab_size") == vocab_size + 1

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.drafters.common.block import BlockDrafter
+from drafttrain.drafters.common.markov import MarkovBlock
 from drafttrain.drafters.dflash.block_reading import (
     block_fields,
     is_dspark,
@@ -35,6 +36,7 @@ from drafttrain.drafters.dflash.block_reading import (
     without_copies,
 )
 from drafttrain.drafters.dflash.model import DFlash
+from drafttrain.drafters.form import Form, Weight, kept_tables
 from drafttrain.drafters.gguf_heads import GgufHeads
 from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Trained
 from drafttrain.errors import UserError
@@ -42,22 +44,21 @@ from drafttrain.files import Json, writing
 from drafttrain.formats.engines import EngineRelease
 from drafttrain.formats.weights import (
     architectures_in,
-    check_kept_ids,
-    check_names,
     dtype_name,
-    pop_kept_ids,
-    read_config,
     read_pickle,
-    read_weights,
     write_checkpoint,
 )
 from drafttrain.target import load_shell
-from drafttrain.target.loading import check_finite
 
 _MASK_FILE = "mask_embedding.pt"
 # The release that was read; its one DFlash class is a family's own, and general.
 _TRANSFORMERS = "5.23"
 _GLIMMER = "muse_glimmer_assistant"
+# Its names of what feeds the layers.
+_ENCODER = {
+    "fc.weight": "encoder.fc.weight",
+    "hidden_norm.weight": "encoder.output_norm_enc.weight",
+}
 # Architectures of published block drafters; a Markov head, not the name, tells DSpark from DFlash.
 PUBLISHED_BLOCKS = {
     "DFlashDraftModel", "QwenDFlashDraftModel", "Qwen3DSparkModel", "DSparkDraftModel", "LingDSparkModel",
@@ -124,13 +125,12 @@ class EngineBlocks(BlockFiles[Block]):
     """Block drafters in the form that vLLM and SGLang load, which published drafters have too.
 
     Attributes:
-        drafter_class: the kind's class. architecture: the engines' name of it.
+        architecture: the engines' name of the kind's class.
         own_names: the form's name of a tensor of ours, where it differs.
         since: SGLang's first release that drafts with the kind, and the first that predicts at the
             masks alone, as ours do by default.
     """
 
-    drafter_class: type[Block]
     architecture = ""
     own_names: Mapping[str, str] = {}
     since = ("", "")
@@ -240,16 +240,15 @@ class EngineBlocks(BlockFiles[Block]):
             own["causal"] = False
         return {"block_size": config.block_size, "dflash_config": own}
 
-    def engine_names(self, drafter: Block, config: Json) -> dict[str, str]:
-        return {self.own_names.get(own, own): own for own in super().engine_names(drafter, config)}
-
-    def engine_weights(self, drafter: Block, config: Json) -> dict[str, Tensor]:
-        weights = super().engine_weights(drafter, config)
-        if config["draft_vocab_size"] != config["vocab_size"] - self.extra_rows(drafter):
-            kept = drafter.kept_ids.cpu()  # [d] int64
-            weights["lm_head.weight"] = drafter.head.weight
-            weights["d2t"] = kept - torch.arange(len(kept))
-        return weights
+    def form(self, drafter: Block, config: Json) -> Form:
+        form: Form = {}
+        for own, weight in super().form(drafter, config).items():
+            form[self.own_names.get(own, own)] = weight
+        kept = drafter.config.draft_vocab_size
+        tables = kept_tables(kept, drafter.config.vocab_size, mask=False)
+        if tables and drafter.lm_head is None:
+            tables["lm_head.weight"] = drafter.head.weight
+        return form | tables
 
     def lends(self, drafter: Block) -> bool:
         """Whether an export holds rows of the target's, which engines cannot pick themselves.
@@ -258,55 +257,19 @@ class EngineBlocks(BlockFiles[Block]):
         """
         return drafter.lm_head is None and len(drafter.kept_ids) != drafter.config.vocab_size
 
-    def extra_rows(self, drafter: Block) -> int:
-        """Tokens of an export's vocabulary beyond the target's."""
-        return 0
-
     # -- reading -----------------------------------------------------------------------------------
 
     def drafter_from(self, original: Block, export: Exported) -> Block:
-        weights = named(export.weights)
+        weights = dict(export.weights)
         if original.mask is not None:  # also if the export lost it
             weights["mask"] = original.mask
-        back = self.blank(export._replace(weights=weights), original.config.target)
+        fields = block_fields(export._replace(weights=weights), original.config.target)
+        fields |= self.more_fields(original, export)
+        back = self.drafter_class(self.drafter_class.config_class(**fields))
         # Of what an unbound drafter takes from the target, only the shapes matter.
         if back.mask is not None:
             back.embed = lambda ids: torch.zeros(*ids.shape, back.config.hidden_size)
         return back
-
-    def drafter_weights(self, original: Block, back: Block, export: Exported) -> dict[str, Tensor]:
-        weights = without_copies(named(export.weights), back, export.where)
-        return self.state(back, weights, export.where)
-
-    def blank(self, checkpoint: Exported, target: Json) -> Block:
-        """A drafter with the shapes and flags of a checkpoint."""
-        fields = block_fields(checkpoint, target)
-        fields |= self.more_fields(checkpoint.config)
-        return self.drafter_class(self.drafter_class.config_class(**fields))
-
-    def more_fields(self, config: Json) -> Json:
-        """A kind's own arguments of its config."""
-        return {}
-
-    def state(self, drafter: Block, found: dict[str, Tensor], where: str) -> dict[str, Tensor]:
-        """The state dict of `drafter` from a checkpoint's tensors.
-
-        Raises:
-            UserError: a tensor is missing, unknown, of another shape or not finite.
-        """
-        config = drafter.config
-        kept = pop_kept_ids(found, config.draft_vocab_size, config.vocab_size, where)
-        names = self.engine_names(drafter, {})
-        own_state = drafter.state_dict()
-        shapes = {name: tuple(own_state[own].shape) for name, own in names.items()}
-        check_names(found, shapes, where)
-        check_kept_ids(kept, config.vocab_size, where)
-        check_finite(found.items(), where, "get an intact copy of it")
-        dtype = found["fc.weight"].dtype
-        state = {"kept_ids": kept}
-        for name, own in names.items():
-            state[own] = found[name].to(dtype)
-        return state
 
     def exported_weights(self, exported: Path) -> dict[str, Tensor]:
         weights = super().exported_weights(exported)
@@ -347,25 +310,20 @@ class EngineBlocks(BlockFiles[Block]):
         # A Markov head, not the name, tells DSpark from DFlash.
         return known and is_dspark(config) == (self.drafter_class.kind == "dspark")
 
-    def read(self, folder: Path, target: Json, allow_pickle: bool = False) -> Block:
-        where = repr(str(folder))
-        weights = named(read_weights(folder, allow_pickle))
+    def published(self, checkpoint: Exported, target: Json) -> Exported:
+        weights = without_copies(named(checkpoint.weights), checkpoint, target)
+        return checkpoint._replace(weights=weights)
+
+    def published_weights(self, folder: Path, allow_pickle: bool) -> dict[str, Tensor]:
+        weights = super().published_weights(folder, allow_pickle)
         mask = folder / _MASK_FILE
-        if mask.is_file():
-            if not allow_pickle:
-                raise UserError(
-                    f"{where} has its mask in {_MASK_FILE}, a pickle; pass --allow-pickle to read it"
-                )
-            weights["mask"] = read_pickle(mask)["embedding"]
-        config = read_config(folder)
-        with torch.device("meta"):
-            drafter = self.blank(Exported(where, config, weights), target)
-        found = without_copies(weights, drafter, where, loose=True)
-        if "lm_head.weight" not in found and drafter.lm_head is not None:
-            drafter.lm_head = None  # it is the target's own
-            drafter.config.train_head = False
-        drafter.load_state_dict(self.state(drafter, found, where), strict=True, assign=True)
-        return drafter.eval()
+        if not mask.is_file():
+            return weights
+        if not allow_pickle:
+            raise UserError(
+                f"{str(folder)!r} has its mask in {_MASK_FILE}, a pickle; pass --allow-pickle to read it"
+            )
+        return {**weights, "mask": read_pickle(mask)["embedding"]}
 
 
 class DFlashShipping(EngineBlocks[DFlash]):
@@ -414,15 +372,11 @@ class DFlashShipping(EngineBlocks[DFlash]):
         described["layer_types"] = ["full_attention"] * drafter.config.num_hidden_layers
         return described
 
-    def engine_names(self, drafter: DFlash, config: Json) -> dict[str, str]:
-        names = super().engine_names(drafter, config)
+    def form(self, drafter: DFlash, config: Json) -> Form:
+        form = super().form(drafter, config)
         if config.get("model_type") != _GLIMMER:
-            return names
-        encoder = {
-            "fc.weight": "encoder.fc.weight",
-            "hidden_norm.weight": "encoder.output_norm_enc.weight",
-        }
-        return {encoder.get(name, name): own for name, own in names.items()}
+            return form
+        return {_ENCODER.get(name, name): weight for name, weight in form.items()}
 
     def withheld(self, trained: Trained, form: str) -> str:
         if form != "vllm" or trained.config.get("mask_token_id") is not None:
@@ -431,18 +385,6 @@ class DFlashShipping(EngineBlocks[DFlash]):
             f"vLLM reads a learned mask from {_MASK_FILE} alone, and pickles are not published; users of the repository "
             f"write it by drafttrain export --format {form}"
         )
-
-    def drafter_from(self, original: DFlash, export: Exported) -> DFlash:
-        return super().drafter_from(original, export._replace(weights=_flat(export.weights)))
-
-    def drafter_weights(
-        self,
-        original: DFlash,
-        back: DFlash,
-        export: Exported,
-    ) -> dict[str, Tensor]:
-        flat = export._replace(weights=_flat(export.weights))
-        return super().drafter_weights(original, back, flat)
 
     def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
         depth = self.block_depth(trained)
@@ -468,13 +410,17 @@ def block_options(vllm: str, sglang: str, depth: int) -> dict[str, Mapping[str, 
     }
 
 
-def _flat(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of transformers' form by the other engines' names."""
-    flat = {}
-    for name, value in weights.items():
-        own = name.removeprefix("encoder.").replace("output_norm_enc", "hidden_norm")
-        flat[own] = value
-    return flat
+def per_token(drafter: MarkovBlock) -> Weight:
+    """`markov_in` in a GGUF file: a row per token of the file."""
+    rows = drafter.file_rows()
+
+    def back(table: Tensor) -> Tensor:
+        # [d + 1, r]; the last row may stand for no token, and is then not in the file
+        own = drafter.markov_in.weight.detach().float().clone()
+        own[rows] = table
+        return own
+
+    return Weight("markov_in.weight", there=lambda table: table[rows], back=back)
 
 
 SHIPPING = DFlashShipping()

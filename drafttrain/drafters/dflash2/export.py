@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from drafttrain.drafters.dflash.block_reading import own_keys
-from drafttrain.drafters.dflash.export import BlockFiles, EngineBlocks, block_options
+from drafttrain.drafters.dflash.export import BlockFiles, EngineBlocks, block_options, per_token
 from drafttrain.drafters.dflash2.model import DFlash2, DFlash2Config
+from drafttrain.drafters.form import Form, Weight
 from drafttrain.drafters.gguf_heads import RELEASE
 from drafttrain.drafters.shipping import Exported, Format, Trained
 from drafttrain.errors import UserError
@@ -95,37 +96,37 @@ class DFlash2Shipping(EngineBlocks[DFlash2]):
         keys["dflash_config"]["block_size"] = drafter.config.block_size
         return keys
 
-    def engine_weights(self, drafter: DFlash2, config: Json) -> dict[str, Tensor]:
-        weights = super().engine_weights(drafter, config)
-        rows = drafter.markov_in.weight[drafter.file_rows()]  # [tokens of the file, r]
-        weights[self.own_names["markov_in.weight"]] = rows
-        return weights
+    def form(self, drafter: DFlash2, config: Json) -> Form:
+        rows = drafter.file_rows()  # of `markov_in`, per token of the file
+        form = super().form(drafter, config)
+        form[self.own_names["markov_in.weight"]] = Weight(
+            "markov_in.weight",
+            there=lambda table: table[rows],
+        )
+        return form
 
     def recognizes(self, config: Mapping[str, object]) -> bool:
         return _ARCHITECTURE in architectures_in(config)
 
-    def more_fields(self, config: Json) -> Json:
-        keys = own_keys(config)
+    def more_fields(self, original: DFlash2, export: Exported) -> Json:
+        keys = own_keys(export.config)
         for name in _NEED:
             if not isinstance(keys.get(name), int):
                 raise UserError(
                     f"a DFlash 2 drafter's config.json has no {name}; get an intact copy of it"
                 )
+        count = keys["selector_top_k"]
+        # Exports of a drafter that rescores all tokens name a number of them, yet the two are
+        # compared as the original drafts.
+        if isinstance(original, DFlash2) and not original.config.selector_top_k:
+            count = 0
         return {
             "markov_rank": keys["selector_rank"],
             "markov_all": True,
             "conv_kernel_size": keys["conv_kernel_size"],
             "conv_group_size": keys["conv_group_size"],
-            "selector_top_k": keys["selector_top_k"],
+            "selector_top_k": count,
         }
-
-    def drafter_from(self, original: DFlash2, export: Exported) -> DFlash2:
-        back = super().drafter_from(original, export)
-        # Exports of a drafter that rescores all tokens name a number of them, yet the two are
-        # compared as the original drafts.
-        if not original.config.selector_top_k:
-            back.config.selector_top_k = 0
-        return back
 
     def gguf_keys(self, drafter: DFlash2) -> Json:
         return {**super().gguf_keys(drafter), **_numbers(drafter.config)}
@@ -158,33 +159,23 @@ class DFlash2Shipping(EngineBlocks[DFlash2]):
         end = "base" if name == "base_kernel" else "proj.weight"
         return f"blk.{layer}.{block}_conv_{end}"
 
-    def gguf_weights(self, drafter: DFlash2, target: Target) -> dict[str, Tensor]:
-        made = super().gguf_weights(drafter, target)
-        rows = drafter.file_rows()  # of `markov_in`, per token of the file
-        out = torch.zeros(len(rows), drafter.config.markov_rank)  # [tokens, r]
-        out[drafter.kept_ids.cpu()] = drafter.markov_out.weight.detach().float()
-        made["selector_predecessor.weight"] = drafter.markov_in.weight[rows]
-        made["selector_successor.weight"] = out
-        return made
+    def gguf_form(self, drafter: DFlash2, target: Target) -> Form:
+        kept = drafter.kept_ids.cpu()
+        count = len(drafter.file_rows())  # tokens of the file
 
-    def gguf_own(
-        self,
-        found: dict[str, Tensor],
-        back: DFlash2,
-        original: DFlash2,
-    ) -> dict[str, Tensor]:
-        into = found.get("selector_predecessor.weight")
-        out = found.get("selector_successor.weight")
-        rows = back.file_rows()
-        if into is None or out is None or into.shape != out.shape or len(out) != len(rows):
-            return found
-        # [d + 1, r]; the last row may stand for no token, and is then not in the file
-        table = original.markov_in.weight.detach().float().clone()
-        table[rows] = into
-        own = dict(found)
-        own["selector_predecessor.weight"] = table
-        own["selector_successor.weight"] = out[back.kept_ids]
-        return own
+        def successor(table: Tensor) -> Tensor:
+            out = torch.zeros(count, table.shape[1])  # [tokens, r]
+            out[kept] = table.detach().float()
+            return out
+
+        return super().gguf_form(drafter, target) | {
+            "selector_predecessor.weight": per_token(drafter),
+            "selector_successor.weight": Weight(
+                "markov_out.weight",
+                there=successor,
+                back=lambda rows: rows[kept],
+            ),
+        }
 
     def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
         return {

@@ -25,15 +25,18 @@ import torch
 from torch import Tensor
 
 from drafttrain.drafters.dflash.block_reading import own_keys
-from drafttrain.drafters.dflash.export import BlockFiles, EngineBlocks, block_options
+from drafttrain.drafters.dflash.export import BlockFiles, EngineBlocks, block_options, per_token
 from drafttrain.drafters.dspark.model import DSpark
-from drafttrain.drafters.shipping import ExportRequest, Format, Trained
+from drafttrain.drafters.eagle3.reading import check_embedding
+from drafttrain.drafters.form import Form, Weight
+from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Trained
 from drafttrain.files import Json
 from drafttrain.formats.engines import EngineRelease
 from drafttrain.target import Target
 
 # Confidence of checkpoints without such a head, before the sigmoid: no estimate stops a draft.
 _CERTAIN = 20.0
+_MARKOV = "markov_head.markov_w1.weight"
 
 
 class DSparkShipping(EngineBlocks[DSpark]):
@@ -57,7 +60,7 @@ class DSparkShipping(EngineBlocks[DSpark]):
     since = ("0.5.16", "0.5.19")
     reads = "DSpark drafters (Qwen3DSparkModel, DSparkDraftModel, speculators' form)"
     own_names = {
-        "markov_in.weight": "markov_head.markov_w1.weight",
+        "markov_in.weight": _MARKOV,
         "markov_out.weight": "markov_head.markov_w2.weight",
         "confidence.weight": "confidence_head.proj.weight",
         "confidence.bias": "confidence_head.proj.bias",
@@ -81,14 +84,12 @@ class DSparkShipping(EngineBlocks[DSpark]):
 
     def engine_config(self, drafter: DSpark, form: str, request: ExportRequest) -> Json:
         described = super().engine_config(drafter, form, request)
-        described["vocab_size"] += self.extra_rows(drafter)
+        if drafter.mask is not None:  # a token of its own
+            described["vocab_size"] += 1
         return described
 
     def lends(self, drafter: DSpark) -> bool:
         return super().lends(drafter) or drafter.mask is not None
-
-    def extra_rows(self, drafter: DSpark) -> int:
-        return int(drafter.mask is not None)
 
     def block_keys(self, drafter: DSpark) -> Json:
         config = drafter.config
@@ -111,27 +112,47 @@ class DSparkShipping(EngineBlocks[DSpark]):
             return config["block_size"]
         return super().checked_depth(config)
 
-    def engine_weights(self, drafter: DSpark, config: Json) -> dict[str, Tensor]:
-        weights = super().engine_weights(drafter, config)
-        weights["markov_head.markov_w1.weight"] = drafter.markov_in.weight[drafter.file_rows()]
-        mask = weights.pop("mask", None)
-        if mask is not None:
-            table = drafter.embed(torch.arange(drafter.config.vocab_size))  # [v, h]
-            weights["embed_tokens.weight"] = torch.cat((table, mask[None].to(table)))
-        return weights
+    def form(self, drafter: DSpark, config: Json) -> Form:
+        form = super().form(drafter, config)
+        rows = drafter.file_rows()
+        stored = len(drafter.markov_in.weight)
+        form[_MARKOV] = Weight(
+            "markov_in.weight",
+            there=lambda table: table[rows],
+            back=lambda table: table[:stored],
+        )
+        if form.pop("mask", None):
+            own = drafter.embed(torch.arange(drafter.config.vocab_size))  # [v, h]
+            form["embed_tokens.weight"] = Weight(
+                "mask",
+                there=lambda mask: torch.cat((own.to(mask), mask[None])),
+                back=lambda table: table[-1],
+            )
+        return form
 
-    def more_fields(self, config: Json) -> Json:
-        return {"markov_rank": own_keys(config).get("markov_rank", 256), "markov_all": True}
+    def more_fields(self, original: DSpark, export: Exported) -> Json:
+        return {"markov_rank": own_keys(export.config).get("markov_rank", 256), "markov_all": True}
 
-    def state(self, drafter: DSpark, found: dict[str, Tensor], where: str) -> dict[str, Tensor]:
+    def drafter_weights(
+        self,
+        original: DSpark,
+        back: DSpark,
+        export: Exported,
+    ) -> dict[str, Tensor]:
+        table = export.weights.get("embed_tokens.weight")
+        if table is not None:
+            check_embedding(table[:-1], back.config.target["name"], export.where)
+        return super().drafter_weights(original, back, export)
+
+    def published(self, checkpoint: Exported, target: Json) -> Exported:
         """As other blocks; a missing confidence is certain."""
-        h = drafter.config.hidden_size
-        r = drafter.config.markov_rank
-        v = drafter.config.vocab_size
+        found = dict(super().published(checkpoint, target).weights)
         # Rows beyond the target's vocabulary are of no token that is committed.
-        name = "markov_head.markov_w1.weight"
-        if name in found and len(found[name]) > v:
-            found[name] = found[name][:v]
+        table = found.get(_MARKOV)
+        if table is not None and "embed_tokens.weight" not in found:
+            found[_MARKOV] = table[: target["vocab_size"]]
+        h = target["hidden_size"]
+        r = own_keys(checkpoint.config).get("markov_rank", 256)
         confidence = found.get("confidence_head.proj.weight")
         if confidence is None:
             found["confidence_head.proj.weight"] = torch.zeros(1, h + r)
@@ -141,30 +162,13 @@ class DSparkShipping(EngineBlocks[DSpark]):
                 (confidence, confidence.new_zeros(1, r)),
                 dim=1,
             )
-        return super().state(drafter, found, where)
+        return checkpoint._replace(weights=found)
 
     def gguf_keys(self, drafter: DSpark) -> Json:
         return {**super().gguf_keys(drafter), "has_confidence_head": True}
 
-    def gguf_weights(self, drafter: DSpark, target: Target) -> dict[str, Tensor]:
-        made = super().gguf_weights(drafter, target)
-        made["markov_w1.weight"] = drafter.markov_in.weight[drafter.file_rows()]
-        return made
-
-    def gguf_own(
-        self,
-        found: dict[str, Tensor],
-        back: DSpark,
-        original: DSpark,
-    ) -> dict[str, Tensor]:
-        rows = found.get("markov_w1.weight")
-        ids = back.file_rows()
-        if rows is None or rows.shape != (len(ids), back.config.markov_rank):
-            return found
-        # [d + 1, r]; the last row may stand for no token, and is then not in the file
-        table = original.markov_in.weight.detach().float().clone()
-        table[ids] = rows
-        return {**found, "markov_w1.weight": table}
+    def gguf_form(self, drafter: DSpark, target: Target) -> Form:
+        return super().gguf_form(drafter, target) | {"markov_w1.weight": per_token(drafter)}
 
     def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
         depth = self.block_depth(trained)

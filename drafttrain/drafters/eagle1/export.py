@@ -17,12 +17,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from drafttrain.drafters.common.layer_model import LayerSession
-from drafttrain.drafters.common.llama_layers import LAYER_KEYS, layer_keys, unsupported_by_llama
+from drafttrain.drafters.common.llama_layers import (
+    ENGINE_KEYS,
+    LAYER_KEYS,
+    layer_keys,
+    unsupported_by_llama,
+)
 from drafttrain.drafters.eagle1.model import Eagle1, Eagle1Config
 from drafttrain.drafters.eagle3.reading import check_embedding, published_rope
+from drafttrain.drafters.form import Form
 from drafttrain.drafters.read_back import RandomTarget, draft_chains
 from drafttrain.drafters.shipping import (
     Exported,
@@ -48,6 +53,9 @@ class Eagle1Shipping(Shipping[Eagle1]):
         "sglang": Format("EAGLE as LlamaForCausalLMEagle", ("SGLang",)),
     }
     verifiable = {"vllm": "vllm"}
+    drafter_class = Eagle1
+    # An engine drafts over the whole vocabulary, by the target's head.
+    engine_keys = ENGINE_KEYS
     architectures = tuple(_ARCHITECTURES.values())
     reads = "EAGLE-1 heads (EagleLlamaForCausalLM, LlamaForCausalLMEagle, the authors' one-layer LlamaForCausalLM)"
     serving = {"vLLM": {"method": "eagle"}, "SGLang": {"speculative-algorithm": "EAGLE"}}
@@ -72,31 +80,16 @@ class Eagle1Shipping(Shipping[Eagle1]):
             "torch_dtype": dtype_name(request.dtype),
         }
 
-    def engine_weights(self, drafter: Eagle1, config: Json) -> dict[str, Tensor]:
-        weights = super().engine_weights(drafter, config)
-        if config["architectures"] == [_ARCHITECTURES["sglang"]]:
-            weights.setdefault("fc.bias", torch.zeros(config["hidden_size"]))
-        return weights
+    def form(self, drafter: Eagle1, config: Json) -> Form:
+        form = super().form(drafter, config)
+        if config["architectures"] == [_ARCHITECTURES["sglang"]] and "fc.bias" not in form:
+            form["fc.bias"] = torch.zeros(config["hidden_size"])
+        return form
 
-    def drafter_from(self, original: Eagle1, export: Exported) -> Eagle1:
-        fields = {key: export.config[key] for key in LAYER_KEYS}
-        fields["rope_parameters"] = export.config["rope_parameters"]
-        fields["fc_bias"] = bool(export.weights.get("fc.bias", torch.zeros(1)).any())
-        # An engine drafts over the whole vocabulary, by the target's head.
-        fields["draft_vocab_size"] = len(original.kept_ids)
-        return Eagle1(Eagle1Config(**fields, target=original.config.target))
-
-    def drafter_weights(
-        self,
-        original: Eagle1,
-        back: Eagle1,
-        export: Exported,
-    ) -> dict[str, Tensor]:
-        if back.config.fc_bias and not getattr(original.config, "fc_bias", True):
-            raise UserError(
-                f"{export.where} computes something else: fc.bias is not zero; export again"
-            )
-        return super().drafter_weights(original, back, export)
+    def more_fields(self, original: Eagle1, export: Exported) -> Json:
+        if isinstance(original, Eagle1):
+            return {"fc_bias": original.config.fc_bias}
+        return {"fc_bias": "fc.bias" in export.weights}
 
     def recognizes(self, config: Mapping[str, object]) -> bool:
         if super().recognizes(config):

@@ -19,14 +19,17 @@ TensorRT-LLM _torch/models/modeling_speculative.py (main after 1.2.1); speculato
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-
-import torch
-from torch import Tensor
 
 from drafttrain.drafters.common.llama_layers import layer_keys, unsupported_by_llama
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
-from drafttrain.drafters.eagle3.reading import HEAD_KEYS, Head, default_layers, make_head
+from drafttrain.drafters.eagle3.reading import (
+    HEAD_KEYS,
+    Head,
+    default_layers,
+    head_fields,
+    published_head,
+)
+from drafttrain.drafters.form import Form, kept_tables
 from drafttrain.drafters.gguf_heads import RELEASE, GgufHeads
 from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Shipping, Trained
 from drafttrain.errors import UserError
@@ -36,8 +39,6 @@ from drafttrain.formats.public_names import public_name, write_clean_json
 from drafttrain.formats.weights import (
     architectures_in,
     dtype_name,
-    read_config,
-    read_weights,
     write_checkpoint,
 )
 from drafttrain.formats.write_gguf import ROPES
@@ -203,30 +204,28 @@ class Eagle3Files(Shipping[Head]):
             described = _flat_config(config, head, decoder, everywhere)
         return {**described, "torch_dtype": dtype_name(request.dtype)}
 
-    def engine_names(self, drafter: Head, config: Json) -> dict[str, str]:
-        names = super().engine_names(drafter, config)
+    def form(self, drafter: Head, config: Json) -> Form:
+        kept = len(drafter.kept_ids)
+        form = super().form(drafter, config) | kept_tables(kept, drafter.config.vocab_size)
         if "transformer_layer_config" in config:
-            return {own.replace("midlayer.", "layers.0."): own for own in names}
-        for own in list(names):
-            if own.startswith("layers.") and "input_layernorm" in own:
-                names[own.replace("input_layernorm", "hidden_norm")] = own
-        return names
+            return {name.replace("midlayer.", "layers.0."): own for name, own in form.items()}
+        for name in list(form):
+            if name.startswith("layers.") and "input_layernorm" in name:
+                form[name.replace("input_layernorm", "hidden_norm")] = form[name]
+        return form
 
-    def engine_weights(self, drafter: Head, config: Json) -> dict[str, Tensor]:
-        weights = super().engine_weights(drafter, config)
-        kept = drafter.kept_ids.cpu()
-        v = drafter.config.vocab_size
-        if len(kept) != v:
-            weights["d2t"] = kept - torch.arange(len(kept))  # [d] int64
-            weights["t2d"] = torch.zeros(v, dtype=torch.bool)  # [v]
-            weights["t2d"][kept] = True
-        return weights
+    def published(self, checkpoint: Exported, target: Json) -> Exported:
+        if not self.recognizes(checkpoint.config):
+            named = checkpoint.config.get("speculators_model_type")
+            if not named:
+                named = checkpoint.config.get("architectures")
+            raise UserError(f"{checkpoint.where} is {named}; import reads {self.reads}")
+        return published_head(checkpoint, target)
 
     def drafter_from(self, original: Head, export: Exported) -> Head:
-        return make_head(type(original), export, original.config.target)
-
-    def drafter_weights(self, original: Head, back: Head, export: Exported) -> dict[str, Tensor]:
-        return back.state_dict()  # `make_head` has filled it
+        fields = head_fields(export, original.config.target)
+        fields |= self.more_fields(original, export)
+        return self.drafter_class(self.drafter_class.config_class(**fields))
 
 
 class Eagle3Shipping(GgufHeads[Eagle3], Eagle3Files[Eagle3]):
@@ -248,6 +247,7 @@ class Eagle3Shipping(GgufHeads[Eagle3], Eagle3Files[Eagle3]):
         "gguf": Format("EAGLE-3 as GGUF file", ("llama.cpp",)),
     }
     verifiable = {"vllm": "vllm", "llama.cpp": "gguf"}
+    drafter_class = Eagle3
     in_root = ("vllm", "sglang", "gguf")
     gguf_arch = "eagle3"
     gguf_ropes = ROPES
@@ -367,15 +367,6 @@ class Eagle3Shipping(GgufHeads[Eagle3], Eagle3Files[Eagle3]):
         if names == ["LlamaForCausalLM"]:
             return "draft_vocab_size" in config
         return any("Eagle3" in name for name in names)
-
-    def read(self, folder: Path, target: Json, allow_pickle: bool = False) -> Eagle3:
-        config = read_config(folder)
-        where = repr(str(folder))
-        if not self.recognizes(config):
-            kind = config.get("speculators_model_type") or config.get("architectures")
-            raise UserError(f"{where} is {kind}; import reads {self.reads}")
-        found = Exported(where, config, read_weights(folder, allow_pickle))
-        return make_head(Eagle3, found, target)
 
 
 SHIPPING = Eagle3Shipping()

@@ -16,14 +16,14 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 from typing_extensions import TypedDict
 
+from drafttrain.drafters.common.layers import Rotary
 from drafttrain.drafters.common.llama_layers import LAYER_KEYS
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
-from drafttrain.drafters.shipping import Exported
+from drafttrain.drafters.shipping import Exported, check_target
 from drafttrain.errors import UserError
 from drafttrain.files import Json, value_of, violation
-from drafttrain.formats.weights import check_kept_ids, check_names, pop_kept_ids
 from drafttrain.target import resolve_target
-from drafttrain.target.loading import check_finite, read_embedding
+from drafttrain.target.loading import read_embedding
 
 # Keys beyond a decoder layer's, and the default where a checkpoint lacks one. Fields without a key
 # of one value: qk_norm (a model type), sliding_window (with layer types), rope, feature_layers.
@@ -77,18 +77,15 @@ def default_layers(count: int) -> tuple[int, int, int]:
     return 2, count // 2, count - 3
 
 
-def make_head(cls: type[Head], checkpoint: Exported, target: Json, **more: object) -> Head:
-    """Makes a head from an engine's config and weights.
-
-    Args:
-        cls: Eagle3, or a kind with the same checkpoint form. more: further fields of its config.
+def published_head(checkpoint: Exported, target: Json) -> Exported:
+    """A published head as export.py's forms name its tensors, without what belongs to the target.
 
     Raises:
-        UserError: the config describes what ours cannot compute, or the weights do not fit it.
+        UserError: it brings another embedding than the target's, other rotary frequencies than its
+            config's, or copies of a norm that differ.
     """
     where = checkpoint.where
-    check_keys(checkpoint, _Published)
-    found = {}  # tensors by our names
+    found = {}
     for name, weight in checkpoint.weights.items():
         found[name.removeprefix("model.").replace("layers.0.", "midlayer.")] = weight
 
@@ -105,37 +102,48 @@ def make_head(cls: type[Head], checkpoint: Exported, target: Json, **more: objec
                 f"{where}: {name}, which SGLang reads, and {ours}, which vLLM reads, differ; keep one"
             )
 
-    with torch.device("meta"):
-        fields = _our_fields(checkpoint._replace(weights=found), target)
-        drafter = cls(cls.config_class(**fields, **more))
-    v = drafter.config.vocab_size
     for name in list(found):
         if name.endswith("rotary_emb.inv_freq"):
-            stored = found.pop(name).float()  # may have been rounded to bfloat16
-            if not torch.allclose(stored, drafter.rotary.frequencies, rtol=1e-2):
-                raise UserError(
-                    f"{where}: {name} is not what config.json's rope_parameters give; ask its author"
-                )
-    kept = pop_kept_ids(found, drafter.config.draft_vocab_size, v, where)  # [d] int64
-    found["kept_ids"] = kept
+            _check_frequencies(name, found.pop(name), checkpoint)
     embedding = found.pop("embed_tokens.weight", None)
     if embedding is not None:
         check_embedding(embedding, target["name"], where)
     # Some trainers store copies of what belongs to the target, which the head does not compute
-    # with.
+    # with, and a table of a vocabulary that is kept whole.
     for name in ("t2d", "verifier_norm.weight", "verifier_lm_head.weight"):
         found.pop(name, None)
+    drop_whole_table(found, target["vocab_size"])
 
-    shapes = {name: tuple(value.shape) for name, value in drafter.state_dict().items()}
-    check_names(found, shapes, where)
-    check_kept_ids(kept, v, where)
-    check_finite(found.items(), where, "get an intact copy of it")
-    dtype = found["fc.weight"].dtype
+    weights = {}
     for name, weight in found.items():
-        if name != "kept_ids":
-            found[name] = weight.to(dtype)
-    drafter.load_state_dict(found, strict=True, assign=True)
-    return drafter.eval()
+        if "transformer_layer_config" in checkpoint.config:
+            name = name.replace("midlayer.", "layers.0.")
+        elif re.fullmatch(r"layers\.\d+\.input_layernorm\.weight", name):
+            weights[name.replace("input_layernorm", "hidden_norm")] = weight
+        weights[name] = weight
+    return checkpoint._replace(weights=weights)
+
+
+def drop_whole_table(found: dict[str, Tensor], vocab_size: int) -> None:
+    """Drops a d2t that says that all of the target's tokens are kept."""
+    table = found.get("d2t")
+    if table is not None and len(table) == vocab_size and not table.any():
+        del found["d2t"]
+
+
+def _check_frequencies(name: str, stored: Tensor, checkpoint: Exported) -> None:
+    """Raises UserError if stored rotary frequencies are not those of the config."""
+    layer = checkpoint.config.get("transformer_layer_config", checkpoint.config)
+    width = layer.get("head_dim")
+    if not width:
+        width = layer["hidden_size"] // layer["num_attention_heads"]
+    expected = Rotary(width, published_rope(layer)).frequencies
+    same = stored.shape == expected.shape
+    # They may have been rounded to bfloat16.
+    if not same or not torch.allclose(stored.float(), expected, rtol=1e-2):
+        raise UserError(
+            f"{checkpoint.where}: {name} is not what config.json's rope_parameters give; ask its author"
+        )
 
 
 def check_keys(checkpoint: Exported, schema: type) -> None:
@@ -220,12 +228,13 @@ def _check_foreign(checkpoint: Exported, layer: Json) -> None:
         raise UserError(f"{checkpoint.where} {'; it '.join(reasons)}")
 
 
-def _our_fields(checkpoint: Exported, target: Json) -> Json:
-    """Arguments of Eagle3Config from an engine's config.
+def head_fields(checkpoint: Exported, target: Json) -> Json:
+    """Arguments of Eagle3Config from an engine's config and weights.
 
     Raises:
         UserError: the config describes what ours cannot compute.
     """
+    check_keys(checkpoint, _Published)
     config = checkpoint.config
     layer = config.get("transformer_layer_config", config)
     _check_foreign(checkpoint, layer)
@@ -238,7 +247,7 @@ def _our_fields(checkpoint: Exported, target: Json) -> Json:
             fields[name] = value_of(place, name, default)
             if fields[name] is None:
                 raise UserError(f"{checkpoint.where}: config.json has no {name}; it is needed")
-    fields["qk_norm"] = "midlayer.self_attn.q_norm.weight" in checkpoint.weights
+    fields["qk_norm"] = any("self_attn.q_norm" in name for name in checkpoint.weights)
     fields["sliding_window"] = 0
     types = value_of(layer, "layer_types", [])
     if "sliding_attention" in types:
@@ -250,16 +259,10 @@ def _our_fields(checkpoint: Exported, target: Json) -> Json:
         head = checkpoint.weights.get("lm_head.weight", ())  # [d, h]
         fields["draft_vocab_size"] = len(head)
 
-    # It must be for this target.
-    width = fields["target_hidden_size"]
-    if not width:
-        width = fields["hidden_size"]
-    for key, theirs in (("hidden_size", width), ("vocab_size", fields["vocab_size"])):
-        if theirs != target[key]:
-            raise UserError(
-                f"{checkpoint.where} is for a target with {key}={theirs!r:.80}, but {target['name']!r} has {target[key]}"
-            )
-    fields["feature_layers"] = _feature_layers(checkpoint, width, target)
+    if not fields["target_hidden_size"]:
+        fields["target_hidden_size"] = fields["hidden_size"]
+    check_target(fields, "target_hidden_size", target, checkpoint.where)
+    fields["feature_layers"] = _feature_layers(checkpoint, fields["target_hidden_size"], target)
 
     # A drafter of ours that was published says how it was trained.
     if "drafter_kind" in config:

@@ -5,7 +5,8 @@ Its weights are `blocks.{i}.layers.{j}` and `lm_heads.{i}`, or one `lm_head` for
 
 from __future__ import annotations
 
-from drafttrain.drafters.medusa.model import Medusa, MedusaConfig
+from drafttrain.drafters.form import Form, Weight, head_weight
+from drafttrain.drafters.medusa.model import Medusa
 from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Shipping
 from drafttrain.errors import UserError
 from drafttrain.files import Json
@@ -17,7 +18,14 @@ class MedusaShipping(Shipping[Medusa]):
 
     description = "{num_heads} Medusa heads (arXiv 2401.10774), {parameters} parameters, {kept}"
     formats = {"vllm": Format("MedusaModel", ("vLLM",))}
-    full_rows = ("lm_heads.",)
+    drafter_class = Medusa
+    engine_keys = {
+        "hidden_size": "hidden_size",
+        "vocab_size": "vocab_size",
+        "num_heads": "num_heads",
+        "num_hidden_layers": "blocks",
+        "original_lm_head": "shared_head",
+    }
     depth_key = "num_heads"
     serving = {"vLLM": {"method": "medusa"}}
     verifiable = {"vllm": "vllm"}
@@ -47,29 +55,19 @@ class MedusaShipping(Shipping[Medusa]):
             "dtype": dtype_name(request.dtype),
         }
 
-    def engine_names(self, drafter: Medusa, config: Json) -> dict[str, str]:
-        names = {}
+    def form(self, drafter: Medusa, config: Json) -> Form:
+        def head(i: int) -> Weight:
+            return head_weight(f"lm_heads.{i}.weight", drafter.kept_ids, config["vocab_size"])
+
+        form: Form = {}
         if config["original_lm_head"]:
-            names["lm_head.weight"] = "lm_heads.0.weight"
+            form["lm_head.weight"] = head(0)
         for i in range(config["num_heads"]):
             for j in range(config["num_hidden_layers"]):
-                names[f"blocks.{i}.layers.{j}.weight"] = f"blocks.{i}.{j}.linear.weight"
+                form[f"blocks.{i}.layers.{j}.weight"] = Weight(f"blocks.{i}.{j}.linear.weight")
             if not config["original_lm_head"]:
-                names[f"lm_heads.{i}.weight"] = f"lm_heads.{i}.weight"
-        return names
-
-    def drafter_from(self, original: Medusa, export: Exported) -> Medusa:
-        keys = export.config
-        config = MedusaConfig(
-            hidden_size=keys["hidden_size"],
-            vocab_size=keys["vocab_size"],
-            num_heads=keys["num_heads"],
-            blocks=keys["num_hidden_layers"],
-            shared_head=keys["original_lm_head"],
-            draft_vocab_size=len(original.kept_ids),
-            target=original.config.target,
-        )
-        return Medusa(config)
+                form[f"lm_heads.{i}.weight"] = head(i)
+        return form
 
     def published(self, checkpoint: Exported, target: Json) -> Exported:
         """Rows beyond the target's tokens are padding; a bias of zeros is none."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from drafttrain.drafters.mlp_speculator.model import MlpSpeculator, MlpSpeculatorConfig
+from drafttrain.drafters.form import Form, Weight, head_weight
+from drafttrain.drafters.mlp_speculator.model import MlpSpeculator
 from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Shipping
 from drafttrain.files import Json
 from drafttrain.formats.weights import dtype_name
@@ -31,7 +32,8 @@ class MlpSpeculatorShipping(Shipping[MlpSpeculator]):
         "an MLP speculator (arXiv 2404.19124) of {n_predict} steps, {parameters} parameters, {kept}"
     )
     formats = {"vllm": Format("MLPSpeculatorPreTrainedModel", ("vLLM",))}
-    full_rows = ("lm_heads.",)
+    drafter_class = MlpSpeculator
+    engine_keys = {key: key for key in (*_SAME, "tie_weights")}
     depth_key = "n_predict"
     architectures = ("MLPSpeculatorPreTrainedModel",)
     reads = "MLP speculators (MLPSpeculatorPreTrainedModel)"
@@ -51,23 +53,20 @@ class MlpSpeculatorShipping(Shipping[MlpSpeculator]):
             "dtype": dtype_name(request.dtype),
         }
 
-    def engine_names(self, drafter: MlpSpeculator, config: Json) -> dict[str, str]:
+    def form(self, drafter: MlpSpeculator, config: Json) -> Form:
         """Shared modules are in the file once per step, as in published checkpoints."""
-        names: dict[str, str] = {}
+        form: Form = {}
         for name, own in _MODULES.items():
             modules = drafter.get_submodule(own)
             assert isinstance(modules, nn.ModuleList), "one module per step, or one for all"
             for i in range(config["n_predict"]):
                 j = min(i, len(modules) - 1)
                 for key, _ in modules[j].named_parameters():
-                    names[f"{name}.{i}.{key}"] = f"{own}.{j}.{key}"
-        return names
-
-    def drafter_from(self, original: MlpSpeculator, export: Exported) -> MlpSpeculator:
-        fields = {key: export.config[key] for key in _SAME}
-        fields["tie_weights"] = export.config["tie_weights"]
-        fields["draft_vocab_size"] = len(original.kept_ids)
-        return MlpSpeculator(MlpSpeculatorConfig(**fields, target=original.config.target))
+                    weight = Weight(f"{own}.{j}.{key}")
+                    if name == "head":
+                        weight = head_weight(weight.ours, drafter.kept_ids, config["vocab_size"])
+                    form[f"{name}.{i}.{key}"] = weight
+        return form
 
     def published(self, checkpoint: Exported, target: Json) -> Exported:
         """Removes the prefix of published names; repeats what a file holds once for all steps."""
@@ -92,7 +91,6 @@ class MlpSpeculatorShipping(Shipping[MlpSpeculator]):
             if value is not None:
                 keys[key] = value
         keys["tie_weights"] = tied
-        keys["hidden_size"] = keys["emb_dim"]
         return Exported(checkpoint.where, keys, found)
 
 

@@ -22,9 +22,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from drafttrain.drafters.common.llama_layers import LAYER_KEYS, layer_keys, unsupported_by_llama
+from drafttrain.drafters.common.llama_layers import (
+    ENGINE_KEYS,
+    layer_keys,
+    unsupported_by_llama,
+)
+from drafttrain.drafters.form import Form, Weight
 from drafttrain.drafters.mtp.checkpoint_modules import MIMO, swapped
 from drafttrain.drafters.mtp.family_export import FAMILY, FORMATS, HEAD_TRAINED
 from drafttrain.drafters.mtp.model import MTP, MTPConfig
@@ -65,6 +69,9 @@ class MTPShipping(Shipping[MTP]):
         "vllm": Format("a prediction module as MiMo's, or as the target family's own", ("vLLM",)),
     }
     verifiable = {"vllm": "vllm"}
+    drafter_class = MTP
+    # An engine drafts over the whole vocabulary, by the target's head.
+    engine_keys = ENGINE_KEYS
     serving = {"vLLM": {"method": "mtp", TARGET_OVERRIDES: {"num_nextn_predict_layers": 1}}}
     tiny = {"train_head": False, "num_key_value_heads": 2}
     no_format = (
@@ -150,44 +157,23 @@ class MTPShipping(Shipping[MTP]):
             "torch_dtype": dtype_name(request.dtype),
         }
 
-    def engine_names(self, drafter: MTP, config: Json) -> dict[str, str]:
+    def form(self, drafter: MTP, config: Json) -> Form:
         place = MIMO.module.format(n=0)
         around = {ours: name for name, ours in MIMO.names.items()}
-        names = {}
-        for own in super().engine_names(drafter, config):
+        shapes = {name: value.shape for name, value in drafter.state_dict().items()}
+        form: Form = {}
+        for own in super().form(drafter, config):
             stem, _, part = own.removeprefix("blocks.0.").rpartition(".")
             theirs = around.get(stem, stem.removeprefix("layer."))
-            names[f"{place}{theirs}.{part}"] = own
-        return names
+            form[f"{place}{theirs}.{part}"] = Weight(own)
+            if stem == "eh_proj":
+                form[f"{place}{theirs}.{part}"] = Weight(own, there=swapped, back=swapped)
+            elif stem.endswith(_BIASED):
+                form[f"{place}{theirs}.bias"] = torch.zeros(shapes[own][0])
+        return form
 
-    def engine_weights(self, drafter: MTP, config: Json) -> dict[str, Tensor]:
-        weights = super().engine_weights(drafter, config)
-        for name, weight in list(weights.items()):
-            stem = name.removesuffix(".weight")
-            if stem.endswith(_BIASED):
-                weights[f"{stem}.bias"] = torch.zeros(len(weight))
-            elif stem.endswith("input_proj"):
-                weights[name] = swapped(weight)
-        return weights
-
-    def drafter_from(self, original: MTP, export: Exported) -> MTP:
-        fields = {key: export.config[key] for key in LAYER_KEYS}
-        fields["rope_parameters"] = export.config["rope_parameters"]
-        # An engine drafts over the whole vocabulary, by the target's head.
-        fields["draft_vocab_size"] = len(original.kept_ids)
-        fields["train_head"] = False
-        return MTP(MTPConfig(**fields, target=original.config.target))
-
-    def drafter_weights(self, original: MTP, back: MTP, export: Exported) -> dict[str, Tensor]:
-        for name, weight in export.weights.items():
-            if name.endswith("bias") and weight.any():
-                raise UserError(
-                    f"{export.where} computes something else: a bias is not zero; export again"
-                )
-        state = super().drafter_weights(original, back, export)
-        project = "blocks.0.eh_proj.weight"
-        state[project] = swapped(state[project])
-        return state
+    def more_fields(self, original: MTP, export: Exported) -> Json:
+        return {"train_head": False}
 
 
 SHIPPING = MTPShipping()

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from drafttrain.drafters.form import Form, Weight
 from drafttrain.drafters.mtp.checkpoint_modules import FORMS, norm_offset, swapped
 from drafttrain.drafters.mtp.model import MTP, MTPConfig
 from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Shipping, Trained
@@ -26,7 +27,8 @@ from drafttrain.files import Json
 from drafttrain.formats.engines import EngineRelease
 from drafttrain.formats.weights import dtype_name
 from drafttrain.target import load_shell
-from drafttrain.target.own_layer import OwnLayer, fill, layer_tensors, spec_of
+from drafttrain.target.own_layer import OwnLayer, layer_tensors, spec_of
+from drafttrain.target.own_layer import fill as fill_layer
 
 FORMATS = {
     "vllm": Format("a prediction module as the target's family stores it", ("vLLM",)),
@@ -86,24 +88,32 @@ class FamilyModuleShipping(Shipping[MTP]):
         keys["quantization_config"] = None
         return keys
 
+    def form(self, drafter: MTP, config: Json) -> Form:
+        """What is around the module's layer, by the names of the target's checkpoint."""
+        stored = FORMS[drafter.config.target_layer["form"]]
+        place = stored.module.format(n=config["num_hidden_layers"])
+        shift = _shift(drafter.blocks[0].layer)
+        form: Form = {}
+        for theirs, ours in stored.names.items():
+            own = f"blocks.0.{ours}.weight"
+            if ours == "norm":
+                own = "norm.weight"
+            weight = Weight(own)
+            if stored.swapped and ours == "eh_proj":
+                weight = Weight(own, there=swapped, back=swapped)
+            elif "norm" in ours:
+                weight = Weight(own, there=lambda w: w - shift, back=lambda w: w + shift)
+            form[f"{place}{theirs}.weight"] = weight
+        return form
+
     def engine_weights(self, drafter: MTP, config: Json) -> dict[str, Tensor]:
         spec = drafter.config.target_layer
-        block = drafter.blocks[0]
-        form = FORMS[spec["form"]]
-        shift = _shift(block.layer)
-        tensors = {}  # by the family's names, behind the module's prefix
-        for name, weight in layer_tensors(block.layer, spec).items():
-            tensors[form.layer + name] = weight
-        around = {"norm.weight": drafter.norm.weight, **dict(block.named_parameters())}
-        for theirs, ours in form.names.items():
-            weight = around[f"{ours}.weight"].detach()
-            if form.swapped and ours == "eh_proj":
-                weight = swapped(weight)
-            if "norm" in ours:
-                weight = weight - shift
-            tensors[f"{theirs}.weight"] = weight
-        place = form.module.format(n=config["num_hidden_layers"])
-        return {place + name: weight for name, weight in tensors.items()}
+        stored = FORMS[spec["form"]]
+        place = stored.module.format(n=config["num_hidden_layers"]) + stored.layer
+        weights = super().engine_weights(drafter, config)
+        for name, weight in layer_tensors(drafter.blocks[0].layer, spec).items():
+            weights[place + name] = weight
+        return weights
 
     def drafter_from(self, original: MTP, export: Exported) -> MTP:
         config: MTPConfig = copy.deepcopy(original.config)  # type: ignore[assignment]
@@ -114,29 +124,17 @@ class FamilyModuleShipping(Shipping[MTP]):
 
     def drafter_weights(self, original: MTP, back: MTP, export: Exported) -> dict[str, Tensor]:
         spec = back.config.target_layer
-        block = back.blocks[0]
-        form = FORMS[spec["form"]]
-        shift = _shift(block.layer)
-        place = form.module.format(n=export.config["num_hidden_layers"])
+        stored = FORMS[spec["form"]]
+        place = stored.module.format(n=export.config["num_hidden_layers"]) + stored.layer
+        around = self.form(back, export.config)
         layer = {}  # tensors of the layer, by the family's names
-        state = {"kept_ids": original.kept_ids}
         for name, weight in export.weights.items():
-            theirs = name.removeprefix(place)
-            stem = theirs.removesuffix(".weight")
-            if stem not in form.names:
-                layer[theirs.removeprefix(form.layer)] = weight
-                continue
-            ours = form.names[stem]
-            if form.swapped and ours == "eh_proj":
-                weight = swapped(weight)
-            if "norm" in ours:
-                weight = weight + shift
-            if ours == "norm":
-                state["norm.weight"] = weight
-            else:
-                state[f"blocks.0.{ours}.weight"] = weight
-        fill(block.layer, spec, layer)
-        for name, weight in block.layer.state_dict().items():
+            if name not in around:
+                layer[name.removeprefix(place)] = weight
+        state = super().drafter_weights(original, back, export)
+        own = back.blocks[0].layer
+        fill_layer(own, spec, layer)
+        for name, weight in own.state_dict().items():
             state[f"blocks.0.layer.{name}"] = weight
         return state
 

@@ -9,16 +9,14 @@ models/llama_eagle3.py; SpecForge 0.3 modeling/draft/peagle.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from drafttrain.drafters.eagle3.export import Eagle3Files, unsupported_features
-from drafttrain.drafters.eagle3.reading import make_head
 from drafttrain.drafters.peagle.model import PEagle
 from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.formats.engines import EngineRelease
-from drafttrain.formats.weights import architectures_in, read_config, read_weights
+from drafttrain.formats.weights import architectures_in
 
 # Keys of the mask token, in the order in which vLLM looks for it.
 _MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")
@@ -33,6 +31,7 @@ class PEagleShipping(Eagle3Files[PEagle]):
     )
     formats = {"vllm": Format("P-EAGLE in speculators' form", ("vLLM",))}
     verifiable = {"vllm": "vllm"}
+    drafter_class = PEagle
     reads = "P-EAGLE heads (speculators' form, PEagleDraftModel, parallel_drafting)"
     serving = {"vLLM": {"method": "eagle3", "parallel_drafting": True}}
 
@@ -60,18 +59,16 @@ class PEagleShipping(Eagle3Files[PEagle]):
             return True
         return any("PEagle" in name for name in architectures_in(config))
 
-    def read(self, folder: Path, target: Json, allow_pickle: bool = False) -> PEagle:
-        where = repr(str(folder))
-        config = read_config(folder)
+    def published(self, checkpoint: Exported, target: Json) -> Exported:
+        config = checkpoint.config
         masks = [config[key] for key in _MASK_KEYS if config.get(key) is not None]
         if not masks:
-            raise UserError(f"{where}: config.json has no mask_token_id; it is needed")
-        found = Exported(where, config, read_weights(folder, allow_pickle))
-        return make_head(PEagle, found, target, mask_token_id=masks[0])
+            raise UserError(f"{checkpoint.where}: config.json has no mask_token_id; it is needed")
+        found = super().published(checkpoint, target)
+        return found._replace(config={**config, "mask_token_id": masks[0]})
 
-    def drafter_from(self, original: PEagle, export: Exported) -> PEagle:
-        mask = export.config["mask_token_id"]
-        return make_head(PEagle, export, original.config.target, mask_token_id=mask)
+    def more_fields(self, original: PEagle, export: Exported) -> Json:
+        return {"mask_token_id": export.config["mask_token_id"]}
 
 
 SHIPPING = PEagleShipping()
