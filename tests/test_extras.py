@@ -146,10 +146,10 @@ def test_a_lazy_package_is_the_package():
     assert LazyPackage("gguf").MODEL_ARCH is gguf.MODEL_ARCH
 
 
-@pytest.mark.slow
-def test_a_core_installation_runs_what_needs_no_extra(home):
+def run_core(commands: list[str]) -> None:
+    """Imports every module, and runs commands, where no package of an extra can be found."""
     blocked = {*EXTRAS, "mooncake", "hs_connectors"}
-    script = BLOCKED.format(blocked=blocked, commands=CORE)
+    script = BLOCKED.format(blocked=blocked, commands=commands)
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -160,3 +160,13 @@ def test_a_core_installation_runs_what_needs_no_extra(home):
         [sys.executable, "-c", script], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.thorough
+def test_a_core_installation_imports_every_module():
+    run_core([])
+
+
+@pytest.mark.slow
+def test_a_core_installation_runs_what_needs_no_extra(home):
+    run_core(CORE)

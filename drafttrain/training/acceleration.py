@@ -9,12 +9,10 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedType
-from accelerate.utils import (
-    DistributedDataParallelKwargs,
-    DummyOptim,
-    DummyScheduler,
-    GradientAccumulationPlugin,
-)
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
+
+# accelerate.utils has these only where DeepSpeed is installed, an extra of drafttrain.
+from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler

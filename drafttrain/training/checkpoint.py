@@ -16,7 +16,7 @@ from typing import Annotated, Any, Protocol
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DeepSpeedSchedulerWrapper
+from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper
 from pydantic import Field
 from safetensors.torch import load_file
 from transformers import TrainerControl, TrainerState, TrainingArguments
