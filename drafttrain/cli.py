@@ -19,12 +19,27 @@ from drafttrain import interrupts
 from drafttrain.commands import COMMANDS, app_of, function_of, summary_of, switches_of
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError, did_you_mean, shown
+from drafttrain.files import is_disk_full
 
 if TYPE_CHECKING:
     from logging import LogRecord
 
     from drafttrain.command import Function, Values
 
+# Variables of the environment that tqdm, with which libraries show bars, reads as numbers.
+TQDM_NUMBERS = {
+    "TQDM_DELAY": float,
+    "TQDM_INITIAL": int,
+    "TQDM_MAXINTERVAL": float,
+    "TQDM_MININTERVAL": float,
+    "TQDM_MINITERS": float,
+    "TQDM_NCOLS": int,
+    "TQDM_NROWS": int,
+    "TQDM_POSITION": int,
+    "TQDM_SMOOTHING": float,
+    "TQDM_TOTAL": float,
+    "TQDM_UNIT_DIVISOR": int,
+}
 NEEDLESS = {  # notices of libraries that are true and change nothing, by logger
     "DeepSpeed": "Setting accelerator to CPU",  # which libraries import that do not use it
     "transformers.modeling_utils": "does not expose input embeddings",  # drafters read the target's
@@ -43,13 +58,19 @@ PIPELINE = """From a target model to a published drafter:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command; returns its exit status. argv: None for the arguments of this process, which
-    then ends on signals.
+    """Runs a command; returns its exit status.
+
+    Args:
+        argv: None for the arguments of this process, which then ends on signals.
     """
     try:
         if argv is None:
+            _open_closed_streams()
             interrupts.install()
-        return run(sys.argv[1:] if argv is None else argv)
+        try:
+            return run(sys.argv[1:] if argv is None else argv)
+        finally:
+            sys.stdout.flush()  # while it can still be said that its disk is full
     except BrokenPipeError:
         if not _reader_is_gone():
             raise
@@ -60,10 +81,34 @@ def main(argv: list[str] | None = None) -> int:
     ) as error:  # a signal inside an import or a loader may come out as another exception
         if number := interrupts.cause(error):
             return interrupts.end(number)
+        if is_disk_full(error) and _stdout_is_full():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is left to write
+            error = UserError("stdout cannot be written (its disk is full); free some space")
         if not isinstance(error, UserError):
             raise
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def _open_closed_streams() -> None:
+    """Opens what the caller has closed (`drafttrain ... >&-`), before a file of ours takes its
+    number.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w", closefd=False))
+
+
+def _stdout_is_full() -> bool:
+    try:
+        print(flush=True)
+    except OSError:
+        return True
+    return False
 
 
 def _is_needed(record: LogRecord) -> bool:
@@ -114,6 +159,19 @@ def parsed(argv: Sequence[str]) -> tuple[Function, Values, dict[str, bool]]:
         raise
 
 
+def _check_tqdm() -> None:
+    """Raises UserError for a variable of tqdm that is not the number that tqdm reads."""
+    for name, kind in TQDM_NUMBERS.items():
+        word = os.environ.get(name, "0")
+        try:
+            kind(word)
+        except ValueError as error:
+            rule = "a whole number" if kind is int else "a number"
+            raise UserError(
+                f"{name}={shown(word)} must be {rule}; correct it, or unset it"
+            ) from error
+
+
 def run(argv: list[str]) -> int:
     """Parses the arguments and runs the command."""
     if not argv or argv[0] in ("--help", "-h"):
@@ -129,6 +187,7 @@ def run(argv: list[str]) -> int:
 
     function, values, switches = parsed(argv)
 
+    _check_tqdm()
     # tqdm reads these when it is imported: bars of libraries show for long work only, and few lines
     # without a terminal.
     os.environ.setdefault("TQDM_DELAY", "5")

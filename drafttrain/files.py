@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import shutil
+import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -254,6 +255,7 @@ def open_tensors(path: Path, key: str, fix: str) -> safe_open:
         return safe_open(path, framework="pt")
 
 
+_HUB_SECONDS = 4.0  # in which the Hub must answer
 _BLOCK = 1 << 20  # bytes read at once from a file's end
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -537,6 +539,35 @@ def unreachable(url: str, seconds: float) -> str:
     return redact(reasons[-1])
 
 
+@functools.cache
+def _ask_hub(address: str) -> str:
+    """Why the Hub does not answer; '' if it does. Asked once per process."""
+    reason = unreachable(address, _HUB_SECONDS)
+    if reason:
+        note = (
+            f"note: {address} does not answer ({reason}); models and data come from its cache alone"
+        )
+        print(note, file=sys.stderr, flush=True)
+    return reason
+
+
+def hub_problem() -> str:
+    """Why the Hub cannot be asked; '' if it answers.
+
+    Its clients alone try again for up to a minute. Where it does not answer, they read their cache
+    from now on, and fail at once for what is not there.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    reason = _ask_hub(constants.ENDPOINT)
+    if reason:
+        constants.HF_HUB_OFFLINE = True
+        os.environ["HF_HUB_OFFLINE"] = "1"  # for libraries that load later, and child processes
+    return reason
+
+
 def is_hub_id(name: str) -> bool:
     """Whether a name has the form user/name of a Hub repository, and not that of a path."""
     return not name.startswith((".", "/", "~")) and name.count("/") == 1
@@ -564,6 +595,7 @@ def hub_snapshot(
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HTTPError
 
+    problem = hub_problem()
     try:
         left_out = list(ignore) or None
         found = snapshot_download(
@@ -575,6 +607,8 @@ def hub_snapshot(
         return Path(found)
     except (OSError, ValueError, RuntimeError, HTTPError) as error:
         fix = without_xet(error) or "; check the name, and log in for a private one: hf auth login"
+        if problem:
+            fix = f"; its server was not asked: {problem}"
         raise UserError(
             f"{key}={repo!r}: no such folder, and the Hub does not provide it ({first_line(error)}){fix}"
         ) from error

@@ -56,6 +56,42 @@ def test_it_runs_as_a_module():
     assert done.returncode == 0 and done.stdout.startswith("drafttrain ")
 
 
+@pytest.mark.parametrize(
+    ("line", "status", "said"),
+    [
+        ("--version > /dev/full", 2, "error: stdout cannot be written (its disk is full)"),
+        ("recipes > /dev/full", 2, "error: stdout cannot be written (its disk is full)"),
+        ("report --help > /dev/full", 2, "error: stdout cannot be written (its disk is full)"),
+        ("recipes >&-", 0, ""),
+        ("recipes --quiet >&-", 0, ""),
+        ("recipes <&- >&- 2>&-", 0, ""),
+        ("recipes nope/nope >&-", 2, "error: "),
+    ],
+)
+def test_a_stdout_that_takes_no_text(line, status, said):
+    command = f"{sys.executable} -m drafttrain {line}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.returncode == status
+    assert done.stderr.startswith(said) and done.stderr.count("\n") == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "rule"),
+    [
+        ("TQDM_DELAY", "abc", "a number"),
+        ("TQDM_MININTERVAL", "", "a number"),
+        ("TQDM_NCOLS", "8.5", "a whole number"),
+    ],
+)
+def test_a_variable_of_tqdm_that_is_no_number(name, word, rule, monkeypatch, capsys):
+    monkeypatch.setenv(name, word)
+    assert main(["recipes"]) == 2
+    assert (
+        capsys.readouterr().err
+        == f"error: {name}={word!r} must be {rule}; correct it, or unset it\n"
+    )
+
+
 @pytest.mark.parametrize("name", kinds())
 def test_packages_of_kinds_without_weights_say_so(name):
     assert (name in untrained_kinds()) != kind_class(name).trainable

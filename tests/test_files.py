@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from typing import Annotated
 
 import pytest
+from huggingface_hub import constants
 from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
+from drafttrain import files
 from drafttrain.errors import UserError
 from drafttrain.files import (
     JsonlLog,
@@ -138,6 +141,30 @@ def test_a_repeated_key_is_found_in_one_pass():
     with pytest.raises(ValueError, match="the key 'key 999' occurs twice"):
         _object([*pairs, (CountedKey("key 999"), 2)])
     assert CountedKey.compared < 5000
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch, capsys):
+    """Its clients try again for up to a minute; what they are asked then comes from their cache."""
+    asked = []
+
+    def unreachable(url: str, seconds: float) -> str:
+        asked.append(url)
+        return "no answer"
+
+    monkeypatch.setattr(files, "unreachable", unreachable)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    files._ask_hub.cache_clear()
+    expected = (
+        r"drafter='nobody/nothing': no such folder, and the Hub does not provide it .*: no answer"
+    )
+    with pytest.raises(UserError, match=expected):
+        files.hub_snapshot("nobody/nothing", ["*.json"], "drafter")
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE is set"):
+        files.hub_snapshot("nobody/else", ["*.json"], "drafter")
+    assert asked == [constants.ENDPOINT] and os.environ["HF_HUB_OFFLINE"] == "1"
+    assert capsys.readouterr().err.startswith(f"note: {constants.ENDPOINT} does not answer")
+    files._ask_hub.cache_clear()
 
 
 def test_a_json_file_may_begin_with_a_byte_order_mark(tmp_path):

@@ -28,7 +28,7 @@ from drafttrain.data.filters import Filter, stable_id
 from drafttrain.data.row_file import RowFile, line_starts
 from drafttrain.data.row_formats import Prompt, parse_row, row_id
 from drafttrain.errors import UserError, shown
-from drafttrain.files import Json, JsonlLog, reading
+from drafttrain.files import Json, JsonlLog, hub_problem, reading
 from drafttrain.flags import load_target
 from drafttrain.progress import Progress
 
@@ -190,6 +190,8 @@ def data_set_rows(
     from datasets import load_dataset
 
     fix = f"give magpie, file, a reachable Hub id or a local folder, with a --subset and a --split of it ({subset}, {split})"
+    if not Path(name).exists():
+        hub_problem()
     with reading(name, "source", fix):
         # Streamed: a few prompts do not need all of a large data set.
         stream = load_dataset(name, subset, split=split, streaming=True)

@@ -24,7 +24,7 @@ from drafttrain.data.chat import NO_INPUTS, ChatInputs, Message, prompt_ids
 from drafttrain.environment import suites_folder
 from drafttrain.errors import UserError
 from drafttrain.evaluation import bfcl
-from drafttrain.files import Json, check_json, parse_json, read_jsonl, reading
+from drafttrain.files import Json, check_json, hub_problem, parse_json, read_jsonl, reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -430,6 +430,7 @@ def _hub_rows(name: str, suite: PublicSuite) -> Iterator[tuple[Json, Path]]:
     from huggingface_hub import snapshot_download
 
     what = f"suite={name!r}: source"
+    hub_problem()
     with reading(suite.source, what, f"go online once, or give its file as {name}:FILE"):
         if suite.files:
             chosen = [*suite.files, *suite.beside]

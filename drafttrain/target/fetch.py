@@ -22,7 +22,13 @@ from pathlib import Path
 
 from drafttrain.errors import UserError, first_line
 from drafttrain.extras import require
-from drafttrain.files import cache_folder, is_disk_full, unreachable, write_json
+from drafttrain.files import (
+    cache_folder,
+    hub_problem,
+    is_disk_full,
+    unreachable,
+    write_json,
+)
 from drafttrain.outcome import conclude, next_command
 
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "merges.txt", "vocab.*"]
@@ -165,6 +171,7 @@ def resolve_target(name: str) -> str:
         raise UserError(
             f"target={name!r} is neither a folder here nor a short name; did you mean {close[0]}?"
         )
+    hub_problem()
     return name
 
 
@@ -265,11 +272,9 @@ def _from_hub(model: FetchableModel, folder: Path) -> str | None:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HTTPError
 
-    if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set"
-    reason = unreachable(constants.ENDPOINT, 4)
-    if reason:
-        return reason
+    problem = hub_problem()
+    if problem:
+        return problem
     # Without this probe the Hub client retries for half a minute and then returns an incomplete
     # folder without an error.
     try:

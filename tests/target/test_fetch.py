@@ -232,7 +232,7 @@ def test_an_incomplete_hub_download_is_not_taken_for_a_model(pip, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(fetch_module, "unreachable", lambda *args: "")
+    monkeypatch.setattr(fetch_module, "hub_problem", lambda: "")
     monkeypatch.setattr(
         fetch_module.urllib.request, "urlopen", lambda *args, **kwargs: io.BytesIO()
     )
