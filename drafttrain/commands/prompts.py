@@ -75,8 +75,8 @@ def prompts(
     file     JSONL: FastChat turns, ShareGPT conversations, OpenAI messages, prompt or
              instruction (+ input), plain text; tools (OpenAI, ShareGPT, xLAM, ToolACE,
              Hermes) and chat_template_kwargs of a row are kept
-    ID       a data set of the Hub, or a local folder of one; --columns maps columns with
-             other names
+    ID       a data set of the Hub, or a local folder of one, such as a folder of CSV or JSON
+             files; --columns maps columns with other names
     ```
 
     Prompts are shuffled by --seed and filtered by length. Duplicates are dropped, and so are

@@ -29,15 +29,16 @@ def serve_target(
     """Serve the target with vLLM, which hands out its states to features and training.
 
     Starts (with --dry-run prints) `vllm serve` with the layers that a drafter reads. All flags
-    behind -- are vLLM's: parallel sizes, quantization, dtype, port. States pass through a folder
-    that the server and its clients see: on one machine shared memory, on several a network disk, or
-    without one through a Mooncake store. Ctrl-C ends the server too.
+    behind -- are vLLM's: parallel sizes, quantization, dtype, port. Only this machine reaches the
+    server, unless --host says otherwise. States pass through a folder that the server and its
+    clients see: on one machine shared memory, on several a network disk, or without one through a
+    Mooncake store. Ctrl-C ends the server too.
 
     ```
     drafttrain serve-target --target meta-llama/Llama-3.1-8B-Instruct --engine-python ~/vllm/bin/python
     drafttrain serve-target --recipe configs/smollm2-135m/eagle3.yaml --dry-run
-    drafttrain serve-target --target T --states-dir /nfs/states -- --tensor-parallel-size 8 --port 8001
-    drafttrain serve-target --target T --transport mooncake --mooncake-master 10.0.0.5:50051      # no shared disk
+    drafttrain serve-target --target T --states-dir /nfs/states -- --tensor-parallel-size 8 --host 0.0.0.0
+    drafttrain serve-target --target T --transport mooncake --mooncake-master 10.0.0.5:50051 -- --host 0.0.0.0    # no disk
     ```
 
     Args:

@@ -3,6 +3,7 @@
 sources.py, magpie.py        sources of prompts by name; prompts that the target writes itself
 row_formats.py, filters.py   formats of published rows; which prompts are kept
 generate.py                  `drafttrain generate`: asks for the answers, skips those stored already
+servers.py                   requests to servers: addresses, the key, bounded replies
 backends.py                  who answers: this process or a server; also vllm_, existing_backend.py
 chat.py                      the chat template: the only file that applies it
 conversation.py              turns of a conversation as tokens, each with its origin

@@ -8,58 +8,45 @@ conversation was put together.
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import threading
-import time
 import zlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from itertools import islice
 from queue import SimpleQueue
 from typing import TypeVar
 
-import httpx
-from pydantic import TypeAdapter, ValidationError
-
+from drafttrain.credentials import redact
 from drafttrain.data.chat import has_template, render_text, text_ids
 from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.data.failures import BadReply
 from drafttrain.data.openai_replies import (
     ChatReply,
     IdsReply,
-    ModelList,
     TextReply,
     check_unicode,
     reassembled,
     sent_message,
 )
+from drafttrain.data.servers import UNREACHABLE, Requests, server_address
 from drafttrain.errors import UserError
-from drafttrain.files import Json, violation
+from drafttrain.files import Json
 from drafttrain.inference.responses import Finished, ResponseEngine, ResponseRequest
 from drafttrain.ops.sampling import SamplingParams
 from drafttrain.target import Target
 
 _IN_FLIGHT = 32  # requests per server
 _TIMEOUT = 600.0  # seconds of a server's reply
-_MOST_BYTES = 64_000_000  # of a server's reply
 _TRIES = 6  # of a request
 _FIRST_PAUSE = 0.5  # seconds before the first retry; doubles with each
-_LONGEST_PAUSE = 60.0  # seconds that a server may ask to wait before a retry
 _IN_A_ROW = 32  # conversations that fail in a row end the run
 # What tokenizers split differently: digits, runs of spaces, words of other scripts, symbols of
 # several bytes.
 _PROBE = "It's 1234567 o'clock:\n\n\t x  +=  y;  na\u00efve \u732b\u306f \u043c\u0438\u0440 \U0001f642 <end>"
-_SENT = {"Content-Type": "application/json"}
-# reasons of bad replies
-UNREACHABLE = "no connection"
-TIME_OUT = "time-out"
 T = TypeVar("T")
-
 
 # A conversation, and the engine's result if that captures hidden states, or why it has no complete
 # answer.
@@ -89,7 +76,7 @@ class ResponseSettings:
         Raises BadReply: no tokens, or tokens that the target does not have.
         """
         size = self.renderer.target.vocab_size
-        room = self.max_length - len(it.tokens)  # tokens that the row may still take
+        room = self.allowance(it)  # servers may answer beyond what was asked
         if not tokens:
             raise BadReply("no text", "the answer is empty")
         for token in tokens:
@@ -232,21 +219,6 @@ class _Requests(Iterator[ResponseRequest]):
         )
 
 
-def key_headers(variable: str) -> dict[str, str]:
-    """The header with the API key in an environment variable; none without a key.
-
-    Raises UserError: characters that no key has.
-    """
-    key = os.environ.get(variable, "").strip()
-    if not (key.isascii() and key.isprintable()):
-        raise UserError(
-            f"the environment variable {variable} holds characters that no key has; set it again"
-        )
-    if key:
-        return {"Authorization": f"Bearer {key}"}
-    return {}
-
-
 class OpenAIBackend(Backend):
     """Servers with OpenAI's completion API (vLLM, SGLang, llama.cpp), queried concurrently.
 
@@ -279,13 +251,7 @@ class OpenAIBackend(Backend):
         slots: int | None = None,
     ):
         self.settings = settings
-        self.urls = []
-        for url in urls:
-            # Addresses are given with or without /v1.
-            base = url.rstrip("/")
-            if not base.endswith("/v1"):
-                base += "/v1"
-            self.urls.append(base)
+        self.urls = [server_address(url) for url in urls]
         if not self.urls:
             raise UserError(
                 "backend=openai needs --url, for example --url http://localhost:8000/v1"
@@ -293,8 +259,7 @@ class OpenAIBackend(Backend):
         if slots is None:
             slots = _IN_FLIGHT
         self.concurrency = slots * len(self.urls)
-        pool = httpx.Limits(max_connections=self.concurrency)
-        self.client = httpx.Client(headers=key_headers("OPENAI_API_KEY"), limits=pool)
+        self.requests = Requests(connections=self.concurrency)
         self._count = threading.Lock()
         self._closing = threading.Event()
         self._reached: set[str] = set()  # servers that have replied
@@ -306,12 +271,12 @@ class OpenAIBackend(Backend):
             if reason:
                 self.by_ids = False
                 print(
-                    f"{url}: no exchange of token ids ({reason}); the text of answers is tokenized here",
+                    f"{redact(url)}: no exchange of token ids ({reason}); the text of answers is tokenized here",
                     flush=True,
                 )
         if self.by_ids:
             print(
-                f"{', '.join(self.urls)}: prompts and answers are exchanged as token ids, and stored as served",
+                f"{redact(', '.join(self.urls))}: prompts and answers are exchanged as token ids, and stored as served",
                 flush=True,
             )
 
@@ -321,7 +286,9 @@ class OpenAIBackend(Backend):
         Raises UserError: the server cannot be reached, or lists no models.
         """
         try:
-            reply = self._retried(lambda _: self._send("GET", f"{url}/models", None, ModelList))
+            listed = self._retried(
+                lambda _: self._sent(url, lambda: self.requests.first_model(url, _TIMEOUT))
+            )
         except BadReply as bad:
             if bad.reason == UNREACHABLE:
                 raise UserError(
@@ -334,8 +301,7 @@ class OpenAIBackend(Backend):
             return given  # servers need not list models
         if given:
             return given
-        listed: str = reply["data"][0]["id"]
-        return listed
+        return listed["id"]
 
     def _without_ids(self, url: str) -> str:
         """Why a server cannot exchange token ids; '' if it can.
@@ -360,7 +326,7 @@ class OpenAIBackend(Backend):
 
         def ask(prompt: Json) -> Json:
             body = {**options, **prompt}
-            return self._retried(lambda _: self._send("POST", f"{url}/completions", body, IdsReply))
+            return self._retried(lambda _: self._post(url, "completions", body, IdsReply))
 
         try:
             # As text, then as ids.
@@ -434,7 +400,7 @@ class OpenAIBackend(Backend):
         finally:
             self._closing.set()
             if not running:
-                self.client.close()
+                self.requests.close()
 
     def _converse(self, it: Conversation, number: int) -> list[Conversation]:
         """Holds one conversation with one server, which may keep its prefix cached; returns its rows.
@@ -534,11 +500,11 @@ class OpenAIBackend(Backend):
         def send(attempt: int) -> Json:
             # Conversations alternate between servers, and a retry asks the next one.
             url = self.urls[(number + attempt) % len(self.urls)]
-            return self._send("POST", f"{url}/{path}", {"model": self.models[url], **body}, schema)
+            return self._post(url, path, {"model": self.models[url], **body}, schema)
 
         return self._retried(send)["choices"][0]
 
-    def _retried(self, send: Callable[[int], Json]) -> Json:
+    def _retried(self, send: Callable[[int], T]) -> T:
         """The result of `send(attempt)`, tried again with growing pauses where that may help."""
         for attempt in range(_TRIES - 1):
             try:
@@ -550,22 +516,23 @@ class OpenAIBackend(Backend):
                 self._closing.wait(max(bad.pause, pause))
         return send(_TRIES - 1)  # the last try raises what it meets
 
-    def _send(self, method: str, url: str, body: Json | None, schema: type) -> Json:
-        """`send_json` with this class's time limits. A server that has replied before may come back."""
-        seconds = _TIMEOUT
-        if body is None:
-            seconds = min(30.0, _TIMEOUT)
-        host = url.partition("/v1")[0]
+    def _post(self, url: str, path: str, body: Json, schema: type) -> Json:
+        """A server's reply to a request."""
+        address = f"{url}/v1/{path}"
+        return self._sent(url, lambda: self.requests.json("POST", address, body, schema, _TIMEOUT))
+
+    def _sent(self, url: str, send: Callable[[], T]) -> T:
+        """The reply to a request. A server that has replied before may come back."""
         try:
-            reply: Json = send_json(self.client, method, url, body, schema, seconds)
+            reply = send()
         except BadReply as bad:
             if bad.reason == UNREACHABLE:
                 # A server that was never reached is not there; one that was may restart.
-                bad.retry = host in self._reached
+                bad.retry = url in self._reached
             else:
-                self._reached.add(host)
+                self._reached.add(url)
             raise
-        self._reached.add(host)
+        self._reached.add(url)
         return reply
 
 
@@ -575,81 +542,3 @@ def _first_difference(one: Sequence[int], other: Sequence[int]) -> int:
         if pair[0] != pair[1]:
             return place
     return 0
-
-
-def send_json(
-    client: httpx.Client,
-    method: str,
-    url: str,
-    body: Json | None,
-    schema: type[T],
-    seconds: float,
-) -> T:
-    """Sends a request to a server once, and returns its JSON reply.
-
-    The reply is checked against the schema, whose keys alone are kept.
-
-    Raises BadReply; UserError for a refused key.
-    """
-    # httpx limits the time between chunks; `until` limits the whole reply.
-    until = time.monotonic() + seconds
-    content = bytearray()
-    try:
-        text = None
-        if body is not None:
-            text = json.dumps(body)
-        timeout = httpx.Timeout(seconds, connect=min(10.0, seconds))
-        with client.stream(method, url, content=text, headers=_SENT, timeout=timeout) as reply:
-            for chunk in reply.iter_bytes():
-                content += chunk
-                if len(content) > _MOST_BYTES or time.monotonic() > until:
-                    raise BadReply("endless", f"{len(content)} bytes and no end")
-    except (
-        httpx.ConnectError,
-        httpx.ConnectTimeout,
-        httpx.UnsupportedProtocol,
-        httpx.InvalidURL,
-    ) as error:
-        raise BadReply(UNREACHABLE, _named(error)) from error
-    except httpx.TimeoutException as error:
-        raise BadReply(TIME_OUT, f"no reply in {seconds:g} s ({_named(error)})") from error
-    except httpx.DecodingError as error:
-        raise BadReply("bad encoding", _named(error), retry=True) from error
-    except httpx.TransportError as error:
-        raise BadReply("connection lost", _named(error), retry=True) from error
-    status = reply.status_code
-    shown = content[:500].decode(errors="replace")
-    if status == 401:  # the server's text may repeat the key
-        raise UserError(
-            f"url={url!r} refuses the key (HTTP 401); set the environment variable OPENAI_API_KEY"
-        )
-    if status != 200:
-        retry = status in (408, 425, 429) or status >= 500
-        if 300 <= status < 400:
-            shown = f"redirects to {reply.headers.get('location', '')}"
-        raise BadReply(f"HTTP {status}", shown, retry, _retry_after(reply))
-    try:
-        return TypeAdapter(schema).validate_python(json.loads(content), strict=True)
-    except ValidationError as error:
-        raise BadReply("malformed", violation(error)) from error
-    except (ValueError, RecursionError) as error:
-        raise BadReply("not JSON", shown) from error
-
-
-def _named(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _retry_after(reply: httpx.Response) -> float:
-    """Seconds that a reply's Retry-After asks to wait, at most _LONGEST_PAUSE; 0 without one."""
-    text = reply.headers.get("retry-after", "")
-    try:
-        seconds = float(text)
-    except ValueError:
-        try:
-            seconds = parsedate_to_datetime(text).timestamp() - time.time()
-        except (ValueError, TypeError, OverflowError):
-            return 0.0
-    if seconds > 0:
-        return min(seconds, _LONGEST_PAUSE)
-    return 0.0

@@ -7,6 +7,7 @@ document.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -16,6 +17,7 @@ from drafttrain.errors import UserError, first_line
 from drafttrain.files import Json
 
 if TYPE_CHECKING:
+    from jinja2 import Environment
     from transformers import PreTrainedTokenizerBase
 
 # {"role", "content"}; of an assistant also {"tool_calls", "reasoning_content"}, of a tool
@@ -25,6 +27,7 @@ _MARKER = "drafttrain marks this place"  # plain words that no template strips o
 MARKED_NAME = "drafttrain_marks_a_name"  # the same where a template needs the name of a function
 # Forms that templates ask of a call's id, with {} for its number.
 CALL_IDS = ("marks000{}", f"functions.{MARKED_NAME}:{{}}")
+_MOST_COUNTS = 1_000_000  # of all ranges of a rendering
 _RESERVED = {"messages", "tools", "add_generation_prompt"}  # what every template is given
 
 
@@ -136,7 +139,9 @@ def _render(
         "add_generation_prompt": generation,
     }
     plain = [dict(message) for message in messages]
+    _counts.left = _MOST_COUNTS
     try:
+        _environment(tokenizer.get_chat_template(tools=inputs.tool_list))
         text = tokenizer.apply_chat_template(plain, **inputs.kwargs, **options)
     # jinja's TemplateError, but also TypeError and KeyError from inside the template.
     except Exception as error:
@@ -144,6 +149,34 @@ def _render(
         problem = f"the chat template refuses a conversation with the roles [{roles}]: {first_line(error)}"
         raise TemplateRefuses(problem) from error
     return str(text)
+
+
+class _Counts(threading.local):
+    """How far the ranges of the thread's rendering may still count."""
+
+    left = 0
+
+
+def _bounded_range(*bounds: int) -> range:
+    """`range` in templates. jinja bounds each range, but not ranges inside ranges."""
+    found = range(*bounds)
+    _counts.left -= len(found)
+    if _counts.left < 0:
+        raise OverflowError(f"its ranges count further than {_MOST_COUNTS:,}")
+    return found
+
+
+_counts = _Counts()
+
+
+@lru_cache(maxsize=64)
+def _environment(template: str) -> Environment:
+    """The environment in which transformers renders a template."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    made: Environment = _compile_jinja_template(template).environment
+    made.globals["range"] = _bounded_range
+    return made
 
 
 def _for_template(message: Message, as_text: bool) -> Message:
@@ -172,9 +205,8 @@ def _for_template(message: Message, as_text: bool) -> Message:
 def template_variables(template: str) -> frozenset[str]:
     """The variables that a chat template reads, without those that every template is given."""
     from jinja2 import meta
-    from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    environment = _compile_jinja_template(template).environment
+    environment = _environment(template)
     # A template names special tokens as bos_token, eos_token, ...
     found = meta.find_undeclared_variables(environment.parse(template)) - set(environment.globals)
     return frozenset(name for name in found if not name.endswith("_token"))
@@ -258,6 +290,15 @@ def prompt_ids(
     else:
         text = render_text(tokenizer, prompt, inputs=inputs)
     return list(tokenizer(text)["input_ids"])
+
+
+@lru_cache(maxsize=16)
+def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Characters of the longest token: n tokens stand for at most n times as many.
+
+    So a text that is far too long is known without splitting it, which takes minutes for 30 MB.
+    """
+    return max(map(len, tokenizer.get_vocab()))
 
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -26,6 +26,7 @@ from drafttrain.data.chat import (
     closing_token,
     decode,
     has_template,
+    longest_token,
     prompt_ids,
     render_text,
     text_ids,
@@ -169,6 +170,13 @@ class Conversation(Transcript):
         self.tokens = renderer.open(prompt, self.inputs)
         return self.tokens
 
+    def may_fit(self, renderer: ChatRenderer, max_length: int) -> bool:
+        """Whether the first prompt's text is short enough for so many tokens."""
+        letters = len(self.text)
+        if self.turns:
+            letters = sum(len(message["content"]) for message in self.turns[0])
+        return letters <= max_length * longest_token(renderer.tokenizer)
+
     @property
     def messages(self) -> list[Json]:
         """All messages before the next response, the target's answers as `answers` has them."""
@@ -199,6 +207,8 @@ class Conversation(Transcript):
         # Look for a message with which the template writes the row's text and continues it. The
         # first message that the template reads at all begins the next row otherwise.
         before = decode(tokenizer, self.tokens[: end - 1])
+        self.ended = ""
+        self.follows = False
         chosen = None
         glue = None
         for message in self._as_messages(tokenizer, form, answer, before):
@@ -207,6 +217,8 @@ class Conversation(Transcript):
                 prompt = render_text(tokenizer, self.messages, True, self.inputs)
             except TemplateRefuses:
                 continue
+            if len(prompt) > max_length * longest_token(tokenizer):
+                return None
             glue = self._glue(tokenizer, prompt)
             if glue or chosen is None:
                 chosen = message
@@ -215,10 +227,8 @@ class Conversation(Transcript):
 
         if chosen is None:
             self.ended = "template_refuses_answer"
-            self.follows = False
             self._answer_with({"role": "assistant", "content": answer})
             return None
-        self.ended = ""
         self.follows = not glue
         self._answer_with(chosen)
         if not glue or len(self.tokens) + len(glue) + 1 > max_length:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 
+from drafttrain.credentials import redact
 from drafttrain.files import complete_bytes, read_jsonl, replacing
 
 
@@ -32,7 +33,7 @@ class BadReply(Exception):
     """
 
     def __init__(self, reason: str, detail: str = "", retry: bool = False, pause: float = 0.0):
-        line = one_line(detail)
+        line = one_line(redact(detail))  # a server may repeat the key
         message = reason
         if line:
             message = f"{reason}: {line}"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from drafttrain.data.chat import longest_token
 from drafttrain.data.row_formats import Prompt, prompt_texts
 
 if TYPE_CHECKING:
@@ -213,6 +214,8 @@ class Filter:
         if reason is not None:
             return reason
         if self.tokenizer is not None and (limits.min_tokens or limits.max_tokens):
+            if 0 < limits.max_tokens * longest_token(self.tokenizer) < len(asked):
+                return f"longer than {limits.max_tokens} tokens"
             count = len(self.tokenizer(asked, add_special_tokens=False)["input_ids"])
             reason = _wrong_length(count, limits.min_tokens, limits.max_tokens, "tokens")
             if reason is not None:

@@ -21,7 +21,7 @@ from drafttrain.data.chat import ChatInputs, TemplateRefuses, check_inputs, has_
 from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.data.existing_backend import UNUSABLE, UNUSABLE_FIX, ExistingBackend
 from drafttrain.data.failures import BadReply, Failures
-from drafttrain.data.row_file import RowFile, line_starts
+from drafttrain.data.row_file import RowFile, check_row_file, line_starts
 from drafttrain.data.store import Share, Store, check_space
 from drafttrain.data.vllm_backend import VllmBackend, applied_rules, engine_options, named_options
 from drafttrain.environment import __version__
@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 _TEMPLATE = "chat template"  # the reason of prompts that it does not render
 _TEMPLATE_FIX = "change those prompts, or use a target whose chat template reads them"
 _FIXES = {_TEMPLATE: _TEMPLATE_FIX, UNUSABLE: UNUSABLE_FIX}
+_ROWS_FIX = "drafttrain prompts --source DIR writes them from a folder of such files"
 _LEAST_RESPONSE = 16  # response tokens that a prompt must leave below --max-length
 
 
@@ -53,12 +54,13 @@ def run(args: argparse.Namespace) -> int:
     share = Share.of_process()
     _check(args, share)
     check_folder(args.output, "generate", inputs_of(args))
+    args.prompts = Path(args.prompts).expanduser()
+    check_row_file(args.prompts, "prompts", _ROWS_FIX)
     existing = args.backend == "existing"
     ids: list[str] = []
     conversations = None
     if not existing:
-        path = Path(args.prompts).expanduser()
-        ids, conversations = read_prompts(path, args.chat_template_kwargs)
+        ids, conversations = read_prompts(args.prompts, args.chat_template_kwargs)
     target = _load_target(args)
     layers = parse_layers(args.features, target)
     settings = ResponseSettings(
@@ -242,6 +244,8 @@ def feature_bytes(
     sample = conversations[:: max(1, len(conversations) // 32)]  # 32 to 63 of them
     lengths = []
     for it in sample:
+        if not it.may_fit(settings.renderer, settings.max_length):
+            continue
         try:
             lengths.append(len(it.open(settings.renderer)))
         except TemplateRefuses:
@@ -274,9 +278,8 @@ def make_backend(
         done: ids of stored rows. share: the rows of this process.
     """
     if args.backend == "existing":
-        path = Path(args.prompts).expanduser()
         kwargs = args.chat_template_kwargs
-        return ExistingBackend(target, path, kwargs, args.max_length, done, share)
+        return ExistingBackend(target, args.prompts, kwargs, args.max_length, done, share)
     given = None if args.slots == "auto" else args.slots
     if args.backend == "openai":
         return OpenAIBackend(args.url, args.model, settings, given)
@@ -373,8 +376,10 @@ def store_answers(
     def opened() -> Iterator[Conversation]:
         least = min(_LEAST_RESPONSE, settings.max_new_tokens)
         for it in todo:
+            length = 0
             try:
-                length = len(it.open(settings.renderer))
+                if it.may_fit(settings.renderer, settings.max_length):
+                    length = len(it.open(settings.renderer))
             except TemplateRefuses as error:
                 failures.add(it.id, BadReply(_TEMPLATE, str(error)))
                 show(1)

@@ -128,37 +128,6 @@ class RecordedTranscript(Transcript):
         return self.stored(self.tokenizer, answer_format(self.tokenizer, self.inputs), id)
 
 
-def conversation_record(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    id: str,
-    inputs: ChatInputs = NO_INPUTS,
-    stop_ids: Collection[int] = (),
-) -> Json:
-    """A conversation as tokens with the spans that the assistant wrote.
-
-    Args:
-        messages: turns in order. Turns after the last assistant turn are left out.
-        stop_ids: tokens that end the target's responses, besides the tokenizer's special ones.
-
-    Returns:
-        {"id", "tokens", "spans": [[start, end], ...], "finish": "stop" or "length" per span,
-        "reasoning": its tokens per span}.
-        A span holds the token that ends the turn, where the template writes one ("stop"): the
-        target has to predict it too.
-
-    Raises:
-        TemplateRewrites: the template renders earlier turns differently later on; the conversation
-            takes several records.
-        UserError: no assistant turn, an empty one, or one whose text the rendering does not
-            contain.
-    """
-    row = RecordedTranscript(tokenizer, messages, inputs, stop_ids)
-    for i in _assistant_turns(messages, id):
-        row.add(i, id)
-    return row.record(id)
-
-
 def answer_record(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
@@ -166,12 +135,17 @@ def answer_record(
     inputs: ChatInputs = NO_INPUTS,
     stop_ids: Collection[int] = (),
 ) -> Json:
-    """`conversation_record` with the last answer as the only span.
+    """The record of a conversation with its last answer as the only span.
 
     The row is what the target saw when it gave that answer.
+
+    Args:
+        stop_ids: tokens that end the target's responses, besides the tokenizer's special ones.
+
+    Raises UserError: no answer, an empty one, or one whose text the rendering does not contain.
     """
     row = RecordedTranscript(tokenizer, messages, inputs, stop_ids)
-    last = _assistant_turns(messages, id)[-1]
+    last = assistant_turns(messages, id)[-1]
     row.add(last, id)
     return row.record(id)
 
@@ -190,11 +164,11 @@ def recorded_conversations(
 
     Args:
         kwargs: chat_template_kwargs for rows that do not set them. stop_ids: as in
-            `conversation_record`.
+            `answer_record`.
 
     Yields:
         A row's id with its records, or with the reason why it cannot be used: an error of
-        `conversation_record`, or it is not a conversation.
+        `RecordedTranscript.add`, or it is not a conversation.
     """
     for number, row in read_jsonl(path):
         records: list[Json] | UserError
@@ -228,7 +202,7 @@ def _records_of(
     # A row grows until the template rewrites its turns; then another one begins.
     rows: dict[int, RecordedTranscript] = {}  # by the message that is the first answer
     current = RecordedTranscript(tokenizer, messages, inputs, stop_ids)
-    for i in _assistant_turns(messages, id):
+    for i in assistant_turns(messages, id):
         try:
             current.add(i, id)
         except TemplateRewrites:
@@ -249,7 +223,7 @@ def _records_of(
     return records
 
 
-def _assistant_turns(messages: Sequence[Message], id: str) -> list[int]:
+def assistant_turns(messages: Sequence[Message], id: str) -> list[int]:
     """Indices of the assistant's messages. Raises UserError: there are none."""
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:

@@ -65,6 +65,7 @@ class IdsReply(TypedDict):
 
 class ListedModel(TypedDict):
     id: str
+    max_model_len: NotRequired[int | None]  # vLLM's name
 
 
 class ModelList(TypedDict):

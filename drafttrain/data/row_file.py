@@ -12,6 +12,7 @@ from drafttrain.errors import UserError
 from drafttrain.files import Json, parse_line
 
 Row = TypeVar("Row")
+_TABLES = (".csv", ".tsv", ".parquet", ".arrow", ".xlsx")  # by the ends of files' names
 
 
 def line_starts(path: Path) -> Iterator[tuple[int, int]]:
@@ -28,6 +29,27 @@ def line_starts(path: Path) -> Iterator[tuple[int, int]]:
                 start += len(line)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); give a JSONL file") from error
+
+
+def check_row_file(path: Path, key: str, fix: str) -> None:
+    """Refuses a table, or one JSON array, before its lines are read as rows.
+
+    Args:
+        key: the setting that names the file. fix: what the user can do.
+
+    Raises UserError.
+    """
+    kind = ""
+    if path.suffix.lower() in _TABLES:
+        kind = f"a {path.suffix.lower()} table"
+    elif path.suffix != ".jsonl" and path.is_file():
+        with path.open("rb") as file:
+            if file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+                kind = "a JSON array"
+    if kind:
+        raise UserError(
+            f"{key}={str(path)!r} is {kind}, and rows are read from JSON lines, one object per line; {fix}"
+        )
 
 
 class RowFile(Sequence[Row], Generic[Row]):

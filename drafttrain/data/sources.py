@@ -25,7 +25,7 @@ from typing_extensions import TypedDict
 
 from drafttrain.data.failures import BadReply
 from drafttrain.data.filters import Filter, stable_id
-from drafttrain.data.row_file import RowFile, line_starts
+from drafttrain.data.row_file import RowFile, check_row_file, line_starts
 from drafttrain.data.row_formats import Prompt, parse_row, row_id
 from drafttrain.errors import UserError, shown
 from drafttrain.files import Json, JsonlLog, hub_problem, reading
@@ -159,6 +159,7 @@ def file_prompts(request: Request) -> Iterator[Json]:
     args = request.args
     if not args.input:
         raise UserError("source=file needs --input FILE.jsonl")
+    check_row_file(args.input, "input", "give its folder as the data set: --source DIR")
     rows = RowFile(args.input, lambda row, _: row, line_starts(args.input))
     shuffled = rows.shuffled(args.seed)
     return collect(shuffled, request.keep, args.count, args.input.name, len(rows))

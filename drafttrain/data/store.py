@@ -26,7 +26,7 @@ import shutil
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -64,6 +64,7 @@ FORMAT = 1
 _SYNC_SECONDS = 5.0  # between calls of fsync
 _SHARD_BYTES = 64_000_000
 _OPEN_SHARDS = 256  # a process may have 65,530 mappings
+_PART_FIX = "delete it to redo its conversations"
 _STATES_FIX = "store the states again: drafttrain features --data DIR --overwrite"
 _SHARD_FIX = "delete this file, and store its states again: drafttrain features --data DIR"
 _PART = re.compile(r"part-\d{4,}\.jsonl")
@@ -86,6 +87,7 @@ class StoredStates(TypedDict):
 
     layers: list[Annotated[int, Field(ge=0)]]
     dtype: NotRequired[str]
+    asked_dtype: NotRequired[str]  # of --store-dtype, where servers compute in a narrower one
     top_k: NotRequired[Annotated[int, Field(ge=0)]]
     target: NotRequired[TargetIdentity]
 
@@ -108,8 +110,18 @@ class Share:
 
     @staticmethod
     def of_process() -> Share:
-        """This process's share, from the variables that `accelerate launch` and torchrun set."""
-        return Share(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
+        """This process's share, from the variables that `accelerate launch` and torchrun set.
+
+        Raises UserError: variables that name no share.
+        """
+        rank = os.environ.get("RANK", "0")
+        world = os.environ.get("WORLD_SIZE", "1")
+        if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
+            raise UserError(
+                f"RANK={rank!r} must be a whole number below WORLD_SIZE={world!r}; unset these environment "
+                "variables, or start the processes with accelerate launch"
+            )
+        return Share(int(rank), int(world))
 
     def owns(self, key: str) -> bool:
         """Whether the conversation with this id belongs to the share."""
@@ -170,8 +182,17 @@ def check_space(
 
 
 def _parts(directory: Path) -> list[Path]:
-    """The parts that `generate` wrote, one per process."""
-    return sorted(path for path in directory.glob("part-*.jsonl") if _PART.fullmatch(path.name))
+    """The parts that `generate` wrote, one per process. Raises UserError: one is not a file."""
+    found = [path for path in directory.glob("part-*.jsonl") if _PART.fullmatch(path.name)]
+    for path in found:
+        _check_regular(path, _PART_FIX)
+    return sorted(found)
+
+
+def _check_regular(path: Path, fix: str) -> None:
+    """Raises UserError: a pipe or a folder, which would be waited for."""
+    if not path.is_file():
+        raise UserError(f"data={str(path)!r} is not a regular file; {fix}")
 
 
 def load_records(directory: str | Path) -> Dataset:
@@ -214,7 +235,7 @@ class Store:
         self.appended = 0
         self._part = self.directory / f"part-{rank:04d}.jsonl"
         self._stored = StoredIds()
-        self._shards: StateShards | None = None
+        self._shards: ShardWriter | None = None
         self._held: list[Json] = []  # rows whose states are not in a shard yet
         # A run that replaces the data set is alone; others share the folder.
         locked_rank = None if overwrite else rank
@@ -276,10 +297,10 @@ class Store:
                 self._append_held()
 
     @property
-    def shards(self) -> StateShards:
+    def shards(self) -> ShardWriter:
         """The writer of this process's shards."""
         if self._shards is None:
-            self._shards = StateShards(self)
+            self._shards = ShardWriter(self.directory / "features", self.rank, lambda: self.kept)
         return self._shards
 
     def flush(self) -> None:
@@ -369,11 +390,19 @@ class ShardWriter:
     Args:
         folder: created when missing.
         rank: number of this process; it writes its own shards.
+        kept: the work that a full disk does not destroy, for the error.
     """
 
-    def __init__(self, folder: Path, rank: int, shard_bytes: int = _SHARD_BYTES):
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        kept: Callable[[], str] = lambda: "the shards written so far are",
+        shard_bytes: int = _SHARD_BYTES,
+    ):
         self.folder = folder
         self.rank = rank
+        self.kept = kept
         self.shard_bytes = shard_bytes
         with writing(folder):
             folder.mkdir(exist_ok=True)
@@ -400,11 +429,6 @@ class ShardWriter:
     def full(self) -> bool:
         return self._bytes >= self.shard_bytes
 
-    @property
-    def kept(self) -> str:
-        """The work that a full disk does not destroy, for the error."""
-        return "the shards written so far are"
-
     def flush(self) -> None:
         """Writes the pending tensors as a shard. Raises UserError: the disk is full."""
         if not self.pending:
@@ -417,22 +441,10 @@ class ShardWriter:
             # safetensors has an error of its own for a full disk.
             if not isinstance(error, OSError) and not is_disk_full(error):
                 raise
-            raise not_written(self.folder, self.kept, error) from error
+            raise not_written(self.folder, self.kept(), error) from error
         self.next_shard += 1
         self.pending = {}
         self._bytes = 0
-
-
-class StateShards(ShardWriter):
-    """The shards of a store, whose rows are appended behind them."""
-
-    def __init__(self, store: Store):
-        super().__init__(store.directory / "features", store.rank)
-        self._store = store
-
-    @property
-    def kept(self) -> str:
-        return self._store.kept
 
 
 def stored_features(root: Path) -> Json | None:
@@ -487,6 +499,7 @@ class FeatureStore:
         self._opening = threading.Lock()
         self._where: dict[str, Path] = {}  # conversation -> shard
         for shard in sorted((directory / "features").glob("part-*.safetensors")):
+            _check_regular(shard, _SHARD_FIX)
             with open_tensors(shard, "data", _SHARD_FIX) as file:
                 # Keys are "ID/features", "ID/last_hidden", ...
                 for key in file.keys():  # noqa: SIM118 - safe_open is not a dict
@@ -518,7 +531,10 @@ class FeatureStore:
             columns = [place.get(layer) for layer in feature_layers]
         return FeatureStore(root, columns, held["top_k"], len(layers), width, target["vocab_size"])
 
-    def __len__(self) -> int:
+    @property
+    def count(self) -> int:
+        """Number of conversations."""
+        # No __len__: a store whose shards were deleted would be taken for none.
         return len(self._where)
 
     def __contains__(self, key: str) -> bool:

@@ -16,7 +16,6 @@ import torch
 from rich.markup import escape
 
 from drafttrain.credentials import redact
-from drafttrain.data.backends import key_headers
 from drafttrain.environment import describe_environment
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import percentiles
@@ -111,10 +110,15 @@ async def measure(
     bodies = [{**question.request(), **body} for question in questions]
     timeout = httpx.Timeout(args.timeout, connect=min(10.0, args.timeout))
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    variable = args.api_key_env or ""
+    if variable and variable not in os.environ:
+        raise UserError(
+            f"api-key-env={variable!r}: no such environment variable; set it to the key"
+        )
+    servers = {"url": connect(args.url, args.model, variable)}
+    if args.url2:
+        servers["url2"] = connect(args.url2, args.model2, variable)
     async with httpx.AsyncClient(timeout=timeout, limits=limits) as client:
-        servers = {"url": await connect(client, args.url, args.model, _headers(args))}
-        if args.url2:
-            servers["url2"] = await connect(client, args.url2, args.model2, _headers(args))
         found: dict[str, Json] = {}
         for name, server in servers.items():
             found[name] = {"url": redact(server.url), "model": server.model, "cells": []}
@@ -151,16 +155,6 @@ async def _warm_up(
             raise UserError(
                 f"url={server.url!r} does not answer ({answer.detail}); start the server first"
             )
-
-
-def _headers(args: argparse.Namespace) -> dict[str, str]:
-    if not args.api_key_env:
-        return {}
-    if args.api_key_env not in os.environ:
-        raise UserError(
-            f"api-key-env={args.api_key_env!r}: no such environment variable; set it to the key"
-        )
-    return key_headers(args.api_key_env)
 
 
 async def run_step(

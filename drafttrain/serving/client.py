@@ -8,6 +8,7 @@ https://prometheus.io/docs/instrumenting/exposition_formats (text).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import time
@@ -19,12 +20,10 @@ import httpx
 from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from drafttrain.data.failures import one_line
-from drafttrain.data.openai_replies import ModelList
+from drafttrain.data.failures import BadReply, one_line
+from drafttrain.data.servers import Requests, key_headers, server_address
 from drafttrain.errors import UserError, first_line
 from drafttrain.files import Json, value_of, violation
-
-_MODELS_SECONDS = 30.0  # for the list of models
 
 
 class _Delta(TypedDict, total=False):
@@ -49,7 +48,6 @@ class _StreamEvent(TypedDict, total=False):
 
 
 _EVENT = TypeAdapter(_StreamEvent)
-_MODELS = TypeAdapter(ModelList)
 
 
 @dataclass
@@ -88,42 +86,26 @@ class Server:
     headers: dict[str, str] = field(default_factory=dict)  # of every request
 
 
-def base_url(url: str) -> str:
-    """The address without /v1.
-
-    Raises:
-        UserError: anything but an http address.
-    """
-    if not re.match(r"https?://[^/]+", url):
-        raise UserError(f"url={url!r} is not an address; write http://HOST:PORT")
-    return url.rstrip("/").removesuffix("/v1")
-
-
-async def connect(
-    client: httpx.AsyncClient,
-    url: str,
-    model: str,
-    headers: dict[str, str],
-) -> Server:
+def connect(url: str, model: str, variable: str = "") -> Server:
     """Finds the server and, if `model` is empty, the first model that it lists.
+
+    Args:
+        variable: environment variable of the API key; '' for none.
 
     Raises:
         UserError: no server, or no list of models.
     """
-    url = base_url(url)
+    url = server_address(url)
+    headers = key_headers(variable)
     if model:
         return Server(url, model, headers)
-    try:
-        async with asyncio.timeout(_MODELS_SECONDS):
-            reply = await client.get(f"{url}/v1/models", headers=headers)
-        listed = _MODELS.validate_python(reply.raise_for_status().json(), strict=True)
-        name = listed["data"][0]["id"]
-    except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError, RecursionError) as error:
-        raise UserError(
-            f"url={url!r} does not say which models it has ({_reason(error)}); is it running? if so, give --model"
-        ) from error
-    if not name.isprintable():
-        raise UserError(f"url={url!r} lists a model without a proper name ({name!r}); give --model")
+    with contextlib.closing(Requests(variable)) as requests:
+        try:
+            name = requests.first_model(url)["id"]
+        except BadReply as bad:
+            raise UserError(
+                f"url={url!r} does not say which models it has ({bad}); is it running? if so, give --model"
+            ) from bad
     return Server(url, name, headers)
 
 
@@ -175,6 +157,10 @@ async def ask(
         else:
             answer.error = "stream"
     answer.end = time.perf_counter() - start
+    most = body.get("max_tokens")
+    if answer.counted and most and answer.tokens > most:
+        answer.error = "server"
+        answer.detail = f"completion_tokens={answer.tokens}, and {most} were asked for"
     if not answer.error and not answer.chunks:
         answer.error = "empty"
         answer.detail = "the stream held no text"

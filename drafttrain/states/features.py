@@ -147,7 +147,11 @@ def extract(
         stack: ends what the backend starts.
     """
     root = Path(args.data).expanduser()
-    describe(root, target, layers, args)
+    dtype = args.store_dtype
+    recorded = stored_features(root) or {}
+    if recorded.get("asked_dtype") == dtype:
+        dtype = recorded["dtype"]
+    describe(root, target, layers, args, dtype)
     done = FeatureStore(root)
     keys: list[str] = []  # conversations without states
     rows: list[Row] = []
@@ -163,7 +167,7 @@ def extract(
         tokens += len(ids) - 1
 
     # Bytes of a token: features, and the last state or the likeliest tokens; 1 % for headers.
-    element = value_bytes(args.store_dtype, target.hidden_size)
+    element = value_bytes(dtype, target.hidden_size)
     features = element * len(layers) * target.hidden_size
     last = element * target.hidden_size
     if args.top_k:
@@ -176,7 +180,7 @@ def extract(
             kind = f"the {args.top_k} most likely tokens"
         print(
             f"{args.data}: states of layers {','.join(map(str, layers))} and {kind} in "
-            f"{args.store_dtype}, {len(rows)} of {counted(len(records), 'conversations')} to do, "
+            f"{dtype}, {len(rows)} of {counted(len(records), 'conversations')} to do, "
             f"about {needed / 1e9:.3f} GB; {free / 1e9:.1f} GB are free",
             flush=True,
         )
@@ -192,25 +196,49 @@ def extract(
         found = computed(Online(target, layers), mine)
     else:
         served = stack.enter_context(proven_servers(args, target, layers))
+        dtype = served_dtype(args.store_dtype, served)
+        describe(root, target, layers, args, dtype)
         token_bytes = 4 * (len(layers) + 1) * target.hidden_size  # of float32
         found = read_ahead(served, mine, token_bytes)
     with Progress("features", len(mine), "conversations") as progress:
         for row, states in found:
-            tensors = stored_tensors(target, states, args.top_k, args.store_dtype)
+            tensors = stored_tensors(target, states, args.top_k, dtype)
             writer.add(keys[row.index], **tensors)
             progress.advance()
         writer.flush()
 
 
-def describe(root: Path, target: Target, layers: tuple[int, ...], args: argparse.Namespace) -> None:
+def served_dtype(asked: StoreDtype, served: Served) -> StoreDtype:
+    """The dtype to store: bfloat16 where float32 would only hold the servers' rounded values."""
+    found = {server.dtype for server in served.servers}
+    if asked != "float32" or found != {"bfloat16"}:
+        return asked
+    print(
+        "the servers' states are bfloat16, so they are stored in bfloat16 instead of float32; for "
+        "states in float32 let vLLM compute in it: --dtype float32",
+        flush=True,
+    )
+    return "bfloat16"
+
+
+def describe(
+    root: Path,
+    target: Target,
+    layers: tuple[int, ...],
+    args: argparse.Namespace,
+    dtype: StoreDtype,
+) -> None:
     """Writes features.json, or checks that stored states were made with the same settings.
+
+    Args:
+        dtype: of the stored states; that of --store-dtype is noted too if it is another.
 
     Raises:
         UserError: they were not.
     """
     wanted = {
         "layers": list(layers),
-        "dtype": args.store_dtype,
+        "dtype": dtype,
         "top_k": args.top_k,
         "max_length": args.max_length,
     }
@@ -225,7 +253,10 @@ def describe(root: Path, target: Target, layers: tuple[int, ...], args: argparse
             f"data={args.data!r} holds features with {changed}; use the same, or replace them: "
             "--overwrite"
         )
-    write_json(root / "features" / "features.json", {"target": target.identity(), **wanted})
+    described = {"target": target.identity(), **wanted}
+    if dtype != args.store_dtype:
+        described["asked_dtype"] = args.store_dtype
+    write_json(root / "features" / "features.json", described)
 
 
 def batches(rows: list[Row], limit: int) -> Iterator[list[Row]]:

@@ -7,19 +7,19 @@ target without its layers, see `load_shell`.
 
 from __future__ import annotations
 
+import shlex
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
-import httpx
 import torch
 from pydantic import Field
 from torch import Tensor
 from typing_extensions import NotRequired, TypedDict
 
-from drafttrain.data.backends import send_json
 from drafttrain.data.failures import BadReply
+from drafttrain.data.servers import Requests
 from drafttrain.errors import UserError
 from drafttrain.files import first_change, value_of
 from drafttrain.states.origins import RowStates
@@ -29,21 +29,11 @@ from drafttrain.target import Target
 from drafttrain.target.attention import LAST
 from drafttrain.target.loading import is_finite
 
-_LIST_SECONDS = 30.0  # for the list of models
 _TOP = 8  # most likely tokens of each probed position
 _PROBE_IDS = 48
 _PROBE_TEXT = "Prove it: the state of 1,024 tokens — naïve café, 東京, здравствуй, def f(x): return x**2\n\tend."
 _LEAST_GAP = 5e-3  # nats; kernels of float32 differ by less
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class _Served(TypedDict):
-    id: str
-    max_model_len: NotRequired[int | None]
-
-
-class _ServedModels(TypedDict):
-    data: Annotated[list[_Served], Field(min_length=1)]
 
 
 class _Logprob(TypedDict):
@@ -69,7 +59,7 @@ class ProvenServer:
         url: without /v1. shell: with embedding, final norm and head.
         layers: of the features, see `Target.forward`.
         states_dir: the server's folder of states as this machine sees it; '' for its own path.
-        http: sends the requests. timeout: seconds of an answer.
+        requests: sends them. timeout: seconds of an answer.
 
     Attributes:
         model: its name in requests. longest: tokens of a row, one for the answer included.
@@ -84,7 +74,7 @@ class ProvenServer:
     shell: Target
     layers: Sequence[int]
     states_dir: str
-    http: httpx.Client
+    requests: Requests
     timeout: float
     model: str = ""
     longest: int | None = None
@@ -140,7 +130,7 @@ class ProvenServer:
         if logprobs is not None:
             body["prompt_logprobs"] = logprobs
         address = f"{self.url}/v1/completions"
-        reply = send_json(self.http, "POST", address, body, _StatesReply, self.timeout)
+        reply = self.requests.json("POST", address, body, _StatesReply, self.timeout)
         named = reply.get("kv_transfer_params")
         if not named:
             raise UserError(f"url={self.url!r} hands out no states; start it with: {self._command}")
@@ -163,7 +153,7 @@ class ProvenServer:
 
     @property
     def _command(self) -> str:
-        return f"drafttrain serve-target --target {self.shell.name}"
+        return f"drafttrain serve-target --target {shlex.quote(self.shell.name)}"
 
     def _check_shape(self, transport: StatesTransport, states: Mapping[str, Tensor]) -> None:
         """Raises UserError: states of another shape than announced."""
@@ -192,9 +182,7 @@ class ProvenServer:
         Raises:
             BadReply: it does not answer. UserError: it serves another target.
         """
-        address = f"{self.url}/v1/models"
-        seconds = min(_LIST_SECONDS, self.timeout)
-        model = send_json(self.http, "GET", address, None, _ServedModels, seconds)["data"][0]
+        model = self.requests.first_model(self.url, self.timeout)
         self.model = model["id"]
         self.longest = model.get("max_model_len")
         # So its record is read again: it may have been started with other layers.

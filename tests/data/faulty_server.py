@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from random import Random
+from typing import ClassVar, Self
 
 MODELS = (200, b'{"data": [{"id": "served-model"}]}')
 
@@ -40,9 +43,13 @@ def completion(text: str, finish: str = "stop") -> dict:
     }
 
 
+ENDLESS: Counter[str] = Counter()  # replies without an end that have begun, by `Handler.key`
+
+
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     wbufsize = -1
+    key = ""  # what is asked for
 
     def reply(self, status: int, content: bytes, **headers: str) -> None:
         self.send_response(status)
@@ -64,6 +71,7 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = True
 
     def hang(self) -> None:
+        ENDLESS[self.key] += 1
         self.server.owner.closing.wait(60)
         self.close_connection = True
 
@@ -75,30 +83,92 @@ class Handler(BaseHTTPRequestHandler):
         while not self.server.owner.closing.wait(0.05):
             self.wfile.write(b" ")
             self.wfile.flush()
+            ENDLESS[self.key] += 1
+
+    def slow_headers(self) -> None:
+        """A header now and then, for ever."""
+        self.wfile.write(b"HTTP/1.1 200 OK\r\n")
+        self.close_connection = True
+        while not self.server.owner.closing.wait(0.05):
+            self.wfile.write(b"X-Wait: 1\r\n")
+            self.wfile.flush()
+            ENDLESS[self.key] += 1
 
     def do_GET(self) -> None:
         self.reply(*self.server.owner.models)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        owner = self.server.owner
-        if body.get(
-            "return_token_ids"
-        ):  # the question whether it exchanges ids, as servers without that answer
-            self.reply(400, b'{"error": "prompt must be a string"}')
-            return
-        fault, text, finish = owner.asked(body)
-        good = chat(text, finish) if "messages" in body else completion(text, finish)
         try:
-            if fault is None:
-                self.reply(200, json.dumps(good).encode())
-            else:
-                FAULTS[fault](self, good)
+            self.server.owner.respond(self, body)
         except OSError:  # the client has left
             self.close_connection = True
 
+    def answer(self, content: dict) -> None:
+        self.reply(200, json.dumps(content).encode())
+
     def log_message(self, *args: object) -> None:
         pass
+
+
+class _Http(ThreadingHTTPServer):
+    """A server whose end closes its connections, as the end of a process does."""
+
+    request_queue_size = 256
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, owner: LocalServer, port: int):
+        self.owner = owner
+        self.accepted = []
+        super().__init__(("127.0.0.1", port), Handler)
+
+    def get_request(self) -> tuple:
+        found = super().get_request()
+        self.accepted.append(found[0])
+        return found
+
+    def handle_error(self, *_: object) -> None:
+        """Clients that leave are no error."""
+
+    def server_close(self) -> None:
+        super().server_close()
+        for connection in self.accepted:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+class LocalServer:
+    """A server on this machine.
+
+    Attributes: url, port; models: status and content of the list of models; closing: set at its end.
+    """
+
+    models = MODELS
+    port = 0
+
+    def start(self) -> None:
+        """Listens; again on the same port after `stop`."""
+        self.closing = threading.Event()
+        self.http = _Http(self, self.port)
+        self.port = self.http.server_port
+        self.url = f"http://127.0.0.1:{self.port}"
+        threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
+
+    def stop(self) -> None:
+        self.closing.set()
+        self.http.shutdown()
+        self.http.server_close()
+
+    def respond(self, handler: Handler, body: dict) -> None:
+        """Replies to a request."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
 
 def status(number: int, **headers: str) -> Callable[[Handler, dict], None]:
@@ -166,10 +236,18 @@ FAULTS: dict[str, Callable[[Handler, dict], None]] = {
     ),
     "hang": lambda handler, good: handler.hang(),
     "drip": lambda handler, good: handler.drip(),
+    "slow headers": lambda handler, good: handler.slow_headers(),
+    # Each layer unpacks to up to 1,032 times its bytes.
+    "gzip in gzip": content(
+        gzip.compress(gzip.compress(bytes(10_000_000))), content_encoding="gzip, gzip"
+    ),
 }
 
 
-class FaultyServer:
+_ENDLESS_FAULTS = ("hang", "drip", "slow headers")
+
+
+class FaultyServer(LocalServer):
     """Answers `reply to TEXT` to a message TEXT. Faults strike by a seed, so that a run can be repeated.
 
     Args:
@@ -180,6 +258,8 @@ class FaultyServer:
 
     Attributes: url; requests: bodies; struck: faults by name.
     """
+
+    running: ClassVar[dict[str, FaultyServer]] = {}  # by url
 
     def __init__(self, share=0.0, faults=tuple(FAULTS), seed=0, script=None, models=MODELS):
         self.share, self.faults, self.seed, self.script, self.models = (
@@ -192,38 +272,50 @@ class FaultyServer:
         self.requests: list[dict] = []
         self.struck: Counter[str] = Counter()
         self.tries: Counter[str] = Counter()
-        self.lock, self.closing = threading.Lock(), threading.Event()
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler, bind_and_activate=False)
-        self.http.request_queue_size, self.http.daemon_threads, self.http.block_on_close = (
-            256,
-            True,
-            False,
-        )
-        self.http.handle_error = lambda *_: None  # clients that leave
-        self.http.server_bind()
-        self.http.server_activate()
-        self.http.owner = self
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-        threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
+        self.lock = threading.Lock()
+        self.start()
+        self.running[self.url] = self
+
+    def respond(self, handler: Handler, body: dict) -> None:
+        if body.get("return_token_ids"):  # the question whether it exchanges ids
+            handler.reply(400, b'{"error": "prompt must be a string"}')
+            return
+        handler.key = self.asks_for(body)[0]
+        fault, text, finish = self.asked(body)
+        good = chat(text, finish) if "messages" in body else completion(text, finish)
+        if fault is None:
+            handler.answer(good)
+        else:
+            FAULTS[fault](handler, good)
 
     def asked(self, body: dict) -> tuple[str | None, str, str]:
         """The fault that a request meets, and text and finish reason of its answer."""
-        last = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
-        key = json.dumps(body.get("messages", last))
+        key, last = self.asks_for(body)
         with self.lock:
+            fault = self._coming_fault(body)
             self.requests.append(body)
             self.tries[key] += 1
-            random = Random(f"{self.seed}/{self.tries[key]}/{key}")
-            fault = self.script.get(last)
-            if fault is None and random.random() < self.share:
-                fault = random.choice(self.faults)
             self.struck.update([fault] if fault else [])
         return fault, f"reply to {last}", "length" if last == "cut" else "stop"
 
-    def __enter__(self) -> FaultyServer:
-        return self
+    @staticmethod
+    def asks_for(body: dict) -> tuple[str, str]:
+        """What requests with equal faults share, and the last message."""
+        last = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
+        return json.dumps(body.get("messages", last)), last
 
-    def __exit__(self, *_: object) -> None:
-        self.closing.set()
-        self.http.shutdown()
-        self.http.server_close()
+    def never_ends(self, body: dict) -> bool:
+        """Whether this request will meet a reply without an end when it is sent next."""
+        return "return_token_ids" not in body and self._coming_fault(body) in _ENDLESS_FAULTS
+
+    def _coming_fault(self, body: dict) -> str | None:
+        key, last = self.asks_for(body)
+        random = Random(f"{self.seed}/{self.tries[key] + 1}/{key}")
+        fault = self.script.get(last)
+        if fault is None and random.random() < self.share:
+            fault = random.choice(self.faults)
+        return fault
+
+    def stop(self) -> None:
+        del self.running[self.url]
+        super().stop()

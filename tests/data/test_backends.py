@@ -5,7 +5,6 @@ import math
 import socket
 import sys
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
@@ -17,9 +16,11 @@ from drafttrain.data import backends
 from drafttrain.data.store import load_records, read_meta
 from drafttrain.data.vllm_backend import applied_rules, token_biases
 from tests.conftest import CHAT_TEMPLATE, make_tokenizer
+from tests.data.commands import generate
+from tests.data.faulty_server import Handler, LocalServer, chat, completion
 
 
-class Server:
+class Server(LocalServer):
     """A chat completion server whose first replies can be faults.
 
     Args:
@@ -27,58 +28,36 @@ class Server:
         tokenizer: its own. message: more fields of its chat messages.
     """
 
-    def __init__(self, failures=None, models=True, answers=(), tokenizer=None, message=None):
-        self.failures, self.requests, self.lock = list(failures or []), [], threading.Lock()
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def reply(self, status: int, body: dict) -> None:
-                content = json.dumps(body).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            def do_GET(self):
-                self.reply(200, {"data": [{"id": "served-model"}] if models else []})
-
-            def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                if body["max_tokens"] == 1:  # asks how the server exchanges tokens
-                    self.reply(
-                        200,
-                        outer.ids(body)
-                        if answers
-                        else {"choices": [{"text": "a", "finish_reason": "length"}]},
-                    )
-                    return
-                with outer.lock:
-                    outer.requests.append((self.path, body))
-                    if outer.failures:
-                        self.reply(outer.failures.pop(0), {"error": "no"})
-                        return
-                if answers and body.get("return_token_ids"):
-                    self.reply(200, outer.ids(body))
-                    return
-                if self.path.endswith("chat/completions"):
-                    text = f"reply {len(body['messages'])}"
-                    finish = "length" if body["messages"][-1]["content"] == "cut" else "stop"
-                    choice = {
-                        "message": {"role": "assistant", "content": text, **(message or {})},
-                        "finish_reason": finish,
-                    }
-                else:
-                    choice = {"text": " a time", "finish_reason": "stop"}
-                self.reply(200, {"choices": [choice]})
-
-            def log_message(self, *args):
-                pass
-
+    def __init__(self, failures=(), models=True, answers=(), tokenizer=None, message=None):
+        self.failures = list(failures)
+        self.requests = []
+        self.lock = threading.Lock()
         self.answers = answers
         self.tokenizer = tokenizer
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        self.message = message or {}
+        if not models:
+            self.models = (200, b'{"data": []}')
+        self.start()
+
+    def respond(self, handler: Handler, body: dict) -> None:
+        by_ids = self.answers and body.get("return_token_ids")
+        if body["max_tokens"] == 1:  # asks how the server exchanges tokens
+            handler.answer(self.ids(body) if self.answers else completion("a", "length"))
+            return
+        with self.lock:
+            self.requests.append((handler.path, body))
+            if self.failures:
+                handler.reply(self.failures.pop(0), b'{"error": "no"}')
+                return
+        if by_ids:
+            handler.answer(self.ids(body))
+        elif handler.path.endswith("chat/completions"):
+            finish = "length" if body["messages"][-1]["content"] == "cut" else "stop"
+            good = chat(f"reply {len(body['messages'])}", finish)
+            good["choices"][0]["message"].update(self.message)
+            handler.answer(good)
+        else:
+            handler.answer(completion(" a time"))
 
     def ids(self, body: dict) -> dict:
         """A completion as vLLM writes it with return_token_ids."""
@@ -95,13 +74,6 @@ class Server:
             "stop_reason": None,
         }
         return {"choices": [choice]}
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        self.http.shutdown()
-        self.http.server_close()
 
 
 @pytest.fixture
@@ -131,21 +103,6 @@ def prompts(tmp_path):
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
     monkeypatch.setattr(backends, "_FIRST_PAUSE", 0.001)
-
-
-def generate(target_dir, prompts, output, *more: str) -> int:
-    return cli.main(
-        [
-            "generate",
-            "--target",
-            str(target_dir),
-            "--prompts",
-            str(prompts),
-            "--output",
-            str(output),
-            *more,
-        ]
-    )
 
 
 def check_rows(tokenizer, rows) -> None:
@@ -228,14 +185,14 @@ def test_unreachable_server(target_dir, prompts, tmp_path, capsys):
         probe.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
     assert generate(target_dir, prompts, tmp_path / "a", "--backend", "openai", "--url", url) == 2
-    assert f"url='{url}/v1' cannot be reached (ConnectError" in capsys.readouterr().err
+    assert f"url='{url}' cannot be reached (ConnectError" in capsys.readouterr().err
     assert (
         generate(
             target_dir, prompts, tmp_path / "b", "--backend", "openai", "--url", url, "--model", "m"
         )
         == 2
     )
-    assert f"url='{url}/v1' cannot be reached (ConnectError" in capsys.readouterr().err
+    assert f"url='{url}' cannot be reached (ConnectError" in capsys.readouterr().err
 
 
 @pytest.mark.thorough
@@ -461,7 +418,7 @@ def test_one_server_without_ids_makes_all_answer_in_text(
     check_rows(tokenizer, {row["id"]: row for row in load_records(tmp_path / "out")})
     said = capsys.readouterr().out
     assert (
-        f"{two.url}/v1: no exchange of token ids (malformed: choices.0.token_ids: field required)"
+        f"{two.url}: no exchange of token ids (malformed: choices.0.token_ids: field required)"
         in said
     )
     assert "as served" not in said

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import threading
+from contextvars import ContextVar
 from random import Random
 
+import httpx
 import pytest
 
-from drafttrain import cli
-from drafttrain.data import backends
+from drafttrain.data import backends, servers
 from drafttrain.data.failures import BadReply, Failures
+from drafttrain.data.servers import Requests
 from drafttrain.data.store import load_records
-from tests.data.faulty_server import FAULTS, FaultyServer
+from tests.data import commands
+from tests.data.faulty_server import ENDLESS, FAULTS, FaultyServer
 
 REASONS = {
     "not JSON": {"bad JSON", "HTML", "latin-1", "deep nesting", "empty"},
@@ -21,9 +25,9 @@ REASONS = {
                   "content filter", "empty choices", "no object", "an error with status 200"},
     "not Unicode": {"lone surrogates"},
     "no text": {"empty and cut off"},
-    "bad encoding": {"bad gzip"},
+    "bad encoding": {"bad gzip", "gzip in gzip"},
     "connection lost": {"too short", "truncated chunk", "reset", "no HTTP"},
-    "time-out": {"hang"},
+    "time-out": {"hang", "slow headers"},
     "endless": {"drip"},
 }  # fmt: skip
 REASON_OF = {fault: reason for reason, faults in REASONS.items() for fault in faults}
@@ -32,8 +36,33 @@ RETRIED = {"429", "500", "503", "bad gzip", "too short", "truncated chunk", "res
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
+    """Retries come at once. Late are replies that never end, and no others, however busy the machine is."""
     monkeypatch.setattr(backends, "_FIRST_PAUSE", 0.001)
     monkeypatch.setattr(backends, "_TIMEOUT", 5.0)
+    asked = ContextVar("asked")
+    plain = Requests._reply
+
+    async def reply(self, method, url, body, seconds):
+        asked.set((FaultyServer.running.get(url.partition("/v1")[0]), body))
+        return await plain(self, method, url, body, seconds)
+
+    def deadline(seconds):
+        limit = asyncio.timeout(None)
+        server, body = asked.get()
+        if server and body and server.never_ends(body):
+            limit.ending = asyncio.ensure_future(expire(limit, server.asks_for(body)[0]))
+        return limit
+
+    async def expire(limit, key):
+        before = ENDLESS[key]
+        while ENDLESS[key] == before:
+            await asyncio.sleep(0.005)
+        for _ in range(20):  # the loop reads what has arrived
+            await asyncio.sleep(0.005)
+        limit.reschedule(asyncio.get_running_loop().time())
+
+    monkeypatch.setattr(Requests, "_reply", reply)
+    monkeypatch.setattr(Requests, "deadline", staticmethod(deadline))
 
 
 @pytest.fixture
@@ -52,19 +81,11 @@ def generate(target_dir, tmp_path, capsys):
                 }
             )
         prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        words = [
-            "--target",
-            str(target_dir),
-            "--prompts",
-            str(prompts),
-            "--output",
-            str(tmp_path / name),
-        ]
-        urls = [word for url in urls for word in ("--url", url)]
-        status = cli.main(
-            ["generate", *words, "--backend", "openai", *urls, "--max-new-tokens", "64"]
-        )
-        said = capsys.readouterr()
+        more = ["--backend", "openai", "--max-new-tokens", "64"]
+        for url in urls:
+            more += ["--url", url]
+        status = commands.generate(target_dir, prompts, tmp_path / name, *more)
+        said = run.said = capsys.readouterr()
         lines = (said.err if status else said.out).strip().splitlines()
         return status, [line for line in lines if not line.startswith(("wrote ", "next: "))][-1]
 
@@ -134,10 +155,7 @@ def test_every_fault_costs_its_conversation_only(generate, tokenizer):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("count", [300, pytest.param(2000, marks=pytest.mark.slow)])
-def test_a_run_at_30_percent_faults_stores_or_lists_each(generate, tokenizer, monkeypatch, count):
-    monkeypatch.setattr(
-        backends, "_TIMEOUT", 1.0
-    )  # what a busy machine answers later counts as a fault
+def test_a_run_at_30_percent_faults_stores_or_lists_each(generate, tokenizer, count):
     conversations = {f"c{i}": [f"q{i}"] if i % 8 else [f"q{i}", f"and {i}"] for i in range(count)}
     with FaultyServer(share=0.3) as server:
         status, line = generate(conversations, server.url)
@@ -159,7 +177,6 @@ def test_a_run_at_30_percent_faults_stores_or_lists_each(generate, tokenizer, mo
     with FaultyServer(share=0.3, seed=1) as server:  # faults go on
         status, line = generate(conversations, server.url)
     assert status == 0 and len(stored(generate.folder)) > len(done)
-    monkeypatch.setattr(backends, "_TIMEOUT", 60.0)  # no reply is late, however busy the machine
     with FaultyServer() as server:
         missing = len(listed(generate.folder))
         status, line = generate(conversations, server.url)
@@ -242,27 +259,53 @@ def test_a_retry_goes_to_the_next_server(generate):
     assert len(stored(generate.folder)) == 20
 
 
-def test_answers_never_exceed_the_longest_conversation(generate, target_dir, tmp_path):
+def test_answers_never_exceed_what_was_asked_for(generate):
     with FaultyServer() as server:
         server.asked = lambda body: (None, "word " * 1000, "stop")
         assert generate({"a": ["q"]}, server.url)[0] == 0
     (record,) = stored(generate.folder).values()
-    assert len(record["tokens"]) == 2048 and record["finish"] == ["length"]
+    ((start, end),) = record["spans"]
+    assert end - start == 64 and record["finish"] == ["length"]
+
+
+def test_a_servers_echo_of_the_key_is_not_kept(generate, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "topsecret-1234")
+
+    def echo(handler, good):
+        handler.reply(400, f"headers: {dict(handler.headers)}".encode())
+
+    monkeypatch.setitem(FAULTS, "echo", echo)
+    with FaultyServer(script={"q": "echo"}) as server:
+        assert generate({"a": ["q"], "b": ["fine"]}, server.url)[0] == 0
+    detail = listed(generate.folder)["a"]["detail"]
+    assert "Authorization" in detail and "topsecret" not in detail
+    for path in generate.folder.rglob("*"):
+        assert path.is_dir() or b"topsecret" not in path.read_bytes()
+
+
+def test_passwords_and_keys_of_addresses_are_not_shown(generate):
+    with FaultyServer() as server:
+        address = server.url.replace("http://", "http://user:hunter2secret@")
+        assert generate({"a": ["q"]}, address)[0] == 0
+        assert "no exchange of token ids" in generate.said.out
+        assert "hunter2secret" not in generate.said.out + generate.said.err
+        generate({"b": ["q"]}, f"{server.url}?api_key=hunter2secret", name="b")
+    assert "hunter2secret" not in generate.said.out + generate.said.err
 
 
 def test_pauses_that_servers_ask_for():
     def reply(text):
-        return backends.httpx.Response(429, headers={"Retry-After": text})
+        return httpx.Response(429, headers={"Retry-After": text})
 
     pauses = [
-        backends._retry_after(reply(text))
+        servers._retry_after(reply(text))
         for text in ("7", "0.5", "1e9", "-3", "nan", "inf", "soon", "")
     ]
     assert pauses == [7, 0.5, 60, 0, 0, 60, 0, 0]
-    assert backends._retry_after(reply("Fri, 31 Dec 2100 23:59:59 GMT")) == 60
-    assert backends._retry_after(reply("Wed, 21 Oct 2015 07:28:00 GMT")) == 0
-    assert backends._retry_after(reply("Wed, 99 Oct 99999 07:28:00 GMT")) == 0
-    assert backends._retry_after(backends.httpx.Response(503)) == 0
+    assert servers._retry_after(reply("Fri, 31 Dec 2100 23:59:59 GMT")) == 60
+    assert servers._retry_after(reply("Wed, 21 Oct 2015 07:28:00 GMT")) == 0
+    assert servers._retry_after(reply("Wed, 99 Oct 99999 07:28:00 GMT")) == 0
+    assert servers._retry_after(httpx.Response(503)) == 0
 
 
 def test_the_list_of_failures(tmp_path):

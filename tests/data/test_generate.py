@@ -8,11 +8,12 @@ import sys
 import pytest
 import torch
 
-from drafttrain import cli
+from drafttrain.data import conversation
 from drafttrain.data.chat import text_ids, turn_glue
 from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.data.store import FeatureStore, Share, load_records, read_meta
 from drafttrain.target import Target
+from tests.data import commands
 from tests.data.templates.families import FOLDER
 
 
@@ -52,19 +53,7 @@ def chatty_dir(target_dir):
 def generate(target, prompts, output, *more: str) -> int:
     # "auto" would take bfloat16 on CPUs that multiply it natively, where rounding depends on a row's neighbors.
     fixed = ["--max-new-tokens", "20", "--max-length", "400", "--slots", "4", "--dtype", "float32"]
-    return cli.main(
-        [
-            "generate",
-            "--target",
-            str(target),
-            "--prompts",
-            str(prompts),
-            "--output",
-            str(output),
-            *fixed,
-            *more,
-        ]
-    )
+    return commands.generate(target, prompts, output, *fixed, *more)
 
 
 @pytest.mark.thorough
@@ -246,6 +235,66 @@ def test_long_prompts_are_dropped_and_counted(target_dir, tmp_path, capsys):
     assert generate(target_dir, path, tmp_path / "out") == 0
     assert "dropped: prompt too long 1" in capsys.readouterr().out
     assert list(load_records(tmp_path / "out")["id"]) == ["ok"]
+
+
+def test_prompts_that_cannot_fit_are_dropped_unread(target_dir, tmp_path, capsys, monkeypatch):
+    """30 MB of text take a tokenizer minutes; the longest token says that they cannot fit."""
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"id": "long", "text": "x" * 1_000_000}, chat("turns", "hi", "x" * 1_000_000)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    read = []
+    plain = conversation.text_ids
+
+    def text_ids(tokenizer, text):
+        read.append(len(text))
+        return plain(tokenizer, text)
+
+    monkeypatch.setattr(conversation, "text_ids", text_ids)
+    monkeypatch.setattr(
+        conversation.ChatRenderer,
+        "open",
+        lambda self, prompt, *rest: read.append(len(str(prompt))) or [1, 2, 3],
+    )
+    assert generate(target_dir, path, tmp_path / "out") == 0
+    said = capsys.readouterr().out
+    assert "prompt too long 1" in said and "1 of 2 conversations" in said
+    assert read and max(read) < 1000
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "5"}, "RANK='5' must be a whole number below WORLD_SIZE='1'; unset these"),
+        ({"RANK": "x"}, "RANK='x' must be a whole number below WORLD_SIZE='1'"),
+        ({"RANK": "0", "WORLD_SIZE": "many"}, "must be a whole number below WORLD_SIZE='many'"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK='-1' must be a whole number below"),
+    ],
+)
+def test_a_rank_without_a_share_is_refused(
+    target_dir, prompts, tmp_path, capsys, monkeypatch, variables, message
+):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert generate(target_dir, prompts, tmp_path / "out") == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("p.csv", "id,text\na,b\n", "p.csv' is a .csv table, and rows are read from JSON lines"),
+        ("p.json", '[{"id": "a", "text": "b"}]', "p.json' is a JSON array, and rows are read from"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["local", "existing"])
+def test_tables_and_arrays_are_refused_with_the_fix(
+    target_dir, tmp_path, capsys, name, content, message, backend
+):
+    path = tmp_path / name
+    path.write_text(content)
+    assert generate(target_dir, path, tmp_path / "out", "--backend", backend) == 2
+    error = capsys.readouterr().err
+    assert message in error and "drafttrain prompts --source DIR writes them" in error
 
 
 @pytest.mark.parametrize(

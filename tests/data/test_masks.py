@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from drafttrain.data.chat import encode, render_text, text_prompt
-from drafttrain.data.masks import TemplateRewrites, conversation_record
+from drafttrain.data.chat import TemplateRefuses, encode, render_text, text_prompt
+from drafttrain.data.masks import TemplateRewrites
 from drafttrain.errors import UserError
 from tests.conftest import make_tokenizer
-from tests.data.records import records_of
+from tests.data.records import conversation_record, records_of
 
 
 def prompt_of(tokenizer, messages):
@@ -250,3 +250,21 @@ def test_bad_conversations_are_refused(tmp_path):
     (tmp_path / "f.jsonl").write_text('{"text": "no conversation"}\n')
     with pytest.raises(UserError, match=r"f.jsonl line 1: no conversation in a known format"):
         list(records_of(tokenizer_with(CHATML), tmp_path / "f.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "loops",
+    ["{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+     "{% for a in range(99999) %}{% if b in range(99999) | list %}{% endif %}{% endfor %}"],
+)  # fmt: skip
+def test_a_template_that_counts_for_ever_is_refused(loops):
+    tokenizer = tokenizer_with(loops + CHATML)
+    with pytest.raises(TemplateRefuses, match="its ranges count further than 1,000,000"):
+        render_text(tokenizer, CHAT)
+
+
+def test_ranges_of_templates_are_ranges():
+    tokenizer = tokenizer_with(
+        "{% for i in range(messages | length) | reverse %}{{ i }} {% endfor %}{{ range(9)[3:5] }}"
+    )
+    assert render_text(tokenizer, CHAT) == "3 2 1 0 range(3, 5)"

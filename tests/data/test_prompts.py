@@ -573,6 +573,11 @@ def test_requests_run_on_the_real_engine(target, template):
             ("--source", "file", "--input", "list.jsonl"),
             "list.jsonl line 1: list instead of a JSON object per line",
         ),
+        (("--source", "file", "--input", "x.csv"), "x.csv' is a .csv table, and rows are read"),
+        (
+            ("--source", "file", "--input", "x.json"),
+            "a JSON array, and rows are read from JSON lines, one object per line; give its folder as the data set: --source DIR",
+        ),
         (("--source", "file", "--input", "latin.jsonl"), "latin.jsonl line 1: not UTF-8 text"),
         (
             ("--source", "file", "--input", "none.jsonl"),
@@ -594,6 +599,8 @@ def test_bad_input_is_said_in_one_line(args, message, tmp_path, capsys, monkeypa
     write_lines(tmp_path / "x.jsonl", [{"prompt": distinct(0)}])
     (tmp_path / "bad.jsonl").write_text('{"prompt": "fine here"}\n{"prompt"\n')
     (tmp_path / "list.jsonl").write_text("[1]\n")
+    (tmp_path / "x.csv").write_text("prompt\nfine here\n")
+    (tmp_path / "x.json").write_text('[\n  {"prompt": "fine here"}\n]\n')
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "café"}\n'.encode("latin-1"))
     (tmp_path / "none.jsonl").write_text('{"label": 1}\n')
     (tmp_path / "empty.jsonl").write_text("")

@@ -261,7 +261,7 @@ def test_features_appear_with_their_records(tmp_path):
     store.close()
     assert len(list((tmp_path / "features").glob("*.safetensors"))) == 3
     stored = FeatureStore.open(tmp_path, (1, 2))
-    assert len(stored) == 5
+    assert stored.count == 5
     assert "c/4" in stored
     assert stored.get("nobody") is None
     for i in range(5):
@@ -290,7 +290,29 @@ def test_torn_shard_is_not_there(tmp_path):
         assert again.shards.next_shard == 1
         assert not leftover.exists()
         again.add([record("b")], [states(1)])
-    assert len(FeatureStore.open(tmp_path, (1, 2))) == 2
+    assert FeatureStore.open(tmp_path, (1, 2)).count == 2
+
+
+def test_a_pipe_in_place_of_a_file_is_refused(tmp_path):
+    with Store(tmp_path, META) as store:
+        store.add([record("a")], [states(0)])
+    os.mkfifo(tmp_path / "features" / "part-0001-00000.safetensors")
+    with pytest.raises(UserError, match=r"part-0001-00000.safetensors' is not a regular file; del"):
+        FeatureStore.open(tmp_path, (1, 2))
+    os.mkfifo(tmp_path / "part-0001.jsonl")
+    with pytest.raises(
+        UserError, match=r"part-0001.jsonl' is not a regular file; delete it to redo"
+    ):
+        load_records(tmp_path)
+
+
+def test_a_store_whose_shards_were_deleted_is_a_store(tmp_path):
+    with Store(tmp_path, META) as store:
+        store.add([record("a")], [states(0)])
+    for shard in (tmp_path / "features").glob("*.safetensors"):
+        shard.unlink()
+    empty = FeatureStore.open(tmp_path, (1, 2))
+    assert empty and empty.count == 0 and empty.get("a") is None
 
 
 def test_full_disk_while_writing_a_shard(tmp_path, monkeypatch):

@@ -14,13 +14,13 @@ from drafttrain.data.chat import ChatInputs, TemplateRefuses, render_text, text_
 from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.data.generate import read_prompts
 from drafttrain.data.loader import without_reasoning
-from drafttrain.data.masks import conversation_record
 from drafttrain.data.row_formats import parse_row
 from drafttrain.data.store import FeatureStore, Store, load_records, read_meta
 from drafttrain.errors import UserError
 from drafttrain.evaluation.diagnose import other_template_kwargs
 from drafttrain.target import Target
 from tests.conftest import make_tokenizer
+from tests.data.records import conversation_record
 from tests.data.tool_templates import TEMPLATE, tokenizer_with
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

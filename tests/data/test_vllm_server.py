@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from drafttrain import cli
-from drafttrain.data.backends import OpenAIBackend
+from drafttrain.data.servers import Requests
 from drafttrain.data.store import load_records
 from tests.conftest import make_target
 
@@ -69,11 +69,11 @@ def server(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not PYTHON, reason="VLLM_PYTHON is not set")
 def test_stored_ids_are_the_served_ids(server, tmp_path, monkeypatch, capsys):
-    plain = OpenAIBackend._send
+    plain = Requests.json
     served = []
 
-    def send(self, method, url, body, schema):
-        reply = plain(self, method, url, body, schema)
+    def send(self, method, url, body, *rest):
+        reply = plain(self, method, url, body, *rest)
         if url.endswith("/completions") and body["max_tokens"] > 1:
             choice = reply["choices"][0]
             served.append(
@@ -81,7 +81,7 @@ def test_stored_ids_are_the_served_ids(server, tmp_path, monkeypatch, capsys):
             )
         return reply
 
-    monkeypatch.setattr(OpenAIBackend, "_send", send)
+    monkeypatch.setattr(Requests, "json", send)
     users = ["hello", "and then?", "go on \u732b"]
     rows = [{"id": f"c{i}", "messages": [m for text in users[: 1 + i % 3] for m in (
         {"role": "user", "content": f"{text} {i}"}, {"role": "assistant", "content": "x"})]} for i in range(9)]  # fmt: skip

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafttrain.data import backends
+from drafttrain.data import backends, servers
 from drafttrain.data.backends import OpenAIBackend, ResponseSettings
 from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.data.failures import BadReply
@@ -55,11 +55,11 @@ def server():
     """What httpx's clients talk to: `server.respond` answers every request."""
     fake = SimpleNamespace(respond=None)
     patch = pytest.MonkeyPatch()
-    client = httpx.Client
+    client = httpx.AsyncClient
     transport = httpx.MockTransport(lambda request: fake.respond(request))
-    patch.setattr(httpx, "Client", lambda **options: client(transport=transport))
+    patch.setattr(servers.httpx, "AsyncClient", lambda **options: client(transport=transport))
     patch.setattr(backends, "_FIRST_PAUSE", 0.0)
-    patch.setattr(backends, "_LONGEST_PAUSE", 0.0)
+    patch.setattr(servers, "_LONGEST_PAUSE", 0.0)
     yield fake
     patch.undo()
 
@@ -147,11 +147,10 @@ def test_lists_of_models(settings, server, fault, seed, status, headers):
     server.respond = lambda request: reply(bad, status, headers)
     outcome("server: models", fault.name, lambda: OpenAIBackend([URL], "", settings))
 
-    async def bench() -> None:
-        async with httpx.AsyncClient(transport=httpx.MockTransport(server.respond)) as client:
-            assert (await connect(client, URL, "", {})).model.isprintable()
+    def bench() -> None:
+        assert connect(URL, "").model.isprintable()
 
-    outcome("server: models", fault.name, lambda: asyncio.run(bench()))
+    outcome("server: models", fault.name, bench)
 
 
 EVENTS = [

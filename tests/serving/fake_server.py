@@ -87,7 +87,7 @@ class FakeServer:
                     self.event(
                         {
                             "choices": [],
-                            "usage": {"completion_tokens": 2 * pieces, "prompt_tokens": 5},
+                            "usage": {"completion_tokens": 2 * pieces * usage, "prompt_tokens": 5},
                         }
                     )
                 return self.wfile.write(b"data: [DONE]\n\n")

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from drafttrain import cli
+from drafttrain.data.servers import server_address
 from drafttrain.serving import client
 from drafttrain.serving.bench import compare, figures
-from drafttrain.serving.client import Answer, base_url, parse_metrics, speculation
+from drafttrain.serving.client import Answer, parse_metrics, speculation
 from tests.serving.fake_server import FakeServer, vllm_page
 
 SGLANG = """sglang:spec_accept_length{model_name="tiny",tp_rank="0"} 2.5
@@ -171,6 +172,13 @@ def test_without_usage_each_piece_counts(bench, capsys):
     assert "does not count tokens" in capsys.readouterr().out
 
 
+def test_more_tokens_than_were_asked_for_are_an_error(bench):
+    with FakeServer(usage=10**6) as server:
+        results = bench("--url", server.url, "--concurrency", 1, "--warm-up", 0)
+    (cell,) = results["servers"]["url"]["cells"]
+    assert cell["errors"] == {"server": cell["requests"]} and cell["tokens"] == 0
+
+
 def test_keys_come_from_the_environment(bench, monkeypatch, capsys):
     monkeypatch.setenv("TINY_KEY", "secret")
     with FakeServer() as server:
@@ -208,7 +216,8 @@ def test_bad_input_is_named(bench, capsys, arguments, message):
 
 def test_addresses_with_and_without_v1():
     assert {
-        base_url(url) for url in ("http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/")
+        server_address(url)
+        for url in ("http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/")
     } == {"http://a:1"}
 
 

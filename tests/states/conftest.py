@@ -29,5 +29,5 @@ def quick(monkeypatch):
     monkeypatch.setattr(served, "_LONGEST_PAUSE", 0.02)
     monkeypatch.setattr("drafttrain.states.transports.folder._SETTLE", 0.02)
     # Reading certificates takes 0.1 s.
-    without = functools.partial(httpx.Client, verify=False)
-    monkeypatch.setattr(served.httpx, "Client", without)
+    without = functools.partial(httpx.AsyncClient, verify=False)
+    monkeypatch.setattr(httpx, "AsyncClient", without)

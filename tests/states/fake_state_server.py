@@ -8,14 +8,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import socket
 import sys
 import threading
 import time
 import uuid
 from collections import deque
-from contextlib import suppress
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import torch
@@ -23,7 +20,7 @@ from safetensors.torch import save
 
 from drafttrain.states.transports.folder import write_record
 from drafttrain.target import Target
-from tests.data.faulty_server import FAULTS, Handler
+from tests.data.faulty_server import FAULTS, Handler, LocalServer
 
 # Besides FAULTS, which concern the reply: what `faults` and `always` may name.
 STATE_FAULTS = (
@@ -39,63 +36,11 @@ STATE_FAULTS = (
 )
 
 
-class _StateHandler(Handler):
-    def do_GET(self) -> None:
-        self.reply(
-            200,
-            json.dumps(
-                {"data": [{"id": "served", "max_model_len": self.server.owner.longest}]}
-            ).encode(),
-        )
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        owner = self.server.owner
-        fault = owner.asked(body["prompt"])
-        if owner.delay:
-            time.sleep(owner.delay)
-        try:
-            if fault in FAULTS:
-                FAULTS[fault](self, {"choices": [{"text": ""}]})
-            else:
-                self.reply(200, json.dumps(owner.answer(body, fault)).encode())
-        except OSError:  # the client has left
-            self.close_connection = True
-
-
-class _Http(ThreadingHTTPServer):
-    """A server whose end closes its connections, as the end of a process does."""
-
-    allow_reuse_address = True
-    request_queue_size = 256
-    daemon_threads = True
-    block_on_close = False
-
-    def __init__(self, owner: FakeStateServer, port: int):
-        self.owner = owner
-        self.accepted = []
-        super().__init__(("127.0.0.1", port), _StateHandler)
-
-    def get_request(self) -> tuple:
-        found = super().get_request()
-        self.accepted.append(found[0])
-        return found
-
-    def handle_error(self, *_: object) -> None:
-        """Clients that leave are no error."""
-
-    def server_close(self) -> None:
-        super().server_close()
-        for connection in self.accepted:
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-
-
-class FakeStateServer:
+class FakeStateServer(LocalServer):
     """Serves `layers` of a target (ascending, the last its number of layers) from `folder`.
 
     Attributes:
-        url; requests: prompts in the order of their arrival. delay: seconds before each answer.
+        url; requests: prompts in the order of their arrival. before_answer: called in the thread of a request; waits.
         faults: names of faults that the next requests meet, one each; always: the fault of all others.
         computes: the target that computes; another one, or one whose norm differs, is a server of another model.
         shift: added to all layers but the first, as a server with another count does.
@@ -115,13 +60,13 @@ class FakeStateServer:
         self.tokenizer = target.tokenizer
         self.folder = folder
         self.layers = layers
-        self.delay = delay
+        self.before_answer = lambda: time.sleep(delay)
         self.shift = 0
         self.longest = 4096
         self.requests: list[list[int] | str] = []
         self.faults: deque[str] = deque()
         self.always = ""
-        self.lock, self.closing = threading.Lock(), threading.Event()
+        self.lock = threading.Lock()
         self.announces = target
         self.port = port
         self.start()
@@ -130,16 +75,19 @@ class FakeStateServer:
         """Writes the record and listens; again on the same port after `stop`."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_record(self.folder, self.announces, self.layers)
-        self.closing.clear()
-        self.http = _Http(self, self.port)
-        self.port = self.http.server_port
-        self.url = f"http://127.0.0.1:{self.port}"
-        threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
+        super().start()
 
-    def stop(self) -> None:
-        self.closing.set()
-        self.http.shutdown()
-        self.http.server_close()
+    @property
+    def models(self) -> tuple[int, bytes]:
+        return 200, json.dumps({"data": [{"id": "served", "max_model_len": self.longest}]}).encode()
+
+    def respond(self, handler: Handler, body: dict) -> None:
+        fault = self.asked(body["prompt"])
+        self.before_answer()
+        if fault in FAULTS:
+            FAULTS[fault](handler, {"choices": [{"text": ""}]})
+        else:
+            handler.answer(self.answer(body, fault))
 
     def asked(self, prompt: list[int] | str) -> str:
         with self.lock:
@@ -196,12 +144,6 @@ class FakeStateServer:
         else:
             finish()
         return Path("/etc/hosts.safetensors") if fault == "outside" else path
-
-    def __enter__(self) -> FakeStateServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ def test_killed_in_the_middle_of_a_shard_it_goes_on(data, capsys):
         [sys.executable, "-c", KILL, *words], cwd=ROOT, capture_output=True, text=True
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
-    assert len(FeatureStore.open(data, LAYERS)) == 2 and list((data / "features").glob(".part-*"))
+    assert FeatureStore.open(data, LAYERS).count == 2 and list((data / "features").glob(".part-*"))
     assert main(words) == 0
     assert "4 of 6 conversations to do" in capsys.readouterr().out
     stored = FeatureStore.open(data, LAYERS)
@@ -224,13 +224,34 @@ def test_a_server_that_fails_for_good_keeps_what_was_stored_and_the_next_run_goe
     server.faults.extend([""] * 5)  # a proof and three rows
     server.always = "400"
     assert extract(data, "--backend", "vllm", "--url", server.url) == 2
-    assert "HTTP 400" in capsys.readouterr().err and len(FeatureStore.open(data, LAYERS)) == 3
+    assert "HTTP 400" in capsys.readouterr().err and FeatureStore.open(data, LAYERS).count == 3
     server.always = ""
     assert extract(data, "--backend", "vllm", "--url", server.url) == 0
     assert (
         "3 of 6 conversations to do" in capsys.readouterr().out
-        and len(FeatureStore.open(data, LAYERS)) == 6
+        and FeatureStore.open(data, LAYERS).count == 6
     )
+
+
+@pytest.mark.thorough
+def test_rounded_states_of_a_server_are_stored_as_they_are_and_said(data, server, capsys):
+    """float32 would take twice the bytes and say that the states are exact."""
+    plain = server.write
+
+    def rounded(ids, states, fault):
+        return plain(ids, states.bfloat16(), fault)
+
+    server.write = rounded
+    words = ["--store-dtype", "float32", "--backend", "vllm", "--url", server.url]
+    assert extract(data, *words) == 0
+    said = capsys.readouterr().out
+    assert "so they are stored in bfloat16 instead of float32" in said and "--dtype float32" in said
+    for tensors in stored(data).values():
+        assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    described = json.loads((data / "features" / "features.json").read_text())
+    assert (described["dtype"], described["asked_dtype"]) == ("bfloat16", "float32")
+    assert extract(data, *words) == 0  # all of it is there
+    assert "0 of 6 conversations to do" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def server(tmp_path, target, monkeypatch):
 
 @pytest.fixture
 def client(server, target):
-    made = Served([server.url], target, (1, 3), timeout=5.0, patience=5.0)
+    made = Served([server.url], target, (1, 3), timeout=600.0, patience=600.0)
     yield made
     made.close()
 

@@ -45,8 +45,9 @@ def test_the_command_has_layers_connector_and_folder(tmp_path, target_dir, capsy
         == 0
     )
     said = capsys.readouterr().out
-    ours = "--no-enable-prefix-caching --no-async-scheduling"
-    assert f"vllm.entrypoints.cli.main serve {target_dir} {ours} --tensor-parallel-size 8" in said
+    ours = "--host 127.0.0.1 --no-enable-prefix-caching --no-async-scheduling"
+    begin = "-m vllm.entrypoints.openai.api_server --model"
+    assert f"{begin} {target_dir} {ours} --tensor-parallel-size 8" in said
     assert '"eagle_aux_hidden_state_layer_ids": [1, 3, 4]' in said and "PYTHONPATH" not in said
     assert '"ExampleHiddenStatesConnector"' in said and f'"shared_storage_path": "{where}"' in said
     assert main([*words, "--engine-python", engine(tmp_path, named=False)]) == 0
@@ -56,6 +57,28 @@ def test_the_command_has_layers_connector_and_folder(tmp_path, target_dir, capsy
         and '"CpuHiddenStatesConnector"' in said
     )
     assert said.startswith("PYTHONPATH=") and not where.exists()
+
+
+def test_a_server_listens_to_this_machine_unless_asked(tmp_path, target_dir):
+    shell = load_shell(str(target_dir))
+    python = engine(tmp_path)
+    words = StateServer(shell, (1,), ("--port", "1"), python).words
+    assert words[words.index("--host") + 1] == "127.0.0.1"
+    open_to_all = StateServer(shell, (1,), ("--host=0.0.0.0",), python)
+    assert "--host" not in open_to_all.words and "--host=0.0.0.0" in open_to_all.words
+    assert open_to_all.url == "http://127.0.0.1:8000"
+
+
+def test_vllms_command_is_used_where_it_runs(tmp_path, target_dir):
+    """A script names its interpreter; that of an environment that was moved is gone."""
+    server = StateServer(load_shell(str(target_dir)), (1,), (), engine(tmp_path))
+    script = tmp_path / "vllm"
+    script.write_text(f"#!{tmp_path}/python\n")
+    assert server.words[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]  # it is no program
+    script.chmod(0o755)
+    assert server.words[:3] == [str(script), "serve", str(target_dir)]
+    script.write_text(f"#!{tmp_path}/moved/python\n")
+    assert server.words[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
 
 
 @pytest.mark.thorough

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import shlex
 import stat
 import time
 from collections.abc import Sequence
@@ -16,8 +17,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from drafttrain.credentials import redact
-from drafttrain.data.backends import TIME_OUT
 from drafttrain.data.failures import BadReply, one_line
+from drafttrain.data.servers import TIME_OUT
 from drafttrain.errors import UserError
 from drafttrain.files import read_json, write_json
 from drafttrain.states.transports.transport import FileReply, StatesRecord, StatesTransport
@@ -56,7 +57,7 @@ class FolderTransport(StatesTransport):
                 f"url={url!r} writes states to {folder!r}, which this machine does not see; mount "
                 "that folder, and name it here with states_dir if its path differs"
             )
-        fix = f"write it again: {start} --states-dir {folder}"
+        fix = f"write it again: {start} --states-dir {shlex.quote(folder)}"
         self.where = str(self.folder / RECORD)
         self.record: StatesRecord = read_json(self.folder / RECORD, "states_dir", fix, StatesRecord)
         self.written = self._time()

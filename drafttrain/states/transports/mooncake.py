@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from drafttrain.data.backends import UNREACHABLE
 from drafttrain.data.failures import BadReply, one_line
+from drafttrain.data.servers import UNREACHABLE
 from drafttrain.errors import UserError, first_line
 from drafttrain.states.engines.drafttrain_address import own_address
 from drafttrain.states.transports.transport import StatesTransport, StoreRecord, StoreReply

@@ -199,9 +199,10 @@ class ScriptedServers(OpenAIBackend):
         self.script = script
         super().__init__(["http://scripted"], "served", settings)
 
-    def _send(self, method: str, url: str, body: Json | None, schema: type) -> Json:
-        if body is None:
-            return {"data": [{"id": "served"}]}
+    def _model(self, url: str, given: str) -> str:
+        return given
+
+    def _post(self, url: str, path: str, body: Json, schema: type) -> Json:
         status, content = self.reply(json.loads(json.dumps(body)))
         if status != 200:
             raise BadReply(f"HTTP {status}", str(content))
