@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from typing_extensions import TypedDict
 
 from drafttrain.batch import Batch
 from drafttrain.data.answer_log import LogReader, Place, read_answer
-from drafttrain.data.loader import collate
+from drafttrain.data.loader import collate, cut_row
 from drafttrain.data.store import load_records, read_meta
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
@@ -57,6 +58,7 @@ from drafttrain.states.source import TargetSource
 from drafttrain.target import Target, load_shell
 from drafttrain.target.devices import has_bfloat16
 from drafttrain.train import check_data
+from drafttrain.training.checkpoint import sync_files
 from drafttrain.training.loop import Learner, take_steps
 from drafttrain.training.step import count_anchors, step_inputs
 
@@ -269,9 +271,7 @@ class Adapter:
             with contextlib.suppress(FileNotFoundError):
                 shutil.copy(self.first / "decoding.json", part)  # the tree that was tuned
             write_json(part / RECORD, record)
-            for path in part.rglob("*"):
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
+            sync_files(part)
             os.replace(part, self.output / name)
         return name
 
@@ -285,7 +285,7 @@ class Adapter:
         rows = []
         for number in self.random.sample(range(len(records)), count):
             record = records[number]
-            rows.append(_row(record["tokens"][: self.args.max_length], record["spans"], -1))
+            rows.append(cut_row(record["tokens"], record["spans"], -1, self.args.max_length))
         return rows
 
     # -- allowance ---------------------------------------------------------------------------------
@@ -323,7 +323,7 @@ class Adapter:
         """Whether the logged accepted length fell; True where none is logged."""
         if not self.state.recent:
             return True
-        return _mean(self.state.recent) < _FALL * self.state.usual
+        return fmean(self.state.recent) < _FALL * self.state.usual
 
     def budget(self) -> float:
         """Seconds that a round may spend now."""
@@ -438,7 +438,7 @@ class Adapter:
             number = state.rounds[-1]["round"] + 1
         logged = None
         if state.recent:
-            logged = round(_mean(state.recent), 3)
+            logged = round(fmean(state.recent), 3)
         record: Json = {
             "round": number,
             "answers": state.read,
@@ -476,11 +476,8 @@ class Adapter:
         for it in new:
             it["trained"] += 1
         if state.recent:
-            recent = _mean(state.recent)
-            usual = recent
-            if state.usual:
-                usual = state.usual
-            state.usual = 0.8 * usual + 0.2 * recent
+            recent = fmean(state.recent)
+            state.usual = 0.8 * (state.usual or recent) + 0.2 * recent
         state.fresh = 0
         self.account()
         record |= {"seconds": round(state.spent - began, 2), "cost": round(self.cost, 5)}
@@ -600,10 +597,6 @@ class Adapter:
         self.account()
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
 def _is_new(it: _Answer) -> bool:
     return not it["held"] and not it["trained"]
 
@@ -611,18 +604,7 @@ def _is_new(it: _Answer) -> bool:
 def _row_of(answer: _Answer) -> Json:
     """The training row of an answer."""
     tokens = answer["tokens"]
-    return _row(tokens, [[answer["start"], len(tokens)]], answer["number"])
-
-
-def _row(tokens: list[int], spans: list[list[int]], number: int) -> Json:
-    """A training row; see loader.py."""
-    cut = []
-    for begin, end in spans:
-        begin = max(begin, 1)  # no token precedes the first one
-        end = min(end, len(tokens))
-        if end - begin >= 2:
-            cut.append([begin, end])
-    return {"tokens": tokens, "spans": cut, "length": len(tokens), "index": number}
+    return cut_row(tokens, [[answer["start"], len(tokens)]], answer["number"], len(tokens))
 
 
 def _batches(rows: Sequence[Json]) -> list[list[Json]]:
@@ -637,12 +619,16 @@ def _batches(rows: Sequence[Json]) -> list[list[Json]]:
 
 def compared(before: Sequence[list[int]], after: Sequence[list[int]]) -> tuple[Ratio, float, float]:
     """Ratio of accepted lengths, paired by answer, and both lengths. Each: [committed, passes]."""
-    committed_before, passes_before = (list(amounts) for amounts in zip(*before, strict=True))
-    committed_after, passes_after = (list(amounts) for amounts in zip(*after, strict=True))
-    ratio = paired_ratio([committed_after, passes_before], [passes_after, committed_before])
-    length_before = sum(committed_before) / max(sum(passes_before), 1)
-    length_after = sum(committed_after) / max(sum(passes_after), 1)
-    return ratio, round(length_before, 4), round(length_after, 4)
+    amounts_before = [list(amounts) for amounts in zip(*before, strict=True)]
+    amounts_after = [list(amounts) for amounts in zip(*after, strict=True)]
+    ratio = paired_ratio(
+        [amounts_after[0], amounts_before[1]],
+        [amounts_after[1], amounts_before[0]],
+    )
+    lengths = []
+    for committed, passes in (amounts_before, amounts_after):
+        lengths.append(round(sum(committed) / max(sum(passes), 1), 4))
+    return ratio, lengths[0], lengths[1]
 
 
 def show(record: Json, share: float) -> None:

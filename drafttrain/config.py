@@ -73,7 +73,7 @@ class TrainConfig:
     feature_rates: bool = key(
         False,
         "the weight that reads the target's states learns at rates divided by their sizes; for kinds that fuse "
-        "them by one weight, without DeepSpeed",
+        "them by one weight",
     )
     on_policy: Options = key(
         {}, "the drafter writes a share of the responses: share, refresh_steps, ..."

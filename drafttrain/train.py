@@ -25,7 +25,7 @@ import json
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 from datasets import Dataset
@@ -52,7 +52,7 @@ from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import decoding_file, kind_class
 from drafttrain.environment import __version__, device_name
-from drafttrain.errors import UserError
+from drafttrain.errors import UserError, shown
 from drafttrain.evaluation.held_out import acceptance, first_prompts, replayed
 from drafttrain.evaluation.metrics import read_training
 from drafttrain.files import Json, write_json
@@ -66,7 +66,7 @@ from drafttrain.states.source import BatchSource, NoTarget, TargetSource
 from drafttrain.target import Target, TargetShell, load_shell
 from drafttrain.target.shared_rows import check_shared
 from drafttrain.training import arguments
-from drafttrain.training.checkpoint import find_checkpoint, newest_checkpoint
+from drafttrain.training.checkpoint import find_checkpoint, load_state, newest_checkpoint
 from drafttrain.training.explained import explained
 from drafttrain.training.first_batches import first_batches
 from drafttrain.training.held_out_decoding import DecodeHeldOut, gather_drafter
@@ -75,6 +75,21 @@ from drafttrain.training.loop import evaluate, fit
 from drafttrain.training.on_policy import OnPolicy, OnPolicyOptions
 from drafttrain.training.run import Run, Training
 
+# Keys of a recipe that change neither weights nor figures of a finished run.
+WITHOUT_EFFECT = {
+    "output_dir",
+    "resume",
+    "states_dir",
+    "target_url",
+    "prefetch_gb",
+    "cache_gb",
+    "trust_remote_code",
+    "report_to",
+    "run_name",
+    "project",
+    "logging_steps",
+    "save_total_limit",
+}
 MIN_COVERAGE = 0.95  # a continued drafter whose vocabulary covers less of the new data gets a note
 
 
@@ -123,16 +138,7 @@ def check_pretraining(config: TrainConfig) -> None:
 # -- prepare: target, data, drafter ----------------------------------------------------------------
 
 
-@dataclass
-class Prepared:
-    """A run, what training.json records about its drafter, and the folder of the first process."""
-
-    run: Run
-    facts: Json
-    output: OutputFolder | None
-
-
-def prepare(config: TrainConfig, args: TrainingArguments, output: OutputFolder | None) -> Prepared:
+def prepare(config: TrainConfig, args: TrainingArguments, output: OutputFolder | None) -> Run:
     """Loads target and data, builds the drafter, and finds the checkpoint to resume from."""
     check_pretraining(config)
     sequence = arguments.sequence_group(config, args)
@@ -151,8 +157,17 @@ def prepare(config: TrainConfig, args: TrainingArguments, output: OutputFolder |
         stored = FeatureStore.open(config.data, drafter.feature_layers)
     if isinstance(target, TargetShell) and stored is None and not config.target_url:
         wanted = ",".join(map(str, drafter.feature_layers))
-        target = load_target(config, args, f"the stored states lack some of the layers {wanted}")
+        reason = (
+            f"the stored states lack some of the layers {wanted} (drafttrain features --data {config.data} --layers "
+            f"{wanted} --overwrite stores them, and steps without the target are faster)"
+        )
+        target = load_target(config, args, reason)
         drafter.bind(target)
+    elif isinstance(target, TargetShell) and args.process_index == 0:
+        given = "every conversation has stored states"
+        if config.target_url:
+            given = "its states stream from target_url"
+        print(f"target {config.target!r} without its layers: {given}", flush=True)
     parameters = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     if args.process_index == 0:
         print(
@@ -185,7 +200,7 @@ def prepare(config: TrainConfig, args: TrainingArguments, output: OutputFolder |
             args.per_device_train_batch_size * config.max_length,
         )
     facts = {"parameters": parameters, "vocabulary": vocab, "data_set": data_facts(config.data)}
-    run = Run(
+    return Run(
         target=target,
         drafter=drafter,
         train_rows=train_rows,
@@ -194,8 +209,9 @@ def prepare(config: TrainConfig, args: TrainingArguments, output: OutputFolder |
         on_policy=on_policy,
         checkpoint=checkpoint,
         sequence=sequence,
+        facts=facts,
+        output=output,
     )
-    return Prepared(run, facts, output)
 
 
 def data_facts(data: str) -> Json:
@@ -235,23 +251,15 @@ def load_target_and_records(config: TrainConfig, args: TrainingArguments) -> tup
 
 
 def load_target(config: TrainConfig, args: TrainingArguments, reason: str) -> Target:
-    """The target without its layers, or with them for a reason; says which."""
+    """The target without its layers, or with them for a reason, which is printed."""
     where = str(args.device)
     if config.target_url and reason:
         raise UserError(
             f"target_url gives states, not layers, but {reason}; set init=random or the path of a drafter"
         )
-    if config.target_url:
-        given = "its states stream from target_url"
-    else:
-        given = "every conversation has stored states"
     if reason:
-        said = f"because {reason}"
-    else:
-        said = f"without its layers: {given}"
-    if args.process_index == 0:
-        print(f"loading target {config.target!r} {said}", flush=True)
-    if reason:
+        if args.process_index == 0:
+            print(f"loading target {config.target!r} because {reason}", flush=True)
         return Target.load(
             config.target,
             config.dtype,
@@ -497,9 +505,9 @@ def held_out_decoding(config: TrainConfig, run: Run, held_out: Dataset) -> Decod
 # -- finish: the best weights, held-out figures, training.json -------------------------------------
 
 
-def finish(config: TrainConfig, prepared: Prepared, training: Training, seconds: float) -> Json:
+def finish(config: TrainConfig, training: Training, seconds: float) -> Json:
     """Saves the best weights and training.json; returns what training.json holds."""
-    run = prepared.run
+    run = training.run
     args = training.args
     state = training.state
     metrics: Json = {}
@@ -507,7 +515,7 @@ def finish(config: TrainConfig, prepared: Prepared, training: Training, seconds:
         training.checkpoints.take_best()
         if run.held_out is not None:
             metrics = evaluate(training)
-        save_drafter(training, prepared)
+        save_drafter(training)
         if run.held_out is not None:
             most = args.per_device_train_batch_size * config.max_length
             choose_tree(run, run.held_out, args, most)
@@ -526,7 +534,7 @@ def finish(config: TrainConfig, prepared: Prepared, training: Training, seconds:
         "seconds": round(seconds, 1),
         "train_loss": train_loss,
         "held_out": metrics,
-        **prepared.facts,
+        **run.facts,
         "target_features": run.source.hits,
         "states_wait": training.logs.wait_share(),
         "on_policy_rows": replaced,
@@ -540,23 +548,24 @@ def finish(config: TrainConfig, prepared: Prepared, training: Training, seconds:
     return summary
 
 
-def save_drafter(training: Training, prepared: Prepared) -> None:
+def save_drafter(training: Training) -> None:
     """Saves the drafter in place of an earlier one, of which nothing stays unless this run
     continues it.
     """
     keep: tuple[str, ...] = ("checkpoint-*",)
-    if prepared.run.checkpoint:
+    if training.run.checkpoint:
         keep = ("checkpoint-*", "decoding.json", "adapter")
+    output = training.run.output
     staged: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    if prepared.output is not None:
-        staged = prepared.output.staged(keep)
+    if output is not None:
+        staged = output.staged(keep)
     wait = training.accelerator.wait_for_everyone
     with staged:
         wait()
         training.checkpoints.save_model(str(Path(str(training.args.output_dir)) / PARTIAL))
         wait()
-    if prepared.output is not None:
-        prepared.output.forget()
+    if output is not None:
+        output.forget()
 
 
 def choose_tree(run: Run, held_out: Dataset, args: TrainingArguments, most: int) -> None:
@@ -572,6 +581,47 @@ def choose_tree(run: Run, held_out: Dataset, args: TrainingArguments, most: int)
         if tree is not None:
             write_json(decoding_file(str(args.output_dir)), {"tree": tree})
             print(f"default tree, by held-out accuracy: {tree}", flush=True)
+
+
+def changed_keys(trained: Json, wished: Json) -> list[str]:
+    """What differs between the recipe of a finished run and the present one, as `key=value (was
+    value)`. Keys that say only where things are, or how they are reported, do not count.
+    """
+    # A key that an earlier version did not have had no effect, as its default has none.
+    before = {**asdict(TrainConfig()), **trained}
+    pairs = [(name, before.get(name), wished[name]) for name in wished if name != "trainer"]
+    trainer = before["trainer"]
+    for name in sorted({*trainer, *wished["trainer"]}):
+        pairs.append((name, trainer.get(name), wished["trainer"].get(name)))
+    changed = []
+    for name, was, now in pairs:
+        if was != now and name not in WITHOUT_EFFECT:
+            changed.append(f"{name}={shown(now)} (was {shown(was)})")
+    return changed
+
+
+def check_goes_on(config: TrainConfig, args: TrainingArguments, changed: list[str]) -> None:
+    """Raises UserError if a finished run has no step left in which changed keys could take effect:
+    its record would claim what its weights never saw.
+    """
+    checkpoint = newest_checkpoint(args)
+    if checkpoint is None:
+        return  # begins anew
+    state = load_state(checkpoint)
+    if args.max_steps > 0:
+        over = state.global_step >= args.max_steps
+    else:
+        over = config.max_minutes == 0 and args.num_train_epochs <= (state.epoch or 0)
+    if config.max_minutes > 0:
+        over = over or TimeBudget.after(config.max_minutes, checkpoint).done >= 1
+    if over:
+        raise UserError(
+            f"output_dir={config.output_dir!r} is trained already, so {', '.join(changed)} cannot take effect; set "
+            "resume=false to train it again, more max_steps, num_train_epochs or max_minutes to go on from its "
+            "checkpoint, or another output_dir"
+        )
+    if args.process_index == 0:
+        print(f"goes on behind step {state.global_step} with {', '.join(changed)}", flush=True)
 
 
 def inputs_of_recipe(config: TrainConfig) -> list[tuple[str, str]]:
@@ -613,19 +663,21 @@ def run(args: argparse.Namespace) -> int:
         drafter=config.output_dir,
         trust_remote_code=code,
     )
-    # A key that an earlier version did not have had no effect, as its default has none.
-    if config.resume and trained and {**asdict(TrainConfig()), **trained} == as_saved:
-        if training_args.process_index == 0:
-            print(
-                f"{config.output_dir} is already trained with this configuration (resume=false trains it again)"
-            )
-            conclude(read_training(Path(str(training_args.output_dir))), then=then)
-        return 0
+    if config.resume and trained:
+        changed = changed_keys(trained, as_saved)
+        if not changed:
+            if training_args.process_index == 0:
+                print(
+                    f"{config.output_dir} is already trained with this configuration (resume=false trains it again)"
+                )
+                conclude(read_training(Path(str(training_args.output_dir))), then=then)
+            return 0
+        check_goes_on(config, training_args, changed)
     with explained(training_args), claimed(config, training_args) as output:
         prepared = prepare(config, training_args, output)
-        with contextlib.closing(prepared.run.source):
-            training, seconds = learn(config, training_args, prepared.run)
-            summary = finish(config, prepared, training, seconds)
+        with contextlib.closing(prepared.source):
+            training, seconds = learn(config, training_args, prepared)
+            summary = finish(config, training, seconds)
     if training_args.process_index == 0:
         held = summary["held_out"]
         best = summary["best"]

@@ -20,6 +20,18 @@ from drafttrain.target import Target
 _OPEN_ROWS = 64  # number of open bins: more pack tighter but search slower
 
 
+def cut_row(tokens: list[int], spans: list[list[int]], index: int, max_length: int) -> Json:
+    """The training row of a conversation's first tokens; without spans of less than two tokens."""
+    kept = []
+    for start, end in spans:
+        end = min(end, max_length)
+        # No token precedes token 0, so a response that begins there has one anchor less.
+        if end - max(start, 1) >= 2:
+            kept.append([start, end])
+    tokens = tokens[:max_length]
+    return {"tokens": tokens, "spans": kept, "length": len(tokens), "index": index}
+
+
 def training_rows(
     records: Dataset,
     max_length: int,
@@ -42,14 +54,7 @@ def training_rows(
     """
 
     def cut(row: Json, index: int) -> Json:
-        spans = []
-        for start, end in row["spans"]:
-            end = min(end, max_length)
-            # No token precedes token 0, so a response that begins there has one anchor less.
-            if end - max(start, 1) >= 2:
-                spans.append([start, end])
-        tokens = row["tokens"][:max_length]
-        return {"tokens": tokens, "spans": spans, "length": len(tokens), "index": index}
+        return cut_row(row["tokens"], row["spans"], index, max_length)
 
     drop = [name for name in records.column_names if name not in ("tokens", "spans")]
     rows = records.map(cut, with_indices=True, remove_columns=drop, desc="cutting to max_length")

@@ -217,6 +217,11 @@ class Drafter(NamedDrafter):
     progress: float = 1.0
 
     @property
+    def later_depths_from(self) -> float:
+        """Share of its training after which it learns depths behind the first."""
+        return 0.0
+
+    @property
     def sequence_reach(self) -> int:
         """Positions behind an anchor that `forward` reads; 0: processes may not share rows."""
         return 0

@@ -556,6 +556,14 @@ class _LinearDivergence(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_hidden = torch.empty_like(hidden)  # [t, h]
 
+        # float16 has no numbers below 6e-8, but the weight of a row, 1 over the anchors of a step,
+        # times a probability is smaller. So rows get weights up to 1, and sums their size again.
+        size = row_weight.new_ones(())
+        scaled = row_weight
+        if hidden.dtype == torch.float16:
+            size = row_weight.abs().amax().clamp(min=_TINY)
+            scaled = row_weight / size
+
         for start in range(0, total, chunk):
             part = slice(start, min(start + chunk, total))
             values[part], grad, chunk_alpha, chunk_agree = step(
@@ -563,7 +571,7 @@ class _LinearDivergence(torch.autograd.Function):
                 weight,
                 targets,
                 index[part],
-                row_weight[part],
+                scaled[part],
                 loss,
                 measure,
             )
@@ -572,16 +580,19 @@ class _LinearDivergence(torch.autograd.Function):
                 agree[part] = chunk_agree
             if grad_hidden is not None:
                 grad_hidden[part] = products_backward(grad, weight)
-            head.add(grad, hidden[part])
+            head.add(grad, hidden[part], size)
             del grad  # free it before the next chunk's logits
-        ctx.save_for_backward(grad_hidden)
+        ctx.save_for_backward(grad_hidden, size)
         ctx.mark_non_differentiable(values, alpha, agree)
         return (values * row_weight).sum(), values, alpha, agree
 
     @staticmethod
     def backward(ctx, grad_loss, *_):
-        (grad,) = ctx.saved_tensors  # [t, h], or None
-        if grad is not None:
+        grad, size = ctx.saved_tensors  # [t, h], or None
+        if grad is not None and grad.dtype == torch.float16:
+            # A loss scale of 65,536 is not a number of float16: the product is formed in float32.
+            grad = (grad.float() * (grad_loss * size)).to(grad.dtype)
+        elif grad is not None:
             grad = grad * grad_loss.to(grad.dtype)
         return grad, None, None, None, None, None, None, None
 

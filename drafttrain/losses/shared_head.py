@@ -29,7 +29,10 @@ class SharedHead:
         self._converted = weight.detach()
         self._gradient: Tensor | None = None  # [d, h], sum of all calls so far
         if weight.requires_grad and torch.is_grad_enabled():
-            self._gradient = torch.zeros_like(weight)
+            dtype = weight.dtype
+            if dtype == torch.float16:
+                dtype = torch.float32  # so that a loss scale fits
+            self._gradient = torch.zeros_like(weight, dtype=dtype)
 
     def weight_for(self, rows: Tensor) -> Tensor:
         """[d, h] for products with these rows, in their dtype.
@@ -42,15 +45,21 @@ class SharedHead:
             self._converted = self.weight.detach().to(rows.dtype)  # once for all depths
         return self._converted
 
-    def add(self, grad: Tensor, rows: Tensor) -> None:
-        """Adds the gradient of a chunk: grad [c, d] of its logits, rows [c, h]."""
+    def add(self, grad: Tensor, rows: Tensor, size: Tensor) -> None:
+        """Adds the gradient of a chunk: grad [c, d] of its logits, rows [c, h].
+
+        size: factor of a float16 gradient; 1 for others.
+        """
         total = self._gradient
         if total is not None and total.dtype == grad.dtype:
             total.addmm_(grad.t(), rows)
         elif total is not None:
             for part in _parts(total):  # in the rows' dtype, as autocast multiplies
                 into = total[part]  # a view: `total[part] += x` would also copy the sum onto itself
-                into += grad[:, part].t() @ rows
+                made = grad[:, part].t() @ rows
+                if grad.dtype == torch.float16:
+                    made = made.float() * size
+                into += made
 
     def term(self) -> Tensor:
         """A zero that carries the weight's gradient, with the same factor as the calls' losses."""
@@ -69,12 +78,12 @@ class _Gradient(torch.autograd.Function):
         gradient: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(gradient)
-        return weight.new_zeros(())
+        return gradient.new_zeros(())
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        return ctx.saved_tensors[0] * grad, None
+        return ctx.saved_tensors[0] * grad, None  # autograd converts it to the weight's dtype
 
 
 def _parts(weight: Tensor) -> Iterator[slice]:

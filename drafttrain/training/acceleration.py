@@ -24,6 +24,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.errors import UserError
 from drafttrain.files import Json
+from drafttrain.training.arguments import one_line
 from drafttrain.training.column_rates import set_column_rates
 from drafttrain.training.limits import TimeBudget
 
@@ -62,13 +63,15 @@ def accelerator_of(args: TrainingArguments, drafter: TrainableDrafter) -> Accele
         data_seed=args.data_seed,
         non_blocking=options["non_blocking"],
     )
-    accelerator = Accelerator(
-        mixed_precision=args.mixed_precision,
-        deepspeed_plugin=args.deepspeed_plugin,
-        dataloader_config=data,
-        gradient_accumulation_plugin=GradientAccumulationPlugin(**{**accumulation, "num_steps": 1}),
-        kwargs_handlers=[_ddp_options(args, drafter)],
-    )
+    with one_line("accelerator_config, bf16, fp16, ddp_*"):
+        plugin = GradientAccumulationPlugin(**{**accumulation, "num_steps": 1})
+        accelerator = Accelerator(
+            mixed_precision=args.mixed_precision,
+            deepspeed_plugin=args.deepspeed_plugin,
+            dataloader_config=data,
+            gradient_accumulation_plugin=plugin,
+            kwargs_handlers=[_ddp_options(args, drafter)],
+        )
     # accelerate launch has read DeepSpeed's file; a recipe's own file has its values already.
     if is_deepspeed(accelerator) and not args.deepspeed:
         propagate_args_to_deepspeed(accelerator, args)
@@ -106,11 +109,12 @@ def enable_checkpointing(drafter: TrainableDrafter, args: TrainingArguments) -> 
         options.update(args.activation_checkpointing_kwargs)  # type: ignore[arg-type]
     every = options.pop("every_n_layers", 1)
     offload = options.pop("offload", False)
-    drafter.activation_checkpointing_enable(
-        activation_checkpointing_kwargs=options or None,
-        every_n_layers=every,
-        offload=offload,
-    )
+    with one_line("activation_checkpointing_kwargs"):
+        drafter.activation_checkpointing_enable(
+            activation_checkpointing_kwargs=options or None,
+            every_n_layers=every,
+            offload=offload,
+        )
 
 
 def optimizer_of(
@@ -135,12 +139,13 @@ def optimizer_of(
         {"params": with_decay, "weight_decay": args.weight_decay},
         {"params": without, "weight_decay": 0.0},
     ]
-    make, options = Trainer.get_optimizer_cls_and_kwargs(args, drafter)
-    if is_optimizer_factory(make):
-        optimizer = make()(drafter, **options)
-    else:
-        groups = options.pop("params", groups)  # low-rank optimizers bring groups of their own
-        optimizer = make(groups, **options)
+    with one_line("optim, optim_args, optim_target_modules"):
+        make, options = Trainer.get_optimizer_cls_and_kwargs(args, drafter)
+        if is_optimizer_factory(make):
+            optimizer = make()(drafter, **options)
+        else:
+            groups = options.pop("params", groups)  # low-rank optimizers bring groups of their own
+            optimizer = make(groups, **options)
     if "bitsandbytes" in str(make) and options.get("optim_bits") == 8:
         _embeddings_in_float32(drafter)
     if column_rates is not None:
@@ -171,20 +176,21 @@ def schedule_of(
         return LambdaLR(
             optimizer, lambda step: min(1.0, (step + 1) / max(warmup, 1)) * budget.factor()
         )
-    return get_scheduler(
-        args.lr_scheduler_type,
-        optimizer=optimizer,
-        num_warmup_steps=warmup,
-        num_training_steps=steps,
-        scheduler_specific_kwargs=args.lr_scheduler_kwargs,  # type: ignore[arg-type]
-    )
+    with one_line("lr_scheduler_type, lr_scheduler_kwargs"):
+        return get_scheduler(
+            args.lr_scheduler_type,
+            optimizer=optimizer,
+            num_warmup_steps=warmup,
+            num_training_steps=steps,
+            scheduler_specific_kwargs=args.lr_scheduler_kwargs,  # type: ignore[arg-type]
+        )
 
 
 class WrappedDrafter(NamedTuple):
     """The drafter as the processes train it, with its optimizer and schedule."""
 
     drafter: TrainableDrafter
-    model: nn.Module  # the drafter, perhaps wrapped by DDP or DeepSpeed
+    model: Any  # the drafter, perhaps wrapped by DDP or DeepSpeed
     optimizer: Optimizer
     schedule: LRScheduler
 

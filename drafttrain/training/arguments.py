@@ -4,8 +4,11 @@ TrainingArguments from them.
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import get_type_hints
@@ -13,6 +16,7 @@ from typing import get_type_hints
 import torch
 from transformers import TrainingArguments
 from transformers.integrations.integration_utils import get_available_reporting_integrations
+from transformers.training_args import trainer_log_levels
 
 from drafttrain.config import TrainConfig, TrainerKeys
 from drafttrain.data.store import stored_features
@@ -68,10 +72,18 @@ INSTEAD = {
     "enable_jit_checkpoint": "SIGTERM saves a checkpoint without it",
     "fsdp": "set deepspeed to a file such as configs/deepspeed/zero3.json",
     "greater_is_better": "the checkpoint that decodes held-out prompts best is kept",
+    "length_column_name": "rows are sorted by their tokens",
     "load_best_model_at_end": "the checkpoint that decodes held-out prompts best is taken without it",
     "metric_for_best_model": "the checkpoint that decodes held-out prompts best is kept",
     "push_to_hub": "publish the trained drafter with drafttrain push",
+    "resume_from_checkpoint": "the newest checkpoint in output_dir is taken; resume=false takes none",
 }
+_WORKERS = (  # keys of the processes that load rows
+    "dataloader_persistent_workers",
+    "dataloader_multiprocessing_context",
+    "dataloader_prefetch_factor",
+)
+_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 ANYWAY = {"disable_tqdm": True, "remove_unused_columns": False}  # as training does without them
 # Values of keys that are read, but which only that Trainer carries out.
 REFUSED = {
@@ -146,6 +158,8 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         "use_cpu": os.environ.get("DS_ACCELERATOR") == "cpu",
     }
     options |= config.trainer
+    _check_environment()
+    _check_choices(options)
     options["output_dir"] = config.output_dir
     cpu_launch = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
     if not options["use_cpu"] and not cpu_launch:
@@ -158,15 +172,8 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
     _check_launch(config, options)
     if config.max_minutes > 0:
         options["num_train_epochs"] = 10_000  # TimeBudget ends the run, so epochs must not
-    try:
+    with one_line("TrainingArguments"):
         args = TrainingArguments(**options)
-    except Exception as error:  # transformers, accelerate and DeepSpeed each raise their own
-        reason = " ".join(str(error).split())
-        if not reason:
-            reason = type(error).__name__
-        raise UserError(
-            f"TrainingArguments: {reason[:400]}; change that key of the recipe"
-        ) from error
     _check_pairs(config, args)
     if args.n_gpu > 1:
         if not config.target_device_map:
@@ -179,6 +186,20 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         # Beyond one, batches would be as many times larger.
         args._n_gpu = 1
     return args
+
+
+@contextlib.contextmanager
+def one_line(keys: str) -> Iterator[None]:
+    """Turns errors of libraries about values of these keys into a UserError."""
+    try:
+        yield
+    except (UserError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # transformers, accelerate and DeepSpeed each raise their own
+        reason = " ".join(str(error).split())
+        if not reason:
+            reason = type(error).__name__
+        raise UserError(f"{keys}: {reason[:400]}; change that key of the recipe") from error
 
 
 def _reporters(given: object, config: TrainConfig) -> list[str]:
@@ -202,14 +223,53 @@ def _reporters(given: object, config: TrainConfig) -> list[str]:
     return names
 
 
+def _check_environment() -> None:
+    """Raises UserError for variables of a launcher that are not numbers, or contradict each other."""
+    numbers: dict[str, int] = {}
+    for name in _RANKS:
+        text = os.environ.get(name, "")
+        if not text:
+            continue
+        if not text.removeprefix("-").isdecimal():
+            raise UserError(
+                f"{name}={shown(text)} in the environment is not a whole number; unset it, or start with accelerate launch"
+            )
+        numbers[name] = int(text)
+    rank = numbers.get("RANK", 0)
+    world = numbers.get("WORLD_SIZE", 1)
+    if not 0 <= rank < world:
+        raise UserError(
+            f"RANK={rank} in the environment must be from 0 to WORLD_SIZE - 1 = {world - 1}; unset it, or start with "
+            "accelerate launch"
+        )
+
+
+def _check_choices(options: Json) -> None:
+    """Raises UserError for values that only fail where they are used."""
+    for name in ("log_level", "log_level_replica"):
+        level = options.get(name, "passive")
+        if level not in trainer_log_levels:
+            raise UserError(
+                f"{name}={shown(level)} is not one of {', '.join(trainer_log_levels)}; choose one"
+            )
+    for name in _WORKERS:
+        value = options.get(name)
+        if value and not options["dataloader_num_workers"]:
+            raise UserError(
+                f"{name}={shown(value)} is for processes that load rows; set dataloader_num_workers above 0, or leave the "
+                "key out"
+            )
+    methods = multiprocessing.get_all_start_methods()
+    context = options.get("dataloader_multiprocessing_context")
+    if context and context not in methods:
+        raise UserError(
+            f"dataloader_multiprocessing_context={shown(context)} is not one of {', '.join(methods)}; choose one"
+        )
+
+
 def _check_launch(config: TrainConfig, options: Json) -> None:
     """Raises UserError for a launcher's or a recipe's DeepSpeed or FSDP that does not work here."""
     settings = options.get("deepspeed")
-    launched = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
-    if config.feature_rates and (settings or launched):
-        raise UserError(
-            "feature_rates=true: DeepSpeed's optimizers have one rate for all of a weight; leave one of them out"
-        )
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
         raise UserError(
             "ACCELERATE_USE_FSDP=true: drafters train under DDP or DeepSpeed; launch with configs/accelerate/gpu-8.yaml, or with "
@@ -217,16 +277,24 @@ def _check_launch(config: TrainConfig, options: Json) -> None:
         )
     if settings:
         require("deepspeed", f"deepspeed={shown(settings)}")
-    if isinstance(settings, str):
-        _read_deepspeed(settings)
+    if "optimizer" in _deepspeed_settings(options) and config.feature_rates:
+        raise UserError(
+            "feature_rates=true: the optimizer of DeepSpeed's file has one rate for all of a weight; leave it out of the file, "
+            "so that optim of the recipe counts"
+        )
 
 
-def _read_deepspeed(path: str) -> Json:
-    return read_json(
-        Path(path),
-        "deepspeed",
-        "give a DeepSpeed file such as configs/deepspeed/zero2.json",
-    )
+def _deepspeed_settings(options: Json) -> Json:
+    """DeepSpeed's settings, from the recipe or its launcher's file; empty without DeepSpeed."""
+    given = options.get("deepspeed")
+    if not given:
+        given = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    if isinstance(given, dict):
+        return given
+    if not given:
+        return {}
+    fix = "give a DeepSpeed file such as configs/deepspeed/zero2.json"
+    return read_json(Path(str(given)), "deepspeed", fix)
 
 
 def _refuse_trainers_own(name: str, value: object) -> None:
@@ -273,15 +341,10 @@ def wants_bfloat16(options: Json) -> bool:
     Weights, their gradients and the optimizer stay float32. A precision of accelerate's or
     DeepSpeed's configuration counts.
     """
-    given = options.get("deepspeed")
-    if not given:
-        given = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-    if isinstance(given, str) and given:
-        given = _read_deepspeed(given)
-    if isinstance(given, dict):
-        for key in ("bf16", "fp16"):
-            if given.get(key, {}).get("enabled", "auto") != "auto":
-                return False
+    given = _deepspeed_settings(options)
+    for key in ("bf16", "fp16"):
+        if given.get(key, {}).get("enabled", "auto") != "auto":
+            return False
     if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no":
         return False
     native = has_bfloat16() or (not torch.cuda.is_available() and cpu_has_bfloat16())

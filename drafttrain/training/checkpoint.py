@@ -10,8 +10,9 @@ import shutil
 import sys
 import zipfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Protocol
 
 import numpy as np
 import torch
@@ -40,7 +41,6 @@ WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer.pt"
 SCHEDULE = "scheduler.pt"
 SCALER = "scaler.pt"
-ARGUMENTS = "training_args.bin"
 
 
 class SavedPart(Protocol):
@@ -49,30 +49,23 @@ class SavedPart(Protocol):
     def state(self) -> Json: ...
 
 
+@dataclass
 class Checkpoints:
     """Writes the checkpoints of a run, and restores it from one.
 
-    Args:
+    Attributes:
         trained: what checkpoints hold. parts: time budget and on-policy rows.
     """
 
-    def __init__(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        accelerator: Accelerator,
-        trained: WrappedDrafter,
-        parts: Sequence[SavedPart],
-    ):
-        self.args = args
-        self.state = state
-        self.accelerator = accelerator
-        self.drafter = trained.drafter
-        self.model: Any = trained.model
-        self.optimizer = trained.optimizer
-        self.schedule = trained.schedule
-        self.parts = parts
-        self.root = Path(str(args.output_dir))
+    args: TrainingArguments
+    state: TrainerState
+    accelerator: Accelerator
+    trained: WrappedDrafter
+    parts: Sequence[SavedPart]
+
+    @property
+    def root(self) -> Path:
+        return Path(str(self.args.output_dir))
 
     # -- writing -----------------------------------------------------------------------------------
 
@@ -124,21 +117,22 @@ class Checkpoints:
         """Writes the drafter as transformers does; all processes call it, and the first one writes."""
         weights = None
         if is_deepspeed(self.accelerator):
-            weights = self.accelerator.get_state_dict(self.model)  # gathered, under ZeRO-3
+            weights = self.accelerator.get_state_dict(self.trained.model)  # gathered, under ZeRO-3
         if self.args.should_save:
             os.makedirs(folder, exist_ok=True)
-            self.drafter.save_pretrained(folder, state_dict=weights, is_main_process=True)
-            torch.save(self.args, os.path.join(folder, ARGUMENTS))
+            self.trained.drafter.save_pretrained(folder, state_dict=weights, is_main_process=True)
 
     def _save_optimizer(self, folder: Path) -> None:
         if is_deepspeed(self.accelerator):
-            self.model.save_checkpoint(str(folder))  # global_step*: each process its shards
+            self.trained.model.save_checkpoint(str(folder))  # global_step*: each process its shards
         elif self.args.should_save:
-            torch.save(self.optimizer.state_dict(), folder / OPTIMIZER)
+            torch.save(self.trained.optimizer.state_dict(), folder / OPTIMIZER)
         if not self.args.should_save:
             return
-        if not isinstance(self.schedule, DeepSpeedSchedulerWrapper):  # which DeepSpeed saves
-            torch.save(self.schedule.state_dict(), folder / SCHEDULE)
+        if not isinstance(
+            self.trained.schedule, DeepSpeedSchedulerWrapper
+        ):  # which DeepSpeed saves
+            torch.save(self.trained.schedule.state_dict(), folder / SCHEDULE)
         if self.accelerator.scaler is not None:
             torch.save(self.accelerator.scaler.state_dict(), folder / SCALER)
 
@@ -188,11 +182,11 @@ class Checkpoints:
             if self.args.world_size > 1 and self.args.device.type != "cpu":
                 place = self.args.device
             optimizer = torch.load(folder / OPTIMIZER, map_location=place, weights_only=True)
-            self.optimizer.load_state_dict(optimizer)
+            self.trained.optimizer.load_state_dict(optimizer)
         if (folder / SCHEDULE).is_file() and not isinstance(
-            self.schedule, DeepSpeedSchedulerWrapper
+            self.trained.schedule, DeepSpeedSchedulerWrapper
         ):
-            self.schedule.load_state_dict(torch.load(folder / SCHEDULE, weights_only=True))
+            self.trained.schedule.load_state_dict(torch.load(folder / SCHEDULE, weights_only=True))
         if (folder / SCALER).is_file() and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(
                 torch.load(folder / SCALER, weights_only=True),
@@ -201,7 +195,7 @@ class Checkpoints:
     def _load_engine(self, checkpoint: str) -> None:
         """Restores DeepSpeed's weights, optimizer and schedule from its shards."""
         found = any(Path(checkpoint).glob("global_step*"))
-        if not found or self.model.load_checkpoint(checkpoint)[0] is None:
+        if not found or self.trained.model.load_checkpoint(checkpoint)[0] is None:
             raise UserError(
                 f"checkpoint={checkpoint!r} holds no state of DeepSpeed; go on as the run began, or start again with "
                 "resume=false"
@@ -233,7 +227,7 @@ class Checkpoints:
         if is_deepspeed(self.accelerator):
             self._load_engine(where)
         else:
-            load_weights(self.drafter, where)
+            load_weights(self.trained.drafter, where)
 
 
 def load_state(checkpoint: str | None) -> TrainerState:
@@ -258,15 +252,20 @@ def load_weights(drafter: TrainableDrafter, checkpoint: str) -> None:
         load_sharded_checkpoint(drafter, checkpoint, strict=False)
 
 
+def sync_files(folder: Path) -> None:
+    """Waits until all files of a folder are on the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
 def _move(partial: Path, root: Path, name: str) -> None:
     """Syncs a finished checkpoint to the disk and moves it into place; on a shared disk only the
     first node's move succeeds.
     """
     try:
-        for path in (partial / name).rglob("*"):
-            if path.is_file():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
+        sync_files(partial / name)
         if (partial / name).exists() and (root / name).exists():
             # written by an earlier run of the same steps
             os.replace(root / name, partial / "before")

@@ -35,7 +35,6 @@ from torch.utils.flop_counter import flop_registry
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from drafttrain.batch import Batch
-from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.registry import kind_class
 from drafttrain.files import Json
 from drafttrain.losses import divergence, fused, parse_loss
@@ -43,6 +42,7 @@ from drafttrain.ops import path_attention
 from drafttrain.states.origins import Origin, Row, RowStates
 from drafttrain.states.source import NoTarget, TargetSource
 from drafttrain.target import Target
+from drafttrain.training.step import step_inputs
 
 _BLOCK = 512  # bytes; the CUDA allocator's unit
 _aten = torch.ops.aten
@@ -51,6 +51,15 @@ _INDEXING = (
     _aten.index_put.default,
     _aten.index_put_.default,
     _aten._index_put_impl_.default,
+)
+_PARTS = (  # of `StepMemory`, in bytes
+    "target",
+    "drafter",
+    "gradients",
+    "optimizer",
+    "features",
+    "logits",
+    "activations",
 )
 _ghosts: list[_Ghosts] = []  # of the dry step that runs
 
@@ -83,21 +92,12 @@ class StepMemory:
 
     @property
     def total(self) -> int:
-        return self.target + self.drafter + self.gradients + self.optimizer + self.working
+        return sum(getattr(self, name) for name in _PARTS)
 
     def json(self) -> Json:
         """Gigabytes (10^9 bytes) by part, and their total."""
-        return {
-            "target": self.target / 1e9,
-            "drafter": self.drafter / 1e9,
-            "gradients": self.gradients / 1e9,
-            "optimizer": self.optimizer / 1e9,
-            "features": self.features / 1e9,
-            "logits": self.logits / 1e9,
-            "activations": self.activations / 1e9,
-            "total": self.total / 1e9,
-            "at": self.at,
-        }
+        parts = {name: getattr(self, name) / 1e9 for name in _PARTS}
+        return {**parts, "total": self.total / 1e9, "at": self.at}
 
 
 class _Ghost(torch.Tensor):
@@ -364,13 +364,10 @@ def dry_step(
                 torch.autocast("cpu", setting.autocast, enabled=setting.autocast is not None),
                 torch.set_grad_enabled(setting.trains),
             ):
-                features, targets, row_of = given(batch)
-                if targets is not None:
-                    targets.prepare()
-                embeds = target.embed(batch.input_ids)
+                inputs = step_inputs(batch, target, given, total, measure=True)
                 read = ghosts.now - before
-                step = drafter(StepInputs(batch, embeds, features, targets, row_of, total, True))  # type: ignore[arg-type]
-            del features, targets, row_of, embeds
+                step = drafter(inputs)
+            del inputs
 
             # Backward, after autocast is left, as in the trainer. The engine gets a graph edge: a
             # call with a tensor would leave `_GpuKernels`.

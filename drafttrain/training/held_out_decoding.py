@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from transformers import TrainerControl, TrainerState
 
@@ -36,28 +37,22 @@ def gather_drafter(
     return copy
 
 
+@dataclass
 class DecodeHeldOut:
     """Decodes held-out prompts with the drafter and logs the acceptance.
 
     One process decodes, the others wait.
 
-    Args:
+    Attributes:
         every: steps between measurements; 0 decodes with every checkpoint. The last step always
             decodes.
         decode: drafter -> figures by name, `accepted_length` among them.
     """
 
-    def __init__(
-        self,
-        drafter: TrainableDrafter,
-        target: Target,
-        every: int,
-        decode: Callable[[TrainableDrafter], dict[str, float]],
-    ):
-        self.drafter = drafter
-        self.target = target
-        self.every = every
-        self.decode = decode
+    drafter: TrainableDrafter
+    target: Target
+    every: int
+    decode: Callable[[TrainableDrafter], dict[str, float]]
 
     def due(self, step: int, control: TrainerControl) -> bool:
         """Whether prompts are decoded after this step."""

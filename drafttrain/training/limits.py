@@ -57,6 +57,11 @@ class TimeBudget:
         """Share of the budget that is used, 0 to 1."""
         return min(1.0, self.used / (60 * self.minutes))
 
+    @property
+    def left(self) -> float:
+        """Seconds that are not used."""
+        return max(0.0, 60 * self.minutes - self.used)
+
     def factor(self) -> float:
         """Factor of the learning rate: constant for the first third, then linear to a twentieth."""
         return min(1.0, max(0.05, 1.5 * (1 - self.done)))

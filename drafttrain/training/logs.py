@@ -1,7 +1,12 @@
-"""What a run reports: figures of its steps, lines on the terminal, wandb and others."""
+"""What a run reports: figures of its steps, lines on the terminal, wandb and others.
+
+A line per log: step, loss, acceptance by depth, throughput and time left. Lines suit terminals,
+files and CI.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 
@@ -13,12 +18,12 @@ from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import speed_metrics
 
 from drafttrain.environment import peak_memory
-from drafttrain.files import Json
 from drafttrain.states.ahead import Inputs
-from drafttrain.training.limits import max_over_ranks
+from drafttrain.training.limits import TimeBudget, max_over_ranks
 from drafttrain.training.step import TrainingStep
 
 Figures = dict[str, float]
+_LONG_STEP = 0.1  # of a time budget
 
 
 class Logs:
@@ -26,6 +31,7 @@ class Logs:
 
     Args:
         step: counts anchors and metrics. parameters: of the drafter, for its operations.
+        budget: of time, if the run has one.
 
     Attributes:
         written: step of the last training log. seconds: in micro-batches, of this process.
@@ -39,6 +45,7 @@ class Logs:
         accelerator: Accelerator,
         step: TrainingStep,
         parameters: int,
+        budget: TimeBudget | None,
     ):
         self.args = args
         self.state = state
@@ -47,7 +54,11 @@ class Logs:
         self.reporters: list[TrainerCallback] = []
         for made in get_reporting_integration_callbacks(args.report_to):
             self.reporters.append(made())
-        self.reporters.append(ProgressLines())
+        self.budget = budget
+        # of the step before this one; none yet
+        self.progress: float | None = None
+        self.rate: float | None = None
+        self.rate_held = False  # the rate rose or stayed in an earlier step
         self.begun = self.written = state.global_step
         self.parameters = parameters
         self.tokens = 0
@@ -57,6 +68,7 @@ class Logs:
         self.start = time.time()
         # when the last training log was written, and what had been waited for states until then
         self.clock = time.perf_counter()
+        self.began = self.clock  # the first step
         self.waited = 0.0
 
     def tell(self, event: str, **more: object) -> None:
@@ -74,6 +86,7 @@ class Logs:
     def begin(self) -> None:
         self.start = time.time()
         self.clock = time.perf_counter()
+        self.began = self.clock
         self.tell("on_init_end")
         self.tell("on_train_begin")
 
@@ -82,17 +95,93 @@ class Logs:
         for inputs in batches:
             self.tokens += inputs["input_ids"].numel()
 
-    def add(self, losses: list[Tensor], seconds: float) -> None:
-        """Counts an optimizer step: the losses of its micro-batches, and their time."""
+    def add(self, losses: list[Tensor], seconds: float, rate: float) -> None:
+        """Counts an optimizer step: the losses of its micro-batches, their time and its learning
+        rate. Says when a phase of the training begins.
+        """
         for loss in losses:
             self.loss += loss
         self.seconds += seconds
+
+        if self.budget is not None and self.state.global_step == self.begun + 1:
+            share = seconds / (60 * self.budget.minutes)
+            if share > _LONG_STEP:
+                self._say(
+                    f"note: this step took {seconds:.0f} s, {100 * share:.0f} % of max_minutes={self.budget.minutes:g}, so "
+                    f"few steps fit; a lower per_device_train_batch_size ({self.args.per_device_train_batch_size}), "
+                    "max_length or a smaller drafter gives more"
+                )
+        drafter = self.step.drafter
+        joins = drafter.later_depths_from
+        if self.progress is not None and self.progress < joins <= drafter.progress:
+            self._say("later depths join: they are trained from here on")
+        self.progress = drafter.progress
+        if self.rate is not None and self.rate_held and rate < self.rate:
+            self._say(f"rate falls: the learning rate was {self.rate:.2g} until here")
+            self.rate_held = False
+        elif self.rate is not None and rate >= self.rate:
+            self.rate_held = True
+        self.rate = rate
 
     def write(self, figures: Figures) -> None:
         """Notes figures of the present step, to which it adds the epoch."""
         figures["epoch"] = self.state.epoch  # reporters and callers see it, too
         self.state.log_history.append({**figures, "step": self.state.global_step})
         self.tell("on_log", logs=figures)
+        if "eval_decode_accepted_length" in figures:
+            length = figures["eval_decode_accepted_length"]
+            prefix = "eval_decode_acceptance"
+            depths = sum(name.startswith(f"{prefix}@") for name in figures)
+            self._say(
+                f"decoding held-out prompts: accepted length {length:.2f}, by depth "
+                f"{_by_depth(figures, prefix, depths)}"
+            )
+        if "loss" in figures:
+            length = figures.get("accepted_length", math.nan)
+            expected = "-" if math.isnan(length) else f"{length:.2f}"
+            left = self._left()
+            self._say(
+                f"loss {figures['loss']:.3f}  agree by depth "
+                f"{_by_depth(figures, 'agree', self.step.depths)}  accepted length {expected}  "
+                f"{figures['tokens_per_second']:.0f} tok/s  {left // 60}:{left % 60:02d} left"
+            )
+
+    def _say(self, text: str) -> None:
+        """Prints a line about the present step, in the first process.
+
+        Under a time budget the step says which share of the time is over: the number of steps that
+        will fit changes from line to line.
+        """
+        if not self.state.is_world_process_zero:
+            return
+        step = f"step {self.state.global_step}"
+        if self.budget is None:
+            step += f"/{self.state.max_steps}"
+        else:
+            step += f", {100 * self.budget.done:.0f} % of {self.budget.minutes:g} min"
+        print(f"{step}  {text}", flush=True)
+
+    def _left(self) -> int:
+        """Seconds until the last step, by the pace so far."""
+        state = self.state
+        if state.global_step >= state.max_steps:
+            return 0
+        elapsed = time.perf_counter() - self.began
+        pace = elapsed / max(state.global_step - self.begun, 1)
+        left = pace * (state.max_steps - state.global_step)
+        if self.budget is not None:
+            left = min(left, self.budget.left)
+        return int(left)
+
+    def saved(self) -> None:
+        """Says that a checkpoint of the present step is written."""
+        self.tell("on_save")
+        if self.state.is_world_process_zero:
+            best = "not measured"
+            if self.state.best_model_checkpoint:
+                best = Path(self.state.best_model_checkpoint).name
+            where = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
+            print(f"saved {where} (best: {best})", flush=True)
 
     def write_step(self, norm: Tensor | float, rate: float) -> None:
         """Notes loss, acceptance by depth, throughput and memory since the last time."""
@@ -162,52 +251,10 @@ class Logs:
         return round(max_over_ranks(ahead.waited / max(self.seconds, 1e-9), self.args.device), 4)
 
 
-class ProgressLines(TrainerCallback):
-    """Prints a line per log: step, loss, acceptance by depth, rate and time left. Lines suit
-    terminals, files and CI.
-    """
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_
-    ) -> None:
-        self.start = time.perf_counter()
-        self.first = state.global_step
-
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: Json
-    ) -> None:
-        logs = event["logs"]
-        if not state.is_world_process_zero:
-            return
-        step = f"step {state.global_step}/{state.max_steps}  "
-        if "eval_decode_accepted_length" in logs:
-            length = logs["eval_decode_accepted_length"]
-            depths = _by_depth(logs, "eval_decode_acceptance@")
-            print(
-                f"{step}decoding held-out prompts: accepted length {length:.2f}, by depth {depths}",
-                flush=True,
-            )
-        if "loss" in logs:
-            elapsed = time.perf_counter() - self.start
-            done = max(state.global_step - self.first, 1)
-            left = int(elapsed / done * max(state.max_steps - state.global_step, 0))  # seconds
-            print(
-                f"{step}loss {logs['loss']:.3f}  agree by depth {_by_depth(logs, 'agree@')}  "
-                f"accepted length {logs.get('accepted_length', 1):.2f}  {logs.get('tokens_per_second', 0):.0f} tok/s  "
-                f"{left // 60}:{left % 60:02d} left",
-                flush=True,
-            )
-
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_
-    ) -> None:
-        if state.is_world_process_zero:
-            best = "not measured"
-            if state.best_model_checkpoint:
-                best = Path(state.best_model_checkpoint).name
-            where = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
-            print(f"saved {where} (best: {best})", flush=True)
-
-
-def _by_depth(logs: Json, prefix: str) -> str:
-    return " ".join(f"{value:.2f}" for name, value in logs.items() if name.startswith(prefix))
+def _by_depth(figures: Figures, prefix: str, depths: int) -> str:
+    """A figure per depth; `-` for depths that were not trained or not measured."""
+    words = []
+    for depth in range(1, max(depths, 1) + 1):
+        value = figures.get(f"{prefix}@{depth}")
+        words.append("-" if value is None else f"{value:.2f}")
+    return " ".join(words)

@@ -122,12 +122,17 @@ def fit(training: Training, stop: SaveOnTerm) -> None:
             anchors = training.step.count(batches)
             yield batches
 
+    def check(norm: Tensor) -> None:
+        # Under a loss scale an infinite norm is usual: the step is skipped, and the scale falls.
+        if args.mixed_precision != "fp16":
+            training.step.check_finite("grad_norm", norm)
+
     learner: Learner[Inputs] = Learner(
         model=training.model,
         optimizer=training.optimizer,
         loss=lambda inputs: training.step.compute_loss(training.model, inputs, anchors),
         max_norm=max_norm,
-        check=lambda norm: training.step.check_finite("grad_norm", norm),
+        check=check,
         accelerator=training.accelerator,
         syncs_each=training.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False),
     )
@@ -143,13 +148,13 @@ def fit(training: Training, stop: SaveOnTerm) -> None:
             training.schedule.step()
         state.global_step += 1
         state.epoch = training.order.epochs(state.global_step)
-        logs.add(taken.losses, taken.seconds)
 
         control = TrainerControl()
         flow.on_step_end(args, state, control)
         logs.tell("on_step_end")
         if run.budget is not None:
             run.budget.spend(state, control, args.device)
+        logs.add(taken.losses, taken.seconds, rate)
         if run.decoding is not None and run.decoding.due(state.global_step, control):
             run.decoding.measure(state, control, logs.write)
         if stop.anywhere(args.device):
@@ -203,7 +208,7 @@ def _report(training: Training, control: TrainerControl, norm: Tensor, rate: flo
     if control.should_save:
         training.logs.add_tokens()
         training.checkpoints.save()
-        training.logs.tell("on_save")
+        training.logs.saved()
     control.should_log = False
     control.should_evaluate = False
     control.should_save = False

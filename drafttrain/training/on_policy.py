@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import TrainingArguments
 
 from drafttrain.batch import Batch
-from drafttrain.data.loader import collate, fill_rows, join_rows
+from drafttrain.data.loader import collate, cut_row, fill_rows, join_rows
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.errors import UserError
 from drafttrain.files import Json
@@ -161,7 +161,9 @@ class OnPolicy:
         for done in engine.run(requests, sampling, self.seed + self.round):
             if len(done.tokens) > 1:
                 begin = len(done.sequence) - len(done.tokens)
-                made.append((int(done.key), _response(done.sequence, begin)))
+                length = len(done.sequence)
+                row = cut_row(done.sequence, [[begin, length]], -1, length)
+                made.append((int(done.key), row))
         writer.release_steps()
         return made
 
@@ -219,13 +221,8 @@ class OnPolicy:
         pool = []
         for text, begin in kept["pool"]:
             tokens = [int(word) for word in text.split()]
-            pool.append(_response(tokens, begin))
+            pool.append(cut_row(tokens, [[begin, len(tokens)]], -1, len(tokens)))
         self._take(pool)
-
-
-def _response(tokens: list[int], begin: int) -> Json:
-    """The row of a response that begins at that token."""
-    return {"tokens": tokens, "spans": [[begin, len(tokens)]], "length": len(tokens), "index": -1}
 
 
 def _rows(inputs: dict[str, Tensor]) -> list[Json]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from datasets import Dataset
 from torch import Tensor
@@ -12,6 +12,8 @@ from transformers.utils import logging
 
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.errors import UserError
+from drafttrain.files import Json
+from drafttrain.folders import OutputFolder
 from drafttrain.sequence_parallel import SequenceGroup
 from drafttrain.states.source import BatchSource
 from drafttrain.target import Target
@@ -42,6 +44,8 @@ class Run:
         sequence: the processes that share this one's rows.
         column_rates: [f*h] learning rates of the weight that reads features, by column.
         budget: of time. decoding: of held-out prompts.
+        facts: what training.json records about the drafter. output: the folder, in the first
+            process.
     """
 
     target: Target
@@ -55,6 +59,8 @@ class Run:
     column_rates: Tensor | None = None
     budget: TimeBudget | None = None
     decoding: DecodeHeldOut | None = None
+    facts: Json = field(default_factory=dict)
+    output: OutputFolder | None = None
 
 
 class Training:
@@ -121,7 +127,9 @@ class Training:
             accelerator=self.accelerator,
             sequence=run.sequence,
         )
-        self.logs = Logs(args, self.state, self.accelerator, self.step, parameters)
+        self.logs = Logs(
+            args, self.state, self.accelerator, self.step, parameters, budget=run.budget
+        )
         parts: list[SavedPart] = []
         if run.budget is not None:
             parts.append(run.budget)

@@ -12,6 +12,7 @@ accumulation steps), so neither padding nor the number of devices changes the gr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from accelerate import Accelerator
@@ -69,41 +70,32 @@ def step_inputs(
     )
 
 
+@dataclass
 class TrainingStep:
     """The loss of a drafter on collated batches: its divergence from the frozen target.
 
-    Args:
+    Attributes:
         drafter: what learns, without the wrapper of DDP or DeepSpeed.
         target: frozen. source: gives each batch its target features and distributions.
         args, state: of the run, for the step's number and for messages.
         accelerator: sums over processes.
         sequence: the processes that share the rows of this one's batches; None: its batches are its
             own.
-
-    Attributes:
         sums: metric sums by phase ("train", "eval") since they were last taken, each [depths].
         anchors: of this process since the last log.
+        depths: that the drafter has, as far as a step has measured them.
     """
 
-    def __init__(
-        self,
-        drafter: TrainableDrafter,
-        target: Target,
-        source: BatchSource,
-        args: TrainingArguments,
-        state: TrainerState,
-        accelerator: Accelerator,
-        sequence: SequenceGroup | None = None,
-    ):
-        self.drafter = drafter
-        self.target = target
-        self.source = source
-        self.args = args
-        self.state = state
-        self.accelerator = accelerator
-        self.sequence = sequence
-        self.sums: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}
-        self.anchors = 0
+    drafter: TrainableDrafter
+    target: Target
+    source: BatchSource
+    args: TrainingArguments
+    state: TrainerState
+    accelerator: Accelerator
+    sequence: SequenceGroup | None = None
+    sums: dict[str, dict[str, Tensor]] = field(default_factory=lambda: {"train": {}, "eval": {}})
+    anchors: int = 0
+    depths: int = 0
 
     @property
     def sharing(self) -> int:
@@ -160,7 +152,9 @@ class TrainingStep:
         if model.training:
             phase = "train"
             self.anchors += int(anchors)
-        self._add(self.sums[phase], step.metrics)
+        sums = self.sums[phase]
+        for name, value in step.metrics.items():  # [depths] sums over this batch's anchors
+            sums[name] = sums.get(name, 0) + value.detach()
 
         if model.training and count is not None:
             # Gradients are averaged over ranks, and the count is global.
@@ -169,14 +163,6 @@ class TrainingStep:
             # Evaluation averages over ranks, each of which has a part of the sum.
             return loss * self.sequence.size
         return loss
-
-    @staticmethod
-    def _add(sums: dict[str, Tensor], metrics: dict[str, Tensor]) -> None:
-        for name, value in metrics.items():  # [depths] sums over this batch's anchors
-            if name in sums:
-                sums[name] = sums[name] + value.detach()
-            else:
-                sums[name] = value.detach()
 
     def check_finite(self, name: str, value: Tensor | float) -> None:
         """Raises UserError for a value that is inf or nan."""
@@ -202,11 +188,14 @@ class TrainingStep:
         self.sums[phase] = {}
         # Every rank reduces the same names in the same order.
         summed = {name: self.accelerator.reduce(sums[name]) for name in sorted(sums)}
-        count = summed.pop("count").clamp(min=1)
+        counted = summed.pop("count")  # [depths]
+        count = counted.clamp(min=1)
+        self.depths = len(count)
         metrics: dict[str, float] = {}
         for name, value in summed.items():
             for depth, mean in enumerate((value / count).tolist(), 1):
-                metrics[f"{name}@{depth}"] = round(mean, 4)
+                if counted[depth - 1] > 0:  # depths that are not trained yet have no figure
+                    metrics[f"{name}@{depth}"] = round(mean, 4)
         agree = (summed["agree"] / count).tolist()
         agree += agree[-1:] * (self.drafter.chain_depth - len(agree))
         chain = 1.0

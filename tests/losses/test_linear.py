@@ -323,3 +323,28 @@ def test_tokens_as_targets_give_the_plain_cross_entropy():
     assert torch.equal(out.agree, logits.argmax(-1) == tokens)
     q = logits.softmax(-1)
     torch.testing.assert_close(out.alpha[[0, 1, 3]], q[[0, 1, 3], tokens[[0, 1, 3]]].detach())
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_loss_scale_beyond_float16_leaves_finite_gradients(frozen):
+    """GradScaler begins at 65,536, and a row's weight is 1 over thousands of anchors."""
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(40, 16, generator=generator)
+    head = torch.randn(200, 16, generator=generator)
+    logits = states @ head.T
+    rows = TargetRows(states, head, logits.logsumexp(-1), logits.argmax(-1))
+    drafted = torch.randn(40, 16, generator=generator)
+    weight = torch.full((40,), 1 / 20_000)
+    found = []
+    for dtype in (torch.float32, torch.float16):
+        read = drafted.to(dtype, copy=True).requires_grad_()
+        own = head.clone().requires_grad_(not frozen)
+        out = linear_divergence(read, own, rows, torch.arange(40), weight)
+        (65_536 * out.loss).backward()
+        grads = [read.grad.float()]
+        if not frozen:
+            grads.append(own.grad)
+        found.append(grads)
+    for exact, narrow in zip(*found, strict=True):
+        assert torch.isfinite(narrow).all()
+        torch.testing.assert_close(narrow, exact, rtol=0.02, atol=0.01 * float(exact.abs().max()))

@@ -9,7 +9,9 @@ import pytest
 from drafttrain.config import TrainConfig
 from drafttrain.errors import UserError
 from drafttrain.training import arguments
+from drafttrain.training.acceleration import optimizer_of, schedule_of
 from drafttrain.training.arguments import training_arguments
+from tests.drafters.helpers import make_drafter
 
 
 def config(tmp_path, **keys: object) -> TrainConfig:
@@ -26,6 +28,10 @@ def config(tmp_path, **keys: object) -> TrainConfig:
     [
         ("fsdp", "full_shard", "leave the key out: set deepspeed to a file"),
         ("torch_compile", True, "leave the key out"),
+        ("eval_accumulation_steps", 2, "leave the key out"),
+        ("length_column_name", "size", "rows are sorted by their tokens"),
+        ("resume_from_checkpoint", "/other/checkpoint-3", "the newest checkpoint in output_dir"),
+        ("hub_strategy", "end", "leave the key out"),
         ("push_to_hub", True, "publish the trained drafter with drafttrain push"),
         ("auto_find_batch_size", True, "an error names the batch size to set"),
         ("neftune_noise_alpha", 5.0, "leave the key out"),
@@ -46,6 +52,55 @@ def test_what_only_the_trainer_reads_is_refused(tmp_path, key, value, fix):
     said = str(refused.value)
     assert said.startswith(f"{key}=") and "only transformers' Trainer reads it" in said
     assert fix in said and "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"fsdp": True}, "fsdp=True must be text or null"),
+        ({"dataloader_persistent_workers": True}, "set dataloader_num_workers above 0"),
+        ({"dataloader_multiprocessing_context": "spawn"}, "set dataloader_num_workers above 0"),
+        ({"dataloader_prefetch_factor": 2}, "set dataloader_num_workers above 0"),
+        (
+            {"dataloader_num_workers": 1, "dataloader_multiprocessing_context": "thread"},
+            "dataloader_multiprocessing_context='thread' is not one of fork",
+        ),
+        ({"log_level": "loud"}, "log_level='loud' is not one of detail, debug"),
+    ],
+)
+def test_values_that_fail_later_are_refused_first(tmp_path, keys, said):
+    with pytest.raises(UserError, match=re.escape(said)):
+        training_arguments(config(tmp_path, **keys))
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"RANK": "first"}, "RANK='first' in the environment is not a whole number"),
+        ({"WORLD_SIZE": "2x"}, "WORLD_SIZE='2x' in the environment is not a whole number"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT='http' in the environment is not a whole number"),
+        ({"RANK": "5"}, "RANK=5 in the environment must be from 0 to WORLD_SIZE - 1 = 0"),
+    ],
+)
+def test_variables_of_a_launcher_are_checked(tmp_path, monkeypatch, variables, said):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=re.escape(said)):
+        training_arguments(config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"optim_args": "novalue"}, "optim, optim_args, optim_target_modules: "),
+        ({"lr_scheduler_kwargs": {"foo": 1}}, "lr_scheduler_type, lr_scheduler_kwargs: "),
+    ],
+)
+def test_values_that_a_library_refuses_are_one_line(tmp_path, target, keys, said):
+    args = training_arguments(config(tmp_path, **keys))
+    drafter = make_drafter(target)
+    with pytest.raises(UserError, match=f"^{re.escape(said)}.*change that key of the recipe$"):
+        schedule_of(optimizer_of(drafter, args, None), args, 10, None)
 
 
 def test_fsdp_of_a_launcher_is_refused(tmp_path, monkeypatch):

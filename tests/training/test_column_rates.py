@@ -10,7 +10,7 @@ from torch import nn
 
 from drafttrain.config import load_config
 from drafttrain.errors import UserError
-from drafttrain.training import arguments
+from drafttrain.training import arguments, column_rates
 from drafttrain.training.column_rates import set_column_rates
 
 SIZES = torch.tensor([0.01, 1.0, 300.0])
@@ -74,13 +74,39 @@ def test_a_restored_optimizer_goes_on_with_the_saved_rates():
     assert torch.equal(whole.weight, resumed.weight)
 
 
+def test_flat_shares_of_a_weight_take_the_same_steps(monkeypatch):
+    """DeepSpeed's ZeRO: each process steps its share of the flattened weight, with padding."""
+    whole, optimizer = pair()
+    set_column_rates(optimizer, whole.weight, 1 / SIZES)
+    fit(whole, optimizer, INPUTS, 1)
+    start, apart = pair()
+    fit(start, apart, INPUTS, 1)
+    gradient = torch.nn.functional.pad(start.weight.grad.flatten(), (0, 2))
+    shares = []
+    for rank in range(2):
+        monkeypatch.setattr(column_rates.dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(column_rates.dist, "get_rank", lambda rank=rank: rank)
+        weight = pair()[0].weight
+        own = torch.optim.AdamW([weight], lr=0.01, eps=0.0, weight_decay=0.0)
+        set_column_rates(own, weight, 1 / SIZES)
+        share = torch.nn.functional.pad(weight.detach().flatten(), (0, 2)).chunk(2)[rank].clone()
+        share.grad = gradient.chunk(2)[rank].clone()
+        own.param_groups[-1]["params"] = [share]
+        own.step()
+        shares.append(share)
+    assert torch.equal(torch.cat(shares)[:6].view(2, 3), whole.weight)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"kind": "medusa"}, "kind='medusa' has no weight for them; set it to false"),
         (
-            {"deepspeed": "configs/deepspeed/zero2.json"},
-            "DeepSpeed's optimizers have one rate for all of a weight",
+            {
+                "deepspeed": {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW"}},
+                "use_cpu": True,
+            },
+            "the optimizer of DeepSpeed's file has one rate for all of a weight",
         ),
     ],
 )

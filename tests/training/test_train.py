@@ -34,8 +34,23 @@ def test_a_run_as_a_script_trains_saves_and_is_not_repeated(tiny, tmp_path, caps
     )
     drafter = load_drafter(str(tmp_path / "drafter"), Target.load(str(tiny[0]), "float32"))
     assert drafter.kind == "eagle3"
+    assert not list((tmp_path / "drafter").rglob("*.bin")), "a pickle that keeps arguments"
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert main(["train", *words]) == 0 and "already trained" in capsys.readouterr().out
+
+    # A changed key that no step would see is refused; the record stays true.
+    record = (tmp_path / "drafter" / "training.json").read_text()
+    assert main(["train", *words, "learning_rate=0.5", "seed=7"]) == 2
+    said = capsys.readouterr().err
+    assert "learning_rate=0.5 (was 0.001), seed=7 (was None) cannot take effect" in said
+    assert "resume=false" in said and said.count("\n") == 1
+    assert (tmp_path / "drafter" / "training.json").read_text() == record
+    (old,) = (tmp_path / "drafter").glob("checkpoint-6")
+    (old / "training_args.bin").write_bytes(b"of an earlier version")
+    assert main(["train", *words, "learning_rate=0.002", "max_steps=8"]) == 0
+    assert "goes on behind step 6 with learning_rate=0.002" in capsys.readouterr().out
+    summary = json.loads((tmp_path / "drafter" / "training.json").read_text())
+    assert summary["steps"] == 8 and summary["config"]["trainer"]["learning_rate"] == 0.002
 
 
 @pytest.mark.thorough

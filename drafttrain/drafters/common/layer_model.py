@@ -264,6 +264,10 @@ class LayerDrafter(DecoderDrafter):
         """
         return 0.0
 
+    @property
+    def later_depths_from(self) -> float:
+        return self.config.later_depths_from
+
     def forward(self, inputs: StepInputs) -> StepOutput:
         """Computes `ttt_steps` depths in one graph; see `Drafter.forward`.
 

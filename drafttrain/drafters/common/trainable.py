@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
@@ -163,7 +164,16 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
             saved = getattr(config, name)
             if name in config.recipe_keys:
                 setattr(config, name, value)
-            elif _plain(value) != _plain(saved):
+                continue
+            meant = value
+            if value == 0:  # a size that follows from others
+                completed = copy.deepcopy(config)
+                setattr(completed, name, value)
+                completed.check()
+                meant = getattr(completed, name)
+            elif name == "draft_vocab_size":
+                meant = min(value, config.vocab_size)  # there are no more tokens
+            if _plain(meant) != _plain(saved):
                 raise UserError(
                     f"drafter.{name}={value!r}, but the drafter of init={init!r} has {saved!r}, and its weights fix that; drop "
                     "the key, or train a new drafter with init=target"
