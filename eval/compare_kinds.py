@@ -42,6 +42,7 @@ from drafttrain.files import Json, write_json, write_text
 from drafttrain.folders import OutputFolder, inputs_of, output_file
 from drafttrain.progress import Progress
 from drafttrain.reports.charts import Chart, Series, picture
+from drafttrain.reports.figures import TIMES
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN = "<!-- begin: eval/compare_kinds.py -->"
@@ -482,7 +483,9 @@ def draw(summary: Json, output: Path) -> None:
         ]
         series = Series("speed-up", [cell["speedup"] for _, cell in rows], spans=spans)
         charts += (
-            [Chart("kinds", name, "", "bars", labels, [series], reference=1.0)] if rows else []
+            [Chart("kinds", name, "", "bars", labels, [series], "kind", TIMES, reference=1.0)]
+            if rows
+            else []
         )
     if charts:
         picture([charts], output, ["Accepted length (number after the name) and speed-up (bar)"])

@@ -27,30 +27,38 @@ export TOKENIZERS_PARALLELISM=false TRANSFORMERS_VERBOSITY=error
 minutes() { awk -v b="$budget" -v share="$1" 'BEGIN { m = b * share; printf "%.2f", m < 0.5 ? 0.5 : m }'; }
 have() { [ -f "$1" ] && echo "$1 is there already; delete it to make it again"; }
 stage() { printf '\n== %s\n' "$*"; }
+# A command whose next step is a stage of this script. Its output is a pipe: lines come at once, and as wide as the terminal.
+export PYTHONUNBUFFERED=1 COLUMNS="${COLUMNS:-$(tput cols 2>/dev/null || echo 140)}"
+step() { drafttrain "$@" | sed '/^next: /d'; }
 
 case "$target" in
-  smollm2-135m|gemma3-270m) stage "1/6 target"; drafttrain fetch "$target" ;;
+  smollm2-135m|gemma3-270m) stage "1/6 target"; step fetch "$target" ;;
 esac
 
 stage "2/6 prompts, written by the target itself"
-have "$output/prompts.jsonl" || drafttrain prompts --source magpie --target "$target" --output "$output/prompts.jsonl" \
+have "$output/prompts.jsonl" || step prompts --source magpie --target "$target" --output "$output/prompts.jsonl" \
   --count "$(awk -v b="$budget" 'BEGIN { printf "%d", 400 * b }')" --max-prompt-tokens 128 --max-minutes "$(minutes 0.13)"
 
 stage "3/6 distillation data: the target's own answers"
-have "$output/data/summary.json" || drafttrain generate --target "$target" --prompts "$output/prompts.jsonl" \
+have "$output/data/summary.json" || step generate --target "$target" --prompts "$output/prompts.jsonl" \
   --output "$output/data" --features wide --max-new-tokens 256 --temperature 0.5 --max-minutes "$(minutes 0.47)"
 
 stage "4/6 training an EAGLE-3 head"
-drafttrain train configs/quickstart.yaml target="$target" data="$output/data" output_dir="$output/drafter" \
+step train configs/quickstart.yaml target="$target" data="$output/data" output_dir="$output/drafter" \
   max_minutes="$(minutes 0.40)"
 
 stage "5/6 the fastest tree on this machine"
+# What tune and eval print is kept in files: the report below shows the one table that matters, and advises nothing that this
+# script has done or cannot do.
 have "$output/drafter/decoding.json" || drafttrain tune --target "$target" --drafter "$output/drafter+ngram" \
-  --dtype bfloat16 --calibrate "$output/prompts.jsonl" --output "$output/tune.json"
+  --dtype bfloat16 --calibrate "$output/prompts.jsonl" --output "$output/tune.json" > "$output/tune.txt"
+echo "$output/tune.txt says which trees were compared"
 
 stage "6/6 evaluation in the tree decoder"
+{
 drafttrain eval --target "$target" --drafter "$output/drafter+ngram" --dtype bfloat16 --limit 12 --max-new-tokens 64 \
   --output "$output/results.json"
-drafttrain report "$output/results.json" --output "$output/report.html" --output "$output/report.png"
+} > "$output/eval.txt"
+step report "$output/results.json" --output "$output/report.html" --output "$output/report.png"
 stage "done: open $output/report.html in a browser"
 echo "talk to it: drafttrain chat --target $target --drafter $output/drafter+ngram    (source .venv/bin/activate first)"

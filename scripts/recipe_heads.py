@@ -32,6 +32,7 @@ def planned(name: str, planned_run: PlannedRun, whole: RecipePlan) -> Plan:
     """The plan of one of a recipe's runs."""
     job = Job(
         gpus=planned_run["gpus"],
+        device="h100",
         gpu_memory=planned_run["gpu_memory"],
         conversations=whole["answers"],
         tokens=TOKENS,

@@ -50,13 +50,13 @@ def chat(
     ```
 
     Tokens that a drafter proposed are shaded, matches of the text in another color; the others are
-    the target's own. The line below an answer shows tokens per second and accepted length beside
-    plain decoding's rate, which /plain measures. The text is the target's own either way. Without a
-    terminal each line of the input is a message; answers go to stdout, figures to stderr. In the
+    the target's own. The line below an answer shows tokens per second and accepted length; /plain
+    decodes the same answer again without drafts and shows the ratio. The text is the target's own
+    either way. Without a terminal each line of the input is a message; answers go to stdout, figures to stderr. In the
     conversation:
 
     ```
-    /plain          switch drafting off, which measures plain decoding, and on again
+    /plain          switch drafting off, which decodes the last answer again to compare, and on again
     /system TEXT    set the system message, or none
     /reset          begin a new conversation
     /save FILE      write the conversation and its figures as JSON

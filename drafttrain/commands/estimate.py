@@ -54,7 +54,8 @@ def estimate(
         target_params: number of its weights instead, such as 8e9; contexts then cost nothing
         drafter: the drafter's folder (default: the one that the results name)
         drafter_params: number of its weights instead, such as 4e8; 0 for n-grams
-        device: rates and memory: one of h100, h200, a100, l4, rtx4090, m3max, m2ultra, cpu-desktop, cpu-server
+        device: rates and memory: one of h100, h200, a100, a100-40, l4, rtx3090, rtx4090, m3max, m2ultra, cpu-desktop,
+            cpu-server
         bandwidth: GB/s, instead of the device's
         tflops: dense TFLOP/s in the weights' type, instead of the device's
         memory: GB, instead of the device's

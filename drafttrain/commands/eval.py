@@ -63,7 +63,7 @@ def evaluate(
     repetition_penalty: Penalty | None = None,
     seed: Seed = 0,
     chat_template_kwargs: TemplateKwargs = NO_KWARGS,
-    baselines: Names = "autoregressive,hf_generate",
+    baselines: Names = "autoregressive,hf_generate,ngram",
     assistant: Name | Path = "",
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -78,8 +78,9 @@ def evaluate(
     ```
 
     Every prompt is answered by our engine with the drafter, by our engine without it
-    (autoregressive) and by transformers' generate on a model of its own, in rotating order. After
-    an interruption the same command continues with the next prompt.
+    (autoregressive), by transformers' generate on a model of its own, and beside a trained drafter
+    by our engine with n-grams alone, in rotating order. After an interruption the same command
+    continues with the next prompt.
 
     Args:
         target: short name, folder or Hub id; from Python also a Target, or a loaded model
@@ -108,7 +109,8 @@ def evaluate(
         seed: seed of the sampling
         chat_template_kwargs: variables of the target's chat template, as JSON:
             '{"enable_thinking": false}'; a question's own come first
-        baselines: a list of autoregressive, hf_generate, hf_prompt_lookup, hf_assisted, or none
+        baselines: a list of autoregressive, hf_generate, ngram (n-grams alone, beside a trained
+            drafter), hf_prompt_lookup, hf_assisted, or none
         assistant: draft model of hf_assisted: a causal LM's folder or Hub id (default: the
             target's own first layers)
         dtype: float32, bfloat16, float16 or auto (bfloat16 where the device has it)

@@ -28,7 +28,7 @@ def plan(
     /,
     *overrides: Annotated[AnyText, AnyNumber()],
     gpus: Size = 0,
-    device: Name | Path = "h100",
+    device: Name | Path = "",
     gpu_memory: StorageSize | None = None,
     disk: StorageSize | None = None,
     deepspeed: Name | Path = "",
@@ -48,7 +48,7 @@ def plan(
     Nothing is downloaded.
 
     ```
-    drafttrain plan llama-3.1-8b/eagle3 --gpu-memory 24
+    drafttrain plan llama-3.1-8b/eagle3 --device rtx4090
     drafttrain plan configs/smollm2-135m/eagle3.yaml per_device_train_batch_size=2 --gpus 8 --disk 4T --output plan.json
     ```
 
@@ -60,9 +60,10 @@ def plan(
         recipe: a YAML recipe, or the name of one that comes with drafttrain
         overrides: replace a value of the recipe; a.b=c sets b in a
         gpus: GPUs that train; 0 takes the processes of the accelerate file in --deepspeed, else 1
-        device: accelerator with these rates and memory, one of h100, h200, a100, l4, rtx4090, m3max, m2ultra,
-            cpu-desktop, cpu-server
-        gpu_memory: memory in GB of 10^9 bytes, instead of the device's
+        device: accelerator with these rates and memory, one of h100, h200, a100, a100-40, l4, rtx3090, rtx4090,
+            m3max, m2ultra, cpu-desktop, cpu-server; empty: h100, unless --gpu-memory is another
+        gpu_memory: memory in GB of 10^9 bytes, instead of that of the device, which must be named
+            unless it is about an h100's
         disk: free space in GB, or such as 4T; without it there is no limit
         deepspeed: ZeRO stage from 0 to 3, DeepSpeed JSON or accelerate YAML; empty: the
             recipe's, else 2 on several GPUs, 0 on one

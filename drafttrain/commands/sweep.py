@@ -32,7 +32,7 @@ def sweep(
     max_new_tokens: Count = 64,
     limit: Count | None = None,
     seed: Seed = 0,
-    baselines: str = "autoregressive",
+    baselines: str = "autoregressive,ngram",
     grid: bool = False,
     output: Place | Path | None = None,
     trust_remote_code: bool = False,

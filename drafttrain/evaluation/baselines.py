@@ -5,13 +5,17 @@ from __future__ import annotations
 from drafttrain.errors import UserError, shown
 
 BASELINES = ("autoregressive", "hf_generate")
+# Our engine with n-gram matches alone, which cost nothing: what a trained drafter must beat.
+NGRAM = "ngram"
+NGRAM_TREE = "chain:5"
 # Optional: transformers' own speculative decoding. The claimed speed-up compares with the plain
 # baselines above only.
 HF_SPECULATIVE = ("hf_prompt_lookup", "hf_assisted")
-ALL_BASELINES = (*BASELINES, *HF_SPECULATIVE)
+ALL_BASELINES = (*BASELINES, NGRAM, *HF_SPECULATIVE)
 BASELINE_NAMES = {
     "autoregressive": "plain decoding",
     "hf_generate": "transformers generate",
+    NGRAM: "n-grams alone",
     "hf_prompt_lookup": "transformers prompt lookup",
     "hf_assisted": "transformers assisted",
 }

@@ -19,14 +19,21 @@ from drafttrain.drafters.kinds import untrained_kinds
 from drafttrain.drafters.registry import decoding_file, decoding_settings
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import (
-    Record,
     accepted_below,
-    intervals,
     load_results,
     summarize,
     training_record,
 )
-from drafttrain.evaluation.verdicts import FEWEST, LOSES, PAYS, fastest, verdict_of
+from drafttrain.evaluation.verdicts import (
+    FEWEST,
+    LOSES,
+    PAYS,
+    categories_of,
+    category_states,
+    fastest,
+    verdict_of,
+    verdict_on,
+)
 from drafttrain.files import Json, write_json
 from drafttrain.folders import output_file
 from drafttrain.outcome import conclude, next_command
@@ -42,6 +49,7 @@ FALL = 0.7  # acceptance at the last depth / at the first
 LESS = 0.85  # accepted tokens of a part / of the rest
 EXPENSIVE = 0.35  # share of time in the drafter
 CUT = 0.25  # share of answers that end at max_new_tokens
+LEAST = 8  # prompts that a cause needs: single answers decide the figures of fewer
 
 
 def finding(cause: str, figures: str, advice: str, off: Sequence[str] = ()) -> Json:
@@ -66,7 +74,8 @@ def diagnose(
         others: further results of the same drafter, compared by temperature.
 
     Returns:
-        The arguments of `finding`, by name; the first finding is the verdict.
+        The arguments of `finding`, by name; the first finding is the verdict. Fewer than LEAST
+        prompts show no cause.
     """
     overall = results["overall"]
     if not overall["acceptance_by_depth"]["joint"]:
@@ -74,9 +83,12 @@ def diagnose(
     if training is None:
         training = {}
     kwargs = results["decoding"].get("chat_template_kwargs") or {}
+    settings = other_template_kwargs(kwargs, training)
+    if overall["prompts"] < LEAST:
+        return [each for each in (_too_few(overall), settings) if each is not None]
     found = [
         _verdict(results),
-        other_template_kwargs(kwargs, training),
+        settings,
         _mismatch(results, training),
         _vocabulary(results),
         _depth(results, training),
@@ -94,10 +106,22 @@ def _tree(results: Json) -> Json:
     return results["decoding"].get("tree", {})
 
 
+def _too_few(overall: Json) -> Json:
+    """The figures of a few prompts, from which nothing follows."""
+    figures = f"accepted length {overall['accepted_length']:.2f}"
+    found = verdict_of(overall)
+    if found.figures:
+        figures += f"; {found.figures}"
+    prompts = overall["prompts"]
+    counted = "1 prompt is" if prompts == 1 else f"{prompts} prompts are"
+    advice = f"{counted} too few to say whether it pays and why: measure at least {LEAST}"
+    return finding("verdict", figures, advice)
+
+
 def _verdict(results: Json) -> Json:
     overall = results["overall"]
     rate = overall["acceptance_rate"]
-    found = verdict_of(overall)
+    found = verdict_on(results)
     rule = "between 40 and 80 %: the length is about right"
     if rate < USELESS:
         rule = "below 30 % speculation is called useless"
@@ -147,7 +171,7 @@ def _mismatch(results: Json, training: Json) -> Json | None:
     several = 0  # categories that have enough prompts
     good = []  # those that accept as on training data
     for name, part in results["categories"].items():
-        if part["prompts"] >= FEWEST:
+        if part["prompts"] >= LEAST:
             several += 1
             first = part["acceptance_by_depth"]["joint"][:1]
             if first and first[0] >= MISMATCH * trained:
@@ -241,36 +265,15 @@ def _context(results: Json, training: Json) -> Json | None:
     return finding("long context", figures, advice)
 
 
-def _records_by_category(results: Json) -> dict[str, list[Record]]:
-    """The prompts of each category that has enough of them to be judged.
-
-    Empty if only one category was measured.
-    """
-    found: dict[str, list[Record]] = {}
-    for record in results.get("prompts", []):
-        found.setdefault(record["category"], []).append(record)
-    if len(found) < 2:
-        return {}
-    return {name: part for name, part in found.items() if len(part) >= FEWEST}
-
-
 def slow_categories(results: Json) -> tuple[str, ...]:
     """Categories that speculation slows down beyond noise, against the faster plain baseline."""
-    baseline = fastest(results["overall"])
-    if not baseline:
-        return ()
-    parts = _records_by_category(results)
-    found = []
-    for name, part in parts.items():
-        span = intervals(part, [baseline], len(parts))["speedup"][baseline]
-        if span and span[1] < 1:
-            found.append(name)
-    return tuple(found)
+    states = category_states(results)
+    return tuple(name for name, state in states.items() if state == LOSES)
 
 
 def _categories(results: Json) -> Json | None:
     """Categories that accept less than the others, or that speculation slows down."""
-    parts = _records_by_category(results)
+    parts = categories_of(results)
     low = []
     for name, part in parts.items():
         rest = [record for record in results["prompts"] if record["category"] != name]

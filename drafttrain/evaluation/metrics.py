@@ -17,7 +17,7 @@ import numpy as np
 from drafttrain.drafters.kinds import split_name
 from drafttrain.errors import UserError
 from drafttrain.evaluation.baselines import ALL_BASELINES, BASELINES
-from drafttrain.evaluation.resampling import FEWEST, draws, ends
+from drafttrain.evaluation.resampling import FEWEST, Amounts, draws, ends, paired_ratio
 from drafttrain.evaluation.results_schema import (
     EngineSide,
     PartialLine,
@@ -145,8 +145,10 @@ def summarize(records: Sequence[Record]) -> Json:
             round / target seconds per plain pass. The plain pass is the autoregressive baseline's,
             or the drafter side's own if that baseline is missing.
         baselines: tokens_per_second of each baseline, and ttft_ms and tpot_ms if known.
-        speedup: tokens_per_second over each baseline's; speedup_vs_fastest is the smallest, None
-            without baselines.
+        speedup: tokens_per_second over each baseline's; speedup_vs_fastest is the smallest over a
+            plain one, None without. decoding_speedup: the same after the first tokens, where a
+            baseline's are timed.
+        prompt_lengths, answer_lengths: mean, least and most tokens.
         identical_outputs, identical_to_hf_generate: share of prompts whose greedy output equals the
             baseline's; None if sampled or not measured.
         confidence: 95 % intervals of accepted_length and of each speed-up, see `intervals`.
@@ -171,6 +173,13 @@ def summarize(records: Sequence[Record]) -> Json:
     for name, figures in baselines.items():
         if figures["tokens_per_second"]:
             speedup[name] = round(rate / figures["tokens_per_second"], 4)
+    decoding_speedup = {}
+    for name in measured:
+        if _is_timed(records, name):
+            theirs = _decoding_rate(records, name)
+            if theirs:
+                own = _decoding_rate(records, "drafter")
+                decoding_speedup[name] = round(own / theirs, 4)
     plain_speedups = [speedup[name] for name in BASELINES if name in speedup]
 
     plain = ours
@@ -196,12 +205,33 @@ def summarize(records: Sequence[Record]) -> Json:
         "mbsu": round(tau / (drafting + 1), 4),
         "baselines": baselines,
         "speedup": speedup,
+        "decoding_speedup": decoding_speedup,
+        "prompt_lengths": _lengths([record["prompt_tokens"] for record in records]),
+        "answer_lengths": _lengths([side["tokens"] for side in ours]),
         "speedup_vs_fastest": min(plain_speedups, default=None),
         "identical_outputs": _identical(records, "autoregressive"),
         "identical_to_hf_generate": _identical(records, "hf_generate"),
         "confidence": intervals(records, measured),
         "peak_memory_mb": round(max(memory) / 2**20, 1) if memory else None,
     }
+
+
+def _work(sides: Iterable[Side], decoding: bool) -> tuple[list[float], list[float]]:
+    """Tokens and seconds of each answer; with `decoding` those after its first token.
+
+    Prompts of a batch share the seconds of its decoding as they share all of them.
+    """
+    tokens = []
+    seconds = []
+    for side in sides:
+        if decoding:
+            share = _ratio(side["latency"] - side["ttft"], side["latency"])
+            tokens.append(side["tokens"] - 1)
+            seconds.append(side["seconds"] * share)
+        else:
+            tokens.append(side["tokens"])
+            seconds.append(side["seconds"])
+    return tokens, seconds
 
 
 def intervals(records: Sequence[Record], baselines: Sequence[str], comparisons: int = 1) -> Json:
@@ -215,10 +245,11 @@ def intervals(records: Sequence[Record], baselines: Sequence[str], comparisons: 
             must hold together.
 
     Returns:
-        accepted_length: [low, high]; speedup: the same for each baseline.
+        accepted_length: [low, high]; speedup, decoding_speedup: the same for each baseline.
     """
+    found: Json = {"accepted_length": None, "speedup": {}, "decoding_speedup": {}}
     if not records:
-        return {"accepted_length": None, "speedup": {}}
+        return found
 
     # Prompts that were answered at once share their seconds, so batches are drawn, not prompts.
     number_of: dict[object, int] = {}
@@ -228,41 +259,48 @@ def intervals(records: Sequence[Record], baselines: Sequence[str], comparisons: 
         if "batch" in record:
             key = (record["batch"], record["turn"])
         batches.append(number_of.setdefault(key, len(number_of)))
-
-    def total(
-        side: str,
-        key: str,
-        minus: float = 0.0,
-        groups: Sequence[int] = batches,
-    ) -> np.ndarray:  # [RESAMPLES] float64
-        amounts = [record["sides"][side][key] - minus for record in records]
-        sums = np.bincount(groups, amounts)  # [groups]
-        return sums[draws(len(sums))].sum(1)
-
-    def interval(over: np.ndarray, under: np.ndarray, count: int) -> list[float] | None:
-        valid = under > 0
-        if not valid.any():
-            return None
-        low, high = ends(over[valid] / under[valid], count, comparisons)
-        return [round(low, 4), round(high, 4)]
-
-    each = range(len(records))
-    lengths = interval(
-        total("drafter", "tokens", 1, each),
-        total("drafter", "passes", 0, each),
-        len(records),
-    )
     too_few = len(number_of) < min(FEWEST, len(records))
-    tokens = total("drafter", "tokens")
-    seconds = total("drafter", "seconds")
-    speedup: dict[str, list[float] | None] = {}
+
+    def interval(over: Sequence[Amounts], under: Sequence[Amounts]) -> list[float] | None:
+        if not all(map(any, under)):
+            return None
+        ratio = paired_ratio(over, under, comparisons)
+        return [round(ratio.low, 4), round(ratio.high, 4)]
+
+    def faster(name: str, decoding: bool) -> list[float] | None:
+        """The interval of the drafter's rate over a baseline's."""
+        if too_few:
+            return None
+        ours = [np.bincount(batches, each) for each in _work(_sides(records, "drafter"), decoding)]
+        theirs = [np.bincount(batches, each) for each in _work(_sides(records, name), decoding)]
+        return interval([ours[0], theirs[1]], [ours[1], theirs[0]])
+
+    ours = _sides(records, "drafter")
+    found["accepted_length"] = interval(
+        [[side["tokens"] - 1 for side in ours]],
+        [[side["passes"] for side in ours]],
+    )
     for name in baselines:
-        speedup[name] = None
-        if not too_few:
-            over = tokens * total(name, "seconds")
-            under = seconds * total(name, "tokens")
-            speedup[name] = interval(over, under, len(number_of))
-    return {"accepted_length": lengths, "speedup": speedup}
+        found["speedup"][name] = faster(name, decoding=False)
+        if _is_timed(records, name):
+            found["decoding_speedup"][name] = faster(name, decoding=True)
+    return found
+
+
+def _is_timed(records: Sequence[Record], name: str) -> bool:
+    """Whether it is known when the first token of each of a side's answers came."""
+    return all("ttft" in side for side in _sides(records, name))
+
+
+def _decoding_rate(records: Sequence[Record], name: str) -> float:
+    """Tokens per second of a side after its first tokens; 0 if no answer has two."""
+    tokens, seconds = _work(_sides(records, name), decoding=True)
+    return _ratio(sum(tokens), sum(seconds))
+
+
+def _lengths(counts: Sequence[int]) -> Json:
+    mean = round(_ratio(sum(counts), len(counts)), 1)
+    return {"mean": mean, "least": min(counts, default=0), "most": max(counts, default=0)}
 
 
 def accepted_below(

@@ -22,6 +22,8 @@ FEWEST = 4  # prompts, or batches of them, that a verdict needs
 ERROR = 0.05  # chance that an interval misses
 _LEAST = 1e-9  # smallest divisor
 
+Amounts = Sequence[float] | np.ndarray  # one per prompt, or per batch of them
+
 
 class Ratio(NamedTuple):
     """How many times as fast one side is as another, with its 95 % interval over prompts."""
@@ -36,16 +38,23 @@ def draws(prompts: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(prompts, size=(RESAMPLES, prompts))
 
 
-def totals(amounts: Sequence[float], drawn: np.ndarray) -> np.ndarray:
+def totals(amounts: Amounts, drawn: np.ndarray) -> np.ndarray:
     """Sums of a prompt's amounts over drawn prompts [..., n] -> [...] float64, never 0."""
     sums = np.array(amounts, float)[drawn].sum(-1)
     return np.maximum(sums, _LEAST)
 
 
-def paired_ratio(over: Sequence[Sequence[float]], under: Sequence[Sequence[float]]) -> Ratio:
+def paired_ratio(
+    over: Sequence[Amounts],
+    under: Sequence[Amounts],
+    comparisons: int = 1,
+) -> Ratio:
     """Ratio of totals over prompts, with its interval; the amounts of a prompt are drawn together.
 
+    Resamples without anything to divide by are left out.
+
     Args:
+        comparisons: number of intervals that must hold together.
         over: amounts per prompt, whose totals are multiplied. under: amounts per prompt, by whose
             totals is divided. Tokens of one side and seconds of the other are `over` in a ratio of
             rates.
@@ -56,9 +65,12 @@ def paired_ratio(over: Sequence[Sequence[float]], under: Sequence[Sequence[float
     ratios = np.ones(len(drawn))
     for amounts in over:
         ratios *= totals(amounts, drawn)
+    valid = np.ones(len(drawn), bool)
     for amounts in under:
-        ratios /= totals(amounts, drawn)
-    low, high = ends(ratios[1:], prompts)
+        divisors = totals(amounts, drawn)
+        ratios /= divisors
+        valid &= divisors > _LEAST
+    low, high = ends(ratios[1:][valid[1:]], prompts, comparisons)
     return Ratio(float(ratios[0]), low, high)
 
 

@@ -56,6 +56,7 @@ class Sides(TypedDict):
 
     drafter: EngineSide
     autoregressive: NotRequired[EngineSide]
+    ngram: NotRequired[EngineSide]  # n-grams alone
     hf_generate: NotRequired[PlainSide]
     hf_prompt_lookup: NotRequired[PlainSide]
     hf_assisted: NotRequired[PlainSide]
@@ -124,6 +125,15 @@ class Intervals(TypedDict):
 
     accepted_length: Span | None
     speedup: dict[str, Span | None]
+    decoding_speedup: NotRequired[dict[str, Span | None]]
+
+
+class Lengths(TypedDict):
+    """Tokens of prompts or answers."""
+
+    mean: Amount
+    least: Count
+    most: Count
 
 
 class Figures(TypedDict):
@@ -143,6 +153,9 @@ class Figures(TypedDict):
     mbsu: Amount
     baselines: dict[str, BaselineFigures]
     speedup: dict[str, Amount]
+    decoding_speedup: NotRequired[dict[str, Amount]]
+    prompt_lengths: NotRequired[Lengths]
+    answer_lengths: NotRequired[Lengths]
     speedup_vs_fastest: Amount | None
     identical_outputs: Share | None
     identical_to_hf_generate: Share | None
@@ -220,6 +233,7 @@ class SweepFigures(TypedDict, total=False):
     acceptance_by_depth: ByDepth
     tokens_per_second: Amount
     speedup: dict[str, Amount]
+    decoding_speedup: dict[str, Amount]
     speedup_vs_fastest: Amount | None
     confidence: Intervals
 

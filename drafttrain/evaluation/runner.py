@@ -13,16 +13,22 @@ from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.combined import parts_of
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.kinds import split_name
-from drafttrain.drafters.registry import decoding_settings, default_tree, kind_of
+from drafttrain.drafters.registry import (
+    decoding_settings,
+    default_tree,
+    kind_of,
+    load_drafter,
+)
 from drafttrain.environment import describe_environment, describe_run
 from drafttrain.errors import UserError
-from drafttrain.evaluation.baselines import BASELINES, HF_SPECULATIVE
+from drafttrain.evaluation.baselines import BASELINES, HF_SPECULATIVE, NGRAM, NGRAM_TREE
 from drafttrain.evaluation.diagnose import diagnose
 from drafttrain.evaluation.metrics import (
     by_category,
     fingerprint,
     folder_state,
     open_log,
+    partial_file,
     saved_records,
     summarize,
     training_record,
@@ -77,7 +83,7 @@ class EvalSettings:
     calibrate: str | None = None
     limit: int | None = None
     seed: int = 0
-    baselines: tuple[str, ...] = BASELINES
+    baselines: tuple[str, ...] = (*BASELINES, NGRAM)
     assistant: str = ""
     trust_remote_code: bool = False
     chat_template_kwargs: Json = field(default_factory=dict)
@@ -107,15 +113,21 @@ class EvalPlan:
     settings: EvalSettings
     off: tuple[str, ...] = ()
 
-    def decoder(self, drafter: Drafter | None) -> Decoder:
-        """The engine with a drafter, or with None for plain decoding."""
+    def decoder(self, drafter: Drafter | None, spec: TreeSpec | None = None) -> Decoder:
+        """The engine with a drafter, or with None for plain decoding; by default in the plan's tree."""
         return Decoder(
             self.target,
             drafter,
-            spec=self.spec,
+            spec=self.spec if spec is None else spec,
             sampling=self.settings.sampling,
             max_rows=self.settings.batch_size,
         )
+
+    def ngram_side(self) -> Side:
+        """N-grams alone, which draft in every category."""
+        ngrams = load_drafter(NGRAM, self.target)
+        side = engine_side(self.decoder(ngrams, TreeSpec.parse(NGRAM_TREE)))
+        return lambda request: side(request._replace(speculate=None))
 
 
 def evaluate(
@@ -141,10 +153,11 @@ def evaluate(
     if settings.tree is None:  # a tree named by the user applies to all categories
         off = tuple(decoding_settings(settings.drafter).get("off", ()))
 
-    # Everything that a saved record depends on.
+    # Everything that a saved record depends on. N-grams alone are not part of it, so that runs
+    # which began before they were measured go on.
     files = [folder_state(target.path), folder_state(split_name(settings.drafter)[0])]
     choices = [
-        list(settings.baselines),
+        [name for name in settings.baselines if name != NGRAM],
         settings.assistant,
         settings.tree,
         settings.calibrate,
@@ -177,6 +190,16 @@ def compare_sides(
     others: dict[str, Side] = {}
     if "autoregressive" in settings.baselines:
         others["autoregressive"] = engine_side(plan.decoder(None))
+    # Beside a trained drafter only: what did its training add?
+    if NGRAM in settings.baselines and drafter is not None and parts_of(drafter)[0].trainable:
+        if _lacks_ngrams(saved):
+            print(
+                "n-grams alone are left out, because the interrupted run did not measure them; "
+                f"to measure them delete {partial_file(settings.output)}"
+            )
+        else:
+            others[NGRAM] = plan.ngram_side()
+            head["decoding"]["ngram_tree"] = NGRAM_TREE
     theirs = [name for name in settings.baselines if name.startswith("hf_")]
     if theirs:
         others |= hf_sides(
@@ -203,6 +226,14 @@ def compare_sides(
     }
     results["diagnosis"] = diagnose(results, training_record(settings.drafter))
     return results
+
+
+def _lacks_ngrams(saved: JsonlLog) -> bool:
+    """Whether an interrupted run has answered prompts without n-grams alone."""
+    for records in saved_records(saved).values():
+        if any(NGRAM not in record["sides"] for record in records):
+            return True
+    return False
 
 
 def check_lengths(target: Target, questions: Sequence[Question], max_new_tokens: int) -> None:

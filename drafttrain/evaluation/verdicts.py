@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from drafttrain.evaluation.baselines import BASELINE_NAMES, BASELINES
+from drafttrain.evaluation.baselines import BASELINE_NAMES, BASELINES, NGRAM
+from drafttrain.evaluation.metrics import Record, intervals
 from drafttrain.evaluation.resampling import FEWEST, Ratio, paired_ratio, totals
 from drafttrain.files import Json, value_of
 
@@ -23,6 +24,12 @@ MOST = 5000  # prompts; a difference that takes more does not matter
 PAYS = "pays"
 LOSES = "does not pay"
 OPEN = "inconclusive"
+# What a drafter adds to n-grams alone, by the state of its speed-up over them.
+_ADDED = {
+    PAYS: "training adds to n-grams alone",
+    LOSES: "n-grams alone, which need no training, are faster",
+    OPEN: "what training adds to n-grams alone is within noise",
+}
 _OUTLIER = 3.5  # robust standard deviations of the log speed-up (Iglewicz and Hoaglin 1993)
 _LEAST_OFF = 1.25  # an outlier's distance from the median, as a factor
 
@@ -119,7 +126,10 @@ def interval_of(figures: Json, baseline: str) -> list[float] | None:
 
 
 def verdict_of(figures: Json) -> SpeedupVerdict:
-    """The verdict on figures of `metrics.summarize`, or on those of a sweep's cell."""
+    """The verdict on figures of `metrics.summarize`, or on those of a sweep's cell.
+
+    Where n-grams alone were measured it also says what the drafter adds to them.
+    """
     speedup = figures.get("speedup_vs_fastest")
     name = fastest(figures)
     if "acceptance_by_depth" in figures and not figures["acceptance_by_depth"]["joint"]:
@@ -127,13 +137,88 @@ def verdict_of(figures: Json) -> SpeedupVerdict:
     if speedup is None:
         advice = "no plain baseline was run: measure one to know whether speculation pays"
         return SpeedupVerdict("", "", advice)
-    return judge(
+    found = judge(
         speedup,
         interval_of(figures, name),
         figures.get("prompts", 0),
         over=BASELINE_NAMES.get(name, "the faster baseline"),
         accepted=figures.get("acceptance_rate", 1.0),
     )
+    added = figures.get("speedup", {}).get(NGRAM)
+    if added is None:
+        return found
+    over_ngrams = judge(
+        added,
+        interval_of(figures, NGRAM),
+        figures.get("prompts", 0),
+        over=BASELINE_NAMES[NGRAM],
+    )
+    return SpeedupVerdict(
+        found.state,
+        f"{found.figures}, {over_ngrams.figures}",
+        f"{found.advice}; {_ADDED[over_ngrams.state]}",
+    )
+
+
+def categories_of(results: Json) -> dict[str, list[Record]]:
+    """The prompts of each category that has enough of them to be judged.
+
+    Empty if only one category was measured.
+    """
+    found: dict[str, list[Record]] = {}
+    for record in results.get("prompts", []):
+        found.setdefault(record["category"], []).append(record)
+    if len(found) < 2:
+        return {}
+    return {name: part for name, part in found.items() if len(part) >= FEWEST}
+
+
+def category_states(results: Json) -> dict[str, str]:
+    """The state of each category that has enough prompts, against the faster plain baseline.
+
+    The intervals are widened for the number of categories, because one of ten is often slow by
+    chance.
+    """
+    baseline = fastest(results["overall"])
+    if not baseline:
+        return {}
+    parts = categories_of(results)
+    found = {}
+    for name, part in parts.items():
+        speedup = results["categories"][name]["speedup"].get(baseline)
+        if speedup is not None:
+            span = intervals(part, [baseline], len(parts))["speedup"][baseline]
+            found[name] = judge(speedup, span, len(part)).state
+    return found
+
+
+def verdict_on(results: Json) -> SpeedupVerdict:
+    """The verdict on a results file: over all prompts, then by category.
+
+    A category is judged only by an interval; a slower one without is named as undecided, so that
+    the verdict over all prompts does not hide it.
+    """
+    overall = verdict_of(results["overall"])
+    categories = results["categories"]
+    if not overall.figures or len(categories) < 2:
+        return overall
+    states = category_states(results)
+    baseline = fastest(results["overall"])
+    undecided = []
+    for name, figures in categories.items():
+        speedup = figures["speedup"].get(baseline)
+        if speedup and speedup < 1 and states.get(name, OPEN) == OPEN:
+            undecided.append(f"{name} ({speedup:.2f}x)")
+    parts = []
+    for state, words in ((PAYS, "it pays in"), (LOSES, "it slows down")):
+        names = [name for name, own in states.items() if own == state]
+        if names:
+            parts.append(f"{words} {', '.join(names)}")
+    if undecided:
+        parts.append(f"slower, but within noise or on too few prompts: {', '.join(undecided)}")
+    if not parts:
+        return overall
+    return overall._replace(advice=f"{overall.advice}; by category: {', '.join(parts)}")
 
 
 def crossover(label: str, points: Sequence[tuple[float, Json]]) -> str:

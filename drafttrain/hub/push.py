@@ -22,7 +22,7 @@ from drafttrain.drafters.shipping import ExportRequest, Trained, find_drafter, s
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import load_results, read_training
 from drafttrain.evaluation.plausibility import implausible
-from drafttrain.evaluation.verdicts import verdict_of
+from drafttrain.evaluation.verdicts import verdict_on
 from drafttrain.export.batch_schedule import batch_schedule
 from drafttrain.export.serving_recipes import engine_depth, recipes, tuned_tree
 from drafttrain.files import Json
@@ -139,7 +139,7 @@ def prepare(
         shown = {
             **shorten(public),
             "alone": _alone(run_results, results),
-            "verdict": verdict_of(public["overall"]).text,
+            "verdict": verdict_on(public).text,
         }
         runs.append((name, shown, identity_line(public).capitalize()))
     plots = []

@@ -74,7 +74,8 @@ class Chart:
     Attributes:
         key: name of its file. title, note: what it shows and how to read it.
         form: bars (horizontal), columns or lines.
-        labels: of the groups of bars or the points of lines. label: what the labels are.
+        labels: of the groups of bars or the points of lines. label: what the labels are. unit:
+            what the values are.
         series: each with one value per label.
         show: formats a value. reference: position of a dashed line, such as a speed-up of 1.
         top: upper end of the value axis; None fits the values. Longer bars are cut there and say
@@ -87,7 +88,8 @@ class Chart:
     form: str
     labels: list[str]
     series: list[Series]
-    label: str = ""
+    label: str
+    unit: str
     show: Callable[[float], str] = field(default=lambda value: f"{value:.2f}")
     reference: float | None = None
     top: float | None = None
@@ -290,6 +292,8 @@ def _bars(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
     room = 1.17 if chart.top is None else 1.7  # for values, and for "bar cut"
     axes.set_xlim(0, longest * room)
     axes.set_xticks([])
+    axes.set_xlabel(chart.unit, loc="left")
+    axes.set_ylabel(chart.label)
     if chart.reference is not None:
         axes.axvline(chart.reference, color=colors["ink"], linewidth=1, linestyle=(0, (3, 2)))
 
@@ -349,8 +353,8 @@ def _scale(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
     axes.set_axisbelow(True)
     axes.locator_params(axis="y", nbins=5)
     axes.yaxis.set_major_formatter(lambda value, _: chart.show(value))
-    if chart.label:
-        axes.set_xlabel(chart.label)
+    axes.set_xlabel(chart.label)
+    axes.set_ylabel(chart.unit)
 
 
 def _whiskers(

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from drafttrain.credentials import redact
-from drafttrain.evaluation.verdicts import FEWEST, LOSES, PAYS, fastest, interval_of
+from drafttrain.evaluation.verdicts import FEWEST, LOSES, PAYS, fastest
 from drafttrain.files import Json
 from drafttrain.reports.charts import Series, Span
 
 COLORS = {PAYS: "good", LOSES: "bad"}  # of a verdict
 DASH = "\u2013"
+TIMES = "times as fast"  # the unit of a speed-up
 times = "{:.2f}\u00d7".format
+_BY_BASELINE = ("speedup", "decoding_speedup")  # figures that have a value per baseline
 # What a page names first of the settings of a run: keys of its results.
 _SHOWN = (
     "target",
@@ -58,9 +60,9 @@ def sentence(text: str) -> str:
 
 
 def figure_of(figures: Json, key: str, side: str = "") -> float | None:
-    """A figure by its key; `speedup` takes the baseline, `side`."""
-    if key == "speedup":
-        return figures.get("speedup", {}).get(side)
+    """A figure by its key; `speedup` and `decoding_speedup` take the baseline, `side`."""
+    if key in _BY_BASELINE:
+        return figures.get(key, {}).get(side)
     return figures.get(key)
 
 
@@ -74,13 +76,24 @@ def span_of(figures: Json, key: str, side: str = "") -> Span | None:
     if key == "speedup_vs_fastest":  # the interval of the baseline that gave this figure
         key = "speedup"
         side = fastest(figures)
-    if key == "speedup":
-        span = interval_of(figures, side)
-    else:
-        span = (figures.get("confidence") or {}).get(key)
+    span = (figures.get("confidence") or {}).get(key)
+    if span and key in _BY_BASELINE:
+        span = span.get(side)
     if span:
         return (span[0], span[1])
     return None
+
+
+def lengths_text(figures: Json) -> str:
+    """Tokens of the prompts and answers, in words; empty for files of earlier versions."""
+    words = []
+    for name in ("prompt", "answer"):
+        found = figures.get(f"{name}_lengths")
+        if found:
+            words.append(
+                f"{name}s of {found['least']:,} to {found['most']:,} tokens, {found['mean']:,.0f} on average"
+            )
+    return "; ".join(words)
 
 
 def interval_text(span: Span | None) -> str:

@@ -9,17 +9,18 @@ from drafttrain.drafters.kinds import split_name
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import is_sweep, load_results
 from drafttrain.evaluation.plausibility import implausible
-from drafttrain.evaluation.verdicts import verdict_of
+from drafttrain.evaluation.verdicts import verdict_of, verdict_on
 from drafttrain.files import Json, write_text
 from drafttrain.folders import beside, inputs_of, output_file
 from drafttrain.outcome import conclude, next_command
 from drafttrain.reports import report_page
 from drafttrain.reports.charts import picture
-from drafttrain.reports.figures import conditions
+from drafttrain.reports.figures import conditions, lengths_text
 from drafttrain.reports.output import table_of, wide_console
 
 FORMATS = (".html", ".png", ".svg", ".pdf")
 MOST_DEPTHS = 6  # in the table
+_SHORT = {"autoregressive": "plain", "ngram": "n-grams"}  # baselines in headings
 
 
 def run(args: argparse.Namespace) -> int:
@@ -147,9 +148,11 @@ def print_results(results: Json) -> None:
     overall = results["overall"]
     headings = ["category", "prompts", "accepted\nlength", "acceptance\nby depth", "tokens/s"]
     for name in overall["baselines"]:
-        headings.append(f"{name}\ntokens/s")
+        headings.append(f"{_SHORT.get(name, name)}\ntokens/s")
     for name in overall["speedup"]:
-        headings.append(f"vs\n{name}")
+        headings.append(f"vs\n{_SHORT.get(name, name)}")
+    for name in overall.get("decoding_speedup", {}):
+        headings.append(f"decoding\nvs {_SHORT.get(name, name)}")
     tree = results["decoding"].get("tree", {}).get("spec", "")
     title = (
         f"{results['target']} + {results['drafter']}   "
@@ -161,10 +164,14 @@ def print_results(results: Json) -> None:
     table.add_row(*_row("all", overall), style="bold")
     console = wide_console()
     console.print(table)
-    console.print(
-        f"accepted length {overall['accepted_length']:.2f}, {overall['tokens_per_second']:.1f} tokens/s"
-    )
-    console.print(verdict_of(overall).text, soft_wrap=True, highlight=False)
+    line = f"accepted length {overall['accepted_length']:.2f}"
+    if tree:
+        line += f" with {tree}"
+    console.print(f"{line}, {overall['tokens_per_second']:.1f} tokens/s")
+    lengths = lengths_text(overall)
+    if lengths:
+        console.print(lengths, highlight=False)
+    console.print(verdict_on(results).text, soft_wrap=True, highlight=False)
     for line in (identity_line(results), *warnings_of(results)):
         console.print(line, soft_wrap=True, markup=False)
 
@@ -177,6 +184,7 @@ def _row(name: str, figures: Json) -> list[str]:
     cells = [name, str(figures["prompts"]), f"{figures['accepted_length']:.2f}", depths]
     for side in (figures, *figures["baselines"].values()):
         cells.append(f"{side['tokens_per_second']:.1f}")
-    for factor in figures["speedup"].values():
-        cells.append(f"{factor:.2f}x")
+    for factors in (figures["speedup"], figures.get("decoding_speedup", {})):
+        for factor in factors.values():
+            cells.append(f"{factor:.2f}x")
     return cells

@@ -8,19 +8,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from drafttrain.evaluation.baselines import BASELINE_NAMES
+from drafttrain.evaluation.baselines import BASELINE_NAMES, NGRAM
 from drafttrain.evaluation.diagnose import diagnose
 from drafttrain.evaluation.metrics import accepted_length_histogram, rounds_of
 from drafttrain.evaluation.resampling import Ratio
-from drafttrain.evaluation.verdicts import LOSES, PAYS, against, judge, outliers, verdict_of
+from drafttrain.evaluation.verdicts import LOSES, PAYS, against, judge, outliers, verdict_on
 from drafttrain.files import Json
 from drafttrain.reports.charts import Chart, Series, svg
 from drafttrain.reports.figures import (
     COLORS,
     DASH,
+    TIMES,
     conditions,
     figure_of,
     interval_text,
+    lengths_text,
     sentence,
     series_of,
     settings_table,
@@ -154,10 +156,14 @@ def page(
         runs, names: results and their names. charts: of `make_charts`. notes: per run, whether
             outputs are identical, then warnings. sweeps: summaries.
     """
+    drafters = {run["drafter"] for run in runs}
+    several = len(drafters) > 1
     if len(runs) == 1:
         title = names[0]
+    elif several:
+        title = f"{len(drafters)} drafters compared"
     elif runs:
-        title = f"{len(runs)} drafters compared"
+        title = f"{len(runs)} results of {runs[0]['drafter']} compared"
     else:
         title = sweep_title(sweeps[0])
     # Parts of the page that have an entry per run.
@@ -166,7 +172,7 @@ def page(
     categories = []  # (name, [(category, figures)])
     diffs = []  # (name, marked outputs, how many have no text)
     for name, run in zip(names, runs, strict=True):
-        found = verdict_of(run["overall"])
+        found = verdict_on(run)
         verdicts.append((found.text.replace("95 %", "95\u00a0%"), COLORS.get(found.state, "")))
         if "date" in run:
             diagnoses.append(run.get("diagnosis", []))
@@ -181,9 +187,11 @@ def page(
         runs=list(zip(names, runs, notes, strict=True)),
         verdicts=verdicts,
         conditions=[conditions(run) for run in runs],
+        lengths=[lengths_text(run["overall"]) for run in runs],
         diagnoses=diagnoses,
         outliers=[outliers(run) for run in runs],
         tiles=_tiles(runs[0]) if len(runs) == 1 else [],
+        compared="Drafters compared" if several else "Results compared",
         comparison=_comparison(runs, names),
         differing=differing(runs),
         sweeps=[sweep_section(sweep) for sweep in sweeps],
@@ -245,13 +253,16 @@ def _by_category(
     title: str,
     note: str,
     figure: str,
+    unit: str,
     side: str = "",
     show: Callable[[float], str] = "{:.2f}".format,
 ) -> Chart:
     """A chart of one figure with its intervals, a group of bars per category."""
     groups = _groups(runs)
     series = [series_of(run.name, run.parts(groups), run.tone, figure, side) for run in runs]
-    return Chart(key, title, note, "bars", groups, series, show=show, reference=1.0)
+    return Chart(
+        key, title, note, "bars", groups, series, "category", unit, show=show, reference=1.0
+    )
 
 
 def _speedup(runs: Sequence[_ReportedRun]) -> Chart:
@@ -262,7 +273,7 @@ def _speedup(runs: Sequence[_ReportedRun]) -> Chart:
         "Left of the dashed line speculation does not pay."
     )
     figure = "speedup" if side else "speedup_vs_fastest"
-    return _by_category(runs, "speedup", "Speed-up by category", note, figure, side, times)
+    return _by_category(runs, "speedup", "Speed-up by category", note, figure, TIMES, side, times)
 
 
 def _other_speedups(runs: Sequence[_ReportedRun]) -> Chart:
@@ -304,6 +315,8 @@ def _other_speedups(runs: Sequence[_ReportedRun]) -> Chart:
         "bars",
         [BASELINE_NAMES.get(side, side) for side in sides],
         series,
+        "baseline",
+        TIMES,
         show=times,
         reference=1.0,
         top=top,
@@ -313,7 +326,8 @@ def _other_speedups(runs: Sequence[_ReportedRun]) -> Chart:
 def _accepted_length(runs: Sequence[_ReportedRun]) -> Chart:
     note = "Tokens committed per target pass, the target's own token included; 1 is plain decoding."
     title = "Accepted length by category"
-    return _by_category(runs, "accepted_length", title, note, "accepted_length")
+    unit = "tokens per target pass"
+    return _by_category(runs, "accepted_length", title, note, "accepted_length", unit)
 
 
 def _acceptance(runs: Sequence[_ReportedRun]) -> Chart:
@@ -337,6 +351,7 @@ def _acceptance(runs: Sequence[_ReportedRun]) -> Chart:
         [str(depth) for depth in range(1, deepest + 1)],
         series,
         "depth",
+        "share of rounds",
         top=1.0,
     )
 
@@ -372,6 +387,7 @@ def _histogram(runs: Sequence[_ReportedRun]) -> Chart:
         [str(length) for length in range(first, longest)],
         series,
         "tokens committed",
+        "share of rounds",
         show="{:.0%}".format,
     )
 
@@ -397,7 +413,19 @@ def _latencies(runs: Sequence[_ReportedRun]) -> list[Chart]:
                 values = [figures[key][point] for point in points]
                 series.append(Series(name, values, tone))
         note += " Percentiles over prompts."
-        charts.append(Chart(key, title, note, "columns", points, series, show="{:,.0f}".format))
+        charts.append(
+            Chart(
+                key,
+                title,
+                note,
+                "columns",
+                points,
+                series,
+                "percentile of prompts",
+                "milliseconds",
+                show="{:,.0f}".format,
+            )
+        )
     return charts
 
 
@@ -413,7 +441,17 @@ def _rates(runs: Sequence[_ReportedRun]) -> Chart:
         series.append(series_of(run.name, parts, run.tone, "tokens_per_second"))
     labels = ["with the drafter", *(BASELINE_NAMES.get(side, side) for side in sides)]
     note = "New tokens over wall-clock time, prefill included, every side alike."
-    return Chart("rates", "Tokens per second", note, "bars", labels, series, show="{:,.1f}".format)
+    return Chart(
+        "rates",
+        "Tokens per second",
+        note,
+        "bars",
+        labels,
+        series,
+        "side",
+        "tokens per second",
+        show="{:,.1f}".format,
+    )
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -423,8 +461,8 @@ def _tiles(run: Json) -> list[tuple[str, str, str]]:
     """(name, figure, explanation) of the figures that matter most."""
     overall = run["overall"]
 
-    def between(key: str) -> str:
-        span = span_of(overall, key)
+    def between(key: str, side: str = "") -> str:
+        span = span_of(overall, key, side)
         if span:
             return f"; 95 % interval {span[0]:.2f} to {span[1]:.2f}"
         return ""
@@ -434,6 +472,15 @@ def _tiles(run: Json) -> list[tuple[str, str, str]]:
     if factor is not None:
         note = "over the faster baseline" + between("speedup_vs_fastest")
         tiles.append(("Speed-up", times(factor), note))
+    decoding = figure_of(overall, "decoding_speedup", "autoregressive")
+    if decoding is not None:
+        note = "over plain decoding, after the first token"
+        note += between("decoding_speedup", "autoregressive")
+        tiles.append(("Speed-up of decoding", times(decoding), note))
+    added = figure_of(overall, "speedup", NGRAM)
+    if added is not None:
+        note = "what training adds" + between("speedup", NGRAM)
+        tiles.append(("Over n-grams alone", times(added), note))
     note = "tokens per target pass" + between("accepted_length")
     return [
         *tiles,
@@ -458,6 +505,15 @@ class _Compared(NamedTuple):
 _COMPARED = (
     _Compared(
         "Speed-up over the faster baseline", lambda o: o["speedup_vs_fastest"], "{:.2f}\u00d7", 1
+    ),
+    _Compared(
+        "Speed-up of decoding, after the first token",
+        lambda o: figure_of(o, "decoding_speedup", "autoregressive"),
+        "{:.2f}\u00d7",
+        1,
+    ),
+    _Compared(
+        "Speed-up over n-grams alone", lambda o: figure_of(o, "speedup", NGRAM), "{:.2f}\u00d7", 1
     ),
     _Compared("Accepted length", lambda o: o["accepted_length"], "{:.2f}", 1),
     _Compared("Acceptance rate", lambda o: o["acceptance_rate"], "{:.1%}", 1),
@@ -501,6 +557,8 @@ def _comparison(
         if ranked and each.better and len(set(known)) > 1:
             best = max(known)
         cells = []
+        if not known:  # no run has measured it
+            continue
         for value in values:
             if value is None:
                 cells.append((DASH, False))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from drafttrain.evaluation.baselines import NGRAM
 from drafttrain.evaluation.verdicts import OPEN, crossover, crossovers, verdict_of
 from drafttrain.files import Json
 from drafttrain.reports.charts import Chart
 from drafttrain.reports.figures import (
     COLORS,
     DASH,
+    TIMES,
     conditions,
+    figure_of,
     interval_text,
     sentence,
     series_of,
@@ -97,6 +100,8 @@ def sweep_charts(sweep: Json, number: int) -> Iterable[Chart]:
             "bars",
             list(own),
             [series_of("speed-up", list(own.values()), 1, "speedup_vs_fastest")],
+            _AXES[key],
+            TIMES,
             show=times,
             reference=1.0,
         )
@@ -119,6 +124,7 @@ def _crossover(lines: dict[str, dict[int, Json]], key: str) -> Chart:
         [str(size) for size in sizes],
         series,
         "prompts at a time",
+        TIMES,
         show=times,
         reference=1.0,
     )
@@ -137,7 +143,8 @@ def sweep_section(sweep: Json) -> Json:
     """The part of a page about a sweep.
 
     Returns:
-        title, conditions; axes: names; rows: per cell its values along the axes, figures, verdict
+        title, conditions; axes: names; beside_ngrams: whether n-grams alone
+        were measured; rows: per cell its values along the axes, figures, verdict
         and its color; crossovers: where speculation stops paying, in sentences; settings.
     """
     cells = _cells(sweep)
@@ -145,6 +152,8 @@ def sweep_section(sweep: Json) -> Json:
     for key in _AXES:
         if any(settings.get(key) is not None for settings, _ in cells):
             axes.append(key)
+
+    beside = any(NGRAM in figures.get("speedup", {}) for _, figures in cells)
 
     # A row per cell, and where speculation stops paying, in sentences.
     rows = []
@@ -156,6 +165,10 @@ def sweep_section(sweep: Json) -> Json:
             value = figures.get(key)
             shown.append(DASH if value is None else f"{value:,.2f}")
         shown.append(times(figures["speedup_vs_fastest"]) + interval_text(span))
+        if beside:
+            added = figure_of(figures, "speedup", NGRAM)
+            over = interval_text(span_of(figures, "speedup", NGRAM))
+            shown.append(DASH if added is None else times(added) + over)
         state = found.state
         if state == OPEN and not span:
             state = "no interval recorded"
@@ -186,6 +199,7 @@ def sweep_section(sweep: Json) -> Json:
         "title": sweep_title(sweep),
         "conditions": facts,
         "axes": [_AXES[key] for key in axes],
+        "beside_ngrams": beside,
         "rows": rows,
         "crossovers": sentences,
         "settings": settings_table([{**sweep, "decoding": limits}]),

@@ -42,7 +42,7 @@ from drafttrain.target import Target
 
 # What may be typed besides messages; the help of `drafttrain chat` lists it too.
 COMMANDS = {
-    "/plain": "switch drafting off, which measures plain decoding, and on again",
+    "/plain": "switch drafting off, which decodes the last answer again to compare, and on again",
     "/system TEXT": "set the system message, or none",
     "/reset": "begin a new conversation",
     "/save FILE": "write the conversation and its figures as JSON",
@@ -61,13 +61,18 @@ class ChatTurn:
     """A message, its answer so far, and the answer's record.
 
     Attributes:
-        drafting: whether a drafter was asked. pieces: (text, producer) of each token.
+        drafting: whether a drafter was asked. prompt: its token ids. pieces: (text, producer) of
+            each token.
+        plain: tokens and seconds of the same answer decoded without a drafter; zeros if unknown.
         shown: seconds between rounds, in which the answer was displayed. finish: as in `Stats`;
             `stopped` if Ctrl-C ended it.
     """
 
     user: str
     drafting: bool
+    prompt: list[int]
+    seed: int
+    plain: tuple[int, float] = (0, 0.0)
     stats: Stats = field(default_factory=Stats)
     pieces: list[tuple[str, str]] = field(default_factory=list)
     shown: float = 0.0
@@ -111,7 +116,6 @@ class ChatSession:
 
     Attributes:
         drafting: whether the next answer is drafted. turns: what was answered since the last reset.
-        plain: tokens and seconds of all answers without a drafter.
     """
 
     def __init__(
@@ -138,7 +142,6 @@ class ChatSession:
                 if part is not None:
                     self.names.append(part.kind)
         self.drafting = bool(self.names)
-        self.plain = (0, 0.0)
         self.turns: list[ChatTurn] = []
 
     @property
@@ -161,10 +164,28 @@ class ChatSession:
             UserError: a prompt that the chat template refuses or that the target's context does not
                 hold.
         """
-        turn = ChatTurn(text, self.drafting)
-        decoder = self.drafted if turn.drafting else self.undrafted
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = prompt_ids(self.target.tokenizer, messages, self.inputs)
+        turn = ChatTurn(text, self.drafting, prompt, (self.seed + len(self.turns)) % 2**32)
+        for each in self._decode(turn, self.max_new_tokens):
+            if not self.turns or self.turns[-1] is not turn:
+                self.turns.append(turn)
+            yield each
+
+    def answer_again(self) -> Generator[ChatTurn]:
+        """Decodes the last answer once more without a drafter, which measures its `plain`.
+
+        Another text, as sampling may give, or a part of it measures nothing.
+        """
+        last = self.turns[-1]
+        turn = ChatTurn(last.user, False, last.prompt, last.seed)
+        yield from self._decode(turn, last.stats.new_tokens)
+        if turn.text == last.text:
+            last.plain = turn.decoded
+
+    def _decode(self, turn: ChatTurn, limit: int) -> Generator[ChatTurn]:
+        """Decodes an answer; yields its turn after each round."""
+        decoder = self.drafted if turn.drafting else self.undrafted
         stream = TextStream(self.target.tokenizer)
         producers = [OWN]  # of the tokens of a round; the prefill's is the target's
 
@@ -176,14 +197,12 @@ class ChatSession:
             producers.append(OWN)
 
         decoder.observer = observe if turn.drafting else None
-        seed = (self.seed + len(self.turns)) % 2**32
-        limit = self.max_new_tokens
-        rounds = decoder.stream([prompt], max_new_tokens=limit, seed=seed, stats=[turn.stats])
+        rounds = decoder.stream(
+            [turn.prompt], max_new_tokens=limit, seed=turn.seed, stats=[turn.stats]
+        )
         try:
             for _, tokens in rounds:
                 began = time.perf_counter()
-                if not turn.pieces:
-                    self.turns.append(turn)
                 turn.finish = turn.stats.finish
                 for number, (token, producer) in enumerate(zip(tokens, producers, strict=False), 1):
                     stream.push([token])
@@ -196,8 +215,7 @@ class ChatSession:
             if not turn.finish:
                 turn.finish = "stopped"
             if not turn.drafting:
-                count, seconds = turn.decoded
-                self.plain = (self.plain[0] + count, self.plain[1] + seconds)
+                turn.plain = turn.decoded
 
     def record(self, turn: ChatTurn) -> Json:
         """A turn as --json prints and /save writes it."""
@@ -212,14 +230,14 @@ class ChatSession:
             "producers": dict(turn.producers),
             "accepted_length": stats.accepted_length,
             "tokens_per_second": rate(turn.decoded),
-            "plain_tokens_per_second": rate(self.plain),
+            "plain_tokens_per_second": rate(turn.plain),
         }
 
     def figures(self, turn: ChatTurn) -> str:
         """A turn's figures in one line."""
         stats = turn.stats
         own = rate(turn.decoded)
-        plain = rate(self.plain)
+        plain = rate(turn.plain)
         parts = [f"{stats.new_tokens} tokens"]
         if own:
             parts.append(f"{own:.1f} tokens/s")
@@ -235,8 +253,6 @@ class ChatSession:
                 parts.append("plain: /plain measures it")
             elif own:
                 parts.append(f"plain {plain:.1f} tokens/s ({own / plain:.2f}x)")
-            else:
-                parts.append(f"plain {plain:.1f} tokens/s")
         else:
             parts.append("plain decoding")
         if turn.finish == "stopped":
@@ -290,6 +306,24 @@ class PlainView:
         else:
             print(flush=True)
             self.say(self.session.figures(turn))
+
+    def compare(self) -> None:
+        """Measures plain decoding of the last answer, if it was drafted, and shows the ratio."""
+        turns = self.session.turns
+        if not turns or not turns[-1].drafting:
+            return
+        self.stop = False
+        try:
+            with contextlib.closing(self.session.answer_again()) as rounds:
+                for _ in rounds:
+                    if self.stop:
+                        break
+        finally:
+            self.stop = None
+        if rate(turns[-1].plain) is None:
+            self.say("no ratio: plain decoding was stopped, or sampled another text")
+        else:
+            self.say(f"the last answer: {self.session.figures(turns[-1])}")
 
 
 class LiveView(PlainView):
@@ -442,6 +476,7 @@ def respond(view: PlainView, line: str, args: argparse.Namespace) -> bool:
             view.say("drafting is on")
         else:
             view.say("drafting is off: answers measure plain decoding")
+            view.compare()
     elif name == "/save":
         path = output_file(rest, "chat", inputs_of(args, "system"), key="save")
         decoding = {

@@ -21,7 +21,7 @@ class Job:
     """The fields are the flags of `drafttrain plan`. Raises UserError for values out of range."""
 
     gpus: Size = 0
-    device: Name = "h100"
+    device: Name = ""
     gpu_memory: PositiveAmount | None = None
     disk: PositiveAmount | None = None
     deepspeed: Name = ""

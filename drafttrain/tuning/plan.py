@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from drafttrain.config import TrainerKeys, load_config
 from drafttrain.data.int8_rows import value_bytes
@@ -32,7 +32,7 @@ from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target.devices import resolve_dtype
 from drafttrain.target.loading import loading
 from drafttrain.training.arguments import KEYS, check_recipe
-from drafttrain.tuning.costs import Device, EngineRates, model_sizes
+from drafttrain.tuning.costs import Device, EngineRates, Sizes, model_sizes
 from drafttrain.tuning.hardware import DEVICES
 from drafttrain.tuning.job import Job
 from drafttrain.tuning.plan_memory import Memory, Setting, States, buckets_of
@@ -51,6 +51,7 @@ _TOKENS = 1024
 _STATE_BYTES = {"sgd": 0, "adafactor": 0, "adamw_8bit": 2, "adamw_bnb_8bit": 2}
 # Bytes per weight and optimizer step: weight, gradient and two states are read, all but one written.
 _ADAMW_MOVES = 28
+_DEVICE = "h100"  # unless another is named
 _OVERHEAD = 5e-5  # seconds per pass of an engine
 _SHORTEST = 512  # tokens of a row that advice suggests
 _UNIT = 256  # of lengths
@@ -106,52 +107,64 @@ def plan(
 
 
 class _Change(NamedTuple):
-    """A change that advice suggests."""
+    """A change that advice suggests, and the plan with it.
 
-    text: str  # empty for the setting as it is
-    setting: Setting
+    Attributes:
+        text: empty for the plan as it is.
+    """
+
+    text: str
+    planner: _Planner
 
 
 class _Planner:
-    """One plan: the target's shapes, the data's counts, and the device, which its parts share."""
+    """One plan: the target's shapes, the data's counts, and the device, which its parts share.
 
-    def __init__(self, recipe: str, overrides: Sequence[str], job: Job):
+    Attributes:
+        weights: number of the target's. width: bytes per weight in its files.
+    """
+
+    target: PretrainedConfig
+    sizes: Sizes
+    weights: int
+    width: float
+    memory: Memory
+
+    def __init__(
+        self,
+        recipe: str,
+        overrides: Sequence[str],
+        job: Job,
+        shared: _Planner | None = None,
+    ):
+        """Args: shared: a plan of the same target and drafter, whose shapes are taken."""
         self.recipe = recipe
+        self.overrides = overrides
         self.job = job
         self.notes: list[str] = []
         self.config = load_config(recipe, list(overrides), KEYS)
         check_recipe(self.config)
         self.kind = kind_class(self.config.kind)
         self.trainer: Json = {**vars(TrainerKeys()), **self.config.trainer}
-        if job.device not in DEVICES:
-            raise UserError(
-                f"device={job.device!r} is not one of {', '.join(DEVICES)}; choose the closest one"
-            )
+        name = _device_of(job)
         if self.config.sequence_parallel > 1:
             raise UserError(
                 f"sequence_parallel={self.config.sequence_parallel}: rows that processes share are not planned; set "
                 "sequence_parallel=1, and max_length to a process's part of a row"
             )
 
-        # The target's shapes.
-        name = self.config.target
-        shipped = shipped_config(recipe, overrides, "target", "target.json")
-        self.target = read_config(name, job.target_config, shipped)
-        fix = "give another --target-config"
-        with loading(f"target={name!r}", fix), torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(self.target)
-        self.sizes = model_sizes(model, self.target)
-        self.weights = sum(weight.numel() for weight in model.parameters())
-        self.width = stored_bits(self.target) / 8  # bytes per weight of the target's files
+        if shared is None:
+            self._read_shapes()
+        else:
+            self.target = shared.target
+            self.sizes = shared.sizes
+            self.weights = shared.weights
+            self.width = shared.width
+            self.memory = shared.memory
 
-        build, note = drafter_of(self.config, recipe, overrides, job.init_config)
-        if note:
-            self.notes.append(note)
-        self.memory = Memory(self.target, self.config.kind, self.config.loss, build)
-
-        bandwidth, tflops, memory = DEVICES[job.device]
+        bandwidth, tflops, memory = DEVICES[name]
         self.device = Device(
-            name=job.device,
+            name=name,
             bandwidth=1e9 * bandwidth * job.memory_efficiency,
             flops=1e12 * tflops * job.compute_efficiency,
             memory=1e9 * (job.gpu_memory or memory),
@@ -161,6 +174,24 @@ class _Planner:
         self._read_data()
         self.setting = self._setting()
         self.step = self.memory.step(self.setting)
+
+    def _read_shapes(self) -> None:
+        """Reads the shapes of the target and of the drafter, without weights."""
+        job = self.job
+        name = self.config.target
+        shipped = shipped_config(self.recipe, self.overrides, "target", "target.json")
+        self.target = read_config(name, job.target_config, shipped)
+        fix = "give another --target-config"
+        with loading(f"target={name!r}", fix), torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(self.target)
+        self.sizes = model_sizes(model, self.target)
+        self.weights = sum(weight.numel() for weight in model.parameters())
+        self.width = stored_bits(self.target) / 8
+
+        build, note = drafter_of(self.config, self.recipe, self.overrides, job.init_config)
+        if note:
+            self.notes.append(note)
+        self.memory = Memory(self.target, self.config.kind, self.config.loss, build)
 
     # -- the recipe and its data -------------------------------------------------------------------
 
@@ -210,7 +241,7 @@ class _Planner:
     def _setting(self) -> Setting:
         config = self.config
         trainer = self.trainer
-        gpu = not self.job.device.startswith("cpu")
+        gpu = not self.device.name.startswith("cpu")
         states = self._states()
 
         # Processes, and what DeepSpeed divides among them. A target that is spread over the GPUs
@@ -295,7 +326,7 @@ class _Planner:
             advice += self._advice()
         free = self.job.disk
         if free is not None and sum(disk.values()) > 1e9 * free:
-            advice.append(f"--disk {free:g} GB is too small: {self._disk_advice(disk)}")
+            advice.append(f"--disk {free:g} GB is too small: {self._disk_advice(1e9 * free)}")
         self._more_notes(memory)
 
         precision = "float32"
@@ -309,6 +340,7 @@ class _Planner:
             "target": self.config.target,
             "data": self.config.data,
             "gpus": self.gpus,
+            "gpus_in_all": self._gpus_in_all(),
             "device": self.device.name,
             "gpu_memory_gb": limit / 1e9,
             "processes": setting.processes,
@@ -416,24 +448,38 @@ class _Planner:
 
     # -- advice ------------------------------------------------------------------------------------
 
+    def changed(self, *words: str, **job: object) -> _Planner:
+        """The plan with more overrides of the recipe, and other fields of the job.
+
+        It shares the shapes and the dry steps.
+        """
+        fields: Json = {**vars(self.job), **job}
+        return _Planner(self.recipe, [*self.overrides, *words], Job(**fields), self)
+
+    def total(self) -> float:
+        """Bytes of a process at its peak."""
+        return self.memory.total(self.setting)
+
     def _advice(self) -> list[str]:
-        """Changes in order of harm, each on top of those before it, up to one that fits."""
+        """Changes in order of harm, each on top of those before it, up to one that fits.
+
+        Every change is planned anew, as the user will plan or train with it.
+        """
         limit = self.device.memory
-        starts = [_Change("", self.setting)]
+        starts = [_Change("", self)]
         if self.setting.states == "online" and not self.kind.loads_language_models:
-            text = "states from vLLM (target_url) or from disk (drafttrain features) in place of an online target"
-            starts.append(_Change(text, replace(self.setting, states="vllm", shards=1)))
+            starts.append(_Change(self._states_advice(), self.changed(states="vllm")))
         ways = []
         for start in starts:
-            ways.append([start, *self._changes(start.setting)])
+            ways.append([start, *start.planner._changes()])
         for way in ways[:]:
-            ways.append([*way, *self._more_gpus(way[-1].setting)])
+            ways.append([*way, *way[-1].planner._more_gpus()])
 
         smallest = float("inf")
         for way in ways:
             lines: list[str] = []
             for change in way:
-                size = self.memory.total(change.setting)
+                size = change.planner.total()
                 smallest = min(smallest, size)
                 if change.text:
                     lines.append(f"{change.text}: {size / 1e9:.1f} GB")
@@ -443,55 +489,90 @@ class _Planner:
             f"no such change fits {limit / 1e9:.0f} GB; the smallest takes {smallest / 1e9:.1f} GB: use larger GPUs"
         ]
 
-    def _changes(self, setting: Setting) -> Iterator[_Change]:
+    def _states_advice(self) -> str:
+        """What replaces an online target, and what it takes."""
+        text = f"states from vLLM (target_url, {self.engine.gpus} more GPUs)"
+        disk = self.changed(states="stored")._disk()
+        free = self.job.disk
+        if free is None or sum(disk.values()) <= 1e9 * free:
+            text += f" or from disk (drafttrain features, {disk['states'] / 1e9:,.0f} GB of disk)"
+        return f"{text} in place of an online target"
+
+    def _changes(self) -> Iterator[_Change]:
         """Changes of the recipe, each on top of those before it.
 
         Of each group the first that fits, else the last; those that save nothing are left out.
         """
+        setting = self.setting
         groups: list[list[tuple[str, Json]]] = []
         if issubclass(self.kind, DecoderDrafter):
-            groups.append([("gradient_checkpointing=true", {"checkpointing": True})])
+            groups.append([("gradient_checkpointing=true", {})])
         if setting.processes > 1:
-            groups.append([("ZeRO-2 (--deepspeed 2)", _zero2())])
-        fewer = {"eval_rows": min(setting.eval_rows, 1)}
-        groups.append([("per_device_eval_batch_size=1", fewer)])
+            groups.append([("", {"deepspeed": "2"})])
+        if setting.eval_rows > 1:
+            groups.append([("per_device_eval_batch_size=1", {})])
 
         pieces = self.trainer["gradient_accumulation_steps"]
         rows: list[tuple[str, Json]] = []
         lengths: list[tuple[str, Json]] = []
         for n in (2**power for power in range(1, 16)):
             if n <= setting.rows:
-                text = f"per_device_train_batch_size={setting.rows // n} gradient_accumulation_steps={n * pieces}"
-                rows.append((text, {"rows": setting.rows // n, "accumulates": True}))
-            if setting.length // n >= _SHORTEST:
-                lengths.append(
-                    (f"max_length={setting.length // n}", {"length": setting.length // n})
+                rows.append(
+                    (
+                        f"per_device_train_batch_size={setting.rows // n} "
+                        f"gradient_accumulation_steps={n * pieces}",
+                        {},
+                    )
                 )
+            if setting.length // n >= _SHORTEST:
+                lengths.append((f"max_length={setting.length // n}", {}))
         groups += [rows, lengths]
 
-        total = self.memory.total
+        now = self
         for group in groups:
-            chosen = _Change("", setting)
-            for text, change in group:
-                chosen = _Change(text, replace(setting, **change))
-                if total(chosen.setting) <= self.device.memory:
+            chosen = now
+            text = ""
+            for words, job in group:
+                chosen = now.changed(*words.split(), **job)
+                text = words or "ZeRO-2 (--deepspeed 2)"
+                if chosen.total() <= self.device.memory:
                     break
-            if total(chosen.setting) < 0.99 * total(setting):
-                setting = chosen.setting
-                yield chosen
+            if chosen.total() < 0.99 * now.total():
+                now = chosen
+                yield _Change(text, now)
 
-    def _more_gpus(self, setting: Setting) -> Iterator[_Change]:
-        if setting.stage <= 1:
-            setting = replace(setting, **_zero2())
+    def _more_gpus(self) -> Iterator[_Change]:
+        deepspeed = self.job.deepspeed
+        if self.setting.stage <= 1:
+            deepspeed = "2"
         for count in (2, 4, 8, 16):
-            if count > setting.processes:
-                text = f"{count} GPUs under ZeRO-{setting.stage}"
-                yield _Change(text, replace(setting, processes=count))
+            if count > self.setting.processes:
+                more = self.changed(gpus=count, deepspeed=deepspeed)
+                if more.setting.processes == count:  # else the target is spread over them
+                    yield _Change(f"{count} GPUs under ZeRO-{more.setting.stage}", more)
 
-    def _disk_advice(self, disk: dict[str, float]) -> str:
-        if "states" in disk and self.job.store_dtype != "int8":
-            return "store states as int8 (drafttrain features --store-dtype int8), or train with target_url"
-        return "set save_total_limit lower, or take fewer conversations"
+    def _disk_advice(self, free: float) -> str:
+        """Each change by which the run takes at most `free` bytes of disk, planned anew."""
+        ways = {"save_total_limit=1": self.changed("save_total_limit=1")}
+        if self.setting.states == "stored":
+            url = "train with target_url in place of stored states"
+            ways = {url: self.changed(states="vllm"), **ways}
+            if self.job.store_dtype != "int8":
+                int8 = "store states as int8 (drafttrain features --store-dtype int8)"
+                ways = {int8: self.changed(store_dtype="int8"), **ways}
+        sizes = {text: sum(planner._disk().values()) for text, planner in ways.items()}
+        fitting = [f"{text}: {size / 1e9:,.1f} GB" for text, size in sizes.items() if size <= free]
+        if fitting:
+            return " or ".join(fitting)
+        return f"the smallest change takes {min(sizes.values()) / 1e9:,.1f} GB: take fewer conversations"
+
+    def _gpus_in_all(self) -> int:
+        """GPUs that train, and those of an engine that runs the target for them."""
+        if self.setting.states == "vllm":  # meanwhile
+            return self.gpus + self.engine.gpus
+        if self.setting.states == "none":
+            return self.gpus
+        return max(self.gpus, self.engine.gpus)  # the engine has written the answers before
 
     def _more_notes(self, memory: dict[str, float]) -> None:
         states = self.setting.states
@@ -517,14 +598,36 @@ class _Planner:
             )
 
 
-def _zero2() -> Json:
-    """The fields of a `Setting` under configs/deepspeed/zero2.json."""
-    return {"stage": 2, "buckets": buckets_of(deepspeed_of("2", {}, 1).deepspeed)}
-
-
 def _totaled(parts: dict[str, float], unit: float = 1.0) -> dict[str, float]:
     parts = {name: size / unit for name, size in parts.items()}
     return {**parts, "total": sum(parts.values())}
+
+
+def _device_of(job: Job) -> str:
+    """The device whose rates count.
+
+    Raises:
+        UserError: an unknown device, or none beside a memory that the default device does not have.
+    """
+    if job.device:
+        if job.device not in DEVICES:
+            raise UserError(
+                f"device={job.device!r} is not one of {', '.join(DEVICES)}; choose the closest one"
+            )
+        return job.device
+
+    memory = DEVICES[_DEVICE][2]
+    given = job.gpu_memory
+    if given is not None and abs(given - memory) > 0.1 * memory:
+        alike = [name for name, rates in DEVICES.items() if abs(given - rates[2]) <= 0.1 * given]
+        choice = f"--device {' or '.join(alike)}"
+        if not alike:
+            choice = f"the closest --device of {', '.join(DEVICES)}"
+        raise UserError(
+            f"gpu-memory={given:g} is not that of the default device, {_DEVICE} ({memory} GB); "
+            f"name your own, for its rates: {choice}"
+        )
+    return _DEVICE
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -601,9 +704,16 @@ def print_plan(found: Plan) -> None:
     console.print(table_of(["time", "tokens/s", "hours"], rows, title, right=True))
 
     # The verdict.
-    verdict = "fits" if found.fits else "does not fit"
     total = found.memory_gb["total"]
-    console.print(f"{verdict}: {total:.1f} of {limit:g} GB at the peak")
+    verdict = "fits" if found.fits else "does not fit"
+    verdict += f": {total:.1f} of {limit:g} GB at the peak"
+    more = at["gpus_in_all"] - at["gpus"]
+    if more:
+        work = "write the answers before training"
+        if at["states"] == "vllm":
+            work = "run vLLM meanwhile"
+        verdict += f" of {at['gpus']} GPUs, and {more} more to {work}: {at['gpus_in_all']} in all"
+    console.print(verdict)
     largest = []
     if found.largest["rows"]:
         largest.append(f"{found.largest['rows']} x {at['length']} tokens")

@@ -13,6 +13,7 @@ from drafttrain.drafters.kinds import split_name
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.errors import UserError
 from drafttrain.evaluation import runner
+from drafttrain.evaluation.baselines import NGRAM
 from drafttrain.evaluation.metrics import fingerprint, folder_state
 from drafttrain.evaluation.results_schema import Results
 from drafttrain.evaluation.runner import EvalSettings
@@ -35,6 +36,7 @@ FIGURES = (
     "acceptance_by_depth",
     "tokens_per_second",
     "speedup",
+    "decoding_speedup",
     "speedup_vs_fastest",
     "confidence",
     "draft_fraction",
@@ -107,7 +109,8 @@ def measure_cells(args: argparse.Namespace, folder: Path) -> list[Json]:
             "spec": results["decoding"]["tree"]["spec"],
         }
         for name in FIGURES:
-            row[name] = results["overall"][name]
+            if name in results["overall"]:  # cells of earlier versions lack some
+                row[name] = results["overall"][name]
         summary.append(row)
         # Written after every cell, so that an interrupted sweep has a summary.
         content = {name: results[name] for name in SETTINGS if name in results}
@@ -188,8 +191,11 @@ def cell_settings(args: argparse.Namespace, cell: Json, folder: Path) -> EvalSet
 def key_of(args: argparse.Namespace, cell: Json, suite: Suite) -> str:
     """Hash of everything that a finished cell depends on."""
     settings: Json = {}
-    for name in ("target", "drafter", "device", "max_new_tokens", "limit", "seed", "baselines"):
+    for name in ("target", "drafter", "device", "max_new_tokens", "limit", "seed"):
         settings[name] = vars(args)[name]
+    # As in evaluate: cells that were measured without n-grams alone are finished.
+    words = args.baselines.split(",")
+    settings["baselines"] = ",".join(word for word in words if word.strip() != NGRAM)
     settings |= cell
     settings["suite"] = suite.digest
     settings["files"] = folder_state(split_name(args.drafter)[0])
@@ -245,6 +251,7 @@ def lengthen(target: Target, suite: Suite, context: int, max_new_tokens: int) ->
 def print_summary(rows: Sequence[Json]) -> None:
     """Prints a table with a row per cell, and the crossovers."""
     console = wide_console()
+    beside = any(NGRAM in row["speedup"] for row in rows)
     shown = []
     for row in rows:
         settings = {**row["cell"], "tree": row["spec"]}
@@ -253,9 +260,15 @@ def print_summary(rows: Sequence[Json]) -> None:
         cells.append(f"{row['tokens_per_second']:.1f}")
         speedup = row["speedup_vs_fastest"]
         cells.append("" if speedup is None else f"{speedup:.2f}x")
+        if beside:
+            added = row["speedup"].get(NGRAM)
+            cells.append("" if added is None else f"{added:.2f}x")
         cells.append(verdict_of(row).state)
         shown.append(cells)
-    headings = [*AXES, "accepted\nlength", "tokens/s", "speed-up", "verdict"]
+    headings = [*AXES, "accepted\nlength", "tokens/s", "speed-up"]
+    if beside:
+        headings.append("over\nn-grams")
+    headings.append("verdict")
     console.print(table_of(headings, shown))
     found = crossovers(rows)
     for each in found:

@@ -286,11 +286,12 @@ class Search:
                 found.append(each)
         return [each.spec for each in found[:FINALISTS]]
 
-    def table(self, count: int = 12) -> list[Json]:
-        """The fastest candidates and plain decoding, as rows of results.json."""
+    def table(self, count: int = 12, picked: Prediction | None = None) -> list[Json]:
+        """The fastest candidates, the picked one and plain decoding, as rows of results.json."""
         shown = self.ranking[:count]
-        if self.plain not in shown:
-            shown = [*shown, self.plain]
+        for each in (picked, self.plain):
+            if each is not None and each not in shown:
+                shown.append(each)
         return [self.row(each) for each in shown]
 
     def row(self, each: Prediction) -> Json:
@@ -551,7 +552,7 @@ def tune(
         "max_new_tokens": settings.tokens,
         "costs": search.costs.table(),
         "acceptance": {"chain": chances(search.tracks), "recall": recall(search.tracks)},
-        "candidates": search.table(),
+        "candidates": sorted(search.table(picked=best), key=lambda row: -row["predicted_speedup"]),
         "candidates_predicted": len(search.ranking),
     }
 
@@ -603,10 +604,25 @@ def print_result(result: Json) -> None:
     rows = []
     for each in result["candidates"]:
         speedup = f"{each['predicted_speedup']:.2f}x"
-        rows.append([each["tree"], speedup, f"{each['accepted_length']:.2f}"])
-    headings = ("tree", "predicted\nspeed-up", "accepted\nlength")
+        note = "picked" if each["tree"] == result["picked"] else ""
+        rows.append([each["tree"], speedup, f"{each['accepted_length']:.2f}", note])
+    headings = ("tree", "predicted\nspeed-up", "predicted\naccepted length", "")
     console.print(table_of(headings, rows, "fastest candidates"))
     console.print(verdict(result), soft_wrap=True)
+
+
+def _about_adapting(result: Json) -> str:
+    """How the tree that is chosen anew in every round compares with the fixed one."""
+    low, high = result["intervals"]["adaptive_over_fixed"]
+    fixed = "the fixed tree"
+    if low > 1:
+        compared = f"faster than {fixed} by {low - 1:.0%} to {high - 1:.0%}"
+    elif high < 1:
+        compared = f"slower than {fixed} by {1 - high:.0%} to {1 - low:.0%}"
+    else:
+        compared = f"no different from {fixed} beyond noise ({low - 1:+.0%} to {high - 1:+.0%})"
+    speedup = result["adaptive_speedup"]
+    return f"{result['picked']}@adapt, adapted every round: measured {speedup:.2f}x, {compared}"
 
 
 def verdict(result: Json) -> str:
@@ -620,13 +636,12 @@ def verdict(result: Json) -> str:
         kept = "adaptive_speedup"
     found = judge(result[kept], spans[kept], result["prompts"])
     low, high = spans["measured_speedup"]
-    slower, faster = spans["adaptive_over_fixed"]
     predicted = result["predicted_speedup"]
     text = (
         f"{result['picked']}: predicted {predicted:.2f}x, "
-        f"measured {result['measured_speedup']:.2f}x [{low:.2f}, {high:.2f}]; "
-        f"adaptive {result['adaptive_speedup']:.2f}x, [{slower:.2f}, {faster:.2f}] "
-        f"of the fixed tree's rate; keeping {result['tree']}\n{found.text}"
+        f"measured {result['measured_speedup']:.2f}x [{low:.2f}, {high:.2f}]\n"
+        f"{_about_adapting(result)}\n"
+        f"keeping {result['tree']}: {found.text}"
     )
     if result["tree"] == "none":
         text += f"; {refused}"

@@ -22,13 +22,19 @@ def side(tokens, seconds, rounds=(), draft=0.0, target=0.0, ttft=0.1):
     }
 
 
-def record(category, ours, plain, hf=None, same=True):
-    sides = {"drafter": ours, "autoregressive": plain}
-    identical = {"autoregressive": same}
+def record(category, ours, plain=None, hf=None, same=True, ngram=None):
+    sides = {"drafter": ours}
+    identical = {}
+    if plain:
+        sides["autoregressive"] = plain
+        identical["autoregressive"] = same
+    if ngram:
+        sides["ngram"] = ngram
+        identical["ngram"] = True
     if hf:
         sides["hf_generate"] = hf
         identical["hf_generate"] = True
-    return {"category": category, "sides": sides, "identical": identical}
+    return {"category": category, "prompt_tokens": 50, "sides": sides, "identical": identical}
 
 
 # 11 tokens: 1 of the prefill, then rounds that accepted 0, 2, 2, 1 of a chain of 2, and 0 of nothing offered: 10 tokens

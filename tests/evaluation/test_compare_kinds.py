@@ -6,7 +6,7 @@ import importlib
 import json
 import os
 import sys
-import time
+import threading
 from pathlib import Path
 
 import pytest
@@ -186,12 +186,14 @@ def test_trainings_share_cores_but_no_core_is_shared(script, tmp_path, monkeypat
     args.cores = [7, 8]
     busy = set()
     seen = []
+    together = threading.Barrier(2)
 
     def train(kind, args, core):
         assert core not in busy
         busy.add(core)
         seen.append((kind, core))
-        time.sleep(0.02)
+        if kind in ("a", "b"):  # each waits for the other, so that both cores are in use
+            together.wait(600)
         busy.remove(core)
         if kind == "bad":
             raise RuntimeError("no good")

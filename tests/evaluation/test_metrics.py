@@ -74,14 +74,14 @@ def test_rates_are_of_totals_not_means_of_rates():
 
 
 def test_without_baselines():
-    got = summarize([{"category": "a", "sides": {"drafter": OURS}, "identical": {}}])
+    got = summarize([record("a", OURS)])
     assert (got["baselines"], got["speedup"], got["speedup_vs_fastest"]) == ({}, {}, None)
     assert got["identical_outputs"] is None
     assert got["mbsu"] == pytest.approx(2.0 / (0.1 / 0.2 + 1), abs=1e-4)
 
 
 def test_an_answer_of_one_token_has_no_rounds():
-    got = summarize([{"category": "a", "sides": {"drafter": side(1, 0.2)}, "identical": {}}])
+    got = summarize([record("a", side(1, 0.2))])
     assert (got["accepted_length"], got["acceptance_rate"], got["tpot_ms"]["p50"]) == (
         0.0,
         0.0,
@@ -103,7 +103,11 @@ def test_categories_keep_their_order_and_share_of_identical_outputs():
 
 def test_intervals_hold_what_other_prompts_would_give():
     alike = intervals([record("a", OURS, PLAIN)] * 5, ["autoregressive"])
-    assert alike == {"accepted_length": [2.0, 2.0], "speedup": {"autoregressive": [2.0, 2.0]}}
+    assert alike == {
+        "accepted_length": [2.0, 2.0],
+        "speedup": {"autoregressive": [2.0, 2.0]},
+        "decoding_speedup": {"autoregressive": [2.0526, 2.0526]},
+    }
     good = side(31, 2.0, [(2, 2, 10)])
     mixed = [record("a", OURS, PLAIN), record("a", good, side(31, 12.0, [(0, 0, 30)]))] * 10
     got = intervals(mixed, ["autoregressive"])
@@ -118,7 +122,27 @@ def test_intervals_hold_what_other_prompts_would_give():
     # Few prompts say less than many of the same.
     few = intervals(mixed[:4], ["autoregressive"])["accepted_length"]
     assert few[1] - few[0] > got["accepted_length"][1] - got["accepted_length"][0]
-    assert intervals([], []) == {"accepted_length": None, "speedup": {}}
+    assert intervals([], []) == {"accepted_length": None, "speedup": {}, "decoding_speedup": {}}
+
+
+def test_decoding_is_compared_after_the_first_token():
+    """The first token takes 0.1 s on either side: requests gain less than decoding does."""
+    hf = {"tokens": 11, "seconds": 2.5}
+    got = summarize([record("a", OURS, PLAIN, hf, ngram=side(11, 2.75, [(0, 0, 10)]))] * 5)
+    assert got["speedup"] == {"autoregressive": 2.0, "ngram": 1.375, "hf_generate": 1.25}
+    assert got["decoding_speedup"] == {"autoregressive": 2.0526, "ngram": 1.3947}
+    assert got["confidence"]["decoding_speedup"]["ngram"] == [1.3947, 1.3947]
+    assert got["speedup_vs_fastest"] == 1.25, "n-grams are no plain baseline"
+    assert got["prompt_lengths"] == {"mean": 50.0, "least": 50, "most": 50}
+    assert got["answer_lengths"] == {"mean": 11.0, "least": 11, "most": 11}
+
+
+def test_prompts_of_a_batch_share_the_seconds_of_its_decoding():
+    """Two prompts at a time: each has half of the batch's seconds, and half of its first token's."""
+    ours = {**side(11, 1.0), "latency": 2.0, "ttft": 0.5}
+    plain = {**side(11, 2.0), "latency": 4.0, "ttft": 0.5}
+    got = summarize([record("a", ours, plain)])
+    assert got["decoding_speedup"] == {"autoregressive": round(3.5 / 1.5, 4)}
 
 
 def test_peak_memory_is_that_of_the_hungriest_prompt():

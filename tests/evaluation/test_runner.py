@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import json
 from contextlib import closing
 from dataclasses import replace
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from drafttrain import cli
+from drafttrain.commands.eval import evaluate
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import default_tree, load_drafter
 from drafttrain.evaluation import runner, sides
@@ -232,6 +234,31 @@ def test_any_causal_language_model_drafts(command, target_dir, tmp_path):
     assert results["kind"] == "draft_model" and results["overall"]["acceptance_rate"] == 1.0
 
 
+def test_ngrams_alone_are_measured_beside_a_trained_drafter(command, target_dir, tmp_path, capsys):
+    """By default, at the same prompts: what did training add?"""
+    assert inspect.signature(evaluate).parameters["baselines"].default.endswith(",ngram")
+    folder = tmp_path / "drafter"
+    make_drafter(Target.load(str(target_dir), "float32", "cpu")).save_pretrained(folder)
+    arguments = command(drafter=folder, baselines="autoregressive,ngram", **{"max-new-tokens": 8})
+    assert cli.main(arguments) == 0
+    results = read(tmp_path)
+    overall = results["overall"]
+    assert list(overall["speedup"]) == ["autoregressive", "ngram"]
+    assert {"ngram"} < overall["confidence"]["speedup"].keys()
+    assert results["decoding"]["ngram_tree"] == "chain:5"
+    for record in results["prompts"]:
+        assert record["identical"] == {"autoregressive": True, "ngram": True}
+        assert record["sides"]["ngram"]["rounds"]
+    shown = capsys.readouterr().out
+    assert "x as fast as n-grams alone (" in shown
+    assert "prompts of " in shown
+
+    (tmp_path / "results.json").unlink()
+    arguments = command(baselines="autoregressive,ngram", limit=1, **{"max-new-tokens": 2})
+    assert cli.main(arguments) == 0
+    assert "ngram" not in read(tmp_path)["overall"]["speedup"], "n-grams beside themselves"
+
+
 @pytest.mark.thorough
 def test_the_order_of_sides_rotates(command, tmp_path, monkeypatch):
     order = []
@@ -304,6 +331,18 @@ def test_other_settings_do_not_reuse_records(tmp_path):
     (tmp_path / "r.json.partial.jsonl").write_text('{"thesis": 1}\n')
     with pytest.raises(runner.UserError, match=r"was begun with thesis=1"):
         open_log(output, "two")
+
+
+def test_a_run_that_began_without_ngrams_alone_goes_on_without_them(tmp_path):
+    alone = {"ngram": records.PLAIN, **RECORD["sides"]}
+    with closing(open_log(tmp_path / "r.json", "key")) as saved:
+        assert not runner._lacks_ngrams(saved)
+        saved.add({"question": "0:a", "records": [{**RECORD, "sides": alone}]})
+    with closing(open_log(tmp_path / "r.json", "key")) as saved:
+        assert not runner._lacks_ngrams(saved)
+        saved.add({"question": "1:a", "records": [RECORD]})
+    with closing(open_log(tmp_path / "r.json", "key")) as saved:
+        assert runner._lacks_ngrams(saved)
 
 
 def test_a_partial_file_keeps_texts_with_any_line_separator(tmp_path):

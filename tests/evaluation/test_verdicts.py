@@ -20,8 +20,9 @@ from drafttrain.evaluation.verdicts import (
     outliers,
     prompts_needed,
     verdict_of,
+    verdict_on,
 )
-from tests.evaluation.records import record, side
+from tests.evaluation.records import record, results_of, side
 
 
 def prompt(seconds, accepted=1, question="q", plain=2.1, category="chat"):
@@ -99,6 +100,50 @@ def test_nothing_drafted_and_no_baseline_have_no_verdict():
     )
     alone = {**prompt(1.0), "sides": {"drafter": prompt(1.0)["sides"]["drafter"]}}
     assert verdict_of(summarize([alone] * 6)).advice.startswith("no plain baseline was run")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (1.5, "training adds to n-grams alone"),
+        (0.8, "n-grams alone, which need no training, are faster"),
+        (1.0, "what training adds to n-grams alone is within noise"),
+    ],
+)
+def test_a_verdict_says_what_training_adds(seconds, words):
+    """The drafter takes 1 s of plain decoding's 2.1 s; n-grams alone take other seconds."""
+    records = [prompt(1.0) for _ in range(5)]
+    for one in records:
+        one["sides"]["ngram"] = side(21, seconds, [(0, 5, 20)])
+    found = verdict_of(summarize(records))
+    assert found.state == PAYS
+    assert found.figures.startswith("2.10x as fast as plain decoding (")
+    assert f"{seconds:.2f}x as fast as n-grams alone (95 % interval" in found.figures
+    assert found.advice == f"it pays here; {words}"
+
+
+def test_a_verdict_names_categories_only_by_an_interval():
+    """Of 4 categories one is fast, one is slow, one is slower by noise and one has too few prompts."""
+    seconds = {
+        "chat": [1.0] * 20,
+        "code": [3.0] * 4,
+        "maths": [1.5, 3.2] * 2,
+        "qa": [2.2] * 3,
+    }
+    records = []
+    for category, each in seconds.items():
+        records += [prompt(value, category=category) for value in each]
+    results = results_of(records)
+    found = verdict_on(results)
+    assert found.state == PAYS
+    assert found.advice == (
+        "it pays here; by category: it pays in chat, it slows down code, "
+        "slower, but within noise or on too few prompts: maths (0.89x), qa (0.95x)"
+    )
+    alone = results_of(records[:20])
+    assert verdict_on(alone).advice == "it pays here", "a single category is all prompts"
+    del results["prompts"]
+    assert "it pays in" not in verdict_on(results).advice, "no interval holds without the prompts"
 
 
 def test_intervals_cover_what_they_say():

@@ -254,6 +254,25 @@ def test_only_comparable_runs_get_a_ratio_and_a_best():
     assert "Times as fast" not in text and "\N{BLACK STAR}" not in text
 
 
+def test_one_drafter_on_two_suites_is_not_called_two():
+    runs = [results(), {**results(), "suite": "other", "suite_digest": "x"}]
+
+    def heading(*runs):
+        names = run_names(runs, ["a.json", "b.json"])
+        source = page(runs, names, [], [["outputs: the same"]] * 2)
+        return re.search(r"<h1>(.*)</h1>", source)[1], "Drafters compared" in source
+
+    assert heading(*runs) == ("2 results of ngram compared", False)
+    assert heading(runs[0], results("head")) == ("2 drafters compared", True)
+
+
+def test_every_chart_names_both_of_its_axes():
+    for chart in make_charts([results()], ["a"], [sweep()]):
+        assert chart.label and chart.unit, chart.key
+        drawn = charts.svg(chart, "c")
+        assert f">{chart.label}</text>" in drawn and f">{chart.unit}</text>" in drawn, chart.key
+
+
 def test_a_slow_baseline_does_not_flatten_the_speed_up():
     run = results()
     run["overall"]["speedup"] |= {"hf_prompt_lookup": 4.0, "hf_assisted": 38.0}

@@ -24,7 +24,7 @@ from drafttrain.drafters.ngram.model import NgramDrafter
 from drafttrain.errors import UserError
 from drafttrain.inference import Decoder, SamplingParams
 from drafttrain.progress import plain_console
-from drafttrain.reports.terminal_chat import ChatSession, ChatTurn, LiveView
+from drafttrain.reports.terminal_chat import ChatSession, ChatTurn, LiveView, PlainView
 from tests.inference.fakes import FakeDrafter
 
 TURNS = ["hello there", "and again", "once more"]
@@ -95,14 +95,38 @@ def test_plain_decoding_is_measured_when_drafting_is_off(target):
         "plain_tokens_per_second"
     ] is None and "/plain measures it" in session.figures(turn)
     session.drafting = False
-    assert (
-        last(session, TURNS[1]).producers.keys() == {"target"}
-        and session.plain[0] == session.turns[1].decoded[0]
-    )
+    assert last(session, TURNS[1]).producers.keys() == {"target"}
+    assert session.turns[1].plain[0] == session.turns[1].decoded[0]
     session.drafting = True
     turn = last(session, TURNS[2])
+    with closing(session.answer_again()) as rounds:
+        assert [again.drafting for again in rounds][-1] is False
+    assert session.turns[-1] is turn and len(session.turns) == 3
+    assert turn.plain[0] == turn.decoded[0]
     assert session.record(turn)["plain_tokens_per_second"] > 0
     assert re.search(r"plain [\d.]+ tokens/s \([\d.]+x\)", session.figures(turn))
+
+
+def test_a_ratio_is_of_the_same_answer(target):
+    """Plain decoding of another answer, of a part of it, or of another text gives no ratio."""
+    session = session_of(target, NgramDrafter(), 12)
+    session.drafting = False
+    last(session, TURNS[0])
+    session.drafting = True
+    drafted = last(session, TURNS[1])
+    view = PlainView(session, as_json=False)
+    assert session.record(drafted)["plain_tokens_per_second"] is None
+    assert not re.search(r"\d+x\)", session.figures(drafted))
+
+    with closing(session.answer_again()) as rounds:
+        next(rounds)
+    assert drafted.plain == (0, 0.0), "a part"
+    drafted.pieces.append(("more", "target"))
+    view.compare()
+    assert drafted.plain == (0, 0.0), "another text"
+    drafted.pieces.pop()
+    view.compare()
+    assert re.search(r"\d+x\)", session.figures(drafted))
 
 
 def test_a_full_context_is_said(target):
@@ -223,7 +247,7 @@ class Terminal:
         def play():
             place = 0
             for wanted, action in steps:
-                until = time.monotonic() + 60
+                until = time.monotonic() + 600  # ends a hung test, never a slow one
                 while (found := self.screen.find(wanted, place)) < 0 and time.monotonic() < until:
                     time.sleep(0.005)
                 place = found + len(wanted)
@@ -238,6 +262,24 @@ def test_a_terminal_shades_stops_and_ends(target_dir, monkeypatch):
     terminal = Terminal(monkeypatch)
     interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
     handler = signal.getsignal(signal.SIGINT)
+    sent = threading.Event()
+    answer = ChatSession.answer
+    answered = []
+
+    def waits(session, text):
+        """The second answer goes on when the interrupt is sent, however slow the other thread is."""
+        answered.append(text)
+        with closing(answer(session, text)) as rounds:
+            for turn in rounds:
+                yield turn
+                if len(answered) == 2:
+                    sent.wait()
+
+    def interrupt_the_answer():
+        interrupt()
+        sent.set()
+
+    monkeypatch.setattr(ChatSession, "answer", waits)
     terminal.script(
         (">", "hello there\n"),
         ("plain measures it", ""),
@@ -248,7 +290,7 @@ def test_a_terminal_shades_stops_and_ends(target_dir, monkeypatch):
         ("is not one of", ""),
         ("> ", "/reset\n"),
         ("> ", "hello there\n"),
-        ("tokens |", interrupt),  # in the answer
+        ("tokens |", interrupt_the_answer),
         ("stopped", ""),
         ("> ", "\x04"),
     )
@@ -270,9 +312,8 @@ def test_a_terminal_shades_stops_and_ends(target_dir, monkeypatch):
 
 def test_answers_cannot_write_escape_sequences(target, monkeypatch, capsys):
     session = session_of(target, None)
-    turn = ChatTurn(
-        "hi", False, pieces=[("a\x1b]0;title\x07", "target"), ("b\nc", "target")], finish="eos"
-    )
+    pieces = [("a\x1b]0;title\x07", "target"), ("b\nc", "target")]
+    turn = ChatTurn("hi", False, [], 0, pieces=pieces, finish="eos")
     monkeypatch.setattr(session, "answer", lambda text: (each for each in [turn]))
     LiveView(session, plain_console(force_terminal=True, no_color=True, width=40)).answer("hi")
     out = capsys.readouterr().out
@@ -284,7 +325,7 @@ def test_long_answers_scroll_away_whole(target, monkeypatch, capsys):
     """Every row is printed once below the last, whatever the pieces; only the last is drawn again."""
     session = session_of(target, None)
     text = "".join(f"word{number} " + "\n" * (number % 7 == 0) for number in range(200))
-    turn = ChatTurn("hi", False)
+    turn = ChatTurn("hi", False, [], 0)
 
     def answer(_):
         for begin in range(0, len(text), 3):

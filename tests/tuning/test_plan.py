@@ -19,7 +19,7 @@ from drafttrain.errors import UserError
 from drafttrain.training.dry_step import StepMemory, StepSetting
 from drafttrain.tuning import plan_memory
 from drafttrain.tuning.costs import model_sizes, sizes_of
-from drafttrain.tuning.plan import Job, plan
+from drafttrain.tuning.plan import Job, plan, print_plan
 from drafttrain.tuning.plan_memory import Memory, Setting, buckets_of
 from drafttrain.tuning.plan_recipe import deepspeed_of, read_config, stored_bits
 
@@ -190,17 +190,104 @@ def test_advice_takes_the_least_harmful_change_that_fits(linear, recipe):
     words = ["per_device_train_batch_size=32", "max_length=1024"]
     # GB: 32.8 of activations, 9.8 with checkpointing; 16 of target; 16 of drafter, gradients and optimizer; 1 to 3 of reserve.
     assert plan(recipe, words, Job(gpu_memory=80)).advice == []
-    assert [line.partition(":")[0] for line in plan(recipe, words, Job(gpu_memory=50)).advice] == [
-        "gradient_checkpointing=true"
-    ]
-    tight = plan(recipe, words, Job(gpu_memory=39))
+    assert [
+        line.partition(":")[0]
+        for line in plan(recipe, words, Job(device="h100", gpu_memory=50)).advice
+    ] == ["gradient_checkpointing=true"]
+    tight = plan(recipe, words, Job(device="h100", gpu_memory=39))
     assert not tight.fits and tight.largest["rows"] < 32
     assert [line.partition(":")[0] for line in tight.advice] == [
         "gradient_checkpointing=true", "per_device_train_batch_size=16 gradient_accumulation_steps=2",
     ]  # fmt: skip
-    assert "states from vLLM" in plan(recipe, words, Job(gpu_memory=28)).advice[0]
-    assert plan(recipe, words, Job(gpu_memory=15)).advice[-1].startswith("4 GPUs under ZeRO-2")
-    assert "no such change fits 5 GB" in plan(recipe, words, Job(gpu_memory=5)).advice[0]
+    assert "states from vLLM" in plan(recipe, words, Job(device="h100", gpu_memory=28)).advice[0]
+    assert (
+        plan(recipe, words, Job(device="h100", gpu_memory=15))
+        .advice[-1]
+        .startswith("4 GPUs under ZeRO-2")
+    )
+    assert (
+        "no such change fits 5 GB"
+        in plan(recipe, words, Job(device="h100", gpu_memory=5)).advice[0]
+    )
+
+
+@pytest.mark.parametrize("gigabytes", [50, 39, 28, 15])
+def test_a_plan_with_its_own_advice_fits(linear, recipe, gigabytes):
+    """Each line's size is what `plan` says of the recipe with that line and those before it."""
+    words = ["per_device_train_batch_size=32", "max_length=1024"]
+    job = Job(device="h100", gpu_memory=gigabytes)
+    found = plan(recipe, words, job)
+    assert not found.fits and found.advice
+    for line in found.advice:
+        text, _, size = line.rpartition(": ")
+        if text.startswith("states from vLLM"):
+            job = replace(job, states="vllm")
+            stored = plan(recipe, words, replace(job, states="stored"))
+            assert f"{stored.disk_gb['states']:,.0f} GB of disk" in text
+        elif "GPUs under" in text:
+            job = replace(job, gpus=int(text.split()[0]), deepspeed="2")
+        else:
+            words = [*words, *text.split()]
+        followed = plan(recipe, words, job)
+        assert size == f"{followed.memory_gb['total']:.1f} GB"
+    assert followed.fits
+
+
+def test_advice_names_no_disk_that_is_too_small(linear, recipe):
+    words = ["per_device_train_batch_size=32", "max_length=1024"]
+    job = Job(device="h100", gpu_memory=28, disk=10**9)
+    assert "from disk" in plan(recipe, words, job).advice[0]
+    assert "from disk" not in plan(recipe, words, replace(job, disk=30)).advice[0]
+
+
+def test_advice_about_the_disk_is_planned_anew(linear, recipe):
+    """Each change that is named makes the run fit; none is named that does not."""
+    job = Job(conversations=100_000, tokens=100, states="stored", deepspeed="0")
+    whole = plan(recipe, [], job).disk_gb["total"]
+    changes = {
+        "store states as int8": plan(recipe, [], replace(job, store_dtype="int8")),
+        "train with target_url": plan(recipe, [], replace(job, states="vllm")),
+        "save_total_limit=1": plan(recipe, ["save_total_limit=1"], job),
+    }
+    for disk in (whole - 0.1, changes["save_total_limit=1"].disk_gb["total"] + 0.1, 1.0):
+        found = plan(recipe, [], replace(job, disk=disk))
+        (line,) = found.advice
+        for text, changed in changes.items():
+            size = changed.disk_gb["total"]
+            assert (text in line) == (size <= disk)
+            assert (f"{size:,.1f} GB" in line) or size > disk
+    assert "take fewer conversations" in line
+
+
+def test_the_verdict_counts_the_gpus_of_the_engine(linear, recipe, tmp_path, capsys):
+    """A target that needs more GPUs than train: vLLM has its own, and answers are written before."""
+    large = tmp_path / "large.json"
+    large.write_text(json.dumps({**SHAPES, "hidden_size": 8192, "intermediate_size": 10**6}))
+    job = Job(gpus=2, target_config=str(large), states="vllm")
+    found = plan(recipe, [], job)
+    assert found.parameters["target"] > 70e9
+    assert (found.setting["gpus"], found.setting["gpus_in_all"]) == (2, 6)
+    print_plan(found)
+    shown = capsys.readouterr().out
+    assert "GB at the peak of 2 GPUs, and 4 more to run vLLM meanwhile: 6 in all" in shown
+    assert plan(recipe, [], replace(job, states="stored")).setting["gpus_in_all"] == 4
+    assert plan(recipe).setting["gpus_in_all"] == 1
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "choice"),
+    [
+        (24, "--device l4 or rtx3090 or rtx4090"),
+        (40, "--device a100-40"),
+        (141, "--device h200"),
+        (5, "the closest --device of h100, h200, a100, a100-40, l4, rtx3090, rtx4090"),
+    ],
+)
+def test_a_memory_that_no_h100_has_asks_for_the_device(linear, recipe, gigabytes, choice):
+    with pytest.raises(UserError, match=f"gpu-memory={gigabytes} is not that of .*: {choice}"):
+        plan(recipe, [], Job(gpu_memory=gigabytes))
+    assert plan(recipe, [], Job(gpu_memory=85)).setting["device"] == "h100"
+    assert plan(recipe, [], Job(device="h100", gpu_memory=gigabytes)).memory_gb["total"] > 0
 
 
 def test_disk_and_hours_follow_the_data(linear, recipe):
@@ -439,6 +526,8 @@ def test_the_command_prints_and_writes_a_plan_of_real_dry_steps(
                 recipe,
                 "--gpus",
                 "2",
+                "--device",
+                "h100",
                 "--gpu-memory",
                 "24",
                 "--disk",

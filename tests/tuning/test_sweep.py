@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 
 import pytest
 
@@ -64,6 +65,15 @@ def test_a_sweep_saves_every_cell_and_goes_on(command, target_dir, tmp_path, mon
     assert {"device", "threads", "suite", "command", "date", "machine"} <= summary.keys()
     shown = capsys.readouterr().out
     assert "speed-up" in shown and "inconclusive" in shown
+
+
+def test_cells_that_were_measured_without_ngrams_alone_stay_finished(suite):
+    def key(baselines):
+        settings = {"target": "t", "drafter": "ngram", "device": "cpu", "limit": 2, "seed": 0}
+        args = Namespace(**settings, max_new_tokens=4, baselines=baselines)
+        return sweep.key_of(args, {"tree": "chain:2"}, load_suite(str(suite)))
+
+    assert key("autoregressive,ngram") == key("autoregressive") != key("none")
 
 
 def test_axes_one_at_a_time_or_crossed():

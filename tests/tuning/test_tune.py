@@ -361,6 +361,54 @@ def test_the_verdict_says_what_parts():
     assert "do not use this drafter" in tuning.verdict({**result, "tree": "none"})
 
 
+@pytest.mark.parametrize(
+    ("span", "words"),
+    [
+        ([1.1, 1.25], "measured 1.80x, faster than the fixed tree by 10% to 25%"),
+        ([0.8, 0.9], "measured 1.80x, slower than the fixed tree by 10% to 20%"),
+        ([0.97, 1.02], "no different from the fixed tree beyond noise (-3% to +2%)"),
+    ],
+)
+def test_the_adaptive_figures_are_words(span, words):
+    spans = {"measured_speedup": [1.6, 2.0], "adaptive_speedup": [1.5, 2.0]}
+    result = {
+        "picked": "chain:3",
+        "tree": "chain:3",
+        "predicted_speedup": 1.7,
+        "measured_speedup": 1.7,
+        "relative_error": 0.0,
+        "adaptive_speedup": 1.8,
+        "intervals": {**spans, "adaptive_over_fixed": span},
+        "prompts": 6,
+    }
+    line = tuning.verdict(result).splitlines()[1]
+    assert line.startswith("chain:3@adapt, adapted every round: ") and line.endswith(words)
+
+
+def test_the_table_holds_the_picked_tree_and_is_sorted(monkeypatch, target, capsys):
+    """The contest may pick a tree behind the twelve that were predicted fastest."""
+    rates = {f"chain:{depth}": 100.0 + depth for depth in range(1, 15)}
+    rates |= {"none": 90.0, "dynamic:2,4,4": 95.0}
+    made = [tuning.Prediction(TreeSpec.parse(tree), rate, 2.0) for tree, rate in rates.items()]
+    picked = made[-1]
+    monkeypatch.setattr(tuning, "search_tree", lambda *_: tuning.Search([], MODEL, made))
+    monkeypatch.setattr(tuning.Search, "finalists", lambda self: [made[0].spec, picked.spec])
+    monkeypatch.setattr(tuning, "simplest", lambda *_: 1)
+    monkeypatch.setattr(
+        tuning,
+        "measure",
+        lambda target, drafter, specs, *_: timings(*[1.0, 0.6, 0.6][: len(specs)]),
+    )
+    result = tuning.tune(target, NgramDrafter(), PROMPTS, tuning.TuneSettings())
+    shown = [row["predicted_speedup"] for row in result["candidates"]]
+    assert shown == sorted(shown, reverse=True)
+    assert result["picked"] == "dynamic:2,4,4"
+    assert [row["tree"] for row in result["candidates"]].count("dynamic:2,4,4") == 1
+    tuning.print_result(result)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "picked" in line]
+    assert "dynamic:2,4,4" in line
+
+
 def test_more_prompts_than_six_are_taken_from_a_file(target, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text(
