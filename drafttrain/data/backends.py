@@ -26,6 +26,7 @@ from typing import TypeVar
 import httpx
 from pydantic import TypeAdapter, ValidationError
 
+from drafttrain.credentials import redact
 from drafttrain.data.chat import has_template, render_text, text_ids
 from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.data.failures import BadReply
@@ -306,12 +307,12 @@ class OpenAIBackend(Backend):
             if reason:
                 self.by_ids = False
                 print(
-                    f"{url}: no exchange of token ids ({reason}); the text of answers is tokenized here",
+                    f"{redact(url)}: no exchange of token ids ({reason}); the text of answers is tokenized here",
                     flush=True,
                 )
         if self.by_ids:
             print(
-                f"{', '.join(self.urls)}: prompts and answers are exchanged as token ids, and stored as served",
+                f"{', '.join(redact(self.urls))}: prompts and answers are exchanged as token ids, and stored as served",
                 flush=True,
             )
 
