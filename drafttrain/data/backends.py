@@ -276,7 +276,7 @@ class OpenAIBackend(Backend):
                 )
         if self.by_ids:
             print(
-                f"{redact(', '.join(self.urls))}: prompts and answers are exchanged as token ids, and stored as served",
+                f"{', '.join(redact(self.urls))}: prompts and answers are exchanged as token ids, and stored as served",
                 flush=True,
             )
 
