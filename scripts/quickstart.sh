@@ -61,4 +61,5 @@ drafttrain eval --target "$target" --drafter "$output/drafter+ngram" --dtype bfl
 } > "$output/eval.txt"
 step report "$output/results.json" --output "$output/report.html" --output "$output/report.png"
 stage "done: open $output/report.html in a browser"
+echo "serve it: drafttrain export --drafter $output/drafter --format vllm --output $output/export    (or sglang; llama.cpp takes heads of three feature layers, this one reads six: see docs/serving.md)"
 echo "talk to it: drafttrain chat --target $target --drafter $output/drafter+ngram    (source .venv/bin/activate first)"

@@ -28,6 +28,7 @@ def bench_server(
     concurrency: Annotated[Sequence[Count], Commas()] | None = None,
     request_rate: Annotated[Sequence[PositiveAmount], Commas()] | None = None,
     requests: Count = 32,
+    repeats: Count | None = None,
     seconds: PositiveAmount = 60.0,
     timeout: PositiveAmount = 120.0,
     warm_up: Size = 2,
@@ -49,7 +50,8 @@ def bench_server(
     --concurrency keeps a constant number of requests in flight; --request-rate sends requests at
     random times at an average rate, whether or not the server keeps up. Each step ends after
     --requests requests or --seconds, whichever is first. With --url2 (for example the same model
-    without speculation) the servers alternate at every step and never run at the same time.
+    without speculation) each step runs four times on each server. The servers alternate and never
+    run at the same time, and the ratio of their token rates has a 95 % interval over the repeats.
     Acceptance is read from the Prometheus page of a server that has vLLM's or SGLang's speculation
     metrics. A bad reply counts as a failed request. After an interruption, OUTPUT.partial holds the
     finished steps.
@@ -64,8 +66,9 @@ def bench_server(
             '{"enable_thinking": false}'; the server's template reads them
         concurrency: steps of requests in flight, such as 1,2,4,8 (the default)
         request_rate: steps of requests per second, such as 0.5,1,2
-        requests: requests of a step at most
-        seconds: no request of a step begins later than this
+        requests: requests of each run of a step at most
+        repeats: runs of each step on each server (default: 4 with --url2, else 1)
+        seconds: no request of a run begins later than this
         timeout: seconds after which a request has failed
         warm_up: uncounted requests before each server's first step
         max_tokens: most tokens of an answer

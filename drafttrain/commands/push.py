@@ -40,6 +40,7 @@ def push(
     base_model: Name | Path = "",
     data: Name | Path = "",
     dataset: Name = "",
+    verified: File | Path | None = None,
     schedule: File | Path | None = None,
     dtype: FileDtype = "bfloat16",
     private: bool = False,
@@ -73,6 +74,8 @@ def push(
         base_model: the target's Hub id (default: the recorded name)
         data: training data's folder, for the card (default: the recorded one)
         dataset: Hub id of the training data, if published (drafttrain push-data)
+        verified: what drafttrain verify --output wrote for this drafter: the card then shows the
+            engines' own accepted lengths
         schedule: a sweep's summary.json or an estimate's output: recipes of vLLM and SGLang then
             draft by batch size
         dtype: type of the weights

@@ -171,7 +171,7 @@ class Filter:
         tokenizer: counts tokens, and names the special tokens that no prompt may contain.
 
     Attributes:
-        dropped: reason -> count.
+        dropped: reason -> count. unread: the number and the keys of the first row of unknown format.
     """
 
     def __init__(
@@ -193,6 +193,7 @@ class Filter:
         self.exact: set[bytes] = set()
         self.near = NearDuplicates()
         self.dropped: Counter[str] = Counter()
+        self.unread = ""
 
     def keeps(self, prompt: Prompt) -> bool:
         reason = self._reason(prompt)

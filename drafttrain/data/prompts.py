@@ -182,7 +182,10 @@ def _reasons(keep: Filter) -> str:
     """The counts of dropped prompts in words."""
     if not keep.dropped:
         return "the source is empty"
-    return ", ".join(f"{reason} {count}" for reason, count in keep.dropped.most_common())
+    counts = ", ".join(f"{reason} {count}" for reason, count in keep.dropped.most_common())
+    if keep.unread:
+        return f"{counts}; {keep.unread}"
+    return counts
 
 
 def _print_counts(counts: Json, keep: Filter) -> None:

@@ -125,6 +125,9 @@ def collect(
             prompt = parse_row(row)
             if prompt is None:
                 keep.dropped["unknown format"] += 1
+                if not keep.unread:
+                    keys = ", ".join(map(str, row)) or "no keys"
+                    keep.unread = f"row {read} has {keys:.200}"
             elif keep.keeps(prompt):
                 kept += 1
                 key = _id_of(row, prompt, source)

@@ -11,7 +11,7 @@ name no kind.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar, cast
@@ -24,6 +24,7 @@ from drafttrain.drafters.common.configs import TargetedConfig
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.form import Form, Weight, fill, read_form
 from drafttrain.drafters.kinds import kind_folders
+from drafttrain.drafters.published_keys import Fixed, check_published
 from drafttrain.drafters.read_back import compare_drafters
 from drafttrain.errors import UserError, first_line
 from drafttrain.files import Json
@@ -40,6 +41,7 @@ from drafttrain.formats.weights import (
 )
 from drafttrain.target import Target
 from drafttrain.target.loading import check_finite
+from drafttrain.values import kinds_of
 
 # Among vLLM's options: keys that the target's config gets, not the drafter's.
 TARGET_OVERRIDES = "hf_overrides"
@@ -166,7 +168,8 @@ class Shipping(Generic[D]):
         in_root: formats that a published repository holds in its root, with our own keys added;
             others get a folder each.
         reads: published checkpoints that `drafttrain import` reads, for messages. architectures:
-            their names in config.json.
+            their names in config.json. published_keys: keys of theirs that are read, or checked
+            elsewhere. fixed_keys: keys of which ours computes some values only.
         description: half a sentence for the card, with places for the config's keys and the words
             of `line`.
         no_format: why the kind cannot be written in a format that `formats` lacks.
@@ -188,6 +191,8 @@ class Shipping(Generic[D]):
     in_root: Sequence[str] = ()
     reads = ""
     architectures: tuple[str, ...] = ()
+    published_keys: Collection[str] = ()
+    fixed_keys: Mapping[str, Fixed] = {}
     description = "of kind {kind}, {parameters} parameters"
     no_format = "no {form} format is known for kind {kind!r}"
     drafter_class: type[D]
@@ -435,6 +440,22 @@ class Shipping(Generic[D]):
 
     # -- importing ---------------------------------------------------------------------------------
 
+    def check_published(self, checkpoint: Exported) -> None:
+        """Checks that ours computes what a published config.json says, and that every key is known.
+
+        Raises:
+            UserError: names the keys, or what they say.
+        """
+        read = set(self.published_keys)
+        if "drafter_kind" in checkpoint.config:  # a drafter of ours
+            read |= {"drafter_kind", *kinds_of(self.drafter_class.config_class)}
+        reasons = self.foreign(checkpoint)
+        check_published(checkpoint.config, read, self.fixed_keys, checkpoint.where, reasons)
+
+    def foreign(self, checkpoint: Exported) -> list[str]:
+        """What a published checkpoint computes otherwise than ours, where no single key says it."""
+        return []
+
     def recognizes(self, config: Mapping[str, object]) -> bool:
         """Whether a published checkpoint's config.json is of this kind."""
         return any(name in self.architectures for name in architectures_in(config))
@@ -460,8 +481,9 @@ class Shipping(Generic[D]):
                 target.
         """
         where = repr(str(folder))
-        weights = self.published_weights(folder, allow_pickle)
-        export = self.published(Exported(where, read_config(folder), weights), target)
+        found = Exported(where, read_config(folder), self.published_weights(folder, allow_pickle))
+        self.check_published(found)
+        export = self.published(found, target)
         like = cast(D, _Whole(target))
         try:
             with torch.device("meta"):
@@ -516,9 +538,16 @@ def check_expressible(trained: Trained, form: str, release: str = "") -> Shippin
         UserError: unsupported features, every one.
     """
     kind = shipping(trained.kind)
-    reasons = kind.unsupported(trained, form, engine_of(form).of_release(release))
+    engine = engine_of(form).of_release(release)
+    reasons = kind.unsupported(trained, form, engine)
     if not reasons:
         return kind
+    what = f"format={form!r} cannot express this drafter"
+    if release:
+        what += f" for {engine.name} {engine.release}"
+        if not kind.unsupported(trained, form):
+            newest = engine_of(form).release
+            raise UserError(f"{what}: {'; '.join(reasons)}; without --engine-version, {newest} can")
     others = []  # formats that can express the drafter
     for other in kind.formats:
         if other != form and not kind.unsupported(trained, other):
@@ -526,4 +555,4 @@ def check_expressible(trained: Trained, form: str, release: str = "") -> Shippin
     fix = "drafttrain eval, generate and push work with it"
     if others:
         fix = f"--format {' or '.join(others)} can"
-    raise UserError(f"format={form!r} cannot express this drafter: {'; '.join(reasons)}; {fix}")
+    raise UserError(f"{what}: {'; '.join(reasons)}; {fix}")

@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 from collections.abc import Mapping
@@ -35,7 +36,7 @@ from drafttrain.drafters.shipping import (
     shipping,
 )
 from drafttrain.errors import UserError
-from drafttrain.export.batch_schedule import Entry, sglang_config, vllm_keys
+from drafttrain.export.batch_schedule import VLLM_COSTS, Entry, sglang_config, vllm_keys
 from drafttrain.files import Json, scratch_folder
 from drafttrain.formats.engines import ENGINES
 from drafttrain.formats.weights import dtype_name
@@ -48,6 +49,8 @@ from drafttrain.target.loading import check_loaded, load_language_model, loading
 SIDES = Path(__file__).with_name("engines")  # scripts for the engines' own environments
 # The line that ends a traceback.
 _EXCEPTION = re.compile(r"(\w+\.)*\w*(Error|Exception|Interrupt|Exit)\b")
+# Probability below which llama.cpp's draft ends, as its drafts of language models long had it.
+_P_MIN = 0.75
 _TIMEOUT = 3600  # seconds; vLLM alone takes minutes to start on a CPU
 
 
@@ -175,11 +178,15 @@ class Vllm(ServingEngine):
         return answer
 
     def command(self, serving: Serving) -> str:
-        overrides = ""
+        words = ["vllm", "serve", serving.target]
         if TARGET_OVERRIDES in serving.options:
-            overrides = f"--hf-overrides '{json.dumps(serving.options[TARGET_OVERRIDES])}' "
-        settings = json.dumps(self.settings(serving))
-        return f"vllm serve {serving.target} {overrides}--speculative-config '{settings}'"
+            words += ["--hf-overrides", json.dumps(serving.options[TARGET_OVERRIDES])]
+        settings = self.settings(serving)
+        words += ["--speculative-config", json.dumps(settings)]
+        command = shlex.join(words)
+        if "num_speculative_tokens_per_batch_size" in settings:
+            return f"{VLLM_COSTS}\n{command}"
+        return command
 
     def settings(self, serving: Serving) -> Json:
         """The content of --speculative-config."""
@@ -203,10 +210,11 @@ class Sglang(ServingEngine):
 
     def command(self, serving: Serving) -> str:
         flags = _flag_lines(self.settings(serving))
-        command = f"python -m sglang.launch_server --model-path {serving.target} {flags}"
+        target = shlex.quote(serving.target)
+        command = f"python -m sglang.launch_server --model-path {target} {flags}"
         if self._is_adaptive(serving):
-            config = json.dumps(sglang_config(serving.schedule or []))
-            return f"echo '{config}' > adaptive.json\n{command}"
+            config = shlex.quote(json.dumps(sglang_config(serving.schedule or [])))
+            return f"echo {config} > adaptive.json\n{command}"
         return command
 
     def settings(self, serving: Serving) -> Json:
@@ -262,14 +270,15 @@ class TensorRt(ServingEngine):
                 "max_total_draft_tokens": budget,
             }
         chosen = serving.over(defaults)
-        keys = "\n".join(f"  {key}: {value}" for key, value in chosen.items())
+        keys = "\n".join(f"  {key}: {_yaml_value(value)}" for key, value in chosen.items())
+        target = shlex.quote(serving.target)
         return f"""cat > speculative.yaml <<'EOF'
 speculative_config:
 {keys}
 EOF
-trtllm-serve {serving.target} --config speculative.yaml
+trtllm-serve {target} --config speculative.yaml
 # Triton: the same keys in all_models/llmapi/tensorrt_llm/1/model.yaml, beside
-#   model: {serving.target}
+#   model: {_yaml_value(serving.target)}
 # then: python3 scripts/launch_triton_server.py --model_repo=all_models/llmapi"""
 
 
@@ -320,11 +329,14 @@ class LlamaCpp(ServingEngine):
                 "spec-type": None,
                 "spec-draft-model": f"{serving.drafter}/{GGUF_NAME}",
                 "spec-draft-n-max": serving.tree.depth,
+                "spec-draft-p-min": _P_MIN,
             }
         )
         note = (
-            f"# target.gguf: {serving.target} as GGUF of any type; "
-            "drafttrain export --format gguf --target-gguf float16 writes one"
+            f"# target.gguf: {_yaml_value(serving.target)} as GGUF of any type; "
+            "drafttrain export --format gguf --target-gguf float16 writes one\n"
+            "# On CPUs drafting often costs more than it gains: compare the server's tokens/s without the --spec flags. "
+            "A higher p-min drafts less."
         )
         return f"{note}\nllama-server -m target.gguf {_flag_lines(chosen)}"
 
@@ -403,34 +415,55 @@ class Transformers(ServingEngine):
         }
 
     def command(self, serving: Serving) -> str:
+        target = json.dumps(serving.target)
+        drafter = json.dumps(serving.drafter)
         model = "AutoModelForCausalLM"
+        classes = ["AutoModelForCausalLM", "AutoTokenizer"]
         more = ""
         if "speculation_type" in serving.options:  # drafts its whole block
             model = "AutoModel"
+            classes.insert(0, model)
             more = f', speculation_type="{serving.options["speculation_type"]}"'
         lines = [
-            f'model = AutoModelForCausalLM.from_pretrained("{serving.target}")',
-            f'assistant = {model}.from_pretrained("{serving.drafter}")',
+            f"from transformers import {', '.join(classes)}",
+            "",
+            f"tokenizer = AutoTokenizer.from_pretrained({target})",
+            f"model = AutoModelForCausalLM.from_pretrained({target})",
+            f"assistant = {model}.from_pretrained({drafter})",
         ]
         if "speculation_type" not in serving.options:
             depth = serving.tree.depth
             lines.append(f"assistant.generation_config.num_assistant_tokens = {depth}")
         if serving.options.get(TOKENIZERS):  # another vocabulary: universal assisted generation
             more += (
-                f', tokenizer=AutoTokenizer.from_pretrained("{serving.target}"),\n'
-                f'               assistant_tokenizer=AutoTokenizer.from_pretrained("{serving.drafter}")'
+                ", tokenizer=tokenizer,\n"
+                f"               assistant_tokenizer=AutoTokenizer.from_pretrained({drafter})"
             )
-        lines.append(f"model.generate(**inputs, assistant_model=assistant{more})")
+        lines.append('inputs = tokenizer("The capital of France is", return_tensors="pt")')
+        lines.append(f"out = model.generate(**inputs, assistant_model=assistant{more})")
+        lines.append("print(tokenizer.decode(out[0]))")
         return "\n".join(lines)
 
 
 def _flag_lines(settings: Mapping[str, object]) -> str:
     """Settings as flags, the first on the command's line, then two a line."""
-    flags = [f"--{flag} {value}".rstrip() for flag, value in settings.items()]
+    flags = []
+    for flag, value in settings.items():
+        word = f"--{flag}"
+        if value != "":  # a flag alone
+            word += f" {shlex.quote(str(value))}"
+        flags.append(word)
     lines = [flags[0]]
     for first in range(1, len(flags), 2):
         lines.append(" ".join(flags[first : first + 2]))
     return " \\\n  ".join(lines)
+
+
+def _yaml_value(value: object) -> object:
+    """A value on one line of YAML; names that may hold anything are quoted."""
+    if isinstance(value, str) and not re.fullmatch(r"[\w./-]+", value):
+        return json.dumps(value)
+    return value
 
 
 # In the order of ENGINES, which is that of the recipes.

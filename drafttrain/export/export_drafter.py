@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace, drafter: Drafter | None, scratch: Path) -> int
     else:
         trained = saved(drafter, scratch)
     if args.format is None:
-        return _print_formats(args, trained.kind)
+        return _print_formats(args, trained)
     if args.output is None:
         raise UserError(
             "--output is required to write a trained drafter; see drafttrain export --help"
@@ -90,7 +91,8 @@ def run(args: argparse.Namespace, drafter: Drafter | None, scratch: Path) -> int
             served.append(recipe)
     text = as_text(served)
     if args.target_gguf:
-        text = text.replace(f"-m {TARGET_GGUF}", f"-m {output / TARGET_GGUF}")
+        place = shlex.quote(str(output / TARGET_GGUF))
+        text = text.replace(f"-m {TARGET_GGUF}", f"-m {place}")
     print(f"{text}\n")
     then = next_command("verify", drafter=args.drafter, exported=output)
     conclude({"format": args.format, "serve": text}, files, then)
@@ -129,18 +131,27 @@ def saved(drafter: Drafter, folder: Path) -> Trained:
     return find_drafter(str(folder))
 
 
-def _print_formats(args: argparse.Namespace, kind: str) -> int:
-    """Prints the formats of a trained drafter."""
-    lines = format_lines(kind)
+def _print_formats(args: argparse.Namespace, trained: Trained) -> int:
+    """Prints the formats of a trained drafter, and which of its kind's formats cannot express it."""
+    lines = format_lines(trained.kind)
+    kind = shipping(trained.kind)
+    can = []
+    refused = []
+    for form in kind.formats:
+        reasons = kind.unsupported(trained, form)
+        if reasons:
+            refused.append(f"{form} cannot express this drafter: {'; '.join(reasons)}")
+        else:
+            can.append(form)
     then = ""
     if lines:
-        print("\n".join(lines))
-        form = lines[0].split(maxsplit=1)[0]
-        place = beside(args.drafter, "export")
-        then = next_command("export", drafter=args.drafter, format=form, output=place)
+        print("\n".join(lines + refused))
     else:
-        print(f"no engine loads drafters of kind {kind}")
-    conclude({"kind": kind, "formats": lines}, then=then)
+        print(f"no engine loads drafters of kind {trained.kind}")
+    if can:
+        place = beside(args.drafter, "export")
+        then = next_command("export", drafter=args.drafter, format=can[0], output=place)
+    conclude({"kind": trained.kind, "formats": lines, "refused": refused}, then=then)
     return 0
 
 

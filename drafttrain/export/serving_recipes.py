@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,10 +16,11 @@ from drafttrain.export.batch_schedule import Entry
 from drafttrain.export.engine_runs import RUNS, Serving
 from drafttrain.files import Json, value_of
 from drafttrain.formats.engines import ENGINES
+from drafttrain.outcome import next_command
 
 _OURS = """from drafttrain import generate
 
-out = generate("{target}", "The capital of France is", drafter="{drafter}", tree="{tree}")
+out = generate({target}, "The capital of France is", drafter={drafter}, tree={tree})
 print(out.text, out.stats.accepted_length)"""
 
 
@@ -83,7 +86,9 @@ def recipes(
     if best is not None:  # with the kind that was merged in
         _, plus, side = str(best.get("kind", "")).partition("+")
         drafter += plus + side
-    made.append(Recipe("drafttrain", _OURS.format(target=target, drafter=drafter, tree=tree)))
+    words = {"target": target, "drafter": drafter, "tree": str(tree)}
+    quoted = {name: json.dumps(word) for name, word in words.items()}
+    made.append(Recipe("drafttrain", _OURS.format(**quoted)))
     return made
 
 
@@ -92,13 +97,15 @@ def _published_files(trained: Trained, repository: str, form: str) -> tuple[str,
     kind = shipping(trained.kind)
     if kind.withheld(trained, form):
         place = f"{repository.rpartition('/')[2]}-{form}"
-        export = f"drafttrain export --drafter {repository} --format {form} --output {place}\n"
-        return place, export
+        export = next_command("export", drafter=repository, format=form, output=place)
+        return place, f"{export}\n"
+    download = ["hf", "download", repository]
     if form not in kind.in_root:
-        chosen = f'--include "{form}/*" --local-dir {repository}'
-        return f"{repository}/{form}", f"hf download {repository} {chosen}\n"
+        words = [*download, "--include", f"{form}/*", "--local-dir", repository]
+        return f"{repository}/{form}", f"{shlex.join(words)}\n"
     if form == "gguf":
-        return repository, f"hf download {repository} {GGUF_NAME} --local-dir {repository}\n"
+        words = [*download, GGUF_NAME, "--local-dir", repository]
+        return repository, f"{shlex.join(words)}\n"
     return repository, ""
 
 
@@ -117,7 +124,7 @@ def own_drafting(drafter: str, target: str, depth: int) -> list[Recipe]:
         )
     made = []
     for engine, text in found.items():
-        made.append(Recipe(engine, text.format(target=target, depth=depth)))
+        made.append(Recipe(engine, text.format(target=shlex.quote(target), depth=depth)))
     return made
 
 

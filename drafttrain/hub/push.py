@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from drafttrain.data.store import read_meta
+from typing_extensions import TypedDict
+
+from drafttrain.data.store import load_records, read_meta
 from drafttrain.drafters.registry import decoding_settings
 from drafttrain.drafters.shipping import ExportRequest, Trained, find_drafter, shipping
 from drafttrain.errors import UserError
@@ -24,13 +27,19 @@ from drafttrain.evaluation.metrics import load_results, read_training
 from drafttrain.evaluation.plausibility import implausible
 from drafttrain.evaluation.verdicts import verdict_on
 from drafttrain.export.batch_schedule import batch_schedule
-from drafttrain.export.serving_recipes import engine_depth, recipes, tuned_tree
-from drafttrain.files import Json
+from drafttrain.export.serving_recipes import engine_chain, engine_depth, recipes, tuned_tree
+from drafttrain.export.verify_matrix import VerifyRow
+from drafttrain.files import Json, read_json
 from drafttrain.formats.public_names import public_name, shorten, write_clean_json
 from drafttrain.formats.weights import read_config
 from drafttrain.hub.upload import publish, write_card
+from drafttrain.outcome import next_command
 from drafttrain.reports.report import draw, identity_line
 from drafttrain.target import resolve_dtype, resolve_target
+
+
+class _VerifyFile(TypedDict):
+    rows: list[VerifyRow]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -121,7 +130,11 @@ def prepare(
     about_tree = "the tree to draft"
     if results:
         about_tree = "the tree to draft, as measured to be fastest"
-    write_clean_json(folder / "decoding.json", {"tree": str(tree)})
+    settings: Json = {"tree": str(tree)}
+    chain = decoding_settings(str(trained.folder)).get("chain")
+    if chain or results:  # for engines that draft chains
+        settings["chain"] = f"chain:{engine_chain(trained, results)}"
+    write_clean_json(folder / "decoding.json", settings)
     files.append(("decoding.json", about_tree))
     training = read_training(trained.folder)  # none for a drafter from elsewhere
     if training:
@@ -148,6 +161,8 @@ def prepare(
         draw([shown for _, shown, _ in runs], folder / "plots" / "results.png")
 
     # The card.
+    place = args.data or _recorded_data(training)
+    data = read_meta(place) if place else training.get("data_set") or None
     weights = "an unrecorded number of"
     if training.get("parameters"):
         weights = f"{training['parameters']:,}"
@@ -182,19 +197,58 @@ def prepare(
             schedule=args.batch_schedule,
         ),
         files=files,
-        data=_data_set(args.data, training),
+        data=data,
+        sources=_prompt_sources(place),
+        verified=_verified(args.verified, trained),
+        measure=next_command("eval", target=base_model, drafter=args.repo),
         dataset=args.dataset,
     )
 
 
-def _data_set(given: str | None, training: Json) -> Json | None:
-    """The meta.json of the data that trained the drafter, or what training.json says of them."""
-    if given:
-        return read_meta(given)
+def _recorded_data(training: Json) -> str:
+    """The folder of the data that trained the drafter, if it is still there; else empty."""
     recorded = (training.get("config") or {}).get("data", "")
     if recorded and (Path(recorded).expanduser() / "meta.json").is_file():
-        return read_meta(recorded)
-    return training.get("data_set") or None
+        return recorded
+    return ""
+
+
+def _prompt_sources(place: str) -> list[tuple[str, int]]:
+    """Where the prompts of a data set came from, and their number; names of local files stay here."""
+    if not place:
+        return []
+    try:
+        found = Counter(load_records(place)["source"])
+    except UserError as error:
+        print(f"no sources of prompts in the card: {error}")
+        return []
+    counts: Counter[str] = Counter()
+    for name, count in found.items():
+        if not name:
+            counts["unnamed"] += count
+        elif shorten(name) != name or Path(name).suffix in (".json", ".jsonl"):
+            counts["a file of the publisher's"] += count
+        else:
+            counts[name] += count
+    return counts.most_common(10)
+
+
+def _verified(name: str | None, trained: Trained) -> list[VerifyRow]:
+    """The engines that `drafttrain verify --output` ran this kind of drafter in.
+
+    Raises:
+        UserError: not a file of that command, or of another kind of drafter.
+    """
+    if not name:
+        return []
+    fix = "give the --output of drafttrain verify --drafter"
+    content = read_json(Path(name).expanduser(), "verified", fix, _VerifyFile)
+    kinds = {row["kind"] for row in content["rows"]}
+    if kinds != {trained.kind}:
+        raise UserError(
+            f"verified={name!r} is of {', '.join(sorted(kinds)) or 'no drafter'}, this drafter is {trained.kind!r}; {fix}"
+        )
+    return [row for row in content["rows"] if row["prompts"]]
 
 
 def _alone(run: Json, results: Sequence[Json]) -> float | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -96,25 +97,65 @@ def write_card(folder: Path, template: str, metadata: Json, **values: object) ->
         values: what the template needs; a missing one is an error.
     """
     source = (Path(__file__).with_name("templates") / template).read_text(encoding="utf-8")
-    # No HTML escapes: they would show in Markdown.
+    # Values come from files of others: nothing in them is Markdown, unless a filter made it.
     environment = Environment(
         undefined=StrictUndefined,
         autoescape=False,
         keep_trailing_newline=True,
+        finalize=_as_text,
     )
-    environment.filters["link"] = _link
+    environment.filters |= {"link": _link, "code": _code, "word": _word, "fenced": _fenced}
     kept = {key: value for key, value in metadata.items() if value}
     front = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True).strip()
     template_of = environment.from_string(source)
-    card = template_of.render(version=__version__, metadata=front, **values)
+    card = template_of.render(version=__version__, metadata=_Markdown(front), **values)
     write_text(folder / "README.md", redact(card))
 
 
-def _link(model: str) -> str:
-    """A link to a model of the Hub; the name alone for another model."""
-    if "/" in model:
-        return f"[{model}](https://huggingface.co/{model})"
-    return model
+class _Markdown(str):
+    """Text of a card that is written as it is."""
+
+
+_ESCAPES = {ord(sign): f"\\{sign}" for sign in "\\`*[]<>|#~"}
+
+
+def _one_line(value: object) -> str:
+    """Text without newlines and other control characters, which could begin a heading or a list."""
+    return " ".join("".join(c if c.isprintable() else " " for c in str(value)).split(" "))
+
+
+def _as_text(value: object) -> str:
+    """A value as Markdown shows it: no markup, link, table cell or line of its own."""
+    if isinstance(value, _Markdown):
+        return value
+    text = _one_line(value).translate(_ESCAPES)
+    # Addresses become links by themselves.
+    return text.replace("://", ":\\//").replace("www.", "www\\.")
+
+
+def _link(name: str, place: str = "") -> str:
+    """A link to a model of the Hub, or to a repository below `place`; other names as text."""
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return _Markdown(f"[{name}](https://huggingface.co/{place}{name})")
+    return name
+
+
+def _code(value: object) -> str:
+    """A value in a code span, where no escapes work."""
+    return _Markdown(f"`{_one_line(value)}`" if "`" not in str(value) else _as_text(value))
+
+
+def _word(value: object) -> str:
+    """A value as one word of a command."""
+    return _Markdown(shlex.quote(_one_line(value)))
+
+
+def _fenced(text: str) -> str:
+    """Lines of code, behind a fence that they do not close."""
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return _Markdown(f"{fence}\n{text}\n{fence}")
 
 
 def check_private(folder: Path, names: list[Path]) -> None:

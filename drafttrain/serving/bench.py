@@ -10,6 +10,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 
 import httpx
 import torch
@@ -19,13 +20,22 @@ from drafttrain.credentials import redact
 from drafttrain.environment import describe_environment
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import percentiles
+from drafttrain.evaluation.resampling import FEWEST, paired_ratio
 from drafttrain.evaluation.suites import Question, load_suite
 from drafttrain.files import Json, write_json
 from drafttrain.folders import inputs_of, output_file
 from drafttrain.outcome import command_line, conclude
 from drafttrain.progress import Progress
 from drafttrain.reports.output import table_of, wide_console
-from drafttrain.serving.client import Answer, Server, ask, connect, read_metrics, speculation
+from drafttrain.serving.client import (
+    Answer,
+    Samples,
+    Server,
+    ask,
+    connect,
+    read_metrics,
+    speculation,
+)
 
 LATENCIES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "latency_ms": "whole"}
 Send = Callable[[int], Awaitable[Answer]]  # sends the request of this number
@@ -33,6 +43,7 @@ Send = Callable[[int], Awaitable[Answer]]  # sends the request of this number
 WORKLOAD = (
     "suite",
     "requests",
+    "repeats",
     "seconds",
     "timeout",
     "max_tokens",
@@ -58,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
     if args.note:
         head["note"] = args.note
     workload = {key: vars(args)[key] for key in WORKLOAD}
+    workload["repeats"] = repeats_of(args)
     head["workload"] = {**workload, "suite_digest": suite.digest}
 
     def results(servers: dict[str, Json]) -> Json:
@@ -95,10 +107,10 @@ async def measure(
     questions: Sequence[Question],
     keep: Callable[[dict[str, Json]], None],
 ) -> dict[str, Json]:
-    """Runs every step on every server, alternating.
+    """Runs every repeat of every step on every server, alternating.
 
     Args:
-        keep: called with the servers so far after each step, so that an interruption loses only the
+        keep: called with the servers so far after each repeat, so that an interruption loses only the
             running one.
 
     Returns:
@@ -124,23 +136,33 @@ async def measure(
             found[name] = {"url": redact(server.url), "model": server.model, "cells": []}
             await _warm_up(args, client, server, bodies)
 
-        with Progress("asking", len(steps) * len(servers), "steps") as meter:
+        count = repeats_of(args)
+        with Progress("asking", len(steps) * count * len(servers), "parts") as meter:
             for number, step in enumerate(steps):
-                # Steps use different prompts because servers cache prefixes.
-                first = number * args.requests
-                shifted = [bodies[(first + i) % len(bodies)] for i in range(args.requests)]
-                order = list(servers)
-                if number % 2:
-                    order.reverse()
-                for name in order:
-                    cell = await run_step(args, client, servers[name], step, shifted)
-                    found[name]["cells"].append(cell)
-                    keep(found)
-                    note = f"{cell['tokens_per_second']:.1f} tokens/s"
-                    for kind, count in cell["errors"].items():
-                        note += f", {count} {kind}"
-                    meter.advance(note=note)
+                loads = {name: Load(step) for name in servers}
+                for name, load in loads.items():
+                    load.before = await read_metrics(client, servers[name])
+                for repeat in range(number * count, (number + 1) * count):
+                    # Repeats use different prompts because servers cache prefixes.
+                    first = repeat * args.requests
+                    shifted = [bodies[(first + i) % len(bodies)] for i in range(args.requests)]
+                    order = list(servers)
+                    if repeat % 2:
+                        order.reverse()
+                    for name in order:
+                        load = loads[name]
+                        rate = await run_step(args, client, servers[name], load, shifted)
+                        found[name]["cells"][number:] = [load.cell()]
+                        keep(found)
+                        meter.advance(note=f"{rate:.1f} tokens/s{load.failures()}")
     return found
+
+
+def repeats_of(args: argparse.Namespace) -> int:
+    """How often each step runs on each server; several times for an interval of a comparison."""
+    if args.repeats is not None:
+        return args.repeats
+    return FEWEST if args.url2 else 1
 
 
 async def _warm_up(
@@ -157,34 +179,63 @@ async def _warm_up(
             )
 
 
+@dataclass
+class Load:
+    """The repeats of a step on one server.
+
+    Attributes:
+        step: its setting in the results. before, after: the server's Prometheus page around them.
+    """
+
+    step: dict[str, float]
+    before: Samples = field(default_factory=dict)
+    after: Samples = field(default_factory=dict)
+    answers: list[Answer] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # of completed answers, by repeat
+    seconds: list[float] = field(default_factory=list)  # wall-clock of each repeat
+
+    def cell(self) -> Json:
+        """The step in the results.
+
+        Returns:
+            Its setting, the `figures` of all repeats, tokens and seconds of each repeat, and
+            `speculation` if the Prometheus page has it.
+        """
+        cell = {**self.step, **figures(self.answers, sum(self.seconds))}
+        rounded = [round(seconds, 3) for seconds in self.seconds]
+        cell["repeats"] = {"tokens": self.tokens, "seconds": rounded}
+        found = speculation(self.before, self.after)
+        if found:
+            cell["speculation"] = found
+        return cell
+
+    def failures(self) -> str:
+        counts = Counter(answer.error for answer in self.answers if answer.error)
+        return "".join(f", {count} {kind}" for kind, count in counts.items())
+
+
 async def run_step(
     args: argparse.Namespace,
     client: httpx.AsyncClient,
     server: Server,
-    step: dict[str, float],
+    load: Load,
     bodies: Sequence[Json],
-) -> Json:
-    """Runs one step on one server.
-
-    Returns:
-        The step's setting, its `figures`, and `speculation` if the Prometheus page has it.
-    """
+) -> float:
+    """Runs one repeat of a step on one server, and adds it to `load`; returns tokens per second."""
 
     async def send(number: int) -> Answer:
         return await ask(client, server, bodies[number], args.timeout)
 
-    before = await read_metrics(client, server)
     start = time.perf_counter()
-    if "request_rate" in step:
-        answers = await _open_loop(args, step["request_rate"], send)
+    if "request_rate" in load.step:
+        answers = await _open_loop(args, load.step["request_rate"], send)
     else:
-        answers = await _closed_loop(args, step["concurrency"], send)
-    seconds = time.perf_counter() - start
-    cell = {**step, **figures(answers, seconds)}
-    found = speculation(before, await read_metrics(client, server))
-    if found:
-        cell["speculation"] = found
-    return cell
+        answers = await _closed_loop(args, load.step["concurrency"], send)
+    load.seconds.append(time.perf_counter() - start)
+    load.tokens.append(sum(answer.tokens for answer in answers if not answer.error))
+    load.answers += answers
+    load.after = await read_metrics(client, server)
+    return load.tokens[-1] / load.seconds[-1]
 
 
 async def _closed_loop(args: argparse.Namespace, concurrency: float, send: Send) -> list[Answer]:
@@ -266,8 +317,9 @@ def compare(first: Json, second: Json) -> list[Json]:
     """Compares two servers per step, so that above 1 the first is better.
 
     Returns:
-        The ratio of token rates, first over second; and of median latencies, second over first.
-        None stands for a ratio of a server that completed nothing.
+        The ratio of token rates, first over second, with its 95 % interval over repeats; and of
+        median latencies, second over first. None stands for a ratio of a server that completed
+        nothing, and for the interval of a single repeat.
     """
     rows = []
     for one, two in zip(first["cells"], second["cells"], strict=True):
@@ -276,10 +328,22 @@ def compare(first: Json, second: Json) -> list[Json]:
             if key in one:
                 row[key] = one[key]
         row["tokens_per_second"] = _ratio(one["tokens_per_second"], two["tokens_per_second"])
+        row["interval"] = _interval(one.get("repeats", {}), two.get("repeats", {}))
         for key in ("ttft_ms", "tpot_ms", "latency_ms"):
             row[key] = _ratio(two[key]["p50"], one[key]["p50"])
         rows.append(row)
     return rows
+
+
+def _interval(one: Json, two: Json) -> list[float] | None:
+    """The 95 % interval of the ratio of two servers' token rates; both ran each repeat in turn."""
+    count = min(len(one.get("tokens", ())), len(two.get("tokens", ())))
+    if count < 2 or not sum(one["tokens"]) or not sum(two["tokens"]):
+        return None
+    over = (one["tokens"][:count], two["seconds"][:count])
+    under = (one["seconds"][:count], two["tokens"][:count])
+    ratio = paired_ratio(over, under)
+    return [round(ratio.low, 4), round(ratio.high, 4)]
 
 
 def _ratio(part: float, whole: float) -> float | None:
@@ -309,8 +373,11 @@ def print_results(results: Json) -> None:
         cells = [_step(row)]
         for key in ("tokens_per_second", "ttft_ms", "tpot_ms", "latency_ms"):
             cells.append("\u2013" if row[key] is None else f"{row[key]:.2f}x")
+        if row["interval"]:
+            low, high = row["interval"]
+            cells[1] += f" ({low:.2f} to {high:.2f})"
         rows.append(cells)
-    title = "url over url2 (above 1, url is better)"
+    title = "url over url2 (above 1, url is better; in brackets the 95 % interval over repeats)"
     headings = ["load", "tokens/s", "TTFT", "TPOT", "whole"]
     console.print(table_of(headings, rows, title, right=True))
 

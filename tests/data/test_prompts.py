@@ -581,7 +581,7 @@ def test_requests_run_on_the_real_engine(target, template):
         (("--source", "file", "--input", "latin.jsonl"), "latin.jsonl line 1: not UTF-8 text"),
         (
             ("--source", "file", "--input", "none.jsonl"),
-            "source=file: no prompt is left (unknown format 1)",
+            "source=file: no prompt is left (unknown format 1; row 1 has label)",
         ),
         (
             ("--source", "file", "--input", "empty.jsonl"),

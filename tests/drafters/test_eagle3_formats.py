@@ -152,7 +152,7 @@ def test_what_a_form_cannot_say_is_refused_with_every_reason(target, tmp_path):
     two = make_head(target, feature_layers=(3, 6))
     assert unsupported_features(two, VLLM) == unsupported_features(two, SGLANG) == []
     assert unsupported_features(two, SGLANG.of_release("0.5.11"))[0].endswith(
-        "fc takes three; SGLang 0.5.12 does not"
+        "fc takes three; supported since SGLang 0.5.12"
     )
     write_eagle3(two, tmp_path / "two", FLAT, dtype=torch.float32)
     described = json.loads((tmp_path / "two" / "config.json").read_text())

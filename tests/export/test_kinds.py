@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from drafttrain.cli import main
 from drafttrain.drafters import shipping as module
@@ -16,6 +18,8 @@ from drafttrain.export.serving_recipes import recipes
 from drafttrain.formats.engines import ENGINES, FORMATS
 from tests.conftest import make_target
 from tests.drafters.eagle3_files import make_head
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.fixture
@@ -83,7 +87,7 @@ def test_formats_beside_our_own_are_fetched_from_their_folder(drafter, monkeypat
         and '"model": "some/one"' in by_engine["vLLM"].commands
     )
     assert "is not a language model of its own" in by_engine["transformers"].reasons[0]
-    first, second, third = by_engine["llama.cpp"].commands.splitlines()[:3]
+    first, second, _, third = by_engine["llama.cpp"].commands.splitlines()[:4]
     assert (
         first == "hf download some/one draft.gguf --local-dir some/one" and "a/b as GGUF" in second
     )
@@ -203,3 +207,50 @@ def test_draft_models_with_more_tokens_than_the_target(tmp_path):
     assert torch.equal(target.model.generate(ids, **words, **both), plain)
     with pytest.raises(ValueError, match="have different tokenizers"):
         target.model.generate(ids, **words, assistant_model=draft.model)
+
+
+def test_export_says_which_formats_cannot_express_a_drafter(tmp_path, capsys):
+    """A quickstart's head reads six feature layers, and llama.cpp takes three."""
+    target = make_target(layers=8)
+    make_head(target, feature_layers=(1, 2, 3, 4, 5, 6)).save_pretrained(tmp_path / "six")
+    assert main(["export", "--drafter", str(tmp_path / "six")]) == 0
+    printed = capsys.readouterr().out
+    assert (
+        "gguf cannot express this drafter: 6 feature layers: llama.cpp b11549 takes three"
+        in printed
+    )
+    assert "next: drafttrain export" in printed and "--format vllm" in printed
+    assert "vllm cannot" not in printed
+
+
+def test_an_older_release_is_named_with_what_it_lacks(tmp_path, capsys):
+    make_head(make_target(layers=8), fc_norm=True).save_pretrained(tmp_path / "head")
+    command = [
+        "export",
+        "--drafter",
+        str(tmp_path / "head"),
+        "--format",
+        "sglang",
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    assert main([*command, "--engine-version", "0.5.11"]) == 2
+    said = capsys.readouterr().err
+    assert "cannot express this drafter for SGLang 0.5.11: fc_norm" in said
+    assert (
+        "supported since SGLang 0.5.12" in said and "without --engine-version, 0.5.23 can" in said
+    )
+    assert main(command) == 0
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_recipes_of_blocks_have_a_mask_that_sglang_takes(tmp_path, kind):
+    recipe = yaml.safe_load((CONFIGS / "smollm2-135m" / f"{kind}.yaml").read_text())
+    options = {
+        "mask_token_id": recipe["drafter"]["mask_token_id"],
+        "num_hidden_layers": 1,
+        "feature_layers": (1, 3),
+    }
+    cls = kind_class(kind)
+    cls(cls.config_class.for_target(make_target(layers=8), **options)).save_pretrained(tmp_path)
+    assert shipping(kind).unsupported(find_drafter(str(tmp_path)), "sglang") == []

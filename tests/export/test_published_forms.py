@@ -18,8 +18,10 @@ from torch import Tensor
 
 from drafttrain.cli import main
 from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.published_keys import FIXED, NESTED, UNREAD
 from drafttrain.drafters.registry import load_drafter
-from drafttrain.drafters.shipping import find_drafter, shipping
+from drafttrain.drafters.shipping import Exported, find_drafter, shipped_kinds, shipping
+from drafttrain.errors import UserError
 from drafttrain.inference import generate
 from drafttrain.target import Target
 from tests.conftest import make_target
@@ -260,8 +262,19 @@ REFUSED = [
      "dflash_config": {**IDS, "projector_type": "domino"}}, "is of projector_type='domino'"),
     ("Gated and recurrent Markov heads", {**BLOCK, **IDS, **MARKOV, "architectures": ["Qwen3DSparkModel"], "block_size": 5,
      "markov_head_type": "gated"}, "has markov_head_type='gated'"),
-    ("blocks with sliding windows or causal layers", {**BLOCK, "architectures": ["DFlashDraftModel"], "block_size": 5,
-     "dflash_config": IDS, "layer_types": ["sliding_attention"] * 2, "sliding_window": 64}, "has layers with sliding windows"),
+    ("causal queries", {**BLOCK, **IDS, **MARKOV, "architectures": ["Qwen3DSparkModel"], "block_size": 5,
+     "dflash_query_causal": True}, r"has causal layers \(dflash_query_causal\)"),
+    ("a window without a size", {**BLOCK, "architectures": ["DFlashDraftModel"], "block_size": 5, "is_causal": False,
+     "dflash_config": IDS, "layer_types": ["sliding_attention"] * 2},
+     "has layer_types sliding_attention without a sliding_window"),
+    ("layers with and without a window", {**BLOCK, "architectures": ["DFlashDraftModel"], "block_size": 5, "is_causal": False,
+     "dflash_config": IDS, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64},
+     "mixes layers with and without"),
+    ("quantized weights", {**EAGLE, "architectures": ["LlamaForCausalLMEagle3"], "quantization_config": {"quant": "fp8"}},
+     "is quantized"),
+    ("windows that hide a block's later tokens", {**BLOCK, "architectures": ["DFlashDraftModel"], "block_size": 5,
+     "dflash_config": IDS, "layer_types": ["sliding_attention"] * 2, "sliding_window": 64},
+     "has windows that hide a block's later tokens"),
     ("speculators mtp", speculators("mtp", BLOCK), "has .*mtp.*; import reads"),
     ("heads that trained an embedding of their own", speculators("peagle", EAGLE, mask_token_id=290, embed_requires_grad=True),
      "trained an embedding of its own"),
@@ -329,6 +342,28 @@ def test_a_published_form_is_read_drafts_and_is_written_again(target, tmp_path, 
         ).tokens
         == wanted
     )
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.project} {case.form}")
+def test_a_key_is_read_or_has_a_reason_or_is_refused(case):
+    """Each key of each form, in every place where trainers put keys, and one that nobody knows there."""
+    kind = shipping(case.kind)
+    places: list[dict[str, Any]] = [{}]  # what leads to a place
+    places += [{key: case.config[key]} for key in NESTED if isinstance(case.config.get(key), dict)]
+    kind.check_published(Exported("it", case.config, {}))
+    for place in places:
+        changed: dict[str, Any] = {"warp_factor": 9}
+        for key, inner in place.items():
+            changed = {key: {**inner, "warp_factor": 9}}
+        with pytest.raises(UserError, match=r"keys that import does not know \(warp_factor=9\)"):
+            kind.check_published(Exported("it", {**case.config, **changed}, {}))
+
+
+def test_no_key_has_two_rules():
+    for name in shipped_kinds():
+        kind = shipping(name)
+        read, fixed = set(kind.published_keys), {*FIXED, *kind.fixed_keys}
+        assert not read & UNREAD.keys() and not read & fixed and not fixed & UNREAD.keys(), name
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import configuration_utils, modeling_utils
 
 from drafttrain.cli import main
 from drafttrain.data.store import Store
 from drafttrain.drafters.dflash.model import DFlash, DFlashConfig
 from drafttrain.drafters.eagle3.export import SHIPPING
+from drafttrain.drafters.registry import load_trained
 from drafttrain.errors import UserError
 from drafttrain.formats.public_names import shorten
 from drafttrain.hub.upload import check_private
@@ -142,6 +144,33 @@ def test_a_published_drafter_is_imported_as_it_was_trained(work, tmp_path):
     assert (config["ttt_steps"], config["depth_share"], config["depth_decay"]) == (6, 0.5, 0.7)
 
 
+def test_a_published_head_loads_without_warnings(work, tmp_path, monkeypatch):
+    """Its root is read by engines as a Llama's and by us as a head."""
+    said = []
+    for module in (configuration_utils, modeling_utils):
+        monkeypatch.setattr(module.logger, "warning", lambda text, *_: said.append(text))
+    assert main(push_command(work, "--dry-run", "--output", str(tmp_path / "out"))) == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "llama"
+    load_trained(str(tmp_path / "out"))
+    assert not [text for text in said if "of type" in text]
+
+
+def test_a_card_shows_what_engines_accepted(work, tmp_path, capsys):
+    row = {"kind": "eagle3", "engine": "vLLM", "release": "0.32.0", "loads": True, "same_text": 6, "prompts": 6, "rounds": 40,
+           "accepted_length": 1.25, "ours": 1.3, "verdict": "same"}  # fmt: skip
+    other = {**row, "engine": "SGLang", "prompts": None, "accepted_length": None, "ours": None}
+    verified = tmp_path / "verify.json"
+    verified.write_text(json.dumps({"rows": [row, other]}))
+    command = push_command(work, "--dry-run", "--output", str(tmp_path / "out"))
+    assert main([*command, "--verified", str(verified)]) == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| vLLM | 0.32.0 | 6 | 6 | 1.250 | 1.300 |" in card and "| SGLang |" not in card
+    assert "an engine may gain less, or lose" in card
+    verified.write_text(json.dumps({"rows": [{**row, "kind": "medusa"}]}))
+    assert main([*command, "--verified", str(verified)]) == 2
+    assert "is of medusa, this drafter is 'eagle3'" in capsys.readouterr().err
+
+
 def test_a_card_names_the_data_of_a_training_elsewhere(work, tmp_path):
     shutil.copytree(work / "drafter", tmp_path / "drafter")
     file = tmp_path / "drafter" / "training.json"
@@ -216,6 +245,8 @@ def test_a_dry_run_writes_what_would_go_up_and_no_local_path(work, tmp_path, cap
         "recipe: kind eagle3, loss kl", "12 steps", "3 conversations", "## Limits", "tree `chain:2`",
     ):  # fmt: skip
         assert expected in card, expected
+    assert "prompts: a file of the publisher's (3)" in card
+    assert json.loads((out / "decoding.json").read_text())["chain"].startswith("chain:")
     table = [line for line in card.splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in table}) == 1 and len(table) == 4
     assert "{{" not in card and "{%" not in card
@@ -245,7 +276,9 @@ def test_no_evaluation_or_a_foreign_one_is_refused(work, tmp_path, capsys):
     assert "there is no evaluation to publish" in capsys.readouterr().err
     assert not (tmp_path / "o").exists()
     assert main([*bare, "--without-evaluation"]) == 0
-    assert "## Not measured" in (tmp_path / "o" / "README.md").read_text()
+    card = (tmp_path / "o" / "README.md").read_text()
+    assert "## Not measured" in card
+    assert "`drafttrain eval --target target --drafter writer/head`" in card
     results = json.loads((work / "results.json").read_text())
     for change, message in (
         ({"target": "someone/else"}, "are for target 'someone/else'"),

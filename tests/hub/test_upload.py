@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -12,11 +13,14 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+import yaml
 from huggingface_hub import constants
 from huggingface_hub.errors import HTTPError
+from markdown_it import MarkdownIt
 
 from drafttrain.errors import UserError
 from drafttrain.hub import upload
+from drafttrain.hub.upload import _fenced, _link, write_card
 from tests.hub.hub_server import TOKEN, HubServer, Repository
 
 
@@ -175,3 +179,47 @@ def test_what_fails_in_xet_names_the_switch_that_goes_without_it(tmp_path, switc
             read,
             server.log,
         )
+
+
+HOSTILE = "x](http://e.vil) ![p](http://e.vil/p.png) <img src=y> | cell `code`\n# Heading\n- item www.e.vil"
+
+
+def test_a_card_shows_values_as_text(tmp_path):
+    """No heading, link, picture, table cell or list of a value's own; code stays within its fence."""
+    counts = {"conversations": 1, "responses": 1, "response_tokens": 1, "truncated": 0}
+    identity = {"model_type": HOSTILE, "num_layers": 1, "vocab_size": 1, "tokenizer": HOSTILE}
+    write_card(
+        tmp_path,
+        "data_card.md.jinja",
+        {"license": HOSTILE},
+        repo="user/name",
+        target=HOSTILE,
+        identity=identity,
+        counts=counts,
+        sources=[(HOSTILE, 1)],
+        sampling=[("temperature", HOSTILE)],
+        backend=HOSTILE,
+        prompt_license=HOSTILE,
+    )
+    text = (tmp_path / "README.md").read_text()
+    _, front, body = text.split("---\n", 2)
+    assert yaml.safe_load(front)["license"] == HOSTILE
+    html = MarkdownIt("commonmark", {"html": True}).enable("table").render(body)
+    headings = re.findall(r"<h[1-6][^>]*>(.*?)</h", html)
+    assert headings == ["user/name", "How it was made", "Columns"]
+    assert "href" not in html and "<img" not in html and "Heading" in html
+    # An address alone becomes a link too, but for those in code.
+    assert "http://e.vil" not in re.sub(r"^```.*?^```", "", body, flags=re.DOTALL | re.MULTILINE)
+    for line in body.splitlines():
+        if line.startswith("|"):
+            assert line.count("|") - line.count("\\|") == 3
+
+
+def test_a_link_of_a_card_is_a_repositorys(tmp_path):
+    for name, expected in (
+        ("user/name", "[user/name](https://huggingface.co/user/name)"),
+        ("a/b](http://e.vil)", "a/b](http://e.vil)"),
+        ("tiny", "tiny"),
+    ):
+        assert _link(name) == expected
+    assert _fenced("a\n```\nb").startswith("````\n")

@@ -102,9 +102,10 @@ def test_a_concurrency_sweep(bench, capsys, monkeypatch):
 def test_two_servers_take_turns(bench, capsys):
     # The slow server never answers within 100 ms; a busy machine delays the quick one by less.
     with FakeServer(page=SGLANG) as quick, FakeServer(gap=0.1) as slow:
-        more = ("--concurrency", "1,2", "--warm-up", 0, "--requests", 3)
+        more = ("--concurrency", "1,2", "--warm-up", 0, "--requests", 1)
         results = bench("--url", quick.url, "--url2", slow.url, *more)
-    assert [len(server.asked) for server in (quick, slow)] == [6, 6]
+    assert [len(server.asked) for server in (quick, slow)] == [8, 8]  # four times each step
+    assert results["workload"]["repeats"] == 4
     cells = results["servers"]["url"]["cells"]
     assert cells[0]["speculation"] == {
         "source": "sglang gauges",
@@ -112,9 +113,31 @@ def test_two_servers_take_turns(bench, capsys):
         "acceptance_rate": 0.5,
     }
     assert "speculation" not in results["servers"]["url2"]["cells"][0]
+    shown = capsys.readouterr().out
+    assert "url over url2" in shown
     for row in results["comparison"]:
         assert min(row["tokens_per_second"], row["ttft_ms"], row["tpot_ms"], row["latency_ms"]) > 1
-    assert "url over url2" in capsys.readouterr().out
+        low, high = row["interval"]
+        assert 1 < low <= row["tokens_per_second"] <= high
+        assert f"x ({low:.2f} to {high:.2f})" in shown
+
+
+def test_a_noisy_comparison_says_how_little_it_knows():
+    """The same two servers gave 1.40 and 0.58 in two runs; one repeat has no interval."""
+
+    def cells(*seconds):
+        answers = [Answer([0.1], 10, True, 0.2)] * len(seconds)
+        cell = figures(answers, sum(seconds))
+        cell["repeats"] = {"tokens": [10] * len(seconds), "seconds": list(seconds)}
+        return {"cells": [{"concurrency": 1, **cell}]}
+
+    (row,) = compare(cells(1.0, 2.4, 1.0, 2.4), cells(1.4, 1.4, 1.4, 1.4))
+    low, high = row["interval"]
+    assert low < 0.7 and high > 1.3
+    (row,) = compare(cells(1.0, 1.01, 0.99, 1.0), cells(1.4, 1.41, 1.4, 1.39))
+    low, high = row["interval"]
+    assert 1.38 < low < row["tokens_per_second"] < high < 1.42
+    assert compare(cells(1.0), cells(1.4))[0]["interval"] is None
 
 
 @pytest.mark.thorough
@@ -256,6 +279,7 @@ def test_figures_by_hand():
     assert row == {
         "concurrency": 1,
         "tokens_per_second": None,
+        "interval": None,
         "ttft_ms": None,
         "tpot_ms": None,
         "latency_ms": None,

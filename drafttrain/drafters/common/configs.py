@@ -6,6 +6,7 @@ recipe's `drafter:` hold. Field names are those of published checkpoints.
 
 from __future__ import annotations
 
+import os
 from dataclasses import field
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -81,6 +82,18 @@ class TargetedConfig(PreTrainedConfig):
 
     def check(self) -> None:
         """Derives values that are 0 or empty, and raises UserError for values that cannot work."""
+
+    @classmethod
+    def get_config_dict(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str],
+        **options: object,
+    ) -> tuple[Json, Json]:
+        """As transformers reads a config.json; one that engines read too has their model_type."""
+        described, left = super().get_config_dict(pretrained_model_name_or_path, **options)
+        if "drafter_kind" in described:
+            described["model_type"] = cls.model_type
+        return described, left
 
     @classmethod
     def kind(cls) -> str:

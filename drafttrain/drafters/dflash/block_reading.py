@@ -28,6 +28,7 @@ from drafttrain.drafters.eagle3.reading import (
     drop_whole_table,
     published_rope,
 )
+from drafttrain.drafters.published_keys import LAYER_FORMS, Fixed, windows_of
 from drafttrain.drafters.shipping import Exported, check_target
 from drafttrain.errors import UserError
 from drafttrain.files import Json, value_of
@@ -71,6 +72,33 @@ class _PublishedBlock(TypedDict, total=False):
     swa_window_size: int | None
 
 
+_CAUSAL = Fixed((False,), "has causal layers ({key})")
+_SINKS = Fixed((False,), "has attention sinks ({key})")
+FIXED_KEYS = {
+    "projector_type": Fixed(("dflash", "dspark"), "is of {key}={value!r:.60}"),
+    "markov_head_type": Fixed(("vanilla",)),
+    "hidden_act": Fixed(("silu",)),
+    "attention_mode": Fixed(("gqa",)),
+    "attention_bias": Fixed((False,)),
+    "mlp_bias": Fixed((False,)),
+    "causal": _CAUSAL,
+    "is_causal": _CAUSAL,
+    "dflash_query_causal": _CAUSAL,
+    "attention_sink_bias": _SINKS,
+    "add_swa_attention_sink_bias": _SINKS,
+    "dflash_attention_sink": _SINKS,
+    "final_logit_softcapping": Fixed((0,), "caps its logits ({key})"),
+    "is_neox_style": Fixed((True,), "rotates neighboring values (is_neox_style false)"),
+    "sliding_window_non_causal": Fixed((False,)),
+    "output_multiplier": Fixed((1,)),
+    "input_embedding_scale": Fixed((1,)),
+    "attention_value_scale": Fixed((1,)),
+}
+PUBLISHED_KEYS = {
+    *_SIZES, *LAYER_FORMS, *_PublishedBlock.__annotations__, "draft_vocab_size", "shift_label", "target_hidden_size",
+}  # fmt: skip
+
+
 def own_keys(config: Mapping[str, object]) -> Json:
     """A block drafter's own keys, from all places where trainers put them.
 
@@ -92,50 +120,27 @@ def is_dspark(config: Mapping[str, object]) -> bool:
     return isinstance(rank, int) and rank > 0
 
 
-def _check_block(keys: Json, layer: Json, where: str) -> None:
-    """Raises UserError for a checkpoint that computes what our block drafters do not."""
-    reasons = []
-    projector = keys.get("projector_type", "dflash")
-    if projector not in ("dflash", "dspark"):
-        reasons.append(f"is of projector_type={projector!r}")
-    head = keys.get("markov_head_type", "vanilla")
-    if head != "vanilla":
-        reasons.append(f"has markov_head_type={head!r}")
-
-    # Windows are supported where all layers have one and a block's tokens see each other.
-    types = set(value_of(layer, "layer_types", []))
+def foreign_block(checkpoint: Exported) -> list[str]:
+    """What a checkpoint computes that our block drafters do not, where no single key says it."""
+    check_keys(checkpoint, _PublishedBlock)
+    keys = own_keys(checkpoint.config)
+    layer = checkpoint.config.get("transformer_layer_config", checkpoint.config)
+    reasons = windows_of(layer)
+    types = value_of(layer, "layer_types", [])
+    windowed = set(types) == {"sliding_attention"}
     mutual = keys.get("causal") is False or keys.get("is_causal") is False
-    supported = True
-    if "sliding_attention" in types:
-        supported = mutual and len(types) == 1 and bool(layer.get("sliding_window"))
-    if keys.get("use_swa") and not (mutual and keys.get("swa_window_size")):
-        supported = False
-    if not supported:
-        reasons.append("has layers with sliding windows")
-
-    if keys.get("causal") or keys.get("is_causal"):
-        reasons.append("has causal layers")
-    if layer.get("attention_bias"):
-        reasons.append("has attention_bias")
-    if keys.get("attention_sink_bias") or keys.get("add_swa_attention_sink_bias"):
-        reasons.append("has attention sinks")
-    if keys.get("final_logit_softcapping"):
-        reasons.append("caps its logits")
-    if keys.get("is_neox_style") is False:
-        reasons.append("rotates neighboring values (is_neox_style false)")
-    act = layer.get("hidden_act", "silu")
-    if act != "silu":
-        reasons.append(f"has hidden_act={act!r}")
-    for key in (
-        "output_multiplier",
-        "input_embedding_scale",
-        "attention_value_scale",
-        "logit_scale",
-    ):
-        if keys.get(key, 1) != 1:
-            reasons.append(f"has {key}={keys[key]}")
-    if reasons:
-        raise UserError(f"{where} {'; it '.join(reasons)}, which our block drafters have not")
+    if windowed and not layer.get("sliding_window"):
+        reasons.append("has layer_types sliding_attention without a sliding_window")
+    if keys.get("use_swa") and not keys.get("swa_window_size"):
+        reasons.append("has use_swa without a swa_window_size")
+    if (windowed or keys.get("use_swa")) and not mutual:
+        reasons.append(
+            "has windows that hide a block's later tokens (no is_causal false); ours show them"
+        )
+    width = keys.get("target_hidden_size")
+    if width not in (None, layer.get("hidden_size")):
+        reasons.append(f"has target_hidden_size={width}, another width than its own")
+    return reasons
 
 
 def block_fields(checkpoint: Exported, target: Json) -> Json:
@@ -150,7 +155,6 @@ def block_fields(checkpoint: Exported, target: Json) -> Json:
     keys = own_keys(config)
     layer = config.get("transformer_layer_config", config)
     nested = "speculators_model_type" in config
-    _check_block(keys, layer, where)
     place = "aux_hidden_state_layer_ids" if nested else "target_layer_ids"
     for name in (place, "block_size"):
         if not keys.get(name):

@@ -19,7 +19,7 @@ generation/candidate_generator.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,7 +29,10 @@ from torch import Tensor
 from drafttrain.drafters.common.block import BlockDrafter
 from drafttrain.drafters.common.markov import MarkovBlock
 from drafttrain.drafters.dflash.block_reading import (
+    FIXED_KEYS,
+    PUBLISHED_KEYS,
     block_fields,
+    foreign_block,
     is_dspark,
     named,
     own_keys,
@@ -131,6 +134,8 @@ class EngineBlocks(BlockFiles[Block]):
             masks alone, as ours do by default.
     """
 
+    published_keys: Collection[str] = PUBLISHED_KEYS
+    fixed_keys = FIXED_KEYS
     architecture = ""
     own_names: Mapping[str, str] = {}
     since = ("", "")
@@ -309,6 +314,9 @@ class EngineBlocks(BlockFiles[Block]):
             known = True
         # A Markov head, not the name, tells DSpark from DFlash.
         return known and is_dspark(config) == (self.drafter_class.kind == "dspark")
+
+    def foreign(self, checkpoint: Exported) -> list[str]:
+        return foreign_block(checkpoint)
 
     def published(self, checkpoint: Exported, target: Json) -> Exported:
         weights = without_copies(named(checkpoint.weights), checkpoint, target)

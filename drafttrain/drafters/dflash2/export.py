@@ -59,6 +59,7 @@ class DFlash2Shipping(EngineBlocks[DFlash2]):
         "markov_rank": 16,
     }
     drafter_class = DFlash2
+    published_keys = {*EngineBlocks.published_keys, *_NEED}
     architecture = _ARCHITECTURE
     since = ("0.5.19", "0.5.19")
     reads = "DFlash 2 drafters (DFlash2DraftModel)"

@@ -28,6 +28,7 @@ from drafttrain.drafters.common.llama_layers import (
 from drafttrain.drafters.eagle1.model import Eagle1, Eagle1Config
 from drafttrain.drafters.eagle3.reading import check_embedding, published_rope
 from drafttrain.drafters.form import Form
+from drafttrain.drafters.published_keys import LAYER_FORMS, windows_of
 from drafttrain.drafters.read_back import RandomTarget, draft_chains
 from drafttrain.drafters.shipping import (
     Exported,
@@ -57,6 +58,7 @@ class Eagle1Shipping(Shipping[Eagle1]):
     # An engine drafts over the whole vocabulary, by the target's head.
     engine_keys = ENGINE_KEYS
     architectures = tuple(_ARCHITECTURES.values())
+    published_keys = {*LAYER_KEYS, *LAYER_FORMS}
     reads = "EAGLE-1 heads (EagleLlamaForCausalLM, LlamaForCausalLMEagle, the authors' one-layer LlamaForCausalLM)"
     serving = {"vLLM": {"method": "eagle"}, "SGLang": {"speculative-algorithm": "EAGLE"}}
 
@@ -90,6 +92,12 @@ class Eagle1Shipping(Shipping[Eagle1]):
         if isinstance(original, Eagle1):
             return {"fc_bias": original.config.fc_bias}
         return {"fc_bias": "fc.bias" in export.weights}
+
+    def foreign(self, checkpoint: Exported) -> list[str]:
+        reasons = windows_of(checkpoint.config)
+        if "sliding_attention" in value_of(checkpoint.config, "layer_types", []):
+            reasons.append("has layers with a window (layer_types)")
+        return reasons
 
     def recognizes(self, config: Mapping[str, object]) -> bool:
         if super().recognizes(config):

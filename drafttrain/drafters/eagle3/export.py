@@ -23,9 +23,12 @@ from collections.abc import Mapping
 from drafttrain.drafters.common.llama_layers import layer_keys, unsupported_by_llama
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.drafters.eagle3.reading import (
+    FIXED_KEYS,
     HEAD_KEYS,
+    PUBLISHED_KEYS,
     Head,
     default_layers,
+    foreign_head,
     head_fields,
     published_head,
 )
@@ -88,7 +91,7 @@ def unsupported_features(drafter: Eagle3, engine: EngineRelease) -> list[str]:
             found.append(f"{key}: {silently}")
     newer = ""
     if old:
-        newer = f"; {engine.name} {_SGLANG_ANY_HEAD} does not"
+        newer = f"; supported since {engine.name} {_SGLANG_ANY_HEAD}"
         if config.fc_norm:
             found.append(f"fc_norm: {silently}{newer}")
         if config.norm_output:
@@ -175,6 +178,9 @@ def _flat_config(
 class Eagle3Files(Shipping[Head]):
     """Kinds in EAGLE-3's checkpoint forms."""
 
+    published_keys = PUBLISHED_KEYS
+    fixed_keys = FIXED_KEYS
+
     def engine_config(self, drafter: Head, form: str, request: ExportRequest) -> Json:
         """Writes speculators' form for vllm, the flat form for sglang.
 
@@ -221,6 +227,9 @@ class Eagle3Files(Shipping[Head]):
                 named = checkpoint.config.get("architectures")
             raise UserError(f"{checkpoint.where} is {named}; import reads {self.reads}")
         return published_head(checkpoint, target)
+
+    def foreign(self, checkpoint: Exported) -> list[str]:
+        return foreign_head(checkpoint)
 
     def drafter_from(self, original: Head, export: Exported) -> Head:
         fields = head_fields(export, original.config.target)

@@ -19,6 +19,7 @@ from typing_extensions import TypedDict
 from drafttrain.drafters.common.layers import Rotary
 from drafttrain.drafters.common.llama_layers import LAYER_KEYS
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
+from drafttrain.drafters.published_keys import LAYER_FORMS, Fixed, windows_of
 from drafttrain.drafters.shipping import Exported, check_target
 from drafttrain.errors import UserError
 from drafttrain.files import Json, value_of, violation
@@ -46,7 +47,6 @@ class _PublishedLayer(TypedDict, total=False):
     rope_scaling: Json | None
     rope_theta: float | None
     partial_rotary_factor: float | None
-    logit_scale: float | None
 
 
 class _EagleKeys(TypedDict, total=False):
@@ -70,6 +70,32 @@ class _Published(_PublishedLayer, total=False):
     eagle_aux_hidden_state_layer_ids: list[int] | None
     norm_before_fc: bool | None
     embed_requires_grad: bool | None
+
+
+# What `head_fields`, `foreign_head` and the kinds read of a published config.
+PUBLISHED_KEYS = {
+    *LAYER_KEYS, *HEAD_KEYS, *LAYER_FORMS, *_Published.__annotations__, *_EagleKeys.__annotations__, "mask_token_id",
+    "ptd_token_id", "pard_token", "parallel_drafting",
+}  # fmt: skip
+FIXED_KEYS = {
+    "norm_before_fc": Fixed((False,), "has norm_before_fc, one norm over all features"),
+    "embed_requires_grad": Fixed(
+        (False,), "trained an embedding of its own (embed_requires_grad); ours reads the target's"
+    ),
+    "use_aux_hidden_state": Fixed(
+        (True,), "reads one target state (use_aux_hidden_state false), which is EAGLE-1"
+    ),
+    "use_input_layernorm_in_first_layer": Fixed(
+        (True,),
+        "has no norm of the token's embedding (use_input_layernorm_in_first_layer false)",
+    ),
+    "use_last_layernorm": Fixed((True,), "has no norm before its head (use_last_layernorm false)"),
+    "use_mtp_layernorm": Fixed((False,), "has an MTP module's norms (use_mtp_layernorm)"),
+    "parallel_draft_step": Fixed(
+        (0, 1), "has Medusa-like heads beside its own (parallel_draft_step above 1)"
+    ),
+}
+PUBLISHED_KEYS -= FIXED_KEYS.keys()
 
 
 def default_layers(count: int) -> tuple[int, int, int]:
@@ -186,46 +212,19 @@ def check_embedding(embedding: Tensor, target: str, where: str) -> None:
         )
 
 
-def _check_foreign(checkpoint: Exported, layer: Json) -> None:
-    """Raises UserError for a checkpoint that computes what no kind of ours computes."""
+def foreign_head(checkpoint: Exported) -> list[str]:
+    """What a checkpoint computes that no kind of ours computes, where no single key says it."""
+    check_keys(checkpoint, _Published)
     config = checkpoint.config
+    layer = config.get("transformer_layer_config", config)
     eagle = value_of(config, "eagle_config", {})
-    reasons = []
-    # What SGLang's and ModelOpt's keys say about the head.
-    if eagle.get("use_input_layernorm_in_first_layer") is False:
-        reasons.append(
-            "has no norm of the token's embedding (use_input_layernorm_in_first_layer false)"
-        )
-    if eagle.get("use_last_layernorm") is False:
-        reasons.append("has no norm before its head (use_last_layernorm false)")
-    if eagle.get("use_mtp_layernorm"):
-        reasons.append("has an MTP module's norms (use_mtp_layernorm)")
+    reasons = windows_of(layer)
     count = value_of(layer, "num_hidden_layers", 1)
     if eagle.get("next_layer_regular") is False and count > 1:
         reasons.append("has later layers that read the embedding too (next_layer_regular false)")
-    heads = value_of(eagle, "parallel_draft_step", 1)
-    if heads > 1:
-        reasons.append("has Medusa-like heads beside its own (parallel_draft_step above 1)")
-    # What other trainers' keys, or their tensors, say.
-    normed = config.get("norm_before_fc") or eagle.get("norm_before_fc")
-    if normed or "input_norm.weight" in checkpoint.weights:
-        reasons.append("has norm_before_fc, one norm over all features, which no kind of ours has")
-    if config.get("embed_requires_grad"):
-        reasons.append(
-            "trained an embedding of its own (embed_requires_grad); ours reads the target's"
-        )
-    scale = value_of(layer, "logit_scale", 1.0)
-    if scale != 1.0:
-        reasons.append(
-            f"has logit_scale={scale}, a factor on its logits, which no kind of ours has"
-        )
-    if eagle.get("use_aux_hidden_state") is False:
-        reasons.append("reads one target state (use_aux_hidden_state false), which is EAGLE-1")
-    types = value_of(layer, "layer_types", [])
-    if set(types) == {"sliding_attention", "full_attention"}:
-        reasons.append("mixes layers with and without a window; ours have one for all")
-    if reasons:
-        raise UserError(f"{checkpoint.where} {'; it '.join(reasons)}")
+    if "input_norm.weight" in checkpoint.weights:
+        reasons.append(FIXED_KEYS["norm_before_fc"].other)
+    return reasons
 
 
 def head_fields(checkpoint: Exported, target: Json) -> Json:
@@ -237,7 +236,6 @@ def head_fields(checkpoint: Exported, target: Json) -> Json:
     check_keys(checkpoint, _Published)
     config = checkpoint.config
     layer = config.get("transformer_layer_config", config)
-    _check_foreign(checkpoint, layer)
     # What vLLM takes for heads in speculators' form that do not say.
     eagle3 = layer is not config and config.get("speculators_model_type") == "eagle3"
     defaults = {**HEAD_KEYS, "norm_before_residual": eagle3}

@@ -30,6 +30,7 @@ class MedusaShipping(Shipping[Medusa]):
     serving = {"vLLM": {"method": "medusa"}}
     verifiable = {"vllm": "vllm"}
     architectures = ("MedusaModel",)
+    published_keys = {*engine_keys, "medusa_fc_bias", "token_map"}  # tensors tell biases
     reads = "Medusa heads without biases (MedusaModel)"
 
     def engine_config(self, drafter: Medusa, form: str, request: ExportRequest) -> Json:

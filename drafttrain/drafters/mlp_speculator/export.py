@@ -36,6 +36,7 @@ class MlpSpeculatorShipping(Shipping[MlpSpeculator]):
     engine_keys = {key: key for key in (*_SAME, "tie_weights")}
     depth_key = "n_predict"
     architectures = ("MLPSpeculatorPreTrainedModel",)
+    published_keys = engine_keys.keys()
     reads = "MLP speculators (MLPSpeculatorPreTrainedModel)"
 
     def engine_config(self, drafter: MlpSpeculator, form: str, request: ExportRequest) -> Json:

@@ -17,7 +17,7 @@ class NgramShipping(Shipping):
   '{{"method": "ngram", "num_speculative_tokens": {depth}, "prompt_lookup_max": 4, "prompt_lookup_min": 2}}'""",
         "vLLM, suffixes": """pip install arctic-inference==0.1.1  # vLLM stops without it
 vllm serve {target} --speculative-config '{{"method": "suffix", "num_speculative_tokens": {depth}}}'""",
-        "llama.cpp": """# target.gguf: {target} as GGUF of any type
+        "llama.cpp": """# target.gguf: the target as GGUF of any type
 llama-server -m target.gguf --spec-type ngram-simple \\
   --spec-ngram-simple-size-n 4 --spec-ngram-simple-size-m {depth}""",
         "transformers": "model.generate(**inputs, prompt_lookup_num_tokens={depth})",
