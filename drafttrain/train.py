@@ -51,7 +51,7 @@ from drafttrain.drafters.base import NEW
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import decoding_file, kind_class
-from drafttrain.environment import __version__, device_name
+from drafttrain.environment import __version__, device_name, peak_memory
 from drafttrain.errors import UserError, shown
 from drafttrain.evaluation.held_out import acceptance, first_prompts, replayed
 from drafttrain.evaluation.metrics import read_training
@@ -537,6 +537,7 @@ def finish(config: TrainConfig, training: Training, seconds: float) -> Json:
         **run.facts,
         "target_features": run.source.hits,
         "states_wait": training.logs.wait_share(),
+        "memory_gb": round(peak_memory(args.device) / 1e9, 3),
         "on_policy_rows": replaced,
         "engine": type(training.model).__name__,
         "device": str(args.device),

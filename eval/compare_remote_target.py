@@ -21,19 +21,9 @@ MOST_APART = 0.03
 
 
 def side(folder: Path, name: str) -> Json:
-    """Figures of a head: folder/NAME/training.json and its checkpoint, folder/NAME.json of the evaluation."""
+    """Figures of a head: folder/NAME/training.json, and folder/NAME.json of the evaluation."""
     trained = json.loads((folder / name / "training.json").read_text())
     overall = json.loads((folder / f"{name}.json").read_text())["overall"]
-    states = [
-        json.loads(path.read_text())
-        for path in (folder / name).glob("checkpoint-*/trainer_state.json")
-    ]
-    memory = [
-        entry["memory_gb"]
-        for state in states
-        for entry in state["log_history"]
-        if "memory_gb" in entry
-    ]
     of_training = (
         "steps",
         "seconds",
@@ -54,7 +44,7 @@ def side(folder: Path, name: str) -> Json:
     return {
         **{key: overall[key] for key in of_decoding},
         **{key: trained[key] for key in of_training},
-        "peak_memory_gb": max(memory, default=None),  # of the first training process
+        "peak_memory_gb": trained["memory_gb"],  # of the first training process
     }
 
 

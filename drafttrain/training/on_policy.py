@@ -61,20 +61,19 @@ class OnPolicyOptions:
         return cls(**given)
 
 
+@dataclass
 class OnPolicy:
     """Keeps the drafter's current responses and puts them into batches.
 
     The choice of replaced rows depends on seed, step and row only, and the responses are part of
     the checkpoint, so a resumed run trains on what the interrupted one would have trained on.
 
-    Args:
+    Attributes:
         drafter: of a kind with `writes_responses`. rows: training rows {tokens, spans}, whose
             prompts are answered.
         target: its end-of-sequence tokens end a response. max_length: of a row.
         args: the run's seed, rank and number of processes. packing: batches hold packed rows, so
             responses are packed too.
-
-    Attributes:
         round: number of the refresh that wrote the responses, -1 before the first.
         pool: rows {tokens, spans, length, index} that the drafter has written; ready: the same,
             packed if `packing`.
@@ -84,31 +83,21 @@ class OnPolicy:
         UserError: a kind that cannot write responses.
     """
 
-    def __init__(
-        self,
-        options: OnPolicyOptions,
-        drafter: TrainableDrafter,
-        rows: Sequence[Json] | Dataset,
-        target: Target,
-        max_length: int,
-        args: TrainingArguments,
-        packing: bool = False,
-    ):
-        if not drafter.writes_responses:
+    options: OnPolicyOptions
+    drafter: TrainableDrafter
+    rows: Sequence[Json] | Dataset
+    target: Target
+    max_length: int
+    args: TrainingArguments
+    packing: bool = False
+    round: int = -1
+    used: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.drafter.writes_responses:
             raise UserError(
-                f"on_policy: kind={drafter.kind!r} cannot write responses by itself; leave it out"
+                f"on_policy: kind={self.drafter.kind!r} cannot write responses by itself; leave it out"
             )
-        self.options = options
-        self.drafter = drafter
-        self.rows = rows
-        self.target = target
-        self.max_length = max_length
-        self.seed = args.seed
-        self.rank = args.process_index
-        self.world = args.world_size
-        self.packing = packing
-        self.round = -1
-        self.used = 0
         self._take([])
 
     def refresh(self, step: int) -> None:
@@ -117,13 +106,16 @@ class OnPolicy:
         if begun == self.round:
             return
         self.round = begun
-        choose = random.Random(f"{self.seed}/{begun}")
+        choose = random.Random(f"{self.args.seed}/{begun}")
         chosen = [choose.randrange(len(self.rows)) for _ in range(self.options.responses)]
         requests = []  # of this process
         for number, index in enumerate(chosen):
             row = self.rows[index]
             begin = choose.choice(row["spans"])[0]
-            if number % self.world == self.rank and 0 < begin < self.max_length - 1:
+            if (
+                number % self.args.world_size == self.args.process_index
+                and 0 < begin < self.max_length - 1
+            ):
                 limit = min(self.options.max_new_tokens, self.max_length - begin)
                 requests.append(
                     ResponseRequest(str(number), row["tokens"][:begin], limit, self.target.eos_ids)
@@ -134,7 +126,7 @@ class OnPolicy:
             devices = [self.target.device]
         with torch.random.fork_rng(devices):
             made = self._answer(requests)
-        if self.world > 1:
+        if self.args.world_size > 1:
             made = gather_object(made)
         made.sort(key=lambda pair: pair[0])
         self._take([row for _, row in made])
@@ -144,7 +136,7 @@ class OnPolicy:
         if self.packing:
             lengths = [row["length"] for row in pool]
             self.ready = []
-            for numbers in fill_rows(lengths, self.max_length, self.seed + self.round):
+            for numbers in fill_rows(lengths, self.max_length, self.args.seed + self.round):
                 self.ready.append(join_rows([pool[number] for number in numbers]))
 
     def _answer(self, requests: list[ResponseRequest]) -> list[tuple[int, Json]]:
@@ -158,7 +150,7 @@ class OnPolicy:
         engine = ResponseEngine(writer, len(requests), self.max_length, rules=LogitsRules())
         made = []
         sampling = SamplingParams(self.options.temperature)
-        for done in engine.run(requests, sampling, self.seed + self.round):
+        for done in engine.run(requests, sampling, self.args.seed + self.round):
             if len(done.tokens) > 1:
                 begin = len(done.sequence) - len(done.tokens)
                 length = len(done.sequence)
@@ -192,7 +184,7 @@ class OnPolicy:
                 index = row["index"][0]
             else:
                 index = row["index"]
-            draw = random.Random(f"{self.seed}/{step}/{index}")
+            draw = random.Random(f"{self.args.seed}/{step}/{index}")
             if draw.random() < self.options.share:
                 rows[place] = draw.choice(self.ready)
                 self.used += 1

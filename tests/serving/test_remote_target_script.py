@@ -68,16 +68,13 @@ def test_the_comparison_says_whether_both_learned_the_same(remote, status, tmp_p
         "states_wait": 0.02,
         "target_features": {},
         "processes": 2,
+        "memory_gb": 0.9,
     }
     decoded = dict.fromkeys(
         ("acceptance_by_depth", "prompts", "tokens", "target_passes", "identical_outputs"), 1
     )
     for name, length in (("remote", remote), ("local", 1.5)):
-        folder = tmp_path / name / "checkpoint-9"
-        folder.mkdir(parents=True)
-        (folder / "trainer_state.json").write_text(
-            json.dumps({"log_history": [{"memory_gb": 0.7}, {"memory_gb": 0.9}]})
-        )
+        (tmp_path / name).mkdir()
         (tmp_path / name / "training.json").write_text(
             json.dumps({**trained, "engine": "DeepSpeedEngine"})
         )

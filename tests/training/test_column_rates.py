@@ -74,6 +74,13 @@ def test_a_restored_optimizer_goes_on_with_the_saved_rates():
     assert torch.equal(whole.weight, resumed.weight)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_rates_go_with_the_shipped_files_of_deepspeed(stage):
+    recipe = {"target": "t", "data": "d", "output_dir": "o", "feature_rates": True}
+    settings = {"deepspeed": f"configs/deepspeed/zero{stage}.json"}
+    arguments._check_launch(load_config(recipe, [], []), settings)
+
+
 def test_flat_shares_of_a_weight_take_the_same_steps(monkeypatch):
     """DeepSpeed's ZeRO: each process steps its share of the flattened weight, with padding."""
     whole, optimizer = pair()
