@@ -491,7 +491,8 @@ class _Planner:
 
     def _states_advice(self) -> str:
         """What replaces an online target, and what it takes."""
-        text = f"states from vLLM (target_url, {self.engine.gpus} more GPUs)"
+        more = "1 more GPU" if self.engine.gpus == 1 else f"{self.engine.gpus} more GPUs"
+        text = f"states from vLLM (target_url, {more})"
         disk = self.changed(states="stored")._disk()
         free = self.job.disk
         if free is None or sum(disk.values()) <= 1e9 * free:
