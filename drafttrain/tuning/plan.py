@@ -463,7 +463,7 @@ class _Planner:
     def _advice(self) -> list[str]:
         """Changes in order of harm, each on top of those before it, up to one that fits.
 
-        Every change is planned anew, as the user will plan or train with it.
+        Every change is planned again, as the user will plan or train with it.
         """
         limit = self.device.memory
         starts = [_Change("", self)]
@@ -553,7 +553,7 @@ class _Planner:
                     yield _Change(f"{count} GPUs under ZeRO-{more.setting.stage}", more)
 
     def _disk_advice(self, free: float) -> str:
-        """Each change by which the run takes at most `free` bytes of disk, planned anew."""
+        """Each change by which the run takes at most `free` bytes of disk, each planned again."""
         ways = {"save_total_limit=1": self.changed("save_total_limit=1")}
         if self.setting.states == "stored":
             url = "train with target_url in place of stored states"
