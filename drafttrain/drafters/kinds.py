@@ -46,6 +46,16 @@ def untrained_kinds() -> list[str]:
     return untrained
 
 
+def baseline_kind() -> tuple[str, str]:
+    """The kind that trained drafters are measured against, and the tree in which it drafts."""
+    for kind in untrained_kinds():
+        package = importlib.import_module(f"{__package__}.{kind}")
+        tree = getattr(package, "BASELINE_TREE", "")
+        if tree:
+            return kind, tree
+    raise AssertionError("a kind without weights has a BASELINE_TREE")
+
+
 def names_help() -> str:
     """The names of drafters, for the help of commands."""
     kinds = ", ".join(untrained_kinds())

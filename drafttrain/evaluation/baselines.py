@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from drafttrain.drafters.kinds import baseline_kind
 from drafttrain.errors import UserError, shown
 
 BASELINES = ("autoregressive", "hf_generate")
 # Our engine with n-gram matches alone, which cost nothing: what a trained drafter must beat.
-NGRAM = "ngram"
-NGRAM_TREE = "chain:5"
+NGRAM, NGRAM_TREE = baseline_kind()
 # Optional: transformers' own speculative decoding. The claimed speed-up compares with the plain
 # baselines above only.
 HF_SPECULATIVE = ("hf_prompt_lookup", "hf_assisted")

@@ -116,6 +116,11 @@ def fastest(figures: Json) -> str:
     return min(plain, key=lambda name: speedups[name], default="")
 
 
+def _speedup(figures: Json, baseline: str) -> float | None:
+    """The recorded speed-up over a baseline."""
+    return value_of(figures, "speedup", {}).get(baseline)
+
+
 def interval_of(figures: Json, baseline: str) -> list[float] | None:
     """The recorded interval of a speed-up; earlier versions wrote none."""
     confidence = value_of(figures, "confidence", {})
@@ -144,7 +149,7 @@ def verdict_of(figures: Json) -> SpeedupVerdict:
         over=BASELINE_NAMES.get(name, "the faster baseline"),
         accepted=figures.get("acceptance_rate", 1.0),
     )
-    added = figures.get("speedup", {}).get(NGRAM)
+    added = _speedup(figures, NGRAM)
     if added is None:
         return found
     over_ngrams = judge(
@@ -185,7 +190,7 @@ def category_states(results: Json) -> dict[str, str]:
     parts = categories_of(results)
     found = {}
     for name, part in parts.items():
-        speedup = results["categories"][name]["speedup"].get(baseline)
+        speedup = _speedup(results["categories"][name], baseline)
         if speedup is not None:
             span = intervals(part, [baseline], len(parts))["speedup"][baseline]
             found[name] = judge(speedup, span, len(part)).state
@@ -199,14 +204,14 @@ def verdict_on(results: Json) -> SpeedupVerdict:
     the verdict over all prompts does not hide it.
     """
     overall = verdict_of(results["overall"])
-    categories = results["categories"]
+    categories = value_of(results, "categories", {})
     if not overall.figures or len(categories) < 2:
         return overall
     states = category_states(results)
     baseline = fastest(results["overall"])
     undecided = []
     for name, figures in categories.items():
-        speedup = figures["speedup"].get(baseline)
+        speedup = _speedup(figures, baseline)
         if speedup and speedup < 1 and states.get(name, OPEN) == OPEN:
             undecided.append(f"{name} ({speedup:.2f}x)")
     parts = []

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from drafttrain.drafters.kinds import split_name
 from drafttrain.errors import UserError
+from drafttrain.evaluation.baselines import NGRAM
 from drafttrain.evaluation.metrics import is_sweep, load_results
 from drafttrain.evaluation.plausibility import implausible
 from drafttrain.evaluation.verdicts import verdict_of, verdict_on
@@ -20,7 +21,7 @@ from drafttrain.reports.output import table_of, wide_console
 
 FORMATS = (".html", ".png", ".svg", ".pdf")
 MOST_DEPTHS = 6  # in the table
-_SHORT = {"autoregressive": "plain", "ngram": "n-grams"}  # baselines in headings
+_SHORT = {"autoregressive": "plain", NGRAM: "n-grams"}  # baselines in headings
 
 
 def run(args: argparse.Namespace) -> int:

@@ -463,7 +463,7 @@ class _Planner:
     def _advice(self) -> list[str]:
         """Changes in order of harm, each on top of those before it, up to one that fits.
 
-        Every change is planned anew, as the user will plan or train with it.
+        Every change is planned again, as the user will plan or train with it.
         """
         limit = self.device.memory
         starts = [_Change("", self)]
@@ -491,7 +491,8 @@ class _Planner:
 
     def _states_advice(self) -> str:
         """What replaces an online target, and what it takes."""
-        text = f"states from vLLM (target_url, {self.engine.gpus} more GPUs)"
+        more = "1 more GPU" if self.engine.gpus == 1 else f"{self.engine.gpus} more GPUs"
+        text = f"states from vLLM (target_url, {more})"
         disk = self.changed(states="stored")._disk()
         free = self.job.disk
         if free is None or sum(disk.values()) <= 1e9 * free:
@@ -552,7 +553,7 @@ class _Planner:
                     yield _Change(f"{count} GPUs under ZeRO-{more.setting.stage}", more)
 
     def _disk_advice(self, free: float) -> str:
-        """Each change by which the run takes at most `free` bytes of disk, planned anew."""
+        """Each change by which the run takes at most `free` bytes of disk, each planned again."""
         ways = {"save_total_limit=1": self.changed("save_total_limit=1")}
         if self.setting.states == "stored":
             url = "train with target_url in place of stored states"

@@ -612,7 +612,7 @@ def print_result(result: Json) -> None:
 
 
 def _about_adapting(result: Json) -> str:
-    """How the tree that is chosen anew in every round compares with the fixed one."""
+    """How the tree that is chosen again in every round compares with the fixed one."""
     low, high = result["intervals"]["adaptive_over_fixed"]
     fixed = "the fixed tree"
     if low > 1:
