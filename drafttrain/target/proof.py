@@ -16,23 +16,19 @@ reproduces the model's logits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from drafttrain.batch import TargetOutput
 from drafttrain.errors import UserError
 from drafttrain.ops.tree_attention import AttentionForm
-from drafttrain.target.attention import (
-    ATTENTION,
-    LAST,
-    AttentionContext,
-    InterleavedRows,
-    attention_context,
-)
+from drafttrain.target.attention import ATTENTION, LAST, InterleavedRows, attention_context
+
+if TYPE_CHECKING:
+    from drafttrain.target.target import Target
 
 # transformers' names of layer types: with plain attention, and with a state.
 _SERVED = {"full_attention", "sliding_attention"}
@@ -47,44 +43,6 @@ LOGITS = 1e-3
 LOGITS_HALF = 2e-2
 
 
-class ProvenModel(Protocol):
-    """What the proof reads of a `Target`, whose module imports this one."""
-
-    model: Any
-    body: Any
-    config: Any
-    name: str
-    reason: str
-    num_layers: int
-    hidden_size: int
-    vocab_size: int
-    logit_scale: float
-    continuation: Any  # of own_cache.py
-
-    @property
-    def compute_dtype(self) -> torch.dtype: ...
-    @property
-    def device(self) -> torch.device: ...
-    def hook(self, layers: Sequence[int], /) -> None: ...
-    def head(self, hidden: Tensor, /) -> Tensor: ...
-    def forward(
-        self,
-        ids: Tensor,
-        layers: Sequence[int],
-        at: Tensor | None = None,
-        context: AttentionContext | None = None,
-        /,
-    ) -> TargetOutput: ...
-    def run_body(
-        self,
-        ids: Tensor,
-        layers: Sequence[int],
-        context: AttentionContext | None,
-        /,
-        **options: Any,
-    ) -> tuple[TargetOutput, Any]: ...
-
-
 def unsupported(
     name: str,
     model: PreTrainedModel,
@@ -92,6 +50,11 @@ def unsupported(
 ) -> UserError:
     """The error for a model that cannot be a target."""
     return UserError(f"target={name!r} ({type(model).__name__}) {fault}")
+
+
+def described(error: Exception) -> str:
+    """One line about what code of other libraries raised."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def unpackable(model: PreTrainedModel) -> str | None:
@@ -115,7 +78,7 @@ def unpackable(model: PreTrainedModel) -> str | None:
 
 
 def check_rows(
-    target: ProvenModel,
+    target: Target,
     ids: Tensor,
     positions: Tensor | None,
     context: object,
@@ -143,7 +106,7 @@ class _ProofRun(NamedTuple):
 
 
 @torch.no_grad()
-def prove(target: ProvenModel) -> tuple[list[AttentionForm], float]:
+def prove(target: Target) -> tuple[list[AttentionForm], float]:
     """Routes a model's attention through our interface; proves that states and logits stay the same.
 
     Returns:
@@ -162,8 +125,7 @@ def prove(target: ProvenModel) -> tuple[list[AttentionForm], float]:
     except UserError:
         raise
     except Exception as error:  # other libraries' code may fail under our attention
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        fault = f"fails on a proof of {2 * _TOKENS} tokens ({reason}); {advice}"
+        fault = f"fails on a proof of {2 * _TOKENS} tokens ({described(error)}); {advice}"
         raise unsupported(target.name, target.model, fault) from error
     layers = [layer for layer, _ in run.rows.forms]
     forms = [form for _, form in run.rows.forms]
@@ -185,7 +147,7 @@ def prove(target: ProvenModel) -> tuple[list[AttentionForm], float]:
     return [forms[layers.index(i)] for i in range(target.num_layers)], run.scale
 
 
-def _run(target: ProvenModel) -> _ProofRun:
+def _run(target: Target) -> _ProofRun:
     n = _TOKENS
     ids = proof_tokens(target, 2 * n).view(2, n)
     rows = InterleavedRows(n)
@@ -219,7 +181,7 @@ def _run(target: ProvenModel) -> _ProofRun:
 
 
 @torch.no_grad()
-def prove_own(target: ProvenModel) -> float:
+def prove_own(target: Target) -> float:
     """Proves that a model's own forward gives a target's states.
 
     It must give each layer's states, which later tokens and padding do not change, and the head
@@ -252,8 +214,7 @@ def prove_own(target: ProvenModel) -> float:
         fault = f"does not run its layer {error} on text"
         raise unsupported(target.name, target.model, fault) from error
     except Exception as error:  # code of other libraries
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        fault = f"fails on a proof of {n} tokens ({reason})"
+        fault = f"fails on a proof of {n} tokens ({described(error)})"
         raise unsupported(target.name, target.model, fault) from error
     seen = max(
         relative_error(padded.features[:, :n], rows.features),
@@ -270,13 +231,13 @@ def prove_own(target: ProvenModel) -> float:
     return scale
 
 
-def proof_tokens(target: ProvenModel, count: int) -> Tensor:
+def proof_tokens(target: Target, count: int) -> Tensor:
     """[count] different ids, spread over the vocabulary."""
     return torch.arange(1, count + 1, device=target.device) * target.vocab_size // (count + 2)
 
 
 def find_scale(
-    target: ProvenModel,
+    target: Target,
     states: Tensor,
     own: Tensor,
 ) -> tuple[float, float]:
