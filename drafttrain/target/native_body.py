@@ -9,7 +9,7 @@ A model that differs in anything keeps transformers' forward.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +22,7 @@ from drafttrain.ops.packing import PackedLinear, PackedRMSNorm, without_grad
 from drafttrain.ops.tree_attention import CpuPlan
 from drafttrain.ops.tree_cache import Addresses, TreeCache
 from drafttrain.target.attention import LAST, AttentionContext, CausalRows
-
-if TYPE_CHECKING:
-    from drafttrain.target.target import Target
+from drafttrain.target.proof import ProvenModel
 
 _LAYER_PARTS = {
     "self_attn",
@@ -53,7 +51,7 @@ class NativeBody:
 
     def __init__(
         self,
-        target: Target,
+        target: ProvenModel,
         layers: list[DecoderLayer],
         rotary: _Rotary,
     ):
@@ -66,7 +64,7 @@ class NativeBody:
         self.stack = LayerStack(layers, target.forms, rotary.of_layer)
 
     @staticmethod
-    def of(target: Target) -> NativeBody | None:
+    def of(target: ProvenModel) -> NativeBody | None:
         """For an unpacked target; None if its layers are of another kind or the proof fails."""
         weight = next(target.model.parameters())
         parts = dict(target.body.named_children())
@@ -237,7 +235,7 @@ def _features(
     return torch.cat(parts, dim=-1)
 
 
-def plain_embedding(target: Target) -> Tensor | None:
+def plain_embedding(target: Any) -> Tensor | None:
     """[v, h] float32 rows on the CPU that a target's `embed` selects.
 
     None where `embed` computes more, or the rows are elsewhere.
@@ -308,7 +306,7 @@ def _close(ours: Tensor, theirs: Tensor) -> bool:
     )
 
 
-def _proof_tokens(target: Target) -> list[tuple[Tensor, Tensor]]:
+def _proof_tokens(target: ProvenModel) -> list[tuple[Tensor, Tensor]]:
     """Random ids and their positions, [1, _PROOF_TOKENS] int64 each, at low and at high positions.
 
     Some models scale attention or rotation beyond a length.
@@ -327,7 +325,7 @@ def _proof_tokens(target: Target) -> list[tuple[Tensor, Tensor]]:
 
 
 def _record(
-    target: Target,
+    target: ProvenModel,
     ids: Tensor,
     positions: Tensor,
     rotary: _Rotary,

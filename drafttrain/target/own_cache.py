@@ -12,7 +12,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,7 @@ from transformers import PreTrainedConfig, cache_utils
 
 from drafttrain.batch import TargetOutput
 from drafttrain.ops.packing import pack
-from drafttrain.target.proof import proof_tokens, relative_error
-
-if TYPE_CHECKING:
-    from drafttrain.target.target import Target
+from drafttrain.target.proof import ProvenModel, proof_tokens, relative_error
 
 # Tokens of the proof: read at first, and continued.
 _READ = 9
@@ -258,7 +255,7 @@ class Continuation:
 
     def begin(
         self,
-        target: Target,
+        target: ProvenModel,
         ids: Tensor,
         layers: Sequence[int],
     ) -> tuple[TargetOutput, Any]:
@@ -278,7 +275,7 @@ class Continuation:
 
     def go_on(
         self,
-        target: Target,
+        target: ProvenModel,
         cache: Any,
         ids: Tensor,
         layers: Sequence[int],
@@ -333,7 +330,7 @@ class Continuation:
 
     @classmethod
     @torch.no_grad()
-    def prove(cls, target: Target) -> Continuation:
+    def prove(cls, target: ProvenModel) -> Continuation:
         """Finds how a model continues.
 
         The errors allowed are those of token by token decoding. A cache that fails in this, or
@@ -410,7 +407,7 @@ def _tried(trial: Callable[[], float]) -> float:
 
 def _owned(
     found: Continuation,
-    target: Target,
+    target: ProvenModel,
     ids: Tensor,
 ) -> list[bool]:
     """Which tensors of a cache a further forward writes to in place."""
@@ -426,7 +423,7 @@ def _owned(
 
 def _cropped(
     found: Continuation,
-    target: Target,
+    target: ProvenModel,
     ids: Tensor,
     expected: Tensor,
 ) -> float:
@@ -443,7 +440,7 @@ def _cropped(
 
 def _together(
     found: Continuation,
-    target: Target,
+    target: ProvenModel,
     ids: Tensor,
 ) -> float:
     """Error of two rows of different length that are read together and then apart again."""
@@ -481,7 +478,7 @@ def _together(
     return relative_error(torch.cat(together), torch.cat(apart))
 
 
-def pack_proven(target: Target) -> None:
+def pack_proven(target: ProvenModel) -> None:
     """Packs the linear layers that another model's code calls.
 
     They are put back if the model's states change, or if it continues in another way.

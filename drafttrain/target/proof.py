@@ -16,19 +16,23 @@ reproduces the model's logits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from drafttrain.batch import TargetOutput
 from drafttrain.errors import UserError
 from drafttrain.ops.tree_attention import AttentionForm
-from drafttrain.target.attention import ATTENTION, LAST, InterleavedRows, attention_context
-
-if TYPE_CHECKING:
-    from drafttrain.target.target import Target
+from drafttrain.target.attention import (
+    ATTENTION,
+    LAST,
+    AttentionContext,
+    InterleavedRows,
+    attention_context,
+)
 
 # transformers' names of layer types: with plain attention, and with a state.
 _SERVED = {"full_attention", "sliding_attention"}
@@ -41,6 +45,47 @@ _STATES_HALF = 0.5
 # Largest relative errors of the head alone, on the model's own states.
 LOGITS = 1e-3
 LOGITS_HALF = 2e-2
+
+
+class ProvenModel(Protocol):
+    """What this subpackage reads of a `Target`, whose module imports it."""
+
+    model: Any
+    body: Any
+    config: Any
+    name: str
+    reason: str
+    layers: nn.ModuleList
+    forms: list[AttentionForm]
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_positions: int | None
+    logit_scale: float
+    continuation: Any  # of own_cache.py
+
+    @property
+    def compute_dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+    def hook(self, layers: Sequence[int], /) -> None: ...
+    def head(self, hidden: Tensor, /) -> Tensor: ...
+    def forward(
+        self,
+        ids: Tensor,
+        layers: Sequence[int],
+        at: Tensor | None = None,
+        context: AttentionContext | None = None,
+        /,
+    ) -> TargetOutput: ...
+    def run_body(
+        self,
+        ids: Tensor,
+        layers: Sequence[int],
+        context: AttentionContext | None,
+        /,
+        **options: Any,
+    ) -> tuple[TargetOutput, Any]: ...
 
 
 def unsupported(
@@ -78,7 +123,7 @@ def unpackable(model: PreTrainedModel) -> str | None:
 
 
 def check_rows(
-    target: Target,
+    target: ProvenModel,
     ids: Tensor,
     positions: Tensor | None,
     context: object,
@@ -106,7 +151,7 @@ class _ProofRun(NamedTuple):
 
 
 @torch.no_grad()
-def prove(target: Target) -> tuple[list[AttentionForm], float]:
+def prove(target: ProvenModel) -> tuple[list[AttentionForm], float]:
     """Routes a model's attention through our interface; proves that states and logits stay the same.
 
     Returns:
@@ -147,7 +192,7 @@ def prove(target: Target) -> tuple[list[AttentionForm], float]:
     return [forms[layers.index(i)] for i in range(target.num_layers)], run.scale
 
 
-def _run(target: Target) -> _ProofRun:
+def _run(target: ProvenModel) -> _ProofRun:
     n = _TOKENS
     ids = proof_tokens(target, 2 * n).view(2, n)
     rows = InterleavedRows(n)
@@ -181,7 +226,7 @@ def _run(target: Target) -> _ProofRun:
 
 
 @torch.no_grad()
-def prove_own(target: Target) -> float:
+def prove_own(target: ProvenModel) -> float:
     """Proves that a model's own forward gives a target's states.
 
     It must give each layer's states, which later tokens and padding do not change, and the head
@@ -231,13 +276,13 @@ def prove_own(target: Target) -> float:
     return scale
 
 
-def proof_tokens(target: Target, count: int) -> Tensor:
+def proof_tokens(target: ProvenModel, count: int) -> Tensor:
     """[count] different ids, spread over the vocabulary."""
     return torch.arange(1, count + 1, device=target.device) * target.vocab_size // (count + 2)
 
 
 def find_scale(
-    target: Target,
+    target: ProvenModel,
     states: Tensor,
     own: Tensor,
 ) -> tuple[float, float]:

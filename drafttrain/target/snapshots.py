@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,9 +29,7 @@ from torch import Tensor
 from drafttrain.batch import TargetOutput
 from drafttrain.ops.tree_attention import TreeLayout
 from drafttrain.target.own_cache import Continuation, leaves_of
-
-if TYPE_CHECKING:
-    from drafttrain.target.target import Target
+from drafttrain.target.proof import ProvenModel
 
 # Most tokens that a pass reads again before the snapshot moves on, which costs a pass over them.
 _MOST_SINCE = 16
@@ -71,14 +69,13 @@ class SnapshotCache:
 
     def __init__(
         self,
-        target: Target,
+        target: ProvenModel,
         capacity: int,
         rows: int = 1,
     ):
         self.target = target
         self.capacity = capacity
         self.rows = rows
-        assert target.continuation is not None, "on the snapshot path"
         self.how: Continuation = target.continuation
         self.lengths = [0] * rows
         self.passes: Counter[str] = Counter()
