@@ -32,8 +32,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from drafttrain.batch import Batch, TokenTree
 from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.forwarding import ForwardingDrafter
 from drafttrain.drafters.registry import kind_class
-from drafttrain.drafters.wrapped import WrappedDrafter
 from drafttrain.environment import peak_memory, reset_peak
 from drafttrain.inference import Decoder, SamplingParams
 from drafttrain.inference.responses import ResponseEngine, ResponseRequest
@@ -206,7 +206,7 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
 # -- decoding ---------------------------------------------------------------------------------------------------------
 
 
-class Simulated(WrappedDrafter):
+class Simulated(ForwardingDrafter):
     """A drafter whose first path takes the true continuation, each token with a probability until one fails."""
 
     def __init__(self, inner: Any, truths: dict[tuple[int, ...], list[int]], accept: float):

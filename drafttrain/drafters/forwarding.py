@@ -1,4 +1,4 @@
-"""A drafter around another one, of which it changes some methods."""
+"""A drafter that passes all but some methods on to another one."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ else:
     Base = object
 
 
-class WrappedDrafter(Base):
-    """Another drafter, except for the methods that a subclass defines.
+class ForwardingDrafter(Base):
+    """Passes everything but a subclass's own methods to another drafter.
 
-    Everything else is the inner drafter's, hooks that will be added to the contract included.
+    Hooks that will be added to the contract are passed on too.
     """
 
     def __init__(self, inner: Drafter):

@@ -33,7 +33,7 @@ from drafttrain.batch import TokenTree
 from drafttrain.drafters.base import Drafter, Session
 from drafttrain.drafters.combined import WORTH, is_likely, match_spec, merge, parts_of
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.drafters.wrapped import WrappedDrafter
+from drafttrain.drafters.forwarding import ForwardingDrafter
 from drafttrain.files import Json
 from drafttrain.inference import Decoder, SamplingParams
 from drafttrain.inference.adaptive import RoundReport
@@ -465,7 +465,7 @@ def _interpolate(known: dict[int, float], at: float) -> float:
     return known[left] + (known[right] - known[left]) * (at - left) / (right - left)
 
 
-class _ProbeTrees(WrappedDrafter):
+class _ProbeTrees(ForwardingDrafter):
     """The drafter, except for trees that measure verification: those hold made-up tokens, almost
     never accepted.
     """
