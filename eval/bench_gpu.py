@@ -30,8 +30,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafttrain.batch import Batch, TokenTree
-from drafttrain.drafters.base import Drafter, StepInputs
+from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.forwarding import ForwardingDrafter
 from drafttrain.drafters.registry import kind_class
 from drafttrain.environment import peak_memory, reset_peak
 from drafttrain.inference import Decoder, SamplingParams
@@ -205,14 +206,14 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
 # -- decoding ---------------------------------------------------------------------------------------------------------
 
 
-class Simulated(Drafter):
+class Simulated(ForwardingDrafter):
     """A drafter whose first path takes the true continuation, each token with a probability until one fails."""
 
     def __init__(self, inner: Any, truths: dict[tuple[int, ...], list[int]], accept: float):
-        self.inner, self.truths, self.accept, self.random = inner, truths, accept, random.Random(0)
-        self.kind = inner.kind
-        self.feature_layers = inner.feature_layers
-        self.probes = inner.probes
+        super().__init__(inner)
+        self.truths = truths
+        self.accept = accept
+        self.random = random.Random(0)
         self.read: dict[
             int, tuple[int, list[int]]
         ] = {}  # by session: tokens read, and the whole text

@@ -106,8 +106,8 @@ def hf_sides(
 ) -> dict[str, Side]:
     """transformers' generate, plain and with its own speculative decoding, on one shared model.
 
-    Loads a second copy of the target in its dtype, with the attention that transformers chooses for
-    the family (sdpa, or eager where sdpa cannot express it). Replaces the model's generation
+    The model has the attention that transformers chooses for the family (sdpa, or eager where sdpa
+    cannot express it). It shares the target's weights on a GPU, and loads them again on a CPU. Replaces the model's generation
     settings by what ours applies, so that all sides choose tokens and end by the same rules.
 
     Args:
@@ -124,12 +124,14 @@ def hf_sides(
         loaded: Any = AutoModelForCausalLM.from_pretrained(path, **options)
         return loaded.to(target.device).eval()
 
-    if not target.path:
+    model = target.unwrapped()
+    if model is None and not target.path:
         fix = "give its folder as target, or baselines='autoregressive'"
         raise UserError(
             f"baselines={','.join(names)} load target {target.name!r} again, but it has no files; {fix}"
         )
-    model = load(target.path)
+    if model is None:
+        model = load(target.path)
 
     # The rules by which our engine chooses tokens.
     end = target.eos_ids or None

@@ -26,7 +26,7 @@ from contextlib import closing
 import torch
 from torch import Tensor
 
-from drafttrain.batch import TokenTree
+from drafttrain.batch import TargetOutput, TokenTree
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.static_draft import DraftSteps
 from drafttrain.drafters.common.tree_spec import TreeSpec
@@ -186,17 +186,24 @@ class Engine:
         """
         states = []
         for part in tokens.split(_CHUNK):
-            self.cache.open([(row, len(part))])
-            positions = self.cache.positions(part.device)
-            out = self.target.forward(
-                part[None],
-                self._layers,
-                positions,
-                self.cache,
-            )
-            self.cache.commit([range(len(part))])
+            out = self._append([row], [part])
             states.append(out.features[0].bfloat16())
         return states
+
+    def _append(self, rows: list[int], tokens: list[Tensor]) -> TargetOutput:
+        """The target over more tokens [n] of each row, packed; all of them are committed."""
+        sizes = [len(own) for own in tokens]
+        self.cache.open(list(zip(rows, sizes, strict=True)))
+        ids = _join(tokens)  # [N]
+        positions = self.cache.positions(ids.device)
+        out = self.target.forward(
+            ids[None],
+            self._layers,
+            positions,
+            self.cache,
+        )
+        self.cache.commit([range(size) for size in sizes])
+        return out
 
     def prefill(self, sequences: list[Sequence]) -> Iterator[NewTokens]:
         """Reads the sequences' prompts, `_CHUNK` tokens per forward; yields each one's first token."""
@@ -208,17 +215,10 @@ class Engine:
             # The target reads the chunk: pieces of several prompts, packed.
             parts = [(sequences[i], begin, end) for i, begin, end in pieces]
             sizes = [end - begin for _, begin, end in parts]
-            rows = [sequence.row for sequence, _, _ in parts]
-            self.cache.open(list(zip(rows, sizes, strict=True)))
-            ids = _join([sequence.prompt[begin:end] for sequence, begin, end in parts])  # [N]
-            positions = self.cache.positions(ids.device)
-            out = self.target.forward(
-                ids[None],
-                self._layers,
-                positions,
-                self.cache,
+            out = self._append(
+                [sequence.row for sequence, _, _ in parts],
+                [sequence.prompt[begin:end] for sequence, begin, end in parts],
             )
-            self.cache.commit([range(size) for size in sizes])
             news = self._first_tokens(parts, out.last_hidden[0])
 
             # Sessions begin with their prompt's first piece, and read each piece's next tokens.
@@ -262,11 +262,8 @@ class Engine:
         if not sequences:
             return []
         logits = self.target.head(hidden[lasts])  # [sequences, v]
-        verdicts = self._verify(
-            sequences,
-            [self._no_tree] * len(sequences),
-            logits,
-        )
+        verifiers = [sequence.verifier for sequence in sequences]
+        verdicts = verify_batch(verifiers, [self._no_tree] * len(sequences), logits)
         moment = self.clock.now()
         news = []
         for sequence, verdict in zip(sequences, verdicts, strict=True):
@@ -311,7 +308,8 @@ class Engine:
         passed = clock.mark()
 
         # Verify, which waits for the device, and pass on what the target said.
-        verdicts = self._verify(sequences, trees, out.logits, out.choices)
+        verifiers = [sequence.verifier for sequence in sequences]
+        verdicts = verify_batch(verifiers, trees, out.logits, out.choices)
         share = clock.between(begun, passed) / len(sequences)
         self._settle()
         if self.observer is not None:
@@ -383,22 +381,6 @@ class Engine:
             self.cache,
         )
         return Pass(features, logits, choices=None)
-
-    def _verify(
-        self,
-        sequences: list[Sequence],
-        trees: list[TokenTree],
-        logits: Tensor,
-        choices: Tensor | None = None,
-    ) -> list[Verdict]:
-        """A verdict per sequence.
-
-        Args:
-            logits: [N, v] at every root and its nodes, one sequence after the other.
-            choices: [N], their argmax where it is known.
-        """
-        verifiers = [sequence.verifier for sequence in sequences]
-        return verify_batch(verifiers, trees, logits, choices)
 
     def _advance(
         self,

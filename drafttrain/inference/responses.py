@@ -161,6 +161,10 @@ class _Running:
     sequence: Sequence
     turn: int = 0
 
+    def finished(self, reason: str) -> Finished:
+        """The present response, without captured features."""
+        return Finished(self.request.key, self.tokens[self.start :], reason, list(self.tokens))
+
 
 class _Run:
     """The state of one `ResponseEngine.run`."""
@@ -313,13 +317,7 @@ class _Run:
 
     def _end(self, it: _Running) -> Iterator[Finished]:
         """Extends a finished response by its follow-up, or yields it."""
-        reason = "stop" if it.sequence.stats.ended else "length"
-        finished = Finished(
-            it.request.key,
-            it.tokens[it.start :],
-            reason,
-            list(it.tokens),
-        )
+        finished = it.finished("stop" if it.sequence.stats.ended else "length")
         more = None
         if self.follow_up is not None:
             more = self.follow_up(finished)
@@ -351,14 +349,7 @@ class _Run:
         """Ends every running sequence where it is. Sequences without a response yet are dropped."""
         for it in list(self.running.values()):
             if it.turn > 0 or len(it.tokens) > it.start:
-                response = it.tokens[it.start :]
-                finished = Finished(
-                    it.request.key,
-                    response,
-                    "length",
-                    list(it.tokens),
-                )
-                yield self._close(it, finished)
+                yield self._close(it, it.finished("length"))
 
 
 def _shared_prefix(prompts: list[Items[int]]) -> list[int]:

@@ -17,23 +17,20 @@ captured, and CPUs use dynamic passes instead.
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple, Unpack
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.static_draft import DraftSteps, SlotAttention
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.errors import first_line
-from drafttrain.ops.graphs import BUCKETS, GraphPool, step_shape, upload
+from drafttrain.ops.graphs import BUCKETS, Captured, GraphPool, PlanBuffers, step_shape
 from drafttrain.ops.sampling import argmax
-from drafttrain.ops.tree_attention import AttentionForm, TreeLayout
-from drafttrain.ops.tree_attention_triton import PackedPlan, PlanShape, pack_plan
+from drafttrain.ops.tree_attention import TreeLayout
+from drafttrain.ops.tree_attention_triton import PlanShape
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
 
@@ -52,7 +49,7 @@ class Pass(NamedTuple):
 
 
 class StaticStep:
-    """The pass for one shape; an `AttentionContext` that reads only its buffers.
+    """The pass for one shape, which reads only its buffers.
 
     Args:
         target: a target whose forward can be captured.
@@ -63,8 +60,7 @@ class StaticStep:
 
     Attributes:
         ids: [1, N] int64.
-        slots: [N] int64, on the cache's common axis.
-        plan: ancestors and prefixes of the tokens.
+        places: slots, ancestors and prefixes of the tokens.
     """
 
     def __init__(
@@ -80,24 +76,10 @@ class StaticStep:
         self.cache = cache
         self.shape = shape
         self.choose = choose
-        tokens = shape.tokens
-        self.ids = torch.zeros(
-            1,
-            tokens,
-            dtype=torch.long,
-            device=target.device,
-        )
-        # Plan and slots are one upload. A plan's size keeps the slots aligned.
-        count = shape.numbers + 2 * tokens  # of 4 bytes; a slot takes two
-        self._numbers = torch.zeros(
-            count,
-            dtype=torch.int32,
-            device=target.device,
-        )
-        self.plan = PackedPlan.static(self._numbers[: shape.numbers], shape)
-        self.slots = self._numbers[shape.numbers :].view(torch.int64)
+        self.ids = torch.zeros(1, shape.tokens, dtype=torch.long, device=target.device)
+        self.places = PlanBuffers(shape, target.device)
+        self.context = SlotAttention(cache, self.places.slots, self.places.plan)
         target.hook(self.feature_layers)
-        self.replay: Callable[[], Pass] = self.forward  # captured, once it is
 
     def fill(self, ids: Tensor, opened: Sequence[tuple[int, TreeLayout]]) -> None:
         """Writes the next pass to the buffers.
@@ -106,45 +88,21 @@ class StaticStep:
             ids: [n] on the device. opened: cache row and layout of each part.
         """
         self.ids[0, : len(ids)].copy_(ids)
-        rows = [row for row, _ in opened]
-        layouts = [layout for _, layout in opened]
-        slots = np.empty(self.shape.tokens, np.int64)
-        begin = 0
-        start = 0
-        for row, layout in opened:
-            start = row * self.cache.capacity + layout.prefix_len
-            slots[begin : begin + layout.count] = np.arange(start, start + layout.count)
-            begin += layout.count
-        # Padding tokens take the slots behind the last row's own.
-        padded = start + layouts[-1].count
-        slots[begin:] = np.arange(padded, padded + self.shape.tokens - begin)
-        numbers = np.concatenate((pack_plan(layouts, rows, self.shape), slots.view(np.int32)))
-        upload(torch.from_numpy(numbers), self._numbers)
+        self.places.fill(opened, self.cache.capacity)
 
     @torch.no_grad()
     def forward(self) -> Pass:
-        """The function itself. It reads the buffers and never waits for the device."""
-        positions = self.plan.positions.long()[None]  # [1, N]
+        """The pass over all N tokens. It reads the buffers and never waits for the device."""
+        positions = self.places.plan.positions.long()[None]  # [1, N]
         out = self.target.forward(
             self.ids,
             self.feature_layers,
             positions,
-            self,
+            self.context,
         )
         logits = self.target.head(out.last_hidden[0])  # [N, v]
         choices = argmax(logits) if self.choose else None
         return Pass(out.features[0], logits, choices)
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]
-    ) -> Tensor:
-        """See `AttentionContext.attend`."""
-        attention = SlotAttention(self.cache, self.slots, self.plan)
-        return attention.attend(layer, query, key, value, **form)
-
-    def run(self) -> Pass:
-        """The pass over the buffers' contents, all N tokens: replayed if captured, else computed."""
-        return self.replay()
 
 
 class TargetSteps:
@@ -155,18 +113,24 @@ class TargetSteps:
     Attributes:
         cache: set by `open`.
         pool: of its graphs and of the drafter's.
-        failure: why the target's passes stay dynamic; empty unless a capture failed.
     """
 
     def __init__(self, target: Target):
         self.target = target
-        self.failure = ""
         self.pool = GraphPool(target.device)
+        kind = type(target.model).__name__
+        note = f"target {target.name!r} ({kind}) decodes without CUDA graphs"
+        self._passes = Captured(self.pool, note)
         self.choose = False
         self.feature_layers: tuple[int, ...] = ()
         self._weights = _addresses(target.model)
         self._drafts: tuple[tuple[int, ...], DraftSteps] | None = None  # weights, steps
         self._reset(TreeCache(0))
+
+    @property
+    def failure(self) -> str:
+        """Why the target's passes stay dynamic; empty unless a capture failed."""
+        return self._passes.failure
 
     @staticmethod
     def lease(target: Target, graphs: bool | None) -> TargetSteps | None:
@@ -249,7 +213,7 @@ class TargetSteps:
 
     def _reset(self, cache: TreeCache) -> None:
         self.cache = cache
-        self._steps: dict[tuple[tuple[int, ...], bool, PlanShape], StaticStep] = {}
+        self._passes.made.clear()
         self._drafts = None
         self.pool.clear()
 
@@ -279,58 +243,28 @@ class TargetSteps:
 
     def run(self, ids: Tensor) -> Pass | None:
         """The pass over the new tokens [n] that `cache.open` announced; None if it must be dynamic."""
-        if self.failure:
+        opened = self.cache.opened
+        shape = step_shape([layout.count for _, layout in opened])
+        if self.failure or shape is None:
             return None
-        step = self._static_step(ids)
-        if step is None:
+        # Padding tokens take slots behind the last row's own.
+        _, last = opened[-1]
+        n = len(ids)
+        if last.prefix_len + last.count + shape.tokens - n > self.cache.capacity:
             return None
-        out = step.run()
-        n = len(ids)  # the others are padding
+        replay = self._passes.step(
+            (self.feature_layers, self.choose, shape),
+            lambda: StaticStep(self.target, self.feature_layers, self.cache, shape, self.choose),
+            lambda step: step.fill(ids, opened),
+        )
+        if replay is None:
+            self._reset(self.cache)
+            return None
+        out = replay()
         choices = out.choices
         if choices is not None:
             choices = choices[:n]
         return Pass(out.features[:n], out.logits[:n], choices)
-
-    def _static_step(self, ids: Tensor) -> StaticStep | None:
-        """The step that serves the announced pass, its buffers filled; None if none does."""
-        opened = self.cache.opened
-        shape = step_shape([layout.count for _, layout in opened])
-        if shape is None:
-            return None
-        # Padding tokens take slots behind the last row's own.
-        _, last = opened[-1]
-        padding = shape.tokens - len(ids)
-        if last.prefix_len + last.count + padding > self.cache.capacity:
-            return None
-        key = (self.feature_layers, self.choose, shape)
-        step = self._steps.get(key)
-        if step is not None:
-            step.fill(ids, opened)
-            return step
-        step = StaticStep(
-            self.target,
-            self.feature_layers,
-            self.cache,
-            shape,
-            self.choose,
-        )
-        step.fill(ids, opened)
-        try:
-            self._capture(step)
-        except Exception as error:  # whatever its reason, the model then decodes without graphs
-            self.failure = first_line(error)
-            self._reset(self.cache)
-            kind = type(self.target.model).__name__
-            note = (
-                f"target {self.target.name!r} ({kind}) decodes without CUDA graphs: {self.failure}"
-            )
-            print(note, file=sys.stderr, flush=True)
-            return None
-        self._steps[key] = step
-        return step
-
-    def _capture(self, step: StaticStep) -> None:
-        step.replay = self.pool.capture(step.forward)
 
 
 def _rounded(capacity: int) -> int:

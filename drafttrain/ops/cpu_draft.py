@@ -22,7 +22,14 @@ from torch import Tensor
 
 from drafttrain.ops.cpu_layers import DecoderLayer, fields, make_struct
 from drafttrain.ops.native import built_kernels
-from drafttrain.ops.packing import PackedLinear, address_of, check, check_rows, pack_panels
+from drafttrain.ops.packing import (
+    PackedLinear,
+    address_of,
+    check,
+    check_rows,
+    pack_panels,
+    skinny_linear,
+)
 from drafttrain.ops.tree_attention import CpuPlan, TreeLayout
 
 _STRIP = 64  # as in cpu_draft.c
@@ -51,9 +58,9 @@ class _Draft(ctypes.Structure):
     _fields_ = [
         ("layers", ctypes.c_void_p),
         *fields(
-            "project fuse",
+            "project",
             "embed_norm state_norm norm project_bias",
-            "count embed_width hidden returns_normed residual_normed features",
+            "count embed_width hidden returns_normed residual_normed",
         ),
         ("eps", ctypes.c_float),
     ]
@@ -340,12 +347,12 @@ class DraftStep:
         for i, layer in enumerate(layers):
             addresses[i] = layer.address
         del content["reads_features"]
-        for name in ("project", "fuse"):
-            if content[name] is not None:
-                content[name] = pack_panels(content[name].detach())
+        fuse = content.pop("fuse")
+        self._fuse = None if fuse is None else pack_panels(fuse.detach())
+        if weights.project is not None:
+            content["project"] = pack_panels(weights.project.detach())
         content["layers"] = ctypes.addressof(addresses)
         content["count"] = len(layers)
-        content["features"] = self.features
         self._draft, kept = make_struct(_Draft, **content)
         self._kept = (layers, addresses, kept)
         self._address = ctypes.addressof(self._draft)
@@ -431,31 +438,16 @@ class DraftStep:
             raise ValueError(
                 f"counts={list(counts)}, lengths={list(lengths)}, window={window}: 1 to {OPENED}, from 0 on"
             )
-        ends = [length + count for length, count in zip(lengths, counts, strict=True)]
-        self._check_places(tables, stores, ends, max(ends))
-        sequences = len(counts)
-        own = _rows(stores)
-        new = array("q", counts)
-        held = array("q", lengths)
-        cosine, sine = tables
-        states, reads = features.new_empty(2, sequences, self.hidden).unbind()
-        self._kernels.draft_read(
-            self._address,
-            sequences,
-            address_of(new),
-            address_of(held),
-            tokens.data_ptr(),
-            features.data_ptr(),
-            table.data_ptr(),
-            cosine.data_ptr(),
-            sine.data_ptr(),
-            address_of(own),
-            window,
-            states.data_ptr(),
-            reads.data_ptr(),
-            torch.get_num_threads(),
-        )
-        return states, reads
+        parts: list[tuple[int, TreeLayout]] = []
+        for length, count in zip(lengths, counts, strict=True):
+            parts.append((0, TreeLayout(length, count=count)))
+        read = features
+        if self._fuse is not None:
+            read = skinny_linear(features, self._fuse, self.hidden)  # [n, h]
+        embeds = table.index_select(0, tokens)  # [n, embed_width]
+        out, reads = self.run(embeds, read, tables, stores, CpuPlan(parts), window)
+        lasts = np.cumsum(counts) - 1
+        return out[lasts], reads[lasts]
 
     def store_context(
         self,

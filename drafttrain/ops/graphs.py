@@ -8,17 +8,21 @@ before the replay.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import time
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from drafttrain.ops.tree_attention_triton import PlanShape
+from drafttrain.errors import first_line
+from drafttrain.ops.tree_attention import TreeLayout
+from drafttrain.ops.tree_attention_triton import PackedPlan, PlanShape, pack_plan
 
 T = TypeVar("T")
 
@@ -58,6 +62,104 @@ def upload(numbers: Tensor, to: Tensor) -> None:
     """Copies numbers of the host into a buffer of the device without waiting for it."""
     # Pageable memory is staged before the call returns.
     to.copy_(numbers, non_blocking=True)
+
+
+class PlanBuffers:
+    """A plan of fixed shape and its tokens' slots, which one upload fills.
+
+    Args:
+        more: how many int64 numbers follow the slots.
+
+    Attributes:
+        plan: where the tokens stand.
+        slots: [N] int64, on the cache's common axis.
+        more: [more] int64.
+    """
+
+    def __init__(self, shape: PlanShape, device: torch.device, more: int = 0):
+        self.shape = shape
+        # In 4 bytes, of which an int64 number takes two. A plan's size keeps those aligned.
+        count = shape.numbers + 2 * (shape.tokens + more)
+        self._numbers = torch.zeros(count, dtype=torch.int32, device=device)
+        self.plan = PackedPlan.static(self._numbers[: shape.numbers], shape)
+        long = self._numbers[shape.numbers :].view(torch.int64)
+        self.slots, self.more = long.split([shape.tokens, more])
+
+    def fill(
+        self,
+        opened: Sequence[tuple[int, TreeLayout]],
+        capacity: int,
+        more: Sequence[int] = (),
+    ) -> None:
+        """Writes the next pass.
+
+        Args:
+            opened: cache row and layout of each part. capacity: slots of a row.
+        """
+        rows = [row for row, _ in opened]
+        layouts = [layout for _, layout in opened]
+        counts = [layout.count for layout in layouts]
+        # Padding tokens take the slots behind the last row's own.
+        counts[-1] += self.shape.tokens - sum(counts)
+        parts = []
+        for row, layout, count in zip(rows, layouts, counts, strict=True):
+            start = row * capacity + layout.prefix_len
+            parts.append(np.arange(start, start + count))
+        parts.append(np.array(more, dtype=np.int64))
+        long = np.concatenate(parts).astype(np.int64)
+        numbers = np.concatenate((pack_plan(layouts, rows, self.shape), long.view(np.int32)))
+        upload(torch.from_numpy(numbers), self._numbers)
+
+
+class Step(Protocol):
+    """A function of buffers."""
+
+    def forward(self) -> Any: ...
+
+
+S = TypeVar("S", bound=Step)
+
+
+class Captured:
+    """Steps by key, each captured at its first use.
+
+    Args:
+        pool: of the graphs. note: what a failed capture means; its reason follows on the same line.
+
+    Attributes:
+        made: each key's step, and the function that replays it.
+        failure: why no step is captured; empty unless a capture failed.
+    """
+
+    def __init__(self, pool: GraphPool, note: str):
+        self.pool = pool
+        self.note = note
+        self.made: dict[object, tuple[Any, Callable[[], Any]]] = {}
+        self.failure = ""
+
+    def step(
+        self,
+        key: object,
+        make: Callable[[], S],
+        fill: Callable[[S], None],
+    ) -> Callable[[], Any] | None:
+        """Fills the buffers of a key's step; returns what replays it, None if a capture failed."""
+        if self.failure:
+            return None
+        if key in self.made:
+            step, replay = self.made[key]
+            fill(step)
+            return replay
+        step = make()
+        fill(step)
+        try:
+            replay = self.pool.capture(step.forward)
+        except Exception as error:  # whatever its reason, passes are then launched one by one
+            self.failure = first_line(error)
+            print(f"{self.note}: {self.failure}", file=sys.stderr, flush=True)
+            return None
+        self.made[key] = (step, replay)
+        return replay
 
 
 @functools.cache

@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import functools
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from drafttrain.errors import UserError
 from drafttrain.ops.native import built_kernels, cpu_kernels
 
 P = ParamSpec("P")
@@ -245,6 +246,14 @@ def skinny_linear(
     return y
 
 
+def refuse_weights(state: Mapping[str, object], prefix: str) -> None:
+    """Raises UserError for a state dict with weights of a packed module, which would be left out."""
+    if f"{prefix}weight" in state:
+        raise UserError(
+            f"{prefix}weight is packed for decoding and cannot be loaded; load weights before pack()"
+        )
+
+
 class PackedLinear(nn.Module):
     """y = x W^T + b with W packed for this CPU: a drop-in for nn.Linear in inference.
 
@@ -300,6 +309,9 @@ class PackedLinear(nn.Module):
             "",
         )
 
+    def _load_from_state_dict(self, state: Mapping[str, object], prefix: str, *_: object) -> None:
+        refuse_weights(state, prefix)
+
     def panels(self) -> Tensor:
         """The weight as `skinny_linear` reads it; only where `kernel` is set."""
         packed = self.packed
@@ -349,6 +361,9 @@ class PackedRMSNorm(nn.Module):
             width,
         )
         return y
+
+    def _load_from_state_dict(self, state: Mapping[str, object], prefix: str, *_: object) -> None:
+        refuse_weights(state, prefix)
 
     @staticmethod
     def like(norm: nn.Module) -> PackedRMSNorm | None:

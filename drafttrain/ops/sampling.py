@@ -13,7 +13,8 @@ come before: see `inference/verify.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,9 +40,6 @@ _BLOCK = 256  # tokens of the vocabulary
 # ties.
 _NUCLEUS = 1024
 _TIES = 16
-# Up to this many rows, a GPU sorts full rows sooner than the host learns whether the top tokens
-# are enough.
-_FEW_SORTED = 64
 
 
 @dataclass(frozen=True)
@@ -159,6 +157,27 @@ def argmax(logits: Tensor) -> Tensor:
     rows = torch.arange(len(block), device=logits.device)
     inside = blocks[rows, block].argmax(-1)  # [n]
     return block * blocks.shape[-1] + inside
+
+
+def argmax_at(logits: Tensor, rows: Sequence[int]) -> list[int]:
+    """Argmax of the given rows of logits [N, v]; on a CPU the other rows are not read."""
+    if not _kernel_reads(logits):
+        return argmax(logits[rows]).tolist()
+    count, v = logits.shape
+    if not all(0 <= row < count for row in rows) or not v:
+        raise ValueError(
+            f"rows={list(rows)} must be from 0 to {count - 1}, of logits [{count}, {v}]"
+        )
+    likeliest = built_kernels().likeliest
+    begin = logits.data_ptr()
+    token = ctypes.c_int64()
+    value = ctypes.c_float()
+    tokens = []
+    for row in rows:
+        at = begin + row * v * 4  # float32
+        likeliest(at, 1, v, 1, ctypes.byref(token), ctypes.byref(value), None)
+        tokens.append(token.value)
+    return tokens
 
 
 def top_log_probs(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -304,19 +323,22 @@ def _kept(
     Each group is row numbers [r], weights and ids; see `_likeliest` for the last two.
     """
     v = scores.shape[-1]
-    if not scores.is_cpu and len(scores) <= _FEW_SORTED:
+    if scores.is_cuda and torch.cuda.is_current_stream_capturing():
+        # A captured pass cannot ask whether the top tokens are enough.
         weights, ids, _ = _likeliest(scores, params, v)
         yield slice(None), weights, ids
         return
-    rows = torch.arange(len(scores), device=scores.device)
     searched = params.top_k if params.top_k else _NUCLEUS
     weights, ids, fits = _likeliest(scores, params, min(searched + _TIES, v))
+    if bool(fits.all()):
+        yield slice(None), weights, ids
+        return
+    rows = torch.arange(len(scores), device=scores.device)
     yield rows[fits], weights[fits], ids[fits]
     # The others are sorted in full.
     rows = rows[~fits]
-    if len(rows):
-        weights, ids, _ = _likeliest(scores[rows], params, v)
-        yield rows, weights, ids
+    weights, ids, _ = _likeliest(scores[rows], params, v)
+    yield rows, weights, ids
 
 
 def _likeliest(

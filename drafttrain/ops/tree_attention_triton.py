@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Unpack
@@ -23,11 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drafttrain.errors import first_line
 from drafttrain.ops.tree_attention import AttentionForm, TreeLayout, masked_attention
 
 # More parts than this cost more in the merge than they gain.
 _MOST_PARTS = 128
 _WORD = 32
+logger = logging.getLogger(__name__)
 
 
 class PlanShape(NamedTuple):
@@ -264,7 +267,23 @@ def static_reference(
 
 @functools.cache
 def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    """Whether Triton builds and launches a kernel on the GPU; a warning says what it lacks."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    try:
+        # At its first kernel, Triton compiles a part of its driver with the machine's C compiler.
+        from drafttrain.ops.tree_attention_kernels import mark
+
+        out = torch.zeros(1, dtype=torch.int32, device="cuda")
+        run_kernel(mark, (1,), out)
+    except Exception as error:  # whatever its reason, torch's functions serve
+        logger.warning(
+            "Triton builds no kernels here (%s): this GPU uses torch's slower functions; install a "
+            "C compiler and Python's headers (apt-get install gcc python3-dev)",
+            first_line(error),
+        )
+        return False
+    return True
 
 
 def run_kernel(

@@ -9,7 +9,7 @@ A model that differs in anything keeps transformers' forward.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +19,10 @@ from drafttrain.batch import TargetOutput
 from drafttrain.ops.cpu_layers import DecoderLayer, Ending, LayerStack
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import PackedLinear, PackedRMSNorm, without_grad
-from drafttrain.ops.tree_attention import AttentionForm, CpuPlan
+from drafttrain.ops.tree_attention import CpuPlan
 from drafttrain.ops.tree_cache import Addresses, TreeCache
 from drafttrain.target.attention import LAST, AttentionContext, CausalRows
+from drafttrain.target.proof import ProvenModel
 
 _LAYER_PARTS = {
     "self_attn",
@@ -42,22 +43,6 @@ _KNOWN_POSITIONS = 1 << 14  # rotary tables of more positions are not kept
 Tables = list[tuple[Tensor, Tensor]]  # per rotary table cosine and sine [n, rotary_dim]
 
 
-class WrappedModel(Protocol):
-    """What the native body reads of a `Target`, whose module imports this one."""
-
-    model: Any
-    body: Any
-    layers: nn.ModuleList
-    forms: list[AttentionForm]
-    num_layers: int
-    vocab_size: int
-    max_positions: int | None
-
-    def forward(
-        self, ids: Tensor, layers: Sequence[int], at: Tensor, context: AttentionContext, /
-    ) -> TargetOutput: ...
-
-
 class NativeBody:
     """The layers of a target, ready to run on [1, n] tokens with an attention context.
 
@@ -66,7 +51,7 @@ class NativeBody:
 
     def __init__(
         self,
-        target: WrappedModel,
+        target: ProvenModel,
         layers: list[DecoderLayer],
         rotary: _Rotary,
     ):
@@ -79,7 +64,7 @@ class NativeBody:
         self.stack = LayerStack(layers, target.forms, rotary.of_layer)
 
     @staticmethod
-    def of(target: WrappedModel) -> NativeBody | None:
+    def of(target: ProvenModel) -> NativeBody | None:
         """For an unpacked target; None if its layers are of another kind or the proof fails."""
         weight = next(target.model.parameters())
         parts = dict(target.body.named_children())
@@ -321,7 +306,7 @@ def _close(ours: Tensor, theirs: Tensor) -> bool:
     )
 
 
-def _proof_tokens(target: WrappedModel) -> list[tuple[Tensor, Tensor]]:
+def _proof_tokens(target: ProvenModel) -> list[tuple[Tensor, Tensor]]:
     """Random ids and their positions, [1, _PROOF_TOKENS] int64 each, at low and at high positions.
 
     Some models scale attention or rotation beyond a length.
@@ -340,7 +325,7 @@ def _proof_tokens(target: WrappedModel) -> list[tuple[Tensor, Tensor]]:
 
 
 def _record(
-    target: WrappedModel,
+    target: ProvenModel,
     ids: Tensor,
     positions: Tensor,
     rotary: _Rotary,

@@ -33,6 +33,7 @@ from drafttrain.files import Json
 from drafttrain.ops.tree_attention import AttentionForm
 from drafttrain.target.attention import ATTENTION, attention_context
 from drafttrain.target.loading import is_known
+from drafttrain.target.proof import described, relative_error
 
 if TYPE_CHECKING:
     from drafttrain.target.target import Target
@@ -274,11 +275,6 @@ def causal(
     return out[0].transpose(0, 1).flatten(1)  # [t, heads * width]
 
 
-def relative_error(ours: Tensor, theirs: Tensor) -> float:
-    """Norm of the difference over the norm of `theirs`."""
-    return float((ours - theirs).norm() / theirs.norm())
-
-
 # -- the family's model, from whose class a layer comes --------------------------------------------
 
 
@@ -292,8 +288,7 @@ def skeleton(config: Json) -> Any:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     except Exception as error:  # the library raises many classes
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise UserError(f"its class cannot be built ({reason})") from error
+        raise UserError(f"its class cannot be built ({described(error)})") from error
 
 
 def layers_of(model: Any) -> tuple[str, nn.ModuleList]:

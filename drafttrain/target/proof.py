@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from drafttrain.batch import TargetOutput
@@ -48,16 +48,19 @@ LOGITS_HALF = 2e-2
 
 
 class ProvenModel(Protocol):
-    """What the proof reads of a `Target`, whose module imports this one."""
+    """What this subpackage reads of a `Target`, whose module imports it."""
 
     model: Any
     body: Any
     config: Any
     name: str
     reason: str
+    layers: nn.ModuleList
+    forms: list[AttentionForm]
     num_layers: int
     hidden_size: int
     vocab_size: int
+    max_positions: int | None
     logit_scale: float
     continuation: Any  # of own_cache.py
 
@@ -92,6 +95,11 @@ def unsupported(
 ) -> UserError:
     """The error for a model that cannot be a target."""
     return UserError(f"target={name!r} ({type(model).__name__}) {fault}")
+
+
+def described(error: Exception) -> str:
+    """One line about what code of other libraries raised."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def unpackable(model: PreTrainedModel) -> str | None:
@@ -162,8 +170,7 @@ def prove(target: ProvenModel) -> tuple[list[AttentionForm], float]:
     except UserError:
         raise
     except Exception as error:  # other libraries' code may fail under our attention
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        fault = f"fails on a proof of {2 * _TOKENS} tokens ({reason}); {advice}"
+        fault = f"fails on a proof of {2 * _TOKENS} tokens ({described(error)}); {advice}"
         raise unsupported(target.name, target.model, fault) from error
     layers = [layer for layer, _ in run.rows.forms]
     forms = [form for _, form in run.rows.forms]
@@ -252,8 +259,7 @@ def prove_own(target: ProvenModel) -> float:
         fault = f"does not run its layer {error} on text"
         raise unsupported(target.name, target.model, fault) from error
     except Exception as error:  # code of other libraries
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        fault = f"fails on a proof of {n} tokens ({reason})"
+        fault = f"fails on a proof of {n} tokens ({described(error)})"
         raise unsupported(target.name, target.model, fault) from error
     seen = max(
         relative_error(padded.features[:, :n], rows.features),

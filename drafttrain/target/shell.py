@@ -45,7 +45,7 @@ from drafttrain.target.loading import (
     tensor_files,
     weights_folder,
 )
-from drafttrain.target.proof import LOGITS, LOGITS_HALF, find_scale, unsupported
+from drafttrain.target.proof import LOGITS, LOGITS_HALF, described, find_scale, unsupported
 from drafttrain.target.target import Target, Tokenizer, resolve_target
 
 _FIX = "give a folder with config.json, safetensors and tokenizer, or a Hub id"
@@ -208,12 +208,8 @@ class TargetShell(Target):
             with _answering([self.body], output):
                 own = self.model(input_ids=ids, use_cache=False).logits.float()  # [1, _TOKENS, v]
         except Exception as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            raise unsupported(
-                self.name,
-                self.model,
-                f"does not show its head ({reason}); load the whole target",
-            ) from error
+            fault = f"does not show its head ({described(error)}); load the whole target"
+            raise unsupported(self.name, self.model, fault) from error
         self.logit_scale, off = find_scale(self, states, own)
         if not off <= (LOGITS_HALF if self.compute_dtype.itemsize < 4 else LOGITS):
             raise unsupported(
@@ -248,7 +244,7 @@ class TargetShell(Target):
                 between = _path(calls, states, output.last_hidden_state)
             except Exception as error:  # code of other libraries, around stand-ins for its layers
                 if not reason:
-                    reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+                    reason = described(error)
                 continue
             if between is not None:
                 if self._project_out in between:

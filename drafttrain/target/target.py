@@ -25,6 +25,7 @@ each with its own context.
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from collections.abc import Sequence
@@ -347,6 +348,14 @@ class Target:
             f"{self.num_layers} layers, {self.vocab_size:,} tokens, {how})"
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles hold; raises UserError for native layers, which hold addresses."""
+        if self._native is not None:
+            raise UserError(
+                f"target {self.name!r} is packed for decoding and cannot be copied or pickled; copy it before pack()"
+            )
+        return vars(self)
+
     def widen(self) -> None:
         """Computes in float32 from now on where that decodes faster.
 
@@ -631,6 +640,32 @@ class Target:
         features = torch.cat(parts, dim=-1) if parts else last[..., :0]
         return TargetOutput(features, last), out
 
+    def unwrapped(self) -> Any | None:
+        """Another model of the same class and weights, with the attention that transformers chooses.
+
+        None where weights cannot be shared: on a CPU, which decodes with packed ones, quantized,
+        or spread over devices.
+        """
+        placed = getattr(self.model, "hf_device_map", {})
+        spread = len(set(placed.values())) > 1
+        quantized = getattr(self.model.config, "quantization_config", None) is not None
+        if self.device.type == "cpu" or spread or quantized:
+            return None
+        config = copy.deepcopy(self.model.config)
+        config._attn_implementation = None
+        with torch.device("meta"):
+            model = type(self.model)._from_config(config, dtype=self.dtype)
+        model.load_state_dict(self.model.state_dict(), assign=True)
+        model.tie_weights()
+        # State dicts leave out what classes compute, rotary frequencies for one.
+        for (_, own), (_, given) in zip(
+            model.named_modules(), self.model.named_modules(), strict=True
+        ):
+            for key, value in {**own._buffers, **vars(own)}.items():
+                if isinstance(value, Tensor) and value.is_meta:
+                    setattr(own, key, getattr(given, key))
+        return model.eval()
+
     def take_idle_steps(self) -> Any:
         """Removes and returns captured steps that an earlier call left; None if there are none.
 
@@ -661,7 +696,7 @@ class Target:
     def hook(self, feature_layers: Sequence[int]) -> None:
         """Registers the hooks that catch these features.
 
-        `forward` does so itself; compiled code must find the hooks in place.
+        `forward` does so itself; captured passes must find the hooks in place.
         """
         # OPT-350m projects the last norm's output; the projection counts as part of the head.
         project_out = self._project_out

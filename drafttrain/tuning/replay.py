@@ -33,6 +33,7 @@ from drafttrain.batch import TokenTree
 from drafttrain.drafters.base import Drafter, Session
 from drafttrain.drafters.combined import WORTH, is_likely, match_spec, merge, parts_of
 from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.forwarding import ForwardingDrafter
 from drafttrain.files import Json
 from drafttrain.inference import Decoder, SamplingParams
 from drafttrain.inference.adaptive import RoundReport
@@ -464,27 +465,15 @@ def _interpolate(known: dict[int, float], at: float) -> float:
     return known[left] + (known[right] - known[left]) * (at - left) / (right - left)
 
 
-class _ProbeTrees(Drafter):
+class _ProbeTrees(ForwardingDrafter):
     """The drafter, except for trees that measure verification: those hold made-up tokens, almost
     never accepted.
     """
 
     def __init__(self, drafter: Drafter, target: Target):
-        self.drafter = drafter
+        super().__init__(drafter)
         self.target = target
-        self.kind = drafter.kind
-        self.feature_layers = drafter.feature_layers
-
-    def start(self, prompt_ids: Tensor, max_length: int) -> Session:
-        return self.drafter.start(prompt_ids, max_length)
-
-    def extend_all(
-        self,
-        sessions: Sequence[Session],
-        tokens: Sequence[Tensor],
-        features: Sequence[Tensor],
-    ) -> None:
-        self.drafter.extend_all(sessions, tokens, features)
+        self.probes = 0  # passes have the sizes that are measured
 
     def propose_all(
         self,
@@ -493,7 +482,7 @@ class _ProbeTrees(Drafter):
         samplers: Sequence[Sampler | None],
     ) -> list[TokenTree]:
         if specs[0].shape != "paths":
-            return self.drafter.propose_all(sessions, specs, samplers)
+            return self.inner.propose_all(sessions, specs, samplers)
         nodes = specs[0].budget
         tokens = [7919 * node % self.target.vocab_size for node in range(1, nodes + 1)]
         # A binary tree: node n follows node (n - 1) // 2.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.inference import Decoder, SamplingParams
+from drafttrain.ops import sampling
 from tests.drafters import contract
 from tests.gpu.count import DECODERS, TREES, budgets, count_rounds, drafter_of, moved, moved_target
 
@@ -92,3 +94,19 @@ def test_a_round_waits_no_more_than_the_table_allows(request, kind):
             # Rounds differ by what was accepted. Fewer are welcome: write them with --budgets.
             assert syncs <= 1.03 * allowed["syncs"] + 0.5, (tree, batch, made.syncs)
             assert calls <= 1.05 * allowed["calls"] + 2, (tree, batch, made.calls)
+
+
+def test_a_nucleus_sorts_full_rows_only_where_the_top_tokens_are_too_few(gpu, monkeypatch):
+    widths = []
+    likeliest = sampling._likeliest
+    monkeypatch.setattr(
+        sampling, "_likeliest", lambda *args: widths.append(args[2]) or likeliest(*args)
+    )
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 5000, generator=generator)
+    for scale, wanted in ((5.0, [1040]), (0.1, [1040, 5000])):
+        want = sampling.probabilities(scale * logits, SAMPLED)
+        widths.clear()
+        got = sampling.probabilities((scale * logits).cuda(), SAMPLED)
+        assert widths == wanted
+        assert torch.equal(got.cpu(), want)

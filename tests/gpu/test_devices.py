@@ -9,8 +9,10 @@ import torch
 
 from drafttrain.config import load_config
 from drafttrain.errors import UserError
-from drafttrain.inference import generate
+from drafttrain.evaluation import sides
+from drafttrain.inference import SamplingParams, generate
 from drafttrain.losses import SharedHead, TargetRows, linear_divergence
+from drafttrain.ops import tree_attention_kernels, tree_attention_triton
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target, devices
 from drafttrain.target import target as target_module
@@ -231,3 +233,35 @@ def test_without_a_gpu_the_cpu_decides_and_no_activation_is_computed_twice(
     args = recipe(tmp_path, monkeypatch)
     assert (args.bf16, args.use_cpu, args.gradient_checkpointing) == (units, True, False)
     assert not recipe(tmp_path, monkeypatch, bf16="false").bf16
+
+
+@pytest.mark.thorough
+def test_transformers_generate_shares_the_targets_weights(gpu, monkeypatch):
+    """A second copy of an 8B target does not fit a card of 24 GB."""
+    target = moved_target()
+    monkeypatch.setattr(sides.AutoModelForCausalLM, "from_pretrained", None)
+    (side,) = sides.hf_sides(target, SamplingParams(), ["hf_generate"]).values()
+    (answer,) = side(sides.SideRequest([[1, 2, 3]], [5]))
+    assert answer.tokens == generate(target, None, [1, 2, 3], max_new_tokens=5).tokens
+    model = target.unwrapped()
+    assert model.config._attn_implementation == "sdpa"
+    theirs = target.model.state_dict()
+    for name, weight in model.state_dict().items():
+        assert weight.untyped_storage().data_ptr() == theirs[name].untyped_storage().data_ptr()
+
+
+def test_without_a_c_compiler_a_line_says_what_triton_lacks(gpu, monkeypatch, caplog):
+    class Broken:
+        def __getitem__(self, grid):
+            raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
+
+    tree_attention_triton.has_triton.cache_clear()
+    assert tree_attention_triton.has_triton()
+    tree_attention_triton.has_triton.cache_clear()
+    monkeypatch.setattr(tree_attention_kernels, "mark", Broken())
+    try:
+        assert not tree_attention_triton.has_triton()
+    finally:
+        tree_attention_triton.has_triton.cache_clear()
+    (line,) = caplog.messages
+    assert "(Failed to find C compiler.)" in line and "apt-get install gcc python3-dev" in line

@@ -103,3 +103,50 @@ def test_trees_that_an_observer_keeps_stay_as_they_were(gpu, tree):
     for kept, tokens, scores in seen:
         assert kept.tokens.tolist() == tokens
         assert kept.log_probs.tolist() == scores
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["lookahead", "token_recycling"])
+def test_sessions_hear_the_same_choices_from_captured_passes(gpu, kind):
+    """Probes and predictions are read from a pass's logits, which the next replay overwrites."""
+    heard = {}
+    for captured in (False, True):
+        target = permuting_target()
+        drafter = moved(drafter_of(kind), target)
+        heard[captured] = listen(drafter)
+        decoder = Decoder(
+            target, drafter, spec=TreeSpec.parse("chain:3"), eos_ids=(), max_rows=3, graphs=captured
+        )
+        for prompt, made in zip(
+            PROMPTS, decoder.generate(PROMPTS, max_new_tokens=NEW), strict=True
+        ):
+            assert made.tokens == continuation(prompt)
+    assert gpu.replays > 0
+    assert heard[True] == heard[False]
+    assert heard[True]
+
+
+def listen(drafter):
+    """The tokens that a drafter's sessions observe or read as predictions, in order."""
+    heard = []
+    start = drafter.start
+
+    def started(prompt, longest):
+        session = start(prompt, longest)
+        observe = session.observe
+        read = session.read_predictions
+
+        def observed(chosen):
+            heard.append(list(chosen))
+            observe(chosen)
+
+        def predicted(tree, predictions):
+            heard.append([ids for ids, _ in predictions])
+            read(tree, predictions)
+
+        session.observe = observed
+        session.read_predictions = predicted
+        return session
+
+    drafter.start = started
+    return heard

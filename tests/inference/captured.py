@@ -78,8 +78,9 @@ def check_captured_graphs(name, temperature):
         "gpt2",
     ):  # others may wait for the device, experts in float32 for one
         assert not steps.failure
-    assert steps.failure or all(step.replay != step.forward for step in steps._steps.values())
-    assert bool(steps.failure) == (not steps._steps)
+    made = steps._passes.made
+    assert steps.failure or all(replay != step.forward for step, replay in made.values())
+    assert bool(steps.failure) == (not made)
 
 
 def check_waiting_forwards(capsys):

@@ -265,8 +265,10 @@ def test_static_passes_apply_them(monkeypatch):
     settings = rules()["all_at_once"]
     want = [hf(settings, prompt) for prompt in PROMPTS]
     ran = []
-    run = static.StaticStep.run
-    monkeypatch.setattr(static.StaticStep, "run", lambda self: ran.append(self.choose) or run(self))
+    run = static.StaticStep.forward
+    monkeypatch.setattr(
+        static.StaticStep, "forward", lambda self: ran.append(self.choose) or run(self)
+    )
     made = generate_batch(tiny(settings), NgramDrafter(), PROMPTS, max_new_tokens=COUNT, max_rows=3)
     assert [generation.tokens for generation in made] == want
     assert ran and not any(ran)

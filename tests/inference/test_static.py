@@ -37,8 +37,8 @@ def on_cpu(monkeypatch):
 def counted(monkeypatch):
     """The shapes of the static passes that ran."""
     shapes = []
-    run = StaticStep.run
-    monkeypatch.setattr(StaticStep, "run", lambda self: shapes.append(self.shape) or run(self))
+    run = StaticStep.forward
+    monkeypatch.setattr(StaticStep, "forward", lambda self: shapes.append(self.shape) or run(self))
     return shapes
 
 
@@ -144,15 +144,15 @@ def test_cache_and_steps_outlive_a_call(on_cpu):
     assert decode(target, None, PROMPTS, True) == want
     (steps,) = target.idle_steps
     cache = steps.cache
-    made = dict(steps._steps)
+    made = dict(steps._passes.made)
     assert cache.capacity == 1024 and cache.rows == 3 and made
     assert decode(target, None, PROMPTS, True, max_rows=2) == want
     assert target.idle_steps == [steps] and steps.cache is cache
-    assert all(steps._steps[key] is step for key, step in made.items())
+    assert all(steps._passes.made[key] is step for key, step in made.items())
     # A longer sequence needs another cache, which old steps do not know.
     decode(target, None, [PROMPTS[0] * 90], True)
     assert steps.cache is not cache and steps.cache.capacity == 2048
-    assert not set(made.values()) & set(steps._steps.values())
+    assert not set(made.values()) & set(steps._passes.made.values())
     # Weights that moved make graphs worthless.
     target.model.lm_head.weight.data = target.model.lm_head.weight.data.clone()
     assert decode(target, None, PROMPTS, True) == want
@@ -204,7 +204,7 @@ def test_a_model_that_cannot_be_captured_decodes_dynamically(on_cpu, counted, mo
     def refuse(self, step):
         raise RuntimeError("called a synchronizing CUDA operation\nmore")
 
-    monkeypatch.setattr(TargetSteps, "_capture", refuse)
+    monkeypatch.setattr(graphs.GraphPool, "capture", refuse)
     want = decode(target, NgramDrafter(), PROMPTS, False)
     for _ in range(2):
         assert decode(target, NgramDrafter(), PROMPTS, True) == want
@@ -228,9 +228,8 @@ def test_a_full_cache_and_large_passes_stay_dynamic(on_cpu, counted, monkeypatch
         target.forward(torch.tensor([[1, 2, 3]]), (), cache.positions(), cache)
     cache.commit([range(3)])
     cache.open([(0, [-1, 0])])
-    assert (
-        steps._static_step(torch.tensor([1, 2, 3])) is None
-    )  # 3 + 3 fit, a fourth token that pads them does not
+    # 3 + 3 fit, a fourth token that pads them does not.
+    assert steps.run(torch.tensor([1, 2, 3])) is None
 
 
 def test_graphs_can_be_turned_off(on_cpu, monkeypatch):

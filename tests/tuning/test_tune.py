@@ -14,12 +14,13 @@ from drafttrain import cli
 from drafttrain.batch import TokenTree
 from drafttrain.data.chat import decode
 from drafttrain.drafters.combined import CombinedDrafter
+from drafttrain.drafters.common.static_draft import DraftSteps
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.ngram.model import NgramDrafter
 from drafttrain.drafters.registry import decoding_settings
 from drafttrain.evaluation.metrics import summarize
 from drafttrain.evaluation.verdicts import judge, verdict_of
-from drafttrain.inference import Decoder, SamplingParams
+from drafttrain.inference import Decoder, SamplingParams, static
 from drafttrain.tuning import replay as costs_module
 from drafttrain.tuning import tune as tuning
 from drafttrain.tuning.replay import (
@@ -171,6 +172,24 @@ def test_costs_are_medians_by_size_and_depth(target, monkeypatch):
     table = model.table()
     assert table["verification_ms"]["8"] == round(1000 * model.verify[8], 3)
     assert table["drafting_ms"]["4"]["3"] == round(1000 * model.draft[4, 3], 3)
+
+
+def test_costs_are_measured_with_the_static_steps_of_decoding(target, monkeypatch):
+    """Drafting launch by launch costs more than the graphs that decoding replays."""
+    monkeypatch.setattr(static, "_serves", lambda device: True)
+    drafter = drafters(target)["eagle3"]
+    served = []
+    propose = DraftSteps.propose
+
+    def counted(steps, sessions, specs, samplers):
+        trees = propose(steps, sessions, specs, samplers)
+        served.append(trees is not None)
+        return trees
+
+    monkeypatch.setattr(DraftSteps, "propose", counted)
+    monkeypatch.setattr(costs_module, "WARM_UP", 0)
+    costs_module.measure_costs(target, drafter, PROMPTS, SamplingParams(), 24, cycles=1)
+    assert served and all(served)
 
 
 def test_candidates_fit_their_drafter(target):

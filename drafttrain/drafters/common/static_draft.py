@@ -11,8 +11,7 @@ dynamic passes (`extend_all`, `propose_all`).
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol, Unpack
 
@@ -24,16 +23,19 @@ from drafttrain.batch import Attend, Proposal, TokenTree
 from drafttrain.drafters.common.tensor_growth import Ask, Grown, TensorGrowth
 from drafttrain.drafters.common.tree_growth import Logits
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.errors import first_line
-from drafttrain.ops.graphs import BUCKETS, GraphPool, bucket, padded_rows, step_shape, upload
+from drafttrain.ops.graphs import (
+    BUCKETS,
+    Captured,
+    GraphPool,
+    PlanBuffers,
+    bucket,
+    padded_rows,
+    step_shape,
+    upload,
+)
 from drafttrain.ops.sampling import Sampler, SamplingParams
 from drafttrain.ops.tree_attention import AttentionForm, TreeLayout
-from drafttrain.ops.tree_attention_triton import (
-    PackedPlan,
-    PlanShape,
-    pack_plan,
-    packed_tree_attention,
-)
+from drafttrain.ops.tree_attention_triton import PackedPlan, PlanShape, packed_tree_attention
 from drafttrain.ops.tree_cache import TreeCache
 
 _WORD = 32  # bits of a word of ancestor masks
@@ -260,13 +262,9 @@ class ReadStep:
         self.shape = shape
         self.ids = torch.zeros(tokens, dtype=torch.long, device=device)  # [N]
         self.features = features.new_zeros(tokens, features.shape[1])  # [N, f*h]
-        # One buffer, so that a round needs one upload: int32 numbers of the plan, then int64 ones:
-        # slots [N], the row of each sequence [R] and its last token [R].
-        count = shape.numbers + 2 * (tokens + 2 * shape.rows)
-        self._numbers = torch.zeros(count, dtype=torch.int32, device=device)
-        self.plan = PackedPlan.static(self._numbers[: shape.numbers], shape)
-        long = self._numbers[shape.numbers :].view(torch.int64)
-        self.slots, self.rows, self.ends = long.split([tokens, shape.rows, shape.rows])
+        # Behind the slots: the row of each sequence [R] and its last token [R].
+        self.places = PlanBuffers(shape, device, 2 * shape.rows)
+        self.rows, self.ends = self.places.more.split(shape.rows)
 
     def fill(
         self,
@@ -280,25 +278,17 @@ class ReadStep:
         cache = self.steps.cache
         self.ids[:n].copy_(ids)
         self.features[:n].copy_(features)
-
-        # The last sequence's slots go on over the padding tokens.
-        counts = [layout.count for layout in layouts]
-        ends = np.cumsum(counts) - 1
-        counts[-1] += self.shape.tokens - n
-        parts: list[Any] = []
-        for row, layout, count in zip(rows, layouts, counts, strict=True):
-            start = row * cache.capacity + layout.prefix_len
-            parts.append(np.arange(start, start + count))
+        ends = np.cumsum([layout.count for layout in layouts]) - 1
         spare = self.shape.rows - len(rows)  # padding rows use the cache's last row
-        parts += [rows, [cache.rows - 1] * spare, ends, [0] * spare]
-        long = np.concatenate(parts).astype(np.int64)
-        numbers = np.concatenate((pack_plan(layouts, rows, self.shape), long.view(np.int32)))
-        upload(torch.from_numpy(numbers), self._numbers)
+        more = list(rows) + [cache.rows - 1] * spare
+        more += ends.tolist() + [0] * spare
+        self.places.fill(list(zip(rows, layouts, strict=True)), cache.capacity, more)
 
     @torch.no_grad()
     def forward(self) -> None:
-        context = SlotAttention(self.steps.cache, self.slots, self.plan)
-        positions = self.plan.positions.long()
+        places = self.places
+        context = SlotAttention(self.steps.cache, places.slots, places.plan)
+        positions = places.plan.positions.long()
         roots = self.steps.drafter.read_static(
             self.ids,
             self.features,
@@ -369,7 +359,6 @@ class DraftSteps:
     Attributes:
         roots: [rows + 1, w] each session's root, what a kind keeps of a sequence's last committed
             token; set by the first draft. The last row, here and in the cache, belongs to padding.
-        failure: why drafts stay dynamic; empty unless a capture failed.
     """
 
     roots: Tensor
@@ -383,8 +372,7 @@ class DraftSteps:
         spec: TreeSpec,
     ):
         self.drafter: StaticDrafter = drafter
-        self.pool = pool
-        self.failure = ""
+        self._captured = Captured(pool, f"drafter ({self.drafter.kind}) drafts without CUDA graphs")
         self._limits = (capacity, rows)
         self._growths: dict[TreeSpec, TensorGrowth] = {}
         self._device = drafter.kept_ids.device
@@ -397,7 +385,6 @@ class DraftSteps:
         self.cache = TreeCache(capacity + self._behind + padding, rows + 1)
         self.cache.allocate(drafter.static_layers())
         self._roots: list[Tensor] = []
-        self._steps: dict[object, tuple[Any, Callable[[], Any]]] = {}
 
     def fits(
         self,
@@ -431,31 +418,6 @@ class DraftSteps:
         if session.root is not place:
             place.copy_(session.root)
             session.root = place
-
-    def _step(
-        self,
-        key: object,
-        make: Callable[[], Any],
-        fill: Callable[[Any], None],
-    ) -> Callable[[], Any] | None:
-        """The captured step of a key, its buffers filled; None if it cannot be captured."""
-        if self.failure:
-            return None
-        if key in self._steps:
-            step, run = self._steps[key]
-            fill(step)
-            return run
-        step = make()
-        fill(step)
-        try:
-            run = self.pool.capture(step.forward)
-        except Exception as error:  # whatever prevents a capture, the drafter drafts without graphs
-            self.failure = first_line(error)
-            warning = f"drafter ({self.drafter.kind}) drafts without CUDA graphs: {self.failure}"
-            print(warning, file=sys.stderr, flush=True)
-            return None
-        self._steps[key] = (step, run)
-        return run
 
     def read(
         self,
@@ -497,7 +459,7 @@ class DraftSteps:
             layouts.append(TreeLayout(session.held, count=count))
         ids = torch.cat(list(tokens))  # [n]
         states = torch.cat(list(features))  # [n, f*h]
-        run = self._step(
+        run = self._captured.step(
             shape,
             lambda: ReadStep(self, shape, states),
             lambda step: step.fill(rows, layouts, ids, states),
@@ -540,7 +502,7 @@ class DraftSteps:
         sampler = samplers[0]
         if spec.sampled and sampler is not None:
             params = sampler.params
-        run = self._step(
+        run = self._captured.step(
             (spec, rows, params),
             lambda: GrowStep(self, growth, rows, params),
             lambda step: step.fill(at, held, samplers),
