@@ -110,7 +110,10 @@ def grow_guesses(spec: TreeSpec, guesses: Sequence[Guess], device: torch.device)
                 left -= share
                 yield token, path * share, (step + 1, group)
 
-    return grow_best_first(spec, floor, (0, guesses), children, device)
+    tree = grow_best_first(spec, floor, (0, guesses), children, device)
+    if not len(tree):  # without log-probabilities, so that probes below it get none
+        return TokenTree.empty(device)
+    return tree
 
 
 def grow_best_first(
