@@ -33,7 +33,7 @@ __all__ = [
 # Name -> module that holds it. They load on first use, so that `import drafttrain` and
 # `drafttrain --help` stay quick.
 _MODULES = {
-    "Drafter": "drafttrain.drafters.base",
+    "Drafter": "drafttrain.drafters.registry",
     "Target": "drafttrain.target.target",
     **dict.fromkeys(("generate", "load_drafter", "stream"), "drafttrain.api"),
     **{name: f"drafttrain.commands.{name}" for name in ("export", "push", "train", "tune")},

@@ -22,8 +22,8 @@ from typing import Any
 from benchmark import result_path, write_result
 
 from drafttrain.drafters.combined import CombinedDrafter
-from drafttrain.drafters.common import layer_model
 from drafttrain.drafters.common.layer_model import LayerDrafter
+from drafttrain.drafters.common.rows import HostPass
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.evaluation.suites import load_suite, take_evenly
@@ -104,10 +104,9 @@ def profile(
     owned = [(target, "score", "target"), (target, "head", "head")]
     stepping = drafter.main if isinstance(drafter, CombinedDrafter) else drafter
     if isinstance(stepping, LayerDrafter):
-        owned += [(stepping, name, "draft steps") for name in ("packed_step", "kernel_step")]
-    calls = {name: getattr(layer_model, name) for name in ("read_by_kernel", "grow_by_kernel")}
-    for name in calls:
-        parts.wrap(layer_model, name, "draft steps")
+        owned += [(stepping, name, "draft steps") for name in ("advance", "grow_by_kernel")]
+    read = HostPass.read
+    parts.wrap(HostPass, "read", "draft steps")
     parts.wrap(engine.Engine, "_draft", "tree building")
     parts.wrap(engine.Engine, "_read_pending", "extend")
     parts.wrap(engine, "verify_batch", "verify")
@@ -148,8 +147,7 @@ def profile(
         for owner, name, method in saved:
             setattr(owner, name, method)
         engine.verify_batch = verify
-        for name, function in calls.items():
-            setattr(layer_model, name, function)
+        HostPass.read = read  # type: ignore[method-assign]
         for name, function in kernels.items():
             if function is not None:
                 setattr(cpu_kernels(), name, function)

@@ -18,14 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from drafttrain.batch import Batch, StepOutput, TokenTree
 from drafttrain.drafters.common.saving import NamedDrafter
-from drafttrain.drafters.common.static_draft import DraftSteps
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.files import Json
@@ -33,6 +32,9 @@ from drafttrain.losses import TargetRows
 from drafttrain.ops.graphs import GraphPool
 from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target
+
+if TYPE_CHECKING:
+    from drafttrain.drafters.common.static_draft import DraftSteps
 
 # Runs the target on a batch: features [b, s, f*h], distributions, row of each position [b, s] (-1
 # where none is needed).
@@ -130,44 +132,6 @@ class Session:
             predictions: [n + 1], of `Drafter.predictions` tokens each. Probabilities are of the
                 logits as they are, among these tokens alone.
         """
-
-
-class JointSession(Session):
-    """A session of a drafter that serves several in one pass (`extend_all`, `propose_all`).
-
-    Attributes:
-        root: what the drafter keeps of the last committed token, a row [1, ...]; None before the
-            first `extend`.
-        steps, row: static steps that serve the session, and its row there; None: all its passes are
-            dynamic.
-    """
-
-    drafter: Any
-    root: Any = None
-    steps: DraftSteps | None = None
-    row = 0
-
-    @property
-    def held(self) -> int:
-        """Committed tokens whose keys are in the cache; a static read may write them again."""
-        return 0
-
-    def reaches(self, depth: int) -> bool:
-        """Whether the drafter can read this many tokens behind the committed ones."""
-        return True
-
-    def advance(self, count: int) -> None:
-        """Notes that a static step has read `count` committed tokens and stored the new root."""
-
-    def place(self, steps: DraftSteps, row: int) -> None:
-        self.steps = steps
-        self.row = row
-
-    def extend(self, tokens: Tensor, features: Tensor) -> None:
-        self.drafter.extend_all([self], [tokens], [features])
-
-    def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
-        return self.drafter.propose_all([self], [spec], [sampler])[0]
 
 
 class Drafter(NamedDrafter):

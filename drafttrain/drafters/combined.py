@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from drafttrain.batch import TokenTree
-from drafttrain.drafters.base import Drafter, JointSession, Predictions, Session
+from drafttrain.drafters.base import Drafter, Predictions, Session
+from drafttrain.drafters.common.rows import JointSession
 from drafttrain.drafters.common.static_draft import DraftSteps
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.ops.graphs import GraphPool

@@ -119,6 +119,9 @@ def load_unbound(
     return drafter
 
 
+Drafter.load_named = staticmethod(load_unbound)
+
+
 def prepare(drafter: Drafter, target: Target) -> Drafter:
     """Makes a drafter that was loaded without a target ready to decode with one.
 

@@ -61,5 +61,5 @@ def test_a_decoding_round_runs_four_files(tmp_path, tree):
     with files_run() as found:
         next(rounds)
     assert found == {
-        f"common/{name}.py" for name in ("layer_model", "layer_session", "layers", "tree_growth")
+        f"common/{name}.py" for name in ("layer_model", "layer_session", "layers", "rows")
     }

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from drafttrain.drafters.base import Drafter, JointSession, Session
+from drafttrain.drafters.base import Drafter, Session
+from drafttrain.drafters.common.rows import JointSession
 from drafttrain.drafters.registry import kind_class, kinds
 from drafttrain.errors import UserError
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
+import pickle
 import subprocess
 import sys
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from drafttrain import Drafter, Target
-from drafttrain.drafters.registry import kind_class, load_drafter
+from drafttrain.drafters.registry import kind_class, load_drafter, prepare
 from drafttrain.errors import UserError
 from tests.drafters import contract
 from tests.hub.hub_server import TOKEN, HubServer
@@ -61,6 +63,27 @@ def test_packed_drafters_save_the_weights_that_they_had(kind, saved, tmp_path):
     changed.pack()
     changed.save_pretrained(tmp_path / "packed")
     assert_same_files(tmp_path / "halved", tmp_path / "packed")
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "medusa", "eagle3", "dspark"])
+def test_copies_of_a_packed_drafter_are_unpacked(kind, saved):
+    """Kernels hold addresses, which no copy may share; weights are not replaced behind them."""
+    drafter = Drafter.from_pretrained(saved(kind))
+    before = {name: value.clone() for name, value in drafter.state_dict().items()}
+    target = contract.the_target(packed=True)
+    prepare(drafter, target)
+    for other in (copy.deepcopy(drafter), pickle.loads(pickle.dumps(drafter))):
+        assert other.fresh and other.kind == kind
+        state = other.state_dict()
+        assert state.keys() == before.keys()
+        assert all(torch.equal(state[name], value) for name, value in before.items())
+        other.load_state_dict(before)
+        prepare(other, target)
+    with pytest.raises(
+        UserError, match=r"packed for decoding, so load_state_dict cannot"
+    ) as failure:
+        drafter.load_state_dict(before)
+    assert "\n" not in str(failure.value)
 
 
 @pytest.mark.parametrize("kind", ["draft_model", "medusa", "mtp"])

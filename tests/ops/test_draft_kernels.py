@@ -10,7 +10,7 @@ import subprocess
 import pytest
 import torch
 
-from drafttrain.drafters.common.layer_session import grow_by_kernel
+from drafttrain.drafters.common.layer_model import LayerDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.ops import native
 from drafttrain.ops.cpu_draft import DraftHead, KeyStore
@@ -162,11 +162,13 @@ def test_one_call_grows_the_tree_that_python_grows(monkeypatch, text):
         )
         return drafter.propose_all(sessions, [spec] * len(which), [None] * len(which))
 
-    module = "drafttrain.drafters.common.layer_model.grow_by_kernel"
-    monkeypatch.setattr(module, lambda *args: used.append(1) or grow_by_kernel(*args))
+    grow_by_kernel = LayerDrafter.grow_by_kernel
+    monkeypatch.setattr(
+        LayerDrafter, "grow_by_kernel", lambda *args: used.append(1) or grow_by_kernel(*args)
+    )
     fast = [*draft([0, 1, 2]), *(draft([i])[0] for i in range(3))]
     assert len(used) == 4
-    monkeypatch.setattr(module, lambda *args: None)
+    monkeypatch.setattr(LayerDrafter, "grow_by_kernel", lambda *args: None)
     for mine, theirs in zip(fast, draft([0, 1, 2]) * 2, strict=True):
         assert (
             mine.parents == theirs.parents

@@ -18,33 +18,23 @@ and no other block. Source: DFlash, arXiv 2602.06036.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafttrain.batch import Attend, Part, StepOutput, TokenTree, anchors_by_depth
-from drafttrain.drafters.base import Samplers, Specs, StepInputs, Tensors
+from drafttrain.batch import Attend, Part, StepOutput, anchors_by_depth
+from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.common import starts
 from drafttrain.drafters.common.configs import BlockConfig
-from drafttrain.drafters.common.layer_model import attend_packed, layouts_of
-from drafttrain.drafters.common.layer_session import LayerSession, stores_of, tables_of
+from drafttrain.drafters.common.layer_session import LayerSession
 from drafttrain.drafters.common.layers import DraftLayer, RMSNorm, moved
-from drafttrain.drafters.common.static_draft import DraftPlaces, SlotAttention
-from drafttrain.drafters.common.tensor_growth import Ask
+from drafttrain.drafters.common.rows import Ask, Children, Nodes, Pass, Places, top_or_all
 from drafttrain.drafters.common.trainable import DecoderDrafter
-from drafttrain.drafters.common.tree_growth import (
-    GrowingTree,
-    Likeliest,
-    Logits,
-    grow_trees,
-    rows_of,
-    widest,
-)
+from drafttrain.drafters.common.tree_growth import Logits
 from drafttrain.losses import TargetRows, linear_divergence
-from drafttrain.ops.cpu_draft import DraftHead, DraftStep, DraftWeights, kernel_of, plan_of
-from drafttrain.ops.packing import SKINNY_ROWS, PackedLinear, without_grad
+from drafttrain.ops.cpu_draft import DraftStep, DraftWeights, kernel_of
+from drafttrain.ops.packing import PackedLinear
 from drafttrain.ops.path_attention import Spans, block_attention
 from drafttrain.ops.tree_attention import TreeLayout
 from drafttrain.sequence_parallel import SharedPart
@@ -65,6 +55,7 @@ class BlockDrafter(DecoderDrafter):
     solve_start = starts.block_start
     layer_class: type[DraftLayer] = DraftLayer
     mixes_tokens = False
+    corrected = False  # the kind has `conditional`
     draft_step: DraftStep | None = None  # the CPU kernel of all layers and the final norm
 
     @property
@@ -214,13 +205,13 @@ class BlockDrafter(DecoderDrafter):
         self.draft_step = kernel_of([layer.native for layer in self.decoder_layers], weights)
 
     def conditional(self, logits: Tensor, reads: Tensor, parents: Tensor) -> Logits:
-        """Logits of the children of n nodes.
+        """Logits of the children of n nodes, for kinds whose predictions depend on the token before.
 
         Args:
             logits: [n, d] of the block at their depth, computed from reads [n, h]. parents: [n]
                 int64 the nodes' target ids.
         """
-        return logits
+        raise NotImplementedError(f"{type(self).__name__}.conditional")
 
     def readout(self, reads: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
         """Rows [t, .] and weights [d, .] whose products are the logits of `conditional`.
@@ -432,231 +423,52 @@ class BlockDrafter(DecoderDrafter):
         text = self.open_text()
         return BlockSession(self, self.cache_shape, max_length + self.config.block_size, text)
 
-    def read_static(
-        self,
-        ids: Tensor,
-        features: Tensor,
-        positions: Tensor,
-        context: SlotAttention,
-        ends: Tensor,
-    ) -> Tensor:
-        states = self.fuse(features)  # [n, h]
-        cos, sin = self.rotary.tables(positions, states.dtype)
-        for i, layer in enumerate(self.decoder_layers):
-            key, value = layer.self_attn.keys_values(states, cos, sin)  # [n, kv_heads, e] each
-            key = key.transpose(0, 1)[None]
-            value = value.transpose(0, 1)[None]
-            context.cache.store(i, context.slots, key, value)
-        return ids[ends]
-
-    def draft_static(self, roots: Tensor, places: DraftPlaces) -> tuple[Logits, Ask]:
-        size = self.config.block_size
-        last = len(self.layers) - 1
-        window = self.cache_shape.window
-        # The last layer computes fewer tokens than those below.
-        _, context = places.behind(size, size, mutual=True)
-        _, ending = places.behind(size, self.computed[-1], mutual=True)
-        attends = context.layers(last, window)
-        attends.append(ending.layers(last + 1, window)[last])
-        reads = self.run(self.embed(roots), places.held, attends)  # [R, depth, h]
-        block = self.logits(reads)  # [R, depth, d]
-
-        def children(depth: int, m: int, ids: Tensor) -> Logits:
-            """Logits [R, m, d] of the children of nodes with target ids [R * m]."""
-            own = block[:, depth, None].expand(-1, m, -1).flatten(0, 1)  # [R * m, d]
-            read = reads[:, depth, None].expand(-1, m, -1).flatten(0, 1)  # [R * m, h]
-            logits = self.conditional(own, read, ids)
-            shape = (len(block), m)
-            if isinstance(logits, tuple):
-                return logits[0].unflatten(0, shape), logits[1].unflatten(0, shape)
-            return logits.unflatten(0, shape)
-
-        def ask(depth: int, tokens: Tensor, parents: Tensor) -> Logits:
-            return children(depth, tokens.shape[1], self.kept_ids[tokens.flatten()])
-
-        return children(0, 1, roots), ask
-
-    @without_grad
-    def extend_all(
-        self,
-        sessions: Sequence[BlockSession],
-        tokens: Tensors,
-        features: Tensors,
-    ) -> None:
-        """Stores keys and values of the new context, of all sessions at once."""
-        steps = sessions[0].steps
-        if steps is not None and steps.read(sessions, tokens, features):
-            return
-        context = self.fuse(torch.cat(list(features)))  # [t, h]
-        if not self._kernel_context(sessions, tokens, context):
-            sizes = []
-            places = []
-            for session, new in zip(sessions, tokens, strict=True):
-                begin = session.dropped + session.length
-                sizes.append(len(new))
-                places.append(torch.arange(begin, begin + len(new)))
-            positions = torch.cat(places).to(context.device)  # [t] int64
-            cos, sin = self.rotary.tables(positions, context.dtype)
+    def read_committed(self, ids: Tensor, features: Tensor, at: Pass) -> Tensor:
+        """Stores keys and values of the new context; roots [R] are the last tokens."""
+        context = self.fuse(features)  # [n, h]
+        if self.draft_step is None or not at.store_context(self.draft_step, context):
+            cos, sin = self.rotary.tables(at.positions, context.dtype)
             for i, layer in enumerate(self.decoder_layers):
-                keys, values = layer.self_attn.keys_values(context, cos, sin)
-                parts = zip(sessions, keys.split(sizes), values.split(sizes), strict=True)
-                for session, key, value in parts:
-                    session.store(i, session.length, key, value)
-        for session, new in zip(sessions, tokens, strict=True):
-            session.length += len(new)
-            session.root = new[-1:]
-            session.trim()
-            if session.text is not None:
-                session.text.read(new.tolist())
+                key, value = layer.self_attn.keys_values(context, cos, sin)
+                at.store(i, key, value)  # [n, kv_heads, e] each
+        return ids[at.ends]
 
-    @without_grad
-    def propose_all(
-        self,
-        sessions: Sequence[BlockSession],
-        specs: Specs,
-        samplers: Samplers,
-    ) -> list[TokenTree]:
-        """Drafts the blocks of all sessions in one pass; their trees grow without the layers."""
-        steps = sessions[0].steps
-        if steps is not None:
-            static = steps.propose(sessions, specs, samplers)
-            if static is not None:
-                return static
-
-        roots = torch.cat([session.root for session in sessions])  # [sessions] int64
-        reads = self._kernel_block(sessions, roots)  # [sessions, depth, h]
-        if reads is None:
-            begins = [session.dropped + session.length for session in sessions]
-            attends = []
-            for layer, queries in enumerate(self.computed):
-                own = [partial(session.attend_all, layer) for session in sessions]
-                keys = [self.config.block_size] * len(own)
-                attends.append(attend_packed(own, [queries] * len(own), keys))
-            reads = self.run(self.embed(roots), torch.tensor(begins, device=roots.device), attends)
-
-        width = widest(specs)
-        if any(session.text for session in sessions):  # joined tokens need all logits
-            width = None
-        deepest = max(1, min(self.config.depth, max(spec.depth for spec in specs)))
-        block = self._predict(reads[:, :deepest], width)
-        first = self._children(block, reads, roots, slice(None), 0)  # of the roots
-        trees = []
-        for row, session in enumerate(sessions):
-            logits = session.shape_logits(first, reads[:, 0], row, row + 1)
-            tree = GrowingTree(
-                specs[row],
-                rows_of(logits, 0),
-                session.ids,
-                samplers[row],
-                self.config.depth,
-                row,
-            )
-            trees.append(tree)
-
-        def step(growing: list[GrowingTree], depth: int) -> list[Logits]:
-            of_nodes: list[int] = []  # the session of each node
-            for tree in growing:
-                of_nodes += [tree.row] * len(tree.parents)
-            rows = torch.tensor(of_nodes, device=roots.device)  # [n]
-            tokens = torch.cat([tree.target_ids for tree in growing])  # [n]
-            logits = self._children(block, reads, tokens, rows, depth)
-            read = reads[rows, depth]  # [n, h]
-            each = []
-            begin = 0
-            for tree in growing:
-                end = begin + len(tree.parents)
-                each.append(sessions[tree.row].shape_logits(logits, read, begin, end))
-                begin = end
-            return each
-
-        return grow_trees(trees, step)
-
-    def _predict(self, reads: Tensor, width: int | None) -> Logits:
-        """Logits [m, depth, d] of blocks, or their `width` top tokens where a kernel finds them.
-
-        A kernel does so where logits do not depend on the parents. width: None if all are needed.
-        """
-        head = None
-        plain = type(self).conditional is BlockDrafter.conditional
-        if plain and width is not None and self.packed:
-            head = DraftHead.of(self.head)
-        if head is None or width is None:
-            return self.logits(reads)
-        shape = reads.shape[:2]
-        ids, top, _ = head.top(reads.flatten(0, 1), min(width, head.vocabulary))
-        return Likeliest(ids.unflatten(0, shape), top.unflatten(0, shape))
-
-    def _children(
-        self,
-        block: Logits,
-        reads: Tensor,
-        parents: Tensor,
-        rows: Tensor | slice,
-        depth: int,
-    ) -> Logits:
-        """Logits of the children of nodes [n] at a depth, of blocks `rows`."""
-        if isinstance(block, Likeliest):
-            return Likeliest(block.ids[rows, depth], block.log_probs[rows, depth])
-        assert isinstance(block, Tensor)
-        return self.conditional(block[rows, depth], reads[rows, depth], parents)
-
-    def _kernel_context(
-        self,
-        sessions: Sequence[BlockSession],
-        tokens: Tensors,
-        context: Tensor,
-    ) -> bool:
-        """Stores the keys and values of new context by the CPU kernel.
-
-        Returns:
-            False where the kernel does not apply.
-        """
-        step = self.draft_step
-        if step is None or not step.reads_context or len(context) > SKINNY_ROWS:
-            return False
-        plan = plan_of(layouts_of(sessions, tokens))
-        if plan is None:
-            return False
-        tables = tables_of(self.rotary, sessions, plan.positions)  # cos, sin [., 1, r]
-        if tables is None:
-            return False
-        stores = stores_of(sessions, plan.ends, context)
-        step.store_context(context.contiguous(), tables, stores, plan)
-        return True
-
-    def _kernel_block(self, sessions: Sequence[BlockSession], roots: Tensor) -> Tensor | None:
-        """`run` of a block behind each session by the CPU kernel, [sessions, depth, h].
-
-        None where the kernel does not apply.
-        """
+    def draft(self, roots: Tensor, places: Places, width: int | None) -> tuple[Children, Ask]:
+        """One pass over all blocks; trees grow without the layers."""
         size = self.config.block_size
-        if self.draft_step is None or len(sessions) * size > SKINNY_ROWS:
-            return None
-        plan = plan_of([BlockLayout(session.length, size) for session in sessions])
-        if plan is None:
-            return None
-        tables = tables_of(self.rotary, sessions, plan.positions)
-        if tables is None:
-            return None
-        states = self.enter(self.embed(roots).to(self.fc.weight.dtype))  # [sessions * size, h]
-        stores = stores_of(sessions, plan.ends, states)
-        _, reads = self.draft_step.run(
-            None,
-            states,
-            tables,
-            stores,
-            plan,
-            self.cache_shape.window,
-        )
-        return reads.view(len(sessions), size, -1)[:, -self.config.depth :]
+        at = places.behind(size, self.computed, mutual=True)
+        embeds = self.embed(roots)
+        made = None
+        if self.draft_step is not None:
+            made = at.run(self.draft_step, None, self.enter(embeds.to(self.fc.weight.dtype)))
+        if made is None:
+            reads = self.run(embeds, at.positions[::size], at.attends)  # [R, depth, h]
+        else:
+            reads = made[1].view(len(roots), size, -1)[:, -self.config.depth :]
 
+        depths = max(1, min(self.config.depth, places.depth))
+        reads = reads[:, :depths]
+        flat = reads.flatten(0, 1)  # [R * depths, h]
+        if not self.corrected:
+            block = Children(
+                top_or_all(self.head if self.packed else None, flat, width, self.logits),
+                flat,
+                shared=True,
+            )
+            return block.every(depths, 0), lambda nodes: block.every(depths, nodes.depth)
 
-class BlockLayout(TreeLayout):
-    """A block behind a prefix, whose tokens see each other in both directions."""
+        logits = self.logits(reads)  # [R, depths, d]
 
-    def __init__(self, prefix_len: int, count: int):
-        super().__init__(prefix_len, count=count)
-        self.ancestors = [(1 << count) - 1] * count
+        def children(depth: int, rows: Tensor | slice, ids: Tensor) -> Children:
+            """Of nodes [n] with target ids."""
+            own = reads[rows, depth]
+            return Children(self.conditional(logits[rows, depth], own, ids), own)
+
+        def ask(nodes: Nodes) -> Children:
+            rows = torch.as_tensor(nodes.rows, device=roots.device)
+            return children(nodes.depth, rows, nodes.tokens)
+
+        return children(0, slice(None), roots), ask
 
 
 class BlockSession(LayerSession):
@@ -664,33 +476,13 @@ class BlockSession(LayerSession):
 
     A round's block stores its keys and values behind it, and the next context overwrites them.
 
-    Attributes:
-        root: [1] int64, the last committed token.
+    Its root, [1] int64, is the last committed token.
     """
 
-    def shape_logits(
-        self,
-        logits: Logits,
-        reads: Tensor,
-        begin: int,
-        end: int,
-    ) -> Logits:
-        """Logits [m, d and further tokens] of nodes begin to end.
-
-        logits: [n, d] of all sessions' nodes, computed from reads [n, h].
-        """
-        own = rows_of(logits, slice(begin, end))  # [m, d]
-        if not self.text:
-            return own
-        assert not isinstance(own, Likeliest)
-        read = reads[begin:end]  # [m, h]
-        if isinstance(own, tuple):  # with confidences
-            return (self.text.shape(own[0], read), own[1])
-        return self.text.shape(own, read)
-
-    def attend_all(
+    def attend(
         self,
         layer: int,
+        layout: TreeLayout,
         query: Tensor,
         key: Tensor,
         value: Tensor,

@@ -14,8 +14,6 @@ tree behind them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -30,34 +28,26 @@ from drafttrain.batch import (
     anchors_by_depth,
     sums_by_depth,
 )
-from drafttrain.drafters.base import Samplers, Specs, StepInputs, Tensors
-from drafttrain.drafters.common.layer_session import (
-    LayerSession,
-    cat,
-    grow_by_kernel,
-    read_by_kernel,
+from drafttrain.drafters.base import Specs, StepInputs
+from drafttrain.drafters.common.layer_session import LayerSession
+from drafttrain.drafters.common.layers import DraftLayer, moved
+from drafttrain.drafters.common.rows import (
+    Ask,
+    Children,
+    Nodes,
+    Pass,
+    Places,
     stores_of,
     tables_of,
+    top_or_all,
+    tree_shape,
 )
-from drafttrain.drafters.common.layers import DraftLayer, moved
-from drafttrain.drafters.common.static_draft import DraftPlaces, SlotAttention
-from drafttrain.drafters.common.tensor_growth import Ask
 from drafttrain.drafters.common.trainable import DecoderDrafter
-from drafttrain.drafters.common.tree_growth import (
-    GrowingTree,
-    Likeliest,
-    Logits,
-    grow_trees,
-    rows_of,
-    widest,
-)
 from drafttrain.losses import SharedHead, TargetRows, linear_divergence
-from drafttrain.ops.cpu_draft import DraftHead, DraftStep, DraftWeights, kernel_of, plan_of
-from drafttrain.ops.packing import SKINNY_ROWS, PackedLinear, without_grad
+from drafttrain.ops.cpu_draft import OPENED, DraftHead, DraftStep, DraftWeights, kernel_of
+from drafttrain.ops.packing import PackedLinear
 from drafttrain.ops.path_attention import PathAttention
-from drafttrain.ops.tree_attention import TreeLayout
-
-Layouts = Sequence[TreeLayout]
+from drafttrain.ops.tree_attention import LONGEST_PREFIX
 
 
 class Split(NamedTuple):
@@ -66,9 +56,6 @@ class Split(NamedTuple):
     part: Part  # this process's part of the rows
     tokens: Tensor  # [t] int64 flat positions
     anchors: Tensor  # [tq] int64 flat positions
-
-
-Sessions = Sequence[LayerSession]
 
 
 class LayerDrafter(DecoderDrafter):
@@ -154,41 +141,16 @@ class LayerDrafter(DecoderDrafter):
         """[t, h] output of `read_out` -> [t, d]."""
         return self.head(read.to(self.head.weight.dtype))
 
-    def predict(
-        self,
-        sessions: Sessions,
-        sizes: Sequence[int],
-        reads: Tensor,
-        width: int | None,
-    ) -> list[Logits]:
-        """Logits of the children of each session's nodes.
+    def predict(self, reads: Tensor, width: int | None) -> Children:
+        """What the children of nodes are drafted from.
 
         Args:
-            sizes: nodes of each session. reads: [n, h] outputs of `read_out` at all nodes.
-            width: top tokens that are enough, if a kernel finds them and no tokens joined; None:
-                all are needed.
+            reads: [n, h] outputs of `read_out`. width: top tokens that are enough, if a kernel
+                finds them; None: all are needed.
         """
-        joined = any(session.text for session in sessions)  # needs all logits
-        head = None
-        if width is not None and self.packed and not joined:
-            head = DraftHead.of(self.head)
-
-        logits: Logits
-        if head is None or width is None:
-            logits = self.score(reads)  # [n, d]
-        else:
-            ids, log_probs, _ = head.top(reads, min(width, head.vocabulary))  # [n, width] each
-            logits = Likeliest(ids, log_probs)
-
-        each: list[Logits] = []
-        begin = 0
-        for session, size in zip(sessions, sizes, strict=True):
-            own = rows_of(logits, slice(begin, begin + size))
-            if session.text and isinstance(own, Tensor):
-                own = session.text.shape(own, reads[begin : begin + size])
-            each.append(own)
-            begin += size
-        return each
+        return Children(
+            top_or_all(self.head if self.packed else None, reads, width, self.score), reads
+        )
 
     def step(
         self,
@@ -443,256 +405,91 @@ class LayerDrafter(DecoderDrafter):
     def start(self, prompt_ids: Tensor, max_length: int) -> LayerSession:
         return LayerSession(self, self.cache_shape, max_length, self.open_text())
 
-    def read_static(
+    def advance(
         self,
-        ids: Tensor,
-        features: Tensor,
-        positions: Tensor,
-        context: SlotAttention,
-        ends: Tensor,
-    ) -> Tensor:
-        attends = context.layers(self.cache_shape.layers, self.cache_shape.window)
-        return self.step(self.fuse(features), self.embed(ids), positions, attends)[ends]
-
-    def draft_static(self, roots: Tensor, places: DraftPlaces) -> tuple[Logits, Ask]:
-        states = roots[:, None]  # [R, 1, h] of the nodes that were opened last
-
-        def ask(depth: int, tokens: Tensor, parents: Tensor) -> Logits:
-            nonlocal states
-            positions, context = places.open(depth, parents)
-            index = parents[:, :, None].expand(-1, -1, states.shape[2])
-            above = states.gather(1, index).flatten(0, 1)  # [R * m, h] states of the parents
-            attends = context.layers(self.cache_shape.layers, self.cache_shape.window)
-            embeds = self.embed(self.kept_ids[tokens.flatten()])  # [R * m, target h]
-            out = self.step(
-                above,
-                embeds,
-                positions,
-                attends,
-                None,
-                depth,
-            )  # [R * m, h]
-            states = out.unflatten(0, tokens.shape)
-            return self.logits(out).unflatten(0, tokens.shape)  # [R, m, d]
-
-        return self.logits(roots)[:, None], ask
-
-    @without_grad
-    def extend_all(self, sessions: Sessions, tokens: Tensors, features: Tensors) -> None:
-        """Reads the new tokens of all sessions in one step.
-
-        Only each last token needs an output, the root of the next tree.
-        """
-        steps = sessions[0].steps
-        if steps is not None and steps.read(sessions, tokens, features):
-            return
-        made = read_by_kernel(self, sessions, tokens, features)
-        if made is None:
-            made = self._read(sessions, tokens, features)
-        roots, reads = made  # [sessions, h] each
-        for row, (session, own) in enumerate(zip(sessions, tokens, strict=True)):
-            session.root = roots[row : row + 1]
-            session.read = reads[row : row + 1]
-            session.length += own.shape[0]
-            session.trim()
-            if session.text is not None:
-                session.text.read(own.tolist())
-
-    def _read(
-        self,
-        sessions: Sessions,
-        tokens: Tensors,
-        features: Tensors,
-    ) -> tuple[Tensor, Tensor]:
-        """Outputs of `step` and of `read_out` at each session's last token, [sessions, h]."""
-        layouts = layouts_of(sessions, tokens)
-        states = self.fuse(cat(features))  # [t, h]
-        embeds = self.embed(cat(tokens))  # [t, target h]
-        made = self.kernel_step(sessions, layouts, states, embeds)
-        if made is not None:
-            ends = last_of(layouts)
-            return made[0][ends], made[1][ends]
-        roots = self.packed_step(sessions, layouts, states, embeds, ends=True)
-        return roots, self.read_out(roots)
-
-    @without_grad
-    def propose_all(self, sessions: Sessions, specs: Specs, samplers: Samplers) -> list[TokenTree]:
-        """Drafts by one step per depth, over the nodes that any of the trees opens."""
-        steps = sessions[0].steps
-        if steps is not None:
-            static = steps.propose(sessions, specs, samplers)
-            if static is not None:
-                return static
-
-        # The head's input at each root; a static read leaves the root only.
-        each = []
-        for session in sessions:
-            read = session.read
-            if read is None:
-                read = self.read_out(session.root)
-            each.append(read)
-        reads = cat(each)  # [sessions, h]
-        grown = grow_by_kernel(self, sessions, specs, reads)
-        if grown is not None:
-            return grown
-
-        width = widest(specs)
-        first = self.predict(sessions, [1] * len(sessions), reads, width)
-        trees = []
-        for row, session in enumerate(sessions):
-            root = rows_of(first[row], 0)
-            tree = GrowingTree(
-                specs[row],
-                root,
-                session.ids,
-                samplers[row],
-                row=row,
-                states=session.root,
-            )
-            trees.append(tree)
-
-        def step(growing: list[GrowingTree], depth: int) -> Sequence[Logits]:
-            own = []
-            sizes = []
-            layouts = []
-            for tree in growing:
-                session = sessions[tree.row]
-                size = len(tree.parents)
-                # The root is the last committed token; nodes stand behind it in the order they
-                # were opened.
-                held = 1 + len(tree.opened) - size
-                own.append(session)
-                sizes.append(size)
-                layouts.append(TreeLayout(session.length - 1, tree.opened, held=held))
-            states = cat([tree.parent_states() for tree in growing])  # [n, h]
-            embeds = self.embed(cat([tree.target_ids for tree in growing]))  # [n, target h]
-
-            made = self.kernel_step(own, layouts, states, embeds, depth)
-            if made is None:
-                out = self.packed_step(own, layouts, states, embeds, depth)  # [n, h]
-                reads = self.read_out(out)
-            else:
-                out, reads = made
-            for tree, state in zip(growing, split(out, sizes), strict=True):
-                tree.states = state
-            return self.predict(own, sizes, reads, width)
-
-        return grow_trees(trees, step)
-
-    def packed_step(
-        self,
-        sessions: Sessions,
-        layouts: Layouts,
         states: Tensor,
         embeds: Tensor,
-        depth: int = 0,
-        ends: bool = False,
-    ) -> Tensor:
-        """`step` over the new tokens of all sessions.
+        at: Pass,
+        depth: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Outputs of `step` and `read_out` [n, h], by the CPU kernel where it applies.
 
-        Returns:
-            [n, h]; with `ends` [sessions, h], the outputs at each session's last token only.
+        Without it those of `at.queries` only, if there are any.
         """
-        sizes = [layout.count for layout in layouts]
-        places = []
-        for session, layout in zip(sessions, layouts, strict=True):
-            places.append(layout.positions()[0] + session.dropped)
-        positions = cat(places).to(states.device)  # [n] int64
-
-        top = layouts  # of the last layer; lower layers compute every token
-        queries = None
-        if ends:
-            top = [TreeLayout(layout.prefix_len + layout.count - 1, count=1) for layout in layouts]
-            queries = last_of(layouts).to(states.device)  # [sessions]
-
-        attends = []
-        for layer in range(self.cache_shape.layers):
-            seen = layouts
-            if layer == self.cache_shape.layers - 1:
-                seen = top
-            own = []
-            for session, layout in zip(sessions, seen, strict=True):
-                own.append(partial(session.attend, layer, layout))
-            attends.append(attend_packed(own, [layout.count for layout in seen], sizes))
-        return self.step(
+        if self.draft_steps:
+            made = at.run(self._step_at(depth), embeds, states)
+            if made is not None:
+                return made
+        out = self.step(
             states,
             embeds,
-            positions,
-            attends,
-            queries,
+            at.positions,
+            at.attends,
+            at.queries,
             depth,
         )
+        return out, self.read_out(out)
 
-    def kernel_step(
+    def read_committed(self, ids: Tensor, features: Tensor, at: Pass) -> Tensor:
+        """Roots [R, 2, h]: what the next depth reads, and the head's input."""
+        made = None
+        if self.draft_steps and self.embed_table is not None:
+            made = at.read(self.draft_steps[0], self.embed_table, ids, features)
+        if made is None:
+            out, reads = self.advance(self.fuse(features), self.embed(ids), at, 0)
+            made = (out, reads)
+            if len(out) > len(at.ends):
+                made = (out[at.ends], reads[at.ends])
+        return torch.stack(made, dim=1)
+
+    def draft(self, roots: Tensor, places: Places, width: int | None) -> tuple[Children, Ask]:
+        states, reads = roots.unbind(1)
+
+        def ask(nodes: Nodes) -> Children:
+            nonlocal states
+            above = nodes.parents_of(states)  # [n, h]
+            states, reads = self.advance(
+                above, self.embed(nodes.tokens), nodes.place(), nodes.depth
+            )
+            return self.predict(reads, width)
+
+        return self.predict(reads, width), ask
+
+    def grow_by_kernel(
         self,
-        sessions: Sessions,
-        layouts: Layouts,
-        states: Tensor,
-        embeds: Tensor,
-        depth: int = 0,
-    ) -> tuple[Tensor, Tensor] | None:
-        """`step` and `read_out` of all new tokens by the CPU kernel.
-
-        Returns:
-            [n, h] each; None where the kernel does not apply.
-        """
-        if not self.draft_steps or len(states) > SKINNY_ROWS:
+        sessions: Sequence[LayerSession],
+        specs: Specs,
+        roots: Tensor,
+    ) -> list[TokenTree] | None:
+        shape = tree_shape(specs)
+        table = self.embed_table
+        if shape is None or table is None or len(self.draft_steps) != 1 or shape.opens > OPENED:
             return None
-        # The kernel reads one plan and one pair of rotary tables, perhaps not for these sessions.
-        plan = plan_of(layouts)
-        if plan is None:
+        head = DraftHead.of(self.head)
+        lengths = [session.length for session in sessions]
+        if head is None or max(lengths) > LONGEST_PREFIX or any(each.text for each in sessions):
             return None
-        tables = tables_of(self.rotary, sessions, plan.positions)  # cos, sin [., 1, r]
+        tables = tables_of(sessions, max(lengths) - 1 + shape.depth)
         if tables is None:
             return None
-        stores = stores_of(sessions, plan.ends, states)
-        embeds = embeds.to(states.dtype).contiguous()
-        states = states.contiguous()
-        window = self.cache_shape.window
-        return self._step_at(depth).run(
-            embeds,
-            states,
+        ends = [length - 1 + shape.opens for length in lengths]  # slots of root and opened nodes
+        states, reads = roots.unbind(1)
+        made = self.draft_steps[0].trees(
+            head,
+            shape,
+            table,
+            self.kept_ids,
             tables,
-            stores,
-            plan,
-            window,
+            stores_of(sessions, ends, roots),
+            lengths,
+            self.cache_shape.window,
+            states.contiguous(),
+            reads.contiguous(),
         )
+        trees = []
+        for tokens, parents, scores in made:
+            trees.append(TokenTree(torch.from_numpy(tokens), parents, torch.from_numpy(scores)))
+        return trees
 
     def _step_at(self, depth: int) -> DraftStep:
         return self.draft_steps[min(depth, len(self.draft_steps) - 1)]
-
-
-def layouts_of(sessions: Sessions, tokens: Tensors) -> list[TreeLayout]:
-    """Layouts of committed tokens behind each session's cache."""
-    layouts = []
-    for session, new in zip(sessions, tokens, strict=True):
-        layouts.append(TreeLayout(session.length, count=len(new)))
-    return layouts
-
-
-def last_of(layouts: Layouts) -> Tensor:
-    """[sessions] int64, index of each session's last token among the packed ones."""
-    ends = accumulate(layout.count for layout in layouts)
-    return torch.tensor([end - 1 for end in ends])
-
-
-def split(packed: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-    """Unpacks what `cat` packed; no call for a single session."""
-    if len(sizes) == 1:
-        return [packed]
-    return packed.split(sizes)
-
-
-def attend_packed(attends: Sequence[Attend], queries: Sequence[int], keys: Sequence[int]) -> Attend:
-    """Attention of packed tokens, each session's by its own function.
-
-    queries, keys: numbers of them per session.
-    """
-
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        each = split(query, queries)
-        new_keys = split(key, keys)
-        values = split(value, keys)
-        return cat([own(each[i], new_keys[i], values[i]) for i, own in enumerate(attends)])
-
-    return attend

@@ -42,6 +42,7 @@ class MarkovBlock(BlockDrafter):
     """
 
     config: MarkovConfig
+    corrected = True
 
     def __init__(self, config: MarkovConfig):
         super().__init__(config)

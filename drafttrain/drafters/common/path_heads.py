@@ -15,30 +15,20 @@ own state in every round.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
 
-from drafttrain.batch import Batch, StepOutput, TokenTree, anchors_by_depth, sums_by_depth
-from drafttrain.drafters.base import JointSession, Samplers, Source, Specs, StepInputs, Tensors
+from drafttrain.batch import Batch, StepOutput, anchors_by_depth, sums_by_depth
+from drafttrain.drafters.base import Source, StepInputs
+from drafttrain.drafters.common.rows import Ask, Children, Nodes, Pass, Places, top_or_all
 from drafttrain.drafters.common.starts import LeastSquares, head_rows
-from drafttrain.drafters.common.static_draft import DraftPlaces, SlotAttention
-from drafttrain.drafters.common.tensor_growth import Ask
 from drafttrain.drafters.common.trainable import TrainableDrafter
-from drafttrain.drafters.common.tree_growth import (
-    GrowingTree,
-    Likeliest,
-    Logits,
-    grow_trees,
-    rows_of,
-    widest,
-)
+from drafttrain.drafters.common.tree_growth import Logits
 from drafttrain.drafters.common.tree_spec import paths_text
 from drafttrain.losses import SharedHead, linear_divergence
-from drafttrain.ops.cpu_draft import DraftHead
-from drafttrain.ops.packing import without_grad
 from drafttrain.target import Target
 from drafttrain.target.attention import LAST
 
@@ -102,13 +92,12 @@ class PathHeads(TrainableDrafter):
 
     def predict(self, state: Tensor, depth: int, width: int | None) -> Logits:
         """`logits`, or their `width` top tokens where a kernel finds them; None: all are needed."""
-        head = None
-        if width is not None:
-            head = DraftHead.of(self.head(depth))
-        if head is None or width is None:
-            return self.logits(state, depth)
-        ids, log_probs, _ = head.top(self.read(state, depth), min(width, head.vocabulary))
-        return Likeliest(ids, log_probs)
+        return top_or_all(
+            self.head(depth),
+            self.read(state, depth),
+            width,
+            self.head(depth),
+        )
 
     # -- training half -----------------------------------------------------------------------------
 
@@ -202,100 +191,22 @@ class PathHeads(TrainableDrafter):
 
     # -- proposal half -----------------------------------------------------------------------------
 
-    def start(self, prompt_ids: Tensor, max_length: int) -> PathSession:
-        return PathSession(self)
+    def read_committed(self, ids: Tensor, features: Tensor, at: Pass) -> Tensor:
+        """Roots [R, w], the states of the last tokens; no other is kept."""
+        return self.enter(features[at.ends], ids[at.ends])
 
-    def read_static(
-        self,
-        ids: Tensor,
-        features: Tensor,
-        positions: Tensor,
-        context: SlotAttention,
-        ends: Tensor,
-    ) -> Tensor:
-        return self.enter(features[ends], ids[ends])
+    def draft(self, roots: Tensor, places: Places, width: int | None) -> tuple[Children, Ask]:
+        states = roots  # [n, w] of the nodes that were opened last
 
-    def draft_static(self, roots: Tensor, places: DraftPlaces) -> tuple[Logits, Ask]:
-        states = roots[:, None]  # [R, 1, w] of the nodes that were opened last
-
-        def ask(depth: int, tokens: Tensor, parents: Tensor) -> Logits:
+        def ask(nodes: Nodes) -> Children:
             nonlocal states
+            depth = nodes.depth
             if self.independent:  # one row for all nodes of a depth
-                return self.logits(roots, depth)[:, None]
-            index = parents[:, :, None].expand(-1, -1, states.shape[2])
-            above = states.gather(1, index).flatten(0, 1)  # [R * m, w] states of the parents
-            state = self.advance(above, self.kept_ids[tokens.flatten()], depth)
-            states = state.unflatten(0, tokens.shape)
-            return self.logits(state, depth).unflatten(0, tokens.shape)  # [R, m, d]
+                return Children(self.predict(roots, depth, width), shared=True)
+            states = self.advance(nodes.parents_of(states), nodes.tokens, depth)
+            return Children(self.predict(states, depth, width))
 
-        return self.logits(roots, 0)[:, None], ask
-
-    @without_grad
-    def extend_all(
-        self,
-        sessions: Sequence[PathSession],
-        tokens: Tensors,
-        features: Tensors,
-    ) -> None:
-        """Computes the state of each session's last committed token; no other is kept."""
-        steps = sessions[0].steps
-        if steps is not None and steps.read(sessions, tokens, features):
-            return
-        hidden = torch.cat([states[-1:] for states in features])  # [sessions, h]
-        last = torch.cat([new[-1:] for new in tokens])  # [sessions] int64
-        for session, state in zip(sessions, self.enter(hidden, last).split(1), strict=True):
-            session.root = state
-
-    @without_grad
-    def propose_all(
-        self,
-        sessions: Sequence[PathSession],
-        specs: Specs,
-        samplers: Samplers,
-    ) -> list[TokenTree]:
-        """Drafts by one step per depth, over the nodes that any of the trees opens."""
-        steps = sessions[0].steps
-        if steps is not None:
-            static = steps.propose(sessions, specs, samplers)
-            if static is not None:
-                return static
-
-        width = widest(specs)
-        roots = torch.cat([session.root for session in sessions])  # [sessions, w]
-        first = self.predict(roots, 0, width)  # [sessions, d], or top tokens
-        trees = []
-        for row, session in enumerate(sessions):
-            tree = GrowingTree(
-                specs[row],
-                rows_of(first, row),
-                self.kept_ids,
-                samplers[row],
-                self.depths,
-                row,
-                session.root,
-            )
-            trees.append(tree)
-
-        def step(growing: list[GrowingTree], depth: int) -> Sequence[Logits]:
-            if self.independent:  # one row for all nodes of a depth
-                sizes = [1] * len(growing)
-                states = torch.cat([tree.states for tree in growing])  # [trees, w]
-            else:
-                sizes = [len(tree.parents) for tree in growing]
-                above = torch.cat([tree.parent_states() for tree in growing])  # [n, w]
-                tokens = torch.cat([tree.target_ids for tree in growing])  # [n]
-                states = self.advance(above, tokens, depth)
-                for tree, own in zip(growing, states.split(sizes), strict=True):
-                    tree.states = own
-            logits = self.predict(states, depth, width)
-            each = []
-            begin = 0
-            for size in sizes:
-                each.append(rows_of(logits, slice(begin, begin + size)))
-                begin += size
-            return each
-
-        return grow_trees(trees, step)
+        return Children(self.predict(roots, 0, width)), ask
 
     # -- default tree ------------------------------------------------------------------------------
 
@@ -343,14 +254,3 @@ def likeliest_paths(shares: Tensor, nodes: int) -> list[tuple[int, ...]]:
         level = heapq.nlargest(nodes, below, key=itemgetter(0))
         found += level
     return [path for _, path in heapq.nlargest(nodes, found, key=itemgetter(0))]
-
-
-class PathSession(JointSession):
-    """One sequence being drafted.
-
-    Attributes:
-        root: [1, w] state at the last committed token, from the first `extend` on.
-    """
-
-    def __init__(self, drafter: PathHeads):
-        self.drafter = drafter

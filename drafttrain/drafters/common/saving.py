@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -33,8 +33,10 @@ class NamedDrafter:
     Attributes:
         kind: the kind's name. name: the one that it was loaded by. fresh: it was loaded without a
             target, and `generate` is to prepare it for one.
+        load_named: `registry.load_unbound`, which the registry sets when it is imported.
     """
 
+    load_named: ClassVar[Callable[..., Any]]
     kind: str = ""
     name: str = ""
     fresh: bool = False
@@ -75,9 +77,7 @@ class NamedDrafter:
         # torch_dtype is the option's former name in transformers.
         dtype = others.pop("torch_dtype", dtype)  # type: ignore[assignment]
         refuse_options("Drafter.from_pretrained", others, ("dtype", "device", "revision"))
-        # The registry imports this module.
-        registry: Any = importlib.import_module("drafttrain.drafters.registry")
-        drafter = registry.load_unbound(str(name), dtype, device, revision)
+        drafter = cls.load_named(str(name), dtype, device, revision)
         if not isinstance(drafter, cls):
             raise UserError(
                 f"{str(name)!r} is of kind {drafter.kind!r}, not {cls.kind!r}; use Drafter.from_pretrained"
@@ -116,6 +116,7 @@ class SavedWeights(PreTrainedModel if TYPE_CHECKING else object):  # type: ignor
     """
 
     kind: str
+    name: str
     fresh: bool
     as_saved: Path | dict[str, Tensor] | None = None
 
@@ -202,3 +203,33 @@ class SavedWeights(PreTrainedModel if TYPE_CHECKING else object):  # type: ignor
             other.load_state_dict(self.as_saved, assign=True)
         other.config = self.config
         return other
+
+    # -- copies ------------------------------------------------------------------------------------
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For copies and pickles: packed for decoding, the drafter as it was before.
+
+        `generate` prepares the copy again.
+        """
+        if self.as_saved is None:
+            return super().__reduce_ex__(protocol)
+        return self._fresh_copy().__reduce_ex__(protocol)
+
+    def _fresh_copy(self) -> Self:
+        other = self._unpacked().eval()
+        other.name = self.name
+        other.fresh = True
+        return other
+
+    def load_state_dict(self, *args: Any, **options: Any) -> Any:
+        """As torch's.
+
+        Raises:
+            UserError: the weights were rounded or packed for decoding.
+        """
+        if self.as_saved is not None:
+            raise UserError(
+                f"this drafter ({self.kind}) is packed for decoding, so load_state_dict cannot replace its weights; load them "
+                "into copy.deepcopy(drafter), which is unpacked, and let `generate` prepare that"
+            )
+        return super().load_state_dict(*args, **options)

@@ -6,7 +6,7 @@
 The launches of a depth take a GPU longer than its work, and a tree that the host chooses waits for
 the device at every depth. `DraftSteps` holds the steps of a drafter and the cache that its sessions
 share. A session's buffers are views of its row there, so prompts, and what no step serves, take the
-dynamic passes (`extend_all`, `propose_all`).
+passes of rows.py.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 
 from drafttrain.batch import Attend, Proposal, TokenTree
-from drafttrain.drafters.common.tensor_growth import Ask, Grown, TensorGrowth
-from drafttrain.drafters.common.tree_growth import Logits
+from drafttrain.drafters.common.layers import CacheShape
+from drafttrain.drafters.common.rows import Ask, Children, Nodes, Pass, Places
+from drafttrain.drafters.common.tensor_growth import Grown, TensorGrowth
+from drafttrain.drafters.common.tree_growth import Likeliest, Logits
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.ops.graphs import (
     BUCKETS,
@@ -63,14 +65,7 @@ class SlotAttention:
         keys, values = self.cache.by_row(layer)
         return packed_tree_attention(query, keys, values, self.plan, **form).transpose(1, 2)
 
-    def layers(self, count: int, window: int) -> list[Attend]:
-        """The same for a drafter's layers, whose tokens are flat.
-
-        window: positions that a token sees, 0 for all.
-        """
-        return [partial(self._attend_flat, layer, window) for layer in range(count)]
-
-    def _attend_flat(
+    def attend_flat(
         self,
         layer: int,
         window: int,
@@ -78,7 +73,11 @@ class SlotAttention:
         key: Tensor,
         value: Tensor,
     ) -> Tensor:
-        """query [n, heads, e], key and value [n, kv_heads, e] -> [n, heads * e]."""
+        """The same for a drafter's layers, whose tokens are flat.
+
+        window: positions that a token sees, 0 for all.
+        query [n, heads, e], key and value [n, kv_heads, e] -> [n, heads * e].
+        """
         out = self.attend(
             layer,
             query.transpose(0, 1)[None],
@@ -92,13 +91,55 @@ class SlotAttention:
         return out[0].flatten(1)
 
 
-class DraftPlaces:
+class StaticPass(Pass):
+    """A pass over slots of the cache that static steps share; see `Pass`.
+
+    Args:
+        contexts: attention of the tokens that each layer computes. window: positions that a token
+            sees, 0 for all.
+    """
+
+    contexts: Sequence[SlotAttention]
+
+    def __init__(
+        self,
+        positions: Tensor,
+        contexts: Sequence[SlotAttention],
+        window: int,
+        ends: Tensor,
+    ):
+        self.positions = positions
+        self.contexts = contexts
+        self.window = window
+        self.ends = ends
+
+    @property
+    def attends(self) -> list[Attend]:  # type: ignore[override]
+        attends: list[Attend] = []
+        for layer, context in enumerate(self.contexts):
+            attends.append(partial(context.attend_flat, layer, self.window))
+        return attends
+
+    def store(
+        self,
+        layer: int,
+        key: Tensor,
+        value: Tensor,
+    ) -> None:
+        context = self.contexts[layer]
+        key = key.transpose(0, 1)[None]
+        value = value.transpose(0, 1)[None]
+        context.cache.store(layer, context.slots, key, value)
+
+
+class StaticPlaces:
     """Places of a round's drafted tokens behind the committed ones, computed on the device.
 
     Args:
         cache: of the sessions. rows: [R] int64 each sequence's. held: [R] int64 its committed
             tokens whose keys are in place.
         growth: of the trees that grow behind the last committed token, their root.
+        shape: of the drafter's cache.
 
     Attributes:
         depth: of the deepest node.
@@ -110,8 +151,10 @@ class DraftPlaces:
         rows: Tensor,
         held: Tensor,
         growth: TensorGrowth,
+        shape: CacheShape,
     ):
         self.cache = cache
+        self.shape = shape
         self.rows = rows
         self.held = held
         self.depth = growth.depth
@@ -129,14 +172,10 @@ class DraftPlaces:
         self._ancestors = torch.zeros(count, most, words, dtype=torch.int32, device=rows.device)
         self._ancestors[:, 0, 0].fill_(1)
 
-    def open(self, depth: int, parents: Tensor) -> tuple[Tensor, SlotAttention]:
-        """Opens a depth's nodes.
+    def open(self, depth: int, parents: Tensor) -> StaticPass:
+        """The pass over a depth's nodes.
 
-        Args:
-            parents: [R, m] int64, counted among the nodes that were opened before.
-
-        Returns:
-            Positions [R * m], and the nodes' attention.
+        parents: [R, m] int64, counted among the nodes that were opened before.
         """
         m = parents.shape[1]
         begin = self._next
@@ -155,7 +194,7 @@ class DraftPlaces:
         return self._attention(
             self.held - 1,
             own,
-            m,
+            [m] * max(1, self.shape.layers),
             self._positions,
             self._ancestors,
             self.chain,
@@ -164,25 +203,20 @@ class DraftPlaces:
     def behind(
         self,
         count: int,
-        queries: int,
+        computed: Sequence[int] | None = None,
         mutual: bool = False,
-    ) -> tuple[Tensor, SlotAttention]:
-        """Opens `count` tokens in a row behind the committed ones.
-
-        Args:
-            mutual: the tokens see each other in both directions.
-
-        Returns:
-            Positions [R * count], and the attention of each sequence's last `queries` tokens.
-        """
+    ) -> StaticPass:
+        """See `Places.behind`."""
         own = torch.arange(count, device=self.rows.device)
         positions = (self.held[:, None] + own).to(torch.int32)  # [R, count]
         shape = (len(positions), count, -(-count // _WORD))
         every = torch.full(shape, -1, dtype=torch.int32, device=own.device)  # all bits are set
+        if computed is None:
+            computed = [count] * self.shape.layers
         return self._attention(
             self.held,
             own,
-            queries,
+            computed,
             positions,
             every,
             not mutual,
@@ -192,33 +226,37 @@ class DraftPlaces:
         self,
         prefix: Tensor,
         own: Tensor,
-        queries: int,
+        computed: Sequence[int],
         positions: Tensor,
         ancestors: Tensor,
         chain: bool,
-    ) -> tuple[Tensor, SlotAttention]:
-        """Positions and attention of tokens `own` [n] of each tree, behind `prefix` [R] slots.
+    ) -> StaticPass:
+        """The pass over tokens `own` [n] of each tree, behind `prefix` [R] slots.
 
-        The last `queries` of them attend.
+        computed: how many last ones attend in each layer.
         """
         rows = len(self.rows)
         slots = (self.rows * self.cache.capacity + prefix)[:, None] + own  # [R, n]
         each = torch.arange(rows + 1, dtype=torch.int32, device=own.device)
         begin = self._level if positions is self._positions else 0
-        plan = PackedPlan(
-            rows=self.rows.to(torch.int32),
-            offsets=each * queries,
-            prefix_lens=prefix.to(torch.int32),
-            chains=torch.full_like(each[:-1], int(chain)),
-            helds=torch.full_like(each[:-1], begin + len(own) - queries),
-            places=each[:-1] * positions.shape[1],
-            positions=positions.flatten(),
-            ancestors=ancestors.flatten(0, 1),
-            max_new=queries,
-            queries=rows * queries,
-        )
+        contexts: dict[int, SlotAttention] = {}  # by the number that attends
+        for queries in set(computed):
+            plan = PackedPlan(
+                rows=self.rows.to(torch.int32),
+                offsets=each * queries,
+                prefix_lens=prefix.to(torch.int32),
+                chains=torch.full_like(each[:-1], int(chain)),
+                helds=torch.full_like(each[:-1], begin + len(own) - queries),
+                places=each[:-1] * positions.shape[1],
+                positions=positions.flatten(),
+                ancestors=ancestors.flatten(0, 1),
+                max_new=queries,
+                queries=rows * queries,
+            )
+            contexts[queries] = SlotAttention(self.cache, slots.flatten(), plan)
         at = positions[:, begin : begin + len(own)].flatten().long()
-        return at, SlotAttention(self.cache, slots.flatten(), plan)
+        ends = each[1:].long() * len(own) - 1
+        return StaticPass(at, [contexts[count] for count in computed], self.shape.window, ends)
 
 
 class StaticDrafter(Protocol):
@@ -227,17 +265,11 @@ class StaticDrafter(Protocol):
     kind: str
     kept_ids: Tensor
     static_depth: int | None
+    cache_shape: CacheShape
 
     def static_layers(self) -> dict[int, tuple[Tensor, Tensor]]: ...
-    def read_static(
-        self,
-        ids: Tensor,
-        features: Tensor,
-        positions: Tensor,
-        context: SlotAttention,
-        ends: Tensor,
-    ) -> Tensor: ...
-    def draft_static(self, roots: Tensor, places: DraftPlaces) -> tuple[Logits, Ask]: ...
+    def read_committed(self, ids: Tensor, features: Tensor, at: Pass) -> Tensor: ...
+    def draft(self, roots: Tensor, places: Places, width: int | None) -> tuple[Children, Ask]: ...
 
 
 class PlacedSession(Protocol):
@@ -286,16 +318,17 @@ class ReadStep:
 
     @torch.no_grad()
     def forward(self) -> None:
+        drafter = self.steps.drafter
         places = self.places
         context = SlotAttention(self.steps.cache, places.slots, places.plan)
-        positions = places.plan.positions.long()
-        roots = self.steps.drafter.read_static(
-            self.ids,
-            self.features,
-            positions,
-            context,
+        layers = max(1, drafter.cache_shape.layers)
+        at = StaticPass(
+            places.plan.positions.long(),
+            [context] * layers,
+            drafter.cache_shape.window,
             self.ends,
         )
+        roots = drafter.read_committed(self.ids, self.features, at)
         self.steps.roots.index_copy_(0, self.rows, roots.to(self.steps.roots.dtype))
 
 
@@ -343,10 +376,36 @@ class GrowStep:
     @torch.no_grad()
     def forward(self) -> Grown:
         steps = self.steps
-        places = DraftPlaces(steps.cache, self.rows, self.held, self.growth)
-        first, ask = steps.drafter.draft_static(steps.roots[self.rows], places)
-        grown = self.growth.grow(first, ask, self.params, self.uniforms)
-        return grown._replace(tokens=steps.drafter.kept_ids[grown.tokens])
+        drafter = steps.drafter
+        places = StaticPlaces(steps.cache, self.rows, self.held, self.growth, drafter.cache_shape)
+        first, ask = drafter.draft(steps.roots[self.rows], places, None)
+        count = len(self.rows)
+        trees = torch.arange(count, device=self.rows.device)[:, None]  # [R, 1]
+        before = 1  # nodes of a tree that were opened last
+
+        def below(depth: int, tokens: Tensor, parents: Tensor) -> Logits:
+            nonlocal before
+            above = trees * before + parents  # [R, m]
+            before = tokens.shape[1]
+            nodes = Nodes(
+                depth,
+                tokens=drafter.kept_ids[tokens.flatten()],
+                rows=trees.expand_as(tokens).flatten(),
+                above=above.flatten(),
+                place=partial(places.open, depth, parents),
+            )
+            return _by_tree(ask(nodes).logits, count)
+
+        grown = self.growth.grow(_by_tree(first.logits, count), below, self.params, self.uniforms)
+        return grown._replace(tokens=drafter.kept_ids[grown.tokens])
+
+
+def _by_tree(logits: Logits, trees: int) -> Logits:
+    """Logits [R * m, d] of the nodes of R trees -> [R, m, d], and confidences likewise."""
+    assert not isinstance(logits, Likeliest), "all logits were asked for"
+    if isinstance(logits, tuple):
+        return logits[0].unflatten(0, (trees, -1)), logits[1].unflatten(0, (trees, -1))
+    return logits.unflatten(0, (trees, -1))
 
 
 class DraftSteps:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,14 +11,21 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from drafttrain.batch import TokenTree
 from drafttrain.config import neighbours
-from drafttrain.drafters.base import NEW, Drafter, KeepTokens
+from drafttrain.drafters.base import (
+    NEW,
+    Drafter,
+    KeepTokens,
+    Session,
+    Specs,
+)
+from drafttrain.drafters.common import rows
 from drafttrain.drafters.common.context_tokens import ContextTokens, ContextVocabulary
 from drafttrain.drafters.common.layers import CacheShape, DraftLayer, Rotary
+from drafttrain.drafters.common.rows import Ask, Children, HostPass, JointSession, Pass, Places
 from drafttrain.drafters.common.saving import NamedDrafter, SavedWeights
-from drafttrain.drafters.common.static_draft import DraftPlaces, DraftSteps, SlotAttention
-from drafttrain.drafters.common.tensor_growth import Ask
-from drafttrain.drafters.common.tree_growth import Logits
+from drafttrain.drafters.common.static_draft import DraftSteps
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import drafter_folder, kind_of
 from drafttrain.errors import UserError
@@ -56,8 +63,9 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
 
     Attributes:
         kept_ids: [d] int64, the target id of each drafter id.
-        static: the kind implements `read_static` and `draft_static`. static_depth: its deepest
-            node; None for any.
+        static: rounds may be captured in CUDA graphs. static_depth: the deepest node that the kind
+            predicts; None for any.
+        cache_shape: of a session's keys and values. host_pass: the pass over sessions' own caches.
         embed: the target's embedding, ids [...] -> [..., h]; attached by `bind` as a plain
             function, so that it is neither trained, saved nor sharded with the drafter.
         embed_table: its rows [v, h], if the embedding does nothing else and a kernel reads them.
@@ -72,6 +80,8 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
     embed: Callable[[Tensor], Tensor]
     embed_table: Tensor | None = None
     static = False
+    host_pass: type[HostPass] = HostPass
+    cache_shape = CacheShape(0, 0, 0)
     static_depth: int | None = None
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -306,37 +316,48 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
 
     def static_layers(self) -> dict[int, tuple[Tensor, Tensor]]:
         """Empty keys and values [1, kv_heads, 0, e] of each layer with a cache."""
-        return {}
+        shape = self.cache_shape
+        empty = next(self.parameters()).new_empty(1, shape.kv_heads, 0, shape.head_dim)
+        return dict.fromkeys(range(shape.layers), (empty, empty))
 
-    def read_static(
-        self,
-        ids: Tensor,
-        features: Tensor,
-        positions: Tensor,
-        context: SlotAttention,
-        ends: Tensor,
-    ) -> Tensor:
-        """`extend_all` as a function of buffers, without waiting for the device.
+    # -- drafting ----------------------------------------------------------------------------------
+
+    # A kind writes both below once; they run on the host's caches and in captured steps, where they
+    # may not wait for the device. See common/rows.py.
+
+    def read_committed(self, ids: Tensor, features: Tensor, at: Pass) -> Tensor:
+        """Reads committed tokens of all sequences.
 
         Args:
-            ids: [n] int64, committed tokens; features: [n, f*h] of the tokens before them;
-                positions: [n] int64 among the keys.
-            context: stores their keys and attends. ends: [R] int64, each sequence's last token
-                among the n.
+            ids: [n] int64. features: [n, f*h] of the tokens before them. at: the tokens' pass.
 
         Returns:
-            [R, ...], the sequences' roots, which `JointSession.root` and `draft_static` read.
+            [R, ...], the sequences' roots: what `draft` reads of each one's last token.
         """
-        raise NotImplementedError(f"{type(self).__name__}.read_static")
+        raise NotImplementedError(f"{type(self).__name__}.read_committed")
 
-    def draft_static(self, roots: Tensor, places: DraftPlaces) -> tuple[Logits, Ask]:
-        """`propose_all` as a function of buffers: what a tree needs to grow below roots [R, ...].
+    def draft(self, roots: Tensor, places: Places, width: int | None) -> tuple[Children, Ask]:
+        """Drafts below roots [R, ...].
+
+        Args:
+            width: top tokens of a node that are enough; None: all logits are needed.
 
         Returns:
-            Logits [R, 1, d] of the roots' children, perhaps with confidences; and the function
-            that computes those of deeper nodes.
+            The roots' children, and the function that computes those of deeper nodes.
         """
-        raise NotImplementedError(f"{type(self).__name__}.draft_static")
+        raise NotImplementedError(f"{type(self).__name__}.draft")
+
+    def grow_by_kernel(
+        self, sessions: Sequence[Any], specs: Specs, roots: Tensor
+    ) -> list[TokenTree] | None:
+        """Greedy trees below roots [R, ...] by one C call; None where it does not apply."""
+        return None
+
+    def start(self, prompt_ids: Tensor, max_length: int) -> Session:
+        return JointSession(self)
+
+    extend_all = rows.extend
+    propose_all = rows.propose
 
 
 class DecoderDrafter(TrainableDrafter):
@@ -386,11 +407,6 @@ class DecoderDrafter(TrainableDrafter):
     @property
     def decoder_layers(self) -> list[DraftLayer]:
         return list(self.layers)  # type: ignore[arg-type]
-
-    def static_layers(self) -> dict[int, tuple[Tensor, Tensor]]:
-        shape = self.cache_shape
-        empty = next(self.parameters()).new_empty(1, shape.kv_heads, 0, shape.head_dim)
-        return dict.fromkeys(range(shape.layers), (empty, empty))
 
     def pack(self) -> None:
         """Packs layers for the CPU kernels (float32), then linear layers and norms."""

@@ -1,4 +1,4 @@
-"""Growth of token trees, by steps of a drafter or from guessed continuations.
+"""Growth of token trees by steps of a drafter.
 
 Fixed shapes open every node that has children. Dynamic trees (EAGLE-2, arXiv 2406.16858) open the
 `top_k` likeliest paths of each depth and keep the `budget` likeliest nodes at the end. The
@@ -16,10 +16,7 @@ q alone.
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,7 +24,6 @@ from torch import Tensor
 
 from drafttrain.batch import Proposal, TokenTree
 from drafttrain.drafters.common.tree_spec import TreeSpec, ranks_below
-from drafttrain.ops.cpu_draft import TreeShape
 from drafttrain.ops.sampling import Sampler, draw_distinct, probabilities, top_log_probs
 
 
@@ -41,8 +37,6 @@ class Likeliest(NamedTuple):
 # Logits [m, d] of m nodes' children, or [1, d] for all of them; perhaps with confidences [m]. Or
 # their top tokens.
 Logits = Tensor | tuple[Tensor, Tensor] | Likeliest
-# Guessed paths less likely than this are dropped: no budget reaches them.
-_FLOOR = 0.01
 
 
 class GrowingTree:
@@ -58,16 +52,13 @@ class GrowingTree:
             target's temperature, top-k, top-p and min-p; it ignores the repetition penalty, which
             costs acceptance only.
         max_depth: the deepest node that the drafter can predict; None for any.
-        row: the sequence's index, for the caller. states: [1, w] the root's state, if the drafter
-            has one.
+        row: the sequence's index, for the caller.
 
     Attributes:
         done: no node is left to open.
         tokens: [m] int64 drafter ids of the nodes to open. parents: their parents among all opened
             nodes, -1 for the root.
         opened: parents of all nodes opened so far, `parents` included.
-        states: [m, w] states of the nodes that were opened last, which the caller sets; the root's
-            at first.
     """
 
     def __init__(
@@ -78,17 +69,12 @@ class GrowingTree:
         sampler: Sampler | None = None,
         max_depth: int | None = None,
         row: int = 0,
-        states: Tensor | None = None,
     ):
         assert sampler is not None or not spec.sampled, "sampled trees need a sampler"
         self.spec = spec
         self.kept_ids = kept_ids
         self.sampler = sampler if spec.sampled else None
         self.row = row
-        if states is None:
-            self.states = torch.empty(0)
-        else:
-            self.states = states
         first = root[0] if isinstance(root, tuple) else root
         self.device = first.device
         self.done = False
@@ -141,12 +127,10 @@ class GrowingTree:
             return self.tokens
         return self.kept_ids[self.tokens]
 
-    def parent_states(self) -> Tensor:
-        """[m, w] states of the parents of the nodes to open; those were all opened last."""
-        rows = [parent - self._above for parent in self.parents]
-        if rows == list(range(self.states.shape[0])):
-            return self.states
-        return self.states[torch.tensor(rows, device=self.states.device)]
+    @property
+    def above(self) -> list[int]:
+        """[m] the parents of the nodes to open, counted among the nodes that were opened last."""
+        return [parent - self._above for parent in self.parents]
 
     def finish(self) -> TokenTree:
         """The tree, in target ids."""
@@ -267,24 +251,6 @@ def widest(specs: Sequence[TreeSpec]) -> int | None:
     return width
 
 
-def tree_shape(specs: Sequence[TreeSpec]) -> TreeShape | None:
-    """The greedy tree that a kernel grows for all of these specs.
-
-    None if they differ, draw tokens, or have paths of ranks.
-    """
-    if all(other == specs[0] for other in specs[1:]):
-        return _shape_of(specs[0])
-    return None
-
-
-@cache
-def _shape_of(spec: TreeSpec) -> TreeShape | None:
-    if spec.sampled or spec.shape not in ("chain", "fanout", "dynamic"):
-        return None
-    fanout = () if spec.shape == "dynamic" else spec.fanout
-    return TreeShape(spec.depth, spec.top_k, spec.budget, fanout, spec.floor)
-
-
 def grow_trees(
     trees: Sequence[GrowingTree], step: Callable[[list[GrowingTree], int], Sequence[Logits]]
 ) -> list[TokenTree]:
@@ -302,52 +268,3 @@ def grow_trees(
             tree.grow(logits)
         growing = [tree for tree in growing if not tree.done]
     return [tree.finish() for tree in trees]
-
-
-def match_tree(
-    spec: TreeSpec,
-    guesses: Iterable[tuple[Iterable[int], Callable[[int], float]]],
-    device: torch.device,
-) -> TokenTree:
-    """The likeliest nodes of the union of guessed continuations, for kinds without weights.
-
-    A chain follows the first guess only. Trees branch where guesses differ: at most the spec's
-    children per node, and its nodes in all.
-
-    Args:
-        guesses: best first: tokens that may follow, possibly endless, and the probability that the
-            token at a step (from 0) is right if all before it are. Later guesses share the
-            probability that a node's first children leave.
-    """
-    if spec.shape == "none":
-        return TokenTree.empty(device)
-    if spec.shape == "dynamic":
-        widths = (spec.top_k,) * spec.depth
-    else:
-        widths = spec.fanout
-    tokens: list[int] = []
-    parents: list[int] = []
-    scores: list[float] = []
-    children: defaultdict[int, dict[int, int]] = defaultdict(dict)
-    left: defaultdict[int, float] = defaultdict(lambda: 1.0)  # share that children leave, per node
-    for continuation, chance in guesses:
-        node = -1
-        above = 1.0
-        for step, (width, token) in enumerate(zip(widths, continuation, strict=False)):
-            below = children[node]
-            if token not in below:
-                share = left[node] * chance(step)
-                if len(below) == width or above * share < max(_FLOOR, spec.stop):
-                    break
-                left[node] -= share
-                below[token] = len(tokens)
-                tokens.append(token)
-                parents.append(node)
-                scores.append(above * share)
-            node = below[token]
-            above = scores[node]
-        if spec.shape == "chain":
-            break
-    if not tokens:
-        return TokenTree.empty(device)
-    return TokenTree.likeliest(spec.budget, tokens, parents, [math.log(p) for p in scores], device)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from drafttrain.batch import TokenTree
-from drafttrain.drafters.base import JointSession
+from drafttrain.drafters.common.rows import Children, HostPass, JointSession
 from drafttrain.drafters.common.static_draft import DraftSteps
+from drafttrain.drafters.common.tree_growth import GrowingTree
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.draft_model.vocabularies import CommittedText, VocabularyPair
 from drafttrain.ops.tree_attention import TreeLayout
@@ -37,6 +39,29 @@ class SeparateCaches:
         return torch.cat(outs, dim=1)
 
 
+class CachePass(HostPass):
+    """A pass over the caches of draft models' sessions."""
+
+    def __init__(
+        self,
+        sessions: Sequence[DraftModelSession],
+        layouts: Sequence[TreeLayout],
+        computed: Sequence[int] | None = None,
+    ):
+        super().__init__(sessions, layouts, computed)
+        caches = []
+        for session, layout in zip(sessions, layouts, strict=True):
+            end = layout.prefix_len + layout.held + layout.count
+            if end > session.cache.capacity:
+                session.cache.reserve(end + _TREE_SLOTS)
+            session.cache.open([(0, layout)])
+            caches.append(session.cache)
+        context: TreeCache | SeparateCaches = caches[0]
+        if len(caches) > 1:
+            context = SeparateCaches(caches, self.sizes)
+        self.contexts = [context]
+
+
 class DraftModelSession(JointSession):
     """One sequence being drafted.
 
@@ -51,12 +76,19 @@ class DraftModelSession(JointSession):
     """
 
     def __init__(self, drafter: Any, prompt_ids: Tensor, max_length: int):
-        self.drafter = drafter
+        super().__init__(drafter)
         self.cache = TreeCache(max_length + _TREE_SLOTS)
         self.unread = prompt_ids[:1]  # no extend() contains the prompt's first token
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.full = False
+        self.rooted = 0  # 1 once the root, whose keys stand behind the committed ones, is read
+        # Columns of the model's logits that a tree is drafted from.
+        self.columns: slice | Tensor = slice(None)
+
+    @property
+    def length(self) -> int:  # type: ignore[override]
+        return self.cache.lengths[0] + self.rooted
 
     @property
     def held(self) -> int:
@@ -94,15 +126,19 @@ class DraftModelSession(JointSession):
             self.cache.commit([kept])
             new = new[len(kept) - 1 :]
         self.forget()
+        self.rooted = 0
         new = torch.cat((self.unread, new))
         self.unread = new[:0]
         self.full = not self.reaches(len(new) - 1)
         if self.full:
             self.root = None
             return new[:0]
-        self.cache.reserve(self.cache.lengths[0] + len(new))
-        self.cache.open([(0, len(new))])
         return new
+
+    def commit(self, tokens: Tensor, root: Tensor) -> None:
+        self.cache.commit([range(len(tokens) - 1)])
+        self.rooted = 1
+        self.root = root
 
     def _child(self, parent: int, token: int) -> int:
         """The opened node of a token below a parent; -1 if there is none."""
@@ -111,28 +147,30 @@ class DraftModelSession(JointSession):
                 return i
         return -1
 
-    def offer(self, tree: TokenTree, spec: TreeSpec) -> TokenTree:
-        """The drafted tree in the target's ids."""
-        return tree
-
     def forget(self) -> None:
         """Drops the opened nodes."""
         self.tokens = []
         self.parents = []
 
-    def open(self, tokens: Tensor, parents: list[int]) -> None:
-        """Opens a pass over nodes: ids [m], and their parents among all opened nodes.
+    def reads_to(self, spec: TreeSpec) -> bool:
+        return self.root is not None and self.reaches(spec.depth)
 
-        A parent of -1 is the root.
-        """
-        length = self.cache.lengths[0]
-        held = 1 + len(self.parents)
-        self.tokens += tokens.tolist()
-        self.parents += parents
-        end = length + 1 + len(self.parents)
-        if end > self.cache.capacity:
-            self.cache.reserve(end + _TREE_SLOTS)
-        self.cache.open([(0, TreeLayout(length, self.parents, held=held))])
+    def form(self, spec: TreeSpec) -> tuple[TreeSpec, Tensor | None]:
+        self.forget()
+        self.columns, ids = self.drafter.choice_of(spec)
+        return spec, ids
+
+    def open_nodes(self, tree: GrowingTree) -> Tensor:
+        new = tree.tokens
+        if isinstance(self.columns, Tensor):
+            new = self.columns[new]
+        self.tokens += new.tolist()
+        self.parents = tree.opened
+        return new
+
+    def logits_of(self, children: Children) -> Tensor:
+        assert isinstance(children.logits, Tensor)
+        return children.logits[:, self.columns]
 
 
 class OwnVocabularySession(DraftModelSession):
@@ -169,6 +207,12 @@ class OwnVocabularySession(DraftModelSession):
             return super().take(own)
         self.forget()
         return own
+
+    def form(self, spec: TreeSpec) -> tuple[TreeSpec, Tensor | None]:
+        spec, ids = super().form(spec)
+        if ids is None:  # text is written, not drawn
+            spec = replace(spec, sampled=False)
+        return spec, ids
 
     def offer(self, tree: TokenTree, spec: TreeSpec) -> TokenTree:
         if self.text.pair.by_text(spec):

@@ -21,8 +21,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
-from dataclasses import field, replace
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,19 +29,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafttrain.batch import Batch, StepOutput, TokenTree, anchors_by_depth, sums_by_depth
-from drafttrain.drafters.base import KeepTokens, Samplers, Specs, StepInputs, Tensors
+from drafttrain.batch import Batch, StepOutput, anchors_by_depth, sums_by_depth
+from drafttrain.drafters.base import KeepTokens, StepInputs
 from drafttrain.drafters.common.configs import TargetedConfig
-from drafttrain.drafters.common.static_draft import DraftPlaces, DraftSteps, SlotAttention
-from drafttrain.drafters.common.tensor_growth import Ask
+from drafttrain.drafters.common.rows import Ask, Children, Nodes, Pass, Places
+from drafttrain.drafters.common.static_draft import DraftSteps
 from drafttrain.drafters.common.trainable import TrainableDrafter
-from drafttrain.drafters.common.tree_growth import GrowingTree, Logits, grow_trees
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.draft_model import start as language_models
 from drafttrain.drafters.draft_model.draft_sessions import (
+    CachePass,
     DraftModelSession,
     OwnVocabularySession,
-    SeparateCaches,
 )
 from drafttrain.drafters.draft_model.vocabularies import TokenBytes, VocabularyPair
 from drafttrain.drafters.registry import META_FILE
@@ -125,6 +123,7 @@ class DraftModel(TrainableDrafter):
     config_class = DraftModelConfig
     kind = "draft_model"
     static = True
+    host_pass = CachePass
     pretrains = True
     writes_responses = True
     loads_language_models = True
@@ -503,101 +502,23 @@ class DraftModel(TrainableDrafter):
         self.runner.forward(ids, (), ids, cache)
         return cache.layers
 
-    def read_static(
-        self,
-        ids: Tensor,
-        features: Tensor,
-        positions: Tensor,
-        context: SlotAttention,
-        ends: Tensor,
-    ) -> Tensor:
-        out = self.runner.forward(self._readable(ids)[None], (), positions[None], context)
-        return self._logits(out.last_hidden[0][ends])
+    def read_committed(self, ids: Tensor, features: Tensor, at: Pass) -> Tensor:
+        """Roots [R, d], the logits after the last tokens."""
+        return self._logits(self._pass(ids, at)[at.ends])
 
-    def draft_static(self, roots: Tensor, places: DraftPlaces) -> tuple[Logits, Ask]:
-        def ask(depth: int, tokens: Tensor, parents: Tensor) -> Logits:
-            positions, context = places.open(depth, parents)
-            out = self.runner.forward(tokens.flatten()[None], (), positions[None], context)
-            return self._logits(out.last_hidden[0]).unflatten(0, tokens.shape)
+    def draft(self, roots: Tensor, places: Places, width: int | None) -> tuple[Children, Ask]:
+        def ask(nodes: Nodes) -> Children:
+            return Children(self._logits(self._pass(nodes.tokens, nodes.place())))
 
-        return roots[:, None], ask
+        return Children(roots), ask
 
-    @torch.no_grad()
-    def extend_all(
-        self,
-        sessions: Sequence[DraftModelSession],
-        tokens: Tensors,
-        features: Tensors,
-    ) -> None:
-        """Reads the tokens that the sessions have not read yet, in one pass.
+    def _pass(self, ids: Tensor, at: Pass) -> Tensor:
+        """States [n, h] of new tokens."""
+        read = self._readable(ids)[None]
+        out = self.runner.forward(read, (), at.positions[None], at.contexts[0])
+        return out.last_hidden[0]
 
-        The logits after each session's last token become its root.
-        """
-        steps = sessions[0].steps
-        if steps is not None and steps.read(sessions, tokens, features):
-            return
-        reading = []
-        unread = []
-        for session, new in zip(sessions, tokens, strict=True):
-            rest = session.take(new)
-            if len(rest):
-                reading.append(session)
-                unread.append(rest)
-        if not reading:
-            return
-        sizes = [len(rest) for rest in unread]
-        hidden = self._read(reading, unread)  # [n, h]
-        ends = torch.tensor(sizes, device=hidden.device).cumsum(0) - 1
-        logits = self._logits(hidden[ends])  # [sessions, d]
-        for session, size, root in zip(reading, sizes, logits.split(1), strict=True):
-            session.cache.commit([range(size - 1)])
-            session.root = root
-
-    @torch.no_grad()
-    def propose_all(
-        self,
-        sessions: Sequence[DraftModelSession],
-        specs: Specs,
-        samplers: Samplers,
-    ) -> list[TokenTree]:
-        """Drafts by one pass per depth, over the nodes that any of the trees opens."""
-        steps = sessions[0].steps
-        if steps is not None:
-            static = steps.propose(sessions, specs, samplers)
-            if static is not None:
-                return static
-
-        trees = []
-        for row, (session, spec, sampler) in enumerate(zip(sessions, specs, samplers, strict=True)):
-            session.forget()
-            if session.root is not None and session.reaches(spec.depth):
-                columns, kept = self._choice_of(spec)
-                if self.pair is not None and kept is None:  # text is written, not drawn
-                    spec = replace(spec, sampled=False)
-                trees.append(GrowingTree(spec, session.root[0, columns], kept, sampler, row=row))
-
-        def step(growing: list[GrowingTree], depth: int) -> Sequence[Tensor]:
-            own = []
-            chosen = []  # columns of the logits of each tree
-            tokens = []  # [m] ids of the draft model, of each tree
-            for tree in growing:
-                session = sessions[tree.row]
-                columns, _ = self._choice_of(tree.spec)
-                new = columns[tree.tokens] if isinstance(columns, Tensor) else tree.tokens
-                session.open(new, tree.parents)
-                own.append(session)
-                chosen.append(columns)
-                tokens.append(new)
-            logits = self._logits(self._read(own, tokens)).split([len(new) for new in tokens])
-            return [rows[:, columns] for rows, columns in zip(logits, chosen, strict=True)]
-
-        # Sessions beyond the model's context draft nothing.
-        drafted = [TokenTree.empty(session.unread.device) for session in sessions]
-        for tree, nodes in zip(trees, grow_trees(trees, step), strict=True):
-            drafted[tree.row] = sessions[tree.row].offer(nodes, tree.spec)
-        return drafted
-
-    def _choice_of(self, spec: TreeSpec) -> tuple[slice | Tensor, Tensor | None]:
+    def choice_of(self, spec: TreeSpec) -> tuple[slice | Tensor, Tensor | None]:
         """The columns of `_logits` that a tree is drafted from, and their target ids.
 
         The ids are None if they are the same, or if the tree is drafted in the model's own tokens.
@@ -609,16 +530,6 @@ class DraftModel(TrainableDrafter):
         if self.pair.by_text(spec):
             return (slice(None), None)
         return (self.pair.own_ids, self.pair.kept_ids)
-
-    def _read(self, sessions: Sequence[DraftModelSession], tokens: Sequence[Tensor]) -> Tensor:
-        """States [n, h] of all new tokens, packed, in the pass that the sessions have opened."""
-        ids = self._readable(torch.cat(list(tokens)))  # [n]
-        caches = [session.cache for session in sessions]
-        positions = torch.cat([cache.positions(ids.device) for cache in caches], dim=1)  # [1, n]
-        context: TreeCache | SeparateCaches = caches[0]
-        if len(caches) > 1:
-            context = SeparateCaches(caches, [len(new) for new in tokens])
-        return self.runner.forward(ids[None], (), positions, context).last_hidden[0]
 
     def _logits(self, states: Tensor) -> Tensor:
         """[n, h] -> [n, d] float32 over the ids that both vocabularies have.

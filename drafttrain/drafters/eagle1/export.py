@@ -156,7 +156,7 @@ class Eagle1Shipping(Shipping[Eagle1]):
         for drafter in (original, back):
             session, _ = draft_chains(drafter, target, depth)
             assert isinstance(session, LayerSession), "kinds of decoder layers have such sessions"
-            states.append(session.root)  # [1, h]
+            states.append(session.root[:, 0])  # [1, h]
         ours, theirs = states
         difference = float((ours - theirs).abs().max() / ours.abs().max())
         return {**found, "max_state_difference": difference}

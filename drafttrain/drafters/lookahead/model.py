@@ -27,7 +27,7 @@ from torch import Tensor
 
 from drafttrain.batch import TokenTree
 from drafttrain.drafters.base import Drafter, Session
-from drafttrain.drafters.common.tree_growth import match_tree
+from drafttrain.drafters.common.best_first import Guess, HitRates, grow_guesses
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.ops.sampling import Sampler
@@ -72,8 +72,7 @@ class LookaheadSession(Session):
             target has generated.
         pool: by first token, the n-grams' other tokens, the newest last. first: those of the newest
             n-gram of the root.
-        tries, hits: by step: how often the newest n-gram was right so far, and how often its next
-            token was right.
+        rates: of the newest n-gram's next token, by step.
     """
 
     def __init__(self, drafter: LookaheadDrafter, prompt_ids: Tensor):
@@ -87,14 +86,12 @@ class LookaheadSession(Session):
         self.made = 0
         self.pool: defaultdict[int, dict[tuple[int, ...], None]] = defaultdict(dict)
         self.first: tuple[int, ...] = ()
-        self.tries = [0] * self.ngram
-        self.hits = [0] * self.ngram
+        self.rates = HitRates(_BELIEF)
 
     def extend(self, tokens: Tensor, features: Tensor) -> None:
         new = tokens.tolist()
         for step, (guess, token) in enumerate(zip(self.first, new, strict=False)):
-            self.tries[step] += 1
-            self.hits[step] += guess == token
+            self.rates.add(step, 0 if guess == token else None)
             if guess != token:
                 break
         self.tokens += new
@@ -103,12 +100,14 @@ class LookaheadSession(Session):
 
     def chance(self, step: int) -> float:
         """Probability that an n-gram's token is right if all before it are."""
-        return (self.hits[step] + _BELIEF / 2) / (self.tries[step] + _BELIEF)
+        return self.rates.chance(step, 1 / 2)
 
     def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
         """Drafts the n-grams that start with the root, the newest first."""
-        known = self.pool.get(self.tokens[-1], {})
-        return match_tree(spec, [(gram, self.chance) for gram in reversed(known)], self.device)
+        guesses = []
+        for gram in reversed(self.pool.get(self.tokens[-1], {})):
+            guesses.append(Guess(dict(enumerate(gram)).get, self.chance))
+        return grow_guesses(spec, guesses, self.device)
 
     def probe(self) -> tuple[list[int], list[int]]:
         """The window below the root. Its first guesses are random tokens of the text."""

@@ -9,16 +9,15 @@ committed tokens, drafted or not.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from itertools import count as counting
 from itertools import islice
 
 from torch import Tensor
 
 from drafttrain.batch import TokenTree
 from drafttrain.drafters.base import Drafter, Session
-from drafttrain.drafters.common.tree_growth import match_tree
+from drafttrain.drafters.common.best_first import Guess, HitRates, grow_guesses
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.ops.sampling import Sampler
@@ -62,8 +61,7 @@ class NgramSession(Session):
     That is one dictionary entry per token and length.
 
     Attributes:
-        matches, hits: by length of the longest match: how often one was found, and how often its
-            next token was right.
+        rates: by length of the longest match.
     """
 
     def __init__(self, prompt_ids: Tensor, max_n: int, min_n: int):
@@ -72,8 +70,7 @@ class NgramSession(Session):
         self.sizes = range(max_n, min_n - 1, -1)
         self.tokens: list[int] = prompt_ids[:1].tolist()
         self.followers: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
-        self.matches = [0] * (max_n + 1)
-        self.hits = [0] * (max_n + 1)
+        self.rates = HitRates(_BELIEF)
 
     def extend(self, tokens: Tensor, features: Tensor) -> None:
         for token in tokens.tolist():
@@ -91,30 +88,25 @@ class NgramSession(Session):
         for key in keys:
             if key in self.followers:
                 latest = self.followers[key][-1]
-                self.matches[len(key)] += 1
-                self.hits[len(key)] += self.tokens[latest] == token
+                self.rates.add(len(key), 0 if self.tokens[latest] == token else None)
                 return
 
-    def chance(self, n: int) -> float:
-        """Probability that the next token of a match of n tokens is right."""
-        n = min(n, self.sizes.start)
-        return (self.hits[n] + _BELIEF * n / (n + 2)) / (self.matches[n] + _BELIEF)
+    def chance(self, n: int, step: int = 0) -> float:
+        """Probability that the next token of a match of n tokens, and `step` more, is right."""
+        n = min(n + step, self.sizes.start)
+        return self.rates.chance(n, n / (n + 2))
 
     def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
         """Drafts continuations of earlier occurrences.
 
         A chain follows only the most recent one of the longest match.
         """
-        return match_tree(spec, self._guesses(), self.device)
-
-    def _guesses(self) -> Iterator[tuple[Iterator[int], Callable[[int], float]]]:
-        """Continuations as `match_tree` reads them, the best first."""
+        guesses = []
         for n, place in self._matches():
-            yield self._continuation(place), partial(self._chance_behind, n)
-
-    def _chance_behind(self, n: int, step: int) -> float:
-        """`chance` after `step` further tokens of a match of n tokens."""
-        return self.chance(n + step)
+            guesses.append(Guess(partial(self._continued, place), partial(self.chance, n)))
+            if spec.shape == "chain":
+                break
+        return grow_guesses(spec, guesses, self.device)
 
     def _matches(self) -> Iterator[tuple[int, int]]:
         """(length, next position) of earlier occurrences of the current suffix, the best first."""
@@ -128,10 +120,10 @@ class NgramSession(Session):
                     seen.add(place)
                     yield n, place
 
-    def _continuation(self, place: int) -> Iterator[int]:
-        """The tokens from `place` to the end of the sequence, repeated."""
+    def _continued(self, place: int, step: int) -> int:
+        """The token at `place` plus `step`; the end of the sequence goes on at `place`."""
         period = len(self.tokens) - place
-        return (self.tokens[place + step % period] for step in counting())
+        return self.tokens[place + step % period]
 
 
 KIND = NgramDrafter

@@ -14,21 +14,16 @@ own chain), vLLM's parallel drafting (`mask_token_id`, `mask_hidden`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from drafttrain.batch import Batch, TokenTree, anchors_by_depth
-from drafttrain.drafters.base import Samplers, Source, Specs
-from drafttrain.drafters.common.layer_session import LayerSession
-from drafttrain.drafters.common.static_draft import DraftPlaces
-from drafttrain.drafters.common.tensor_growth import Ask
-from drafttrain.drafters.common.tree_growth import GrowingTree, Logits, grow_trees, rows_of, widest
+from drafttrain.batch import Batch, anchors_by_depth
+from drafttrain.drafters.base import Source
+from drafttrain.drafters.common.rows import Ask, Children, Places
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.errors import UserError
-from drafttrain.ops.tree_attention import TreeLayout
 from drafttrain.target import Target
 from drafttrain.values import Size
 
@@ -97,77 +92,21 @@ class PEagle(Eagle3):
     def next_inputs(self, state: Tensor, embeds: Tensor) -> tuple[Tensor, Tensor]:
         return self.masks(len(embeds))
 
-    def draft_static(self, roots: Tensor, places: DraftPlaces) -> tuple[Logits, Ask]:
-        rows = len(roots)
-        states = roots[:, None]  # [R, 1, h]
+    def draft(self, roots: Tensor, places: Places, width: int | None) -> tuple[Children, Ask]:
+        """One step over the masked positions of all depths and sequences."""
+        reads = roots[:, 1:]  # [R, 1, h] the head's input
         count = places.depth - 1  # masks per tree
-        if count:
-            positions, context = places.behind(count, count)
-            attends = context.layers(self.cache_shape.layers, self.cache_shape.window)
-            state, embeds = self.masks(rows * count)
-            deeper = self.step(
-                state,
-                embeds,
-                positions,
-                attends,
-                None,
-                1,
-            )
-            states = torch.cat((states, deeper.unflatten(0, (rows, count))), dim=1)  # [R, depth, h]
-        logits = self.logits(states.flatten(0, 1)).unflatten(0, states.shape[:2])  # [R, depth, d]
-        return logits[:, :1], lambda depth, tokens, parents: logits[:, depth, None]
+        if count > 0:
+            states, embeds = self.masks(len(roots) * count)
+            _, deeper = self.advance(states, embeds, places.behind(count), 1)
+            deeper = deeper.unflatten(0, (len(roots), count))
+            reads = torch.cat((reads, deeper), dim=1)  # [R, depth, h]
+        every = self.predict(reads.flatten(0, 1), width)._replace(shared=True)
+        depths = reads.shape[1]
+        return every.every(depths, 0), lambda nodes: every.every(depths, nodes.depth)
 
-    @torch.no_grad()
-    def propose_all(
-        self,
-        sessions: Sequence[LayerSession],
-        specs: Specs,
-        samplers: Samplers,
-    ) -> list[TokenTree]:
-        """Drafts all depths of all sessions in one step over masked positions."""
-        steps = sessions[0].steps
-        if steps is not None:
-            static = steps.propose(sessions, specs, samplers)
-            if static is not None:
-                return static
-
-        # The head's input at the roots, then at the masks of the sessions whose trees are deeper.
-        reads = []
-        rows = []  # of the deeper trees
-        masked = []
-        layouts = []
-        for row, session in enumerate(sessions):
-            read = session.read
-            if read is None:
-                read = self.read_out(session.root)
-            reads.append(read)
-            if specs[row].depth > 1:
-                rows.append(row)
-                masked.append(session)
-                layouts.append(TreeLayout(session.length, count=specs[row].depth - 1))
-        sizes = [layout.count for layout in layouts]
-        if masked:
-            states, embeds = self.masks(sum(sizes))
-            made = self.kernel_step(masked, layouts, states, embeds, depth=1)
-            if made is None:
-                read = self.read_out(self.packed_step(masked, layouts, states, embeds, depth=1))
-            else:
-                _, read = made
-            reads.append(read)
-        owners = list(sessions) + masked
-        counts = [1] * len(sessions) + sizes
-        parts = self.predict(owners, counts, torch.cat(reads), widest(specs))
-        deeper = dict(zip(rows, parts[len(sessions) :], strict=True))  # by row
-
-        trees = []
-        for row, session in enumerate(sessions):
-            root = rows_of(parts[row], 0)
-            trees.append(GrowingTree(specs[row], root, session.ids, samplers[row], row=row))
-
-        def step(growing: list[GrowingTree], depth: int) -> list[Logits]:
-            return [rows_of(deeper[tree.row], slice(depth - 1, depth)) for tree in growing]
-
-        return grow_trees(trees, step)
+    def grow_by_kernel(self, *_: Any) -> None:
+        """No C call grows trees whose depths are all known."""
 
 
 KIND = PEagle

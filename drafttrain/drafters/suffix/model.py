@@ -27,7 +27,7 @@ from torch import Tensor
 
 from drafttrain.batch import TokenTree
 from drafttrain.drafters.base import Drafter, Session
-from drafttrain.drafters.common.best_first import grow_best_first
+from drafttrain.drafters.common.best_first import HitRates, grow_best_first
 from drafttrain.drafters.common.ngram_table import NgramTable
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
@@ -168,7 +168,7 @@ class SuffixDrafter(Drafter):
             self.tokenizer = ""
         self.followers = lru_cache(_CACHED)(self.table.likeliest)
         self.memory = _Memory(memory) if memory else None
-        self.seen: dict[_Kind, list[float]] = {}
+        self.rates = HitRates(_BELIEF, _RECENT)
 
     def bind(self, target: Target) -> None:
         if not self.file:
@@ -198,7 +198,7 @@ class SuffixSession(Session):
             prompt, for the memory.
         followed: text and place that the last long match has reached. lost: tokens since it was
             right.
-        seen: hits and observations by kind of child; with a memory, of all sequences.
+        rates: by kind of child; with a memory, of all sequences.
     """
 
     def __init__(self, drafter: SuffixDrafter, prompt_ids: Tensor):
@@ -215,9 +215,9 @@ class SuffixSession(Session):
         self.lost = 0
         # Sequences that know nothing of each other learn alone.
         if drafter.memory is not None:
-            self.seen = drafter.seen
+            self.rates = drafter.rates
         else:
-            self.seen = {}
+            self.rates = HitRates(_BELIEF, _RECENT)
 
     def extend(self, tokens: Tensor, features: Tensor) -> None:
         memory = self.drafter.memory
@@ -315,7 +315,6 @@ class SuffixSession(Session):
 
     def _chance(self, kind: _Kind) -> float:
         """Probability that a child of a kind is right if the children before it are not."""
-        hits, count = self.seen.get(kind, (0.0, 0.0))
         if len(kind) == 3:
             believed = 0.06 + 0.01 * kind[1] * kind[2]
         else:
@@ -327,20 +326,15 @@ class SuffixSession(Session):
                 believed = length / (length + _DOUBT[agreed])
             if length and not own and not near:  # in another text
                 believed = believed / 2
-        return (hits + _BELIEF * believed) / (count + _BELIEF)
+        return self.rates.chance(kind, believed)
 
     def _learn(self, token: int) -> None:
         """Counts which child the target's next token was, and moves the place that is followed."""
         before = self.tokens[-_LONGEST:]
         matches = self._matches(before)
         for child, kind, _ in islice(self._children(matches, before), _WIDTH):
-            counts = self.seen.setdefault(kind, [0.0, 0.0])
-            if counts[1] > _RECENT:
-                counts[0] *= 1 - 1 / _RECENT
-                counts[1] *= 1 - 1 / _RECENT
-            counts[1] += 1
+            self.rates.add(kind, 0 if child == token else None)
             if child == token:
-                counts[0] += 1
                 break
 
         # Follow the best long or near occurrence that was right; else the same text goes on.

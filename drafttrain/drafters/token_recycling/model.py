@@ -24,7 +24,7 @@ from torch import Tensor
 
 from drafttrain.batch import TokenTree
 from drafttrain.drafters.base import Drafter, Predictions, Session
-from drafttrain.drafters.common.best_first import grow_best_first
+from drafttrain.drafters.common.best_first import HitRates, grow_best_first
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.ops.sampling import Sampler
@@ -46,17 +46,19 @@ class _Kept:
 
     They are in two generations: the older one is dropped when the newer one is full.
 
+    Args:
+        most: contexts. width: tokens of a prediction.
+
     Attributes:
-        seen: by kind of prediction, how many were tested, and how often the token of each rank was
-            right.
+        rates: by kind of prediction and rank of its token.
     """
 
-    def __init__(self, most: int):
+    def __init__(self, most: int, width: int):
         self._half = max(1, most // 2)  # contexts of a generation
         self._lock = threading.Lock()
         # Newer and older one; replaced in one assignment, as other threads may read them.
         self._generations: tuple[dict[Context, Predictions], dict[Context, Predictions]] = ({}, {})
-        self.seen: dict[Kind, list[float]] = {}
+        self.rates = HitRates(_BELIEF, _RECENT, width)
 
     def add(self, predictions: dict[Context, Predictions]) -> None:
         with self._lock:
@@ -83,13 +85,8 @@ class _Kept:
         if found is None:
             return
         kind, (tokens, predicted) = found
-        counts = self.seen.get(kind)
-        if counts is None:
-            counts = [0.0] * (1 + len(tokens))
-        tested = counts[0]
         for rank, (token, share) in enumerate(zip(tokens, predicted, strict=True)):
-            hits = counts[1 + rank]
-            yield token, (hits + _BELIEF * _SHARE * share) / (tested + _BELIEF)
+            yield token, self.rates.chance(kind, _SHARE * share, rank)
 
     def test(self, context: Context, chosen: int) -> None:
         """Counts whether what is kept for a context predicts the target's choice."""
@@ -97,13 +94,7 @@ class _Kept:
         if found is None:
             return
         kind, (tokens, _) = found
-        counts = self.seen.setdefault(kind, [0.0] * (1 + len(tokens)))
-        if counts[0] >= _RECENT:
-            for i, count in enumerate(counts):
-                counts[i] = count * (1 - 1 / _RECENT)
-        counts[0] += 1
-        if chosen in tokens:
-            counts[1 + tokens.index(chosen)] += 1
+        self.rates.add(kind, tokens.index(chosen) if chosen in tokens else None)
 
 
 class TokenRecyclingDrafter(Drafter):
@@ -140,7 +131,7 @@ class TokenRecyclingDrafter(Drafter):
         self.context = context
         self.predictions = width
         self.min_p = min_p
-        self.memory = _Kept(memory) if memory else None
+        self.memory = _Kept(memory, width) if memory else None
 
     def start(self, prompt_ids: Tensor, max_length: int) -> TokenRecyclingSession:
         return TokenRecyclingSession(self, prompt_ids)
@@ -161,7 +152,7 @@ class TokenRecyclingSession(Session):
         if drafter.memory is not None:
             self.kept = drafter.memory
         else:
-            self.kept = _Kept(_OWN)
+            self.kept = _Kept(_OWN, drafter.predictions)
 
     def extend(self, tokens: Tensor, features: Tensor) -> None:
         longest = self.drafter.context

@@ -1,0 +1,643 @@
+"""One way to draft: a trained kind writes its forward as two functions, and this module runs it.
+
+    read_committed(ids, features, at)    committed tokens of all sequences  ->  roots [R, ...], one per sequence
+    draft(roots, places, width)          roots  ->  `Children` of the roots, and `ask`, which gives those of deeper nodes
+
+The same two functions serve three ways to run a round. `propose` is the only door and takes the first
+that applies: static steps in CUDA graphs (static_draft.py), one C call that grows greedy trees, and
+growth on the host (tree_growth.py) with one pass per depth.
+
+A `Pass` says where the new tokens stand and what they see: `HostPass` over the sessions' own caches,
+`StaticPass` over slots of the one cache that static steps share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property, partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from drafttrain.batch import Attend, TokenTree
+from drafttrain.drafters.base import Session
+from drafttrain.drafters.common.tree_growth import (
+    GrowingTree,
+    Likeliest,
+    Logits,
+    grow_trees,
+    rows_of,
+    widest,
+)
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.ops.cpu_draft import DraftHead, DraftStep, TreeShape, plan_of
+from drafttrain.ops.packing import SKINNY_ROWS, without_grad
+from drafttrain.ops.sampling import Sampler
+from drafttrain.ops.tree_attention import LONGEST_PREFIX, TreeLayout
+
+if TYPE_CHECKING:
+    from drafttrain.drafters.common.static_draft import DraftSteps
+
+
+class Pass:
+    """The new tokens of a forward of all sequences, one after the other.
+
+    The CPU kernels serve a `HostPass` only, and not every one.
+
+    Attributes:
+        positions: [n] int64. ends: [R] int64, number of each sequence's last token.
+        attends: attention of each layer. queries: [q] int64 tokens that the last layer computes;
+            None for all.
+        contexts: the same attention for a language model, which has its own layers.
+    """
+
+    positions: Tensor
+    ends: Tensor
+    attends: Sequence[Attend]
+    queries: Tensor | None = None
+    contexts: Sequence[Any] = ()
+
+    def run(
+        self,
+        step: DraftStep,
+        embeds: Tensor | None,
+        states: Tensor,
+    ) -> tuple[Tensor, Tensor] | None:
+        """`DraftStep.run` of all tokens; None where the CPU kernel does not apply."""
+        return None
+
+    def read(
+        self,
+        step: DraftStep,
+        table: Tensor,
+        ids: Tensor,
+        features: Tensor,
+    ) -> tuple[Tensor, Tensor] | None:
+        """`DraftStep.read` of committed tokens; None where the CPU kernel does not apply.
+
+        table: [v, h] the target's embedding.
+        """
+        return None
+
+    def store_context(self, step: DraftStep, states: Tensor) -> bool:
+        """`DraftStep.store_context`; False where the CPU kernel does not apply."""
+        return False
+
+    def store(
+        self,
+        layer: int,
+        key: Tensor,
+        value: Tensor,
+    ) -> None:
+        """Stores a layer's keys and values [n, kv_heads, e] without attending."""
+        raise NotImplementedError(f"{type(self).__name__}.store")
+
+
+class Nodes(NamedTuple):
+    """Nodes of all trees that are opened at a depth.
+
+    Attributes:
+        depth: of their children's logits, from 1.
+        tokens: [n] int64 target ids. rows: [n], each node's sequence; a tensor in static steps.
+        above: [n] int64, number of each node's parent among those that were opened before (the
+            roots at first); None for the same nodes in the same order.
+        place: makes the pass over them; called by kinds whose nodes attend.
+    """
+
+    depth: int
+    tokens: Tensor
+    rows: Sequence[int] | Tensor
+    above: Tensor | None
+    place: Callable[[], Pass]
+
+    def parents_of(self, states: Tensor) -> Tensor:
+        """[n, ...] rows of the nodes' parents."""
+        if self.above is None:
+            return states
+        return states.index_select(0, self.above)
+
+
+class Children(NamedTuple):
+    """What the children of n nodes are drafted from.
+
+    Attributes:
+        logits: of each node. reads: [n, h] the head's input, if tokens may join the vocabulary.
+        shared: row i belongs to all nodes of sequence i, instead of to node i.
+    """
+
+    logits: Logits
+    reads: Tensor | None = None
+    shared: bool = False
+
+    def part(self, where: slice) -> Children:
+        """Those of some of the nodes."""
+        reads = self.reads
+        if reads is not None:
+            reads = reads[where]
+        return Children(rows_of(self.logits, where), reads, self.shared)
+
+    def every(self, count: int, depth: int) -> Children:
+        """Those of a depth, of `count` depths that stand together for each sequence."""
+        return self.part(slice(depth, None, count))
+
+
+Ask = Callable[[Nodes], Children]
+
+
+class Places(Protocol):
+    """Where a round's tokens stand behind the committed ones.
+
+    Attributes:
+        depth: of the deepest node of any tree.
+    """
+
+    depth: int
+
+    def behind(
+        self, count: int, computed: Sequence[int] | None = None, mutual: bool = False
+    ) -> Pass:
+        """The pass over `count` tokens in a row behind each sequence.
+
+        Args:
+            computed: how many last tokens of a sequence each layer computes; None for all.
+            mutual: the tokens see each other in both directions.
+        """
+
+
+class HostPass(Pass):
+    """A pass over the sessions' own caches.
+
+    Args:
+        layouts: of each session's new tokens. computed: how many last tokens of a session each
+            layer computes, 0 for all; None: all in every layer.
+    """
+
+    def __init__(
+        self,
+        sessions: Sequence[Any],
+        layouts: Sequence[TreeLayout],
+        computed: Sequence[int] | None = None,
+    ):
+        self.sessions = sessions
+        self.layouts = layouts
+        self.shape = sessions[0].drafter.cache_shape
+        self.sizes = [layout.count for layout in layouts]
+        if computed is None:
+            computed = [0] * self.shape.layers
+        self.computed = computed
+
+    @cached_property
+    def ends(self) -> Tensor:  # type: ignore[override]
+        last = [end - 1 for end in accumulate(self.sizes)]
+        return torch.tensor(last, device=self.sessions[0].drafter.kept_ids.device)
+
+    @property
+    def queries(self) -> Tensor | None:  # type: ignore[override]
+        return self.ends if self.computed[-1] == 1 else None
+
+    @cached_property
+    def positions(self) -> Tensor:  # type: ignore[override]
+        each = []
+        for session, layout in zip(self.sessions, self.layouts, strict=True):
+            each.append(layout.positions()[0] + session.dropped)
+        return cat(each).to(self.sessions[0].drafter.kept_ids.device)
+
+    @property
+    def attends(self) -> list[Attend]:  # type: ignore[override]
+        attends: list[Attend] = []
+        for layer, count in enumerate(self.computed):
+            own = []
+            queries = []
+            for session, layout in zip(self.sessions, self.layouts, strict=True):
+                if 0 < count < layout.count:
+                    begin = layout.prefix_len + layout.count - count
+                    layout = TreeLayout(begin, count=count)
+                own.append(partial(session.attend, layer, layout))
+                queries.append(layout.count)
+            attends.append(attend_packed(own, queries, self.sizes))
+        return attends
+
+    def run(
+        self, step: DraftStep, embeds: Tensor | None, states: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        found = self._for_kernel(states)
+        if found is None:
+            return None
+        plan, tables, stores = found
+        if embeds is not None:
+            embeds = embeds.to(states.dtype).contiguous()
+        return step.run(
+            embeds,
+            states.contiguous(),
+            tables,
+            stores,
+            plan,
+            self.shape.window,
+        )
+
+    def read(
+        self,
+        step: DraftStep,
+        table: Tensor,
+        ids: Tensor,
+        features: Tensor,
+    ) -> tuple[Tensor, Tensor] | None:
+        lengths = [layout.prefix_len for layout in self.layouts]
+        if not step.reads_features or len(ids) > SKINNY_ROWS or max(lengths) > LONGEST_PREFIX:
+            return None
+        ends = [layout.prefix_len + layout.count for layout in self.layouts]
+        tables = tables_of(self.sessions, max(ends))
+        if tables is None:
+            return None
+        read = features.to(table.dtype).contiguous()  # [n, f*h]
+        stores = stores_of(self.sessions, ends, read)
+        window = self.shape.window
+        return step.read(
+            ids,
+            read,
+            self.sizes,
+            lengths,
+            table,
+            tables,
+            stores,
+            window,
+        )
+
+    def store_context(self, step: DraftStep, states: Tensor) -> bool:
+        if not step.reads_context:
+            return False
+        found = self._for_kernel(states)
+        if found is None:
+            return False
+        plan, tables, stores = found
+        step.store_context(states.contiguous(), tables, stores, plan)
+        return True
+
+    def _for_kernel(self, states: Tensor) -> Any:
+        """Plan, rotary tables and key stores of the CPU kernel, for states [n, h].
+
+        None where it does not apply: too many tokens, or sequences that no plan or pair of tables
+        serves together.
+        """
+        if len(states) > SKINNY_ROWS:
+            return None
+        plan = plan_of(self.layouts)
+        if plan is None:
+            return None
+        tables = tables_of(self.sessions, plan.positions)  # cos, sin [., 1, r]
+        if tables is None:
+            return None
+        return plan, tables, stores_of(self.sessions, plan.ends, states)
+
+    def store(
+        self,
+        layer: int,
+        key: Tensor,
+        value: Tensor,
+    ) -> None:
+        keys = split(key, self.sizes)
+        values = split(value, self.sizes)
+        for i, session in enumerate(self.sessions):
+            session.store(layer, session.length, keys[i], values[i])
+
+
+class JointSession(Session):
+    """A session of a drafter that serves several in one pass (`extend_all`, `propose_all`).
+
+    Attributes:
+        root: what the drafter keeps of the last committed token, a row [1, ...]; None before the
+            first `extend`.
+        steps, row: static steps that serve the session, and its row there; None: all its passes are
+            dynamic.
+        length: committed positions in a cache of its own. dropped: those before them that a window
+            no longer needs.
+        text: `ContextTokens`, tokens that joined the vocabulary; None where none may.
+    """
+
+    root: Any = None
+    steps: DraftSteps | None = None
+    row = 0
+    length = 0
+    dropped = 0
+    text: Any = None
+
+    def __init__(self, drafter: Any):
+        self.drafter = drafter
+
+    @property
+    def ids(self) -> Tensor:
+        """[d and further tokens] int64, target id of each drafter id."""
+        if self.text is None:
+            return self.drafter.kept_ids
+        return self.text.ids
+
+    # What rows.py asks of a session; most kinds need the defaults.
+
+    def take(self, new: Tensor) -> Tensor:
+        """Returns what the next pass reads of committed tokens [m]; perhaps nothing."""
+        return new
+
+    def commit(self, tokens: Tensor, root: Tensor) -> None:
+        """Notes that a pass has read committed tokens [m]; root: [1, ...] of the last one."""
+        self.root = root
+
+    def reads_to(self, spec: TreeSpec) -> bool:
+        """Whether a tree can be drafted."""
+        return True
+
+    def form(self, spec: TreeSpec) -> tuple[TreeSpec, Tensor | None]:
+        """The tree to grow for a spec, and the target id of each drafter id; None if equal."""
+        return spec, self.ids
+
+    def open_nodes(self, tree: GrowingTree) -> Tensor:
+        """[m] int64, ids of the nodes to open as the drafter reads them."""
+        return tree.target_ids
+
+    def logits_of(self, children: Children) -> Logits:
+        """The logits of nodes of this sequence, with those of the tokens that joined."""
+        logits = children.logits
+        if not self.text or children.reads is None or isinstance(logits, Likeliest):
+            return logits
+        if isinstance(logits, tuple):  # with confidences
+            return self.text.shape(logits[0], children.reads), logits[1]
+        return self.text.shape(logits, children.reads)
+
+    def offer(self, tree: TokenTree, spec: TreeSpec) -> TokenTree:
+        """The grown tree in the target's ids."""
+        return tree
+
+    @property
+    def held(self) -> int:
+        """Committed tokens whose keys are in the cache; a static read may write them again."""
+        return 0
+
+    def reaches(self, depth: int) -> bool:
+        """Whether the drafter can read this many tokens behind the committed ones."""
+        return True
+
+    def advance(self, count: int) -> None:
+        """Notes that a static step has read `count` committed tokens and stored the new root."""
+
+    def place(self, steps: DraftSteps, row: int) -> None:
+        self.steps = steps
+        self.row = row
+
+    def extend(self, tokens: Tensor, features: Tensor) -> None:
+        self.drafter.extend_all([self], [tokens], [features])
+
+    def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
+        return self.drafter.propose_all([self], [spec], [sampler])[0]
+
+
+class BlockLayout(TreeLayout):
+    """A block behind a prefix, whose tokens see each other in both directions."""
+
+    def __init__(self, prefix_len: int, count: int):
+        super().__init__(prefix_len, count=count)
+        self.ancestors = [(1 << count) - 1] * count
+
+
+class HostPlaces:
+    """`Places` of growth on the host."""
+
+    def __init__(self, sessions: Sequence[Any], depth: int):
+        self.sessions = sessions
+        self.depth = depth
+        self.form = sessions[0].drafter.host_pass
+
+    def behind(
+        self, count: int, computed: Sequence[int] | None = None, mutual: bool = False
+    ) -> HostPass:
+        form: type[TreeLayout] = BlockLayout if mutual else TreeLayout
+        layouts = [form(session.length, count=count) for session in self.sessions]
+        return self.form(self.sessions, layouts, computed)
+
+    def open(self, growing: Sequence[GrowingTree]) -> HostPass:
+        """The pass over the nodes that trees open."""
+        own = []
+        layouts = []
+        for tree in growing:
+            session = self.sessions[tree.row]
+            # The root is the last committed token; nodes stand behind it in the order they were
+            # opened.
+            held = 1 + len(tree.opened) - len(tree.parents)
+            own.append(session)
+            layouts.append(TreeLayout(session.length - 1, tree.opened, held=held))
+        return self.form(own, layouts)
+
+
+@without_grad
+def propose(
+    drafter: Any,
+    sessions: Sequence[Any],
+    specs: Sequence[TreeSpec],
+    samplers: Sequence[Sampler | None],
+) -> list[TokenTree]:
+    """Drafts a tree per session, see `Drafter.propose_all`."""
+    steps = sessions[0].steps
+    if steps is not None:
+        static = steps.propose(sessions, specs, samplers)
+        if static is not None:
+            return static
+
+    ready = [row for row, session in enumerate(sessions) if session.reads_to(specs[row])]
+    if len(ready) < len(sessions):
+        trees = [TokenTree.empty(drafter.kept_ids.device)] * len(sessions)
+        if ready:
+            drafted = propose(
+                drafter,
+                [sessions[row] for row in ready],
+                [specs[row] for row in ready],
+                [samplers[row] for row in ready],
+            )
+            for row, tree in zip(ready, drafted, strict=True):
+                trees[row] = tree
+        return trees
+
+    roots = cat([session.root for session in sessions])  # [sessions, ...]
+    grown = drafter.grow_by_kernel(sessions, specs, roots)
+    if grown is not None:
+        return grown
+    return _grow_on_host(drafter, sessions, specs, samplers, roots)
+
+
+def _grow_on_host(
+    drafter: Any,
+    sessions: Sequence[Any],
+    specs: Sequence[TreeSpec],
+    samplers: Sequence[Sampler | None],
+    roots: Tensor,
+) -> list[TokenTree]:
+    """Grows all trees together below roots [R, ...], one pass per depth."""
+    width = widest(specs)
+    if any(session.text for session in sessions):  # joined tokens need all logits
+        width = None
+    places = HostPlaces(sessions, max(spec.depth for spec in specs))
+    first, ask = drafter.draft(roots, places, width)
+    trees = []
+    for row, session in enumerate(sessions):
+        spec, ids = session.form(specs[row])
+        logits = session.logits_of(first.part(slice(row, row + 1)))
+        tree = GrowingTree(
+            spec,
+            rows_of(logits, 0),
+            ids,
+            samplers[row],
+            drafter.static_depth,
+            row,
+        )
+        trees.append(tree)
+    begins = {row: row for row in range(len(trees))}  # number of each tree's first node
+    count = len(trees)  # nodes that were opened last
+
+    def step(growing: list[GrowingTree], depth: int) -> list[Logits]:
+        nonlocal begins, count
+        above = []
+        rows = []
+        ends = [0]
+        for tree in growing:
+            above += [begins[tree.row] + parent for parent in tree.above]
+            rows += [tree.row] * len(tree.parents)
+            ends.append(len(rows))
+        begins = {tree.row: begin for tree, begin in zip(growing, ends, strict=False)}
+        same = above == list(range(count))
+        count = len(rows)
+        nodes = Nodes(
+            depth,
+            tokens=cat([sessions[tree.row].open_nodes(tree) for tree in growing]),
+            rows=rows,
+            above=None if same else torch.tensor(above, device=roots.device),
+            place=partial(places.open, growing),
+        )
+        children = ask(nodes)
+        each = []
+        for i, tree in enumerate(growing):
+            own = slice(ends[i], ends[i + 1])
+            if children.shared:
+                own = slice(tree.row, tree.row + 1)
+            each.append(sessions[tree.row].logits_of(children.part(own)))
+        return each
+
+    drafted = []
+    for row, grown in enumerate(grow_trees(trees, step)):
+        drafted.append(sessions[row].offer(grown, specs[row]))
+    return drafted
+
+
+@without_grad
+def extend(
+    drafter: Any,
+    sessions: Sequence[Any],
+    tokens: Sequence[Tensor],
+    features: Sequence[Tensor],
+) -> None:
+    """Reads what the target committed in one pass, see `Drafter.extend_all`."""
+    steps = sessions[0].steps
+    if steps is not None and steps.read(sessions, tokens, features):
+        return
+    reading = []
+    unread = []
+    states = []
+    layouts = []
+    for session, new, own in zip(sessions, tokens, features, strict=True):
+        rest = session.take(new)
+        if len(rest):
+            reading.append(session)
+            unread.append(rest)
+            states.append(own)
+            layouts.append(TreeLayout(session.length, count=len(rest)))
+    if not reading:
+        return
+    # Only each last token needs an output, the root of the next tree.
+    computed = [0] * (drafter.cache_shape.layers - 1) + [1]
+    at = drafter.host_pass(reading, layouts, computed)
+    roots = drafter.read_committed(cat(unread), cat(states), at)
+    for row, (session, rest) in enumerate(zip(reading, unread, strict=True)):
+        session.commit(rest, roots[row : row + 1])
+
+
+def tree_shape(specs: Sequence[TreeSpec]) -> TreeShape | None:
+    """The greedy tree that a kernel grows for all of these specs.
+
+    None if they differ, draw tokens, or have paths of ranks.
+    """
+    if all(other == specs[0] for other in specs[1:]):
+        return _shape_of(specs[0])
+    return None
+
+
+@cache
+def _shape_of(spec: TreeSpec) -> TreeShape | None:
+    if spec.sampled or spec.shape not in ("chain", "fanout", "dynamic"):
+        return None
+    fanout = () if spec.shape == "dynamic" else spec.fanout
+    return TreeShape(spec.depth, spec.top_k, spec.budget, fanout, spec.floor)
+
+
+def top_or_all(
+    head: object,
+    reads: Tensor,
+    width: int | None,
+    score: Callable[[Tensor], Tensor],
+) -> Logits:
+    """Logits of states [n, h], or their `width` top tokens where the head has a kernel for them.
+
+    width: None if all logits are needed.
+    """
+    top = None
+    if width is not None:
+        top = DraftHead.of(head)
+    if top is None or width is None:
+        return score(reads)
+    ids, log_probs, _ = top.top(reads, min(width, top.vocabulary))  # [n, width] each
+    return Likeliest(ids, log_probs)
+
+
+def stores_of(sessions: Sequence[Any], ends: Sequence[int], like: Tensor) -> list[Any]:
+    """The sessions' buffers for a CPU kernel, each with slots up to its end."""
+    return [session.store_of(end, like) for session, end in zip(sessions, ends, strict=True)]
+
+
+def tables_of(sessions: Sequence[Any], end: int) -> tuple[Tensor, Tensor] | None:
+    """Cosine and sine [end, 1, r] of the positions of slots 0 to `end`.
+
+    None where the sequences' windows have dropped different numbers of positions.
+    """
+    dropped = sessions[0].dropped
+    if any(session.dropped != dropped for session in sessions):
+        return None
+    cos, sin = sessions[0].drafter.rotary.up_to(dropped + end)
+    if dropped:
+        return (cos[dropped:], sin[dropped:])
+    return (cos, sin)
+
+
+def cat(parts: Sequence[Tensor]) -> Tensor:
+    """Packs the sessions' tensors; no copy for a single session."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(list(parts))
+
+
+def split(packed: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """Unpacks what `cat` packed; no call for a single session."""
+    if len(sizes) == 1:
+        return [packed]
+    return packed.split(sizes)
+
+
+def attend_packed(attends: Sequence[Attend], queries: Sequence[int], keys: Sequence[int]) -> Attend:
+    """Attention of packed tokens, each session's by its own function.
+
+    queries, keys: numbers of them per session.
+    """
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        each = split(query, queries)
+        new_keys = split(key, keys)
+        values = split(value, keys)
+        return cat([own(each[i], new_keys[i], values[i]) for i, own in enumerate(attends)])
+
+    return attend
