@@ -25,6 +25,7 @@ from typing import Literal
 
 import httpx
 
+from drafttrain.credentials import redact
 from drafttrain.errors import UserError, first_line
 from drafttrain.files import Json, lock, writing
 from drafttrain.states.transports.folder import RECORD, write_record
@@ -282,9 +283,9 @@ class StateServer:
         return {"mooncake": mooncake, "record": record}
 
     def __str__(self) -> str:
-        """The command as a shell takes it."""
+        """The command as a shell takes it, with *** for an API key among vLLM's flags."""
         settings = [f"{name}={value}" for name, value in self.variables.items()]
-        return shlex.join(settings + self.words)
+        return shlex.join(settings + redact(self.words))
 
     def start(self) -> None:
         """Prepares the folder and starts vLLM.

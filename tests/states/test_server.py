@@ -69,6 +69,13 @@ def test_a_server_listens_to_this_machine_unless_asked(tmp_path, target_dir):
     assert open_to_all.url == "http://127.0.0.1:8000"
 
 
+def test_a_key_among_vllms_flags_is_passed_and_not_printed(tmp_path, target_dir):
+    flags = ("--api-key", "topsecret-1234", "--max-model-len", "99")
+    server = StateServer(load_shell(str(target_dir)), (1,), flags, engine(tmp_path))
+    assert "topsecret-1234" in server.words
+    assert "topsecret" not in str(server) and "--api-key '***' --max-model-len 99" in str(server)
+
+
 def test_vllms_command_is_used_where_it_runs(tmp_path, target_dir):
     """A script names its interpreter; that of an environment that was moved is gone."""
     server = StateServer(load_shell(str(target_dir)), (1,), (), engine(tmp_path))
