@@ -162,23 +162,6 @@ def check_kept_ids(kept: Tensor, vocab_size: int, where: str) -> None:
         )
 
 
-def pop_kept_ids(found: dict[str, Tensor], d: int, vocab_size: int, where: str) -> Tensor:
-    """Takes d2t (target id minus drafter id) out of a checkpoint's tensors -> [d] int64, the kept
-    ids.
-
-    Raises:
-        UserError: it is missing or damaged.
-    """
-    if "d2t" not in found and d != vocab_size:
-        raise UserError(f"{where} keeps {d} of {vocab_size} tokens, but has no d2t")
-    shift = found.pop("d2t", torch.zeros(d, dtype=torch.int64))
-    if shift.shape != (d,) or shift.is_floating_point():
-        raise UserError(
-            f"{where}: d2t must hold {d} integers, not {list(shift.shape)} {shift.dtype}"
-        )
-    return shift.long() + torch.arange(d)
-
-
 def _shape(entry: Tensor | tuple[int, ...]) -> tuple[int, ...]:
     if isinstance(entry, tuple):
         return entry

@@ -102,7 +102,7 @@ def test_formats_beside_our_own_are_fetched_from_their_folder(drafter, monkeypat
         recipe.engine: recipe for recipe in recipes(trained, "some/one", "a/b", 5, published=True)
     }
     first, second = by_engine["vLLM"].commands.splitlines()
-    assert first == 'hf download some/one --include "vllm/*" --local-dir some/one'
+    assert first == "hf download some/one --include 'vllm/*' --local-dir some/one"
     assert (
         '"model": "some/one/vllm", "num_speculative_tokens": 2' in second
         and '"method": "medusa"' in second

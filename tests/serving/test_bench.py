@@ -197,7 +197,7 @@ def test_without_usage_each_piece_counts(bench, capsys):
 
 def test_more_tokens_than_were_asked_for_are_an_error(bench):
     with FakeServer(usage=10**6) as server:
-        results = bench("--url", server.url, "--concurrency", 1, "--warm-up", 0)
+        results = bench("--url", server.url, "--concurrency", 1, "--warm-up", 0, status=1)
     (cell,) = results["servers"]["url"]["cells"]
     assert cell["errors"] == {"server": cell["requests"]} and cell["tokens"] == 0
 
