@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafttrain.drafters.common.tree_spec import TreeSpec
@@ -61,6 +61,7 @@ def test_committed_tokens_extend_the_index():
     assert paths(session.propose(TreeSpec.parse("chain:2"))) == [[3, 4]]
 
 
+@settings(deadline=None)
 @given(
     tokens=st.lists(st.integers(0, 3), min_size=2, max_size=60),
     spec=st.sampled_from(["chain:4", "fanout:3x2x2", "dynamic:5,3,11"]),

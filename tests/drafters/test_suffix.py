@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafttrain.drafters.combined import CombinedDrafter
@@ -73,6 +73,7 @@ def test_a_copy_goes_on_behind_a_change():
     assert propose(prompt, "chain:1", [10, 11, 12, 13, 40, 20]).tokens.tolist() == [17]
 
 
+@settings(deadline=None)
 @given(
     tokens=st.lists(st.integers(0, 3), min_size=2, max_size=60),
     begin=st.integers(1, 60),

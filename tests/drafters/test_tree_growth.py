@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
@@ -241,6 +241,7 @@ def test_the_text_form_goes_both_ways(text):
 
 
 @pytest.mark.thorough
+@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1, max_size=8))
 def test_any_closed_set_of_paths_is_a_tree(leaves):
     paths = {tuple(leaf[: i + 1]) for leaf in leaves for i in range(len(leaf))}
