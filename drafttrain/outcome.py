@@ -101,7 +101,7 @@ def conclude(
     for path in wrote:
         print(f"wrote {path}")
     if then:
-        print(f"next: {then}")
+        print(f"next: {redact(then)}")
     sys.stdout.flush()
     _ended.set({"wrote": [str(path) for path in wrote], "next": then, "result": result})
 

@@ -398,7 +398,7 @@ def proven_servers(
     servers = Served(urls, target, drafter.feature_layers, config.states_dir, dtype=torch.bfloat16)
     servers.prove()
     if Share.of_process().rank == 0:
-        print("\n".join(servers.proofs), flush=True)
+        print(redact("\n".join(servers.proofs)), flush=True)
         if stored:
             print(
                 "note: the data's stored states are not read; leave target_url out to read them",

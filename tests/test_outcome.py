@@ -32,6 +32,14 @@ def test_next_commands_can_be_pasted(tmp_path):
     assert values["dry_run"]
 
 
+def test_next_commands_show_no_secrets(capsys):
+    url = "http://joe:hunter22@host:8000/v1?api_key=sekrit99x"
+    conclude({}, then=next_command("generate", url=[url]))
+    line = capsys.readouterr().out
+    assert "http://***@host:8000/v1?api_key=***" in line
+    assert "hunter22" not in line and "sekrit99x" not in line
+
+
 def test_next_commands_carry_what_the_target_needs():
     given = {"device": "auto", "dtype": "bfloat16", "trust_remote_code": True, "seed": 3}
     carry = argparse.Namespace(**given, chat_template_kwargs={"enable_thinking": False})

@@ -17,6 +17,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
+from drafttrain.credentials import redact
 from drafttrain.data.generate import parse_layers, train_command
 from drafttrain.data.int8_rows import stored_as, value_bytes
 from drafttrain.data.store import (
@@ -356,7 +357,7 @@ def proven_servers(
         served = Served(urls, shell, layers, states_dir)
         stack.callback(served.close)
         served.prove()
-        print("\n".join(served.proofs), flush=True)
+        print(redact("\n".join(served.proofs)), flush=True)
         yield served
 
 
