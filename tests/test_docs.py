@@ -30,6 +30,7 @@ from drafttrain.commands import COMMANDS, function_of
 from drafttrain.config import TrainConfig, load_config, parse_overrides
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
+from scripts import docs_commands
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
@@ -365,6 +366,31 @@ def test_the_blocks_of_a_page_run(page, made, tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", SLOW)
 def test_the_blocks_of_every_page_run(page, made, tmp_path, monkeypatch):
     run_page(page, made, tmp_path, monkeypatch)
+
+
+# -- all commands, in an environment of a user's --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", docs_commands.PAGES, ids=lambda page: page.stem)
+def test_what_is_left_out_of_the_commands_that_run(page):
+    """The reasons are few, and the first steps of README and of the tutorials on a CPU all run."""
+    left = {line: docs_commands.left_out(line) for line in docs_commands.commands(page)}
+    network = {"needs a network", "another program"}
+    if page.stem in ("README", "cpu-tour", "own-data"):
+        assert {reason for reason in left.values() if reason} <= network
+    for line, reason in left.items():
+        assert reason or docs_commands.small(line)[1] in COMMANDS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", docs_commands.PAGES, ids=lambda page: page.stem)
+def test_the_commands_of_a_page_run(page):
+    assert docs_commands.run_page(page) == 0
+
+
+@pytest.mark.slow
+def test_every_recipe_has_a_plan():
+    assert docs_commands.plan_recipes() == 0
 
 
 # -- names ---------------------------------------------------------------------------------------------------------------
