@@ -66,7 +66,10 @@ status 2; Ctrl-C ends with 130, SIGTERM with 143. Every command also takes `--qu
 
 def cell(value: object) -> str:
     text = "" if value is None else str(value)
-    return " ".join(text.split()).replace("|", "\\|")
+    text = " ".join(text.split()).replace("|", "\\|")
+    parts = text.split("`")
+    parts[::2] = [part.replace("*", "\\*") for part in parts[::2]]  # outside of code, * is emphasis
+    return "`".join(parts)
 
 
 def rows(heading: tuple[str, ...], lines: Iterator[tuple[object, ...]]) -> str:

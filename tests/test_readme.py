@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from drafttrain.drafters.registry import kind_class, kinds
 from drafttrain.drafters.shipping import shipped_kinds, shipping
 
 UNDRAFTED = {"mlp_speculator": {"vLLM"}}  # vLLM 0.32 has its class but no longer drafts with it
@@ -16,6 +17,16 @@ UNDRAFTED = {"mlp_speculator": {"vLLM"}}  # vLLM 0.32 has its class but no longe
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MEASURED = json.loads((ROOT / "eval" / "results" / "quickstart_smollm2-135m_cpu.json").read_text())
+
+
+def test_the_number_of_kinds_is_counted():
+    words = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+    trained = [kind for kind in kinds() if kind_class(kind).trainable]
+    others = words[len(set(trained) - {"eagle3", "draft_model"})]
+    assert f"any of [{others} other kinds](docs/choosing.md)" in README
+    page = (ROOT / "docs" / "index.md").read_text()
+    untrained = words[len(kinds()) - len(trained)]
+    assert f"any of {others} other kinds; {untrained} more kinds draft without training" in page
 
 
 def test_the_headline_table_is_the_measured_one():

@@ -26,7 +26,7 @@ def recipes(
     drafttrain recipes                                      one line each: name, GPUs, memory, disk, hours
     drafttrain recipes llama-3.1-8b/eagle3                  prints it: commands, GPUs, memory, hours, sources, keys
     drafttrain recipes llama-3.1-8b/eagle3 --copy .         writes it to configs/ here, with accelerate's and DeepSpeed's files
-    drafttrain train --recipe llama-3.1-8b/eagle3 data=runs/data learning_rate=5e-5
+    drafttrain train llama-3.1-8b/eagle3 data=runs/data learning_rate=5e-5
     ```
 
     The plans are sums over shapes and a roofline (drafttrain plan), not measurements.

@@ -90,7 +90,7 @@ def train(
     ```
     accelerate launch drafttrain/train.py configs/smollm2-135m/eagle3.yaml data=runs/data max_steps=500
     drafttrain train configs/smollm2-135m/eagle3.yaml drafter.ttt_steps=3     # one process, same result
-    accelerate launch -m drafttrain.train --recipe llama-3.1-8b/eagle3 data=runs/data
+    accelerate launch -m drafttrain.train llama-3.1-8b/eagle3 data=runs/data
     ```
 
     Start an interrupted run again to continue it from its newest checkpoint; a finished run is left
