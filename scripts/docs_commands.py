@@ -33,8 +33,8 @@ PAGES = [
 SECONDS = 900  # that a command may take, also on a busy machine
 # Settings that end a command within seconds, after those of the page.
 SMALL = {
-    "prompts": "--count 4 --max-prompt-tokens 16",
-    "generate": "--max-new-tokens 12",
+    "prompts": "--count 4 --overwrite",
+    "generate": "--max-new-tokens 12 --overwrite",
     "eval": "--limit 1 --max-new-tokens 4 --baselines autoregressive",
     "tune": "--max-new-tokens 16 --prompts 2 --repeats 1 --dry-run",
     "sweep": "--limit 1 --max-new-tokens 4 --batch-sizes 1,2 --lengths 1,2 --contexts 0,16",
@@ -100,6 +100,10 @@ def left_out(line: str) -> str:
 def small(line: str) -> list[str]:
     """A command's words with tiny models and sizes."""
     line = re.sub(TARGETS, "smollm2-135m", line)
+    # A target of random weights writes no prompts.
+    line = re.sub(
+        r"--source magpie|--max-prompt-tokens \d+", "--source file --input chats.jsonl", line
+    )
     line = re.sub(r"--suite (?:mt_bench|humaneval)", "--suite heldout.jsonl", line)
     line = line.replace(
         "target=T data=D output_dir=O", "target=smollm2-135m data=runs/data output_dir=runs/o"
