@@ -16,13 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property, partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from drafttrain.batch import Attend, TokenTree
-from drafttrain.drafters.base import Session
 from drafttrain.drafters.common.tree_growth import (
     GrowingTree,
     Likeliest,
@@ -36,9 +35,10 @@ from drafttrain.ops.cpu_draft import DraftHead, DraftStep, TreeShape, plan_of
 from drafttrain.ops.packing import SKINNY_ROWS, without_grad
 from drafttrain.ops.sampling import Sampler
 from drafttrain.ops.tree_attention import LONGEST_PREFIX, TreeLayout
+from drafttrain.ops.tree_cache import TreeCache
 
-if TYPE_CHECKING:
-    from drafttrain.drafters.common.static_draft import DraftSteps
+# The target's likeliest next tokens and their probabilities, descending.
+Predictions = tuple[list[int], list[float]]
 
 
 class Pass:
@@ -303,6 +303,81 @@ class HostPass(Pass):
             session.store(layer, session.length, keys[i], values[i])
 
 
+class Steps(Protocol):
+    """What sessions and the driver need of static steps (`DraftSteps`)."""
+
+    cache: TreeCache
+
+    def read(
+        self, sessions: Sequence[Any], tokens: Sequence[Tensor], features: Sequence[Tensor]
+    ) -> bool: ...
+    def propose(
+        self,
+        sessions: Sequence[Any],
+        specs: Sequence[TreeSpec],
+        samplers: Sequence[Sampler | None],
+    ) -> list[TokenTree] | None: ...
+
+
+class Session:
+    """A drafter's state for one sequence.
+
+    Its cache holds committed tokens and true target features only.
+    """
+
+    def extend(self, tokens: Tensor, features: Tensor) -> None:
+        """Reads what the target has just committed.
+
+        Args:
+            tokens: [m] int64; tokens[i] follows the position of features[i]. The first calls after
+                `start` cover the prompt, a long one in several pieces: tokens are prompt[1:] plus
+                the first sampled token.
+            features: [m, f*h], the target's features at those positions (f may be 0).
+        """
+        raise NotImplementedError(f"{type(self).__name__}.extend")
+
+    def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
+        """Drafts a tree below the last committed token.
+
+        It may have fewer nodes than `spec` allows, or none.
+
+        Args:
+            spec: the tree's shape. Kinds that draft by a rule ignore `sampled`.
+            sampler: draws the tokens; required if `spec.sampled`.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.propose")
+
+    def probe(self) -> tuple[list[int], list[int]]:
+        """Returns the tokens of this round's probes and their parents (-1: the root).
+
+        Called after `propose`. Parents are counted among the probes.
+        Probes are nodes that the target verifies in the same pass but never accepts; only the
+        session learns from them.
+        """
+        return [], []
+
+    def place(self, steps: Steps, row: int) -> None:
+        """Makes the session, which is new, use a row of static steps (`Drafter.open_steps`)."""
+
+    def observe(self, chosen: list[int]) -> None:
+        """Reads the target's likeliest token after the root and after each probe.
+
+        It is -1 for probes that were not verified. Called before the `extend` of the same round.
+        Decoding stays lossless: the next round's tokens are not chosen yet.
+        """
+
+    def read_predictions(self, tree: TokenTree, predictions: list[Predictions]) -> None:
+        """Reads the target's likeliest tokens after the root and each node of a round's tree.
+
+        Called as `observe`, for nodes accepted or not. The tree hangs below the last token that the
+        session has read.
+
+        Args:
+            predictions: [n + 1], of `Drafter.predictions` tokens each. Probabilities are of the
+                logits as they are, among these tokens alone.
+        """
+
+
 class JointSession(Session):
     """A session of a drafter that serves several in one pass (`extend_all`, `propose_all`).
 
@@ -317,7 +392,7 @@ class JointSession(Session):
     """
 
     root: Any = None
-    steps: DraftSteps | None = None
+    steps: Steps | None = None
     row = 0
     length = 0
     dropped = 0
@@ -380,7 +455,7 @@ class JointSession(Session):
     def advance(self, count: int) -> None:
         """Notes that a static step has read `count` committed tokens and stored the new root."""
 
-    def place(self, steps: DraftSteps, row: int) -> None:
+    def place(self, steps: Steps, row: int) -> None:
         self.steps = steps
         self.row = row
 
