@@ -7,7 +7,7 @@ The same two functions serve three ways to run a round. `propose` is the only do
 that applies: static steps in CUDA graphs (static_draft.py), one C call that grows greedy trees, and
 growth on the host (tree_growth.py) with one pass per depth.
 
-A `Pass` says where the new tokens stand and what they see: `HostPass` over the sessions' own caches,
+A `DraftPass` says where the new tokens stand and what they see: `HostPass` over the sessions' own caches,
 `StaticPass` over slots of the one cache that static steps share.
 """
 
@@ -37,11 +37,12 @@ from drafttrain.ops.sampling import Sampler
 from drafttrain.ops.tree_attention import LONGEST_PREFIX, TreeLayout
 from drafttrain.ops.tree_cache import TreeCache
 
+Sessions = Sequence[Any]  # of one drafter; the kind's own class
 # The target's likeliest next tokens and their probabilities, descending.
 Predictions = tuple[list[int], list[float]]
 
 
-class Pass:
+class DraftPass:
     """The new tokens of a forward of all sequences, one after the other.
 
     The CPU kernels serve a `HostPass` only, and not every one.
@@ -110,7 +111,7 @@ class Nodes(NamedTuple):
     tokens: Tensor
     rows: Sequence[int] | Tensor
     above: Tensor | None
-    place: Callable[[], Pass]
+    place: Callable[[], DraftPass]
 
     def parents_of(self, states: Tensor) -> Tensor:
         """[n, ...] rows of the nodes' parents."""
@@ -157,7 +158,7 @@ class Places(Protocol):
 
     def behind(
         self, count: int, computed: Sequence[int] | None = None, mutual: bool = False
-    ) -> Pass:
+    ) -> DraftPass:
         """The pass over `count` tokens in a row behind each sequence.
 
         Args:
@@ -166,7 +167,7 @@ class Places(Protocol):
         """
 
 
-class HostPass(Pass):
+class HostPass(DraftPass):
     """A pass over the sessions' own caches.
 
     Args:
@@ -176,7 +177,7 @@ class HostPass(Pass):
 
     def __init__(
         self,
-        sessions: Sequence[Any],
+        sessions: Sessions,
         layouts: Sequence[TreeLayout],
         computed: Sequence[int] | None = None,
     ):
@@ -309,11 +310,11 @@ class Steps(Protocol):
     cache: TreeCache
 
     def read(
-        self, sessions: Sequence[Any], tokens: Sequence[Tensor], features: Sequence[Tensor]
+        self, sessions: Sessions, tokens: Sequence[Tensor], features: Sequence[Tensor]
     ) -> bool: ...
     def propose(
         self,
-        sessions: Sequence[Any],
+        sessions: Sessions,
         specs: Sequence[TreeSpec],
         samplers: Sequence[Sampler | None],
     ) -> list[TokenTree] | None: ...
@@ -477,7 +478,7 @@ class BlockLayout(TreeLayout):
 class HostPlaces:
     """`Places` of growth on the host."""
 
-    def __init__(self, sessions: Sequence[Any], depth: int):
+    def __init__(self, sessions: Sessions, depth: int):
         self.sessions = sessions
         self.depth = depth
         self.form = sessions[0].drafter.host_pass
@@ -506,7 +507,7 @@ class HostPlaces:
 @without_grad
 def propose(
     drafter: Any,
-    sessions: Sequence[Any],
+    sessions: Sessions,
     specs: Sequence[TreeSpec],
     samplers: Sequence[Sampler | None],
 ) -> list[TokenTree]:
@@ -540,7 +541,7 @@ def propose(
 
 def _grow_on_host(
     drafter: Any,
-    sessions: Sequence[Any],
+    sessions: Sessions,
     specs: Sequence[TreeSpec],
     samplers: Sequence[Sampler | None],
     roots: Tensor,
@@ -604,7 +605,7 @@ def _grow_on_host(
 @without_grad
 def extend(
     drafter: Any,
-    sessions: Sequence[Any],
+    sessions: Sessions,
     tokens: Sequence[Tensor],
     features: Sequence[Tensor],
 ) -> None:
@@ -670,12 +671,12 @@ def top_or_all(
     return Likeliest(ids, log_probs)
 
 
-def stores_of(sessions: Sequence[Any], ends: Sequence[int], like: Tensor) -> list[Any]:
+def stores_of(sessions: Sessions, ends: Sequence[int], like: Tensor) -> list[Any]:
     """The sessions' buffers for a CPU kernel, each with slots up to its end."""
     return [session.store_of(end, like) for session, end in zip(sessions, ends, strict=True)]
 
 
-def tables_of(sessions: Sequence[Any], end: int) -> tuple[Tensor, Tensor] | None:
+def tables_of(sessions: Sessions, end: int) -> tuple[Tensor, Tensor] | None:
     """Cosine and sine [end, 1, r] of the positions of slots 0 to `end`.
 
     None where the sequences' windows have dropped different numbers of positions.
