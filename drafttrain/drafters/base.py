@@ -18,13 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from drafttrain.batch import Batch, StepOutput, TokenTree
+from drafttrain.drafters.common.rows import Predictions as Predictions
+from drafttrain.drafters.common.rows import Session as Session
 from drafttrain.drafters.common.saving import NamedDrafter
+from drafttrain.drafters.common.static_draft import DraftSteps
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.files import Json
@@ -32,9 +35,6 @@ from drafttrain.losses import TargetRows
 from drafttrain.ops.graphs import GraphPool
 from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target
-
-if TYPE_CHECKING:
-    from drafttrain.drafters.common.static_draft import DraftSteps
 
 # Runs the target on a batch: features [b, s, f*h], distributions, row of each position [b, s] (-1
 # where none is needed).
@@ -45,8 +45,6 @@ KeepTokens = Callable[[int], Tensor]
 Tensors = Sequence[Tensor]  # tokens or features
 Specs = Sequence[TreeSpec]  # shapes of trees
 Samplers = Sequence[Sampler | None]  # which draw the trees' tokens
-# The target's likeliest next tokens and their probabilities, descending.
-Predictions = tuple[list[int], list[float]]
 # Values of a recipe's `init` that make a new drafter; any other value names a drafter to continue.
 NEW = ("target", "random", "native")
 
@@ -73,65 +71,6 @@ class StepInputs(NamedTuple):
     row_of: Tensor
     total: Tensor | float
     measure: bool = True
-
-
-class Session:
-    """A drafter's state for one sequence.
-
-    Its cache holds committed tokens and true target features only.
-    """
-
-    def extend(self, tokens: Tensor, features: Tensor) -> None:
-        """Reads what the target has just committed.
-
-        Args:
-            tokens: [m] int64; tokens[i] follows the position of features[i]. The first calls after
-                `start` cover the prompt, a long one in several pieces: tokens are prompt[1:] plus
-                the first sampled token.
-            features: [m, f*h], the target's features at those positions (f may be 0).
-        """
-        raise NotImplementedError(f"{type(self).__name__}.extend")
-
-    def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
-        """Drafts a tree below the last committed token.
-
-        It may have fewer nodes than `spec` allows, or none.
-
-        Args:
-            spec: the tree's shape. Kinds that draft by a rule ignore `sampled`.
-            sampler: draws the tokens; required if `spec.sampled`.
-        """
-        raise NotImplementedError(f"{type(self).__name__}.propose")
-
-    def probe(self) -> tuple[list[int], list[int]]:
-        """Returns the tokens of this round's probes and their parents (-1: the root).
-
-        Called after `propose`. Parents are counted among the probes.
-        Probes are nodes that the target verifies in the same pass but never accepts; only the
-        session learns from them.
-        """
-        return [], []
-
-    def place(self, steps: DraftSteps, row: int) -> None:
-        """Makes the session, which is new, use a row of static steps (`Drafter.open_steps`)."""
-
-    def observe(self, chosen: list[int]) -> None:
-        """Reads the target's likeliest token after the root and after each probe.
-
-        It is -1 for probes that were not verified. Called before the `extend` of the same round.
-        Decoding stays lossless: the next round's tokens are not chosen yet.
-        """
-
-    def read_predictions(self, tree: TokenTree, predictions: list[Predictions]) -> None:
-        """Reads the target's likeliest tokens after the root and each node of a round's tree.
-
-        Called as `observe`, for nodes accepted or not. The tree hangs below the last token that the
-        session has read.
-
-        Args:
-            predictions: [n + 1], of `Drafter.predictions` tokens each. Probabilities are of the
-                logits as they are, among these tokens alone.
-        """
 
 
 class Drafter(NamedDrafter):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from drafttrain.batch import TokenTree
 from drafttrain.drafters.base import Drafter, Predictions, Session
-from drafttrain.drafters.common.rows import JointSession
+from drafttrain.drafters.common.rows import JointSession, Steps
 from drafttrain.drafters.common.static_draft import DraftSteps
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.ops.graphs import GraphPool
@@ -220,7 +220,7 @@ class CombinedSession(JointSession):
         self.side = side
         self.probe_counts: list[int] = []  # probes of each part in this round
 
-    def place(self, steps: DraftSteps, row: int) -> None:
+    def place(self, steps: Steps, row: int) -> None:
         self.main.place(steps, row)
 
     def extend(self, tokens: Tensor, features: Tensor) -> None:

@@ -29,7 +29,7 @@ from drafttrain.drafters.common import starts
 from drafttrain.drafters.common.configs import BlockConfig
 from drafttrain.drafters.common.layer_session import LayerSession
 from drafttrain.drafters.common.layers import DraftLayer, RMSNorm, moved
-from drafttrain.drafters.common.rows import Ask, Children, Nodes, Pass, Places, top_or_all
+from drafttrain.drafters.common.rows import Ask, Children, DraftPass, Nodes, Places, top_or_all
 from drafttrain.drafters.common.trainable import DecoderDrafter
 from drafttrain.drafters.common.tree_growth import Logits
 from drafttrain.losses import TargetRows, linear_divergence
@@ -423,7 +423,7 @@ class BlockDrafter(DecoderDrafter):
         text = self.open_text()
         return BlockSession(self, self.cache_shape, max_length + self.config.block_size, text)
 
-    def read_committed(self, ids: Tensor, features: Tensor, at: Pass) -> Tensor:
+    def read_committed(self, ids: Tensor, features: Tensor, at: DraftPass) -> Tensor:
         """Stores keys and values of the new context; roots [R] are the last tokens."""
         context = self.fuse(features)  # [n, h]
         if self.draft_step is None or not at.store_context(self.draft_step, context):

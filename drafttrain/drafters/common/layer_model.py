@@ -34,8 +34,8 @@ from drafttrain.drafters.common.layers import DraftLayer, moved
 from drafttrain.drafters.common.rows import (
     Ask,
     Children,
+    DraftPass,
     Nodes,
-    Pass,
     Places,
     stores_of,
     tables_of,
@@ -409,7 +409,7 @@ class LayerDrafter(DecoderDrafter):
         self,
         states: Tensor,
         embeds: Tensor,
-        at: Pass,
+        at: DraftPass,
         depth: int,
     ) -> tuple[Tensor, Tensor]:
         """Outputs of `step` and `read_out` [n, h], by the CPU kernel where it applies.
@@ -430,7 +430,7 @@ class LayerDrafter(DecoderDrafter):
         )
         return out, self.read_out(out)
 
-    def read_committed(self, ids: Tensor, features: Tensor, at: Pass) -> Tensor:
+    def read_committed(self, ids: Tensor, features: Tensor, at: DraftPass) -> Tensor:
         """Roots [R, 2, h]: what the next depth reads, and the head's input."""
         made = None
         if self.draft_steps and self.embed_table is not None:

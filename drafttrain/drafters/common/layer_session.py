@@ -8,8 +8,7 @@ from torch import Tensor
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.context_tokens import ContextTokens
 from drafttrain.drafters.common.layers import CacheShape
-from drafttrain.drafters.common.rows import JointSession
-from drafttrain.drafters.common.static_draft import DraftSteps
+from drafttrain.drafters.common.rows import JointSession, Steps
 from drafttrain.ops.cpu_draft import KeyStore
 from drafttrain.ops.tree_attention import TreeLayout, tree_attention
 
@@ -59,7 +58,7 @@ class LayerSession(JointSession):
         if self.text is not None:
             self.text.read(tokens.tolist())
 
-    def place(self, steps: DraftSteps, row: int) -> None:
+    def place(self, steps: Steps, row: int) -> None:
         super().place(steps, row)
         self.text = None
         self.capacity = steps.cache.capacity

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from drafttrain.batch import Batch, StepOutput, anchors_by_depth, sums_by_depth
 from drafttrain.drafters.base import Source, StepInputs
-from drafttrain.drafters.common.rows import Ask, Children, Nodes, Pass, Places, top_or_all
+from drafttrain.drafters.common.rows import Ask, Children, DraftPass, Nodes, Places, top_or_all
 from drafttrain.drafters.common.starts import LeastSquares, head_rows
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_growth import Logits
@@ -191,7 +191,7 @@ class PathHeads(TrainableDrafter):
 
     # -- proposal half -----------------------------------------------------------------------------
 
-    def read_committed(self, ids: Tensor, features: Tensor, at: Pass) -> Tensor:
+    def read_committed(self, ids: Tensor, features: Tensor, at: DraftPass) -> Tensor:
         """Roots [R, w], the states of the last tokens; no other is kept."""
         return self.enter(features[at.ends], ids[at.ends])
 

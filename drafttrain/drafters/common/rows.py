@@ -7,7 +7,7 @@ The same two functions serve three ways to run a round. `propose` is the only do
 that applies: static steps in CUDA graphs (static_draft.py), one C call that grows greedy trees, and
 growth on the host (tree_growth.py) with one pass per depth.
 
-A `Pass` says where the new tokens stand and what they see: `HostPass` over the sessions' own caches,
+A `DraftPass` says where the new tokens stand and what they see: `HostPass` over the sessions' own caches,
 `StaticPass` over slots of the one cache that static steps share.
 """
 
@@ -16,13 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property, partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from drafttrain.batch import Attend, TokenTree
-from drafttrain.drafters.base import Session
 from drafttrain.drafters.common.tree_growth import (
     GrowingTree,
     Likeliest,
@@ -36,12 +35,14 @@ from drafttrain.ops.cpu_draft import DraftHead, DraftStep, TreeShape, plan_of
 from drafttrain.ops.packing import SKINNY_ROWS, without_grad
 from drafttrain.ops.sampling import Sampler
 from drafttrain.ops.tree_attention import LONGEST_PREFIX, TreeLayout
+from drafttrain.ops.tree_cache import TreeCache
 
-if TYPE_CHECKING:
-    from drafttrain.drafters.common.static_draft import DraftSteps
+Sessions = Sequence[Any]  # of one drafter; the kind's own class
+# The target's likeliest next tokens and their probabilities, descending.
+Predictions = tuple[list[int], list[float]]
 
 
-class Pass:
+class DraftPass:
     """The new tokens of a forward of all sequences, one after the other.
 
     The CPU kernels serve a `HostPass` only, and not every one.
@@ -110,7 +111,7 @@ class Nodes(NamedTuple):
     tokens: Tensor
     rows: Sequence[int] | Tensor
     above: Tensor | None
-    place: Callable[[], Pass]
+    place: Callable[[], DraftPass]
 
     def parents_of(self, states: Tensor) -> Tensor:
         """[n, ...] rows of the nodes' parents."""
@@ -157,7 +158,7 @@ class Places(Protocol):
 
     def behind(
         self, count: int, computed: Sequence[int] | None = None, mutual: bool = False
-    ) -> Pass:
+    ) -> DraftPass:
         """The pass over `count` tokens in a row behind each sequence.
 
         Args:
@@ -166,7 +167,7 @@ class Places(Protocol):
         """
 
 
-class HostPass(Pass):
+class HostPass(DraftPass):
     """A pass over the sessions' own caches.
 
     Args:
@@ -176,7 +177,7 @@ class HostPass(Pass):
 
     def __init__(
         self,
-        sessions: Sequence[Any],
+        sessions: Sessions,
         layouts: Sequence[TreeLayout],
         computed: Sequence[int] | None = None,
     ):
@@ -303,6 +304,81 @@ class HostPass(Pass):
             session.store(layer, session.length, keys[i], values[i])
 
 
+class Steps(Protocol):
+    """What sessions and the driver need of static steps (`DraftSteps`)."""
+
+    cache: TreeCache
+
+    def read(
+        self, sessions: Sessions, tokens: Sequence[Tensor], features: Sequence[Tensor]
+    ) -> bool: ...
+    def propose(
+        self,
+        sessions: Sessions,
+        specs: Sequence[TreeSpec],
+        samplers: Sequence[Sampler | None],
+    ) -> list[TokenTree] | None: ...
+
+
+class Session:
+    """A drafter's state for one sequence.
+
+    Its cache holds committed tokens and true target features only.
+    """
+
+    def extend(self, tokens: Tensor, features: Tensor) -> None:
+        """Reads what the target has just committed.
+
+        Args:
+            tokens: [m] int64; tokens[i] follows the position of features[i]. The first calls after
+                `start` cover the prompt, a long one in several pieces: tokens are prompt[1:] plus
+                the first sampled token.
+            features: [m, f*h], the target's features at those positions (f may be 0).
+        """
+        raise NotImplementedError(f"{type(self).__name__}.extend")
+
+    def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
+        """Drafts a tree below the last committed token.
+
+        It may have fewer nodes than `spec` allows, or none.
+
+        Args:
+            spec: the tree's shape. Kinds that draft by a rule ignore `sampled`.
+            sampler: draws the tokens; required if `spec.sampled`.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.propose")
+
+    def probe(self) -> tuple[list[int], list[int]]:
+        """Returns the tokens of this round's probes and their parents (-1: the root).
+
+        Called after `propose`. Parents are counted among the probes.
+        Probes are nodes that the target verifies in the same pass but never accepts; only the
+        session learns from them.
+        """
+        return [], []
+
+    def place(self, steps: Steps, row: int) -> None:
+        """Makes the session, which is new, use a row of static steps (`Drafter.open_steps`)."""
+
+    def observe(self, chosen: list[int]) -> None:
+        """Reads the target's likeliest token after the root and after each probe.
+
+        It is -1 for probes that were not verified. Called before the `extend` of the same round.
+        Decoding stays lossless: the next round's tokens are not chosen yet.
+        """
+
+    def read_predictions(self, tree: TokenTree, predictions: list[Predictions]) -> None:
+        """Reads the target's likeliest tokens after the root and each node of a round's tree.
+
+        Called as `observe`, for nodes accepted or not. The tree hangs below the last token that the
+        session has read.
+
+        Args:
+            predictions: [n + 1], of `Drafter.predictions` tokens each. Probabilities are of the
+                logits as they are, among these tokens alone.
+        """
+
+
 class JointSession(Session):
     """A session of a drafter that serves several in one pass (`extend_all`, `propose_all`).
 
@@ -317,7 +393,7 @@ class JointSession(Session):
     """
 
     root: Any = None
-    steps: DraftSteps | None = None
+    steps: Steps | None = None
     row = 0
     length = 0
     dropped = 0
@@ -380,7 +456,7 @@ class JointSession(Session):
     def advance(self, count: int) -> None:
         """Notes that a static step has read `count` committed tokens and stored the new root."""
 
-    def place(self, steps: DraftSteps, row: int) -> None:
+    def place(self, steps: Steps, row: int) -> None:
         self.steps = steps
         self.row = row
 
@@ -402,7 +478,7 @@ class BlockLayout(TreeLayout):
 class HostPlaces:
     """`Places` of growth on the host."""
 
-    def __init__(self, sessions: Sequence[Any], depth: int):
+    def __init__(self, sessions: Sessions, depth: int):
         self.sessions = sessions
         self.depth = depth
         self.form = sessions[0].drafter.host_pass
@@ -431,7 +507,7 @@ class HostPlaces:
 @without_grad
 def propose(
     drafter: Any,
-    sessions: Sequence[Any],
+    sessions: Sessions,
     specs: Sequence[TreeSpec],
     samplers: Sequence[Sampler | None],
 ) -> list[TokenTree]:
@@ -465,7 +541,7 @@ def propose(
 
 def _grow_on_host(
     drafter: Any,
-    sessions: Sequence[Any],
+    sessions: Sessions,
     specs: Sequence[TreeSpec],
     samplers: Sequence[Sampler | None],
     roots: Tensor,
@@ -529,7 +605,7 @@ def _grow_on_host(
 @without_grad
 def extend(
     drafter: Any,
-    sessions: Sequence[Any],
+    sessions: Sessions,
     tokens: Sequence[Tensor],
     features: Sequence[Tensor],
 ) -> None:
@@ -595,12 +671,12 @@ def top_or_all(
     return Likeliest(ids, log_probs)
 
 
-def stores_of(sessions: Sequence[Any], ends: Sequence[int], like: Tensor) -> list[Any]:
+def stores_of(sessions: Sessions, ends: Sequence[int], like: Tensor) -> list[Any]:
     """The sessions' buffers for a CPU kernel, each with slots up to its end."""
     return [session.store_of(end, like) for session, end in zip(sessions, ends, strict=True)]
 
 
-def tables_of(sessions: Sequence[Any], end: int) -> tuple[Tensor, Tensor] | None:
+def tables_of(sessions: Sessions, end: int) -> tuple[Tensor, Tensor] | None:
     """Cosine and sine [end, 1, r] of the positions of slots 0 to `end`.
 
     None where the sequences' windows have dropped different numbers of positions.

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from drafttrain.batch import Attend, Proposal, TokenTree
 from drafttrain.drafters.common.layers import CacheShape
-from drafttrain.drafters.common.rows import Ask, Children, Nodes, Pass, Places
+from drafttrain.drafters.common.rows import Ask, Children, DraftPass, Nodes, Places
 from drafttrain.drafters.common.tensor_growth import Grown, TensorGrowth
 from drafttrain.drafters.common.tree_growth import Likeliest, Logits
 from drafttrain.drafters.common.tree_spec import TreeSpec
@@ -91,8 +91,8 @@ class SlotAttention:
         return out[0].flatten(1)
 
 
-class StaticPass(Pass):
-    """A pass over slots of the cache that static steps share; see `Pass`.
+class StaticPass(DraftPass):
+    """A pass over slots of the cache that static steps share; see `DraftPass`.
 
     Args:
         contexts: attention of the tokens that each layer computes. window: positions that a token
@@ -268,7 +268,7 @@ class StaticDrafter(Protocol):
     cache_shape: CacheShape
 
     def static_layers(self) -> dict[int, tuple[Tensor, Tensor]]: ...
-    def read_committed(self, ids: Tensor, features: Tensor, at: Pass) -> Tensor: ...
+    def read_committed(self, ids: Tensor, features: Tensor, at: DraftPass) -> Tensor: ...
     def draft(self, roots: Tensor, places: Places, width: int | None) -> tuple[Children, Ask]: ...
 
 

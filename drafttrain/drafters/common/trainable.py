@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,7 +23,7 @@ from drafttrain.drafters.base import (
 from drafttrain.drafters.common import rows
 from drafttrain.drafters.common.context_tokens import ContextTokens, ContextVocabulary
 from drafttrain.drafters.common.layers import CacheShape, DraftLayer, Rotary
-from drafttrain.drafters.common.rows import Ask, Children, HostPass, JointSession, Pass, Places
+from drafttrain.drafters.common.rows import Ask, Children, DraftPass, HostPass, JointSession, Places
 from drafttrain.drafters.common.saving import NamedDrafter, SavedWeights
 from drafttrain.drafters.common.static_draft import DraftSteps
 from drafttrain.drafters.common.tree_spec import TreeSpec
@@ -325,7 +325,7 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
     # A kind writes both below once; they run on the host's caches and in captured steps, where they
     # may not wait for the device. See common/rows.py.
 
-    def read_committed(self, ids: Tensor, features: Tensor, at: Pass) -> Tensor:
+    def read_committed(self, ids: Tensor, features: Tensor, at: DraftPass) -> Tensor:
         """Reads committed tokens of all sequences.
 
         Args:
@@ -348,7 +348,7 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
         raise NotImplementedError(f"{type(self).__name__}.draft")
 
     def grow_by_kernel(
-        self, sessions: Sequence[Any], specs: Specs, roots: Tensor
+        self, sessions: rows.Sessions, specs: Specs, roots: Tensor
     ) -> list[TokenTree] | None:
         """Greedy trees below roots [R, ...] by one C call; None where it does not apply."""
         return None

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.batch import TokenTree
-from drafttrain.drafters.common.rows import Children, HostPass, JointSession
-from drafttrain.drafters.common.static_draft import DraftSteps
+from drafttrain.drafters.common.rows import Children, HostPass, JointSession, Steps
 from drafttrain.drafters.common.tree_growth import GrowingTree
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.draft_model.vocabularies import CommittedText, VocabularyPair
@@ -97,7 +96,7 @@ class DraftModelSession(JointSession):
     def advance(self, count: int) -> None:
         self.cache.lengths[0] += count
 
-    def place(self, steps: DraftSteps, row: int) -> None:
+    def place(self, steps: Steps, row: int) -> None:
         super().place(steps, row)
         self.cache = steps.cache.view(row)
 

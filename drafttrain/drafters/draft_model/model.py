@@ -32,7 +32,7 @@ from torch import Tensor
 from drafttrain.batch import Batch, StepOutput, anchors_by_depth, sums_by_depth
 from drafttrain.drafters.base import KeepTokens, StepInputs
 from drafttrain.drafters.common.configs import TargetedConfig
-from drafttrain.drafters.common.rows import Ask, Children, Nodes, Pass, Places
+from drafttrain.drafters.common.rows import Ask, Children, DraftPass, Nodes, Places
 from drafttrain.drafters.common.static_draft import DraftSteps
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
@@ -502,7 +502,7 @@ class DraftModel(TrainableDrafter):
         self.runner.forward(ids, (), ids, cache)
         return cache.layers
 
-    def read_committed(self, ids: Tensor, features: Tensor, at: Pass) -> Tensor:
+    def read_committed(self, ids: Tensor, features: Tensor, at: DraftPass) -> Tensor:
         """Roots [R, d], the logits after the last tokens."""
         return self._logits(self._pass(ids, at)[at.ends])
 
@@ -512,7 +512,7 @@ class DraftModel(TrainableDrafter):
 
         return Children(roots), ask
 
-    def _pass(self, ids: Tensor, at: Pass) -> Tensor:
+    def _pass(self, ids: Tensor, at: DraftPass) -> Tensor:
         """States [n, h] of new tokens."""
         read = self._readable(ids)[None]
         out = self.runner.forward(read, (), at.positions[None], at.contexts[0])
