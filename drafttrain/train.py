@@ -459,16 +459,24 @@ def learn(config: TrainConfig, args: TrainingArguments, run: Run) -> tuple[Train
 @torch.no_grad()
 def feature_rates(args: TrainingArguments, run: Run) -> Tensor:
     """[f*h] learning rates of the columns of the weight that reads features: 1 / their RMS at the
-    responses of a first batch.
+    responses of the first rows, as many as a step has in all processes, so that their number does
+    not matter.
     """
-    count = min(args.per_device_train_batch_size, len(run.train_rows))
-    rows = [run.train_rows[i] for i in range(count)]
-    batch = Batch.of(collate(rows)).to(run.drafter.device)
-    with run.source.measuring():
-        features, _, row_of = run.source(batch)
-    assert row_of is not None, "such kinds read the target"
-    read = run.drafter.norm_features(features[row_of >= 0]).float()  # [r, f*h]
-    return 1 / read.square().mean(0).sqrt().clamp(min=1e-6)
+    size = args.per_device_train_batch_size
+    count = size * args.gradient_accumulation_steps * args.world_size
+    count = min(count, len(run.train_rows))
+    squares: Tensor | int = 0  # [f*h] sums
+    tokens = 0
+    for begin in range(0, count, size):
+        rows = [run.train_rows[i] for i in range(begin, min(begin + size, count))]
+        batch = Batch.of(collate(rows)).to(run.drafter.device)
+        with run.source.measuring():
+            features, _, row_of = run.source(batch)
+        assert row_of is not None, "such kinds read the target"
+        read = run.drafter.norm_features(features[row_of >= 0]).float()  # [r, f*h]
+        squares = squares + read.square().sum(0)
+        tokens += len(read)
+    return 1 / (squares / tokens).sqrt().clamp(min=1e-6)
 
 
 def held_out_decoding(config: TrainConfig, run: Run, held_out: Dataset) -> DecodeHeldOut | None:
@@ -607,7 +615,7 @@ def check_goes_on(config: TrainConfig, args: TrainingArguments, changed: list[st
     """
     checkpoint = newest_checkpoint(args)
     if checkpoint is None:
-        return  # begins anew
+        return  # begins at the first step
     state = load_state(checkpoint)
     if args.max_steps > 0:
         over = state.global_step >= args.max_steps

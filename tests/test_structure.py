@@ -19,9 +19,9 @@ from tests.density import measure
 
 ROOT = Path(__file__).resolve().parents[1]
 # Size and density of the package, by the arithmetic of tests/density.py. Size falls when mechanisms go, not by packing.
-MOST_NODES = 392_000
-MOST_TEST_NODES = 363_000
-MOST_PER_LINE = 8.7  # nodes per line of code
+MOST_NODES = 395_500
+MOST_TEST_NODES = 366_500
+MOST_PER_LINE = 8.65  # nodes per line of code
 MOST_PER_THOUSAND = {  # lines
     "conditional expressions": 10,
     "parallel assignments": 4,
@@ -31,7 +31,7 @@ MOST_PER_THOUSAND = {  # lines
     "assignments in expressions": 1,
 }
 LEAST_COMMENTS = 4.3  # per 100 lines
-MOST_WITH_MANY_PARAMETERS = 18
+MOST_WITH_MANY_PARAMETERS = 14
 MOST_ANY = 250  # annotations that say Any: JSON and what libraries leave untyped
 # Module names that may occur once per drafter kind, and the marker of a package.
 SHARED_NAMES = {"model", "export", "config", "__init__"}

@@ -56,12 +56,6 @@ def baseline_kind() -> tuple[str, str]:
     raise AssertionError("a kind without weights has a BASELINE_TREE")
 
 
-def names_help() -> str:
-    """The names of drafters, for the help of commands."""
-    kinds = ", ".join(untrained_kinds())
-    return f"a drafter's folder or Hub id, also with :OPTION=VALUE, KIND or KIND:OPTIONS ({kinds}), or FOLDER+KIND"
-
-
 def split_name(name: str) -> tuple[str, dict[str, str]]:
     """Splits a drafter's name NAME[:OPTION=VALUE,...][+KIND] into NAME and its options.
 

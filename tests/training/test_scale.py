@@ -24,6 +24,7 @@ STEPS = 6
 DRAFT_MODEL = {"kind": "draft_model", "drafter": {"layers": [0, 2]}}
 DRAFTERS = {
     "eagle3": {},
+    "feature_rates": {"feature_rates": True},
     "draft_model": DRAFT_MODEL,
     "lora": {
         "kind": "draft_model",
@@ -102,6 +103,8 @@ SHARDED = [
     ("eagle3", 1),
     ("eagle3", 2),
     ("eagle3", 3),
+    ("feature_rates", 2),
+    ("feature_rates", 3),
     ("draft_model", 2),
     ("draft_model", 3),
     ("lora", 2),
