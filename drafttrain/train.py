@@ -465,7 +465,7 @@ def feature_rates(args: TrainingArguments, run: Run) -> Tensor:
     size = args.per_device_train_batch_size
     count = size * args.gradient_accumulation_steps * args.world_size
     count = min(count, len(run.train_rows))
-    squares: Tensor | int = 0  # [f*h] sums
+    squares: list[Tensor] = []  # [f*h] sums
     tokens = 0
     for begin in range(0, count, size):
         rows = [run.train_rows[i] for i in range(begin, min(begin + size, count))]
@@ -474,9 +474,10 @@ def feature_rates(args: TrainingArguments, run: Run) -> Tensor:
             features, _, row_of = run.source(batch)
         assert row_of is not None, "such kinds read the target"
         read = run.drafter.norm_features(features[row_of >= 0]).float()  # [r, f*h]
-        squares = squares + read.square().sum(0)
+        squares.append(read.square().sum(0))
         tokens += len(read)
-    return 1 / (squares / tokens).sqrt().clamp(min=1e-6)
+    mean = torch.stack(squares).sum(0) / tokens
+    return 1 / mean.sqrt().clamp(min=1e-6)
 
 
 def held_out_decoding(config: TrainConfig, run: Run, held_out: Dataset) -> DecodeHeldOut | None:
