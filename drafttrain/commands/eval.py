@@ -109,8 +109,8 @@ def evaluate(
         seed: seed of the sampling
         chat_template_kwargs: variables of the target's chat template, as JSON:
             '{"enable_thinking": false}'; a question's own come first
-        baselines: a list of autoregressive, hf_generate, ngram (n-grams alone, beside a trained
-            drafter), hf_prompt_lookup, hf_assisted, or none
+        baselines: a list of autoregressive, hf_generate, ngram, hf_prompt_lookup, hf_assisted, or none;
+            ngram is n-grams alone, beside a trained drafter
         assistant: draft model of hf_assisted: a causal LM's folder or Hub id (default: the
             target's own first layers)
         dtype: float32, bfloat16, float16 or auto (bfloat16 where the device has it)

@@ -25,6 +25,7 @@ all are rejected, the token is drawn from the residual of p and compared with th
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -35,7 +36,8 @@ from transformers import LogitsProcessor
 from drafttrain.batch import TokenTree
 from drafttrain.errors import UserError
 from drafttrain.inference.rejection import Choice, choose
-from drafttrain.ops.sampling import Sampler, SamplingParams, argmax, argmax_at, sample
+from drafttrain.ops.native import cpu_kernels
+from drafttrain.ops.sampling import Sampler, SamplingParams, argmax, sample
 from drafttrain.target import Target
 from drafttrain.target.generation import LogitsRules
 
@@ -255,6 +257,28 @@ def verify_batch(
             visited = [-1, *walk.path][: len(walk.tokens)]
             walk.draw(sum(walk.spends(node) for node in visited))
     return [Verdict(walk.path, walk.tokens, walk.ended) for walk in walks]
+
+
+def argmax_at(logits: Tensor, rows: Sequence[int]) -> list[int]:
+    """Argmax of the given rows of logits [N, v]; on a CPU the other rows are not read."""
+    readable = logits.is_cpu and logits.dtype == torch.float32 and logits.is_contiguous()
+    kernels = cpu_kernels() if readable else None
+    if kernels is None:
+        return argmax(logits[rows]).tolist()
+    count, v = logits.shape
+    if not all(0 <= row < count for row in rows) or not v:
+        raise ValueError(
+            f"rows={list(rows)} must be from 0 to {count - 1}, of logits [{count}, {v}]"
+        )
+    begin = logits.data_ptr()
+    token = ctypes.c_int64()
+    value = ctypes.c_float()
+    tokens = []
+    for row in rows:
+        at = begin + row * v * 4  # float32
+        kernels.likeliest(at, 1, v, 1, ctypes.byref(token), ctypes.byref(value), None)
+        tokens.append(token.value)
+    return tokens
 
 
 def _sample_roots(verifiers: Sequence[Verifier], logits: Tensor) -> list[Verdict]:

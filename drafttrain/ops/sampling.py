@@ -13,8 +13,7 @@ come before: see `inference/verify.py`.
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -157,27 +156,6 @@ def argmax(logits: Tensor) -> Tensor:
     rows = torch.arange(len(block), device=logits.device)
     inside = blocks[rows, block].argmax(-1)  # [n]
     return block * blocks.shape[-1] + inside
-
-
-def argmax_at(logits: Tensor, rows: Sequence[int]) -> list[int]:
-    """Argmax of the given rows of logits [N, v]; on a CPU the other rows are not read."""
-    if not _kernel_reads(logits):
-        return argmax(logits[rows]).tolist()
-    count, v = logits.shape
-    if not all(0 <= row < count for row in rows) or not v:
-        raise ValueError(
-            f"rows={list(rows)} must be from 0 to {count - 1}, of logits [{count}, {v}]"
-        )
-    likeliest = built_kernels().likeliest
-    begin = logits.data_ptr()
-    token = ctypes.c_int64()
-    value = ctypes.c_float()
-    tokens = []
-    for row in rows:
-        at = begin + row * v * 4  # float32
-        likeliest(at, 1, v, 1, ctypes.byref(token), ctypes.byref(value), None)
-        tokens.append(token.value)
-    return tokens
 
 
 def top_log_probs(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:

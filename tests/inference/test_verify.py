@@ -9,8 +9,7 @@ from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.ngram.model import NgramDrafter
 from drafttrain.inference import SamplingParams, generate
 from drafttrain.inference.rejection import try_drawn
-from drafttrain.inference.verify import ProcessedText, Verifier, verify_batch
-from drafttrain.ops.sampling import argmax_at
+from drafttrain.inference.verify import ProcessedText, Verifier, argmax_at, verify_batch
 from tests.inference.fakes import ANY, FakeDrafter, family
 
 #      root

@@ -26,7 +26,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from drafttrain.drafters.common import layer_session
+from drafttrain.drafters.common import layer_model, rows
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.inference import generate_batch
@@ -244,7 +244,7 @@ def test_the_text_stays_where_a_prefix_outgrows_the_kernels(monkeypatch, tree):
     prompts = [list(range(10)), [5, 6, 5], list(range(30, 55))]
     options = {"max_new_tokens": 24, "spec": TreeSpec.parse(tree), "max_rows": 3, "eos_ids": ()}
     want = [made.tokens for made in generate_batch(target, drafter, prompts, **options)]
-    for module in (tree_attention, layer_session):
+    for module in (tree_attention, rows, layer_model):
         monkeypatch.setattr(module, "LONGEST_PREFIX", 20)
     got = [made.tokens for made in generate_batch(target, drafter, prompts, **options)]
     assert got == want

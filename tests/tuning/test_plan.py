@@ -268,7 +268,7 @@ def test_the_verdict_counts_the_gpus_of_the_engine(linear, recipe, tmp_path, cap
     assert found.parameters["target"] > 70e9
     assert (found.setting["gpus"], found.setting["gpus_in_all"]) == (2, 6)
     print_plan(found)
-    shown = capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())  # lines wrap at the console's width
     assert "GB at the peak of 2 GPUs, and 4 more to run vLLM meanwhile: 6 in all" in shown
     assert plan(recipe, [], replace(job, states="stored")).setting["gpus_in_all"] == 4
     assert plan(recipe).setting["gpus_in_all"] == 1

@@ -133,6 +133,8 @@ def published_head(checkpoint: Exported, target: Json) -> Exported:
             _check_frequencies(name, found.pop(name), checkpoint)
     embedding = found.pop("embed_tokens.weight", None)
     if embedding is not None:
+        # Another target's head is refused for its shapes, before this target's files are read.
+        head_fields(Exported(where, checkpoint.config, found), target)
         check_embedding(embedding, target["name"], where)
     # Some trainers store copies of what belongs to the target, which the head does not compute
     # with, and a table of a vocabulary that is kept whole.
