@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -229,10 +230,21 @@ def test_flags_that_do_not_go_together_are_refused(pair, tmp_path, capsys):
     assert "they have settings for ngram" in capsys.readouterr().err
 
 
+def has_ended(status: Path) -> bool:
+    """Whether a killed process is gone; a busy machine takes its time to end it."""
+    try:
+        if "zombie" in status.read_text():
+            return True
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    time.sleep(0.1)
+    return False
+
+
 @pytest.mark.thorough
 def test_an_engine_that_is_stopped_leaves_no_process(tmp_path, monkeypatch):
     script = tmp_path / "side.py"
-    started = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '60'])\n"
+    started = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '3600'])\n"
     script.write_text(
         f"{started}open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid))\ntime.sleep(60)"
     )
@@ -247,7 +259,7 @@ def test_an_engine_that_is_stopped_leaves_no_process(tmp_path, monkeypatch):
         if (tmp_path / "pid").exists():
             break
     status = Path(f"/proc/{(tmp_path / 'pid').read_text()}/status")
-    assert not status.exists() or "zombie" in status.read_text()
+    assert any(has_ended(status) for _ in range(6000)), status.read_text()
 
 
 def test_the_script_prints_its_commands():

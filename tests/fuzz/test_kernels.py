@@ -259,7 +259,7 @@ def attention(random: Random):
             row[:, prefix:] = fresh.transpose(0, 1)
         first, mask = layout.mask(window or None, query.shape[1] // len(keys), query)
         form = {"scaling": 0.25, "window": None, "softcap": None, "sinks": sinks}
-        out = tree_attention._attend(
+        out = tree_attention.masked_attention(
             query.transpose(0, 1)[None], *(row[None, :, first:] for row in rows), mask, form
         )
         return out.transpose(1, 2)
@@ -408,7 +408,7 @@ def draft(random: Random):
         ]
         assert all(buffer.shape[1] >= end for buffer in buffers)
         first, mask = layout.mask(window or None, 2, query)
-        attended = tree_attention._attend(
+        attended = tree_attention.masked_attention(
             query.transpose(0, 1)[None], *(row[None, :, first:] for row in rows), mask, PLAIN
         )
         layer.finish(x, attended[0].transpose(0, 1).flatten(1))
