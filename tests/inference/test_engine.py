@@ -219,7 +219,7 @@ def test_sampled_tokens_follow_the_target_exactly():
 
 @pytest.mark.thorough
 def test_the_distribution_test_catches_a_planted_bug(monkeypatch):
-    def planted(verifiers, trees, logits, choices):
+    def planted(verifiers, trees, logits, choices=None):
         return [redraw_without_removing(verifiers[0], trees[0], logits)]
 
     monkeypatch.setattr("drafttrain.inference.engine.verify_batch", planted)
