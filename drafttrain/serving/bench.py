@@ -20,7 +20,7 @@ from drafttrain.credentials import redact
 from drafttrain.environment import describe_environment
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import percentiles
-from drafttrain.evaluation.resampling import FEWEST, paired_ratio
+from drafttrain.evaluation.resampling import FEWEST, Ratio, paired_ratio
 from drafttrain.evaluation.suites import Question, load_suite
 from drafttrain.files import Json, write_json
 from drafttrain.folders import inputs_of, output_file
@@ -202,7 +202,8 @@ class Load:
             `speculation` if the Prometheus page has it.
         """
         cell = {**self.step, **figures(self.answers, sum(self.seconds))}
-        rounded = [round(seconds, 3) for seconds in self.seconds]
+        # To the microsecond: the interval is computed from these, and a repeat may take milliseconds.
+        rounded = [round(seconds, 6) for seconds in self.seconds]
         cell["repeats"] = {"tokens": self.tokens, "seconds": rounded}
         found = speculation(self.before, self.after)
         if found:
@@ -328,22 +329,25 @@ def compare(first: Json, second: Json) -> list[Json]:
             if key in one:
                 row[key] = one[key]
         row["tokens_per_second"] = _ratio(one["tokens_per_second"], two["tokens_per_second"])
-        row["interval"] = _interval(one.get("repeats", {}), two.get("repeats", {}))
+        row["interval"] = None
+        rates = _ratio_of_rates(one.get("repeats", {}), two.get("repeats", {}))
+        if rates:
+            row["tokens_per_second"] = round(rates.value, 4)
+            row["interval"] = [round(rates.low, 4), round(rates.high, 4)]
         for key in ("ttft_ms", "tpot_ms", "latency_ms"):
             row[key] = _ratio(two[key]["p50"], one[key]["p50"])
         rows.append(row)
     return rows
 
 
-def _interval(one: Json, two: Json) -> list[float] | None:
-    """The 95 % interval of the ratio of two servers' token rates; both ran each repeat in turn."""
+def _ratio_of_rates(one: Json, two: Json) -> Ratio | None:
+    """Two servers' token rates, first over second, with an interval; both ran each repeat in turn."""
     count = min(len(one.get("tokens", ())), len(two.get("tokens", ())))
     if count < 2 or not sum(one["tokens"]) or not sum(two["tokens"]):
         return None
     over = (one["tokens"][:count], two["seconds"][:count])
     under = (one["seconds"][:count], two["tokens"][:count])
-    ratio = paired_ratio(over, under)
-    return [round(ratio.low, 4), round(ratio.high, 4)]
+    return paired_ratio(over, under)
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -11,7 +11,7 @@ import pytest
 from drafttrain import cli
 from drafttrain.data.servers import server_address
 from drafttrain.serving import client
-from drafttrain.serving.bench import compare, figures
+from drafttrain.serving.bench import Load, compare, figures
 from drafttrain.serving.client import Answer, parse_metrics, speculation
 from tests.serving.fake_server import FakeServer, vllm_page
 
@@ -138,6 +138,25 @@ def test_a_noisy_comparison_says_how_little_it_knows():
     low, high = row["interval"]
     assert 1.38 < low < row["tokens_per_second"] < high < 1.42
     assert compare(cells(1.0), cells(1.4))[0]["interval"] is None
+
+
+def test_the_ratio_of_short_repeats_lies_in_its_interval():
+    """Rounded to milliseconds, these repeats gave a ratio of 52.6 beside an interval up to 51.5."""
+
+    def results(*seconds):
+        load = Load({"concurrency": 1})
+        for took in seconds:
+            load.answers.append(Answer([took], 10, True, took))
+            load.tokens.append(10)
+            load.seconds.append(took)
+        return {"cells": [load.cell()]}
+
+    quick = results(0.00951, 0.00952, 0.00953, 0.00954)
+    slow = results(0.5002, 0.5003, 0.5001, 0.5002)
+    (row,) = compare(quick, slow)
+    low, high = row["interval"]
+    assert row["tokens_per_second"] == pytest.approx(2.0008 / 0.0381, abs=1e-3)
+    assert low <= row["tokens_per_second"] <= high
 
 
 @pytest.mark.thorough
