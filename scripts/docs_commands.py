@@ -34,7 +34,7 @@ SECONDS = 900  # that a command may take, also on a busy machine
 # Settings that end a command within seconds, after those of the page.
 SMALL = {
     "prompts": "--count 4 --overwrite",
-    "generate": "--max-new-tokens 12 --overwrite",
+    "generate": "--max-new-tokens 12 --max-length 256 --overwrite",
     "eval": "--limit 1 --max-new-tokens 4 --baselines autoregressive",
     "tune": "--max-new-tokens 16 --prompts 2 --repeats 1 --dry-run",
     "sweep": "--limit 1 --max-new-tokens 4 --batch-sizes 1,2 --lengths 1,2 --contexts 0,16",

@@ -1,4 +1,4 @@
-"""The size and the words of the code base, as numbers that a change may not make worse.
+"""The size and density of the code base, as numbers that a change may not make worse.
 
 `python tests/test_structure.py [FOLDER]` prints the figures of a checkout.
 """
@@ -35,38 +35,6 @@ MOST_WITH_MANY_PARAMETERS = 14
 MOST_ANY = 250  # annotations that say Any: JSON and what libraries leave untyped
 # Module names that may occur once per drafter kind, and the marker of a package.
 SHARED_NAMES = {"model", "export", "config", "__init__"}
-
-# Words that a reader has to guess at, with what docs/glossary.md uses in their place.
-WORDS = {
-    r"turn and turn about": "interleaved",
-    r"\bcomes? by\b": "visits",
-    r"\bhands? on\b": "passes",
-    r"\bgoes on from\b": "continues",
-    r"\btold\b": "logits, or the name of what is passed",
-    r"\bis said\b": "is stated",
-    r"\bwhoever\b": "the caller",
-    r"\bwhat is asked\b": "the query",
-    r"\bbeside (?:it|what)\b": "next to",
-    r"\bthe wrong wish\b": "the wrong objective",
-    r"\bnobody (?:sees|looks)\b": "masked",
-    r"\bby heart\b": "overfits",
-    r"\brefusals?\b|\bobstacles?\b": "unsupported features",
-    r"\banew\b": "again",
-    r"\bteacher\b|\bverifier model\b": "target",
-    r"\bnormalis|\binitialis|\bsummaris(?!ation|e this article|e the history)|\bgeneralis|\bcolour|\bbehaviour": "US spelling",
-}
-# The other spelling of a flag, accepted as an alias, and of a key in files that earlier versions wrote. (Above: a suite's
-# category and the prompts of cnn_dm and of bench_generate.py, on which results depend.)
-SPELLED_OTHERWISE = {
-    "licence": {
-        "push.py",
-        "push_data.py",
-        "card.py",
-        "runner.py",
-        "publishing.md",
-        "CHANGELOG.md",
-    }
-}
 
 
 def python_files(root: Path = ROOT) -> list[Path]:
@@ -140,34 +108,6 @@ def unchecked_json(root: Path = ROOT) -> list[str]:
             if node.func.attr == "loads" and reads and path.name not in UNCHECKED_JSON:
                 found.append(f"{path.relative_to(root)}:{node.lineno}")
     return found
-
-
-def prose_files() -> Iterator[Path]:
-    """Everything that people read: code with its comments and messages, docs, recipes, scripts."""
-    patterns = (
-        "drafttrain/**/*.py",
-        "drafttrain/**/*.c",
-        "eval/*.py",
-        "docs/**/*.md",
-        "configs/**/*.yaml",
-        "scripts/*.sh",
-    )
-    for pattern in (*patterns, "*.md"):
-        yield from sorted(ROOT.glob(pattern))
-
-
-def words_to_replace() -> Iterator[str]:
-    rules = {re.compile(pattern, re.IGNORECASE): better for pattern, better in WORDS.items()}
-    for path in prose_files():
-        text = path.read_text()
-        here = {rule: better for rule, better in rules.items() if rule.search(text)}
-        for number, line in enumerate(text.splitlines(), 1):
-            for rule, better in here.items():
-                if found := rule.search(line):
-                    yield f"{path.relative_to(ROOT)}:{number} says {found[0]!r}; write: {better}"
-            for word, files in SPELLED_OTHERWISE.items():
-                if word in line.lower() and path.name not in files:
-                    yield f"{path.relative_to(ROOT)}:{number} says {word!r}; write it in US spelling"
 
 
 # An import that may name a test module; most files have none, and need not be parsed.
@@ -254,11 +194,6 @@ def test_a_name_means_one_thing():
     assert duplicate_modules() == []
 
 
-@pytest.mark.thorough
-def test_words_are_the_fields():
-    assert list(words_to_replace()) == []
-
-
 def test_the_core_can_be_read():
     """docs/architecture.md names the core's files in reading order."""
     section = (
@@ -270,14 +205,6 @@ def test_the_core_can_be_read():
     files = [ROOT / "drafttrain" / line.split()[0] for line in block.splitlines() if line.strip()]
     assert len(files) >= 15
     assert all(path.is_file() for path in files)
-
-
-def test_a_planted_word_is_found(monkeypatch, tmp_path):
-    path = tmp_path / "docs" / "page.md"
-    path.parent.mkdir()
-    path.write_text("Whoever trains it is told so; see the licence.\n")
-    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
-    assert len(list(words_to_replace())) == 3
 
 
 if __name__ == "__main__":
