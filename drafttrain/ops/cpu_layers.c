@@ -20,9 +20,28 @@ struct plan {
     const int *depth;
 };
 
-/* out[i][c ..] = sum over t of weights[t][i] * value[t] / total, for four rows i, of which `high` exist; `wide` is a constant. */
+/* A row is a query head of one new token. What it sees stands in the order of positions: the prefix, then its ancestors, whatever
+ * their slots. Positions are cut at multiples of STRETCH; the maximum, the sum and the output of a stretch are computed apart from
+ * the others and merged in order. So a row gets the bits that plain decoding gives it, with any number of rows, siblings or threads. */
+#define STRETCH 256
+
+/* What attention computes with, of all parts. */
+struct attention {
+    const struct plan *plan;
+    const float *query, *sinks;
+    const float *keys, *values;
+    long head_stride, token_stride, key_stride, value_stride; /* of query, keys and values */
+    float *out;
+    long heads, kv_heads, e, ve, window;
+    float scaling, softcap;
+};
+
+/* What a row has gathered: its highest score, the sum of its weights below that, and its weighted values [ve]. */
+struct gathered { float highest, total, out[]; };
+
+/* out[i][c ..] += sum over t of weights[t][i] * value[t], for four rows i, of which `high` exist; `wide` is a constant. */
 static inline __attribute__((always_inline)) void weigh(int wide, const float *weights, const float *value, long count,
-                                                        long ve, int high, float *const *out, long c, vec total, int r) {
+                                                        long ve, int high, struct gathered *const *out, long c) {
     vec sum[4][4] = {{{0}}};
     for (long t = 0; t < count; t++, value += ve, weights += LANES)
         for (int j = 0; j < wide; j++) {
@@ -31,62 +50,139 @@ static inline __attribute__((always_inline)) void weigh(int wide, const float *w
             for (int i = 0; i < 4; i++) sum[i][j] += v * weights[i];
         }
     for (int i = 0; i < high; i++)
-        for (int j = 0; j < wide; j++) store(out[i] + c + j * LANES, sum[i][j] / total[r + i]);
+        for (int j = 0; j < wide; j++) store(out[i]->out + c + j * LANES, sum[i][j]);
 }
 
-/* One key head and up to LANES of its query rows (row = query head of the group, new token). Scores are stored key by key, a lane
- * per row: the query is transposed once, and every key and value is read once. */
-static void attend_rows(const float *query[LANES], float *out[LANES], const int *token, int rows, const float *sinks,
-                        const float *key, const float *value, const struct part *part, const struct plan *plan, long e, long ve,
-                        float scaling, long window, float softcap, vec *transposed, vec *scores) {
-    const uint64_t *ancestors = plan->ancestors + part->node;
-    const int *depth = plan->depth + part->node;
-    long prefix = part->prefix, end = prefix + part->held + part->n;
-    long first = window && prefix + 1 > window ? prefix + 1 - window : 0; /* the first key that any row sees */
-    for (long c = 0; c < e; c++)
-        for (int r = 0; r < LANES; r++) transposed[c][r] = r < rows ? query[r][c] * scaling : 0.0f;
-    vec highest = (vec){0} - INFINITY;
-    ints low = {0}, high = {0}, place = {0}; /* of each row: its ancestors' bits and its position */
-    low -= 1, high -= 1, place += INT32_MIN / 2; /* lanes without a row see everything */
-    for (int r = 0; r < rows; r++) {
-        highest[r] = sinks[r];
-        low[r] = (int32_t)ancestors[token[r]], high[r] = (int32_t)(ancestors[token[r]] >> 32);
-        place[r] = (int32_t)(prefix + depth[token[r]]);
+/* As `weigh`, of one row and of tokens that stand anywhere. */
+static inline __attribute__((always_inline)) void weigh_tokens(int wide, const float *weights, const float *const *value, int count,
+                                                               float *out, long c) {
+    vec sum[4];
+    for (int j = 0; j < wide; j++) sum[j] = load(out + c + j * LANES);
+    for (int t = 0; t < count; t++)
+        for (int j = 0; j < wide; j++) sum[j] += load(value[t] + c + j * LANES) * weights[t];
+    for (int j = 0; j < wide; j++) store(out + c + j * LANES, sum[j]);
+}
+
+/* Products of eight keys [e] with all rows, a lane per row; eight sums at once keep the multipliers busy. */
+static inline __attribute__((always_inline)) void score_keys(const vec *transposed, const float *const *key, long e, vec *scores) {
+    vec sum[8] = {{0}};
+    for (long c = 0; c < e; c++) {
+        vec q = transposed[c];
+        for (int j = 0; j < 8; j++) sum[j] += q * key[j][c];
     }
-    for (long t = first; t < end; t += 8) { /* eight sums at once keep the multipliers busy */
-        for (long c = 0; c < 8 * e; c += LANES) __builtin_prefetch(key + (t + 16) * e + c);
-        vec s[8] = {{0}};
-        const float *k[8];
-        for (int j = 0; j < 8; j++) k[j] = key + min(t + j, end - 1) * e;
-        for (long c = 0; c < e; c++) {
-            vec q = transposed[c];
-            for (int j = 0; j < 8; j++) s[j] += q * k[j][c];
+    for (int j = 0; j < 8; j++) scores[j] = sum[j];
+}
+
+/* One part, key head and stretch of positions, for up to LANES rows from `begin` on (row = query head of the group, new token).
+ * Scores are stored position by position, a lane per row: the query is transposed once, and every key and value of the prefix is
+ * read once. transposed [e]: scratch. */
+static void attend_stretch(const struct attention *a, const struct part *part, long kv, long stretch, long begin, int rows,
+                           vec *transposed, struct gathered *const *gathered) {
+    const uint64_t *ancestors = a->plan->ancestors + part->node;
+    const int *depth = a->plan->depth + part->node;
+    long e = a->e, ve = a->ve, group = a->heads / a->kv_heads, n = part->n, prefix = part->prefix, base = stretch * STRETCH;
+    const float *key = a->keys + kv * a->key_stride + part->slot * e, *value = a->values + kv * a->value_stride + part->slot * ve;
+    /* Keys of the prefix: [from, to) in the stretch; with a window from the first that any row sees. */
+    long first = a->window ? max(0, prefix + 1 - a->window) : 0;
+    long from = min(max(first - base, 0), STRETCH), to = max(min(prefix - base, STRETCH), from), end = to;
+    vec scores[STRETCH], highest = (vec){0} - INFINITY, total = {0};
+    ints oldest = {0}; /* of each row: the first place in the stretch that its window holds */
+    uint64_t seen[LANES] = {0}, any = 0; /* the tree's tokens that a row sees in this stretch */
+
+    for (int r = 0; r < LANES; r++) {
+        long head = kv * group + (begin + r) / n, fresh = (begin + r) % n;
+        const float *query = a->query + head * a->head_stride + (part->token + fresh) * a->token_stride;
+        for (long c = 0; c < e; c++) transposed[c][r] = r < rows ? query[c] * a->scaling : 0.0f;
+        if (r >= rows) continue;
+        long place = prefix + depth[part->held + fresh], least = a->window ? place + 1 - a->window - base : 0;
+        oldest[r] = (int32_t)min(max(least, 0), STRETCH);
+        for (uint64_t rest = ancestors[part->held + fresh]; rest; rest &= rest - 1) {
+            int j = __builtin_ctzll(rest);
+            long t = prefix + depth[j] - base;
+            if (t < oldest[r] || t < 0 || t >= STRETCH) continue;
+            seen[r] |= 1ull << j;
+            end = max(end, t + 1);
         }
-        for (int j = 0; j < 8 && t + j < end; j++) {
-            if (softcap > 0) s[j] = softcap - 2 * softcap / (exponential(s[j] * (2 / softcap)) + 1);
-            long new = t + j - prefix; /* which of the new tokens this key is; negative in the prefix */
-            ints hidden = {0};
-            if (new >= 0) hidden = ((new < 32 ? low : high) >> (new & 31) & 1) == 0;
-            if (window) hidden |= place - (int)(new >= 0 ? prefix + depth[new] : t + j) >= (int)min(window, INT32_MAX);
-            s[j] = choose(hidden, (vec){0} - INFINITY, s[j]);
-            scores[t + j] = s[j];
-            highest = choose(s[j] > highest, s[j], highest);
-        }
+        any |= seen[r];
     }
-    vec total = {0};
-    for (long t = first; t < end; t++) {
-        scores[t] = exponential(scores[t] - highest);
+    for (long t = to; t < end; t++) scores[t] = (vec){0} - INFINITY;
+
+    const float *read = key + base * e, *k[8];
+    vec products[8];
+    for (long t = from; t < to; t += 8) {
+        for (long c = 0; c < 8 * e; c += LANES) __builtin_prefetch(read + (t + 16) * e + c);
+        for (int j = 0; j < 8; j++) k[j] = read + min(t + j, to - 1) * e;
+        score_keys(transposed, k, e, products);
+        for (int j = 0; j < 8 && t + j < to; j++) scores[t + j] = choose(oldest > (int)(t + j), (vec){0} - INFINITY, products[j]);
+    }
+    while (any) {
+        int token[8], count = 0;
+        for (; any && count < 8; any &= any - 1) token[count++] = __builtin_ctzll(any);
+        for (int j = 0; j < 8; j++) k[j] = key + (prefix + token[min(j, count - 1)]) * e;
+        score_keys(transposed, k, e, products);
+        for (int j = 0; j < count; j++)
+            for (int r = 0; r < rows; r++)
+                if (seen[r] >> token[j] & 1) scores[prefix + depth[token[j]] - base][r] = products[j][r];
+    }
+    for (long t = from; t < end; t++) {
+        vec s = scores[t];
+        if (a->softcap > 0) {
+            vec capped = a->softcap - 2 * a->softcap / (exponential(s * (2 / a->softcap)) + 1);
+            scores[t] = choose(s == (vec){0} - INFINITY, s, capped);
+        }
+        highest = choose(scores[t] > highest, scores[t], highest);
+    }
+    vec below = choose(highest == (vec){0} - INFINITY, (vec){0}, highest); /* a row may see nothing here */
+    for (long t = from; t < end; t++) {
+        scores[t] = exponential(scores[t] - below);
         total += scores[t];
     }
-    for (int r = 0; r < rows; r++) total[r] += expf(sinks[r] - highest[r]); /* 0 without a sink: every token sees itself */
+    for (int r = 0; r < rows; r++) gathered[r]->highest = highest[r], gathered[r]->total = total[r];
     for (int r = 0; r < rows; r += 4)
         for (long c = 0, wide; c < ve; c += wide * LANES) {
             wide = min((ve - c) / LANES, 4);
-            int high = (int)min(rows - r, 4);
-            const float *weights = (const float *)(scores + first) + r;
-#define WEIGH(N) case N: weigh(N, weights, value + first * ve + c, end - first, ve, high, out + r, c, total, r); break;
+            const float *weights = (const float *)(scores + from) + r;
+#define WEIGH(N) case N: weigh(N, weights, value + (base + from) * ve + c, to - from, ve, (int)min(rows - r, 4), gathered + r, c); break;
             switch (wide) { WEIGH(4) WEIGH(3) WEIGH(2) WEIGH(1) }
         }
+    for (int r = 0; r < rows; r++) {
+        const float *values[64];
+        float weights[64];
+        int count = 0;
+        for (uint64_t rest = seen[r]; rest; rest &= rest - 1, count++) {
+            int j = __builtin_ctzll(rest);
+            values[count] = value + (prefix + j) * ve;
+            weights[count] = scores[prefix + depth[j] - base][r];
+        }
+        for (long c = 0, wide; c < (count ? ve : 0); c += wide * LANES) {
+            wide = min((ve - c) / LANES, 4);
+#define WEIGH_TOKENS(N) case N: weigh_tokens(N, weights, values, count, gathered[r]->out, c); break;
+            switch (wide) { WEIGH_TOKENS(4) WEIGH_TOKENS(3) WEIGH_TOKENS(2) WEIGH_TOKENS(1) }
+        }
+    }
+}
+
+/* Adds a stretch to what a row gathered of those before it. */
+static void merge(struct gathered *all, const struct gathered *next, long ve) {
+    if (next->highest == -INFINITY) return;
+    float highest = next->highest > all->highest ? next->highest : all->highest;
+    float before = expf(all->highest - highest), now = expf(next->highest - highest);
+    all->total = all->total * before + next->total * now;
+    for (long c = 0; c < ve; c += LANES) store(all->out + c, load(all->out + c) * before + load(next->out + c) * now);
+    all->highest = highest;
+}
+
+/* What a row has before the first stretch: its sink, if there is one. */
+static void begin_row(const struct attention *a, const struct part *part, long kv, long row, struct gathered *all) {
+    all->highest = a->sinks ? a->sinks[kv * (a->heads / a->kv_heads) + row / part->n] : -INFINITY;
+    all->total = a->sinks ? 1 : 0;
+    memset(all->out, 0, a->ve * sizeof(float));
+}
+
+static void end_row(const struct attention *a, const struct part *part, long kv, long row, const struct gathered *all) {
+    long head = kv * (a->heads / a->kv_heads) + row / part->n;
+    float *out = a->out + ((part->token + row % part->n) * a->heads + head) * a->ve;
+    for (long c = 0; c < a->ve; c += LANES) store(out + c, load(all->out + c) / all->total);
 }
 
 static void append(float *cache, long cache_stride, const float *new, long head_stride, long token_stride, long kv_heads,
@@ -107,42 +203,58 @@ void tree_attention(const float *query, long head_stride, long token_stride, con
                     long new_key_token, const float *new_value, long new_value_head, long new_value_token, float *keys,
                     long key_stride, float *values, long value_stride, float *out, long heads, long kv_heads, long e,
                     long ve, const struct plan *plan, float scaling, long window, float softcap, const float *sinks, int threads) {
-    long group = heads / kv_heads, blocks = 0, slots = 0, count = plan->count;
+    struct attention a = {plan, query, sinks, keys, values, head_stride, token_stride, key_stride, value_stride, out, heads, kv_heads,
+                          e, ve, window, scaling, softcap};
+    long group = heads / kv_heads, most = 0, stretches = 0, count = plan->count; /* most: rows of a part's key head */
     for (long p = 0; p < count; p++) {
         const struct part *part = plan->parts + p;
         if (new_key) append(keys, key_stride, new_key, new_key_head, new_key_token, kv_heads, part, e);
         if (new_value) append(values, value_stride, new_value, new_value_head, new_value_token, kv_heads, part, ve);
-        blocks = max(blocks, (group * part->n + LANES - 1) / LANES);
-        slots = max(slots, part->prefix + part->held + part->n);
+        most = max(most, group * part->n);
+        stretches = max(stretches, (part->prefix + part->held + part->n + STRETCH - 1) / STRETCH);
     }
-    /* One thread computes the blocks of one key head, so that its cache holds the keys. */
-    long tasks = count * kv_heads * blocks, chunk = max(1, count == 1 ? (tasks + threads - 1) / threads : blocks);
-#pragma omp parallel num_threads(threads) if (tasks > 1)
+    /* A task is a block of rows with all stretches; or one of its stretches, where there are few blocks for the threads. */
+    long blocks = (most + LANES - 1) / LANES, tasks = count * kv_heads * blocks;
+    long size = (sizeof(struct gathered) / sizeof(float) + ve + LANES - 1) / LANES * LANES;
+    int apart = stretches > 1 && threads > 1 && tasks < 8 * threads;
+    long steps = apart ? stretches : 1;
+    float *kept = apart ? aligned_alloc(sizeof(vec), tasks * stretches * LANES * size * sizeof(float)) : NULL;
+#pragma omp parallel num_threads(threads) if (tasks * steps > 1)
     {
-        vec *transposed = aligned_alloc(sizeof(vec), (e + slots) * sizeof(vec)), *scores = transposed + e;
-#pragma omp for schedule(dynamic, chunk)
-        for (long task = 0; task < tasks; task++) {
-            const struct part *part = plan->parts + task / (kv_heads * blocks);
-            long kv = task / blocks % kv_heads, block = task % blocks, n = part->n;
-            long rows = group * n, own = (rows + LANES - 1) / LANES;
-            if (block >= own) continue;
-            long begin = rows * block / own, size = rows * (block + 1) / own - begin;
-            const float *queries[LANES];
-            float *outs[LANES], sink[LANES];
-            int token[LANES];
-            for (long i = 0; i < size; i++) {
-                long head = kv * group + (begin + i) / n, fresh = (begin + i) % n;
-                token[i] = (int)(part->held + fresh);
-                queries[i] = query + head * head_stride + (part->token + fresh) * token_stride;
-                outs[i] = out + ((part->token + fresh) * heads + head) * ve;
-                sink[i] = sinks ? sinks[head] : -INFINITY;
+        vec *transposed = aligned_alloc(sizeof(vec), e * sizeof(vec) + 2 * LANES * size * sizeof(float));
+        float *one = (float *)(transposed + e), *all = one + LANES * size; /* of a block's rows: a stretch, and all before it */
+#pragma omp for schedule(dynamic)
+        for (long task = 0; task < tasks * steps; task++) {
+            long block = task / steps, begin = block % blocks * LANES, kv = block / blocks % kv_heads;
+            const struct part *part = plan->parts + block / blocks / kv_heads;
+            int rows = (int)min(group * part->n - begin, LANES);
+            if (rows <= 0) continue;
+            struct gathered *results[LANES];
+            for (int r = 0; r < rows; r++) results[r] = (void *)((apart ? kept + task * LANES * size : one) + r * size);
+            if (apart) {
+                attend_stretch(&a, part, kv, task % steps, begin, rows, transposed, results);
+                continue;
             }
-            attend_rows(queries, outs, token, (int)size, sink, keys + kv * key_stride + part->slot * e,
-                        values + kv * value_stride + part->slot * ve, part, plan, e, ve, scaling, window, softcap, transposed,
-                        scores);
+            for (int r = 0; r < rows; r++) begin_row(&a, part, kv, begin + r, (void *)(all + r * size));
+            for (long i = 0; i < stretches; i++) {
+                attend_stretch(&a, part, kv, i, begin, rows, transposed, results);
+                for (int r = 0; r < rows; r++) merge((void *)(all + r * size), results[r], ve);
+            }
+            for (int r = 0; r < rows; r++) end_row(&a, part, kv, begin + r, (void *)(all + r * size));
+        }
+#pragma omp for
+        for (long row = 0; row < (apart ? tasks * LANES : 0); row++) {
+            long block = row / LANES, at = block % blocks * LANES + row % LANES, kv = block / blocks % kv_heads;
+            const struct part *part = plan->parts + block / blocks / kv_heads;
+            if (at >= group * part->n) continue;
+            begin_row(&a, part, kv, at, (void *)all);
+            for (long i = 0; i < stretches; i++)
+                merge((void *)all, (void *)(kept + ((block * stretches + i) * LANES + row % LANES) * size), ve);
+            end_row(&a, part, kv, at, (void *)all);
         }
         free(transposed);
     }
+    free(kept);
 }
 
 /* -- decoder layer -------------------------------------------------------------------------------------------------- */

@@ -29,10 +29,8 @@ from torch import Tensor
 from drafttrain.ops.native import built_kernels, cpu_kernels
 from drafttrain.ops.packing import address_of
 
-# The CPU kernel keeps a token's ancestors in one 64-bit word, and its scores in the core's own
-# cache: 0.3-0.9x of torch's time up to 1000 keys, equal at 2000, slower beyond.
+# The CPU kernel keeps a token's ancestors in one 64-bit word.
 _KERNEL_TOKENS = 64
-LONGEST_PREFIX = 2048
 # Rows per block of long chains (prefill under a window or a soft cap), so that no mask is quadratic
 # in length.
 _BLOCK = 256
@@ -315,10 +313,9 @@ class CpuPlan:
 
     @staticmethod
     def build(parts: Sequence[tuple[int, TreeLayout]]) -> CpuPlan | None:
-        """A plan; None if a tree is too large for the kernel, or a prefix so long that torch wins."""
+        """A plan; None if a tree is too large for the kernel."""
         for _, layout in parts:
-            tree = layout.held + layout.count
-            if tree > _KERNEL_TOKENS or layout.prefix_len > LONGEST_PREFIX:
+            if layout.held + layout.count > _KERNEL_TOKENS:
                 return None
         if cpu_kernels() is None:
             return None

@@ -150,7 +150,7 @@ def test_siblings_share_a_position():
 def test_cpu_kernel_equals_torch(data):
     heads, kv_heads = data.draw(st.sampled_from([(9, 3), (4, 1), (4, 4), (14, 2)]))
     width, value_width = data.draw(st.sampled_from([(16, 16), (64, 64), (80, 80), (64, 112)]))
-    prefix = data.draw(st.integers(0, 40))
+    prefix = data.draw(st.integers(0, 40) | st.integers(200, 560))
     n = data.draw(st.integers(1, 64))
     parents = (
         [data.draw(st.integers(-1, node - 1)) for node in range(n - 1)]
@@ -158,13 +158,13 @@ def test_cpu_kernel_equals_torch(data):
         else None
     )
     layout = TreeLayout(prefix, parents, count=n)
-    q, k, v = inputs(heads, kv_heads, n, 120, width, value_width, seed=n)
+    q, k, v = inputs(heads, kv_heads, n, prefix + n, width, value_width, seed=n)
     q = q.transpose(1, 2).contiguous().transpose(1, 2)  # as projections give it
     k = k[:, :, : prefix + n]
     v = v[:, :, : prefix + n]
     options = {
         "scaling": width**-0.5,
-        "window": data.draw(st.sampled_from([None, 1, 4, 30])),
+        "window": data.draw(st.sampled_from([None, 1, 4, 30, 300])),
         "softcap": data.draw(st.sampled_from([None, 3.0])),
         "sinks": torch.linspace(-2, 2, heads) if data.draw(st.booleans()) else None,
     }
@@ -178,23 +178,29 @@ def test_cpu_kernel_equals_torch(data):
 
 
 @pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("prefix", [0, 37, 254, 255, 511, 2046])
 @torch.no_grad()
-def test_cpu_kernel_gives_a_node_what_its_path_alone_gives():
-    """To the bit: siblings before and between a node's ancestors add nothing, not even rounding."""
-    prefix = 37
+def test_cpu_kernel_gives_a_node_what_plain_decoding_gives(prefix, window, threads):
+    """To the bit: other nodes, the kernel's stretches of 256 positions and threads add no rounding."""
     parents = [-1, -1, 1, 0, 2]
     q, k, v = inputs(6, 2, 6, prefix + 6, 64, 64)
-    tree = tree_attention(q, k, v, TreeLayout(prefix, parents), scaling=0.125)
+    form = {"scaling": 0.125, "window": window}
     path = [0, 2, 3, 5]  # the root, and the nodes 1, 2 and 4
     slots = [*range(prefix), *(prefix + token for token in path)]
-    alone = tree_attention(
-        q[:, :, path].contiguous(),
-        k[:, :, slots].contiguous(),
-        v[:, :, slots].contiguous(),
-        TreeLayout(prefix, count=4),
-        scaling=0.125,
-    )
-    assert torch.equal(tree[:, :, path], alone)
+    plain = []
+    for depth, token in enumerate(path):
+        seen = slots[: prefix + depth + 1]
+        layout = TreeLayout(prefix + depth, count=1)
+        plain.append(tree_attention(q[:, :, [token]], k[:, :, seen], v[:, :, seen], layout, **form))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        tree = tree_attention(q, k, v, TreeLayout(prefix, parents), **form)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(tree[:, :, path], torch.cat(plain, 2))
 
 
 @pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")

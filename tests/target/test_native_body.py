@@ -26,11 +26,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from drafttrain.drafters.common import layer_model, rows
-from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
-from drafttrain.inference import generate_batch
-from drafttrain.ops import tree_attention
 from drafttrain.ops.cpu_layers import LayerStack
 from drafttrain.ops.native import cpu_kernels, multiplies_bfloat16
 from drafttrain.ops.packing import PackedLinear
@@ -39,8 +35,6 @@ from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
 from drafttrain.target.attention import LAST
 from drafttrain.target.native_body import NativeBody
-from tests.conftest import make_target
-from tests.drafters.helpers import make_drafter
 
 pytestmark = pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")
 
@@ -232,19 +226,3 @@ def test_packed_targets_refuse_copies_and_other_weights():
     for strict in (True, False):
         with pytest.raises(UserError, match=r"q_proj\.weight is packed.*load weights before pack"):
             target.model.load_state_dict(state, strict=strict)
-
-
-@pytest.mark.parametrize("tree", ["dynamic:3,3,8", "chain:3"])
-def test_the_text_stays_where_a_prefix_outgrows_the_kernels(monkeypatch, tree):
-    plain = make_target()
-    drafter = make_drafter(plain, ttt_steps=3)
-    drafter.pack()
-    target = plain.pack()
-    drafter.bind(target)
-    prompts = [list(range(10)), [5, 6, 5], list(range(30, 55))]
-    options = {"max_new_tokens": 24, "spec": TreeSpec.parse(tree), "max_rows": 3, "eos_ids": ()}
-    want = [made.tokens for made in generate_batch(target, drafter, prompts, **options)]
-    for module in (tree_attention, rows, layer_model):
-        monkeypatch.setattr(module, "LONGEST_PREFIX", 20)
-    got = [made.tokens for made in generate_batch(target, drafter, prompts, **options)]
-    assert got == want

@@ -47,7 +47,6 @@ from drafttrain.losses import SharedHead, TargetRows, linear_divergence
 from drafttrain.ops.cpu_draft import OPENED, DraftHead, DraftStep, DraftWeights, kernel_of
 from drafttrain.ops.packing import PackedLinear
 from drafttrain.ops.path_attention import PathAttention
-from drafttrain.ops.tree_attention import LONGEST_PREFIX
 
 
 class Split(NamedTuple):
@@ -467,7 +466,7 @@ class LayerDrafter(DecoderDrafter):
             return None
         head = DraftHead.of(self.head)
         lengths = [session.length for session in sessions]
-        if head is None or max(lengths) > LONGEST_PREFIX or any(each.text for each in sessions):
+        if head is None or any(session.text for session in sessions):
             return None
         tables = tables_of(sessions, max(lengths) - 1 + shape.depth)
         if tables is None:

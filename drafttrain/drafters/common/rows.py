@@ -34,7 +34,7 @@ from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.ops.cpu_draft import DraftHead, DraftStep, TreeShape, plan_of
 from drafttrain.ops.packing import SKINNY_ROWS, without_grad
 from drafttrain.ops.sampling import Sampler
-from drafttrain.ops.tree_attention import LONGEST_PREFIX, TreeLayout
+from drafttrain.ops.tree_attention import TreeLayout
 from drafttrain.ops.tree_cache import TreeCache
 
 Sessions = Sequence[Any]  # of one drafter; the kind's own class
@@ -246,7 +246,7 @@ class HostPass(DraftPass):
         features: Tensor,
     ) -> tuple[Tensor, Tensor] | None:
         lengths = [layout.prefix_len for layout in self.layouts]
-        if not step.reads_features or len(ids) > SKINNY_ROWS or max(lengths) > LONGEST_PREFIX:
+        if not step.reads_features or len(ids) > SKINNY_ROWS:
             return None
         ends = [layout.prefix_len + layout.count for layout in self.layouts]
         tables = tables_of(self.sessions, max(ends))
