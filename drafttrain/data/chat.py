@@ -7,17 +7,16 @@ document.
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from drafttrain.data.template_bounds import bounded, environment
 from drafttrain.errors import UserError, first_line
 from drafttrain.files import Json
 
 if TYPE_CHECKING:
-    from jinja2 import Environment
     from transformers import PreTrainedTokenizerBase
 
 # {"role", "content"}; of an assistant also {"tool_calls", "reasoning_content"}, of a tool
@@ -27,7 +26,6 @@ _MARKER = "drafttrain marks this place"  # plain words that no template strips o
 MARKED_NAME = "drafttrain_marks_a_name"  # the same where a template needs the name of a function
 # Forms that templates ask of a call's id, with {} for its number.
 CALL_IDS = ("marks000{}", f"functions.{MARKED_NAME}:{{}}")
-_MOST_COUNTS = 1_000_000  # of all ranges of a rendering
 _RESERVED = {"messages", "tools", "add_generation_prompt"}  # what every template is given
 
 
@@ -139,44 +137,15 @@ def _render(
         "add_generation_prompt": generation,
     }
     plain = [dict(message) for message in messages]
-    _counts.left = _MOST_COUNTS
     try:
-        _environment(tokenizer.get_chat_template(tools=inputs.tool_list))
-        text = tokenizer.apply_chat_template(plain, **inputs.kwargs, **options)
+        with bounded(plain, options, inputs.kwargs):
+            text = tokenizer.apply_chat_template(plain, **inputs.kwargs, **options)
     # jinja's TemplateError, but also TypeError and KeyError from inside the template.
     except Exception as error:
         roles = ", ".join(str(message.get("role")) for message in messages)
         problem = f"the chat template refuses a conversation with the roles [{roles}]: {first_line(error)}"
         raise TemplateRefuses(problem) from error
     return str(text)
-
-
-class _Counts(threading.local):
-    """How far the ranges of the thread's rendering may still count."""
-
-    left = 0
-
-
-def _bounded_range(*bounds: int) -> range:
-    """`range` in templates. jinja bounds each range, but not ranges inside ranges."""
-    found = range(*bounds)
-    _counts.left -= len(found)
-    if _counts.left < 0:
-        raise OverflowError(f"its ranges count further than {_MOST_COUNTS:,}")
-    return found
-
-
-_counts = _Counts()
-
-
-@lru_cache(maxsize=64)
-def _environment(template: str) -> Environment:
-    """The environment in which transformers renders a template."""
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    made: Environment = _compile_jinja_template(template).environment
-    made.globals["range"] = _bounded_range
-    return made
 
 
 def _for_template(message: Message, as_text: bool) -> Message:
@@ -206,9 +175,9 @@ def template_variables(template: str) -> frozenset[str]:
     """The variables that a chat template reads, without those that every template is given."""
     from jinja2 import meta
 
-    environment = _environment(template)
+    made = environment()
     # A template names special tokens as bos_token, eos_token, ...
-    found = meta.find_undeclared_variables(environment.parse(template)) - set(environment.globals)
+    found = meta.find_undeclared_variables(made.parse(template)) - set(made.globals)
     return frozenset(name for name in found if not name.endswith("_token"))
 
 

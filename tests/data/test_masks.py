@@ -252,15 +252,49 @@ def test_bad_conversations_are_refused(tmp_path):
         list(records_of(tokenizer_with(CHATML), tmp_path / "f.jsonl"))
 
 
-@pytest.mark.parametrize(
-    "loops",
-    ["{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-     "{% for a in range(99999) %}{% if b in range(99999) | list %}{% endif %}{% endfor %}"],
-)  # fmt: skip
-def test_a_template_that_counts_for_ever_is_refused(loops):
-    tokenizer = tokenizer_with(loops + CHATML)
-    with pytest.raises(TemplateRefuses, match="its ranges count further than 1,000,000"):
+GROWING = "{%% set it = namespace(a=%s) %%}{%% for _ in range(60) %%}{%% set it.a = %s %%}{%% endfor %%}{{ it.a }}"
+LONG = "{% set s = 'x\n' * 9999 %}"
+ENDLESS = {
+    "ranges": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "lists of ranges": "{% for a in range(99999) %}{% if b in range(99999) | list %}{% endif %}{% endfor %}",
+    "loops": LONG + "{% for a in s %}{% for b in s %}{% endfor %}{% endfor %}",
+    "macros": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+    "a list": "{{ [0] * 10 ** 9 }}",
+    "a text": "{{ 'x' * 10 ** 9 }}",
+    "numbers": GROWING % ("9", "it.a * it.a"),
+    "a power": "{{ 9 ** (9 ** 9) }}",
+    "doubled by ~": GROWING % ("'x'", "it.a ~ it.a"),
+    "doubled by +": GROWING % ("'x'", "it.a + it.a"),
+    "doubled lists": GROWING % ("['x']", "[it.a, it.a]"),
+    "ljust": "{{ 'x'.ljust(10 ** 9) }}",
+    "center": "{{ 'x' | center(10 ** 9) }}",
+    "map": "{{ ['x'] | map('center', 10 ** 9) | list }}",
+    "%": "{{ '%1000000000d' % 1 }}",
+    "% with a width": "{{ '%*d' % (10 ** 9, 1) }}",
+    "format": "{{ '{:1000000000}'.format(1) }}",
+    "format with a width": "{{ '{:{}}'.format(1, 10 ** 9) }}",
+    "replace": LONG + "{{ s.replace('x', s) }}",
+    "join": LONG + "{{ s.join(s) }}",
+    "indent": LONG + "{{ s | indent(99999) }}",
+    "bytes": "{{ (1).to_bytes(10 ** 9, 'big') }}",
+    "slices": LONG + "{% for a in s %}{% set t = s[1:] %}{% endfor %}",
+    "what is compared": LONG + "{% for a in s %}{% if 'y' in s %}{% endif %}{% endfor %}",
+    "what is written": LONG + "{% for a in s %}{{ s }}{% endfor %}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("endless", ENDLESS.values(), ids=ENDLESS)
+def test_a_template_that_computes_too_much_is_refused(endless):
+    tokenizer = tokenizer_with(endless + CHATML)
+    with pytest.raises(TemplateRefuses, match="it computes too much for its inputs"):
         render_text(tokenizer, CHAT)
+
+
+def test_long_conversations_are_rendered():
+    chat = [*CHAT[:1], {"role": "user", "content": "word " * 400_000}] * 3
+    text = render_text(tokenizer_with(CHATML), chat)
+    assert text.count("word") == 1_200_000
+    assert text == tokenizer_with(CHATML).apply_chat_template(chat, tokenize=False)
 
 
 def test_ranges_of_templates_are_ranges():
