@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import sys
 import tempfile
 import threading
@@ -209,6 +210,13 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
+def check_plain(path: Path) -> None:
+    """Raises OSError for a pipe, which is read for ever, and for a device, which may have no end."""
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise OSError("not a plain file")
+
+
 def read_text(path: Path, key: str, fix: str) -> str:
     """The text of a file.
 
@@ -219,6 +227,7 @@ def read_text(path: Path, key: str, fix: str) -> str:
         UserError: no such file, not readable, or not UTF-8.
     """
     try:
+        check_plain(path)
         return path.read_bytes().decode("utf-8-sig")  # a byte order mark is not content
     except UnicodeDecodeError as error:
         raise UserError(
@@ -236,6 +245,8 @@ def reading(path: Path | str, key: str, fix: str) -> Iterator[None]:
     `read_text`.
     """
     try:
+        if os.path.exists(path):
+            check_plain(Path(path))
         yield
     except UserError:
         raise

@@ -23,7 +23,7 @@ from typing_extensions import TypedDict
 
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError, first_line, reason_of
-from drafttrain.files import Json, lock, read_json, upgrade, writing
+from drafttrain.files import Json, check_plain, lock, read_json, upgrade, writing
 
 MARKER = ".drafttrain"  # in every folder that a command writes; hidden files are never published
 # In such a folder: what is not complete yet; what a run replaces; the same before all of it is
@@ -171,6 +171,7 @@ KINDS = {
 
 def _holds_keys(path: Path, keys: set[str]) -> bool:
     try:
+        check_plain(path)
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return False
@@ -179,6 +180,7 @@ def _holds_keys(path: Path, keys: set[str]) -> bool:
 
 def _holds_text(path: Path, pattern: str) -> bool:
     try:
+        check_plain(path)
         with path.open("rb") as file:
             head = file.read(_SIGN_BYTES)
             file.seek(max(file.tell(), file.seek(0, os.SEEK_END) - _SIGN_BYTES))

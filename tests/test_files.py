@@ -17,6 +17,7 @@ from drafttrain.files import (
     _object,
     complete_bytes,
     first_change,
+    open_tensors,
     read_json,
     read_jsonl,
     replacing,
@@ -165,6 +166,18 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch, capsys):
     assert asked == [constants.ENDPOINT] and os.environ["HF_HUB_OFFLINE"] == "1"
     assert capsys.readouterr().err.startswith(f"note: {constants.ENDPOINT} does not answer")
     files._ask_hub.cache_clear()
+
+
+@pytest.mark.parametrize("read", [read_json, open_tensors])
+@pytest.mark.parametrize("special", ["pipe", "/dev/zero"])
+def test_pipes_and_devices_are_refused(tmp_path, special, read):
+    path = tmp_path / "special"
+    if special == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(special)
+    with pytest.raises(UserError, match=r"drafter='.*' cannot be read \(not a plain file\); fix"):
+        read(path, "drafter", "fix it")
 
 
 def test_a_json_file_may_begin_with_a_byte_order_mark(tmp_path):

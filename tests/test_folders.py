@@ -160,6 +160,14 @@ def test_folders_of_earlier_versions_are_known_by_their_files(tmp_path):
             check_folder(FIXTURES / "target", kind)
 
 
+def test_a_pipe_is_no_sign_of_a_command(tmp_path):
+    os.mkfifo(tmp_path / "meta.json")
+    with pytest.raises(UserError, match="holds other files"):
+        check_folder(tmp_path, "generate")
+    with pytest.raises(UserError, match="it is not a plain file"):
+        output_file(tmp_path / "meta.json", "eval")
+
+
 def test_a_folder_is_locked_and_leaves_nothing_when_nothing_was_written(tmp_path):
     with OutputFolder(tmp_path / "new" / "run", "train") as first:
         with pytest.raises(UserError, match=BUSY):
