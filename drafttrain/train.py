@@ -66,7 +66,12 @@ from drafttrain.states.source import BatchSource, NoTarget, TargetSource
 from drafttrain.target import Target, TargetShell, load_shell
 from drafttrain.target.shared_rows import check_shared
 from drafttrain.training import arguments
-from drafttrain.training.checkpoint import find_checkpoint, load_state, newest_checkpoint
+from drafttrain.training.checkpoint import (
+    damage,
+    find_checkpoint,
+    load_state,
+    newest_checkpoint,
+)
 from drafttrain.training.explained import explained
 from drafttrain.training.first_batches import first_batches
 from drafttrain.training.held_out_decoding import DecodeHeldOut, gather_drafter
@@ -615,8 +620,8 @@ def check_goes_on(config: TrainConfig, args: TrainingArguments, changed: list[st
     its record would claim what its weights never saw.
     """
     checkpoint = newest_checkpoint(args)
-    if checkpoint is None:
-        return  # begins at the first step
+    if checkpoint is None or damage(Path(checkpoint)):
+        return  # begins at the first step, or at an earlier checkpoint, behind which there are steps
     state = load_state(checkpoint)
     if args.max_steps > 0:
         over = state.global_step >= args.max_steps

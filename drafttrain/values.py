@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
 from types import UnionType
@@ -151,7 +151,7 @@ def rule(kind: object) -> str:
     if origin in (Union, UnionType):
         named = [text for text in map(rule, args) if text]
         return " or ".join(dict.fromkeys(named))
-    if origin in (list, tuple):
+    if origin in (list, tuple, Sequence):
         return f"a list, each item {rule(args[0])}"
     if (origin or kind) is dict:
         return "key: value pairs"

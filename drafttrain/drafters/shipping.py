@@ -18,6 +18,7 @@ from typing import Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
+from typing_extensions import NotRequired, TypedDict
 
 from drafttrain.drafters import registry
 from drafttrain.drafters.common.configs import TargetedConfig
@@ -27,7 +28,7 @@ from drafttrain.drafters.kinds import kind_folders
 from drafttrain.drafters.published_keys import Fixed, check_published
 from drafttrain.drafters.read_back import compare_drafters
 from drafttrain.errors import UserError, first_line
-from drafttrain.files import Json
+from drafttrain.files import Json, check_json
 from drafttrain.formats.engines import EngineRelease, engine_of
 from drafttrain.formats.weights import (
     Shapes,
@@ -75,6 +76,16 @@ class Trained:
         return registry.load_trained(str(self.folder))
 
 
+class _RecordedTarget(TypedDict):
+    """The part that is read of a drafter's record of its target."""
+
+    name: NotRequired[str]
+
+
+class _TargetRecord(TypedDict):
+    target: NotRequired[_RecordedTarget | None]
+
+
 def find_drafter(name: str) -> Trained:
     """Reads the config of a drafter, given by folder or Hub id.
 
@@ -89,10 +100,10 @@ def find_drafter(name: str) -> Trained:
     folder = registry.drafter_folder(name)
     config = read_config(folder)
     # A draft model's config.json is another library's: ours records the target next to it.
-    target = read_config(folder, registry.META_FILE, missing=config).get("target")
-    if target is None:
-        target = {}
-    return Trained(folder, kind, config, target)
+    recorded = read_config(folder, registry.META_FILE, missing=config)
+    fix = "correct it in the drafter's config, or train it again"
+    check_json(recorded, f"drafter={name!r}", fix, _TargetRecord)
+    return Trained(folder, kind, config, recorded.get("target") or {})
 
 
 class Format(NamedTuple):

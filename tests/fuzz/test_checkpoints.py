@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -13,7 +14,9 @@ import torch
 from hypothesis import given
 from transformers import TrainerState, TrainingArguments
 
+from drafttrain.config import TrainConfig
 from drafttrain.errors import UserError
+from drafttrain.train import check_goes_on
 from drafttrain.training.checkpoint import find_checkpoint
 from drafttrain.training.limits import TimeBudget
 from tests.fuzz import file_faults, fuzz, json_faults, outcome, seeds
@@ -69,6 +72,16 @@ def test_values_of_the_trainers_state(run, fault, seed):
     path = restored(run) / "checkpoint-4" / "trainer_state.json"
     path.write_text(json.dumps(fault.apply(json.loads(path.read_text()), Random(seed))))
     outcome("checkpoint", fault.name, lambda: find(run))
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"[" * 100_000, b"\x80"])
+def test_changed_keys_are_checked_behind_the_last_sound_checkpoint(run, content):
+    config = TrainConfig(output_dir=str(restored(run)))
+    finished = replace(arguments(str(run)), max_steps=4)
+    with pytest.raises(UserError, match="is trained already, so seed=1 cannot take effect"):
+        check_goes_on(config, finished, ["seed=1"])
+    (run / "checkpoint-4" / "trainer_state.json").write_bytes(content)
+    check_goes_on(config, finished, ["seed=1"])  # goes on behind step 2
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -215,6 +215,10 @@ def test_numbers_stay_in_their_ranges(folder):
         (["eval", *BOTH, "--limit", "\u0663"], "--limit='\u0663' must be"),
         (["eval", *BOTH, "--limit", "9" * 5000], r"--limit='9+\.\.\. must be"),
         (["eval", *BOTH, "--suite", "a\0b"], "NUL"),
+        (
+            ["push", *NEEDED["push"], "--results", "no.json"],
+            r"--results=\['no.json'\] must be a list, each item an existing file",
+        ),
         (["sweep", *BOTH, "--batch-sizes", ""], "--batch-sizes='' must have 1 to 64 values"),
         (["sweep", *BOTH, "--seed", "two"], "--seed='two' must be a whole number from 0"),
         (["sweep", *BOTH, "--dtypes", "int8"], "--dtypes='int8' must be one of auto"),

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load, load_file, save, save_file
 
 from drafttrain.drafters.registry import decoding_settings, load_drafter
+from drafttrain.drafters.shipping import find_drafter
+from drafttrain.errors import UserError
 from drafttrain.export import import_drafter
 from drafttrain.target import Target, load_shell
 from tests.fuzz import (
@@ -188,6 +190,16 @@ def test_index(fault, seed, sharded, folder, tmp_path_factory):
 
 
 # -- drafters ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "draft_model"])
+@pytest.mark.parametrize("recorded", [3, "x", ["x"], {"name": 3}])
+def test_a_drafters_record_of_its_target(folder, kind, recorded):
+    shutil.copytree(FIXTURES / "drafters" / kind, folder)
+    file = folder / ("drafttrain.json" if kind == "draft_model" else "config.json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), "target": recorded}))
+    with pytest.raises(UserError, match=r"drafter='.*': target.*=.*: input should be a valid"):
+        find_drafter(str(folder))
 
 
 @pytest.mark.thorough
