@@ -17,6 +17,7 @@ _WORDS = r"(?:api|access|auth|bearer|github|hf|hub|private|refresh|secret|sessio
 _NAME = rf"(?:[\w-]*[_-])?(?:{_WORDS}[_-]?(?:key|token)(?:_?id)?|pass(?:word|wd|phrase)|secret|credentials?)|token|pwd"
 _SECRET_NAME = re.compile(rf"-{{0,2}}(?:{_NAME})", re.IGNORECASE)
 _VARIABLE = re.compile(r"(?:^|_)(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
+_NOTED: set[str] = set()  # names that `note_variable` was given
 
 # Kind of secret -> how it looks. A token may follow an escape such as \n in JSON, so few of them
 # can ask for a word's begin.
@@ -96,9 +97,16 @@ def _redact_text(text: str) -> str:
     return _ANY.sub(HIDDEN, text)
 
 
+def note_variable(name: str) -> None:
+    """Notes a variable of the environment, whatever its name, as one that holds a key."""
+    _NOTED.add(name)
+
+
 def _environment_secrets() -> list[str]:
     """Values of variables that hold keys. Short ones and paths would hide ordinary words."""
-    found = (value for name, value in os.environ.items() if _VARIABLE.search(name))
+    found = (
+        value for name, value in os.environ.items() if name in _NOTED or _VARIABLE.search(name)
+    )
     return [value for value in found if len(value) >= 8 and not value.startswith(("/", "~", "."))]
 
 

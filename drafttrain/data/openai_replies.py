@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import NotRequired, TypedDict, TypeVar
 
 from drafttrain.data.answers import AnswerFormat, answer_format, rendered_answer
 from drafttrain.data.chat import Message, TemplateRefuses, decode
@@ -19,6 +19,9 @@ from drafttrain.files import Json
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# pydantic keeps an error of 2 KB for each bad item of a list, of which a server may send millions.
+T = TypeVar("T")
+_Items = Annotated[list[T], Field(fail_fast=True)]
 # After another reason (content_filter, abort) the text is not the target's.
 Finish = Literal["stop", "length"]
 
@@ -26,7 +29,7 @@ Finish = Literal["stop", "length"]
 class _Message(TypedDict):
     content: NotRequired[str | None]
     # What parsers took out of the content; vLLM calls the second one `reasoning`.
-    tool_calls: NotRequired[list[ToolCall] | None]
+    tool_calls: NotRequired[_Items[ToolCall] | None]
     reasoning_content: NotRequired[str | None]
     reasoning: NotRequired[str | None]
 
@@ -44,22 +47,22 @@ class _TextChoice(TypedDict):
 
 
 class _IdsChoice(TypedDict):
-    token_ids: list[int]
-    prompt_token_ids: list[int]
+    token_ids: _Items[int]
+    prompt_token_ids: _Items[int]
     finish_reason: Finish
     stop_reason: NotRequired[int | str | None]
 
 
 class ChatReply(TypedDict):
-    choices: Annotated[list[_ChatChoice], Field(min_length=1)]
+    choices: Annotated[_Items[_ChatChoice], Field(min_length=1)]
 
 
 class TextReply(TypedDict):
-    choices: Annotated[list[_TextChoice], Field(min_length=1)]
+    choices: Annotated[_Items[_TextChoice], Field(min_length=1)]
 
 
 class IdsReply(TypedDict):
-    choices: Annotated[list[_IdsChoice], Field(min_length=1)]
+    choices: Annotated[_Items[_IdsChoice], Field(min_length=1)]
     kv_transfer_params: NotRequired[Json | None]  # of servers that hand out states
 
 
@@ -71,7 +74,7 @@ class ListedModel(TypedDict):
 class ModelList(TypedDict):
     """What a server answers to /v1/models."""
 
-    data: Annotated[list[ListedModel], Field(min_length=1)]
+    data: Annotated[_Items[ListedModel], Field(min_length=1)]
 
 
 def reassembled(

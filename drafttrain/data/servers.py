@@ -13,6 +13,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import AsyncIterator
 from concurrent.futures import CancelledError
 from email.utils import parsedate_to_datetime
 from typing import TypeVar
@@ -20,13 +21,15 @@ from typing import TypeVar
 import httpx
 from pydantic import TypeAdapter, ValidationError
 
-from drafttrain.credentials import redact
+from drafttrain.credentials import note_variable, redact
 from drafttrain.data.failures import BadReply
 from drafttrain.data.openai_replies import ListedModel, ModelList
 from drafttrain.errors import UserError
 from drafttrain.files import Json, violation
 
-_MOST_BYTES = 64_000_000  # of a reply, unpacked
+_MOST_BYTES = (
+    16_000_000  # of a reply, unpacked: two million token ids; as JSON it takes 20 times the memory
+)
 _CONNECT_SECONDS = 10.0
 _LIST_SECONDS = 30.0  # for the list of models
 _LONGEST_PAUSE = 60.0  # seconds that a server may ask to wait before a retry
@@ -54,6 +57,7 @@ def key_headers(variable: str) -> dict[str, str]:
 
     Raises UserError: characters that no key has.
     """
+    note_variable(variable)  # servers may repeat the key in their replies
     key = os.environ.get(variable, "").strip()
     if not (key.isascii() and key.isprintable()):
         raise UserError(
@@ -62,6 +66,19 @@ def key_headers(variable: str) -> dict[str, str]:
     if key:
         return {"Authorization": f"Bearer {key}"}
     return {}
+
+
+async def bounded_pieces(reply: httpx.Response, most: int) -> AsyncIterator[bytes]:
+    """The pieces of a reply's content, unpacked. Raises BadReply: more than `most` bytes."""
+    encoding = reply.headers.get("content-encoding", "").lower()
+    if encoding not in _ENCODINGS:
+        raise BadReply("bad encoding", f"Content-Encoding: {encoding}")
+    size = 0
+    async for piece in reply.aiter_bytes():
+        size += len(piece)
+        if size > most:
+            raise BadReply("endless", f"{size} bytes and no end")
+        yield piece
 
 
 class Requests:
@@ -143,13 +160,8 @@ class Requests:
         stream = self._client.stream(method, url, content=text, headers=_SENT, timeout=timeout)
         try:
             async with self.deadline(seconds), stream as reply:
-                encoding = reply.headers.get("content-encoding", "").lower()
-                if encoding not in _ENCODINGS:
-                    raise BadReply("bad encoding", f"Content-Encoding: {encoding}")
-                async for chunk in reply.aiter_bytes():
+                async for chunk in bounded_pieces(reply, _MOST_BYTES):
                     content += chunk
-                    if len(content) > _MOST_BYTES:
-                        raise BadReply("endless", f"{len(content)} bytes and no end")
         except TimeoutError as error:
             if content:
                 raise BadReply("endless", f"{len(content)} bytes and no end") from error

@@ -13,6 +13,7 @@ import json
 import re
 import time
 from collections import defaultdict
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -21,7 +22,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from drafttrain.data.failures import BadReply, one_line
-from drafttrain.data.servers import Requests, key_headers, server_address
+from drafttrain.data.servers import Requests, bounded_pieces, key_headers, server_address
 from drafttrain.errors import UserError, first_line
 from drafttrain.files import Json, value_of, violation
 
@@ -42,11 +43,14 @@ class _TokenCount(TypedDict):
 
 
 class _StreamEvent(TypedDict, total=False):
-    choices: list[_StreamChoice] | None
+    choices: Annotated[list[_StreamChoice], Field(fail_fast=True)] | None
     usage: _TokenCount | None
     error: object
 
 
+_LONGEST_LINE = 1_000_000  # bytes; servers send a token or a few in each
+_LONGEST_STREAM = 500_000_000  # a million tokens
+_LONGEST_PAGE = 16_000_000  # of metrics
 _EVENT = TypeAdapter(_StreamEvent)
 
 
@@ -96,7 +100,7 @@ def connect(url: str, model: str, variable: str = "") -> Server:
         UserError: no server, or no list of models.
     """
     url = server_address(url)
-    headers = key_headers(variable)
+    headers = {**key_headers(variable), "Accept-Encoding": "gzip"}
     if model:
         return Server(url, model, headers)
     with contextlib.closing(Requests(variable)) as requests:
@@ -143,18 +147,17 @@ async def ask(
             if reply.status_code == 200:
                 await _read(reply, answer, start)
             else:
-                text = (await reply.aread()).decode(errors="replace")
                 answer.error = f"http_{reply.status_code}"
-                answer.detail = one_line(text.strip().partition("\n")[0])
+                answer.detail = await _first_text(reply)
     except TimeoutError:
         return Answer(error="timeout", detail=f"no end after {timeout:g} s", end=timeout or 0.0)
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, RecursionError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, BadReply, ValueError, RecursionError) as error:
         answer.detail = _reason(error)
         if isinstance(error, httpx.TimeoutException):
             answer.error = "timeout"
         elif isinstance(error, (httpx.ConnectError, httpx.InvalidURL)):
             answer.error = "connect"
-        else:
+        elif not answer.error:
             answer.error = "stream"
     answer.end = time.perf_counter() - start
     most = body.get("max_tokens")
@@ -176,8 +179,8 @@ async def _read(reply: httpx.Response, answer: Answer, start: float) -> None:
         ValueError: a malformed event, or a stream without its end.
     """
     finished = False
-    reply.encoding = "utf-8"  # that of every event stream
-    async for line in reply.aiter_lines():
+    async for raw in _lines(reply):
+        line = raw.decode(errors="replace")  # every event stream is UTF-8
         if not line.startswith("data:"):
             continue
         data = line[5:].strip()
@@ -200,6 +203,30 @@ async def _read(reply: httpx.Response, answer: Answer, start: float) -> None:
                 finished = True
     if not finished:
         raise ValueError("the stream broke off before its end")
+
+
+async def _lines(reply: httpx.Response) -> AsyncIterator[bytes]:
+    """The lines of a reply. Raises BadReply: a line, or all of them, without an end."""
+    begun = b""  # of a line
+    async for piece in bounded_pieces(reply, _LONGEST_STREAM):
+        *lines, begun = (begun + piece).split(b"\n")
+        for line in lines:
+            yield line
+        if len(begun) > _LONGEST_LINE:
+            raise BadReply("endless", f"a line of {len(begun)} bytes and no end")
+    yield begun
+
+
+async def _first_text(reply: httpx.Response) -> str:
+    """The first line with text of a reply that is an error. Its end is not waited for."""
+    read = 0
+    async for line in _lines(reply):
+        if line.strip():
+            return one_line(line.decode(errors="replace"))
+        read += len(line) + 1
+        if read > _LONGEST_LINE:
+            break
+    return ""
 
 
 # -- Prometheus ------------------------------------------------------------------------------------
@@ -230,13 +257,14 @@ def parse_metrics(text: str) -> Samples:
 async def read_metrics(client: httpx.AsyncClient, server: Server) -> Samples:
     """The samples of the server's Prometheus page; empty without one."""
     try:
-        async with asyncio.timeout(10):
-            reply = await client.get(f"{server.url}/metrics", headers=server.headers)
-        if reply.status_code == 200:
-            return parse_metrics(reply.content.decode(errors="replace"))
+        stream = client.stream("GET", f"{server.url}/metrics", headers=server.headers)
+        async with asyncio.timeout(10), stream as reply:
+            if reply.status_code != 200:
+                return {}
+            page = b"".join([piece async for piece in bounded_pieces(reply, _LONGEST_PAGE)])
+    except (httpx.HTTPError, httpx.InvalidURL, BadReply, TimeoutError):
         return {}
-    except (httpx.HTTPError, httpx.InvalidURL, TimeoutError):
-        return {}
+    return parse_metrics(page.decode(errors="replace"))
 
 
 def speculation(before: Samples, after: Samples) -> Json:

@@ -11,9 +11,11 @@ from random import Random
 
 import httpx
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
 from drafttrain.data import backends, servers
 from drafttrain.data.failures import BadReply, Failures
+from drafttrain.data.openai_replies import ChatReply, IdsReply, ModelList, TextReply
 from drafttrain.data.servers import Requests
 from drafttrain.data.store import load_records
 from tests.data import commands
@@ -111,6 +113,17 @@ def listed(folder) -> dict[str, dict]:
         if path.is_file()
         else {}
     )
+
+
+@pytest.mark.parametrize("schema", [ChatReply, TextReply, IdsReply, ModelList])
+def test_one_bad_item_of_a_list_is_kept(schema):
+    """pydantic keeps an error of 2 KB for each, unless it is told to stop at the first."""
+    items = ["x"] * 1000
+    choice = {"token_ids": items, "prompt_token_ids": items, "message": {"tool_calls": items}}
+    for reply in ({"choices": items, "data": items}, {"choices": [choice]}):
+        with pytest.raises(ValidationError) as caught:
+            TypeAdapter(schema).validate_python(reply)
+        assert caught.value.error_count() <= 4
 
 
 @pytest.mark.thorough

@@ -67,6 +67,9 @@ class FakeServer:
             def answer(self, way):
                 if way == "busy":
                     return self.reply(503, '{"error": "overloaded"}\nmore')
+                if way == "echo":
+                    key = self.headers["Authorization"].removeprefix("Bearer ")
+                    return self.reply(403, f"wrong key: {key}")
                 self.send_response(200)
                 self.send_header("Content-Type", "text/event-stream")
                 self.end_headers()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 from types import SimpleNamespace
 
+import httpx
 import pytest
 
 from drafttrain import cli
@@ -221,8 +223,47 @@ def test_more_tokens_than_were_asked_for_are_an_error(bench):
     assert cell["errors"] == {"server": cell["requests"]} and cell["tokens"] == 0
 
 
+@pytest.mark.parametrize(
+    ("status", "piece", "encoding", "error"),
+    [
+        (500, b" " * 1000, "", "http_500: endless: a line of 11000 bytes and no end"),
+        (500, b"\n" * 1000, "", "http_500: "),
+        (500, b"too busy\n" * 1000, "", "http_500: too busy"),
+        (200, b"data: " + b"[" * 1000, "", "stream: endless: a line of 10060 bytes and no end"),
+        (200, b": a comment\n" * 1000, "", "stream: endless: 108000 bytes and no end"),
+        (200, b"", "gzip, gzip", "stream: bad encoding: Content-Encoding: gzip, gzip"),
+        (500, b"", "br", "http_500: bad encoding: Content-Encoding: br"),
+    ],
+)
+def test_replies_are_bounded(monkeypatch, status, piece, encoding, error):
+    monkeypatch.setattr(client, "_LONGEST_STREAM", 100_000)
+    monkeypatch.setattr(client, "_LONGEST_PAGE", 100_000)
+    monkeypatch.setattr(client, "_LONGEST_LINE", 10_000)
+
+    async def endless():
+        while True:
+            yield piece
+
+    async def asked():
+        def reply(request):
+            return httpx.Response(status, content=endless(), headers={"Content-Encoding": encoding})
+
+        async with httpx.AsyncClient(transport=httpx.MockTransport(reply)) as requests:
+            server = client.Server("http://server", "m")
+            assert await client.read_metrics(requests, server) == {}
+            return await client.ask(requests, server, {"messages": []})
+
+    answer = asyncio.run(asked())
+    assert f"{answer.error}: {answer.detail}" == error
+
+
 def test_keys_come_from_the_environment(bench, monkeypatch, capsys):
     monkeypatch.setenv("TINY_KEY", "secret")
+    monkeypatch.setenv("WORD", "opensesame-7")  # its name does not say that it is a key
+    with FakeServer(behave=lambda number: "echo") as server:
+        results = bench("--url", server.url, "--api-key-env", "WORD", "--warm-up", 0, status=1)
+        example = results["servers"]["url"]["cells"][0]["error_examples"]["http_403"]
+        assert example == "wrong key: ***"
     with FakeServer() as server:
         results = bench(
             "--url", server.url, "--api-key-env", "TINY_KEY", "--concurrency", 1, "--warm-up", 0
