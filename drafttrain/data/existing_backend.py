@@ -65,7 +65,7 @@ class ExistingBackend(Backend):
         unusable = 0
         last: BadReply | None = None
         for key, records in recorded_conversations(
-            self.target.tokenizer, self.path, self.kwargs, self.target.eos_ids
+            self.target.tokenizer, self.path, self.kwargs, self.target.eos_ids, self.max_length
         ):
             if isinstance(records, UserError):
                 unusable += 1

@@ -24,6 +24,7 @@ from drafttrain.data.chat import (
     Message,
     TemplateRefuses,
     encode,
+    longest_token,
     render_text,
     text_ids,
 )
@@ -155,6 +156,7 @@ def recorded_conversations(
     path: Path,
     kwargs: Json | None = None,
     stop_ids: Collection[int] = (),
+    max_length: int | None = None,
 ) -> Iterator[tuple[str, list[Json] | UserError]]:
     """Conversations of a JSONL file: OpenAI, ShareGPT, instruction and answer, or with tools.
 
@@ -165,6 +167,7 @@ def recorded_conversations(
     Args:
         kwargs: chat_template_kwargs for rows that do not set them. stop_ids: as in
             `answer_record`.
+        max_length: tokens of a record that are used; what is far behind them is not read.
 
     Yields:
         A row's id with its records, or with the reason why it cannot be used: an error of
@@ -173,7 +176,7 @@ def recorded_conversations(
     for number, row in read_jsonl(path):
         records: list[Json] | UserError
         try:
-            records = _records_of(tokenizer, path, number, row, kwargs, stop_ids)
+            records = _records_of(tokenizer, path, number, row, kwargs, stop_ids, max_length)
         except UserError as error:
             records = error
         yield str(row.get("id", number)), records
@@ -186,6 +189,7 @@ def _records_of(
     row: Json,
     kwargs: Json | None,
     stop_ids: Collection[int],
+    max_length: int | None,
 ) -> list[Json]:
     """The records of a row. Raises UserError."""
     parsed = parse_row(row)
@@ -197,6 +201,8 @@ def _records_of(
     id = row_id(row.get("id", number), f"{path} line {number}")
     source = str(row.get("source") or path.name)
     messages = parsed["messages"]
+    if max_length is not None:
+        messages = _beginning(messages, max_length * longest_token(tokenizer))
     inputs = ChatInputs.of(parsed, kwargs)
 
     # A row grows until the template rewrites its turns; then another one begins.
@@ -221,6 +227,25 @@ def _records_of(
     for part, record in enumerate(records[:-1]):
         record["part"] = part
     return records
+
+
+def _beginning(messages: Sequence[Message], letters: int) -> list[Message]:
+    """The messages up to the first answer behind so many letters, and longer texts cut there.
+
+    Splitting 30 MB into tokens takes minutes.
+    """
+    kept: list[Message] = []
+    read = 0
+    for message in messages:
+        shorter = dict(message)
+        for key in ("content", "reasoning_content"):
+            if key in message:
+                shorter[key] = message[key][: letters + 1]
+        kept.append(shorter)
+        read += len(shorter.get("content") or "")
+        if read > letters and message["role"] == "assistant":
+            break
+    return kept
 
 
 def assistant_turns(messages: Sequence[Message], id: str) -> list[int]:

@@ -49,6 +49,10 @@ def _spend(amount: int) -> None:
 
 def _size(value: object) -> int:
     """Pays for a value, with all that it holds; returns its size."""
+    if isinstance(value, str):  # nearly always
+        size = _STEP + len(value)
+        _spend(size)
+        return size
     size = 0
     waiting = [value]
     while waiting:
@@ -148,7 +152,8 @@ def environment() -> Environment:
 
     def product(_: Context, sign: str, left: object, right: object) -> object:
         if sign == "+":
-            _size([left, right])
+            _size(left)
+            _size(right)
         else:
             _pay(left, [right], sign == "%")
             if sign == "*":

@@ -6,7 +6,15 @@ import json
 
 import pytest
 
-from drafttrain.data.chat import TemplateRefuses, encode, render_text, text_prompt
+from drafttrain.data import masks
+from drafttrain.data.chat import (
+    TemplateRefuses,
+    encode,
+    longest_token,
+    render_text,
+    text_prompt,
+)
+from drafttrain.data.existing_backend import cut
 from drafttrain.data.masks import TemplateRewrites
 from drafttrain.errors import UserError
 from tests.conftest import make_tokenizer
@@ -288,6 +296,29 @@ def test_a_template_that_computes_too_much_is_refused(endless):
     tokenizer = tokenizer_with(endless + CHATML)
     with pytest.raises(TemplateRefuses, match="it computes too much for its inputs"):
         render_text(tokenizer, CHAT)
+
+
+@pytest.mark.parametrize(("asked", "answered"), [(9000, 1), (1, 9000), (1, 100)])
+def test_what_lies_far_behind_the_limit_is_not_split(tmp_path, monkeypatch, asked, answered):
+    lengths = []
+
+    def counted(tokenizer, text):
+        lengths.append(len(text))
+        return encode(tokenizer, text)
+
+    monkeypatch.setattr(masks, "encode", counted)
+    turns = [
+        {"role": "user", "content": "so " * asked},
+        {"role": "assistant", "content": "so " * answered},
+    ]
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"id": "a", "messages": turns * 3}) + "\n")
+    tokenizer = tokenizer_with(CHATML)
+    (everything,) = records_of(tokenizer, path)
+    lengths.clear()
+    ((_, (beginning,)),) = masks.recorded_conversations(tokenizer, path, max_length=64)
+    assert cut(beginning, 64) == cut(everything, 64)
+    assert max(lengths) < 2 * 64 * longest_token(tokenizer) + 200
 
 
 def test_long_conversations_are_rendered():
