@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from drafttrain import interrupts
 from drafttrain.commands import COMMANDS, app_of, function_of, summary_of, switches_of
+from drafttrain.credentials import redact
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError, did_you_mean, shown
 from drafttrain.files import is_disk_full
@@ -86,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
             error = UserError("stdout cannot be written (its disk is full); free some space")
         if not isinstance(error, UserError):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {redact(str(error))}", file=sys.stderr)
         return 2
 
 

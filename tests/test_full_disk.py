@@ -156,5 +156,24 @@ def test_a_killed_run_is_run_again_and_nothing_of_it_stays(home, tmp_path, comma
     assert not list((tmp_path / "tmp").glob("drafttrain-*"))
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("command", "again", "names"),
+    [
+        ("train", "resume=false", ["checkpoint-keep/notes.txt", "adapter/mine.txt", "model-mine.safetensors"]),
+        ("generate", "--overwrite", ["part-mine.jsonl", "arrow/mine.txt", "features/mine.safetensors"]),
+        ("features", "--overwrite", ["mine.txt", "part-mine.safetensors", "part-0000-mine.safetensors"]),
+    ],
+)  # fmt: skip
+def test_files_of_users_stay_when_a_command_starts_over(home, command, again, names):
+    words, place = WRITERS[command]
+    assert main(words.split()) == 0
+    for name in names:
+        Path(place, name).parent.mkdir(parents=True, exist_ok=True)
+        Path(place, name).write_text("mine")
+    assert main([*words.split(), again]) == 0
+    assert [Path(place, name).read_text() for name in names] == ["mine"] * len(names)
+
+
 def names(place: str) -> set[str]:
     return {str(path) for path in Path(place).rglob("*") if path.is_file()}

@@ -68,6 +68,7 @@ _PART_FIX = "delete it to redo its conversations"
 _STATES_FIX = "store the states again: drafttrain features --data DIR --overwrite"
 _SHARD_FIX = "delete this file, and store its states again: drafttrain features --data DIR"
 _PART = re.compile(r"part-\d{4,}\.jsonl")
+_SHARDS = "part-[0-9][0-9][0-9][0-9]*-[0-9]*.safetensors"
 _BOOKKEEPING = ("format", "drafttrain", "counts")  # keys of meta.json that are no settings
 
 
@@ -406,11 +407,12 @@ class ShardWriter:
         self.shard_bytes = shard_bytes
         with writing(folder):
             folder.mkdir(exist_ok=True)
-        written = [
-            int(shard.stem.rsplit("-", 1)[1])
-            for shard in folder.glob(f"part-{rank:04d}-*.safetensors")
-        ]
-        self.next_shard = max(written, default=-1) + 1
+        numbers = [-1]
+        for shard in folder.glob(f"part-{rank:04d}-*.safetensors"):
+            number = shard.stem.rpartition("-")[2]
+            if number.isdecimal():  # not a user's file
+                numbers.append(int(number))
+        self.next_shard = max(numbers) + 1
         # A killed process leaves a shard that is not complete.
         for leftover in folder.glob(f".part-{rank:04d}-*"):
             leftover.unlink()
@@ -498,7 +500,7 @@ class FeatureStore:
         self._files: OrderedDict[Path, safe_open] = OrderedDict()
         self._opening = threading.Lock()
         self._where: dict[str, Path] = {}  # conversation -> shard
-        for shard in sorted((directory / "features").glob("part-*.safetensors")):
+        for shard in sorted((directory / "features").glob(_SHARDS)):
             _check_regular(shard, _SHARD_FIX)
             with open_tensors(shard, "data", _SHARD_FIX) as file:
                 # Keys are "ID/features", "ID/last_hidden", ...

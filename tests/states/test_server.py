@@ -59,6 +59,28 @@ def test_the_command_has_layers_connector_and_folder(tmp_path, target_dir, capsy
     assert said.startswith("PYTHONPATH=") and not where.exists()
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--api-key", "opensesame-7"],
+        ["--api-key=opensesame-7"],
+        ["--hf-token", "opensesame-7"],
+        ["--hf-overrides", '{"api_key": "opensesame-7"}'],
+        ["--otlp-traces-endpoint", "http://me:opensesame-7@host/"],
+        ["--middleware", "Authorization: Bearer opensesame-7"],
+        ["--note", "of-the-environment-7"],
+    ],
+)
+def test_no_secret_is_in_the_printed_command(tmp_path, target_dir, monkeypatch, capsys, words):
+    monkeypatch.setenv("HF_TOKEN", "of-the-environment-7")
+    command = ["serve-target", "--target", str(target_dir), "--layers", "1", "--dry-run"]
+    assert main([*command, "--engine-python", engine(tmp_path), "--", *words]) == 0
+    said = capsys.readouterr()
+    assert "***" in said.out
+    assert "opensesame" not in said.out + said.err
+    assert "of-the-environment" not in said.out + said.err
+
+
 def test_a_server_listens_to_this_machine_unless_asked(tmp_path, target_dir):
     shell = load_shell(str(target_dir))
     python = engine(tmp_path)
