@@ -47,8 +47,10 @@ WRITERS = {
              "--dry-run --output out", "out"),
     "push-data": ("push-data --data data --repo a/b --prompt-license own --dry-run --output out", "out"),
     "train": ("train run.yaml output_dir=out", "out"),
+    "plan": ("plan run.yaml --output out/p.json", "out"),
+    "adapt": ("adapt --drafter drafters/eagle3 --log chats.jsonl --once --output out", "out"),
 }  # fmt: skip
-SLOW = ("train", "page", "picture", "push", "sweep", "tune")
+SLOW = ("train", "plan", "page", "picture", "push", "sweep", "tune")
 
 
 @contextlib.contextmanager
