@@ -239,7 +239,7 @@ def _beginning(messages: Sequence[Message], letters: int) -> list[Message]:
     for message in messages:
         shorter = dict(message)
         for key in ("content", "reasoning_content"):
-            if key in message:
+            if isinstance(message.get(key), str):  # None beside calls of tools
                 shorter[key] = message[key][: letters + 1]
         kept.append(shorter)
         read += len(shorter.get("content") or "")
