@@ -189,8 +189,8 @@ def plan_recipes() -> int:
     with tempfile.TemporaryDirectory(prefix="drafttrain-docs-") as name:
         make_folder(Path(name))
         for recipe in json.loads(done.stdout)["result"]["recipes"]:
-            words = ["drafttrain", "plan", recipe["name"]]
-            if recipe["name"] == "quickstart":
+            words = ["drafttrain", "plan", recipe["recipe"]]
+            if recipe["recipe"] == "quickstart":
                 words += ["target=smollm2-135m", "data=runs/data", "output_dir=runs/out"]
             problem = run(words, Path(name))
             failed += bool(problem)
