@@ -312,6 +312,11 @@ class PackedLinear(nn.Module):
     def _load_from_state_dict(self, state: Mapping[str, object], prefix: str, *_: object) -> None:
         refuse_weights(state, prefix)
 
+    def _save_to_state_dict(self, state: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
+        state[f"{prefix}weight"] = self.weight
+        if self.bias is not None:
+            state[f"{prefix}bias"] = self.bias
+
     def panels(self) -> Tensor:
         """The weight as `skinny_linear` reads it; only where `kernel` is set."""
         packed = self.packed
@@ -328,11 +333,15 @@ class PackedLinear(nn.Module):
 
 
 class PackedRMSNorm(nn.Module):
-    """RMS norm in one kernel call instead of six torch operations; `weight` [width] is its factor."""
+    """RMS norm in one kernel call instead of six torch operations; `weight` [width] is its factor.
 
-    def __init__(self, weight: Tensor, eps: float):
+    saved: the weight of the norm that this one replaces, if its factor is another.
+    """
+
+    def __init__(self, weight: Tensor, eps: float, saved: Tensor | None = None):
         super().__init__()
         self.weight = weight.detach().contiguous()
+        self.saved = self.weight if saved is None else saved.detach()
         self.eps = eps
         check("weight", self.weight, (weight.numel(),))
 
@@ -365,6 +374,9 @@ class PackedRMSNorm(nn.Module):
     def _load_from_state_dict(self, state: Mapping[str, object], prefix: str, *_: object) -> None:
         refuse_weights(state, prefix)
 
+    def _save_to_state_dict(self, state: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
+        state[f"{prefix}weight"] = self.saved
+
     @staticmethod
     def like(norm: nn.Module) -> PackedRMSNorm | None:
         """The same norm, tested on random input; None for another function, dtype or device."""
@@ -386,7 +398,7 @@ class PackedRMSNorm(nn.Module):
         )
         expected = norm(x)
         for factor in (weight, weight + 1):  # some families store the factor minus one
-            packed = PackedRMSNorm(factor, eps)
+            packed = PackedRMSNorm(factor, eps, weight)
             if torch.allclose(packed(x), expected, rtol=1e-5, atol=1e-6):
                 return packed
         return None
