@@ -29,7 +29,7 @@ from drafttrain.ops.packing import (
     check_rows,
     pack_panels,
 )
-from drafttrain.ops.tree_attention import CpuPlan, TreeLayout
+from drafttrain.ops.tree_attention import CpuPlan
 
 _STRIP = 64  # as in cpu_draft.c
 _LEVELS = 15  # highest of the integers that weights are rounded to
@@ -633,10 +633,3 @@ def kernel_of(
     if weights is None or len(natives) < len(layers) or natives[0].head_dim % 16:
         return None
     return DraftStep(natives, weights)
-
-
-def plan_of(layouts: Sequence[TreeLayout]) -> CpuPlan | None:
-    """The kernels' plan of several sequences with buffers of their own; None if torch is faster."""
-    if len(layouts) == 1:
-        return layouts[0].plan
-    return CpuPlan.build([(0, layout) for layout in layouts])

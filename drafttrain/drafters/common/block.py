@@ -431,7 +431,7 @@ class BlockDrafter(DecoderDrafter):
             for i, layer in enumerate(self.decoder_layers):
                 key, value = layer.self_attn.keys_values(context, cos, sin)
                 at.store(i, key, value)  # [n, kv_heads, e] each
-        return at.lasts(ids)
+        return ids[at.ends]
 
     def draft(self, roots: Tensor, places: Places, width: int | None) -> tuple[Children, Ask]:
         """One pass over all blocks; trees grow without the layers."""

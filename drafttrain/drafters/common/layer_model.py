@@ -442,7 +442,7 @@ class LayerDrafter(DecoderDrafter):
 
         def ask(nodes: Nodes) -> Children:
             nonlocal states
-            above = nodes.parents_of(states)  # [n, h]
+            above = states[nodes.above()]  # [n, h]
             made = self.advance(above, self.embed(nodes.tokens()), nodes.place(), nodes.depth)
             states, reads = made.unbind(1)
             return self.predict(reads, width)

@@ -193,7 +193,7 @@ class PathHeads(TrainableDrafter):
 
     def read_committed(self, ids: Tensor, features: Tensor, at: DraftPass) -> Tensor:
         """Roots [R, w], the states of the last tokens; no other is kept."""
-        return self.enter(at.lasts(features), at.lasts(ids))
+        return self.enter(features[at.ends], ids[at.ends])
 
     def draft(self, roots: Tensor, places: Places, width: int | None) -> tuple[Children, Ask]:
         states = roots  # [n, w] of the nodes that were opened last
@@ -203,7 +203,7 @@ class PathHeads(TrainableDrafter):
             depth = nodes.depth
             if self.independent:  # one row for all nodes of a depth
                 return Children(self.predict(roots, depth, width), shared=True)
-            states = self.advance(nodes.parents_of(states), nodes.tokens(), depth)
+            states = self.advance(states[nodes.above()], nodes.tokens(), depth)
             return Children(self.predict(states, depth, width))
 
         return Children(self.predict(roots, 0, width)), ask

@@ -31,10 +31,10 @@ from drafttrain.drafters.common.tree_growth import (
     widest,
 )
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.ops.cpu_draft import DraftHead, DraftStep, TreeShape, plan_of
+from drafttrain.ops.cpu_draft import DraftHead, DraftStep, TreeShape
 from drafttrain.ops.packing import SKINNY_ROWS, without_grad
 from drafttrain.ops.sampling import Sampler
-from drafttrain.ops.tree_attention import TreeLayout
+from drafttrain.ops.tree_attention import CpuPlan, TreeLayout
 from drafttrain.ops.tree_cache import TreeCache
 
 Sessions = Sequence[Any]  # of one drafter; the kind's own class
@@ -59,10 +59,6 @@ class DraftPass:
     attends: Sequence[Attend]
     queries: Tensor | None = None
     contexts: Sequence[Any] = ()
-
-    def lasts(self, rows: Tensor) -> Tensor:
-        """[R, ...] those of rows [n, ...] that belong to each sequence's last token."""
-        return rows[self.ends]
 
     def run(
         self,
@@ -114,22 +110,15 @@ class Nodes(NamedTuple):
 
         tokens: [n] int64 target ids.
         above: [n] int64, number of each node's parent among those that were opened before (the
-            roots at first); None for the same nodes in the same order.
+            roots at first).
         place: the pass over them.
     """
 
     depth: int
     rows: Sequence[int] | Tensor
     tokens: Callable[[], Tensor]
-    above: Callable[[], Tensor | None]
+    above: Callable[[], Tensor]
     place: Callable[[], DraftPass]
-
-    def parents_of(self, states: Tensor) -> Tensor:
-        """[n, ...] rows of the nodes' parents."""
-        above = self.above()
-        if above is None:
-            return states
-        return states.index_select(0, above)
 
 
 class Children(NamedTuple):
@@ -198,19 +187,16 @@ class HostPass(DraftPass):
         self.sessions = sessions
         self.counts = counts
         self.shape = sessions[0].drafter.cache_shape
-        self._layouts = layouts
+        if layouts is not None:
+            self.layouts = layouts
         if computed is None:
             computed = [0] * self.shape.layers
         self.computed = computed
 
-    @property
+    @cached_property
     def layouts(self) -> Sequence[TreeLayout]:
-        if self._layouts is None:
-            layouts = []
-            for session, count in zip(self.sessions, self.counts, strict=True):
-                layouts.append(TreeLayout(session.length, count=count))
-            self._layouts = layouts
-        return self._layouts
+        pairs = zip(self.sessions, self.counts, strict=True)
+        return [TreeLayout(session.length, count=count) for session, count in pairs]
 
     @cached_property
     def ends(self) -> Tensor:  # type: ignore[override]
@@ -220,11 +206,6 @@ class HostPass(DraftPass):
     @property
     def queries(self) -> Tensor | None:  # type: ignore[override]
         return self.ends if self.computed[-1] == 1 else None
-
-    def lasts(self, rows: Tensor) -> Tensor:
-        if len(self.counts) == 1:
-            return rows[-1:]
-        return rows[self.ends]
 
     @cached_property
     def positions(self) -> Tensor:  # type: ignore[override]
@@ -264,7 +245,7 @@ class HostPass(DraftPass):
             self.shape.window,
         )
         if self.computed[-1] == 1:
-            return self.lasts(made)
+            return made[self.ends]
         return made
 
     def read(
@@ -311,7 +292,7 @@ class HostPass(DraftPass):
         """
         if states.shape[0] > SKINNY_ROWS:
             return None
-        plan = plan_of(self.layouts)
+        plan = CpuPlan.build([(0, layout) for layout in self.layouts])
         if plan is None:
             return None
         tables = tables_of(self.sessions, plan.positions)  # cos, sin [., 1, r]
@@ -521,16 +502,14 @@ class HostPlaces:
     def open(self, growing: Sequence[GrowingTree]) -> HostPass:
         """The pass over the nodes that trees open."""
         own = []
-        counts = []
+        counts = [len(tree.parents) for tree in growing]
         layouts = []
-        for tree in growing:
+        for tree, count in zip(growing, counts, strict=True):
             session = self.sessions[tree.row]
             # The root is the last committed token; nodes stand behind it in the order they were
             # opened.
-            count = len(tree.parents)
             held = 1 + len(tree.opened) - count
             own.append(session)
-            counts.append(count)
             layouts.append(TreeLayout(session.length - 1, tree.opened, held=held))
         return self.form(own, counts, layouts=layouts)
 
@@ -597,26 +576,19 @@ def _grow_on_host(
         )
         trees.append(tree)
     begins = {row: row for row in range(len(trees))}  # number of each tree's first node
-    count = len(trees)  # nodes that were opened last
 
     def step(growing: list[GrowingTree], depth: int) -> list[Logits]:
-        nonlocal begins, count
+        nonlocal begins
         before = begins
-        opened = count
         rows = []
         ends = [0]
         for tree in growing:
             rows += [tree.row] * len(tree.parents)
             ends.append(len(rows))
         begins = {tree.row: begin for tree, begin in zip(growing, ends, strict=False)}
-        count = len(rows)
 
-        def above() -> Tensor | None:
-            numbers = []
-            for tree in growing:
-                numbers += [before[tree.row] + parent for parent in tree.above]
-            if numbers == list(range(opened)):
-                return None
+        def above() -> Tensor:
+            numbers = [before[tree.row] + parent for tree in growing for parent in tree.above]
             return torch.tensor(numbers, device=roots.device)
 
         nodes = Nodes(

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -297,11 +295,8 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
             raise UserError(
                 f"feature_layers={list(self.feature_layers)} reach beyond the {target.num_layers} layers of {target.name!r}"
             )
+        self.embed = target.embed
         self.embed_table = target.embed_table()
-        if self.embed_table is None:
-            self.embed = target.embed
-        else:  # the same rows, without the model's modules around them
-            self.embed = partial(F.embedding, weight=self.embed_table)
 
     # -- static steps ------------------------------------------------------------------------------
 

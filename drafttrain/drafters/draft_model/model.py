@@ -504,7 +504,7 @@ class DraftModel(TrainableDrafter):
 
     def read_committed(self, ids: Tensor, features: Tensor, at: DraftPass) -> Tensor:
         """Roots [R, d], the logits after the last tokens."""
-        return self._logits(at.lasts(self._pass(ids, at)))
+        return self._logits(self._pass(ids, at)[at.ends])
 
     def draft(self, roots: Tensor, places: Places, width: int | None) -> tuple[Children, Ask]:
         def ask(nodes: Nodes) -> Children:
