@@ -42,7 +42,6 @@ from tests.drafters.contract import (
     session_at,
     the_target,
 )
-from tests.ops.transformers_sampling import p_value
 
 RECIPES = Path(__file__).parents[2] / "configs" / "smollm2-135m"
 TREES = (
@@ -160,40 +159,6 @@ def test_drawn_tokens_follow_the_q_that_is_reported(kind, decoding):
             expected += float(q)
             variance += float(q * (1 - q))
     assert variance > 0.01 and abs(hits - expected) <= 4 * variance**0.5 + 1e-3
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("count", [2000, pytest.param(20_000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", TRAINED)
-def test_the_first_tokens_follow_all_of_q(kind, count, decoding):
-    """Chi-square over the whole vocabulary, at a temperature where q is neither peaked nor flat.
-
-    The same draws show that drafts of two thirds of the temperature of q would be noticed.
-    """
-    drafter = decoding(kind)
-    session = session_at(drafter, list(PROMPTS[0]), answers()[0][0])
-    spec = TreeSpec.parse("chain:1@sample")
-
-    def drafts(temperature, trees):
-        sampler = Sampler(SamplingParams(temperature), torch.Generator().manual_seed(3))
-        return drafter.propose_all([session] * trees, [spec] * trees, [sampler] * trees)
-
-    def q_at(temperature):
-        """[v] float64, the same for every tree."""
-        (tree,) = drafts(temperature, 1)
-        q = torch.zeros(the_target().vocab_size, dtype=torch.double)
-        q[drafter.kept_ids] = tree.proposal.probs[0].double()
-        return q / q.sum()
-
-    temperature = 0.125
-    while q_at(temperature).max() > 0.3:
-        temperature *= 1.5
-    q = q_at(temperature)
-    drawn = [int(tree.tokens) for tree in drafts(temperature, count)]
-    seen = torch.bincount(torch.tensor(drawn), minlength=len(q))
-    assert p_value(seen, q) > 1e-4
-    wrong = q**1.5
-    assert p_value(seen, wrong / wrong.sum()) < 1e-6
 
 
 @pytest.mark.parametrize("kind", KINDS)
