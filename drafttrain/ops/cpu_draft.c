@@ -214,10 +214,10 @@ void head_top(const struct head *head, const float *x, long rows, long k, int64_
 /* A drafter of decoder layers. NULL: not there. Mirrored in cpu_draft.py. */
 struct draft {
     const struct layer *const *layers;
-    const void *project; /* panels: embedding and state, joined, to a state */
+    const void *project, *fuse; /* panels: embedding and state, joined, to a state; target features to a state */
     const float *embed_norm, *state_norm, *norm; /* of what is read, and of the last layer's output */
     const float *project_bias;
-    int project_format, count, embed_width, hidden, returns_normed, residual_normed;
+    int project_format, fuse_format, count, embed_width, hidden, returns_normed, residual_normed, features; /* features: columns that fuse reads */
     float eps;
 };
 
@@ -272,6 +272,37 @@ void draft_step(const struct draft *d, const float *embeds, const float *states,
     else memcpy(read, out, n * hidden * sizeof(float));
     if (d->returns_normed) memcpy(out, read, n * hidden * sizeof(float));
     free(input);
+}
+
+/* The depth 0 of committed tokens: what sequences read between two trees. tokens [n] target ids and features [n, features] of all
+ * sequences; counts (at most OPENED) and lengths [count]: their numbers of tokens, and of those stored before. table [., embed_width]:
+ * the target's embedding. states and reads [count, hidden]: `out` and `read` of each sequence's last token. */
+void draft_read(const struct draft *d, long count, const int64_t *counts, const int64_t *lengths, const int64_t *tokens,
+                const float *features, const float *table, const float *cosine, const float *sine, const struct store *stores,
+                long window, float *states, float *reads, int threads) {
+    long hidden = d->hidden, n = 0;
+    struct part *parts = malloc(count * sizeof *parts);
+    for (long s = 0; s < count; n += counts[s++]) parts[s] = (struct part){0, lengths[s], n, counts[s], 0, n};
+    float *fused = malloc(n * (3 * hidden + d->embed_width) * sizeof(float)), *out = fused + n * hidden, *read = out + n * hidden;
+    float *embeds = read + n * hidden;
+    uint64_t *ancestors = malloc(n * sizeof *ancestors);
+    int *depths = malloc(n * sizeof *depths);
+    for (long s = 0; s < count; s++)
+        for (long i = 0; i < counts[s]; i++) {
+            ancestors[parts[s].token + i] = ~0ull >> (63 - i);
+            depths[parts[s].token + i] = (int)i;
+        }
+    for (long r = 0; r < n; r++)
+        memcpy(embeds + r * d->embed_width, table + tokens[r] * d->embed_width, d->embed_width * sizeof(float));
+    if (d->fuse) skinny_linear(features, n, d->features, d->fuse, d->fuse_format, fused, hidden, threads);
+    struct plan plan = {parts, count, ancestors, depths};
+    draft_step(d, embeds, d->fuse ? fused : features, n, cosine, sine, stores, &plan, window, out, read, threads);
+    for (long s = 0; s < count; s++) {
+        long last = parts[s].token + counts[s] - 1;
+        memcpy(states + s * hidden, out + last * hidden, hidden * sizeof(float));
+        memcpy(reads + s * hidden, read + last * hidden, hidden * sizeof(float));
+    }
+    free(parts), free(fused), free(ancestors), free(depths);
 }
 
 /* Stores keys and values of states [n, hidden] in every layer, as a block drafter's context: no queries, no norm before. The query

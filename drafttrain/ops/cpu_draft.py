@@ -28,9 +28,8 @@ from drafttrain.ops.packing import (
     check,
     check_rows,
     pack_panels,
-    skinny_linear,
 )
-from drafttrain.ops.tree_attention import CpuPlan, TreeLayout
+from drafttrain.ops.tree_attention import CpuPlan
 
 _STRIP = 64  # as in cpu_draft.c
 _LEVELS = 15  # highest of the integers that weights are rounded to
@@ -58,9 +57,9 @@ class _Draft(ctypes.Structure):
     _fields_ = [
         ("layers", ctypes.c_void_p),
         *fields(
-            "project",
+            "project fuse",
             "embed_norm state_norm norm project_bias",
-            "count embed_width hidden returns_normed residual_normed",
+            "count embed_width hidden returns_normed residual_normed features",
         ),
         ("eps", ctypes.c_float),
     ]
@@ -347,10 +346,10 @@ class DraftStep:
         for i, layer in enumerate(layers):
             addresses[i] = layer.address
         del content["reads_features"]
-        fuse = content.pop("fuse")
-        self._fuse = None if fuse is None else pack_panels(fuse.detach())
-        if weights.project is not None:
-            content["project"] = pack_panels(weights.project.detach())
+        for name in ("project", "fuse"):
+            if content[name] is not None:
+                content[name] = pack_panels(content[name].detach())
+        content["features"] = self.features
         content["layers"] = ctypes.addressof(addresses)
         content["count"] = len(layers)
         self._draft, kept = make_struct(_Draft, **content)
@@ -366,7 +365,7 @@ class DraftStep:
         stores: Sequence[KeyStore],
         plan: CpuPlan,
         window: int,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         """Stores the new keys and values and computes a depth; all tensors float32 and contiguous.
 
         Args:
@@ -376,7 +375,7 @@ class DraftStep:
             plan: where the sequences' tokens stand. window: visible positions, 0 for all.
 
         Returns:
-            What the next depth reads, and the head's input, [n, h] each.
+            [n, 2, h], what the next depth reads and the head's input of each token.
         """
         n = plan.tokens
         if embeds is not None or self.embed_width:
@@ -387,8 +386,8 @@ class DraftStep:
             )
         check("states", states, (n, self.hidden))
         self._check(tables, stores, plan, window)
-        out = states.new_empty(n, self.hidden)
-        read = states.new_empty(n, self.hidden)
+        made = states.new_empty(2, n, self.hidden)
+        out = made.data_ptr()
         own = _rows(stores)
         cosine, sine = tables
         self._kernels.draft_step(
@@ -401,11 +400,11 @@ class DraftStep:
             address_of(own),
             plan.address,
             window,
-            out.data_ptr(),
-            read.data_ptr(),
+            out,
+            out + 4 * n * self.hidden,  # bytes
             torch.get_num_threads(),
         )
-        return out, read
+        return made.transpose(0, 1)
 
     def read(
         self,
@@ -417,18 +416,18 @@ class DraftStep:
         tables: tuple[Tensor, Tensor],
         stores: Sequence[KeyStore],
         window: int,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         """Depth 0 of committed tokens, from the target's features to the roots of the next trees.
 
+        One call, since its parts in Python take as long as the layer.
+
         Args:
-            tokens: [n] int64 target ids, packed.
-            features: [n, f * target h] before the tokens.
+            tokens: [n] int64 target ids, packed. features: [n, f * target h] before them.
             counts: tokens of each sequence, 1 to `OPENED`. lengths: tokens that each store holds.
             table: [v, embed_width], the target's embedding. tables, stores, window: as in `run`.
 
         Returns:
-            What the next depth reads, and the head's input, of each sequence's last token,
-            [sequences, h] each.
+            [sequences, 2, h], as `run` of each sequence's last token.
         """
         check("tokens", tokens, (sum(counts),), torch.long)
         check("features", features, (tokens.shape[0], self.features))
@@ -438,16 +437,32 @@ class DraftStep:
             raise ValueError(
                 f"counts={list(counts)}, lengths={list(lengths)}, window={window}: 1 to {OPENED}, from 0 on"
             )
-        parts: list[tuple[int, TreeLayout]] = []
-        for length, count in zip(lengths, counts, strict=True):
-            parts.append((0, TreeLayout(length, count=count)))
-        read = features
-        if self._fuse is not None:
-            read = skinny_linear(features, self._fuse, self.hidden)  # [n, h]
-        embeds = table.index_select(0, tokens)  # [n, embed_width]
-        out, reads = self.run(embeds, read, tables, stores, CpuPlan(parts), window)
-        lasts = np.cumsum(counts) - 1
-        return out[lasts], reads[lasts]
+        ends = [length + count for length, count in zip(lengths, counts, strict=True)]
+        self._check_places(tables, stores, ends, max(ends))
+        count = len(counts)
+        made = features.new_empty(2, count, self.hidden)
+        out = made.data_ptr()
+        own = _rows(stores)
+        new = array("q", counts)
+        held = array("q", lengths)
+        cosine, sine = tables
+        self._kernels.draft_read(
+            self._address,
+            count,
+            address_of(new),
+            address_of(held),
+            tokens.data_ptr(),
+            features.data_ptr(),
+            table.data_ptr(),
+            cosine.data_ptr(),
+            sine.data_ptr(),
+            address_of(own),
+            window,
+            out,
+            out + 4 * count * self.hidden,  # bytes
+            torch.get_num_threads(),
+        )
+        return made.transpose(0, 1)
 
     def store_context(
         self,
@@ -618,10 +633,3 @@ def kernel_of(
     if weights is None or len(natives) < len(layers) or natives[0].head_dim % 16:
         return None
     return DraftStep(natives, weights)
-
-
-def plan_of(layouts: Sequence[TreeLayout]) -> CpuPlan | None:
-    """The kernels' plan of several sequences with buffers of their own; None if torch is faster."""
-    if len(layouts) == 1:
-        return layouts[0].plan
-    return CpuPlan.build([(0, layout) for layout in layouts])

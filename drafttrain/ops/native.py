@@ -72,6 +72,7 @@ _ARGUMENTS = {
     "body_forward": "PPPL PLP P PLP PFP PIPL I",
     "head_top": "PPLL PPP I",
     "draft_step": "PPPL PP P PL PP I",
+    "draft_read": "PLPP PPP PP PL PP I",
     "draft_context": "PPL PP PP I",
     "draft_trees": "PPP LL PP PP PPL PP PPPP I",
     "kernel_path": "",

@@ -246,15 +246,23 @@ def skinny_linear(
     return y
 
 
-def refuse_weights(state: Mapping[str, object], prefix: str) -> None:
-    """Raises UserError for a state dict with weights of a packed module, which would be left out."""
-    if f"{prefix}weight" in state:
-        raise UserError(
-            f"{prefix}weight is packed for decoding and cannot be loaded; load weights before pack()"
-        )
+class Packed(nn.Module):
+    """A packed part of a model: its state dict holds the weights in `saved`, and it loads none."""
+
+    saved: dict[str, Tensor]
+
+    def _save_to_state_dict(self, state: dict[str, Tensor], prefix: str, *_: object) -> None:
+        for name, weight in self.saved.items():
+            state[prefix + name] = weight
+
+    def _load_from_state_dict(self, state: Mapping[str, object], prefix: str, *_: object) -> None:
+        if f"{prefix}weight" in state:
+            raise UserError(
+                f"{prefix}weight is packed for decoding and cannot be loaded; load weights before pack()"
+            )
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(Packed):
     """y = x W^T + b with W packed for this CPU: a drop-in for nn.Linear in inference.
 
     float32 takes our kernel, which is at least as fast as MKL for any number of rows; bfloat16, for
@@ -272,6 +280,7 @@ class PackedLinear(nn.Module):
         self.out_features = linear.out_features
         self.weight = linear.weight.detach().contiguous()
         self.bias = None if linear.bias is None else linear.bias.detach()
+        self.saved = dict(linear.state_dict())
         # whether our kernel computes the products
         self.kernel = self.weight.dtype == torch.float32 and cpu_kernels() is not None
         self.rounded = False
@@ -309,9 +318,6 @@ class PackedLinear(nn.Module):
             "",
         )
 
-    def _load_from_state_dict(self, state: Mapping[str, object], prefix: str, *_: object) -> None:
-        refuse_weights(state, prefix)
-
     def panels(self) -> Tensor:
         """The weight as `skinny_linear` reads it; only where `kernel` is set."""
         packed = self.packed
@@ -327,7 +333,7 @@ class PackedLinear(nn.Module):
         return text
 
 
-class PackedRMSNorm(nn.Module):
+class PackedRMSNorm(Packed):
     """RMS norm in one kernel call instead of six torch operations; `weight` [width] is its factor."""
 
     def __init__(self, weight: Tensor, eps: float):
@@ -362,9 +368,6 @@ class PackedRMSNorm(nn.Module):
         )
         return y
 
-    def _load_from_state_dict(self, state: Mapping[str, object], prefix: str, *_: object) -> None:
-        refuse_weights(state, prefix)
-
     @staticmethod
     def like(norm: nn.Module) -> PackedRMSNorm | None:
         """The same norm, tested on random input; None for another function, dtype or device."""
@@ -387,6 +390,7 @@ class PackedRMSNorm(nn.Module):
         expected = norm(x)
         for factor in (weight, weight + 1):  # some families store the factor minus one
             packed = PackedRMSNorm(factor, eps)
+            packed.saved = dict(norm.state_dict())
             if torch.allclose(packed(x), expected, rtol=1e-5, atol=1e-6):
                 return packed
         return None

@@ -59,8 +59,9 @@ class TreeLayout:
         held: tokens of the tree whose keys earlier forwards stored behind the prefix; the tree
             grows.
         count: n, new tokens. With parents, token 0 of a tree is the root and token i+1 is node i.
-        tree_depths: [held + n] int array, depths of all tokens.
-        depths: [n], those of the new tokens; new token i stands at position L + depths[i].
+        tree_depths: [held + n], depths of all tokens. reach: positions up to the deepest one's,
+            from 0 on.
+        depths: [n] int array, those of the new tokens; new token i stands at position L + depths[i].
     """
 
     def __init__(
@@ -79,7 +80,8 @@ class TreeLayout:
                     f"count={count}, held={held}: a chain needs its length and holds no tokens"
                 )
             self.count = count
-            self.tree_depths = np.arange(count)
+            self.tree_depths = list(range(count))
+            deepest = count - 1
         else:
             self.count = len(parents) + 1 - held
             depths = [0]
@@ -89,13 +91,18 @@ class TreeLayout:
                         f"parents[{len(depths) - 1}]={parent} must be -1 or an earlier node"
                     )
                 depths.append(depths[parent + 1] + 1)
-            self.tree_depths = np.asarray(depths)
+            self.tree_depths = depths
+            deepest = max(depths)
         if min(prefix_len, held, self.count) < 0:
             raise ValueError(
                 f"prefix_len={prefix_len}, held={held}, count={self.count}: none may be negative"
             )
-        self.depths = self.tree_depths[held:]
+        self.reach = prefix_len + deepest + 1
         self._masks: dict[tuple[object, ...], Tensor] = {}
+
+    @cached_property
+    def depths(self) -> np.ndarray:
+        return np.asarray(self.tree_depths[self.held :])
 
     @cached_property
     def plan(self) -> CpuPlan | None:
@@ -142,8 +149,7 @@ class TreeLayout:
             The first visible key slot, and [repeats*n, L+held+n-first] of 0 and -inf, or None if
             all is visible.
         """
-        reach = self.prefix_len + int(self.tree_depths.max(initial=0)) + 1
-        if window is not None and window >= reach:
+        if window is not None and window >= self.reach:
             window = None
         first = 0
         if window is not None:
@@ -203,7 +209,7 @@ class TreeLayout:
         )  # [n, n]
         bias[:, prefix:][bits == 0] = -np.inf
         if window is not None:
-            new = self.prefix_len + self.tree_depths  # [n] positions
+            new = self.prefix_len + np.asarray(self.tree_depths)  # [n] positions
             keys = np.concatenate((np.arange(first, self.prefix_len), new))
             bias[new[:, None] - keys[None, :] >= window] = -np.inf
         return bias[self.held :]
@@ -292,10 +298,9 @@ class CpuPlan:
             begin += layout.count
             node += tree
             self.ends.append(slot + layout.prefix_len + tree)
-            own = layout.tree_depths.tolist()
-            self.positions = max(self.positions, layout.prefix_len + max(own, default=-1) + 1)
+            self.positions = max(self.positions, layout.reach)
             ancestors += layout.ancestors
-            depths += own
+            depths += layout.tree_depths
         self.tokens = begin
         self.sequences = len(parts)
         self.slots = max(self.ends, default=0)

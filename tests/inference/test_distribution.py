@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from scipy.stats import chisquare
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
@@ -25,7 +24,7 @@ from drafttrain.inference.verify import ProcessedText, Verifier, verify_batch
 from drafttrain.ops.sampling import draw_distinct, pick, probabilities
 from tests.drafters.growing import expand
 from tests.inference.fakes import MarkovTarget
-from tests.ops.transformers_sampling import transformers_says
+from tests.ops.transformers_sampling import p_value, transformers_says
 
 VOCAB = 5
 COUNT = 200_000
@@ -170,20 +169,6 @@ def joint(case: Case) -> Tensor:
     return first[:, None] / first.sum() * second / second.sum(-1, keepdim=True)
 
 
-def p_value(seen: Tensor, probs: Tensor) -> float:
-    """Chi-square; cells that expect fewer than five share one."""
-    if seen[probs == 0].any():
-        return 0.0
-    want = probs * seen.sum()
-    rare = (want < 5) & (want > 0)
-    counts = seen[want >= 5].double()
-    expected = want[want >= 5]
-    if rare.any():
-        counts = torch.cat((counts, seen[rare].sum()[None]))
-        expected = torch.cat((expected, want[rare].sum()[None]))
-    return float(chisquare(counts.numpy(), expected.numpy()).pvalue)
-
-
 CASES = {
     "rule_chain": Case((1, 1), drawn=False),
     "rule_tree": Case((3, 2), drawn=False),
@@ -194,6 +179,10 @@ CASES = {
         (2, 1), drafter=DRAFTER[:, [4, 0, 2]], kept_ids=torch.tensor([4, 0, 2])
     ),
     "warped": Case((2, 1), sampling=SamplingParams(1.2, 4, 0.9, 0.05, 1.4)),
+    "penalty": Case((2, 1), sampling=SamplingParams(1.0, repetition_penalty=1.6)),
+    "penalty_temperature": Case((2, 1), sampling=SamplingParams(1.5, repetition_penalty=1.6)),
+    "penalty_top_k": Case((2, 1), sampling=SamplingParams(1.0, top_k=3, repetition_penalty=1.6)),
+    "penalty_top_p": Case((2, 1), sampling=SamplingParams(1.0, top_p=0.8, repetition_penalty=1.6)),
     "drawn_and_rule": Case((1, 1), rule=(2, 1)),
 }
 
@@ -215,7 +204,11 @@ def check(seen: Tensor, case: Case, count: int) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "count"),
-    [(name, CHUNK if case.drawn else 3 * CHUNK) for name, case in CASES.items()]
+    [
+        (name, CHUNK if case.drawn else 3 * CHUNK)
+        for name, case in CASES.items()
+        if not name.startswith("penalty_")  # in bulk below
+    ]
     + [pytest.param(name, COUNT, marks=pytest.mark.slow) for name in CASES],
 )
 def test_pairs_follow_the_target_exactly(name, count):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+from scipy.stats import chisquare
+from torch import Tensor
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -25,3 +28,17 @@ def transformers_says(logits, params, history=None):
     if params.min_p:
         scores = MinPLogitsWarper(params.min_p)(history, scores)
     return scores.softmax(-1)
+
+
+def p_value(seen: Tensor, probs: Tensor) -> float:
+    """Chi-square; cells that expect fewer than five share one."""
+    if seen[probs == 0].any():
+        return 0.0
+    want = probs * seen.sum()
+    rare = (want < 5) & (want > 0)
+    counts = seen[want >= 5].double()
+    expected = want[want >= 5]
+    if rare.any():
+        counts = torch.cat((counts, seen[rare].sum()[None]))
+        expected = torch.cat((expected, want[rare].sum()[None]))
+    return float(chisquare(counts.numpy(), expected.numpy()).pvalue)

@@ -226,3 +226,15 @@ def test_packed_targets_refuse_copies_and_other_weights():
     for strict in (True, False):
         with pytest.raises(UserError, match=r"q_proj\.weight is packed.*load weights before pack"):
             target.model.load_state_dict(state, strict=strict)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_state_of_a_packed_target_is_complete(name):
+    """Also where a family's norms store their factor minus one, as Gemma's do."""
+    target = make(MODELS[name])
+    state = target.model.state_dict()
+    target.pack()
+    packed = target.model.state_dict()
+    assert packed.keys() == state.keys()
+    for key, weight in state.items():
+        assert torch.equal(packed[key], weight), key

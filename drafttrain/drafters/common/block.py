@@ -444,7 +444,7 @@ class BlockDrafter(DecoderDrafter):
         if made is None:
             reads = self.run(embeds, at.positions[::size], at.attends)  # [R, depth, h]
         else:
-            reads = made[1].view(len(roots), size, -1)[:, -self.config.depth :]
+            reads = made[:, 1].unflatten(0, (len(roots), -1))[:, -self.config.depth :]
 
         depths = max(1, min(self.config.depth, places.depth))
         reads = reads[:, :depths]
@@ -466,7 +466,7 @@ class BlockDrafter(DecoderDrafter):
 
         def ask(nodes: Nodes) -> Children:
             rows = torch.as_tensor(nodes.rows, device=roots.device)
-            return children(nodes.depth, rows, nodes.tokens)
+            return children(nodes.depth, rows, nodes.tokens())
 
         return children(0, slice(None), roots), ask
 

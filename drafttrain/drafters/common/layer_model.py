@@ -410,10 +410,10 @@ class LayerDrafter(DecoderDrafter):
         embeds: Tensor,
         at: DraftPass,
         depth: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Outputs of `step` and `read_out` [n, h], by the CPU kernel where it applies.
+    ) -> Tensor:
+        """[n, 2, h] outputs of `step` and of `read_out`, by the CPU kernel where it applies.
 
-        Without it those of `at.queries` only, if there are any.
+        Those of `at.queries` only, if there are any.
         """
         if self.draft_steps:
             made = at.run(self._step_at(depth), embeds, states)
@@ -427,29 +427,24 @@ class LayerDrafter(DecoderDrafter):
             at.queries,
             depth,
         )
-        return out, self.read_out(out)
+        return torch.stack((out, self.read_out(out)), dim=1)
 
     def read_committed(self, ids: Tensor, features: Tensor, at: DraftPass) -> Tensor:
         """Roots [R, 2, h]: what the next depth reads, and the head's input."""
-        made = None
         if self.draft_steps and self.embed_table is not None:
-            made = at.read(self.draft_steps[0], self.embed_table, ids, features)
-        if made is None:
-            out, reads = self.advance(self.fuse(features), self.embed(ids), at, 0)
-            made = (out, reads)
-            if len(out) > len(at.ends):
-                made = (out[at.ends], reads[at.ends])
-        return torch.stack(made, dim=1)
+            roots = at.read(self.draft_steps[0], self.embed_table, ids, features)
+            if roots is not None:
+                return roots
+        return self.advance(self.fuse(features), self.embed(ids), at, 0)
 
     def draft(self, roots: Tensor, places: Places, width: int | None) -> tuple[Children, Ask]:
         states, reads = roots.unbind(1)
 
         def ask(nodes: Nodes) -> Children:
             nonlocal states
-            above = nodes.parents_of(states)  # [n, h]
-            states, reads = self.advance(
-                above, self.embed(nodes.tokens), nodes.place(), nodes.depth
-            )
+            above = states[nodes.above()]  # [n, h]
+            made = self.advance(above, self.embed(nodes.tokens()), nodes.place(), nodes.depth)
+            states, reads = made.unbind(1)
             return self.predict(reads, width)
 
         return self.predict(reads, width), ask
@@ -472,7 +467,7 @@ class LayerDrafter(DecoderDrafter):
         if tables is None:
             return None
         ends = [length - 1 + shape.opens for length in lengths]  # slots of root and opened nodes
-        states, reads = roots.unbind(1)
+        states, reads = roots.transpose(0, 1).contiguous().unbind()  # [R, h] each
         made = self.draft_steps[0].trees(
             head,
             shape,
@@ -482,8 +477,8 @@ class LayerDrafter(DecoderDrafter):
             stores_of(sessions, ends, roots),
             lengths,
             self.cache_shape.window,
-            states.contiguous(),
-            reads.contiguous(),
+            states,
+            reads,
         )
         trees = []
         for tokens, parents, scores in made:

@@ -203,7 +203,7 @@ class PathHeads(TrainableDrafter):
             depth = nodes.depth
             if self.independent:  # one row for all nodes of a depth
                 return Children(self.predict(roots, depth, width), shared=True)
-            states = self.advance(nodes.parents_of(states), nodes.tokens, depth)
+            states = self.advance(states[nodes.above()], nodes.tokens(), depth)
             return Children(self.predict(states, depth, width))
 
         return Children(self.predict(roots, 0, width)), ask

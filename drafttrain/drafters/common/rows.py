@@ -31,10 +31,10 @@ from drafttrain.drafters.common.tree_growth import (
     widest,
 )
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.ops.cpu_draft import DraftHead, DraftStep, TreeShape, plan_of
+from drafttrain.ops.cpu_draft import DraftHead, DraftStep, TreeShape
 from drafttrain.ops.packing import SKINNY_ROWS, without_grad
 from drafttrain.ops.sampling import Sampler
-from drafttrain.ops.tree_attention import TreeLayout
+from drafttrain.ops.tree_attention import CpuPlan, TreeLayout
 from drafttrain.ops.tree_cache import TreeCache
 
 Sessions = Sequence[Any]  # of one drafter; the kind's own class
@@ -65,8 +65,11 @@ class DraftPass:
         step: DraftStep,
         embeds: Tensor | None,
         states: Tensor,
-    ) -> tuple[Tensor, Tensor] | None:
-        """`DraftStep.run` of all tokens; None where the CPU kernel does not apply."""
+    ) -> Tensor | None:
+        """`DraftStep.run` of all tokens, and the outputs of `queries`.
+
+        None where the CPU kernel does not apply.
+        """
         return None
 
     def read(
@@ -75,7 +78,7 @@ class DraftPass:
         table: Tensor,
         ids: Tensor,
         features: Tensor,
-    ) -> tuple[Tensor, Tensor] | None:
+    ) -> Tensor | None:
         """`DraftStep.read` of committed tokens; None where the CPU kernel does not apply.
 
         table: [v, h] the target's embedding.
@@ -100,24 +103,22 @@ class Nodes(NamedTuple):
     """Nodes of all trees that are opened at a depth.
 
     Attributes:
-        depth: of their children's logits, from 1.
-        tokens: [n] int64 target ids. rows: [n], each node's sequence; a tensor in static steps.
+        depth: of their children's logits, from 1. rows: [n], each node's sequence; a tensor in
+            static steps.
+
+    What not every kind reads is made by a call:
+
+        tokens: [n] int64 target ids.
         above: [n] int64, number of each node's parent among those that were opened before (the
-            roots at first); None for the same nodes in the same order.
-        place: makes the pass over them; called by kinds whose nodes attend.
+            roots at first).
+        place: the pass over them.
     """
 
     depth: int
-    tokens: Tensor
     rows: Sequence[int] | Tensor
-    above: Tensor | None
+    tokens: Callable[[], Tensor]
+    above: Callable[[], Tensor]
     place: Callable[[], DraftPass]
-
-    def parents_of(self, states: Tensor) -> Tensor:
-        """[n, ...] rows of the nodes' parents."""
-        if self.above is None:
-            return states
-        return states.index_select(0, self.above)
 
 
 class Children(NamedTuple):
@@ -171,27 +172,35 @@ class HostPass(DraftPass):
     """A pass over the sessions' own caches.
 
     Args:
-        layouts: of each session's new tokens. computed: how many last tokens of a session each
-            layer computes, 0 for all; None: all in every layer.
+        counts: new tokens of each session. computed: how many last tokens of a session each layer
+            computes, 0 for all; None: all in every layer.
+        layouts: where the tokens stand; None: in a row behind the committed ones.
     """
 
     def __init__(
         self,
         sessions: Sessions,
-        layouts: Sequence[TreeLayout],
+        counts: Sequence[int],
         computed: Sequence[int] | None = None,
+        layouts: Sequence[TreeLayout] | None = None,
     ):
         self.sessions = sessions
-        self.layouts = layouts
+        self.counts = counts
         self.shape = sessions[0].drafter.cache_shape
-        self.sizes = [layout.count for layout in layouts]
+        if layouts is not None:
+            self.layouts = layouts
         if computed is None:
             computed = [0] * self.shape.layers
         self.computed = computed
 
     @cached_property
+    def layouts(self) -> Sequence[TreeLayout]:
+        pairs = zip(self.sessions, self.counts, strict=True)
+        return [TreeLayout(session.length, count=count) for session, count in pairs]
+
+    @cached_property
     def ends(self) -> Tensor:  # type: ignore[override]
-        last = [end - 1 for end in accumulate(self.sizes)]
+        last = [end - 1 for end in accumulate(self.counts)]
         return torch.tensor(last, device=self.sessions[0].drafter.kept_ids.device)
 
     @property
@@ -217,19 +226,17 @@ class HostPass(DraftPass):
                     layout = TreeLayout(begin, count=count)
                 own.append(partial(session.attend, layer, layout))
                 queries.append(layout.count)
-            attends.append(attend_packed(own, queries, self.sizes))
+            attends.append(attend_packed(own, queries, self.counts))
         return attends
 
-    def run(
-        self, step: DraftStep, embeds: Tensor | None, states: Tensor
-    ) -> tuple[Tensor, Tensor] | None:
+    def run(self, step: DraftStep, embeds: Tensor | None, states: Tensor) -> Tensor | None:
         found = self._for_kernel(states)
         if found is None:
             return None
         plan, tables, stores = found
         if embeds is not None:
             embeds = embeds.to(states.dtype).contiguous()
-        return step.run(
+        made = step.run(
             embeds,
             states.contiguous(),
             tables,
@@ -237,6 +244,9 @@ class HostPass(DraftPass):
             plan,
             self.shape.window,
         )
+        if self.computed[-1] == 1:
+            return made[self.ends]
+        return made
 
     def read(
         self,
@@ -244,26 +254,24 @@ class HostPass(DraftPass):
         table: Tensor,
         ids: Tensor,
         features: Tensor,
-    ) -> tuple[Tensor, Tensor] | None:
-        lengths = [layout.prefix_len for layout in self.layouts]
-        if not step.reads_features or len(ids) > SKINNY_ROWS:
+    ) -> Tensor | None:
+        lengths = [session.length for session in self.sessions]
+        if not step.reads_features or ids.shape[0] > SKINNY_ROWS:
             return None
-        ends = [layout.prefix_len + layout.count for layout in self.layouts]
+        ends = [length + count for length, count in zip(lengths, self.counts, strict=True)]
         tables = tables_of(self.sessions, max(ends))
         if tables is None:
             return None
         read = features.to(table.dtype).contiguous()  # [n, f*h]
-        stores = stores_of(self.sessions, ends, read)
-        window = self.shape.window
         return step.read(
             ids,
             read,
-            self.sizes,
+            self.counts,
             lengths,
             table,
             tables,
-            stores,
-            window,
+            stores_of(self.sessions, ends, read),
+            self.shape.window,
         )
 
     def store_context(self, step: DraftStep, states: Tensor) -> bool:
@@ -282,9 +290,9 @@ class HostPass(DraftPass):
         None where it does not apply: too many tokens, or sequences that no plan or pair of tables
         serves together.
         """
-        if len(states) > SKINNY_ROWS:
+        if states.shape[0] > SKINNY_ROWS:
             return None
-        plan = plan_of(self.layouts)
+        plan = CpuPlan.build([(0, layout) for layout in self.layouts])
         if plan is None:
             return None
         tables = tables_of(self.sessions, plan.positions)  # cos, sin [., 1, r]
@@ -298,8 +306,8 @@ class HostPass(DraftPass):
         key: Tensor,
         value: Tensor,
     ) -> None:
-        keys = split(key, self.sizes)
-        values = split(value, self.sizes)
+        keys = split(key, self.counts)
+        values = split(value, self.counts)
         for i, session in enumerate(self.sessions):
             session.store(layer, session.length, keys[i], values[i])
 
@@ -486,22 +494,24 @@ class HostPlaces:
     def behind(
         self, count: int, computed: Sequence[int] | None = None, mutual: bool = False
     ) -> HostPass:
-        form: type[TreeLayout] = BlockLayout if mutual else TreeLayout
-        layouts = [form(session.length, count=count) for session in self.sessions]
-        return self.form(self.sessions, layouts, computed)
+        layouts = None
+        if mutual:
+            layouts = [BlockLayout(session.length, count) for session in self.sessions]
+        return self.form(self.sessions, [count] * len(self.sessions), computed, layouts)
 
     def open(self, growing: Sequence[GrowingTree]) -> HostPass:
         """The pass over the nodes that trees open."""
         own = []
+        counts = [len(tree.parents) for tree in growing]
         layouts = []
-        for tree in growing:
+        for tree, count in zip(growing, counts, strict=True):
             session = self.sessions[tree.row]
             # The root is the last committed token; nodes stand behind it in the order they were
             # opened.
-            held = 1 + len(tree.opened) - len(tree.parents)
+            held = 1 + len(tree.opened) - count
             own.append(session)
             layouts.append(TreeLayout(session.length - 1, tree.opened, held=held))
-        return self.form(own, layouts)
+        return self.form(own, counts, layouts=layouts)
 
 
 @without_grad
@@ -566,25 +576,26 @@ def _grow_on_host(
         )
         trees.append(tree)
     begins = {row: row for row in range(len(trees))}  # number of each tree's first node
-    count = len(trees)  # nodes that were opened last
 
     def step(growing: list[GrowingTree], depth: int) -> list[Logits]:
-        nonlocal begins, count
-        above = []
+        nonlocal begins
+        before = begins
         rows = []
         ends = [0]
         for tree in growing:
-            above += [begins[tree.row] + parent for parent in tree.above]
             rows += [tree.row] * len(tree.parents)
             ends.append(len(rows))
         begins = {tree.row: begin for tree, begin in zip(growing, ends, strict=False)}
-        same = above == list(range(count))
-        count = len(rows)
+
+        def above() -> Tensor:
+            numbers = [before[tree.row] + parent for tree in growing for parent in tree.above]
+            return torch.tensor(numbers, device=roots.device)
+
         nodes = Nodes(
             depth,
-            tokens=cat([sessions[tree.row].open_nodes(tree) for tree in growing]),
-            rows=rows,
-            above=None if same else torch.tensor(above, device=roots.device),
+            rows,
+            tokens=lambda: cat([sessions[tree.row].open_nodes(tree) for tree in growing]),
+            above=above,
             place=partial(places.open, growing),
         )
         children = ask(nodes)
@@ -616,19 +627,20 @@ def extend(
     reading = []
     unread = []
     states = []
-    layouts = []
+    counts = []
     for session, new, own in zip(sessions, tokens, features, strict=True):
         rest = session.take(new)
-        if len(rest):
+        count = rest.shape[0]
+        if count:
             reading.append(session)
             unread.append(rest)
             states.append(own)
-            layouts.append(TreeLayout(session.length, count=len(rest)))
+            counts.append(count)
     if not reading:
         return
     # Only each last token needs an output, the root of the next tree.
     computed = [0] * (drafter.cache_shape.layers - 1) + [1]
-    at = drafter.host_pass(reading, layouts, computed)
+    at = drafter.host_pass(reading, counts, computed)
     roots = drafter.read_committed(cat(unread), cat(states), at)
     for row, (session, rest) in enumerate(zip(reading, unread, strict=True)):
         session.commit(rest, roots[row : row + 1])

@@ -389,9 +389,9 @@ class GrowStep:
             before = tokens.shape[1]
             nodes = Nodes(
                 depth,
-                tokens=drafter.kept_ids[tokens.flatten()],
                 rows=trees.expand_as(tokens).flatten(),
-                above=above.flatten(),
+                tokens=lambda: drafter.kept_ids[tokens.flatten()],
+                above=above.flatten,
                 place=partial(places.open, depth, parents),
             )
             return _by_tree(ask(nodes).logits, count)

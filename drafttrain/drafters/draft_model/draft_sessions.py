@@ -44,12 +44,13 @@ class CachePass(HostPass):
     def __init__(
         self,
         sessions: Sequence[DraftModelSession],
-        layouts: Sequence[TreeLayout],
+        counts: Sequence[int],
         computed: Sequence[int] | None = None,
+        layouts: Sequence[TreeLayout] | None = None,
     ):
-        super().__init__(sessions, layouts, computed)
+        super().__init__(sessions, counts, computed, layouts)
         caches = []
-        for session, layout in zip(sessions, layouts, strict=True):
+        for session, layout in zip(sessions, self.layouts, strict=True):
             end = layout.prefix_len + layout.held + layout.count
             if end > session.cache.capacity:
                 session.cache.reserve(end + _TREE_SLOTS)
@@ -57,7 +58,7 @@ class CachePass(HostPass):
             caches.append(session.cache)
         context: TreeCache | SeparateCaches = caches[0]
         if len(caches) > 1:
-            context = SeparateCaches(caches, self.sizes)
+            context = SeparateCaches(caches, counts)
         self.contexts = [context]
 
 

@@ -508,7 +508,7 @@ class DraftModel(TrainableDrafter):
 
     def draft(self, roots: Tensor, places: Places, width: int | None) -> tuple[Children, Ask]:
         def ask(nodes: Nodes) -> Children:
-            return Children(self._logits(self._pass(nodes.tokens, nodes.place())))
+            return Children(self._logits(self._pass(nodes.tokens(), nodes.place())))
 
         return Children(roots), ask
 

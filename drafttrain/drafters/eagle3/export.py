@@ -27,6 +27,7 @@ from drafttrain.drafters.eagle3.reading import (
     HEAD_KEYS,
     PUBLISHED_KEYS,
     Head,
+    check_embedding,
     default_layers,
     foreign_head,
     head_fields,
@@ -232,7 +233,12 @@ class Eagle3Files(Shipping[Head]):
         return foreign_head(checkpoint)
 
     def drafter_from(self, original: Head, export: Exported) -> Head:
-        fields = head_fields(export, original.config.target)
+        target = original.config.target
+        # Another target's head is refused for its shapes, before this target's files are read.
+        fields = head_fields(export, target)
+        embedding = export.weights.pop("embed_tokens.weight", None)
+        if embedding is not None:
+            check_embedding(embedding, target["name"], export.where)
         fields |= self.more_fields(original, export)
         return self.drafter_class(self.drafter_class.config_class(**fields))
 

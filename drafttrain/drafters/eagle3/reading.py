@@ -106,9 +106,11 @@ def default_layers(count: int) -> tuple[int, int, int]:
 def published_head(checkpoint: Exported, target: Json) -> Exported:
     """A published head as export.py's forms name its tensors, without what belongs to the target.
 
+    An embedding stays, for `drafter_from` to compare.
+
     Raises:
-        UserError: it brings another embedding than the target's, other rotary frequencies than its
-            config's, or copies of a norm that differ.
+        UserError: it brings other rotary frequencies than its config's, or copies of a norm that
+            differ.
     """
     where = checkpoint.where
     found = {}
@@ -131,11 +133,6 @@ def published_head(checkpoint: Exported, target: Json) -> Exported:
     for name in list(found):
         if name.endswith("rotary_emb.inv_freq"):
             _check_frequencies(name, found.pop(name), checkpoint)
-    embedding = found.pop("embed_tokens.weight", None)
-    if embedding is not None:
-        # Another target's head is refused for its shapes, before this target's files are read.
-        head_fields(Exported(where, checkpoint.config, found), target)
-        check_embedding(embedding, target["name"], where)
     # Some trainers store copies of what belongs to the target, which the head does not compute
     # with, and a table of a vocabulary that is kept whole.
     for name in ("t2d", "verifier_norm.weight", "verifier_lm_head.weight"):

@@ -98,8 +98,8 @@ class PEagle(Eagle3):
         count = places.depth - 1  # masks per tree
         if count > 0:
             states, embeds = self.masks(len(roots) * count)
-            _, deeper = self.advance(states, embeds, places.behind(count), 1)
-            deeper = deeper.unflatten(0, (len(roots), count))
+            made = self.advance(states, embeds, places.behind(count), 1)
+            deeper = made[:, 1].unflatten(0, (len(roots), count))
             reads = torch.cat((reads, deeper), dim=1)  # [R, depth, h]
         every = self.predict(reads.flatten(0, 1), width)._replace(shared=True)
         depths = reads.shape[1]
