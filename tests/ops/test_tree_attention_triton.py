@@ -506,7 +506,7 @@ def test_a_tree_that_grows_over_passes_attends_as_one(attend, window):
         places = torch.cat(
             (
                 torch.arange(layout.prefix_len),
-                torch.from_numpy(layout.tree_depths) + layout.prefix_len,
+                torch.tensor(layout.tree_depths) + layout.prefix_len,
             )
         )
         scores = queries @ seen.transpose(1, 2) * 0.25

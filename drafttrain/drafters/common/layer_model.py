@@ -435,7 +435,10 @@ class LayerDrafter(DecoderDrafter):
             roots = at.read(self.draft_steps[0], self.embed_table, ids, features)
             if roots is not None:
                 return roots
-        return self.advance(self.fuse(features), self.embed(ids), at, 0)
+        made = self.advance(self.fuse(features), self.embed(ids), at, 0)
+        if at.queries is None:  # static passes compute every token
+            return made[at.ends]
+        return made
 
     def draft(self, roots: Tensor, places: Places, width: int | None) -> tuple[Children, Ask]:
         states, reads = roots.unbind(1)
