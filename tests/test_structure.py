@@ -19,7 +19,7 @@ from tests.density import measure
 
 ROOT = Path(__file__).resolve().parents[1]
 # Size and density of the package, by the arithmetic of tests/density.py. Size falls when mechanisms go, not by packing.
-MOST_NODES = 396_900
+MOST_NODES = 397_000
 MOST_TEST_NODES = 367_300
 MOST_PER_LINE = 8.65  # nodes per line of code
 MOST_PER_THOUSAND = {  # lines
