@@ -42,7 +42,7 @@ def compare(script, monkeypatch):
     return module
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_all_kinds_are_compared_and_failures_stop_nothing(
     compare,
     target,

@@ -126,7 +126,7 @@ def test_tools_of_a_suite_are_measured_by_category(command, target_dir, tmp_path
     assert all(more > len(json.dumps(tool)) + less for more, less in zip(*counts, strict=True))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_transformers_own_speculation_beside_ours(command, target_dir, tmp_path, capsys):
     names = "hf_generate,hf_prompt_lookup,hf_assisted"
     for assistant in ("", str(target_dir)):

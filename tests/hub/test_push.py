@@ -413,7 +413,7 @@ def run_against(
     return json.loads(done.stdout.rpartition("=== ")[2]), out, errors
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_hub_from_login_to_reading_back(work, tmp_path):
     """Auth failures, an interrupted upload that resumes, an update with a tag, and an evaluation of the published drafter."""
     push = push_command(work)

@@ -134,7 +134,7 @@ main(sys.argv[1:])
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_killed_in_the_middle_of_a_shard_it_goes_on(data, capsys):
     words = ["features", "--data", str(data), "--layers", "1,2,3", "--dtype", "float32"]
     killed = subprocess.run(
