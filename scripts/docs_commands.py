@@ -37,11 +37,13 @@ SMALL = {
     "generate": "--max-new-tokens 12 --max-length 256 --overwrite",
     "eval": "--limit 1 --max-new-tokens 4 --baselines autoregressive",
     "tune": "--max-new-tokens 16 --prompts 2 --repeats 1 --dry-run",
-    "sweep": "--limit 1 --max-new-tokens 4 --batch-sizes 1,2 --lengths 1,2 --contexts 0,16",
+    "sweep": "--limit 2 --max-new-tokens 4 --batch-sizes 1,2 --lengths 1,2 --contexts 0,16",
     "trace": "--max-new-tokens 6",
     "train": "target=smollm2-135m max_steps=2 max_length=64 decode_prompts=1 decode_tokens=4 use_cpu=true"
     " validation=0.2 per_device_train_batch_size=2",
     "adapt": "--once",
+    # Four tokens of a tiny target on a busy machine measure nothing.
+    "push": "--accept-implausible",
 }
 # By kind: sizes of the tiny target.
 SIZES = {
@@ -66,10 +68,11 @@ HEADS = (
     "drafter",
     "quickstart/drafter",
     "support/drafter",
+    "head/published",
     "llama-3.1-8b/eagle3",
     "qwen3-235b-a22b/eagle3",
 )
-DATA_SETS = ("", "quickstart", "llama-3.1-8b", "qwen3-8b")
+DATA_SETS = ("", "quickstart", "support", "head", "llama-3.1-8b", "qwen3-8b", "qwen3-235b-a22b")
 TARGETS = r"(?<![\w./-])(?:meta-llama|Qwen|google|openai|HuggingFaceTB|mistralai)/[\w.-]+"
 
 
@@ -127,14 +130,13 @@ def make_folder(folder: Path) -> None:
     """Fills a folder with what pages take from a checkout and from their earlier steps."""
     for name in ("configs", "eval", "scripts", "drafttrain"):
         (folder / name).symlink_to(ROOT / name)
-    heads = ("drafter", "quickstart/drafter", "support/drafter", "head/published")
-    sources = dict.fromkeys(heads, "drafters/eagle3")
-    sources |= {"data": "data", "support/data": "data"}
-    for name, source in sources.items():
-        shutil.copytree(FIXTURES / source, folder / "runs" / name)
+    for name in HEADS:
+        shutil.copytree(FIXTURES / "drafters" / "eagle3", folder / "runs" / name)
+    for name in DATA_SETS:
+        shutil.copytree(FIXTURES / "data", folder / "runs" / name / "data")
     for name in ("results", "hot", "other", "before"):
         shutil.copy(FIXTURES / "results" / "eagle3.json", folder / "runs" / f"{name}.json")
-    for name in ("chats.jsonl", "support.jsonl"):
+    for name in ("chats.jsonl", "support.jsonl", "prompts.jsonl"):
         shutil.copy(FIXTURES / "chats.jsonl", folder / name)
     shutil.copy(FIXTURES / "suite.jsonl", folder / "heldout.jsonl")
     (folder / "corpus.txt").write_text("One river.\nTwo rivers.\n" * 40)
