@@ -393,9 +393,8 @@ def draft(random: Random):
 
     def call(embeds, states, prefix, window, tables, parents, buffers):
         plan = CpuPlan([(0, TreeLayout(prefix, parents))])
-        return list(
-            step.run(embeds, states, tuple(tables), [KeyStore([tuple(buffers)])], plan, window)
-        )
+        stores = [KeyStore([tuple(buffers)])]
+        return list(step.run(embeds, states, tuple(tables), stores, plan, window).unbind(1))
 
     def reference(embeds, states, prefix, window, tables, parents, buffers):
         layout = TreeLayout(prefix, parents)
@@ -451,7 +450,8 @@ def draft_trees(random: Random):
     def call(table, kept_ids, features, tokens, tables, buffers):
         stores = [KeyStore([tuple(buffers)])]
         tables = tuple(tables)
-        states, reads = step.read(tokens, features, [4], [2], table, tables, stores, 0)
+        roots = step.read(tokens, features, [4], [2], table, tables, stores, 0)
+        states, reads = roots.transpose(0, 1).contiguous().unbind()
         made = step.trees(head, shape, table, kept_ids, tables, stores, [6], 0, states, reads)
         return [
             states,
