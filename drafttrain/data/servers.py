@@ -27,9 +27,8 @@ from drafttrain.data.openai_replies import ListedModel, ModelList
 from drafttrain.errors import UserError
 from drafttrain.files import Json, violation
 
-_MOST_BYTES = (
-    16_000_000  # of a reply, unpacked: two million token ids; as JSON it takes 20 times the memory
-)
+# Of a reply, unpacked: two million token ids. Parsed, JSON takes 20 times the memory.
+_MOST_BYTES = 16_000_000
 _CONNECT_SECONDS = 10.0
 _LIST_SECONDS = 30.0  # for the list of models
 _LONGEST_PAUSE = 60.0  # seconds that a server may ask to wait before a retry

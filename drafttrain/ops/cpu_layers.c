@@ -73,14 +73,30 @@ static inline __attribute__((always_inline)) void score_keys(const vec *transpos
     for (int j = 0; j < 8; j++) scores[j] = sum[j];
 }
 
-/* One part, key head and stretch of positions, for up to LANES rows from `begin` on (row = query head of the group, new token).
- * Scores are stored position by position, a lane per row: the query is transposed once, and every key and value of the prefix is
- * read once. transposed [e]: scratch. */
+/* The stretches [from, to) in which a part's rows see anything. */
+struct stretches { long from, to; };
+
+static struct stretches stretches_of(const struct attention *a, const struct part *part) {
+    long first = a->window ? max(0, part->prefix + 1 - a->window) : 0, end = part->prefix + part->held + part->n;
+    return (struct stretches){first / STRETCH, (end + STRETCH - 1) / STRETCH};
+}
+
+/* The scaled queries [e] of up to LANES rows from `begin` on (row = query head of the group, new token), a lane per row. */
+static void transpose_queries(const struct attention *a, const struct part *part, long kv, long begin, int rows, vec *transposed) {
+    for (int r = 0; r < LANES; r++) {
+        long head = kv * (a->heads / a->kv_heads) + (begin + r) / part->n, fresh = (begin + r) % part->n;
+        const float *query = a->query + head * a->head_stride + (part->token + fresh) * a->token_stride;
+        for (long c = 0; c < a->e; c++) transposed[c][r] = r < rows ? query[c] * a->scaling : 0.0f;
+    }
+}
+
+/* One part, key head and stretch of positions, for the rows of `transpose_queries`. Scores are stored position by position, a lane
+ * per row, and every key and value of the prefix is read once. */
 static void attend_stretch(const struct attention *a, const struct part *part, long kv, long stretch, long begin, int rows,
-                           vec *transposed, struct gathered *const *gathered) {
+                           const vec *transposed, struct gathered *const *gathered) {
     const uint64_t *ancestors = a->plan->ancestors + part->node;
     const int *depth = a->plan->depth + part->node;
-    long e = a->e, ve = a->ve, group = a->heads / a->kv_heads, n = part->n, prefix = part->prefix, base = stretch * STRETCH;
+    long e = a->e, ve = a->ve, prefix = part->prefix, base = stretch * STRETCH;
     const float *key = a->keys + kv * a->key_stride + part->slot * e, *value = a->values + kv * a->value_stride + part->slot * ve;
     /* Keys of the prefix: [from, to) in the stretch; with a window from the first that any row sees. */
     long first = a->window ? max(0, prefix + 1 - a->window) : 0;
@@ -89,11 +105,8 @@ static void attend_stretch(const struct attention *a, const struct part *part, l
     ints oldest = {0}; /* of each row: the first place in the stretch that its window holds */
     uint64_t seen[LANES] = {0}, any = 0; /* the tree's tokens that a row sees in this stretch */
 
-    for (int r = 0; r < LANES; r++) {
-        long head = kv * group + (begin + r) / n, fresh = (begin + r) % n;
-        const float *query = a->query + head * a->head_stride + (part->token + fresh) * a->token_stride;
-        for (long c = 0; c < e; c++) transposed[c][r] = r < rows ? query[c] * a->scaling : 0.0f;
-        if (r >= rows) continue;
+    for (int r = 0; r < rows; r++) {
+        long fresh = (begin + r) % part->n;
         long place = prefix + depth[part->held + fresh], least = a->window ? place + 1 - a->window - base : 0;
         oldest[r] = (int32_t)min(max(least, 0), STRETCH);
         for (uint64_t rest = ancestors[part->held + fresh]; rest; rest &= rest - 1) {
@@ -211,7 +224,7 @@ void tree_attention(const float *query, long head_stride, long token_stride, con
         if (new_key) append(keys, key_stride, new_key, new_key_head, new_key_token, kv_heads, part, e);
         if (new_value) append(values, value_stride, new_value, new_value_head, new_value_token, kv_heads, part, ve);
         most = max(most, group * part->n);
-        stretches = max(stretches, (part->prefix + part->held + part->n + STRETCH - 1) / STRETCH);
+        stretches = max(stretches, stretches_of(&a, part).to);
     }
     /* A task is a block of rows with all stretches; or one of its stretches, where there are few blocks for the threads. */
     long blocks = (most + LANES - 1) / LANES, tasks = count * kv_heads * blocks;
@@ -228,15 +241,17 @@ void tree_attention(const float *query, long head_stride, long token_stride, con
             long block = task / steps, begin = block % blocks * LANES, kv = block / blocks % kv_heads;
             const struct part *part = plan->parts + block / blocks / kv_heads;
             int rows = (int)min(group * part->n - begin, LANES);
-            if (rows <= 0) continue;
+            struct stretches own = stretches_of(&a, part);
+            if (rows <= 0 || (apart && (task % steps < own.from || task % steps >= own.to))) continue;
             struct gathered *results[LANES];
             for (int r = 0; r < rows; r++) results[r] = (void *)((apart ? kept + task * LANES * size : one) + r * size);
+            transpose_queries(&a, part, kv, begin, rows, transposed);
             if (apart) {
                 attend_stretch(&a, part, kv, task % steps, begin, rows, transposed, results);
                 continue;
             }
             for (int r = 0; r < rows; r++) begin_row(&a, part, kv, begin + r, (void *)(all + r * size));
-            for (long i = 0; i < stretches; i++) {
+            for (long i = own.from; i < own.to; i++) {
                 attend_stretch(&a, part, kv, i, begin, rows, transposed, results);
                 for (int r = 0; r < rows; r++) merge((void *)(all + r * size), results[r], ve);
             }
@@ -247,8 +262,9 @@ void tree_attention(const float *query, long head_stride, long token_stride, con
             long block = row / LANES, at = block % blocks * LANES + row % LANES, kv = block / blocks % kv_heads;
             const struct part *part = plan->parts + block / blocks / kv_heads;
             if (at >= group * part->n) continue;
+            struct stretches own = stretches_of(&a, part);
             begin_row(&a, part, kv, at, (void *)all);
-            for (long i = 0; i < stretches; i++)
+            for (long i = own.from; i < own.to; i++)
                 merge((void *)all, (void *)(kept + ((block * stretches + i) * LANES + row % LANES) * size), ve);
             end_row(&a, part, kv, at, (void *)all);
         }
