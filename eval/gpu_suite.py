@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -86,9 +87,14 @@ LOSS = (Goal("ratio", 0.87), Goal("memory_share", 0.1, at_least=False))
 TRAIN = (Goal("memory_off", 0.15, at_least=False),)
 GPU = "--shape tiny --words 250 --dtype float32 --repeats 1 --prompt 8"
 QUICK = "runs/gpu_quickstart"
+# What holds tests marked gpu or any_gpu; collecting all tests takes longer than running these.
+TESTS = (
+    "tests/gpu tests/inference/test_static.py tests/losses/test_fused.py "
+    "tests/ops/test_tree_attention_triton.py tests/target/test_spread.py"
+)
 STEPS = (
     Step(1, "imports", "eval/gpu_check.py --output {out}", "", minutes=2),
-    Step(1, "tests", "-m pytest -q -m gpu tests", "", json=False, minutes=6,
+    Step(1, "tests", f"-m pytest -q --tb=short -n 8 -m 'gpu or any_gpu' {TESTS}", "", json=False, minutes=6,
          tiny_command="-m pytest -q -n 0 tests/gpu/test_pretend.py"),
     tree_attention("tree_attention", "--prefix 8192 --nodes 64", "--prefix 16 --nodes 4"),
     tree_attention("tree_attention_long", "--prefix 32768 --nodes 32", "--prefix 24 --nodes 3"),
@@ -144,7 +150,7 @@ def arguments() -> argparse.Namespace:
 def words_of(step: Step, args: argparse.Namespace, out: Path) -> list[str]:
     """The command line of a step, for a GPU or for a pretend one."""
     text = step.tiny_command if args.pretend and step.tiny_command else step.command
-    words = text.format(out=out, peer=step.needs).split()
+    words = shlex.split(text.format(out=out, peer=step.needs))
     if words[0].endswith(".sh"):
         return ["bash", *words]
     if args.pretend and not step.tiny_command:

@@ -21,7 +21,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ.setdefault("TRITON_INTERPRET", "1")
+from tests.conftest import has_gpu
+
+if not has_gpu():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch

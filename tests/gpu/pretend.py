@@ -41,6 +41,10 @@ _REPEATS = {
     aten.repeat_interleave.Tensor,
     aten.repeat_interleave.self_Tensor,
 }  # wait unless output_size is given
+# What they are given is only asked for its shape.
+_LIKE = {
+    getattr(aten, name).default for name in ("empty_like", "zeros_like", "ones_like", "full_like")
+}
 _INDEXING = {
     *(
         aten.index.Tensor,
@@ -354,7 +358,7 @@ class PretendGpu(TorchDispatchMode):
         others = [
             x for x in flat if not isinstance(x, PretendTensor) and not (single and x.dim() == 0)
         ]
-        if others and func is not aten.lift_fresh.default:
+        if others and func is not aten.lift_fresh.default and func not in _LIKE:
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, found {others[0].device}: {func} {place()}"
             )
