@@ -97,8 +97,16 @@ def make_sides(args: argparse.Namespace, device: torch.device, query: Tensor) ->
             device=device.type,
         )
         compiled: Any = torch.compile(flex_attention)
+        # torch's kernel for few queries has no form for this mask: "No choices exist for backend".
+        options = {"FORCE_USE_FLEX_ATTENTION": True}
         sides["flex_attention"] = lambda keys, values: compiled(
-            query, keys, values, block_mask=blocks, scale=scaling, enable_gqa=True
+            query,
+            keys,
+            values,
+            block_mask=blocks,
+            scale=scaling,
+            enable_gqa=True,
+            kernel_options=options,
         )
     return sides
 

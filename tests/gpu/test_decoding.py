@@ -1,4 +1,4 @@
-"""Decoding of every kind on a GPU, with captured graphs: the CPU's tokens. Pretend GPUs also count waits, which a table bounds."""
+"""Decoding of every kind on a GPU, with captured graphs: the CPU's tokens. Pretend GPUs also count waits; a table bounds them."""
 
 from __future__ import annotations
 
