@@ -84,6 +84,7 @@ def tree_rounds(
     for prompt in prompts:
         engine = Engine(target, len(prompt) + max(NODES) + 1, 1, True, graphs=graphs)
         with closing(engine):
+            engine.cache.clear(0)  # captured passes keep their cache from engine to engine
             engine.read(0, torch.tensor(prompt, device=target.device))
             for repeat in range(repeats + 1):
                 for n, seconds in times.items():

@@ -1,11 +1,12 @@
 """What a borrowed GPU machine without a network needs, in a folder of at most 64 MB per visit.
 
-    python eval/gpu_pack.py                  # packages that a usual machine-learning image lacks, to build/carried/packages
+    python eval/gpu_pack.py                  # wheels that a usual machine-learning image lacks, to build/carried/wheels
     python eval/gpu_pack.py --target         # also the third visit's target, in pieces, to build/carried/pieces
     python eval/gpu_pack.py --bare FOLDER    # a virtual environment like such an image, to try the visits in
 
-An image has torch, Triton, transformers and what these bring (IMAGE). CARRIED are unpacked wheels, which PYTHONPATH finds.
-The machine installs nothing. Versions are those of constraints.txt.
+An image has torch, Triton and what these bring (IMAGE), and an older transformers than drafttrain needs. The machine installs
+nothing: eval/gpu_suite.py unpacks the wheels of CARRIED beside them, where PYTHONPATH finds them. Versions are those of
+constraints.txt.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ CARRIED = [
     "pydantic",
     "pydantic-core",
     "rich-rst",
+    "transformers",
     "typing-inspection",
 ]
 IMAGE = [
@@ -56,7 +58,6 @@ IMAGE = [
     "tokenizers",
     "torch",
     "tqdm",
-    "transformers",
     "triton",
     "xxhash",
 ]
@@ -93,12 +94,10 @@ def download(requirements: list[str], folder: Path, python: str) -> list[Path]:
 
 
 def pack(python: str) -> None:
-    packages = FOLDER / "packages"
-    shutil.rmtree(packages, ignore_errors=True)
-    with tempfile.TemporaryDirectory() as wheels:
-        for wheel in download(pinned(CARRIED), Path(wheels), python):
-            with zipfile.ZipFile(wheel) as archive:
-                archive.extractall(packages)
+    wheels = FOLDER / "wheels"
+    shutil.rmtree(wheels, ignore_errors=True)
+    wheels.mkdir(parents=True)
+    found = download(pinned(CARRIED), wheels, python)
     commit = subprocess.run(
         ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"],
         capture_output=True,
@@ -106,8 +105,23 @@ def pack(python: str) -> None:
         check=True,
     )
     (FOLDER / "commit").write_text(commit.stdout)
-    size = sum(path.stat().st_size for path in packages.rglob("*") if path.is_file())
-    print(f"wrote {packages}: {size / 1e6:.0f} MB for Python {python}")
+    size = sum(wheel.stat().st_size for wheel in found)
+    print(f"wrote {wheels}: {size / 1e6:.0f} MB for Python {python}")
+
+
+def unpack() -> None:
+    """Unpacks the wheels that were carried to build/carried/packages, unless they are there."""
+    wheels = sorted((FOLDER / "wheels").glob("*.whl"))
+    packages = FOLDER / "packages"
+    listed = "".join(f"{wheel.name}\n" for wheel in wheels)
+    stamp = packages / "unpacked"
+    if not wheels or (stamp.exists() and stamp.read_text() == listed):
+        return
+    shutil.rmtree(packages, ignore_errors=True)
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(packages)
+    stamp.write_text(listed)
 
 
 def pack_target() -> None:

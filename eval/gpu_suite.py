@@ -30,6 +30,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gpu_pack import make_bare, pack, unpack
+
 ROOT = Path(__file__).resolve().parents[1]
 CARRIED = ROOT / "build" / "carried"  # see gpu_pack.py
 CACHE = Path(os.environ.get("DRAFTTRAIN_CACHE", Path.home() / ".cache" / "drafttrain"))
@@ -168,9 +170,8 @@ ENVIRONMENT = {
 
 def run_bare(args: argparse.Namespace) -> int:
     """Runs the suite again in a new environment, which finds no network."""
-    from gpu_pack import make_bare, pack
-
     pack(f"{sys.version_info.major}.{sys.version_info.minor}")
+    unpack()
     unreachable = {f"{name}_proxy": "http://127.0.0.1:9" for name in ("http", "https")}
     with tempfile.TemporaryDirectory() as folder:
         make_bare(Path(folder))
@@ -269,6 +270,8 @@ def main() -> int:
     if args.bare:
         return run_bare(args)
     args.folder.mkdir(parents=True, exist_ok=True)
+    if not args.pretend:
+        unpack()
     chosen = []
     for step in STEPS:
         if args.visit in (None, step.visit) and (not args.step or step.name in args.step):
