@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from drafttrain.environment import describe_environment
+from drafttrain.environment import describe_environment, describe_run
 from drafttrain.errors import UserError
 from drafttrain.files import Json, write_json
 from drafttrain.folders import output_file
@@ -119,6 +119,7 @@ def write_result(
         **more,
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         **describe_environment(device),
+        **describe_run(),
     }
     print(f"ratio {ratio:.3f} (goal {goal})")
     if output is not None:

@@ -164,6 +164,7 @@ def words_of(step: Step, args: argparse.Namespace, out: Path) -> list[str]:
 ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join([str(ROOT), str(CARRIED / "packages")]),
     "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "2",  # of each worker of the tests; a machine has dozens of cores
     "DRAFTTRAIN_INSTALLED": "1",
 }
 

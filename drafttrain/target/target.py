@@ -309,6 +309,10 @@ class Target:
                 model = model.float()
             model.requires_grad_(False)
         target = cls(model, tokenizer, name, path, dtype)
+        if target.device.type == "cuda":
+            # torch prefers cuDNN on some GPUs, which plans anew for every shape of attention: with
+            # prompts and rows of all lengths that takes longer than the attention.
+            torch.backends.cuda.enable_cudnn_sdp(False)
         target._choose_path(packed_only=not freeze)
         return target
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from drafttrain.drafters.common.starts import LeastSquares, linear_start
+from drafttrain.drafters.common.starts import LeastSquares, linear_start, store_map
 from tests.conftest import make_target
 from tests.drafters.helpers import make_batch, make_drafter, run_step, source_of
 
@@ -18,6 +20,29 @@ def test_least_squares_finds_the_map_from_batches():
         x = torch.randn(200, 5, generator=generator)
         fit.add(x, x @ maps.T)
     torch.testing.assert_close(fit.solve(), maps, rtol=0.05, atol=0.05)
+
+
+@torch.no_grad()
+def test_few_heads_hold_the_best_map_of_their_rank(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    wanted = torch.randn(12, 20, generator=generator)
+    samples = torch.randn(200, 20, generator=generator) * torch.linspace(0.1, 3, 20)
+    covariance = samples.T @ samples / 200
+    attention = SimpleNamespace(
+        head_dim=4,
+        heads=2,
+        kv_heads=2,
+        v_proj=torch.nn.Linear(20, 8, bias=False),
+        o_proj=torch.nn.Linear(8, 12, bias=False),
+    )
+    factor = wanted @ torch.linalg.cholesky(covariance)
+    values = torch.linalg.svdvals(factor)
+    monkeypatch.setattr(torch.linalg, "svd", None)  # takes minutes on a GPU at full size
+    store_map(attention, wanted, covariance, range(2))
+    stored = attention.o_proj.weight @ attention.v_proj.weight  # [12, 20], of rank 8
+    lost = ((wanted - stored) @ torch.linalg.cholesky(covariance)).norm()
+    best = values[8:].norm()
+    assert best <= lost <= 1.01 * best
 
 
 @pytest.mark.thorough

@@ -250,6 +250,12 @@ def test_transformers_generate_shares_the_targets_weights(gpu, monkeypatch):
         assert weight.untyped_storage().data_ptr() == theirs[name].untyped_storage().data_ptr()
 
 
+def test_attention_of_all_lengths_is_not_planned_by_cudnn(gpu):
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    moved_target()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_without_a_c_compiler_a_line_says_what_triton_lacks(gpu, monkeypatch, caplog):
     class Broken:
         def __getitem__(self, grid):

@@ -378,7 +378,10 @@ def store_map(
     e = attention.head_dim
     group = attention.heads // attention.kv_heads  # query heads per key/value head
     ridge = 1e-4 * covariance.diagonal().mean() * torch.eye(width, device=wanted.device)
-    directions = torch.linalg.svd(wanted @ torch.linalg.cholesky(covariance + ridge)).U  # [h, h]
+    factor = wanted @ torch.linalg.cholesky(covariance + ridge)  # [h, i]
+    # Its left singular vectors. A singular value decomposition of 4096 x 4096 takes a GPU minutes.
+    ascending = torch.linalg.eigh(factor @ factor.T).eigenvectors  # [h, h]
+    directions = ascending.flip(1)
     out = attention.o_proj.weight.view(h, attention.heads, e)
     for place, head in enumerate(heads):
         part = directions[:, place * e : (place + 1) * e]  # [h, e], fewer columns at the end
