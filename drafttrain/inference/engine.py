@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator
 from collections.abc import Sequence as Items
 from contextlib import closing
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -46,7 +47,14 @@ from drafttrain.inference.sequence import (
     token_limit,
 )
 from drafttrain.inference.static import Pass, TargetSteps
-from drafttrain.inference.verify import ProcessedText, Verdict, Verifier, verify_batch
+from drafttrain.inference.verify import (
+    ProcessedText,
+    Verdict,
+    Verifier,
+    next_tokens,
+    verdict_of,
+    verify_batch,
+)
 from drafttrain.ops.sampling import SamplingParams, argmax
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
@@ -61,6 +69,23 @@ Limit = int | list[int]  # of new tokens; a list has one per prompt
 NewTokens = tuple[Sequence, list[int]]
 # index of the prompt, tree, verdict, logits [n+1, v]
 Observer = Callable[[int, TokenTree, Verdict, Tensor], None]
+
+
+@dataclass
+class _Launched:
+    """A pass without trees that the device may still compute.
+
+    Attributes:
+        tokens: [b] the next token of each sequence. read: the same on the host, behind `passed`.
+        states: [b, f*h] bfloat16 of the captured layers.
+    """
+
+    sequences: list[Sequence]
+    tokens: Tensor
+    read: Tensor
+    states: Tensor
+    begun: Mark
+    passed: Mark
 
 
 class Engine:
@@ -142,6 +167,7 @@ class Engine:
         self.clock = Clock(target.device, pool)
         # Drafting whose time is not known yet: sequences, mark before, mark behind.
         self._charges: list[tuple[Items[Sequence], Mark, Mark]] = []
+        self._launched: _Launched | None = None  # the next round's pass
 
     @property
     def memory(self) -> tuple[int, str]:
@@ -283,6 +309,10 @@ class Engine:
         clock = self.clock
         started = clock.now()
         if not sequences:
+            self._launched = None
+            return
+        if self._launches_ahead(sequences[0].verifier):
+            yield from self._round_ahead()
             return
 
         # Draft.
@@ -361,6 +391,66 @@ class Engine:
                 drafted=drafted,
             )
             self.pace.observe(report)
+        yield from news
+        self._drop_finished()
+
+    def _launches_ahead(self, verifier: Verifier) -> bool:
+        """Whether the device chooses the next tokens alone, so that a pass needs nothing read back."""
+        if self._steps is None or self.drafter is not None or self.observer is not None:
+            return False
+        known = verifier.sampler.params.greedy or verifier.uniforms is not None
+        return known and verifier.text is None
+
+    def _launch(self, sequences: list[Sequence]) -> _Launched:
+        """Queues the pass over the sequences' roots, which are committed with it."""
+        begun = self.clock.mark()
+        self.cache.open([(sequence.row, ()) for sequence in sequences])
+        out = self.run_target(_join([sequence.root for sequence in sequences]))
+        self.cache.commit([[0]] * len(sequences))
+        tokens = next_tokens([s.verifier for s in sequences], out.logits, out.choices)
+        # The next pass overwrites this one's outputs.
+        states = out.features.to(torch.bfloat16, copy=True)
+        read = tokens.to("cpu", non_blocking=True)
+        return _Launched(sequences, tokens, read, states, begun, self.clock.mark())
+
+    def _round_ahead(self) -> Iterator[NewTokens]:
+        """A round without trees whose successor is queued before its tokens are read.
+
+        So the device computes while the host records. The queued pass holds all sequences that may
+        go on; the part of one that ends with the tokens read here is dropped.
+        """
+        launched = self._launched
+        if launched is None:
+            launched = self._launch(self.active)
+        unread = set(launched.sequences)
+        for place, sequence in enumerate(launched.sequences):
+            sequence.root = launched.tokens[place : place + 1]
+        going = []
+        for sequence in self.active:
+            if sequence.left > 1 or sequence not in unread:
+                going.append(sequence)
+        self._launched = None
+        lengths = self.cache.lengths
+        if going and max(lengths[it.row] for it in going) < self.cache.capacity:
+            self._launched = self._launch(going)
+            unread = set(going)
+
+        launched.passed.wait()
+        share = self.clock.between(launched.begun, launched.passed) / len(launched.sequences)
+        moment = self.clock.now()
+        news = []
+        for place, (sequence, token) in enumerate(
+            zip(launched.sequences, launched.read.tolist(), strict=True)
+        ):
+            if sequence.stats.finish:
+                continue
+            tokens = sequence.record(verdict_of(sequence.verifier, token), moment)
+            sequence.count(0, len(tokens), 0, share)
+            if self._capture:
+                sequence.states.append(launched.states[place : place + 1])
+            if sequence.stats.finish and self._launched is not None and sequence in unread:
+                lengths[sequence.row] -= 1
+            news.append((sequence, tokens))
         yield from news
         self._drop_finished()
 

@@ -195,6 +195,11 @@ class Mark(NamedTuple):
     seconds: float  # the host's time, captures not counted
     captured: float  # seconds spent on captures before
 
+    def wait(self) -> None:
+        """Waits until the device has done the work before the mark."""
+        if self.event is not None:
+            self.event.synchronize()
+
 
 class Clock:
     """Wall-clock seconds without captures. Marks never wait for the device.

@@ -281,23 +281,44 @@ def argmax_at(logits: Tensor, rows: Sequence[int]) -> list[int]:
     return tokens
 
 
+def next_tokens(
+    verifiers: Sequence[Verifier],
+    logits: Tensor,
+    choices: Tensor | None = None,
+) -> Tensor:
+    """The next token of sequences without trees, without waiting for a device.
+
+    Args:
+        verifiers: greedy, or with `uniforms`, whose next number each one takes.
+        logits: [b, v]. choices: [b] int64, argmax of the logits where it is already known.
+
+    Returns:
+        [b] int64 in memory of its own.
+    """
+    sampling = verifiers[0].sampler.params
+    logits = processed(texts_of(verifiers), logits, sampling)
+    if sampling.greedy:
+        return argmax(logits) if choices is None else choices.clone()
+    numbers = [next(verifier.uniforms) for verifier in verifiers if verifier.uniforms is not None]
+    uniforms = torch.tensor(numbers, dtype=torch.float64).to(logits.device, non_blocking=True)
+    return sample(logits, sampling, uniforms)
+
+
 def _sample_roots(verifiers: Sequence[Verifier], logits: Tensor) -> list[Verdict]:
     """The next token of sequences without trees, each by its next number of `uniforms`.
 
     Args:
         logits: [b, v].
     """
-    numbers = [next(verifier.uniforms) for verifier in verifiers if verifier.uniforms is not None]
-    uniforms = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
-    texts = texts_of(verifiers)
-    sampling = verifiers[0].sampler.params
-    tokens = sample(processed(texts, logits, sampling), sampling, uniforms).tolist()
-    for text, token in zip(texts, tokens, strict=False):  # there may be no texts
+    tokens = next_tokens(verifiers, logits).tolist()
+    for text, token in zip(texts_of(verifiers), tokens, strict=False):  # there may be no texts
         text.add(token)
-    verdicts = []
-    for verifier, token in zip(verifiers, tokens, strict=True):
-        verdicts.append(Verdict([], [token], token in verifier.eos_ids))
-    return verdicts
+    return [verdict_of(verifier, token) for verifier, token in zip(verifiers, tokens, strict=True)]
+
+
+def verdict_of(verifier: Verifier, token: int) -> Verdict:
+    """The verdict of a round without a tree."""
+    return Verdict([], [token], token in verifier.eos_ids)
 
 
 class _Walk:

@@ -7,6 +7,8 @@ import torch
 
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.inference import Decoder, SamplingParams
+from drafttrain.inference.responses import ResponseEngine, ResponseRequest
+from drafttrain.inference.sequence import Mark
 from drafttrain.ops import sampling
 from tests.conftest import has_gpu
 from tests.drafters import contract
@@ -96,6 +98,47 @@ def test_a_round_waits_no_more_than_the_table_allows(request, kind):
             # Rounds differ by what was accepted. Fewer are welcome: write them with --budgets.
             assert syncs <= 1.03 * allowed["syncs"] + 0.5, (tree, batch, made.syncs)
             assert calls <= 1.05 * allowed["calls"] + 2, (tree, batch, made.calls)
+
+
+def test_the_next_plain_pass_is_queued_before_tokens_are_read(gpu, monkeypatch):
+    """The device computes while the host records."""
+    waited = []
+    monkeypatch.setattr(Mark, "wait", lambda mark: waited.append(gpu.replays))
+    decode(moved_target(), None, "none", 3, SamplingParams(), graphs=True)
+    rounds = contract.NEW - 1  # the prompt's pass gives the first token
+    assert waited == [*range(2, rounds + 1), rounds]
+
+
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), SamplingParams(1.0)], ids=["greedy", "sampled"]
+)
+def test_answers_that_end_within_a_queued_pass_continue_as_on_a_cpu(request, sampling):
+    """Turns follow each other in a row whose last pass went one token too far."""
+
+    def follow_up(finished):
+        turns[finished.key] = turns.get(finished.key, 0) + 1
+        return [7, 8] if turns[finished.key] < 3 else None
+
+    def run(target):
+        turns.clear()
+        engine = ResponseEngine(target, slots=2, max_length=64, feature_layers=(1, 3))
+        requests = []
+        for number, prompt in enumerate([*contract.PROMPTS, [5], [9, 9]]):
+            stops = range(number, 300, 7)  # ends come at different rounds
+            requests.append(ResponseRequest(str(number), list(prompt), 6, tuple(stops)))
+        made = list(engine.run(requests, sampling, follow_up=follow_up))
+        made.sort(key=lambda finished: finished.key)
+        return made
+
+    turns = {}
+    want = run(contract.the_target(packed=True))
+    assert len({len(finished.sequence) for finished in want}) > 2
+    request.getfixturevalue("gpu")
+    for ours, theirs in zip(run(moved_target()), want, strict=True):
+        assert ours.sequence == theirs.sequence
+        torch.testing.assert_close(
+            ours.features.float(), theirs.features.float(), atol=0.02, rtol=0.02
+        )
 
 
 def test_a_nucleus_sorts_full_rows_only_where_the_top_tokens_are_too_few(gpu, monkeypatch):
