@@ -8,7 +8,9 @@ import logging
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -43,6 +45,7 @@ _TEMPLATE_FIX = "change those prompts, or use a target whose chat template reads
 _FIXES = {_TEMPLATE: _TEMPLATE_FIX, UNUSABLE: UNUSABLE_FIX}
 _ROWS_FIX = "drafttrain prompts --source DIR writes them from a folder of such files"
 _LEAST_RESPONSE = 16  # response tokens that a prompt must leave below --max-length
+_STORING = 32  # finished conversations that wait for the disk
 
 
 def run(args: argparse.Namespace) -> int:
@@ -356,6 +359,8 @@ def store_answers(
     held: dict[str, _Rows] = {}
     conversations = 0
     tokens = 0
+    writer = ThreadPoolExecutor(1)
+    storing: deque[Future[None]] = deque()
     began = time.perf_counter()
 
     def show(count: int) -> float:
@@ -372,6 +377,15 @@ def store_answers(
             note += f", failed: {failures}"
         progress.advance(count, note, spent)
         return spent
+
+    def keep(rows: _Rows) -> None:
+        """Stores the rows of a conversation while the next answers are made.
+
+        Raises UserError: those of this one or of an earlier one cannot be written.
+        """
+        storing.append(writer.submit(store.add, rows.records, rows.states))
+        while storing and (storing[0].done() or len(storing) > _STORING):
+            storing.popleft().result()
 
     def opened() -> Iterator[Conversation]:
         least = min(_LEAST_RESPONSE, settings.max_new_tokens)
@@ -409,7 +423,7 @@ def store_answers(
                     continue
 
                 del held[it.id]
-                store.add(rows.records, rows.states)
+                keep(rows)
                 # A row of a file is stored by itself; all but the last of a conversation have a part.
                 if rows.records and "part" not in rows.records[-1]:
                     conversations += 1
@@ -423,9 +437,12 @@ def store_answers(
             for key, rows in held.items():
                 rows.records[-1]["id"] = key
                 del rows.records[-1]["part"]
-                store.add(rows.records, rows.states)
+                keep(rows)
                 conversations += 1
+            while storing:
+                storing.popleft().result()
         finally:  # an interrupted run keeps the states of what was finished
+            writer.shutdown()
             store.flush()
 
     done = store.done_ids()

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import torch
 from drafttrain.data import conversation
 from drafttrain.data.chat import text_ids, turn_glue
 from drafttrain.data.conversation import ChatRenderer, Conversation
-from drafttrain.data.store import FeatureStore, Share, load_records, read_meta
+from drafttrain.data.store import FeatureStore, Share, Store, load_records, read_meta
 from drafttrain.target import Target
 from tests.data import commands
 from tests.data.templates.families import FOLDER
@@ -54,6 +56,27 @@ def generate(target, prompts, output, *more: str) -> int:
     # "auto" would take bfloat16 on CPUs that multiply it natively, where rounding depends on a row's neighbors.
     fixed = ["--max-new-tokens", "20", "--max-length", "400", "--slots", "4", "--dtype", "float32"]
     return commands.generate(target, prompts, output, *fixed, *more)
+
+
+def test_answers_are_made_while_earlier_ones_are_stored(target_dir, prompts, tmp_path, monkeypatch):
+    made = threading.Event()
+    add = Store.add
+    record = Conversation.record
+    numbers = itertools.count(1)
+
+    def recorded(*args):
+        if next(numbers) == 2:
+            made.set()
+        return record(*args)
+
+    def added(*args):
+        assert made.wait(60), "the second answer waits until the first is stored"
+        add(*args)
+
+    monkeypatch.setattr(Conversation, "record", recorded)
+    monkeypatch.setattr(Store, "add", added)
+    assert generate(target_dir, prompts, tmp_path / "data") == 0
+    assert len(list(load_records(tmp_path / "data"))) == 15
 
 
 @pytest.mark.thorough
