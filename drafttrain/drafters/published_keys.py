@@ -37,8 +37,8 @@ _REASONS = {
     "decoders that read an encoder, which these drafters are not": """
         add_cross_attention cross_attention_hidden_size is_decoder is_encoder_decoder tie_encoder_decoder""",
     "the tensors of the checkpoint say the same": """
-        bias confidence_head_with_markov enable_confidence_head num_aux_hidden_states parallel_draft_heads_num_layers
-        tie_word_embeddings truncated_vocab_size use_confidence_head""",
+        bias confidence_head_with_markov embed_requires_grad enable_confidence_head num_aux_hidden_states
+        parallel_draft_heads_num_layers tie_word_embeddings truncated_vocab_size use_confidence_head""",
     "read together with layer_types, which decide": "max_window_layers",
     "sizes of the target, which is at hand": "num_target_layers target_num_hidden_layers",
 }

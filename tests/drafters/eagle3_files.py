@@ -14,6 +14,7 @@ FLAT = "sglang"
 FLAGS = [
     {"norm_before_residual": True},
     {"fc_norm": True, "norm_output": True},
+    {"norm_before_fc": True, "norm_output": True},
     {"qk_norm": True},
     {"attention_bias": True, "mlp_bias": True},
     {"num_hidden_layers": 3, "norm_output": True},

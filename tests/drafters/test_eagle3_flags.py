@@ -36,6 +36,7 @@ OPTIONS = [
     {"num_key_value_heads": 4, "intermediate_size": 40},
     {"num_hidden_layers": 2},
     {"fc_norm": True},
+    {"norm_before_fc": True},
     {"norm_output": True},
     {"norm_before_residual": True},
     {"qk_norm": True},
@@ -153,7 +154,8 @@ def test_gradient_checkpointing_gives_the_same_gradients(target, options):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
-    [{"num_hidden_layers": 2}, {"norm_output": True}, {"norm_before_residual": True}, {"fc_norm": True}, {"qk_norm": True},
+    [{"num_hidden_layers": 2}, {"norm_output": True}, {"norm_before_residual": True}, {"fc_norm": True},
+     {"norm_before_fc": True}, {"qk_norm": True},
      {"attention_bias": True}, {"hidden_size": 24, "head_dim": 8}, EVERYTHING],
     ids=lambda o: "everything" if len(o) > 9 else next(iter(o)),
 )  # fmt: skip

@@ -191,7 +191,6 @@ def test_imports_of_others_checkpoints(target, tmp_path):
     assert (rope["rope_type"], rope["rope_theta"], rope["factor"]) == ("linear", 77.0, 2.0)
     assert torch.equal(back.kept_ids, head.kept_ids)
     refused = {
-        "norm_before_fc": ({"eagle_config": {"norm_before_fc": True}}, "norm_before_fc"),
         "vocabulary": ({"vocab_size": 301}, "vocab_size=301, but 'tiny' has 300"),
         "architecture": ({"architectures": ["Qwen2ForCausalLM"]}, "import reads EAGLE-3 heads"),
         "layers": ({"eagle_aux_hidden_state_layer_ids": [2, 4]}, r"fc takes 3 target states"),
@@ -247,8 +246,8 @@ def test_variants_of_published_configs(target, tmp_path):
         ), name
     for change, message in (
         ({"logit_scale": 0.5}, "logit_scale=0.5"),
-        ({"norm_before_fc": True}, "norm_before_fc"),
-        ({"embed_requires_grad": True}, "trained an embedding of its own"),
+        ({"norm_before_fc": True}, "lacks weights: input_norm.weight"),
+        ({"eagle_config": {"norm_before_fc": True}}, "lacks weights: input_norm.weight"),
     ):
         config.write_text(
             json.dumps({**described, "transformer_layer_config": {**layer, **change}, **change})

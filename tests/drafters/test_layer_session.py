@@ -74,6 +74,7 @@ def test_kernel_and_torch_draft_the_same_trees_alone_and_together(monkeypatch, o
             "read read trees",
         ),
         ("eagle3", {"norm_before_residual": True, "fc_norm": True}, "run run trees"),
+        ("eagle3", {"norm_before_fc": True}, "run run trees"),
         ("mtp", {"qk_norm": True}, "read read trees"),
         ("mtp", {"modules": 2, "train_head": False}, "read read run run run"),
         ("eagle1", {"fc_bias": True, "ttt_steps": 4}, "read read trees"),

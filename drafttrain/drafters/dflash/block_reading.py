@@ -70,6 +70,7 @@ class _PublishedBlock(TypedDict, total=False):
     mask_token_id: int | None
     use_swa: bool | None
     swa_window_size: int | None
+    sliding_window_non_causal: bool | None
 
 
 _CAUSAL = Fixed((False,), "has causal layers ({key})")
@@ -89,7 +90,6 @@ FIXED_KEYS = {
     "dflash_attention_sink": _SINKS,
     "final_logit_softcapping": Fixed((0,), "caps its logits ({key})"),
     "is_neox_style": Fixed((True,), "rotates neighboring values (is_neox_style false)"),
-    "sliding_window_non_causal": Fixed((False,)),
     "output_multiplier": Fixed((1,)),
     "input_embedding_scale": Fixed((1,)),
     "attention_value_scale": Fixed((1,)),
@@ -128,7 +128,9 @@ def foreign_block(checkpoint: Exported) -> list[str]:
     reasons = windows_of(layer)
     types = value_of(layer, "layer_types", [])
     windowed = set(types) == {"sliding_attention"}
+    # vLLM's names, and speculators'.
     mutual = keys.get("causal") is False or keys.get("is_causal") is False
+    mutual = mutual or keys.get("sliding_window_non_causal") is True
     if windowed and not layer.get("sliding_window"):
         reasons.append("has layer_types sliding_attention without a sliding_window")
     if keys.get("use_swa") and not keys.get("swa_window_size"):

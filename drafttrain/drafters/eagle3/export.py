@@ -86,6 +86,8 @@ def unsupported_features(drafter: Eagle3, engine: EngineRelease) -> list[str]:
     if sglang:
         ignored["attention_bias"] = config.attention_bias
         ignored["mlp_bias"] = config.mlp_bias
+    if config.norm_before_fc:
+        found.append(f"norm_before_fc: tried with vLLM alone, not with {engine.name}")
     silently = f"{engine.name} ignores it silently and would compute something else"
     for key, is_set in ignored.items():
         if is_set:
@@ -126,7 +128,6 @@ def _speculators_config(
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         **head,
-        "norm_before_fc": False,
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
         "eagle_aux_hidden_state_layer_ids": list(config.feature_layers),
@@ -310,7 +311,14 @@ class Eagle3Shipping(GgufHeads[Eagle3], Eagle3Files[Eagle3]):
                 f"hidden_size={config.hidden_size} differs from the target's {config.target_hidden_size}: {lacks} reads the "
                 "target's embedding"
             )
-        for key in ("attention_bias", "mlp_bias", "qk_norm", "fc_norm", "norm_output"):
+        for key in (
+            "attention_bias",
+            "mlp_bias",
+            "qk_norm",
+            "fc_norm",
+            "norm_before_fc",
+            "norm_output",
+        ):
             if getattr(config, key):
                 found.append(f"{key}: {lacks} has no such thing in its eagle3 model")
         return found + super().gguf_unsupported(drafter)

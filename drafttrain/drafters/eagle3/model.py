@@ -38,9 +38,9 @@ class Eagle3Config(LayerConfig):
         feature_layers: target hidden states that are fused, any number; empty means those that the
             data stores, else the target's default three.
         target_hidden_size: width of these states.
-        fc_norm: a norm per feature before `fc`. norm_output: the next depth reads the state after
-            the final norm (both EAGLE-3.1). norm_before_residual: the first layer's residual is the
-            normed state.
+        fc_norm: a norm per feature before `fc`. norm_before_fc: one norm over all features instead.
+        norm_output: the next depth reads the state after the final norm (EAGLE-3.1, with fc_norm).
+        norm_before_residual: the first layer's residual is the normed state.
         train_head: False keeps the head's rows as they are copied from the target.
     """
 
@@ -50,12 +50,15 @@ class Eagle3Config(LayerConfig):
     feature_layers: tuple[FeatureLayer, ...] = ()
     target_hidden_size: OwnWidth = 0
     fc_norm: bool = False
+    norm_before_fc: bool = False
     norm_output: bool = False
     norm_before_residual: bool = False
     train_head: bool = True
 
     def check(self) -> None:
         super().check()
+        if self.fc_norm and self.norm_before_fc:
+            raise UserError("fc_norm and norm_before_fc norm the same features; set one of them")
         if not self.target_hidden_size:
             self.target_hidden_size = self.hidden_size
 
@@ -84,6 +87,7 @@ class Eagle3(LayerDrafter):
         if config.fc_norm:
             for _ in config.feature_layers:
                 self.fc_norm.append(RMSNorm(wide, eps))
+        self.input_norm = RMSNorm(self.fc.in_features, eps) if config.norm_before_fc else None
         self.midlayer = DraftLayer(
             config,
             embed_width=wide,
@@ -188,15 +192,17 @@ class Eagle3(LayerDrafter):
             returns_normed=config.norm_output,
             residual_normed=config.norm_before_residual,
             fuse=self.fc.weight,
-            reads_features=not config.fc_norm,
+            reads_features=not (config.fc_norm or config.norm_before_fc),
         )
 
     def fuse(self, features: Tensor) -> Tensor:
         return self.fc(self.norm_features(features))
 
     def norm_features(self, features: Tensor) -> Tensor:
-        """[t, f * target h], the input of `fc` in its dtype; `fc_norm` norms each feature."""
+        """[t, f * target h], the input of `fc` in its dtype, normed as the config says."""
         features = features.to(self.fc.weight.dtype)
+        if self.input_norm is not None:
+            return self.input_norm(features)
         if not self.fc_norm:
             return features
         parts = features.chunk(len(self.fc_norm), dim=-1)  # [t, target h] each

@@ -34,6 +34,7 @@ HEAD_KEYS: Json = {
     "norm_before_residual": False,
     "fc_norm": False,
     "norm_output": False,
+    "norm_before_fc": False,
 }
 Head = TypeVar("Head", bound=Eagle3)
 
@@ -69,7 +70,6 @@ class _Published(_PublishedLayer, total=False):
     eagle_config: _EagleKeys | None
     eagle_aux_hidden_state_layer_ids: list[int] | None
     norm_before_fc: bool | None
-    embed_requires_grad: bool | None
 
 
 # What `head_fields`, `foreign_head` and the kinds read of a published config.
@@ -78,10 +78,6 @@ PUBLISHED_KEYS = {
     "ptd_token_id", "pard_token", "parallel_drafting",
 }  # fmt: skip
 FIXED_KEYS = {
-    "norm_before_fc": Fixed((False,), "has norm_before_fc, one norm over all features"),
-    "embed_requires_grad": Fixed(
-        (False,), "trained an embedding of its own (embed_requires_grad); ours reads the target's"
-    ),
     "use_aux_hidden_state": Fixed(
         (True,), "reads one target state (use_aux_hidden_state false), which is EAGLE-1"
     ),
@@ -221,8 +217,6 @@ def foreign_head(checkpoint: Exported) -> list[str]:
     count = value_of(layer, "num_hidden_layers", 1)
     if eagle.get("next_layer_regular") is False and count > 1:
         reasons.append("has later layers that read the embedding too (next_layer_regular false)")
-    if "input_norm.weight" in checkpoint.weights:
-        reasons.append(FIXED_KEYS["norm_before_fc"].other)
     return reasons
 
 
@@ -244,6 +238,8 @@ def head_fields(checkpoint: Exported, target: Json) -> Json:
             fields[name] = value_of(place, name, default)
             if fields[name] is None:
                 raise UserError(f"{checkpoint.where}: config.json has no {name}; it is needed")
+    eagle = value_of(config, "eagle_config", {})
+    fields["norm_before_fc"] |= value_of(eagle, "norm_before_fc", False)
     fields["qk_norm"] = any("self_attn.q_norm" in name for name in checkpoint.weights)
     fields["sliding_window"] = 0
     types = value_of(layer, "layer_types", [])

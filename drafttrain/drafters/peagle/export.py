@@ -38,10 +38,11 @@ class PEagleShipping(Eagle3Files[PEagle]):
     def lacking(self, trained: Trained, form: str, engine: EngineRelease) -> list[str]:
         head = self.load(trained)
         found = unsupported_features(head, engine)
-        if head.config.fc_norm:
-            found.append(
-                "fc_norm: the engine does not read it for P-EAGLE and would compute something else"
-            )
+        for key in ("fc_norm", "norm_before_fc"):
+            if getattr(head.config, key):
+                found.append(
+                    f"{key}: the engine does not read it for P-EAGLE and would compute something else"
+                )
         return found
 
     def engine_config(self, drafter: PEagle, form: str, request: ExportRequest) -> Json:
