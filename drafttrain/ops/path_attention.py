@@ -305,6 +305,7 @@ class _Blocks(NamedTuple):
     """
 
     blocks: int  # m
+    mask: Tensor | None  # [A, B] float32, 0 where a query sees a key, else -inf; None: all of them
 
     def split(self, x: Tensor) -> Tensor:
         """[m * B, heads, ...] -> [m, heads, B, ...]."""
@@ -313,6 +314,9 @@ class _Blocks(NamedTuple):
     def join(self, x: Tensor) -> Tensor:
         """[m, heads, B, ...] -> [m * B, heads, ...]."""
         return x.transpose(1, 2).flatten(0, 1)
+
+    def mask_like(self, query: Tensor) -> Tensor | None:
+        return None if self.mask is None else self.mask.to(query.dtype)
 
     def merge(
         self,
@@ -326,7 +330,7 @@ class _Blocks(NamedTuple):
         key = self.split(tensors[0])  # [m, kv_heads, B, e]
         value = self.split(tensors[1])
         if flash:
-            own, own_lse = cpu_flash(queries, key, value)
+            own, own_lse = cpu_flash(queries, key, value, attn_mask=self.mask_like(query))
         else:
             group = queries.shape[1] // key.shape[1]
             key = key.repeat_interleave(group, dim=1)  # [m, heads, B, e]
@@ -334,6 +338,8 @@ class _Blocks(NamedTuple):
             # One name for both, so that the products are freed before the weights are formed.
             scores = (queries @ key.transpose(-1, -2)).float()
             scores = scores * query.shape[2] ** -0.5  # [m, heads, A, B]
+            if self.mask is not None:
+                scores = scores + self.mask
             own_lse = scores.logsumexp(-1)
             own = (scores - own_lse.unsqueeze(-1)).exp().to(query.dtype) @ value  # [m, heads, A, e]
         own = self.join(own)  # [m * A, heads, e]
@@ -361,7 +367,8 @@ class _Blocks(NamedTuple):
             self.split(out),
             self.split(lse).contiguous(),
             0.0,  # no dropout
-            False,  # not causal: a query sees all of its block
+            False,
+            attn_mask=self.mask_like(query),
         )
         self.split(into).add_(query_grad)
         return [self.join(key_grad), self.join(value_grad)]
@@ -491,6 +498,7 @@ def block_attention(
     spans: Spans,
     flex: Flex | None = None,
     window: int = 0,
+    causal: bool = False,
 ) -> Tensor:
     """Attention of m blocks of B tokens, whose last A tokens are queries.
 
@@ -500,6 +508,7 @@ def block_attention(
         spans: the context interval of each block, none of them empty.
         window: positions that a query sees, its own included, 0 for all; larger than B, so that a
             block sees all of itself.
+        causal: a query sees no later token of its block.
 
     Returns:
         [m * A, heads * e].
@@ -517,7 +526,11 @@ def block_attention(
     if window:  # token j of a block stands j + 1 behind the block's last context token
         j = torch.arange(size - per, size, device=query.device).repeat(blocks)
         first = torch.maximum(first, last + j + 2 - window)
-    own = _Blocks(blocks)
+    mask = None
+    if causal:
+        later = torch.full((per, size), -torch.inf, dtype=torch.float32, device=query.device)
+        mask = later.triu(size - per + 1)
+    own = _Blocks(blocks, mask)
     each = Spans(first, last, begin)
     return attend_spans(own, each, query, (base_key, base_value), (key, value), flex).flatten(1)
 

@@ -39,6 +39,8 @@ OPTIONS = [
     {"sample_from_anchor": True, "block_size": 4},
     {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
     {"sliding_window": 6},
+    {"causal": True},
+    {"causal": True, "sliding_window": 6, "num_hidden_layers": 3},
 ]
 
 

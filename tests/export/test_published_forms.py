@@ -165,6 +165,10 @@ def speculators(kind, layer, **keys):
 
 
 KEPT_ALL = {"kept": KEPT}
+# What speculators 0.9 writes of its block drafters' layers.
+SLIDING = {
+    "layer_types": ["sliding_attention"] * 2, "sliding_window": 2048, "use_sliding_window": True, "max_window_layers": 28,
+}  # fmt: skip
 WHOLE = {"kept": torch.arange(300)}
 FIRST = {"feature_layers": (2, 4, 5), "mask_token_id": 290}
 CASES = [
@@ -232,10 +236,22 @@ CASES = [
           "layer_types": ["sliding_attention"] * 2,
           "dflash_config": {**IDS, "block_size": 5, "conv_group_size": 16, "conv_kernel_size": 2, "selector_rank": 8,
                             "selector_top_k": 16}}, selector),
+    Case("speculators", "dflash of 0.9", "dflash", {**WHOLE, **FIRST, "causal": True, "sliding_window": 2048},
+         speculators("dflash", {**BLOCK, **SLIDING}, architectures=["DFlashDraftModel"], draft_vocab_size=300, block_size=5,
+                     aux_hidden_state_layer_ids=[2, 4, 5], mask_token_id=290, sliding_window_non_causal=False,
+                     sample_from_anchor=False, target_hidden_size=None, tie_word_embeddings=False), blocks),
+    Case("speculators", "dspark of 0.9", "dspark",
+         {**WHOLE, **FIRST, "markov_rank": 8, "markov_all": True, "sample_from_anchor": True, "causal": True,
+          "sliding_window": 2048},
+         speculators("dspark", {**BLOCK, **SLIDING}, **MARKOV, architectures=["DSparkDraftModel"], draft_vocab_size=300,
+                     block_size=5, aux_hidden_state_layer_ids=[2, 4, 5], mask_token_id=290, sample_from_anchor=True,
+                     sliding_window_non_causal=False), blocks),
+    Case("NVIDIA ModelOpt", "DFlashDraftModel with causal queries", "dflash", {**WHOLE, **FIRST, "causal": True},
+         {**BLOCK, "architectures": ["DFlashDraftModel"], "block_size": 5,
+          "dflash_config": {**IDS, "dflash_query_causal": True}}, blocks),
     Case("speculators", "dflash2", "dflash2",
          {**WHOLE, **FIRST, "markov_rank": 8, "markov_all": True, "selector_top_k": 16, "sliding_window": 2048},
-         speculators("dflash2", {**BLOCK, "rms_norm_eps": 1e-6, "layer_types": ["sliding_attention"] * 2, "sliding_window": 2048,
-                                 "use_sliding_window": True, "max_window_layers": 28},
+         speculators("dflash2", {**BLOCK, **SLIDING, "rms_norm_eps": 1e-6},
                      architectures=["DFlash2DraftModel"], draft_vocab_size=300, block_size=5, conv_kernel_size=2,
                      conv_group_size=16, selector_rank=8, selector_top_k=16, aux_hidden_state_layer_ids=[2, 4, 5],
                      mask_token_id=290, sample_from_anchor=False, sliding_window_non_causal=True, target_hidden_size=None,
@@ -278,8 +294,6 @@ REFUSED = [
      "dflash_config": {**IDS, "projector_type": "domino"}}, "is of projector_type='domino'"),
     ("Gated and recurrent Markov heads", {**BLOCK, **IDS, **MARKOV, "architectures": ["Qwen3DSparkModel"], "block_size": 5,
      "markov_head_type": "gated"}, "has markov_head_type='gated'"),
-    ("causal queries", {**BLOCK, **IDS, **MARKOV, "architectures": ["Qwen3DSparkModel"], "block_size": 5,
-     "dflash_query_causal": True}, r"has causal layers \(dflash_query_causal\)"),
     ("a window without a size", {**BLOCK, "architectures": ["DFlashDraftModel"], "block_size": 5, "is_causal": False,
      "dflash_config": IDS, "layer_types": ["sliding_attention"] * 2},
      "has layer_types sliding_attention without a sliding_window"),
@@ -288,9 +302,6 @@ REFUSED = [
      "mixes layers with and without"),
     ("quantized weights", {**EAGLE, "architectures": ["LlamaForCausalLMEagle3"], "quantization_config": {"quant": "fp8"}},
      "is quantized"),
-    ("windows that hide a block's later tokens", {**BLOCK, "architectures": ["DFlashDraftModel"], "block_size": 5,
-     "dflash_config": IDS, "layer_types": ["sliding_attention"] * 2, "sliding_window": 64},
-     "has windows that hide a block's later tokens"),
     ("speculators mtp", speculators("mtp", BLOCK), "has .*mtp.*; import reads"),
     ("SpecForge PEagleDraftModel", {**EAGLE, "architectures": ["PEagleDraftModel"]}, "config.json has no mask_token_id"),
     ("ModelOpt heads with parallel drafting", {**EAGLE, "architectures": ["LlamaForCausalLMEagle3"],

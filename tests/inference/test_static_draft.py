@@ -19,7 +19,7 @@ OPTIONS = {
     "peagle": {"ttt_steps": 3},
     "mtp": {"ttt_steps": 2, "modules": 2},
     "dflash": {"block_size": 4, "num_hidden_layers": 2},
-    "dspark": {"block_size": 4, "markov_rank": 8},
+    "dspark": {"block_size": 4, "markov_rank": 8, "causal": True, "sliding_window": 6},
     "dflash2": {"block_size": 4, "markov_rank": 8, "selector_top_k": 20},
     "medusa": {},
     "hydra": {},

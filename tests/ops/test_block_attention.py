@@ -22,7 +22,7 @@ def case(size, asked, share, seed=0, heads=4, kv=2, e=8, dtype=torch.float64):
     return [make(*each) for each in sizes], Spans(begin[own], own, begin[own])
 
 
-def textbook(query, key, value, base_key, base_value, spans, window=0):
+def textbook(query, key, value, base_key, base_value, spans, window=0, causal=False):
     heads, e = query.shape[1:]
     blocks = len(spans.last)
     kv = key.shape[1]
@@ -35,7 +35,13 @@ def textbook(query, key, value, base_key, base_value, spans, window=0):
             spans.last[:, None] + 1 + torch.arange(len(key) // blocks)[-(len(query) // blocks) :]
         )  # [m, A]
         context &= place.flatten()[:, None] - at < window
-    mask = torch.cat((context, of_query[:, None] == of_key), dim=1)
+    own = of_query[:, None] == of_key
+    if causal:
+        size = len(key) // blocks
+        place_of_key = torch.arange(size).repeat(blocks)
+        place_of_query = torch.arange(size)[-(len(query) // blocks) :].repeat(blocks)
+        own &= place_of_key <= place_of_query[:, None]
+    mask = torch.cat((context, own), dim=1)
     keys, values = (
         torch.cat(x).repeat_interleave(heads // kv, 1)
         for x in ((base_key, key), (base_value, value))
@@ -45,20 +51,22 @@ def textbook(query, key, value, base_key, base_value, spans, window=0):
     return torch.einsum("hts,she->the", weights, values).flatten(1)
 
 
-def outputs(function, leaves, spans, window=0):
+def outputs(function, leaves, spans, window=0, causal=False):
     for leaf in leaves:
         leaf.grad = None
-    out = function(*leaves, spans, window=window)
+    out = function(*leaves, spans, window=window, causal=causal)
     (out * torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
     return [out, *(leaf.grad for leaf in leaves)]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("window", [0, 6, 150])
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("size", "asked", "share"), [(4, 4, 1.0), (5, 4, 0.2), (2, 1, 0.5)])
-def test_outputs_and_gradients_are_the_textbooks(size, asked, share, window):
+def test_outputs_and_gradients_are_the_textbooks(size, asked, share, causal, window):
     leaves, spans = case(size, asked, share)
-    both = (outputs(function, leaves, spans, window) for function in (block_attention, textbook))
+    functions = (block_attention, textbook)
+    both = (outputs(function, leaves, spans, window, causal) for function in functions)
     for ours, theirs in zip(*both, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-8)
 
@@ -69,12 +77,13 @@ def test_no_block_at_all_still_reaches_every_tensor():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("window", [0, 6])
-def test_the_form_for_gpus_gives_the_same(window):
+@pytest.mark.parametrize(("window", "causal"), [(0, False), (6, True)])
+def test_the_form_for_gpus_gives_the_same(window, causal):
     """FlexAttention as torch defines it, uncompiled; its gradients exist on GPUs only."""
     leaves, spans = case(5, 4, 0.2, e=16, dtype=torch.float32)
     with torch.no_grad():
-        got = block_attention(*(leaf.detach() for leaf in leaves), spans, flex_attention, window)
+        form = {"window": window, "causal": causal}
+        got = block_attention(*(leaf.detach() for leaf in leaves), spans, flex_attention, **form)
         torch.testing.assert_close(
-            got, block_attention(*leaves, spans, window=window), rtol=1e-5, atol=1e-5
+            got, block_attention(*leaves, spans, **form), rtol=1e-5, atol=1e-5
         )

@@ -340,7 +340,16 @@ class BlockDrafter(DecoderDrafter):
                 base_key = part.to_heads(base_key, tokens, keys=True)
                 base_value = part.to_heads(base_value, tokens, keys=True)
                 query = part.to_heads(query, asked)
-            out = block_attention(query, key, value, base_key, base_value, spans, window=window)
+            out = block_attention(
+                query,
+                key,
+                value,
+                base_key,
+                base_value,
+                spans,
+                window=window,
+                causal=self.config.causal,
+            )
             if not isinstance(part, SharedPart):
                 return out
             return part.to_tokens(out.view(sum(asked), -1, e), asked).reshape(-1, heads * e)
@@ -436,7 +445,7 @@ class BlockDrafter(DecoderDrafter):
     def draft(self, roots: Tensor, places: Places, width: int | None) -> tuple[Children, Ask]:
         """One pass over all blocks; trees grow without the layers."""
         size = self.config.block_size
-        at = places.behind(size, self.computed, mutual=True)
+        at = places.behind(size, self.computed, mutual=not self.config.causal)
         embeds = self.embed(roots)
         made = None
         if self.draft_step is not None:
@@ -487,7 +496,7 @@ class BlockSession(LayerSession):
         key: Tensor,
         value: Tensor,
     ) -> Tensor:
-        """Attention of a block over the context and all of the block.
+        """Attention of a block over the context and the block.
 
         query [m, heads, e], key and value [block, kv_heads, e] -> [m, heads * e].
         """
@@ -499,10 +508,15 @@ class BlockSession(LayerSession):
         begin = 0
         mask = None
         window = self.shape.window
-        if window:
-            begin = max(0, end - m + 1 - window)
-            last = torch.arange(end - m, end, device=key.device)  # [m] positions of the queries
-            seen = torch.arange(begin, end, device=key.device) > last[:, None] - window
+        causal = self.drafter.config.causal
+        if window or causal:
+            last = torch.arange(end - m, end, device=key.device)[:, None]  # the queries' positions
+            if window:
+                begin = max(0, end - m + 1 - window)
+            at = torch.arange(begin, end, device=key.device)
+            seen = at > last - (window or end)
+            if causal:
+                seen &= at <= last
             mask = seen.repeat(group, 1)  # [group * m, end - begin]
         keys, values = self.layers[layer]  # [kv_heads, capacity, e] each
         keys = keys[None, :, begin:end]

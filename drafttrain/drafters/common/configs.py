@@ -294,6 +294,7 @@ class BlockConfig(DecoderConfig):
         sample_from_anchor: the block's first token predicts too, so that each of them predicts the
             token behind itself; False predicts at the masks only, each of which stands at the
             position that it predicts.
+        causal: a token of a block sees earlier ones of it alone; False shows it all of the block.
         feature_layers: target hidden states that are fused, any number; empty for those that the
             data stores, else the target's default three.
         mask_token_id: the token whose embedding stands at positions to predict; None learns an
@@ -321,6 +322,7 @@ class BlockConfig(DecoderConfig):
     feature_layers: tuple[FeatureLayer, ...] = ()
     block_size: Block = 8
     sample_from_anchor: bool = False
+    causal: bool = False
     mask_token_id: Size | None = None
     train_head: bool = False
     anchor_share: PositiveFraction = 1.0

@@ -1,7 +1,7 @@
 """Reading block drafters' checkpoints, in export.py's form and other trainers' spellings of it.
 
     DFlashDraftModel (z-lab; SpecForge and AngelSlim's QwenDFlashDraftModel; ModelOpt)   keys in dflash_config
-    DFlash2DraftModel (inco.ai, z-lab)   as DFlashDraftModel, all layers with a window that hides no later token (is_causal false)
+    DFlash2DraftModel (inco.ai, z-lab)   as DFlashDraftModel, windows in all layers or none
     Qwen3DSparkModel (DeepSpec), DSparkDraftModel (SpecForge; ModelOpt's is named DFlash)  keys outside or in dflash_config
     speculators_model_type dflash, dspark (speculators)   layer keys in transformer_layer_config; layers as ours, not one less
 
@@ -71,9 +71,11 @@ class _PublishedBlock(TypedDict, total=False):
     use_swa: bool | None
     swa_window_size: int | None
     sliding_window_non_causal: bool | None
+    causal: bool | None
+    is_causal: bool | None
+    dflash_query_causal: bool | None
 
 
-_CAUSAL = Fixed((False,), "has causal layers ({key})")
 _SINKS = Fixed((False,), "has attention sinks ({key})")
 FIXED_KEYS = {
     "projector_type": Fixed(("dflash", "dspark"), "is of {key}={value!r:.60}"),
@@ -82,9 +84,6 @@ FIXED_KEYS = {
     "attention_mode": Fixed(("gqa",)),
     "attention_bias": Fixed((False,)),
     "mlp_bias": Fixed((False,)),
-    "causal": _CAUSAL,
-    "is_causal": _CAUSAL,
-    "dflash_query_causal": _CAUSAL,
     "attention_sink_bias": _SINKS,
     "add_swa_attention_sink_bias": _SINKS,
     "dflash_attention_sink": _SINKS,
@@ -128,17 +127,10 @@ def foreign_block(checkpoint: Exported) -> list[str]:
     reasons = windows_of(layer)
     types = value_of(layer, "layer_types", [])
     windowed = set(types) == {"sliding_attention"}
-    # vLLM's names, and speculators'.
-    mutual = keys.get("causal") is False or keys.get("is_causal") is False
-    mutual = mutual or keys.get("sliding_window_non_causal") is True
     if windowed and not layer.get("sliding_window"):
         reasons.append("has layer_types sliding_attention without a sliding_window")
     if keys.get("use_swa") and not keys.get("swa_window_size"):
         reasons.append("has use_swa without a swa_window_size")
-    if (windowed or keys.get("use_swa")) and not mutual:
-        reasons.append(
-            "has windows that hide a block's later tokens (no is_causal false); ours show them"
-        )
     width = keys.get("target_hidden_size")
     if width not in (None, layer.get("hidden_size")):
         reasons.append(f"has target_hidden_size={width}, another width than its own")
@@ -200,10 +192,23 @@ def block_fields(checkpoint: Exported, target: Json) -> Json:
         "block_size": size,
         "sample_from_anchor": anchor,
         "sliding_window": _window(keys, layer),
+        "causal": _causal(keys, layer),
         "mask_token_id": None if learned else keys["mask_token_id"],
         "train_head": "lm_head.weight" in checkpoint.weights,
         "target": target,
     }
+
+
+def _causal(keys: Json, layer: Json) -> bool:
+    """Whether a block's tokens see earlier ones of it alone.
+
+    Layers with a window do unless a key says otherwise, layers without one only if a key says so
+    (vLLM's names and ModelOpt's, and speculators').
+    """
+    for name in ("dflash_query_causal", "causal", "is_causal"):
+        if keys.get(name) is not None:
+            return bool(keys[name])
+    return bool(_window(keys, layer)) and not keys.get("sliding_window_non_causal")
 
 
 def _window(keys: Json, layer: Json) -> int:

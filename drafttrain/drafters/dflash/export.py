@@ -141,11 +141,15 @@ class EngineBlocks(BlockFiles[Block]):
     since = ("", "")
 
     def lacking(self, trained: Trained, form: str, engine: EngineRelease) -> list[str]:
-        if form == "gguf":
-            return super().lacking(trained, form, engine)
-        found = []
         name = engine.name
         config = trained.config
+        found = []
+        if config.get("causal"):
+            found.append(
+                f"causal=true: blocks whose tokens see earlier ones alone were not tried with {name}"
+            )
+        if form == "gguf":
+            return found + super().lacking(trained, form, engine)
         layers = list(config.get("feature_layers", ()))
         provides = f"feature_layers={layers}: {name} provides"
         last = trained.target.get("num_layers", 0)
