@@ -305,15 +305,17 @@ class Engine:
         Yields:
             Each sequence with the tokens that it committed.
         """
+        if not self.active:
+            self._launched = None
+        elif self._launches_ahead(self.active[0].verifier):
+            yield from self._round_ahead()
+        else:
+            yield from self._round_of_trees()
+
+    def _round_of_trees(self) -> Iterator[NewTokens]:
         sequences = self.active
         clock = self.clock
         started = clock.now()
-        if not sequences:
-            self._launched = None
-            return
-        if self._launches_ahead(sequences[0].verifier):
-            yield from self._round_ahead()
-            return
 
         # Draft.
         behind = 0

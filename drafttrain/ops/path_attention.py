@@ -493,8 +493,7 @@ def block_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    base_key: Tensor,
-    base_value: Tensor,
+    base: Pair,
     spans: Spans,
     flex: Flex | None = None,
     window: int = 0,
@@ -504,7 +503,7 @@ def block_attention(
 
     Args:
         query: [m * A, heads, e]; key, value: [m * B, kv_heads, e], block after block.
-        base_key, base_value: [T, kv_heads, e] of the context.
+        base: keys and values [T, kv_heads, e] of the context.
         spans: the context interval of each block, none of them empty.
         window: positions that a query sees, its own included, 0 for all; larger than B, so that a
             block sees all of itself.
@@ -516,7 +515,7 @@ def block_attention(
     blocks = len(spans.last)
     if not blocks:
         # Other ranks have blocks and share these weights, so they need a gradient of zero here.
-        zero = 0 * (key.sum() + value.sum() + base_key.sum() + base_value.sum())
+        zero = 0 * sum(x.sum() for x in (key, value, *base))
         return query.flatten(1) + zero
     per = len(query) // blocks  # A
     size = len(key) // blocks  # B
@@ -532,7 +531,7 @@ def block_attention(
         mask = later.triu(size - per + 1)
     own = _Blocks(blocks, mask)
     each = Spans(first, last, begin)
-    return attend_spans(own, each, query, (base_key, base_value), (key, value), flex).flatten(1)
+    return attend_spans(own, each, query, base, (key, value), flex).flatten(1)
 
 
 # -- paths of training-time test -------------------------------------------------------------------

@@ -22,7 +22,8 @@ def case(size, asked, share, seed=0, heads=4, kv=2, e=8, dtype=torch.float64):
     return [make(*each) for each in sizes], Spans(begin[own], own, begin[own])
 
 
-def textbook(query, key, value, base_key, base_value, spans, window=0, causal=False):
+def textbook(query, key, value, base, spans, window=0, causal=False):
+    base_key, base_value = base
     heads, e = query.shape[1:]
     blocks = len(spans.last)
     kv = key.shape[1]
@@ -54,7 +55,7 @@ def textbook(query, key, value, base_key, base_value, spans, window=0, causal=Fa
 def outputs(function, leaves, spans, window=0, causal=False):
     for leaf in leaves:
         leaf.grad = None
-    out = function(*leaves, spans, window=window, causal=causal)
+    out = function(*leaves[:3], leaves[3:], spans, window=window, causal=causal)
     (out * torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
     return [out, *(leaf.grad for leaf in leaves)]
 
@@ -83,7 +84,8 @@ def test_the_form_for_gpus_gives_the_same(window, causal):
     leaves, spans = case(5, 4, 0.2, e=16, dtype=torch.float32)
     with torch.no_grad():
         form = {"window": window, "causal": causal}
-        got = block_attention(*(leaf.detach() for leaf in leaves), spans, flex_attention, **form)
+        leaves = [leaf.detach() for leaf in leaves]
+        got = block_attention(*leaves[:3], leaves[3:], spans, flex_attention, **form)
         torch.testing.assert_close(
-            got, block_attention(*leaves, spans, **form), rtol=1e-5, atol=1e-5
+            got, block_attention(*leaves[:3], leaves[3:], spans, **form), rtol=1e-5, atol=1e-5
         )
