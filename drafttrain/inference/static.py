@@ -37,7 +37,7 @@ from drafttrain.target import Target
 # Most slots that padding tokens take behind a row's own.
 _SPARE = max(after - before - 1 for before, after in pairwise(BUCKETS))
 # Capacities are multiples of this, so that few sequences outgrow a cache whose graphs are captured.
-_CAPACITY_STEP = 1024
+_CAPACITY_STEP = 128
 
 
 class Pass(NamedTuple):
@@ -178,7 +178,7 @@ class TargetSteps:
             if rows <= self.cache.rows:
                 grown = self._grown(capacity)
             else:
-                grown = _rounded(capacity)
+                grown = rounded_capacity(capacity)
             self._reset(TreeCache(grown, rows))
         return self.cache
 
@@ -206,9 +206,12 @@ class TargetSteps:
         return steps
 
     def reserve(self, capacity: int) -> None:
-        """Grows the cache, which moves its buffers, so all graphs are dropped."""
+        """Grows the cache, which moves its buffers, so all graphs are dropped.
+
+        To no more than was asked for: callers of many rows count what they take.
+        """
         if capacity > self.cache.capacity:
-            self.cache.reserve(self._grown(capacity))
+            self.cache.reserve(rounded_capacity(capacity))
             self._reset(self.cache)
 
     def _reset(self, cache: TreeCache) -> None:
@@ -225,8 +228,8 @@ class TargetSteps:
         context = self.target.max_positions
         if context is None:
             context = capacity
-        doubled = min(2 * self.cache.capacity, _rounded(context))
-        return max(_rounded(capacity), doubled)
+        doubled = min(2 * self.cache.capacity, rounded_capacity(context))
+        return max(rounded_capacity(capacity), doubled)
 
     @property
     def memory(self) -> tuple[int, str]:
@@ -267,7 +270,8 @@ class TargetSteps:
         return Pass(out.features[:n], out.logits[:n], choices)
 
 
-def _rounded(capacity: int) -> int:
+def rounded_capacity(capacity: int) -> int:
+    """The slots that a row of static passes takes for sequences of `capacity` tokens."""
     return -(-(capacity + _SPARE) // _CAPACITY_STEP) * _CAPACITY_STEP
 
 
