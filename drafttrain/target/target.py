@@ -28,7 +28,8 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -685,6 +686,25 @@ class Target:
         self.idle_steps.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    @contextmanager
+    def off_gpu(self) -> Iterator[float | None]:
+        """Leaves the GPU to another program meanwhile; yields its free share, None without a GPU."""
+        device = self.device
+        if device.type != "cuda":
+            yield None
+            return
+        logger.info(
+            "target %r is in the host's memory while another program has the GPU", self.name
+        )
+        self.release_steps()
+        self.model.to("cpu")
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        try:
+            yield free / total
+        finally:
+            self.model.to(device)
 
     def require_layers(self) -> Target:
         """Itself. Raises UserError for a target without its layers, see `TargetShell`."""

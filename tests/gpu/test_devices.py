@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from drafttrain.config import load_config
 from drafttrain.errors import UserError
 from drafttrain.evaluation import sides
+from drafttrain.export import engine_runs
 from drafttrain.inference import SamplingParams, generate
 from drafttrain.inference.responses import choose_slots
 from drafttrain.inference.static import TargetSteps
@@ -257,6 +259,33 @@ def test_attention_of_all_lengths_is_not_planned_by_cudnn(gpu):
     torch.backends.cuda.enable_cudnn_sdp(True)
     moved_target()
     assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.thorough
+def test_vllm_has_the_gpu_for_itself_while_it_verifies(gpu, monkeypatch, caplog):
+    """It asks for nine tenths of the card, which a target of ours fills in part."""
+    caplog.set_level("INFO", "drafttrain")
+    target = moved_target()
+    plain = generate(target, None, [1, 2, 3], max_new_tokens=5).tokens
+    seen = []
+
+    def side(python, script, job, environment):
+        assert target.device.type == "cpu" and not target.idle_steps
+        seen.append(job["memory"])
+        return {"tokens": [plain], "rounds": 4, "runs": [], "counters": {}, "version": "9.9"}
+
+    monkeypatch.setattr(engine_runs, "run_side", side)
+    options = SimpleNamespace(options=lambda trained: {"vLLM": {}})
+    monkeypatch.setattr(engine_runs, "shipping", lambda kind: options)
+    monkeypatch.setattr(
+        torch.cuda, "mem_get_info", lambda device=None: (gpu.memory // 2, gpu.memory)
+    )
+    trained = SimpleNamespace(kind="eagle3")
+    job = engine_runs.EngineJob(trained, target, "tiny", "float32", [[1, 2, 3]], 5, 3, Path())
+    assert engine_runs.Vllm().run(job, Path("out"), "python")["accepted_length"] == 1
+    assert seen == [{"gpu_memory_utilization": 0.45}] and target.device.type == "cuda"
+    assert "is in the host's memory while another program has the GPU" in caplog.text
+    assert generate(target, None, [1, 2, 3], max_new_tokens=5).tokens == plain
 
 
 def test_without_a_c_compiler_a_line_says_what_triton_lacks(gpu, monkeypatch, caplog):
