@@ -250,6 +250,9 @@ class TargetSteps:
         shape = step_shape([layout.count for _, layout in opened])
         if self.failure or shape is None:
             return None
+        most = self.target.most_captured
+        if most is not None and shape.tokens > most:
+            return None
         # Padding tokens take slots behind the last row's own.
         _, last = opened[-1]
         n = len(ids)

@@ -290,6 +290,9 @@ class PretendGpu(TorchDispatchMode):
                 args[0], args[1], kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
             )
         self._check_devices(func, args, flat, ours)
+        if func is aten._grouped_mm.default or func.name() == "transformers::grouped_mm_fallback":
+            if self.capability[0] not in (9, 10) or args[0].dtype != torch.bfloat16:
+                self.wait("offs.cpu()")  # then follows a product per group
         if func in _WAITING or (func in _REPEATS and kwargs.get("output_size") is None):
             self.wait(func.overloadpacket.__name__)
         generator = kwargs.get("generator")
@@ -489,7 +492,13 @@ def _wide_products(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tenso
     return torch.bmm(left.to(out_dtype), right.to(out_dtype))
 
 
+def _histogram(numbers: Tensor, bins: int, min: float, max: float) -> Tensor:
+    """`aten.histc` of whole numbers, which exists on GPUs alone."""
+    return torch.histc(numbers.float(), bins, min, max).to(numbers.dtype)
+
+
 _SUBSTITUTES = {
+    aten.histc.default: _histogram,
     aten._fused_rms_norm_backward.default: _rms_norm_backward,
     aten.bmm.dtype: _wide_products,
 }
