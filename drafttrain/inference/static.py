@@ -175,10 +175,12 @@ class TargetSteps:
         self.feature_layers = tuple(feature_layers)
         self.choose = choose
         if capacity + _SPARE > self.cache.capacity or rows > self.cache.rows:
+            grown = rounded_capacity(capacity)
             if rows <= self.cache.rows:
-                grown = self._grown(capacity)
-            else:
-                grown = rounded_capacity(capacity)
+                # Growing sequences shall seldom drop the graphs.
+                context = self.target.max_positions or capacity
+                doubled = min(2 * self.cache.capacity, rounded_capacity(context))
+                grown = max(grown, doubled)
             self._reset(TreeCache(grown, rows))
         return self.cache
 
@@ -219,17 +221,6 @@ class TargetSteps:
         self._passes.made.clear()
         self._drafts = None
         self.pool.clear()
-
-    def _grown(self, capacity: int) -> int:
-        """At least twice the present capacity, up to the target's context.
-
-        So growing sequences seldom drop the graphs.
-        """
-        context = self.target.max_positions
-        if context is None:
-            context = capacity
-        doubled = min(2 * self.cache.capacity, rounded_capacity(context))
-        return max(rounded_capacity(capacity), doubled)
 
     @property
     def memory(self) -> tuple[int, str]:

@@ -51,16 +51,17 @@ def most_captured(model: PreTrainedModel, name: str) -> int | None:
     Args:
         model: on a GPU. name: of the target, for the line that says what is lost.
     """
+    config = model.config.get_text_config()
     kernel = torch.cuda.get_device_capability(model.device)[0] in (9, 10)
-    if model.config._experts_implementation != "grouped_mm" or (
-        kernel and model.dtype == torch.bfloat16
-    ):
+    quantized = getattr(model.config, "quantization_config", None) is not None
+    if config._experts_implementation != "grouped_mm" or quantized:
         return None
     mixtures = [part for part in model.modules() if hasattr(part, "_is_expert_parallel")]
-    if not mixtures:
+    if not mixtures or (kernel and model.dtype == torch.bfloat16):
         return None
-    config = model.config.get_text_config()
-    each = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", 1)
+    each = 1  # experts of a token
+    for key in ("num_experts_per_tok", "top_k_experts"):
+        each = getattr(config, key, None) or each
     tokens = min(map(most_pairs, mixtures)) // each
     model.config._experts_implementation = FEW
     logger.warning(
