@@ -165,10 +165,11 @@ def make_folder(folder: Path) -> None:
         shutil.copytree(FIXTURES / "data", folder / "runs" / name / "data")
     for name in ("results", "hot", "other", "before"):
         shutil.copy(FIXTURES / "results" / "eagle3.json", folder / "runs" / f"{name}.json")
-    prompts = ("chats.jsonl", "support.jsonl", "prompts.jsonl", "runs/llama-3.1-8b/ultrachat.jsonl")
-    for name in prompts:
+    for name in ("chats.jsonl", "support.jsonl", "prompts.jsonl"):
         shutil.copy(FIXTURES / "chats.jsonl", folder / name)
     shutil.copy(FIXTURES / "suite.jsonl", folder / "heldout.jsonl")
+    prompt = {"id": "one", "text": "One river"}
+    (folder / "runs" / "llama-3.1-8b" / "ultrachat.jsonl").write_text(json.dumps(prompt) + "\n")
     (folder / "corpus.txt").write_text("One river.\nTwo rivers.\n" * 40)
     for name in ("smollm2-135m", "gemma3-270m"):
         shutil.copytree(FIXTURES / "target", folder / ".cache" / "models" / name)

@@ -105,22 +105,24 @@ def choose_slots(target: Target, max_length: int, features: int = 0) -> int:
     states = 0
     if features:
         states = (features + 1) * target.hidden_size * 2  # bfloat16
-    if target.device.type != "cuda":
+    on_gpu = target.device.type == "cuda"
+    if on_gpu:
+        target.release_steps()
+        free, _ = torch.cuda.mem_get_info(target.device)
+        most = 256
+        token = numbers * target.compute_dtype.itemsize + states
+    else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        # A CPU's cache is float32.
-        return max(1, min(128, int(free / 2 / ((4 * numbers + states) * max_length))))
-
-    # The other half is for activations, logits and graphs. One row more holds a shared prefix.
-    target.release_steps()
-    free, _ = torch.cuda.mem_get_info(target.device)
-    token = numbers * target.compute_dtype.itemsize + states
+        most = 128
+        token = numbers * 4 + states  # a CPU's cache is float32
     row = token * rounded_capacity(max_length)  # bytes
-    if 2 * row > 0.9 * free:
+    if on_gpu and 2 * row > 0.9 * free:
         raise UserError(
             f"max_length={max_length}: two sequences take {2 * row / 1e9:.1f} GB of keys and values, but target "
             f"{target.name!r} leaves {free / 1e9:.1f} GB of the GPU; shorten them or use a larger GPU"
         )
-    return max(1, min(256, int(free / 2 / row) - 1))
+    # The other half is for activations, logits and graphs. One row more holds a shared prefix.
+    return max(1, min(most, int(free / 2 / row) - 1))
 
 
 class ResponseEngine:
