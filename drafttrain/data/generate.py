@@ -419,16 +419,20 @@ def store_answers(
     done = store.done_ids()
     failures.settle(done)
     if backend.asks and failures.counts and not done:
-        if failures.counts.keys() == {_TEMPLATE}:  # nothing was asked
-            raise UserError(
-                f"no prompt could be rendered; {_TEMPLATE_FIX}; the last: {failures.last}; all: {failures.path}"
-            )
-        raise UserError(
-            f"no conversation has got an answer ({failures}; the last reply: {failures.last}); check the server and the name "
-            f"of its model, and run the same command again; {failures.path} lists the reasons"
-        )
+        raise _nothing_stored(failures)
     counts = run_counts(conversations, tokens, time.perf_counter() - began, dropped)
     return {**counts, "failed": dict(failures.counts)}
+
+
+def _nothing_stored(failures: Failures) -> UserError:
+    if failures.counts.keys() == {_TEMPLATE}:  # nothing was asked
+        return UserError(
+            f"no prompt could be rendered; {_TEMPLATE_FIX}; the last: {failures.last}; all: {failures.path}"
+        )
+    return UserError(
+        f"no conversation has got an answer ({failures}; the last reply: {failures.last}); check the server and the name "
+        f"of its model, and run the same command again; {failures.path} lists the reasons"
+    )
 
 
 def _states_of(record: Json, result: Finished | None) -> dict[str, Tensor]:
