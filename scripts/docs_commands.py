@@ -5,8 +5,8 @@ python scripts/docs_commands.py docs/tutorials/*.md    # these pages
 
 Each page runs in a folder of its own, in which a target of 20 thousand weights has the name of every target,
 and a small EAGLE-3 head, a data set and results stand where pages name those of earlier steps. Settings behind those of
-the page end each command within seconds. What needs a GPU, a server, the Hub or another program is listed
-with the reason.
+the page end each command within seconds. What a container or accelerate's launcher starts runs in one process. What
+needs a GPU, a server, the Hub or another program is listed with the reason.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ SIZES = {
 }
 # What cannot run here, by a pattern of the command's line.
 LEFT_OUT = {
-    r"^(?!drafttrain |accelerate )": "another program",
+    r"^(?!drafttrain )": "another program",
     r"\.\.\.|\[|\bTARGET\b|\bRECIPE\b|\bCOMMAND\b|USER/": "a reader fills it in",
-    r"--url|target_url=|bench-server": "needs a server",
+    r"--url|target_url=|bench-server|train qwen3-235b": "needs a server",
     r"serve-target|--backend vllm|--engine(-python| (?!none|transformers))|--engine-python": "needs an engine",
-    r"^accelerate|--device cuda|--device-map|target_device_map|sequence_parallel": "needs several processes or GPUs",
+    r"--device cuda|--device-map|target_device_map|sequence_parallel": "needs several processes or GPUs",
     r"drafttrain fetch|--checkpoint (?!runs/)\w[\w-]*/": "needs a network",
     r"--source \w[\w.-]*/": "needs the Hub",
     r"drafttrain push(?!.*--dry-run)": "publishes",
@@ -77,7 +77,36 @@ TARGETS = r"(?<![\w./-])(?:meta-llama|Qwen|google|openai|HuggingFaceTB|mistralai
 
 
 def commands(page: Path) -> Iterator[str]:
-    """The command lines of a page's blocks, without those of blocks that are marked as not run."""
+    """The command lines of a page's blocks, and what launchers start in place of them."""
+    for words in written(page):
+        yield shlex.join(started(inside(words)))
+
+
+def inside(words: list[str]) -> list[str]:
+    """What `docker run` starts in an image of ours; other words as they are."""
+    if words[:2] != ["docker", "run"]:
+        return words
+    image = next(i for i, word in enumerate(words) if word.startswith("drafttrain:"))
+    entry = "drafttrain"
+    if "--entrypoint" in words:
+        entry = words[words.index("--entrypoint") + 1]
+    return [entry, *words[image + 1 :]]
+
+
+def started(words: list[str]) -> list[str]:
+    """The command that each process of `accelerate launch` runs; other words as they are."""
+    if words[0] != "accelerate":
+        return words
+    for i, word in enumerate(words):
+        if word in ("drafttrain.train", "drafttrain/train.py"):
+            return ["drafttrain", "train", *words[i + 1 :]]
+        if word == "drafttrain.cli":
+            return ["drafttrain", *words[i + 1 :]]
+    return words
+
+
+def written(page: Path) -> Iterator[list[str]]:
+    """The words of each command of a page's blocks, without those of blocks marked as not run."""
     text = page.read_text(encoding="utf-8")
     for found in re.finditer(
         r"(<!-- not \w+: [^>]+? -->\n)?^( *)```bash\n((?s:.*?))^\2```", text, re.M
@@ -89,7 +118,7 @@ def commands(page: Path) -> Iterator[str]:
             while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
                 del words[0]
             if words:
-                yield shlex.join(words)
+                yield words
 
 
 def left_out(line: str) -> str:
@@ -139,6 +168,8 @@ def make_folder(folder: Path) -> None:
     for name in ("chats.jsonl", "support.jsonl", "prompts.jsonl"):
         shutil.copy(FIXTURES / "chats.jsonl", folder / name)
     shutil.copy(FIXTURES / "suite.jsonl", folder / "heldout.jsonl")
+    prompt = {"id": "one", "text": "One river"}
+    (folder / "runs" / "llama-3.1-8b" / "ultrachat.jsonl").write_text(json.dumps(prompt) + "\n")
     (folder / "corpus.txt").write_text("One river.\nTwo rivers.\n" * 40)
     for name in ("smollm2-135m", "gemma3-270m"):
         shutil.copytree(FIXTURES / "target", folder / ".cache" / "models" / name)

@@ -19,6 +19,12 @@ install_drafttrain() {  # install_drafttrain [extras], e.g. install_drafttrain "
   fi
 }
 
+on_gpu() {  # whether torch computes on a CUDA device
+  local python=python
+  [ -z "${DRAFTTRAIN_INSTALLED:-}" ] || python="${PYTHON:-python}"
+  "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
+}
+
 install_engine() {  # install_engine FOLDER PACKAGE [the same torch as drafttrain's: yes]
   local env="$1" package="$2" torch="${3:-}"
   [ -f "$env/.ready" ] && return

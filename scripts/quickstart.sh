@@ -31,6 +31,13 @@ stage() { printf '\n== %s\n' "$*"; }
 export PYTHONUNBUFFERED=1 COLUMNS="${COLUMNS:-$(tput cols 2>/dev/null || echo 140)}"
 step() { drafttrain "$@" | sed '/^next: /d'; }
 
+# On a GPU the target runs inside each training step: an 8B's states of an hour would fill most disks.
+features=wide
+if on_gpu; then
+  features=none
+  echo "on a GPU: training runs the target too, and no states are stored (they would take 57 KB per token of an 8B)"
+fi
+
 case "$target" in
   smollm2-135m|gemma3-270m) stage "1/6 target"; step fetch "$target" ;;
 esac
@@ -41,7 +48,7 @@ have "$output/prompts.jsonl" || step prompts --source magpie --target "$target" 
 
 stage "3/6 distillation data: the target's own answers"
 have "$output/data/summary.json" || step generate --target "$target" --prompts "$output/prompts.jsonl" \
-  --output "$output/data" --features wide --max-new-tokens 256 --temperature 0.5 --max-minutes "$(minutes 0.47)"
+  --output "$output/data" --features "$features" --max-new-tokens 256 --temperature 0.5 --max-minutes "$(minutes 0.47)"
 
 stage "4/6 training an EAGLE-3 head"
 step train configs/quickstart.yaml target="$target" data="$output/data" output_dir="$output/drafter" \
@@ -61,5 +68,7 @@ drafttrain eval --target "$target" --drafter "$output/drafter+ngram" --dtype bfl
 } > "$output/eval.txt"
 step report "$output/results.json" --output "$output/report.html" --output "$output/report.png"
 stage "done: open $output/report.html in a browser"
-echo "serve it: drafttrain export --drafter $output/drafter --format vllm --output $output/export    (or sglang; llama.cpp takes heads of three feature layers, this one reads six: see docs/serving.md)"
+others="sglang, llama.cpp"
+[ "$features" = none ] || others="sglang; llama.cpp takes heads of three feature layers, this one reads six: see docs/serving.md"
+echo "serve it: drafttrain export --drafter $output/drafter --format vllm --output $output/export    (or $others)"
 echo "talk to it: drafttrain chat --target $target --drafter $output/drafter+ngram    (source .venv/bin/activate first)"

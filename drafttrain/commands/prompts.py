@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from drafttrain.command import Alias, Several, command, result_of
 from drafttrain.flags import Device
@@ -46,7 +46,7 @@ def prompts(
     openings: Place | Path = "builtin",
     opening_share: Fraction = 0.5,
     max_prompt_tokens: Count = 256,
-    slots: Count = 128,
+    slots: Literal["auto"] | Count = "auto",
     max_minutes: Amount | None = None,
     min_chars: Size = 10,
     max_chars: Size = 8000,
@@ -103,7 +103,8 @@ def prompts(
         openings: for magpie: builtin, none, or a file with one beginning per line
         opening_share: share of prompts that get an opening
         max_prompt_tokens: for magpie: longer prompts are dropped
-        slots: for magpie: sequences that run together
+        slots: for magpie: sequences that run together; --url: requests per server (default: by
+            memory; 128 requests)
         max_minutes: for magpie: stop after this time and keep the prompts so far
         min_chars: least characters of a prompt
         max_chars: most characters of a prompt; 0: no limit

@@ -6,7 +6,6 @@ import argparse
 import itertools
 import logging
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from drafttrain.data.backends import Backend, LocalBackend, OpenAIBackend, ResponseSettings
@@ -31,7 +29,7 @@ from drafttrain.errors import UserError, shown
 from drafttrain.files import Json, read_jsonl, write_json
 from drafttrain.flags import load_target, sampling_of
 from drafttrain.folders import beside, check_folder, inputs_of
-from drafttrain.inference.responses import Finished
+from drafttrain.inference.responses import Finished, choose_slots
 from drafttrain.outcome import command_line, conclude, next_command
 from drafttrain.progress import Progress, counted
 from drafttrain.target import Target, load_shell
@@ -295,37 +293,10 @@ def make_backend(
             engine_options(args),
             given,
         )
-    slots = min(choose_slots(args.slots, target, settings.max_length, len(layers)), count)
-    return LocalBackend(target, settings, slots, layers)
-
-
-def choose_slots(slots: int | str, target: Target, max_length: int, features: int = 0) -> int:
-    """The value of --slots.
-
-    'auto' is 128 (256 on a GPU), or fewer if they would fill more than half of the free memory.
-    """
-    if isinstance(slots, int):
-        return slots
-    config = target.config
-    # Mamba has no heads, and a state of about this size.
-    heads = getattr(config, "num_attention_heads", None) or 1
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    heads = getattr(config, "num_key_value_heads", None) or heads
-    itemsize = 4  # a CPU's cache is float32
-    if target.device.type != "cpu":
-        itemsize = target.compute_dtype.itemsize
-    token = 2 * target.num_layers * heads * width * itemsize  # bytes per token: keys and values
-    if features:
-        token += (features + 1) * target.hidden_size * 2  # captured states in bfloat16
-
-    if target.device.type == "cuda":
-        most = 256
-        free = torch.cuda.mem_get_info(target.device)[0]
-    else:
-        most = 128
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    # Half of the free memory is for the cache.
-    return max(1, min(most, int(free / 2 / (token * max_length))))
+    slots = given
+    if slots is None:
+        slots = choose_slots(target, settings.max_length, len(layers))
+    return LocalBackend(target, settings, min(slots, count), layers)
 
 
 class _Rows(NamedTuple):
@@ -448,16 +419,20 @@ def store_answers(
     done = store.done_ids()
     failures.settle(done)
     if backend.asks and failures.counts and not done:
-        if failures.counts.keys() == {_TEMPLATE}:  # nothing was asked
-            raise UserError(
-                f"no prompt could be rendered; {_TEMPLATE_FIX}; the last: {failures.last}; all: {failures.path}"
-            )
-        raise UserError(
-            f"no conversation has got an answer ({failures}; the last reply: {failures.last}); check the server and the name "
-            f"of its model, and run the same command again; {failures.path} lists the reasons"
-        )
+        raise _nothing_stored(failures)
     counts = run_counts(conversations, tokens, time.perf_counter() - began, dropped)
     return {**counts, "failed": dict(failures.counts)}
+
+
+def _nothing_stored(failures: Failures) -> UserError:
+    if failures.counts.keys() == {_TEMPLATE}:  # nothing was asked
+        return UserError(
+            f"no prompt could be rendered; {_TEMPLATE_FIX}; the last: {failures.last}; all: {failures.path}"
+        )
+    return UserError(
+        f"no conversation has got an answer ({failures}; the last reply: {failures.last}); check the server and the name "
+        f"of its model, and run the same command again; {failures.path} lists the reasons"
+    )
 
 
 def _states_of(record: Json, result: Finished | None) -> dict[str, Tensor]:

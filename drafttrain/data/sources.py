@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from drafttrain.target import Target
 
 _READ_AHEAD = 10_000  # rows of a streamed data set that are shuffled together
+_SERVED = 128  # prompts that a server writes at a time
 
 
 @dataclass(frozen=True)
@@ -243,7 +244,7 @@ def parse_columns(text: str) -> dict[str, str]:
 def magpie_prompts(request: Request) -> Iterator[Json]:
     """Prompts that the target writes, here or on servers; see data/magpie.py."""
     from drafttrain.data.magpie import PromptWriter, load_openings
-    from drafttrain.inference.responses import ResponseEngine
+    from drafttrain.inference.responses import ResponseEngine, choose_slots
     from drafttrain.ops.sampling import SamplingParams
     from drafttrain.target import load_shell
 
@@ -265,7 +266,10 @@ def magpie_prompts(request: Request) -> Iterator[Json]:
         def answers(start: int) -> Iterator[Finished]:
             return served_answers(args, target, writer, sampling, start, request.keep.dropped)
     else:
-        engine = ResponseEngine(target, slots=args.slots, max_length=writer.max_length)
+        slots = args.slots
+        if slots == "auto":
+            slots = choose_slots(target, writer.max_length)
+        engine = ResponseEngine(target, slots=slots, max_length=writer.max_length)
 
         def answers(start: int) -> Iterator[Finished]:
             return engine.run(writer.requests(start), sampling, args.seed)
@@ -369,7 +373,8 @@ def served_answers(
     # The turn is the user's, so its end stops the answer.
     renderer.stop_ids = set(writer.stop_ids)
     settings = ResponseSettings(renderer, sampling, writer.max_tokens, writer.max_length, args.seed)
-    backend = OpenAIBackend(args.url, "", settings, args.slots)
+    slots = _SERVED if args.slots == "auto" else args.slots
+    backend = OpenAIBackend(args.url, "", settings, slots)
     if not backend.by_ids:
         raise UserError(
             f"url={', '.join(args.url)}: source=magpie needs servers that exchange token ids, such as vLLM; see the line above"

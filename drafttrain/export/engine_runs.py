@@ -51,6 +51,7 @@ SIDES = Path(__file__).with_name("engines")  # scripts for the engines' own envi
 _EXCEPTION = re.compile(r"(\w+\.)*\w*(Error|Exception|Interrupt|Exit)\b")
 # Probability below which llama.cpp's draft ends, as its drafts of language models long had it.
 _P_MIN = 0.75
+_ENGINE_SHARE = 0.9  # of the GPU's free memory that an engine fills, vLLM's default
 _TIMEOUT = 3600  # seconds; vLLM alone takes minutes to start on a CPU
 
 
@@ -169,7 +170,11 @@ class Vllm(ServingEngine):
             "HF_HUB_OFFLINE": "1",
             **os.environ,
         }
-        answer = run_side(python, SIDES / "vllm_side.py", described, environment)
+        # vLLM loads the target again, and asks for most of the GPU.
+        with job.target.off_gpu() as free:
+            if free is not None:
+                described["memory"] = {"gpu_memory_utilization": round(_ENGINE_SHARE * free, 3)}
+            answer = run_side(python, SIDES / "vllm_side.py", described, environment)
         del answer["runs"]  # texts are compared here, not speed
         for key, value in answer.pop("counters").items():
             answer[key.removeprefix("vllm:spec_decode_")] = value

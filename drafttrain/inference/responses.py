@@ -15,6 +15,7 @@ sequence in its row.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as Items
@@ -28,6 +29,7 @@ from torch import Tensor
 from drafttrain.errors import UserError
 from drafttrain.inference.engine import Engine
 from drafttrain.inference.sequence import Sequence
+from drafttrain.inference.static import rounded_capacity
 from drafttrain.inference.verify import ProcessedText, Verifier
 from drafttrain.ops.sampling import SamplingParams
 from drafttrain.target import Target
@@ -81,6 +83,46 @@ class Finished:
 
 
 FollowUp = Callable[[Finished], Items[int] | None]
+
+
+def choose_slots(target: Target, max_length: int, features: int = 0) -> int:
+    """The most slots that run fast, or fewer if their cache would fill half of the free memory.
+
+    Args:
+        max_length: as of `ResponseEngine`. features: target states that it captures.
+
+    Raises:
+        UserError: the GPU has no room for a single sequence.
+    """
+    config = target.config
+    # Mamba has no heads, and a state of about this size.
+    heads = getattr(config, "num_attention_heads", None) or 1
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if rope := getattr(config, "qk_rope_head_dim", None):  # latent attention, expanded
+        width = rope + config.qk_nope_head_dim
+    heads = getattr(config, "num_key_value_heads", None) or heads
+    numbers = 2 * target.num_layers * heads * width  # keys and values per token
+    states = 0
+    if features:
+        states = (features + 1) * target.hidden_size * 2  # bfloat16
+    on_gpu = target.device.type == "cuda"
+    if on_gpu:
+        target.release_steps()
+        free, _ = torch.cuda.mem_get_info(target.device)
+        most = 256
+        token = numbers * target.compute_dtype.itemsize + states
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        most = 128
+        token = numbers * 4 + states  # a CPU's cache is float32
+    row = token * rounded_capacity(max_length)  # bytes
+    if on_gpu and 2 * row > 0.9 * free:
+        raise UserError(
+            f"max_length={max_length}: two sequences take {2 * row / 1e9:.1f} GB of keys and values, but target "
+            f"{target.name!r} leaves {free / 1e9:.1f} GB of the GPU; shorten them or use a larger GPU"
+        )
+    # The other half is for activations, logits and graphs. One row more holds a shared prefix.
+    return max(1, min(most, int(free / 2 / row) - 1))
 
 
 class ResponseEngine:

@@ -37,7 +37,7 @@ from drafttrain.target import Target
 # Most slots that padding tokens take behind a row's own.
 _SPARE = max(after - before - 1 for before, after in pairwise(BUCKETS))
 # Capacities are multiples of this, so that few sequences outgrow a cache whose graphs are captured.
-_CAPACITY_STEP = 1024
+_CAPACITY_STEP = 128
 
 
 class Pass(NamedTuple):
@@ -175,10 +175,12 @@ class TargetSteps:
         self.feature_layers = tuple(feature_layers)
         self.choose = choose
         if capacity + _SPARE > self.cache.capacity or rows > self.cache.rows:
+            grown = rounded_capacity(capacity)
             if rows <= self.cache.rows:
-                grown = self._grown(capacity)
-            else:
-                grown = _rounded(capacity)
+                # Growing sequences shall seldom drop the graphs.
+                context = self.target.max_positions or capacity
+                doubled = min(2 * self.cache.capacity, rounded_capacity(context))
+                grown = max(grown, doubled)
             self._reset(TreeCache(grown, rows))
         return self.cache
 
@@ -206,9 +208,12 @@ class TargetSteps:
         return steps
 
     def reserve(self, capacity: int) -> None:
-        """Grows the cache, which moves its buffers, so all graphs are dropped."""
+        """Grows the cache, which moves its buffers, so all graphs are dropped.
+
+        To no more than was asked for: callers of many rows count what they take.
+        """
         if capacity > self.cache.capacity:
-            self.cache.reserve(self._grown(capacity))
+            self.cache.reserve(rounded_capacity(capacity))
             self._reset(self.cache)
 
     def _reset(self, cache: TreeCache) -> None:
@@ -216,17 +221,6 @@ class TargetSteps:
         self._passes.made.clear()
         self._drafts = None
         self.pool.clear()
-
-    def _grown(self, capacity: int) -> int:
-        """At least twice the present capacity, up to the target's context.
-
-        So growing sequences seldom drop the graphs.
-        """
-        context = self.target.max_positions
-        if context is None:
-            context = capacity
-        doubled = min(2 * self.cache.capacity, _rounded(context))
-        return max(_rounded(capacity), doubled)
 
     @property
     def memory(self) -> tuple[int, str]:
@@ -246,6 +240,9 @@ class TargetSteps:
         opened = self.cache.opened
         shape = step_shape([layout.count for _, layout in opened])
         if self.failure or shape is None:
+            return None
+        most = self.target.most_captured
+        if most is not None and shape.tokens > most:
             return None
         # Padding tokens take slots behind the last row's own.
         _, last = opened[-1]
@@ -267,7 +264,8 @@ class TargetSteps:
         return Pass(out.features[:n], out.logits[:n], choices)
 
 
-def _rounded(capacity: int) -> int:
+def rounded_capacity(capacity: int) -> int:
+    """The slots that a row of static passes takes for sequences of `capacity` tokens."""
     return -(-(capacity + _SPARE) // _CAPACITY_STEP) * _CAPACITY_STEP
 
 

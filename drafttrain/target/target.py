@@ -11,6 +11,7 @@ the insides of transformers' models:
     own_layer.py     a layer of the target's class with weights of its own, for drafters
     loading.py       loads models whose files hold exactly what their config promises
     attention.py     the registered attention function and feature hooks, through which a model's layers reach our cache
+    experts.py       experts whose passes a GPU can capture
     native_body.py   the same forward as a few C calls, for decoding on a CPU
     fetch.py, convert_gguf.py: getting one
 
@@ -28,7 +29,8 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,6 +52,7 @@ from drafttrain.target.attention import (
     hook_features,
 )
 from drafttrain.target.devices import resolve_device, resolve_dtype, share_of_gpus
+from drafttrain.target.experts import most_captured
 from drafttrain.target.fetch import resolve_target
 from drafttrain.target.generation import TargetGeneration, end_tokens, read_generation_config
 from drafttrain.target.loading import (
@@ -94,6 +97,7 @@ class Target:
         forms: how each layer attends; empty without weights and on the snapshot path.
         idle_steps: captured decoding steps (CUDA graphs) between two calls of the decoder, see
             `take_idle_steps`.
+        most_captured: the most tokens of a pass that a CUDA graph can capture, None for any number.
     """
 
     def __init__(
@@ -139,6 +143,7 @@ class Target:
         self._native: NativeBody | None = None
         self._hooked: set[int] = set()
         self.idle_steps: list[Any] = []
+        self.most_captured: int | None = None
 
     # -- loading -----------------------------------------------------------------------------------
 
@@ -313,6 +318,7 @@ class Target:
             # torch prefers cuDNN on some GPUs, which plans anew for every shape of attention: with
             # prompts and rows of all lengths that takes longer than the attention.
             torch.backends.cuda.enable_cudnn_sdp(False)
+            target.most_captured = most_captured(model, name)
         target._choose_path(packed_only=not freeze)
         return target
 
@@ -685,6 +691,25 @@ class Target:
         self.idle_steps.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    @contextmanager
+    def off_gpu(self) -> Iterator[float | None]:
+        """Leaves the GPU to another program meanwhile; yields its free share, None without a GPU."""
+        device = self.device
+        if device.type != "cuda":
+            yield None
+            return
+        logger.info(
+            "target %r is in the host's memory while another program has the GPU", self.name
+        )
+        self.release_steps()
+        self.model.to("cpu")
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        try:
+            yield free / total
+        finally:
+            self.model.to(device)
 
     def require_layers(self) -> Target:
         """Itself. Raises UserError for a target without its layers, see `TargetShell`."""

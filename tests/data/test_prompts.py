@@ -509,6 +509,10 @@ def test_the_magpie_command(tmp_path, target_dir, monkeypatch, capsys):
     assert sorted(path.name for path in tmp_path.glob("p.*")) == ["p.jsonl", "p.jsonl.summary.json"]
     assert "dropped: unfinished" in capsys.readouterr().out
 
+    monkeypatch.setattr(responses, "choose_slots", lambda target, length: 3)
+    assert prompts(*args[:-2], "--openings", "none", "--overwrite") == 0
+    assert made[1][0] == 3, "by free memory, as generate does"
+
 
 @pytest.mark.parametrize("template", [True, False])
 def test_requests_run_on_the_real_engine(target, template):
@@ -558,7 +562,7 @@ def test_requests_run_on_the_real_engine(target, template):
         ),
         (
             ("--source", "file", "--input", "x.jsonl", "--slots", 0),
-            "--slots='0' must be a whole number from 1",
+            "--slots='0' must be auto or a whole number from 1",
         ),
         (
             ("--source", "file", "--input", "x.jsonl", "--max-prompt-tokens", 2),

@@ -41,6 +41,7 @@ _REPEATS = {
     aten.repeat_interleave.Tensor,
     aten.repeat_interleave.self_Tensor,
 }  # wait unless output_size is given
+_GROUPED = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 # What they are given is only asked for its shape.
 _LIKE = {
     getattr(aten, name).default for name in ("empty_like", "zeros_like", "ones_like", "full_like")
@@ -290,6 +291,8 @@ class PretendGpu(TorchDispatchMode):
                 args[0], args[1], kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
             )
         self._check_devices(func, args, flat, ours)
+        if func.name() in _GROUPED and not self._multiplies_groups(args[0]):
+            self.wait("offs.cpu()")  # then follows a product per group
         if func in _WAITING or (func in _REPEATS and kwargs.get("output_size") is None):
             self.wait(func.overloadpacket.__name__)
         generator = kwargs.get("generator")
@@ -298,6 +301,10 @@ class PretendGpu(TorchDispatchMode):
                 f"Expected a 'cuda' device type for generator but found 'cpu' at {place()}"
             )
         return self._compute(func, args, kwargs, self._full(device) if device else ours[0].device)
+
+    def _multiplies_groups(self, x: Tensor) -> bool:
+        """Whether torch has a kernel for products of groups, whose sizes it reads on the device."""
+        return self.capability[0] in (9, 10) and x.dtype == torch.bfloat16
 
     def _full(self, device: torch.device) -> torch.device:
         index = self.current if device.index is None else device.index
@@ -489,7 +496,13 @@ def _wide_products(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tenso
     return torch.bmm(left.to(out_dtype), right.to(out_dtype))
 
 
+def _histogram(numbers: Tensor, bins: int, min: float, max: float) -> Tensor:
+    """`aten.histc` of whole numbers, which exists on GPUs alone."""
+    return torch.histc(numbers.float(), bins, min, max).to(numbers.dtype)
+
+
 _SUBSTITUTES = {
+    aten.histc.default: _histogram,
     aten._fused_rms_norm_backward.default: _rms_norm_backward,
     aten.bmm.dtype: _wide_products,
 }

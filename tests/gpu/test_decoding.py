@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -10,9 +12,11 @@ from drafttrain.inference import Decoder, SamplingParams
 from drafttrain.inference.responses import ResponseEngine, ResponseRequest
 from drafttrain.inference.sequence import Mark
 from drafttrain.ops import sampling
+from drafttrain.target import Target, experts
 from tests.conftest import has_gpu
 from tests.drafters import contract
 from tests.gpu.count import DECODERS, TREES, budgets, count_rounds, drafter_of, moved, moved_target
+from tests.inference.fakes import family
 
 SAMPLED = SamplingParams(1.0, top_p=0.9)
 
@@ -155,3 +159,43 @@ def test_a_nucleus_sorts_full_rows_only_where_the_top_tokens_are_too_few(gpu, mo
         got = sampling.probabilities((scale * logits).cuda(), SAMPLED)
         assert widths == wanted
         assert torch.equal(got.cpu(), want)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("name", "capability", "most"),
+    [("mixtral", (8, 6), 99), ("qwen3_moe", (7, 5), 99), ("mixtral", (12, 0), 2), ("mixtral", (8, 0), 0)],
+)  # fmt: skip
+def test_passes_of_few_tokens_are_captured_although_grouped_products_wait(
+    request, monkeypatch, caplog, name, capability, most
+):
+    """But on compute capability 9 and 10 in bfloat16, torch reads the sizes of the groups on the host."""
+    on_cpu, reference = family(name)
+    prompts = [[3, 1, 4, 1, 5], [9, 2, 6], [5]]
+    (alone, together) = [plain_tokens(on_cpu, prompts, rows) for rows in (1, 3)]
+    gpu = request.getfixturevalue("gpu")
+    gpu.capability = capability
+    if most < 99:
+        monkeypatch.setattr(experts, "most_pairs", lambda module: 2 * most)  # each token has two
+    target = Target.wrap(copy.deepcopy(reference).to("cuda"), None, name=name)
+    assert f"target {name!r}: passes of more than" in caplog.text
+    assert plain_tokens(target, prompts, 1) == alone
+    assert (gpu.replays > 0) == (most > 0)
+    gpu.reset()
+    assert plain_tokens(target, prompts, 3) == together
+    assert (gpu.replays > 0) == (most > 2), "larger passes run as they are"
+    (steps,) = target.idle_steps
+    assert not steps.failure
+
+
+@pytest.mark.thorough
+def test_grouped_products_stay_where_torch_has_a_kernel(gpu, caplog):
+    _, reference = family("mixtral")
+    target = Target.wrap(copy.deepcopy(reference).to("cuda", torch.bfloat16), None)
+    assert target.most_captured is None and not caplog.messages
+    assert target.config._experts_implementation == "grouped_mm"
+
+
+def plain_tokens(target, prompts, rows):
+    decoder = Decoder(target, None, max_rows=rows, graphs=True, eos_ids=())
+    return [one.tokens for one in decoder.generate(prompts, max_new_tokens=8)]

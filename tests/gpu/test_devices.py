@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafttrain.config import load_config
 from drafttrain.errors import UserError
 from drafttrain.evaluation import sides
+from drafttrain.export import engine_runs
 from drafttrain.inference import SamplingParams, generate
+from drafttrain.inference.responses import choose_slots
+from drafttrain.inference.static import TargetSteps
 from drafttrain.losses import SharedHead, TargetRows, linear_divergence
 from drafttrain.ops import tree_attention_kernels, tree_attention_triton
 from drafttrain.ops.tree_cache import TreeCache
@@ -256,6 +261,33 @@ def test_attention_of_all_lengths_is_not_planned_by_cudnn(gpu):
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
+@pytest.mark.thorough
+def test_vllm_has_the_gpu_for_itself_while_it_verifies(gpu, monkeypatch, caplog):
+    """It asks for nine tenths of the card, which a target of ours fills in part."""
+    caplog.set_level("INFO", "drafttrain")
+    target = moved_target()
+    plain = generate(target, None, [1, 2, 3], max_new_tokens=5).tokens
+    seen = []
+
+    def side(python, script, job, environment):
+        assert target.device.type == "cpu" and not target.idle_steps
+        seen.append(job["memory"])
+        return {"tokens": [plain], "rounds": 4, "runs": [], "counters": {}, "version": "9.9"}
+
+    monkeypatch.setattr(engine_runs, "run_side", side)
+    options = SimpleNamespace(options=lambda trained: {"vLLM": {}})
+    monkeypatch.setattr(engine_runs, "shipping", lambda kind: options)
+    monkeypatch.setattr(
+        torch.cuda, "mem_get_info", lambda device=None: (gpu.memory // 2, gpu.memory)
+    )
+    trained = SimpleNamespace(kind="eagle3")
+    job = engine_runs.EngineJob(trained, target, "tiny", "float32", [[1, 2, 3]], 5, 3, Path())
+    assert engine_runs.Vllm().run(job, Path("out"), "python")["accepted_length"] == 1
+    assert seen == [{"gpu_memory_utilization": 0.45}] and target.device.type == "cuda"
+    assert "is in the host's memory while another program has the GPU" in caplog.text
+    assert generate(target, None, [1, 2, 3], max_new_tokens=5).tokens == plain
+
+
 def test_without_a_c_compiler_a_line_says_what_triton_lacks(gpu, monkeypatch, caplog):
     class Broken:
         def __getitem__(self, grid):
@@ -271,3 +303,48 @@ def test_without_a_c_compiler_a_line_says_what_triton_lacks(gpu, monkeypatch, ca
         tree_attention_triton.has_triton.cache_clear()
     (line,) = caplog.messages
     assert "(Failed to find C compiler.)" in line and "apt-get install gcc python3-dev" in line
+
+
+SHAPES = {
+    "Llama-3.1-8B": ("llama", 4096, 14336, 32, 32, 8, 128, 128256, False),
+    "Gemma-3-12B": ("gemma3_text", 3840, 15360, 48, 16, 8, 256, 262208, True),
+    "Qwen3-32B": ("qwen3", 5120, 25600, 64, 64, 8, 128, 151936, False),
+}
+KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+        "vocab_size", "tie_word_embeddings")  # fmt: skip
+
+
+def empty_target(name, monkeypatch):
+    """A target of a published shape in bfloat16, without weights, that says it is on the GPU; and its bytes."""
+    kind, *values = SHAPES[name]
+    config = AutoConfig.for_model(kind, **dict(zip(KEYS, values, strict=True)))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    target = Target.wrap(model, None, name=name, dtype=torch.bfloat16)
+    monkeypatch.setattr(Target, "device", torch.device("cuda", 0))
+    return target, sum(weight.nbytes for weight in model.parameters())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", SHAPES)
+def test_as_many_sequences_run_as_fit_beside_the_weights(gpu, monkeypatch, name):
+    """The cache that the engine grows to, with a row for a shared prefix, of prompts, answers and long answers."""
+    target, weights = empty_target(name, monkeypatch)
+    config = target.config
+    gpu.memory = 80 * 10**9 - weights
+    like = torch.empty(
+        1, config.num_key_value_heads, 0, config.head_dim, dtype=torch.bfloat16, device="meta"
+    )
+    for length in (310, 1400, 2048):
+        slots = choose_slots(target, length)
+        steps = TargetSteps(target)
+        cache = steps.open(min(length, 1024), slots + 1, (), choose=True)
+        cache.allocate(dict.fromkeys(range(target.num_layers), (like, like)))
+        steps.reserve(length)
+        assert cache.capacity < length + 160
+        assert cache.nbytes <= gpu.memory / 2
+        assert slots == 256 or cache.nbytes * (slots + 2) / (slots + 1) > gpu.memory / 2
+    assert slots > 10, "Qwen3-32B leaves 14.5 GB"
+
+    with pytest.raises(UserError, match=r"max_length=\d+: two sequences take \d+.\d GB .* leaves"):
+        choose_slots(target, 131072 * 4)

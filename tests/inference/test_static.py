@@ -145,13 +145,13 @@ def test_cache_and_steps_outlive_a_call(on_cpu):
     (steps,) = target.idle_steps
     cache = steps.cache
     made = dict(steps._passes.made)
-    assert cache.capacity == 1024 and cache.rows == 3 and made
+    assert cache.capacity == 128 and cache.rows == 3 and made
     assert decode(target, None, PROMPTS, True, max_rows=2) == want
     assert target.idle_steps == [steps] and steps.cache is cache
     assert all(steps._passes.made[key] is step for key, step in made.items())
     # A longer sequence needs another cache, which old steps do not know.
     decode(target, None, [PROMPTS[0] * 90], True)
-    assert steps.cache is not cache and steps.cache.capacity == 2048
+    assert steps.cache is not cache and steps.cache.capacity == 1152
     assert not set(made.values()) & set(steps._passes.made.values())
     # Weights that moved make graphs worthless.
     target.model.lm_head.weight.data = target.model.lm_head.weight.data.clone()
@@ -165,8 +165,8 @@ def test_an_outgrown_cache_doubles_as_far_as_the_target_reads():
     capacities = [
         steps.open(least, 1, (), choose=True).capacity for least in (600, 900, 1100, 2100, 4100)
     ]
-    assert capacities == [1024, 1024, 2048, 4096, 5120]  # 5000 and what padding takes
-    assert steps.open(600, 2, (), choose=True).capacity == 1024  # more rows: as much as they need
+    assert capacities == [640, 1280, 1280, 2560, 5120]  # 5000 and what padding takes
+    assert steps.open(600, 2, (), choose=True).capacity == 640  # more rows: as much as they need
 
 
 def test_the_clock_stands_still_during_captures():

@@ -6,21 +6,24 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "quickstart.sh"
 # Every command prints a table, advice and the command that follows, as the real ones do.
 STAND_IN = """#!/usr/bin/env bash
-echo "ran $1"
+echo "ran $*"
 echo "\u250f table of $1"
 echo "  -> advice of $1"
 echo "next: drafttrain something"
 """
 
 
-def test_the_quickstart_shows_one_table_and_no_other_next_step(tmp_path):
+def quickstart(tmp_path, on_gpu):
+    """What the script prints with commands that stand in for drafttrain's."""
     scripts = tmp_path / "scripts"
     scripts.mkdir()
     shutil.copy(SCRIPT, scripts)
-    (scripts / "env.sh").write_text("install_drafttrain() { :; }\n")
+    (scripts / "env.sh").write_text(f"install_drafttrain() {{ :; }}\non_gpu() {{ {on_gpu}; }}\n")
     stand_in = tmp_path / "bin" / "drafttrain"
     stand_in.parent.mkdir()
     stand_in.write_text(STAND_IN)
@@ -33,14 +36,29 @@ def test_the_quickstart_shows_one_table_and_no_other_next_step(tmp_path):
         text=True,
         check=True,
     )
-    assert "next:" not in done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize(("on_gpu", "features"), [("true", "none"), ("false", "wide")])
+def test_no_states_are_stored_where_a_gpu_computes_them_again(tmp_path, on_gpu, features):
+    """The states of an 8B for an hour of training are hundreds of GB."""
+    said = quickstart(tmp_path, on_gpu)
+    (generated,) = [line for line in said.splitlines() if line.startswith("ran generate")]
+    assert f"--features {features}" in generated
+    assert ("no states are stored" in said) == (on_gpu == "true")
+    assert ("this one reads six" in said) == (on_gpu == "false")
+
+
+def test_the_quickstart_shows_one_table_and_no_other_next_step(tmp_path):
+    said = quickstart(tmp_path, on_gpu="false")
+    assert "next:" not in said
     for command in ("fetch", "prompts", "generate", "train"):
-        assert f"ran {command}" in done.stdout
-    tables = [line for line in done.stdout.splitlines() if "table of " in line]
+        assert f"ran {command}" in said
+    tables = [line for line in said.splitlines() if "table of " in line]
     assert [line for line in tables if line.endswith((" tune", " eval", " report"))] == [
         "\u250f table of report"
     ]
-    assert "advice of tune" not in done.stdout and "advice of eval" not in done.stdout
+    assert "advice of tune" not in said and "advice of eval" not in said
     for name in ("tune", "eval"):
         assert f"table of {name}" in (tmp_path / "runs" / f"{name}.txt").read_text()
-    assert "talk to it: drafttrain chat" in done.stdout
+    assert "talk to it: drafttrain chat" in said

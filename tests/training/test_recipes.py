@@ -20,7 +20,10 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from drafttrain.cli import parsed
 from drafttrain.drafters.registry import kind_class
+from drafttrain.errors import UserError
+from drafttrain.recipes import recipe_path
 from drafttrain.train import setup
+from scripts import docs_commands
 from tests.conftest import make_target, make_tokenizer
 from tests.training.runs import ROOT, write_data
 
@@ -31,6 +34,10 @@ LARGE = {
 }  # see test_recipe_shapes.py
 LAUNCHERS = [path for path in CONFIGS if path.parent.name == "accelerate"]
 PLAIN = "configs/smollm2-135m/eagle3.yaml"
+FIRST_DOCKER_LINE = (
+    "docker run --rm --gpus all --entrypoint accelerate drafttrain:cuda launch --config_file configs/accelerate/gpu-8.yaml "
+    "-m drafttrain.train configs/quickstart.yaml data=runs/data output_dir=runs/drafter"
+)
 
 
 def lines(path: Path) -> list[str]:
@@ -120,6 +127,37 @@ def test_accelerate_reads_its_files(path, monkeypatch):
     if path.stem == "multi-node":
         assert (args.num_machines, args.machine_rank, args.main_process_ip) == (2, 1, "127.0.0.1")
         assert args.deepspeed_multinode_launcher == "standard"
+
+
+LAUNCHED = [
+    words
+    for page in docs_commands.PAGES
+    for words in map(docs_commands.inside, docs_commands.written(page))
+    if words[0] == "accelerate" and {"drafttrain.train", "drafttrain/train.py"} & {*words}
+    if not docs_commands.left_out(shlex.join(docs_commands.started(words)))
+]
+
+
+def check_launch(words, monkeypatch):
+    """Raises UserError: the recipe of a launcher's line, with its overrides and DeepSpeed file, is not complete."""
+    monkeypatch.chdir(ROOT)
+    args = _validate_launch_command(launch_command_parser().parse_args(words[2:]))[0]
+    if args.deepspeed_config_file:
+        monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", args.deepspeed_config_file)
+    recipe, *overrides = args.training_script_args
+    setup(str(recipe_path(recipe)), [*overrides, "use_cpu=true"])
+
+
+@pytest.mark.parametrize("words", LAUNCHED, ids=shlex.join)
+def test_what_the_docs_launch_is_complete(words, monkeypatch):
+    check_launch(words, monkeypatch)
+
+
+def test_a_launcher_without_a_target_is_found(monkeypatch):
+    assert any("smollm2-135m/eagle3" in words for words in LAUNCHED), "docker's"
+    words = docs_commands.inside(shlex.split(FIRST_DOCKER_LINE))
+    with pytest.raises(UserError, match="target"):
+        check_launch(words, monkeypatch)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

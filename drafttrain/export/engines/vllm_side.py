@@ -5,10 +5,11 @@ ours.
 
 The job's keys: target, dtype, prompts (token ids), tokens, repeats, warm_up, max_model_len,
 ignore_eos, speculative (vLLM's speculative_config or null), hf_overrides (of the target's config,
-or null) and answer, the file to write: runs, the last run's tokens, and vLLM's counters of
-speculative decoding. With steps, each prompt is run without compilation and once, step by step; in
-place of runs the answer holds the number of tokens of each step, and rounds, the steps after the
-prefills. vLLM's own counters leave out steps without drafts.
+or null), memory (vLLM's gpu_memory_utilization; may be missing) and answer, the file to write:
+runs, the last run's tokens, and vLLM's counters of speculative decoding. With steps, each prompt is
+run without compilation and once, step by step; in place of runs the answer holds the number of
+tokens of each step, and rounds, the steps after the prefills. vLLM's own counters leave out steps
+without drafts.
 """
 
 import json
@@ -45,6 +46,7 @@ def main() -> None:
         enable_prefix_caching=False,
         disable_log_stats=False,
         enforce_eager=job.get("steps", False),
+        **job.get("memory", {}),
     )
     params = SamplingParams(temperature=0, max_tokens=job["tokens"], ignore_eos=job["ignore_eos"])
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
