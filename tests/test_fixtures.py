@@ -6,7 +6,6 @@ tests/fixtures holds those files, fixtures/make.py says how they were made, fixt
 
 from __future__ import annotations
 
-import gc
 import json
 import shutil
 import sys
@@ -38,14 +37,6 @@ def home(tmp_path, monkeypatch):
 def shared(tmp_path_factory):
     """A copy for tests that write elsewhere, and so share what is cached with a data set."""
     return shutil.copytree(FIXTURES, tmp_path_factory.mktemp("shared") / "home")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections(target):
-    """A run ends with a full garbage collection, which need not look at the imported modules each time."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

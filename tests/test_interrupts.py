@@ -6,6 +6,7 @@ $INTERRUPT_TIMES names a file that collects the seconds from the signal to the e
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -15,8 +16,10 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 import pytest
+import torch
 
 from drafttrain import cli
 from tests.data.faulty_server import FaultyServer
@@ -33,16 +36,69 @@ LINES = {
 SIGNALS = pytest.mark.parametrize("number", LINES, ids=["SIGINT", "SIGTERM"])
 
 
-class Command:
-    """A command in a process of its own, in `folder`; its output goes to files there."""
+class Forked:
+    """A command in a child of this process, which has loaded torch before; as much of Popen as is used here."""
 
-    def __init__(self, folder: Path, words: list[str], script: str = "", **environment: str):
+    def __init__(self, words: list[str], folder: Path, out: TextIO, err: TextIO):
+        self._child = multiprocessing.get_context("fork").Process(
+            target=self._run, args=(words, folder, out, err)
+        )
+        self._child.start()
+        self.pid = self._child.pid
+
+    @staticmethod
+    def _run(words: list[str], folder: Path, out: TextIO, err: TextIO) -> None:
+        os.chdir(folder)
+        for number, file in ((1, out), (2, err)):
+            os.dup2(file.fileno(), number)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        torch.set_num_threads(1)  # threads of the parent's do not live on in a child
+        sys.argv = ["drafttrain", *words]
+        sys.exit(cli.main())
+
+    @property
+    def returncode(self) -> int | None:
+        return self._child.exitcode
+
+    def poll(self) -> int | None:
+        return self._child.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self, seconds: float) -> None:
+        self._child.join(seconds)
+        if self._child.is_alive():
+            raise subprocess.TimeoutExpired(self._child.name, seconds)
+
+    def kill(self) -> None:
+        self._child.kill()
+
+
+class Command:
+    """A command in a process of its own, in `folder`; its output goes to files there.
+
+    script: a Python file instead of the command line. fork: whether this process's modules are kept, which saves their import.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        words: list[str],
+        script: str = "",
+        fork: bool = False,
+        **environment: str,
+    ):
         self.folder = folder
         self.words = words
         self.out = folder / "stdout"
         self.err = folder / "stderr"
         variables = {**os.environ, "PYTHONPATH": str(FIXTURES.parents[1]), **environment}
         with self.out.open("w") as out, self.err.open("w") as err:
+            if fork and not torch.cuda.is_initialized():  # CUDA does not work in a forked child
+                self.process = Forked(words, folder, out, err)
+                return
             self.process = subprocess.Popen(
                 [sys.executable, *([script] if script else ["-m", "drafttrain.cli"]), *words],
                 cwd=folder,
@@ -165,7 +221,7 @@ def test_while_modules_are_imported(folder):
 
 @pytest.mark.thorough
 def test_generation_keeps_what_was_finished(folder, monkeypatch):
-    command = Command(folder, [*GENERATE, "--slots", "1", "--max-new-tokens", "48"])
+    command = Command(folder, [*GENERATE, "--slots", "1", "--max-new-tokens", "48"], fork=True)
     part = folder / "out" / "part-0000.jsonl"
     assert command.wait_for(lambda: len(lines_of(part)) > 3)
     command.ends(signal.SIGINT, moment="work")
@@ -181,7 +237,9 @@ def test_generation_keeps_what_was_finished(folder, monkeypatch):
 @pytest.mark.thorough
 def test_while_a_server_hangs(folder, monkeypatch):
     with FaultyServer(script={f"Name {i} songs.": "hang" for i in range(2, 12)}) as server:
-        command = Command(folder, [*GENERATE, "--backend", "openai", "--url", server.url])
+        command = Command(
+            folder, [*GENERATE, "--backend", "openai", "--url", server.url], fork=True
+        )
         part = folder / "out" / "part-0000.jsonl"
         assert command.wait_for(
             lambda: server.struck["hang"] == 10 and len(lines_of(part)) == MANY - 10
@@ -217,7 +275,9 @@ def test_a_load_test_keeps_its_finished_steps(folder):
             "hang" if len(server.requests) >= 2 else None,
             *asked(body)[1:],
         )
-        command = Command(folder, [*words, "--url", server.url, "--output", "server.json"])
+        command = Command(
+            folder, [*words, "--url", server.url, "--output", "server.json"], fork=True
+        )
         assert command.wait_for(lambda: len(server.requests) > 2)
         command.ends(signal.SIGINT, moment="a server hangs")
     assert not (folder / "server.json").exists()

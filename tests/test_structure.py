@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import re
 import sys
 from collections import Counter
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.density import measure
+from tests.density import measure, parsed
 
 ROOT = Path(__file__).resolve().parents[1]
 # Size and density of the package, by the arithmetic of tests/density.py. Size falls when mechanisms go, not by packing.
@@ -39,12 +38,6 @@ SHARED_NAMES = {"model", "export", "config", "__init__"}
 
 def python_files(root: Path = ROOT) -> list[Path]:
     return sorted((root / "drafttrain").rglob("*.py"))
-
-
-@functools.cache
-def parsed(path: Path) -> tuple[ast.AST, ...]:
-    """Every node of a file; several figures are taken of them."""
-    return tuple(ast.walk(ast.parse(path.read_text())))
 
 
 def annotations(nodes: Iterable[ast.AST]) -> Iterator[ast.expr]:
