@@ -1,6 +1,7 @@
 """What users wrote with the tree of commit b95ce8f loads as it is and computes what it computed then.
 
-tests/fixtures holds those files, fixtures/make.py says how they were made, fixtures/expected.json what they computed. Only
+tests/fixtures holds those files, fixtures/expected.json what they computed; `git show 9215aaf6:tests/fixtures/make.py` is the
+script that made them, which runs with that tree alone. They stand for what users have on their disks: do not make them anew. Only
 `from drafttrain import ...` and the command line read them, so that these tests need no change when modules move.
 """
 

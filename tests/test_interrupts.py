@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from drafttrain import cli
+from drafttrain.files import write_jsonl
 from tests.data.faulty_server import FaultyServer
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -181,14 +182,14 @@ def folder(tmp_path):
         {"id": f"c{i}", "messages": [{"role": "user", "content": f"Name {i} songs."}]}
         for i in range(MANY)
     ]
-    (tmp_path / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in many))
+    write_jsonl(tmp_path / "many.jsonl", many)
     answers = [
         {"messages": [*row["messages"], {"role": "assistant", "content": "la " * 20}]}
         for row in many
     ]
-    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
+    write_jsonl(tmp_path / "answers.jsonl", answers)
     questions = [{"turns": [f"Name {i} keys."]} for i in range(7)]
-    (tmp_path / "many_suite.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    write_jsonl(tmp_path / "many_suite.jsonl", questions)
     return tmp_path
 
 

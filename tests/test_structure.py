@@ -109,11 +109,10 @@ NAMES_A_TEST_MODULE = re.compile(r"from [\w.]*\btest_\w+ import|import \(?[^)]*?
 
 def imports_of_tests() -> Iterator[str]:
     """Imports of a test module: by another test module, a helper or a script."""
-    # tests/fixtures/make.py is a record of an earlier tree.
     folders = (ROOT / "tests", ROOT / "scripts", ROOT / "eval")
     files = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
     for path in files:
-        if path.parent.name == "fixtures" or not NAMES_A_TEST_MODULE.search(path.read_text()):
+        if not NAMES_A_TEST_MODULE.search(path.read_text()):
             continue
         for node in parsed(path):
             if not isinstance(node, ast.ImportFrom) or node.module is None:
