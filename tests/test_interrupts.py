@@ -1,7 +1,4 @@
-"""Ctrl-C and SIGTERM end every command soon: one line, exit status 130 or 143, finished work stored.
-
-$INTERRUPT_TIMES names a file that collects the seconds from the signal to the end of the process.
-"""
+"""Ctrl-C and SIGTERM end every command soon: one line, exit status 130 or 143, finished work stored."""
 
 from __future__ import annotations
 
@@ -137,22 +134,15 @@ class Command:
         except OSError:  # it has ended
             return "SigCgt: 0"
 
-    def ends(self, number: int, line: str = "", moment: str = "") -> None:
+    def ends(self, number: int, line: str = "") -> None:
         """Sends the signal and checks how the command ends."""
-        began = time.monotonic()
         self.process.send_signal(number)
         try:
             self.process.wait(SLACK)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
-        seconds = time.monotonic() - began
         said = self.err.read_text()
-        if file := os.environ.get("INTERRUPT_TIMES"):
-            with open(file, "a") as times:
-                times.write(
-                    f"{(self.words or ['script'])[0]}\t{moment}\t{signal.Signals(number).name}\t{seconds:.2f}\n"
-                )
         assert self.process.returncode == 128 + number, said[-2000:]
         assert not any(
             word in said for word in ("Traceback", "Exception ignored", "error:", "Error")
@@ -214,7 +204,7 @@ GENERATE = [
 def test_while_modules_are_imported(folder):
     command = Command(folder, ["eval", "--target", "target", "--drafter", "ngram"])
     assert command.wait_for(command.loads_torch)
-    command.ends(signal.SIGINT, moment="import")
+    command.ends(signal.SIGINT)
     assert lines_of(command.err) == [
         LINES[signal.SIGINT] + ": run the same command again to continue"
     ]
@@ -225,7 +215,7 @@ def test_generation_keeps_what_was_finished(folder, monkeypatch):
     command = Command(folder, [*GENERATE, "--slots", "1", "--max-new-tokens", "48"], fork=True)
     part = folder / "out" / "part-0000.jsonl"
     assert command.wait_for(lambda: len(lines_of(part)) > 3)
-    command.ends(signal.SIGINT, moment="work")
+    command.ends(signal.SIGINT)
     kept = lines_of(part)
     assert 3 < len(kept) < MANY and part.read_bytes().endswith(b"\n")
     monkeypatch.chdir(folder)
@@ -245,7 +235,7 @@ def test_while_a_server_hangs(folder, monkeypatch):
         assert command.wait_for(
             lambda: server.struck["hang"] == 10 and len(lines_of(part)) == MANY - 10
         )
-        command.ends(signal.SIGTERM, moment="a server hangs")
+        command.ends(signal.SIGTERM)
     monkeypatch.chdir(folder)
     with FaultyServer() as server:
         assert (
@@ -280,7 +270,7 @@ def test_a_load_test_keeps_its_finished_steps(folder):
             folder, [*words, "--url", server.url, "--output", "server.json"], fork=True
         )
         assert command.wait_for(lambda: len(server.requests) > 2)
-        command.ends(signal.SIGINT, moment="a server hangs")
+        command.ends(signal.SIGINT)
     assert not (folder / "server.json").exists()
     partial = json.loads((folder / "server.json.partial").read_text())
     assert [cell["requests"] for cell in partial["servers"]["url"]["cells"]] == [2]
@@ -303,7 +293,7 @@ def test_an_evaluation_keeps_finished_prompts(folder, monkeypatch):
     command = Command(folder, words)
     log = folder / "r.json.partial.jsonl"
     assert command.wait_for(lambda: len(lines_of(log)) > 2)
-    command.ends(signal.SIGTERM, moment="work")
+    command.ends(signal.SIGTERM)
     kept = lines_of(log)
     assert 2 < len(kept) < 8 and all(json.loads(line) for line in kept)
     monkeypatch.chdir(folder)
@@ -318,7 +308,7 @@ def test_training_saves_first(folder):
         ["train", "run.yaml", "drafter.depth_share=0.5", "max_steps=5000", "save_steps=5000"],
     )
     assert command.wait_for(lambda: "step 3/" in command.out.read_text())
-    command.ends(signal.SIGINT, "SIGINT: saved run/checkpoint-", moment="work")
+    command.ends(signal.SIGINT, "SIGINT: saved run/checkpoint-")
     assert (
         "saving a checkpoint after this step; Ctrl-C again ends at once" in command.err.read_text()
     )
@@ -378,7 +368,7 @@ sys.exit(cli.main())
     command = Command(tmp_path, [], script=str(script))
     assert command.wait_for(lambda: "running" in command.out.read_text())
     time.sleep(0.3)
-    command.ends(signal.SIGINT, moment=stuck)
+    command.ends(signal.SIGINT)
     assert lines_of(command.err) == [
         LINES[signal.SIGINT] + ": run the same command again to continue"
     ]
@@ -518,6 +508,6 @@ def test_every_command_ends(folder, name, moment, number):
             assert command.process.returncode == 0, command.err.read_text()[-2000:]
             pytest.skip("it has ended before")
         if name == "train" and "step 1/" in command.out.read_text():
-            command.ends(number, f"{signal.Signals(number).name}: saved run/checkpoint-", moment)
+            command.ends(number, f"{signal.Signals(number).name}: saved run/checkpoint-")
         else:
-            command.ends(number, moment=moment)
+            command.ends(number)
