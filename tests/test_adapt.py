@@ -143,11 +143,11 @@ def test_what_a_killed_process_leaves_is_completed(served, tmp_path, capsys, ple
         save(self)
 
     monkeypatch.setattr(adapt.Adapter, "save", dies)
-    assert main(words(served, output)) == 130  # between the swap and the state
+    assert main(words(served, output, "--passes=1")) == 130  # between the swap and the state
     monkeypatch.setattr(adapt.Adapter, "save", save)
     (output / ".partial").mkdir()
     capsys.readouterr()
-    found = once(served, output, capsys)
+    found = once(served, output, capsys, "--passes=1")
     assert found["read"] == 24 and [it["version"] for it in found["rounds"]] == [
         "version-0002"
     ]  # the round runs again

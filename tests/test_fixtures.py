@@ -1,12 +1,12 @@
 """What users wrote with the tree of commit b95ce8f loads as it is and computes what it computed then.
 
-tests/fixtures holds those files, fixtures/make.py says how they were made, fixtures/expected.json what they computed. Only
+tests/fixtures holds those files, fixtures/expected.json what they computed; `git show 9215aaf6:tests/fixtures/make.py` is the
+script that made them, which runs with that tree alone. They stand for what users have on their disks: do not make them anew. Only
 `from drafttrain import ...` and the command line read them, so that these tests need no change when modules move.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import shutil
 import sys
@@ -38,14 +38,6 @@ def home(tmp_path, monkeypatch):
 def shared(tmp_path_factory):
     """A copy for tests that write elsewhere, and so share what is cached with a data set."""
     return shutil.copytree(FIXTURES, tmp_path_factory.mktemp("shared") / "home")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections(target):
-    """A run ends with a full garbage collection, which need not look at the imported modules each time."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

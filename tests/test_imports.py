@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.metadata
 import re
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from drafttrain.drafters.registry import kinds
+from tests.density import parsed
 
 PACKAGE = Path(__file__).resolve().parents[1] / "drafttrain"
 
@@ -58,7 +60,7 @@ def modules() -> Iterator[tuple[str, Path]]:
 def imported(path: Path, name: str) -> Iterator[str]:
     """Dotted names below drafttrain that a file imports anywhere, in functions too."""
     package = ["drafttrain", *name.split(".")]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in parsed(path):
         if isinstance(node, ast.Import):
             found = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -82,6 +84,7 @@ def imported(path: Path, name: str) -> Iterator[str]:
         )
 
 
+@functools.cache
 def is_module(dotted: str) -> bool:
     path = PACKAGE.parent.joinpath(*dotted.split("."))
     return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
@@ -182,9 +185,9 @@ def named_kinds() -> Iterator[str]:
         here = module.split(".")[0]
         if here == "drafters" and any(kind in module for kind in names):
             continue
-        tree = ast.parse(path.read_text())
-        prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        for node in ast.walk(tree):
+        nodes = parsed(path)
+        prose = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
             if (
                 isinstance(node, ast.Constant)
                 and isinstance(node.value, str)

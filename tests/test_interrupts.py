@@ -1,11 +1,9 @@
-"""Ctrl-C and SIGTERM end every command soon: one line, exit status 130 or 143, finished work stored.
-
-$INTERRUPT_TIMES names a file that collects the seconds from the signal to the end of the process.
-"""
+"""Ctrl-C and SIGTERM end every command soon: one line, exit status 130 or 143, finished work stored."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -15,10 +13,13 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 import pytest
+import torch
 
 from drafttrain import cli
+from drafttrain.files import write_jsonl
 from tests.data.faulty_server import FaultyServer
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -33,16 +34,69 @@ LINES = {
 SIGNALS = pytest.mark.parametrize("number", LINES, ids=["SIGINT", "SIGTERM"])
 
 
-class Command:
-    """A command in a process of its own, in `folder`; its output goes to files there."""
+class Forked:
+    """A command in a child of this process, which has loaded torch before; as much of Popen as is used here."""
 
-    def __init__(self, folder: Path, words: list[str], script: str = "", **environment: str):
+    def __init__(self, words: list[str], folder: Path, out: TextIO, err: TextIO):
+        self._child = multiprocessing.get_context("fork").Process(
+            target=self._run, args=(words, folder, out, err)
+        )
+        self._child.start()
+        self.pid = self._child.pid
+
+    @staticmethod
+    def _run(words: list[str], folder: Path, out: TextIO, err: TextIO) -> None:
+        os.chdir(folder)
+        for number, file in ((1, out), (2, err)):
+            os.dup2(file.fileno(), number)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        torch.set_num_threads(1)  # threads of the parent's do not live on in a child
+        sys.argv = ["drafttrain", *words]
+        sys.exit(cli.main())
+
+    @property
+    def returncode(self) -> int | None:
+        return self._child.exitcode
+
+    def poll(self) -> int | None:
+        return self._child.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self, seconds: float) -> None:
+        self._child.join(seconds)
+        if self._child.is_alive():
+            raise subprocess.TimeoutExpired(self._child.name, seconds)
+
+    def kill(self) -> None:
+        self._child.kill()
+
+
+class Command:
+    """A command in a process of its own, in `folder`; its output goes to files there.
+
+    script: a Python file instead of the command line. fork: whether this process's modules are kept, which saves their import.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        words: list[str],
+        script: str = "",
+        fork: bool = False,
+        **environment: str,
+    ):
         self.folder = folder
         self.words = words
         self.out = folder / "stdout"
         self.err = folder / "stderr"
         variables = {**os.environ, "PYTHONPATH": str(FIXTURES.parents[1]), **environment}
         with self.out.open("w") as out, self.err.open("w") as err:
+            if fork and not torch.cuda.is_initialized():  # CUDA does not work in a forked child
+                self.process = Forked(words, folder, out, err)
+                return
             self.process = subprocess.Popen(
                 [sys.executable, *([script] if script else ["-m", "drafttrain.cli"]), *words],
                 cwd=folder,
@@ -80,22 +134,15 @@ class Command:
         except OSError:  # it has ended
             return "SigCgt: 0"
 
-    def ends(self, number: int, line: str = "", moment: str = "") -> None:
+    def ends(self, number: int, line: str = "") -> None:
         """Sends the signal and checks how the command ends."""
-        began = time.monotonic()
         self.process.send_signal(number)
         try:
             self.process.wait(SLACK)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
-        seconds = time.monotonic() - began
         said = self.err.read_text()
-        if file := os.environ.get("INTERRUPT_TIMES"):
-            with open(file, "a") as times:
-                times.write(
-                    f"{(self.words or ['script'])[0]}\t{moment}\t{signal.Signals(number).name}\t{seconds:.2f}\n"
-                )
         assert self.process.returncode == 128 + number, said[-2000:]
         assert not any(
             word in said for word in ("Traceback", "Exception ignored", "error:", "Error")
@@ -125,14 +172,14 @@ def folder(tmp_path):
         {"id": f"c{i}", "messages": [{"role": "user", "content": f"Name {i} songs."}]}
         for i in range(MANY)
     ]
-    (tmp_path / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in many))
+    write_jsonl(tmp_path / "many.jsonl", many)
     answers = [
         {"messages": [*row["messages"], {"role": "assistant", "content": "la " * 20}]}
         for row in many
     ]
-    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
+    write_jsonl(tmp_path / "answers.jsonl", answers)
     questions = [{"turns": [f"Name {i} keys."]} for i in range(7)]
-    (tmp_path / "many_suite.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    write_jsonl(tmp_path / "many_suite.jsonl", questions)
     return tmp_path
 
 
@@ -157,7 +204,7 @@ GENERATE = [
 def test_while_modules_are_imported(folder):
     command = Command(folder, ["eval", "--target", "target", "--drafter", "ngram"])
     assert command.wait_for(command.loads_torch)
-    command.ends(signal.SIGINT, moment="import")
+    command.ends(signal.SIGINT)
     assert lines_of(command.err) == [
         LINES[signal.SIGINT] + ": run the same command again to continue"
     ]
@@ -165,10 +212,10 @@ def test_while_modules_are_imported(folder):
 
 @pytest.mark.thorough
 def test_generation_keeps_what_was_finished(folder, monkeypatch):
-    command = Command(folder, [*GENERATE, "--slots", "1", "--max-new-tokens", "48"])
+    command = Command(folder, [*GENERATE, "--slots", "1", "--max-new-tokens", "48"], fork=True)
     part = folder / "out" / "part-0000.jsonl"
     assert command.wait_for(lambda: len(lines_of(part)) > 3)
-    command.ends(signal.SIGINT, moment="work")
+    command.ends(signal.SIGINT)
     kept = lines_of(part)
     assert 3 < len(kept) < MANY and part.read_bytes().endswith(b"\n")
     monkeypatch.chdir(folder)
@@ -181,12 +228,14 @@ def test_generation_keeps_what_was_finished(folder, monkeypatch):
 @pytest.mark.thorough
 def test_while_a_server_hangs(folder, monkeypatch):
     with FaultyServer(script={f"Name {i} songs.": "hang" for i in range(2, 12)}) as server:
-        command = Command(folder, [*GENERATE, "--backend", "openai", "--url", server.url])
+        command = Command(
+            folder, [*GENERATE, "--backend", "openai", "--url", server.url], fork=True
+        )
         part = folder / "out" / "part-0000.jsonl"
         assert command.wait_for(
             lambda: server.struck["hang"] == 10 and len(lines_of(part)) == MANY - 10
         )
-        command.ends(signal.SIGTERM, moment="a server hangs")
+        command.ends(signal.SIGTERM)
     monkeypatch.chdir(folder)
     with FaultyServer() as server:
         assert (
@@ -217,9 +266,11 @@ def test_a_load_test_keeps_its_finished_steps(folder):
             "hang" if len(server.requests) >= 2 else None,
             *asked(body)[1:],
         )
-        command = Command(folder, [*words, "--url", server.url, "--output", "server.json"])
+        command = Command(
+            folder, [*words, "--url", server.url, "--output", "server.json"], fork=True
+        )
         assert command.wait_for(lambda: len(server.requests) > 2)
-        command.ends(signal.SIGINT, moment="a server hangs")
+        command.ends(signal.SIGINT)
     assert not (folder / "server.json").exists()
     partial = json.loads((folder / "server.json.partial").read_text())
     assert [cell["requests"] for cell in partial["servers"]["url"]["cells"]] == [2]
@@ -242,7 +293,7 @@ def test_an_evaluation_keeps_finished_prompts(folder, monkeypatch):
     command = Command(folder, words)
     log = folder / "r.json.partial.jsonl"
     assert command.wait_for(lambda: len(lines_of(log)) > 2)
-    command.ends(signal.SIGTERM, moment="work")
+    command.ends(signal.SIGTERM)
     kept = lines_of(log)
     assert 2 < len(kept) < 8 and all(json.loads(line) for line in kept)
     monkeypatch.chdir(folder)
@@ -257,7 +308,7 @@ def test_training_saves_first(folder):
         ["train", "run.yaml", "drafter.depth_share=0.5", "max_steps=5000", "save_steps=5000"],
     )
     assert command.wait_for(lambda: "step 3/" in command.out.read_text())
-    command.ends(signal.SIGINT, "SIGINT: saved run/checkpoint-", moment="work")
+    command.ends(signal.SIGINT, "SIGINT: saved run/checkpoint-")
     assert (
         "saving a checkpoint after this step; Ctrl-C again ends at once" in command.err.read_text()
     )
@@ -317,7 +368,7 @@ sys.exit(cli.main())
     command = Command(tmp_path, [], script=str(script))
     assert command.wait_for(lambda: "running" in command.out.read_text())
     time.sleep(0.3)
-    command.ends(signal.SIGINT, moment=stuck)
+    command.ends(signal.SIGINT)
     assert lines_of(command.err) == [
         LINES[signal.SIGINT] + ": run the same command again to continue"
     ]
@@ -457,6 +508,6 @@ def test_every_command_ends(folder, name, moment, number):
             assert command.process.returncode == 0, command.err.read_text()[-2000:]
             pytest.skip("it has ended before")
         if name == "train" and "step 1/" in command.out.read_text():
-            command.ends(number, f"{signal.Signals(number).name}: saved run/checkpoint-", moment)
+            command.ends(number, f"{signal.Signals(number).name}: saved run/checkpoint-")
         else:
-            command.ends(number, moment=moment)
+            command.ends(number)

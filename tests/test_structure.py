@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import re
 import sys
 from collections import Counter
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.density import measure
+from tests.density import measure, parsed
 
 ROOT = Path(__file__).resolve().parents[1]
 # Size and density of the package, by the arithmetic of tests/density.py. Size falls when mechanisms go, not by packing.
@@ -39,12 +38,6 @@ SHARED_NAMES = {"model", "export", "config", "__init__"}
 
 def python_files(root: Path = ROOT) -> list[Path]:
     return sorted((root / "drafttrain").rglob("*.py"))
-
-
-@functools.cache
-def parsed(path: Path) -> tuple[ast.AST, ...]:
-    """Every node of a file; several figures are taken of them."""
-    return tuple(ast.walk(ast.parse(path.read_text())))
 
 
 def annotations(nodes: Iterable[ast.AST]) -> Iterator[ast.expr]:
@@ -116,11 +109,10 @@ NAMES_A_TEST_MODULE = re.compile(r"from [\w.]*\btest_\w+ import|import \(?[^)]*?
 
 def imports_of_tests() -> Iterator[str]:
     """Imports of a test module: by another test module, a helper or a script."""
-    # tests/fixtures/make.py is a record of an earlier tree.
     folders = (ROOT / "tests", ROOT / "scripts", ROOT / "eval")
     files = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
     for path in files:
-        if path.parent.name == "fixtures" or not NAMES_A_TEST_MODULE.search(path.read_text()):
+        if not NAMES_A_TEST_MODULE.search(path.read_text()):
             continue
         for node in parsed(path):
             if not isinstance(node, ast.ImportFrom) or node.module is None:

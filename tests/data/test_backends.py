@@ -15,6 +15,7 @@ from drafttrain import cli
 from drafttrain.data import backends
 from drafttrain.data.store import load_records, read_meta
 from drafttrain.data.vllm_backend import applied_rules, token_biases
+from drafttrain.files import write_jsonl
 from tests.conftest import CHAT_TEMPLATE, make_tokenizer
 from tests.data.commands import generate
 from tests.data.faulty_server import Handler, LocalServer, chat, completion
@@ -96,7 +97,7 @@ def prompts(tmp_path):
     ]
     rows += [{"id": "text", "text": "once upon"}]
     path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(path, rows)
     return path
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import threading
@@ -18,6 +19,7 @@ from drafttrain.data.failures import BadReply, Failures
 from drafttrain.data.openai_replies import ChatReply, IdsReply, ModelList, TextReply
 from drafttrain.data.servers import Requests
 from drafttrain.data.store import load_records
+from drafttrain.files import write_jsonl
 from tests.data import commands
 from tests.data.faulty_server import ENDLESS, FAULTS, FaultyServer
 
@@ -61,7 +63,8 @@ def quick(monkeypatch):
             await asyncio.sleep(0.005)
         for _ in range(20):  # the loop reads what has arrived
             await asyncio.sleep(0.005)
-        limit.reschedule(asyncio.get_running_loop().time())
+        with contextlib.suppress(RuntimeError):  # the request has ended by itself
+            limit.reschedule(asyncio.get_running_loop().time())
 
     monkeypatch.setattr(Requests, "_reply", reply)
     monkeypatch.setattr(Requests, "deadline", staticmethod(deadline))
@@ -82,7 +85,7 @@ def generate(target_dir, tmp_path, capsys):
                     "messages": [{"role": role, "content": text} for role, text in answered],
                 }
             )
-        prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_jsonl(prompts, rows)
         more = ["--backend", "openai", "--max-new-tokens", "64"]
         for url in urls:
             more += ["--url", url]

@@ -14,6 +14,7 @@ from drafttrain.data import conversation
 from drafttrain.data.chat import text_ids, turn_glue
 from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.data.store import FeatureStore, Share, Store, load_records, read_meta
+from drafttrain.files import write_jsonl
 from drafttrain.target import Target
 from tests.data import commands
 from tests.data.templates.families import FOLDER
@@ -37,7 +38,7 @@ def prompts(tmp_path):
     ]
     rows += [{"id": f"t{i}", "text": "once upon " * (i + 1)} for i in range(3)]
     path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(path, rows)
     return path
 
 
@@ -264,7 +265,7 @@ def test_prompts_that_cannot_fit_are_dropped_unread(target_dir, tmp_path, capsys
     """30 MB of text take a tokenizer minutes; the longest token says that they cannot fit."""
     path = tmp_path / "prompts.jsonl"
     rows = [{"id": "long", "text": "x" * 1_000_000}, chat("turns", "hi", "x" * 1_000_000)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(path, rows)
     read = []
     plain = conversation.text_ids
 
@@ -494,7 +495,7 @@ def test_existing_conversations_keep_their_answers(target_dir, tmp_path, capsys)
         },
     ]
     path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(path, rows)
     options = ["--backend", "existing", "--max-length", "80"]
     assert generate(target_dir, path, tmp_path / "out", *options) == 0
     said = capsys.readouterr().out
@@ -517,7 +518,7 @@ def test_existing_conversations_in_several_rows_are_counted_once(target_dir, tmp
     answer = {"role": "assistant", "content": "yes", "reasoning_content": "so"}
     rows = [{"id": id, "messages": [{"role": "user", "content": "hi"}, answer] * 2} for id in "ab"]
     path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(path, rows)
     assert generate(target_dir, path, tmp_path / "out", "--backend", "existing") == 0
     said = capsys.readouterr().out
     assert "4 rows, because the chat template rewrites" in said
@@ -530,7 +531,7 @@ def test_prompts_that_the_template_does_not_read_name_the_fix(target_dir, tmp_pa
         {"id": id, "messages": [{"role": "user", "content": "hi"}], "tools": tools} for id in "ab"
     ]
     path = tmp_path / "tools.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(path, rows)
     assert generate(target_dir, path, tmp_path / "out") == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert (
@@ -538,7 +539,7 @@ def test_prompts_that_the_template_does_not_read_name_the_fix(target_dir, tmp_pa
         and "does not read `tools`; drop them;" in error
     )
     del rows[0]["tools"]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(path, rows)
     assert generate(target_dir, path, tmp_path / "out") == 0
     *_, last, _, _ = capsys.readouterr().out.splitlines()
     assert (

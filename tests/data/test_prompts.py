@@ -25,7 +25,7 @@ from drafttrain.data.magpie import BUILTIN_OPENINGS, PromptWriter, load_openings
 from drafttrain.data.row_formats import parse_row
 from drafttrain.data.sources import SOURCES, Source, collect, parse_columns, write_prompts
 from drafttrain.errors import UserError
-from drafttrain.files import JsonlLog
+from drafttrain.files import JsonlLog, write_jsonl
 from drafttrain.inference.responses import Finished, ResponseEngine
 from drafttrain.ops.sampling import SamplingParams
 
@@ -46,7 +46,7 @@ def lines(path):
 
 
 def write_lines(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(path, rows)
     return path
 
 

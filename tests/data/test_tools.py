@@ -18,6 +18,7 @@ from drafttrain.data.row_formats import parse_row
 from drafttrain.data.store import FeatureStore, Store, load_records, read_meta
 from drafttrain.errors import UserError
 from drafttrain.evaluation.diagnose import other_template_kwargs
+from drafttrain.files import write_jsonl
 from drafttrain.target import Target
 from tests.conftest import make_tokenizer
 from tests.data.records import conversation_record
@@ -244,9 +245,9 @@ def test_rows_of_the_local_engine_are_as_served(target_dir, tmp_path, capsys, bu
     (target_dir / "chat_template.jinja").write_text(template)
     rows = [[f"say {i}", "more", "again"] for i in range(3)]
     path = tmp_path / "p.jsonl"
-    path.write_text("".join(json.dumps({"id": f"c{i}", "messages": [
+    write_jsonl(path, [{"id": f"c{i}", "messages": [
         message for user in row for message in ({"role": "user", "content": user}, {"role": "assistant", "content": "x"})
-    ]}) + "\n" for i, row in enumerate(rows)))  # fmt: skip
+    ]} for i, row in enumerate(rows)])  # fmt: skip
     args = ["generate", "--target", str(target_dir), "--prompts", str(path), "--output", str(tmp_path / "out"), "--dtype",
             "float32", "--max-new-tokens", "40", "--slots", "2", "--temperature", "1.5", "--features", "1"]  # fmt: skip
     assert cli.main([*args, *budget]) == 0

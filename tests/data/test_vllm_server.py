@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -14,6 +13,7 @@ import pytest
 from drafttrain import cli
 from drafttrain.data.servers import Requests
 from drafttrain.data.store import load_records
+from drafttrain.files import write_jsonl
 from tests.conftest import make_target
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
@@ -86,9 +86,7 @@ def test_stored_ids_are_the_served_ids(server, tmp_path, monkeypatch, capsys):
     rows = [{"id": f"c{i}", "messages": [m for text in users[: 1 + i % 3] for m in (
         {"role": "user", "content": f"{text} {i}"}, {"role": "assistant", "content": "x"})]} for i in range(9)]  # fmt: skip
     path = tmp_path / "prompts.jsonl"
-    path.write_text(
-        "".join(json.dumps(row) + "\n" for row in [*rows, {"id": "text", "text": "once"}])
-    )
+    write_jsonl(path, [*rows, {"id": "text", "text": "once"}])
     options = [
         "--backend",
         "openai",

@@ -45,14 +45,14 @@ def make_kind(kind, target, kept=None, shake=False, **options):
     return drafter.train(not shake)
 
 
-def check_training(drafter, target, learned=0.5):
+def check_training(drafter, target):
     """A gradient on everything that is trained, and one batch can be learned by heart."""
     batch = make_batch()
     first = run_step(drafter, target, batch)
     assert first.loss.isfinite()
     first.loss.backward()
     check_gradients(drafter)
-    enough = lambda step: bool((step.metrics["loss"] < learned * first.metrics["loss"]).all())  # noqa: E731
+    enough = lambda step: bool((step.metrics["loss"] < 0.5 * first.metrics["loss"]).all())  # noqa: E731
     step = overfit(drafter, step_inputs(drafter, target, batch), enough, lr=1e-2, most=60)
     assert enough(step), (first.metrics, step.metrics)
 

@@ -13,7 +13,7 @@ from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.tree_attention import CpuPlan
 from tests.conftest import make_target
 from tests.drafters.helpers import make_batch, make_drafter
-from tests.drafters.layer_kinds import check_lossless, check_parity, make_kind
+from tests.drafters.layer_kinds import check_parity, make_kind
 
 
 @pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")
@@ -97,9 +97,6 @@ def test_the_kernel_for_a_depth_is_the_one_forward(monkeypatch, kind, options, e
         lambda: make_kind(kind, target, torch.arange(40, 240), shake=True, **options), target
     )
     assert " ".join(calls) == expected, "both times that tokens were committed, and the tree"
-    drafter = make_kind(kind, target, torch.arange(40, 240), shake=True, **options)
-    drafter.pack()
-    check_lossless(drafter, target)
 
 
 @pytest.mark.parametrize(

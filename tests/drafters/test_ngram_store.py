@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 
 import pytest
@@ -16,6 +15,7 @@ from drafttrain.drafters.common import ngram_table as module
 from drafttrain.drafters.common.ngram_table import NgramTable
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.errors import UserError
+from drafttrain.files import write_jsonl
 from drafttrain.target import tokenizer_fingerprint
 from tests.drafters.helpers import make_drafter
 
@@ -124,7 +124,7 @@ def test_the_command_counts_data_sets_and_texts(target, target_dir, tmp_path, ca
     assert table.likeliest((1, 2)) == [(1, 1.0)]  # 30 is not part of the response
     assert table.likeliest((9, 8)) == [(1, 1.0)]
     lines = [{"text": "abab"}, {"messages": [{"role": "user", "content": "abab"}]}]
-    (tmp_path / "c.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_jsonl(tmp_path / "c.jsonl", lines)
     (tmp_path / "c.txt").write_text("abab\nabab\n")
     a, b = target.tokenizer("ab").input_ids
     for name in ("c.jsonl", "c.txt"):

@@ -57,7 +57,7 @@ def drafting(drafter, target, length=9):
 
 
 @pytest.mark.thorough
-@every_form
+@pytest.mark.parametrize(("kind", "options"), [form for form in FORMS if form[1]])
 def test_every_parameter_gets_a_finite_gradient_and_a_batch_can_be_overfitted(
     target, kind, options
 ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 
@@ -76,8 +77,7 @@ def test_greedy_trees_of_any_length_are_the_targets(folder_of, plain, kind, pack
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", OPTIONS)
-def test_sampled_trees_of_any_length_are_decoded(folder_of, kind, packed):
-    for tree in SAMPLED:
-        made = decode(folder_of(kind), packed, tree, SamplingParams(temperature=0.7))
-        assert len(made) == NEW, tree
+@pytest.mark.parametrize(("kind", "tree"), zip(OPTIONS, itertools.cycle(SAMPLED), strict=False))
+def test_sampled_trees_of_any_length_are_decoded(folder_of, kind, tree, packed):
+    made = decode(folder_of(kind), packed, tree, SamplingParams(temperature=0.7))
+    assert len(made) == NEW

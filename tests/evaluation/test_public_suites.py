@@ -14,6 +14,7 @@ from drafttrain.data.chat import ChatInputs
 from drafttrain.errors import UserError
 from drafttrain.evaluation import bfcl
 from drafttrain.evaluation.suites import PUBLIC, Question, load_suite
+from drafttrain.files import write_jsonl
 
 ROWS = {
     "spec_bench": {"question_id": 81, "category": "writing", "turns": ["a", "b"], "reference": []},
@@ -153,7 +154,7 @@ EXPECTED = {
 
 
 def write(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(path, rows)
     return path
 
 

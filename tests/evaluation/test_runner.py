@@ -15,6 +15,7 @@ from drafttrain.drafters.registry import default_tree, load_drafter
 from drafttrain.evaluation import runner, sides
 from drafttrain.evaluation.metrics import open_log, saved_records
 from drafttrain.evaluation.suites import Question, load_suite
+from drafttrain.files import write_jsonl
 from drafttrain.reports.report import identity_line
 from drafttrain.target import Target
 from drafttrain.tuning import eval_command
@@ -105,7 +106,7 @@ def test_tools_of_a_suite_are_measured_by_category(command, target_dir, tmp_path
     }
     rows = [{**row, "tools": [tool]} for row in QUESTIONS]
     path = tmp_path / "tools.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(path, rows)
     options = {"max-new-tokens": 4, "baselines": "autoregressive"}
     error = error_of(capsys, command(suite=path, **options)).splitlines()[-1]
     assert "question 'q1': the chat template does not read `tools`" in error
@@ -388,7 +389,7 @@ def test_auto_takes_the_tree_that_was_predicted_fastest(command, tmp_path, monke
     ]
     rows += [{"text": "hello there"}, {"text": "x y z"}]  # the first is in the suite
     calibration = tmp_path / "prompts.jsonl"
-    calibration.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(calibration, rows)
     assert cli.main(command(tree="auto", calibrate=calibration, baselines="none", limit=1)) == 0
     results = read(tmp_path)
     table = results["tree_search"]

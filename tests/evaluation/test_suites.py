@@ -1,18 +1,17 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from drafttrain.data.chat import ChatInputs
 from drafttrain.errors import UserError
 from drafttrain.evaluation import suites
 from drafttrain.evaluation.suites import Question, load_suite, take_evenly
+from drafttrain.files import write_jsonl
 from tests.data.templates.families import FAMILIES
 
 
 def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(path, rows)
     return str(path)
 
 

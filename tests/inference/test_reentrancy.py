@@ -16,7 +16,7 @@ from tests.drafters.helpers import make_drafter
 
 THREADS = 4
 ROUNDS = 3
-COUNT = 24
+COUNT = 16
 PROMPTS = [
     [[7 * i + j for j in range(3 + i)], [i, 9, 11, 9, 11, 30 + i], list(range(i, i + 20))]
     for i in range(THREADS)

@@ -12,6 +12,7 @@ import pytest
 
 from drafttrain import cli
 from drafttrain.data.servers import server_address
+from drafttrain.files import write_jsonl
 from drafttrain.serving import client
 from drafttrain.serving.bench import Load, compare, figures
 from drafttrain.serving.client import Answer, parse_metrics, speculation
@@ -26,7 +27,7 @@ sglang:token_usage{model_name="tiny"} NaN
 @pytest.fixture
 def bench(tmp_path):
     suite = tmp_path / "suite.jsonl"
-    suite.write_text("".join(json.dumps({"turns": [f"question {i}"]}) + "\n" for i in range(3)))
+    write_jsonl(suite, [{"turns": [f"question {i}"]} for i in range(3)])
 
     def run(*arguments, status=0):
         output = tmp_path / "server.json"

@@ -22,6 +22,7 @@ from drafttrain.data.loader import collate, training_rows
 from drafttrain.data.store import FeatureStore, Share, load_records
 from drafttrain.drafters.base import StepInputs
 from drafttrain.errors import UserError
+from drafttrain.files import write_jsonl
 from drafttrain.states import features, served
 from drafttrain.states.origins import Stored
 from drafttrain.states.source import TargetSource
@@ -308,7 +309,7 @@ def test_vllms_states_are_the_local_ones(tmp_path, flags, monkeypatch):
     data = write_data(tmp_path / "data", target, rows=8)
     lines = [json.loads(line) for line in (data / "part-0000.jsonl").read_text().splitlines()]
     longer = [{**row, "id": row["id"] + "-long", "tokens": row["tokens"] * 4} for row in lines]
-    (data / "part-0000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines + longer))
+    write_jsonl(data / "part-0000.jsonl", lines + longer)
     exact = [
         "--dtype",
         "float32",

@@ -55,7 +55,7 @@ def write_recipe(tmp_path: Path, target_dir: Path, data: Path, **extra: object) 
         "validation": 0.1,
         "dtype": "float32",
         "decode_prompts": 2,
-        "decode_tokens": 12,
+        "decode_tokens": 6,
         **extra,
     }
     recipe.write_text("".join(f"{k}: {json.dumps(v)}\n" for k, v in options.items()))

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from drafttrain.cli import main
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import load_drafter
+from drafttrain.files import write_jsonl
 from drafttrain.inference import generate
 from drafttrain.target import Target
 from tests.training.runs import write_recipe
@@ -112,9 +113,7 @@ def test_the_weights_that_decode_best_are_taken_at_the_end(train, tmp_path, monk
 @pytest.mark.thorough
 def test_text_pretrains_and_the_result_is_distilled(train, tiny, tmp_path):
     text = tmp_path / "corpus.jsonl"
-    text.write_text(
-        "".join(json.dumps({"text": f"one two three {i} " * 20}) + "\n" for i in range(12))
-    )
+    write_jsonl(text, [{"text": f"one two three {i} " * 20} for i in range(12)])
     first = tmp_path / "pretrained"
     words = ["init=random", f"drafter.config={SHAPES}", "loss=next_token", "max_length=64"]
     assert (

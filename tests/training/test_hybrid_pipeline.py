@@ -13,6 +13,7 @@ from drafttrain.data.store import FeatureStore, load_records
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import kind_class
 from drafttrain.evaluation.held_out import acceptance, first_prompts, replayed
+from drafttrain.files import write_jsonl
 from drafttrain.states.origins import Stored
 from drafttrain.states.source import TargetSource
 from drafttrain.target import Target, TargetShell, load_shell
@@ -42,7 +43,7 @@ def hybrid(tmp_path_factory):
         {"id": f"p{i}", "messages": [{"role": "user", "content": chr(97 + i) * (3 + 5 * (i % 4))}]}
         for i in range(10)
     ]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(folder / "prompts.jsonl", rows)
     words = [
         "generate",
         "--target",
@@ -87,9 +88,7 @@ def test_a_hybrid_goes_through_the_whole_pipeline(hybrid, tmp_path, kind, capsys
     drafter = train(tmp_path, hybrid, kind)
     questions = tmp_path / "questions.jsonl"
     results = tmp_path / "results.json"
-    questions.write_text(
-        "".join(json.dumps({"question_id": i, "turns": ["abc" * i]}) + "\n" for i in range(1, 4))
-    )
+    write_jsonl(questions, [{"question_id": i, "turns": ["abc" * i]} for i in range(1, 4)])
     words = [
         "eval",
         "--target",

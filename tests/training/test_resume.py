@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import random
@@ -72,11 +74,15 @@ def recipe(tmp_path: Path, tiny, **extra: object) -> list[str]:
 def whole(tiny, tmp_path_factory):
     """An uninterrupted run that logs to wandb without a network."""
     folder = tmp_path_factory.mktemp("whole")
-    done = launch(
-        recipe(folder, tiny, report_to="wandb"), WANDB_MODE="offline", WANDB_DIR=str(folder)
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return folder, done.stdout
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        patch.setenv("WANDB_MODE", "offline")
+        patch.setenv("WANDB_DIR", str(folder))
+        assert main(["train", *recipe(folder, tiny, report_to="wandb")]) == 0
+        import wandb
+
+        wandb.finish()
+    return folder, said.getvalue()
 
 
 @pytest.mark.slow

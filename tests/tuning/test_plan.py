@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +14,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Mi
 
 from drafttrain.cli import main
 from drafttrain.errors import UserError
+from drafttrain.ops.tree_attention_triton import has_triton
 from drafttrain.training.dry_step import StepMemory, StepSetting
 from drafttrain.tuning import plan_memory
 from drafttrain.tuning.costs import model_sizes, sizes_of
@@ -24,6 +23,7 @@ from drafttrain.tuning.plan_memory import Memory, Setting, buckets_of
 from drafttrain.tuning.plan_recipe import deepspeed_of, read_config, stored_bits
 
 ROOT = Path(__file__).resolve().parents[2]
+KERNELS = ("drafttrain.ops.tree_attention_kernels", "drafttrain.ops.divergence_kernels")
 SHAPES = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 1000, "max_position_embeddings": 4096, "tie_word_embeddings": False,
@@ -428,50 +428,26 @@ def test_what_cannot_be_planned_is_one_line(recipe, words, job, message):
         plan(recipe, words, Job(**job))
 
 
-WITHOUT_TRITON = """
-import sys
-
-
-class Hiding:
-    def __init__(self, finder):
-        self.finder = finder
-
-    def __getattr__(self, name):
-        return getattr(self.finder, name)
-
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "triton":
-            return None
-        return self.finder.find_spec(name, path, target)
-
-
-sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
-
-from drafttrain.tuning import plan_memory
-from drafttrain.tuning.plan import plan
-
-plan_memory._MOST_TOKENS = 256
-plan_memory.Memory.most = lambda *_: 0
-totals = {}
-for kind in sys.argv[2:]:
-    totals[kind] = plan(sys.argv[1], [f"kind={kind}", "drafter={}"]).memory_gb["total"]
-assert "triton" not in sys.modules
-print(totals)
-"""
-
-
 @pytest.mark.thorough
 def test_a_plan_needs_no_triton(recipe, monkeypatch):
     """An environment without the extra `dev` plans the same memory; a kind per sort of attention and of norm."""
-    kinds = ("eagle3", "dflash", "medusa", "mlp_speculator")
-    words = [sys.executable, "-c", WITHOUT_TRITON, recipe, *kinds]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = ast.literal_eval(done.stdout.splitlines()[-1])
     monkeypatch.setattr(plan_memory, "_MOST_TOKENS", 256)
     monkeypatch.setattr(Memory, "most", lambda *_: 0)
-    want = {kind: plan(recipe, [f"kind={kind}", "drafter={}"]).memory_gb["total"] for kind in kinds}
-    assert found == want
+
+    def totals() -> dict[str, float]:
+        kinds = ("eagle3", "dflash", "medusa", "mlp_speculator")
+        plans = {kind: plan(recipe, [f"kind={kind}", "drafter={}"]) for kind in kinds}
+        return {kind: found.memory_gb["total"] for kind, found in plans.items()}
+
+    want = totals()
+    # As if it were not installed: neither it nor the modules of kernels can be imported.
+    for name in ("triton", *KERNELS):
+        monkeypatch.setitem(sys.modules, name, None)
+    has_triton.cache_clear()
+    try:
+        assert totals() == want
+    finally:
+        has_triton.cache_clear()
 
 
 @pytest.mark.thorough

@@ -20,6 +20,7 @@ from drafttrain.drafters.ngram.model import NgramDrafter
 from drafttrain.drafters.registry import decoding_settings
 from drafttrain.evaluation.metrics import summarize
 from drafttrain.evaluation.verdicts import judge, verdict_of
+from drafttrain.files import write_jsonl
 from drafttrain.inference import Decoder, SamplingParams, static
 from drafttrain.tuning import replay as costs_module
 from drafttrain.tuning import tune as tuning
@@ -430,9 +431,7 @@ def test_the_table_holds_the_picked_tree_and_is_sorted(monkeypatch, target, caps
 
 def test_more_prompts_than_six_are_taken_from_a_file(target, tmp_path):
     file = tmp_path / "prompts.jsonl"
-    file.write_text(
-        "".join(json.dumps({"text": f"question {number}"}) + "\n" for number in range(9))
-    )
+    write_jsonl(file, [{"text": f"question {number}"} for number in range(9)])
     assert len(tuning.calibration_prompts(target, str(file), {}, count=8)) == 8
     assert len(tuning.calibration_prompts(target, None, {}, count=8)) == 6
 
