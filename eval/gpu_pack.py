@@ -40,6 +40,7 @@ CARRIED = [
 ]
 IMAGE = [
     "accelerate",
+    "attrs",
     "httpx",
     "hypothesis",
     "jinja2",
