@@ -432,6 +432,7 @@ class Engine:
             if sequence.left > 1 or sequence not in unread:
                 going.append(sequence)
         self._launched = None
+        unread = set()
         lengths = self.cache.lengths
         if going and max(lengths[it.row] for it in going) < self.cache.capacity:
             self._launched = self._launch(going)
@@ -450,7 +451,7 @@ class Engine:
             sequence.count(0, len(tokens), 0, share)
             if self._capture:
                 sequence.states.append(launched.states[place : place + 1])
-            if sequence.stats.finish and self._launched is not None and sequence in unread:
+            if sequence.stats.finish and sequence in unread:
                 lengths[sequence.row] -= 1
             news.append((sequence, tokens))
         yield from news

@@ -367,7 +367,7 @@ class _Blocks(NamedTuple):
             self.split(out),
             self.split(lse).contiguous(),
             0.0,  # no dropout
-            False,
+            False,  # the mask says what a query does not see
             attn_mask=self.mask_like(query),
         )
         self.split(into).add_(query_grad)
