@@ -6,7 +6,6 @@ import no torch, so that every --help is quick.
 
 from __future__ import annotations
 
-import importlib
 import os
 import select
 import signal
@@ -150,8 +149,9 @@ def parsed(argv: Sequence[str]) -> tuple[Function, Values, dict[str, bool]]:
 
     command, *words = argv
     function = function_of(command)
-    given = read_words(app_of(command), command, function, words)
-    switches = {name: bool(given.pop(name, False)) for name in switches_of(command)}
+    known = switches_of(command)
+    given = read_words(app_of(command), command, function, words, known)
+    switches = {name: bool(given.pop(name, False)) for name in known}
     try:
         return function, checked(function, given), switches
     except UserError as error:
@@ -204,11 +204,6 @@ def run(argv: list[str]) -> int:
     quiet = switches.get("quiet", False)
     as_json = switches.get("json", False)
     with commanded(argv), voice(argv[0], quiet, as_json):
-        mode = os.environ.pop("WANDB_MODE", None)  # transformers prints it when it is imported
-        try:
-            importlib.import_module(f"drafttrain.{COMMANDS[argv[0]][1]}")
-        finally:
-            os.environ.update({"WANDB_MODE": mode} if mode is not None else {})
         return run_as_command(function, values)
 
 

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import inspect
 import json
+import os
 import re
 import types
 import typing
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import (
@@ -232,19 +234,20 @@ def checked(
     return found
 
 
-def result_of(implementation: Callable[[Namespace], int | None], args: Namespace) -> Json:
-    """Runs what a command does with its arguments, and returns the result that it concluded with."""
-    return {**outcome_of(implementation, args)["result"]}
+def result_of(module: str, given: Values) -> Json:
+    """Runs a command with its arguments by name, and returns the result that it concluded with.
+
+    Args:
+        module: below drafttrain, with a function `run`.
+    """
+    return {**outcome_of(module, Namespace(**given))["result"]}
 
 
-def outcome_of(
-    implementation: Callable[[Namespace], int | None],
-    args: Namespace,
-    keeps: bool = True,
-) -> Outcome:
+def outcome_of(module: str, args: Namespace, *loaded: object, keeps: bool = True) -> Outcome:
     """Runs what a command does with its arguments, and returns what it concluded.
 
     Args:
+        module: below drafttrain; its function `run` takes `args` and `loaded`.
         args: the parameters. `progress`: whether a call from Python prints what the command prints;
             without that parameter it does.
         keeps: whether a call from Python that names no output writes the command's default one.
@@ -252,14 +255,20 @@ def outcome_of(
     from drafttrain.files import scratch_folder
     from drafttrain.outcome import concluded, ended
 
+    mode = os.environ.pop("WANDB_MODE", None)  # transformers prints it when it is imported
+    try:
+        run = importlib.import_module(f"drafttrain.{module}").run
+    finally:
+        if mode is not None:
+            os.environ["WANDB_MODE"] = mode
     progress = vars(args).pop("progress", True)
     if not called_from_python():
-        _status.set(implementation(args) or 0)
+        _status.set(run(args, *loaded) or 0)
         return ended()
     with scratch_folder() as scratch:
         if not keeps and args.output is None:
             args.output = str(scratch / "result.json")
-        found = concluded(lambda: implementation(args), progress)
+        found = concluded(lambda: run(args, *loaded), progress)
     # As files hold it: lists, no tuples.
     return {**found, "result": json.loads(json.dumps(found["result"], default=str))}
 
@@ -506,8 +515,13 @@ def add_to(app: App, name: str, function: Function, switches: Mapping[str, str])
     app.command(one)
 
 
-def read_words(app: App, name: str, function: Function, words: Sequence[str]) -> Values:
+def read_words(
+    app: App, name: str, function: Function, words: Sequence[str], switches: Iterable[str]
+) -> Values:
     """The words of each argument of a command line, by the parameter's name; switches are bools.
+
+    Args:
+        switches: names of the flags that every command has.
 
     Raises:
         UserError: a flag that the command lacks, or one without a value.
@@ -523,17 +537,22 @@ def read_words(app: App, name: str, function: Function, words: Sequence[str]) ->
         raise SystemExit(0)
     for word in words:
         check("argument", word, AnyText)
-    flags = [f"--{spelled(one.name)}" for one in cli_parameters(function) if not is_word(one)]
+    flags = []
+    known = {"--", *(f"--{switch}" for switch in switches)}
+    for one in cli_parameters(function):
+        if not is_word(one):
+            flags.append(f"--{spelled(one.name)}")
+        for mark in marks_of(required(kinds_of(function)[one.name])):
+            if isinstance(mark, Alias):
+                known.add(mark.flag)
     if schemas_of(function):
         own = as_keys(words[:end], flags)
     else:
         own = [completed(word, flags) for word in words[:end]]
     words = [*own, *words[end:]]
-    collection = app[name].assemble_argument_collection()
-    known = {"--"}.union(*(argument.names for argument in collection))
     for word in own:
         flag = word.partition("=")[0]
-        if flag.startswith("--") and flag not in known:
+        if flag.startswith("--") and flag not in known and flag not in flags:
             hint = did_you_mean(flag[:80], flags, most=2)
             raise UserError(
                 f"unknown flag {shown(flag)}; {hint or f'see drafttrain {name} --help'}"

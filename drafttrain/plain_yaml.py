@@ -28,25 +28,37 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, text: str):
         super().__init__(text)
-        self._nodes = 0
-        self._level = 0
+        self._values = 0  # so far, those behind aliases counted each time
+        self._level = 0  # of the node that is read
+        self._deepest = 0  # of the nodes inside
+        self._sizes: dict[int, tuple[int, int]] = {}  # values and levels inside a node, by its id
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        self._nodes += 1
+        is_alias = self.check_event(yaml.AliasEvent)
+        before = self._values
+        outer = self._deepest
         self._level += 1
-        # A key counts beside its value.
-        if self._nodes > 2 * _MOST_VALUES or self._level > MOST_LEVELS + 2:
-            raise _TooLarge
+        self._deepest = self._level
+        if not isinstance(parent, yaml.MappingNode) or index is not None:  # not a key
+            self._values += 1
+        self._check_bounds()
         node = super().compose_node(parent, index)
+        if is_alias:
+            if id(node) not in self._sizes:  # inside the node that it names
+                raise _TooLarge
+            values, levels = self._sizes[id(node)]
+            self._values += values
+            self._deepest += levels
+            self._check_bounds()
+        else:
+            self._sizes[id(node)] = (self._values - before, self._deepest - self._level)
+        self._deepest = max(outer, self._deepest)
         self._level -= 1
         return node
 
-    def get_single_data(self) -> Any:
-        node = self.get_single_node()
-        if node is None:
-            return None
-        _check_size(node, {})
-        return self.construct_document(node)
+    def _check_bounds(self) -> None:
+        if self._values > _MOST_VALUES or self._deepest > MOST_LEVELS + 1:
+            raise _TooLarge
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -61,35 +73,6 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key_node.value, str):
                 seen.add(key_node.value)
         return super().construct_mapping(node, deep)
-
-
-def _check_size(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """The values and levels of a node, those behind its aliases counted each time.
-
-    Args:
-        known: results by the node's id, so that each node is visited once.
-
-    Raises:
-        _TooLarge: more than the bounds allow, or a node that holds itself.
-    """
-    if id(node) in known:
-        return known[id(node)]
-    known[id(node)] = (_MOST_VALUES, MOST_LEVELS)  # what a node that holds itself would meet
-    values = 1
-    levels = 0
-    inner: list[yaml.Node] = []
-    if isinstance(node, yaml.SequenceNode):
-        inner = node.value
-    elif isinstance(node, yaml.MappingNode):
-        inner = [value for _, value in node.value]
-    for one in inner:
-        count, depth = _check_size(one, known)
-        values += count
-        levels = max(levels, depth + 1)
-    if values > _MOST_VALUES or levels > MOST_LEVELS:
-        raise _TooLarge
-    known[id(node)] = (values, levels)
-    return values, levels
 
 
 def read_yaml(text: str, where: str) -> Any:

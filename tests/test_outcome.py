@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from drafttrain.cli import main, parsed
-from drafttrain.commands import COMMANDS, WITHOUT_RESULT
+from drafttrain.commands import COMMANDS, WITHOUT_RESULT, function_of
 from drafttrain.errors import UserError
 from drafttrain.outcome import conclude, fault, next_command, voice
 
@@ -109,7 +111,9 @@ def test_a_mistake_is_an_object_too(capfd):
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name not in WITHOUT_RESULT])
 def test_every_command_concludes(command):
-    source = Path("drafttrain", *COMMANDS[command][1].split(".")).with_suffix(".py")
+    signature = Path(inspect.getfile(inspect.unwrap(function_of(command)))).read_text()
+    module = re.findall(r'(?:result|outcome)_of\(\s*"([\w.]+)"', signature)[-1]
+    source = Path("drafttrain", *module.split(".")).with_suffix(".py")
     text = (Path(__file__).parents[1] / source).read_text()
     assert "conclude(" in text or "return publish(" in text, (
         f"{source} ends without drafttrain.outcome.conclude"

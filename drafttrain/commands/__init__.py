@@ -9,33 +9,33 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from cyclopts import App
 
-# Command -> the function of its signature in this folder, and the module below drafttrain that runs it.
+# Command -> the function of its signature in this folder, whose last lines name the module that runs it.
 COMMANDS = {
-    "fetch": ("fetch:fetch", "target.fetch"),
-    "prompts": ("prompts:prompts", "data.prompts"),
-    "generate": ("generate:generate", "data.generate"),
-    "features": ("features:features", "states.features"),
-    "serve-target": ("serve_target:serve_target", "serving.serve_target"),
-    "recipes": ("recipes:recipes", "recipes"),
-    "plan": ("plan:plan", "tuning.plan"),
-    "train": ("train:train", "train"),
-    "adapt": ("adapt:adapt", "adapt"),
-    "ngram-store": ("count_ngrams:count_ngrams", "data.ngram_corpus"),
-    "eval": ("eval:evaluate", "tuning.eval_command"),
-    "tune": ("tune:tune", "tuning.tune"),
-    "sweep": ("sweep:sweep", "tuning.sweep"),
-    "diagnose": ("diagnose:diagnose", "evaluation.diagnose"),
-    "estimate": ("estimate:estimate", "tuning.estimate"),
-    "report": ("report:report", "reports.report"),
-    "chat": ("chat:chat", "reports.terminal_chat"),
-    "trace": ("trace:trace", "reports.trace"),
-    "bench-server": ("bench_server:bench_server", "serving.bench"),
-    "export": ("export:export", "export.export_drafter"),
-    "import": ("import_:import_drafter", "export.import_drafter"),
-    "verify": ("verify:verify", "export.verify_export"),
-    "push": ("push:push", "hub.push"),
-    "push-data": ("push_data:push_data", "hub.push_data"),
-    "completion": ("completion:completion", "commands.completion"),
+    "fetch": "fetch:fetch",
+    "prompts": "prompts:prompts",
+    "generate": "generate:generate",
+    "features": "features:features",
+    "serve-target": "serve_target:serve_target",
+    "recipes": "recipes:recipes",
+    "plan": "plan:plan",
+    "train": "train:train",
+    "adapt": "adapt:adapt",
+    "ngram-store": "count_ngrams:count_ngrams",
+    "eval": "eval:evaluate",
+    "tune": "tune:tune",
+    "sweep": "sweep:sweep",
+    "diagnose": "diagnose:diagnose",
+    "estimate": "estimate:estimate",
+    "report": "report:report",
+    "chat": "chat:chat",
+    "trace": "trace:trace",
+    "bench-server": "bench_server:bench_server",
+    "export": "export:export",
+    "import": "import_:import_drafter",
+    "verify": "verify:verify",
+    "push": "push:push",
+    "push-data": "push_data:push_data",
+    "completion": "completion:completion",
 }
 # Commands that run until they are stopped, or print nothing but their result.
 WITHOUT_RESULT = {"serve-target", "completion", "chat"}
@@ -43,7 +43,7 @@ WITHOUT_RESULT = {"serve-target", "completion", "chat"}
 
 def function_of(command: str) -> Callable[..., object]:
     """The function of a command."""
-    module, _, name = COMMANDS[command][0].partition(":")
+    module, _, name = COMMANDS[command].partition(":")
     return getattr(importlib.import_module(f"{__name__}.{module}"), name)
 
 

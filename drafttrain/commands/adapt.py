@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -94,7 +93,4 @@ def adapt(
             target here; repeat it for several
         states_dir: folder of the servers' states, as seen here (default: as the server says)
     """
-    args = Namespace(**locals())
-    from drafttrain import adapt as implementation
-
-    return result_of(implementation.run, args)
+    return result_of("adapt", locals())

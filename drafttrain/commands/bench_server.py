@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -79,9 +78,6 @@ def bench_server(
         note: a sentence to keep with the results, such as what else ran on the machine
         output: results file
     """
-    args = Namespace(**locals())
     if concurrency is not None and request_rate is not None:
         raise UserError("--request-rate does not go with --concurrency; give one of them")
-    from drafttrain.serving import bench
-
-    return result_of(bench.run, args)
+    return result_of("serving.bench", locals())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from pathlib import Path
 
 from drafttrain.command import command, result_of
@@ -86,7 +85,4 @@ def chat(
         max_new_tokens: most tokens of an answer
         json: print one JSON object per turn, and no colors
     """
-    args = Namespace(**locals())
-    from drafttrain.reports import terminal_chat as implementation
-
-    result_of(implementation.run, args)
+    result_of("reports.terminal_chat", locals())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,7 +40,4 @@ def count_ngrams(
         max_n: longest context, in tokens
         max_entries: continuations kept, 16 bytes each; the most frequent stay
     """
-    args = Namespace(**locals())
-    from drafttrain.data import ngram_corpus
-
-    return result_of(ngram_corpus.run, args)
+    return result_of("data.ngram_corpus", locals())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +35,4 @@ def diagnose(
         drafter: the drafter's folder (default: the one that the results name)
         apply: write the categories to switch off into the drafter's decoding.json
     """
-    args = Namespace(**locals())
-    from drafttrain.evaluation import diagnose as implementation
-
-    return result_of(implementation.run, args)
+    return result_of("evaluation.diagnose", locals())

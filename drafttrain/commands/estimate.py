@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -69,7 +68,4 @@ def estimate(
         price: price of the devices per hour; adds the cost per million tokens
         output: JSON file with the same figures
     """
-    args = Namespace(**locals())
-    from drafttrain.tuning import estimate as implementation
-
-    return result_of(implementation.run, args)
+    return result_of("tuning.estimate", locals())

@@ -128,9 +128,8 @@ def evaluate(
     args = Namespace(**locals())
     from drafttrain.evaluation.results_schema import Results
     from drafttrain.files import check_json
-    from drafttrain.tuning import eval_command as implementation
 
     loaded = (take_target("evaluate", args), take_drafter("evaluate", args))
-    found = outcome_of(lambda args: implementation.run(args, *loaded), args, keeps=False)["result"]
+    found = outcome_of("tuning.eval_command", args, *loaded, keeps=False)["result"]
     check_json(found, "evaluate", "measure again", Results)
     return found  # type: ignore[return-value]  # checked

@@ -78,7 +78,6 @@ def export(
         progress: print what the command prints; the logger `drafttrain` gets it otherwise
     """
     args = Namespace(**locals())
-    from drafttrain.export import export_drafter as implementation
     from drafttrain.files import scratch_folder
 
     loaded = take_drafter("export", args)
@@ -87,7 +86,7 @@ def export(
     elif not isinstance(args.target, str):
         args.target = name_of(args.target)
     with scratch_folder() as scratch:
-        found = outcome_of(lambda args: implementation.run(args, loaded, scratch), args)
+        found = outcome_of("export.export_drafter", args, loaded, scratch)
     result = found["result"]
     folder = Path()
     if output is not None:

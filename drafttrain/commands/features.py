@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -73,7 +72,4 @@ def features(
         engine_python: interpreter of the environment that has vLLM (default: this one)
         overwrite: replace the stored states, which are deleted when the new ones are complete
     """
-    args = Namespace(**locals())
-    from drafttrain.states import features as implementation
-
-    return result_of(implementation.run, args)
+    return result_of("states.features", locals())

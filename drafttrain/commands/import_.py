@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,7 +43,4 @@ def import_drafter(
         allow_pickle: also read .bin and .pt files (torch.load with weights_only)
         trust_remote_code: run model code that comes with the target
     """
-    args = Namespace(**locals())
-    from drafttrain.export import import_drafter as implementation
-
-    return result_of(implementation.run, args)
+    return result_of("export.import_drafter", locals())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -79,7 +78,4 @@ def plan(
         memory_efficiency: achieved share of the device's bandwidth
         output: JSON file with the same figures
     """
-    args = Namespace(**locals())
-    from drafttrain.tuning import plan as implementation
-
-    return result_of(implementation.run, args)
+    return result_of("tuning.plan", locals())

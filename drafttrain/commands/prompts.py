@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -116,7 +115,4 @@ def prompts(
         seed: seed of the order and of what magpie samples
         overwrite: replace an earlier result, when the new one is complete
     """
-    args = Namespace(**locals())
-    from drafttrain.data import prompts as implementation
-
-    return result_of(implementation.run, args)
+    return result_of("data.prompts", locals())

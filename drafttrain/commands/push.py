@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,8 +84,5 @@ def push(
         tag: tag of the new revision (default: the next of v1, v2, ...)
         progress: print what the command prints; the logger `drafttrain` gets it otherwise
     """
-    args = Namespace(**locals())
-    from drafttrain.hub import push as implementation
-
-    found = result_of(implementation.run, args)
+    found = result_of("hub.push", locals())
     return PushResult(repo, found.get("url", ""), tuple(found["files"]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -46,7 +45,4 @@ def push_data(
         output: folder to prepare it in (default: a temporary one; needed with --dry-run)
         tag: tag of the new revision (default: the next of v1, v2, ...)
     """
-    args = Namespace(**locals())
-    from drafttrain.hub import push_data as implementation
-
-    return result_of(implementation.run, args)
+    return result_of("hub.push_data", locals())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +34,4 @@ def recipes(
         name: a recipe as the list names it, TARGET/KIND, or a YAML file
         copy: folder to copy it to: it lies below DIR/configs, from where the commands of its head work
     """
-    args = Namespace(**locals())
-    from drafttrain import recipes as implementation
-
-    return result_of(implementation.run, args)
+    return result_of("recipes", locals())

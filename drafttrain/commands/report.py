@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,7 +35,4 @@ def report(
         output: page or picture to write (.html, .png, .svg, .pdf), perhaps several times;
             default: report.html beside the first results
     """
-    args = Namespace(**locals())
-    from drafttrain.reports import report as implementation
-
-    return result_of(implementation.run, args)
+    return result_of("reports.report", locals())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -56,7 +55,4 @@ def serve_target(
         trust_remote_code: run model code that comes with the target
         dry_run: print the command and start nothing
     """
-    args = Namespace(**locals())
-    from drafttrain.serving import serve_target as implementation
-
-    result_of(implementation.run, args)
+    result_of("serving.serve_target", locals())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -70,7 +69,4 @@ def sweep(
         output: folder for the cells and summary.json (default: sweep beside the drafter)
         trust_remote_code: run model code that comes with the target
     """
-    args = Namespace(**locals())
-    from drafttrain.tuning import sweep as implementation
-
-    return result_of(implementation.run, args)
+    return result_of("tuning.sweep", locals())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,7 +63,4 @@ def trace(
         round: the round whose tree is shown
         output: page to write (.html)
     """
-    args = Namespace(**locals())
-    from drafttrain.reports import trace as implementation
-
-    return result_of(implementation.run, args)
+    return result_of("reports.trace", locals())

@@ -139,10 +139,8 @@ def train(
         if value is not None:
             words.append(f"{name}={_as_json(name, value)}")
     args = Namespace(recipe=recipe, overrides=words, progress=progress)
-    from drafttrain.train import run
-
     try:
-        found = outcome_of(run, args)
+        found = outcome_of("train", args)
     except SystemExit as ended:  # by a signal: the checkpoint is saved
         if not called_from_python():
             raise

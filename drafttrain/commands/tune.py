@@ -99,10 +99,8 @@ def tune(
         progress: print what the command prints; the logger `drafttrain` gets it otherwise
     """
     args = Namespace(**locals())
-    from drafttrain.tuning import tune as implementation
-
     loaded = (take_target("tune", args), take_drafter("tune", args))
-    found = outcome_of(lambda args: implementation.run(args, *loaded), args, keeps=False)
+    found = outcome_of("tuning.tune", args, *loaded, keeps=False)
     record = {**found["result"]}
     chain = None
     if record["chain"]:

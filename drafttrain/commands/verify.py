@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -79,7 +78,4 @@ def verify(
         speculative_tokens: length of the chain (default: the tuned depth, else 3)
         output: JSON file to write
     """
-    args = Namespace(**locals())
-    from drafttrain.export import verify_export as implementation
-
-    return result_of(implementation.run, args)
+    return result_of("export.verify_export", locals())

@@ -329,6 +329,10 @@ def kind_of(name: str, key: str = "drafter") -> str:
     path = drafter_folder(split_name(name)[0], key) / "config.json"
     config: Any = read_json(path, key, "train one, or check the path", _Kind)
     kind = config.get("drafter_kind")
+    if kind and kind not in kinds():
+        raise UserError(
+            f"{key}={name!r}: config.json: drafter_kind={kind!r} is not one of {', '.join(kinds())}; check the path"
+        )
     if kind:
         return kind
     # A language model of transformers, which is not ours.

@@ -31,7 +31,8 @@ from drafttrain.target import Target
 
 _IN_FLIGHT = 16  # requests to a server at once, which it runs together
 _TIMEOUT = 600.0  # seconds of a row's forward, queue included
-_PATIENCE = 900.0  # seconds that a server may be away; large targets take minutes to start
+_PATIENCE = 900.0  # seconds that a server may be away; large targets take minutes to start again
+_FIRST_PATIENCE = 5.0  # the same of a server that has never answered: it is not there
 _BAD_STATES = 4  # tries of a row whose states arrive damaged
 # seconds before a server is asked again; doubles with each failure
 _FIRST_PAUSE = 0.5
@@ -53,8 +54,8 @@ class Served(Origin):
         states_dir: the servers' folder of states as this machine sees it; '' for the same path as
             theirs.
         dtype: to which states are rounded; None for the servers'.
-        timeout: seconds of an answer. patience: seconds that all servers may be away before a
-            request fails.
+        timeout: seconds of an answer. patience: seconds that servers which have answered may be
+            away before a request fails.
 
     Raises:
         UserError: no servers, or something that is not an address.
@@ -154,6 +155,7 @@ class Served(Origin):
     def _retried(self, ask: Callable[[ProvenServer], T], servers: Sequence[ProvenServer]) -> T:
         """The result of `ask(server)`, tried again while that may help, on all servers in turn."""
         damaged = 0
+        began = time.monotonic()
         first_failure: float | None = None
         while True:
             server = self._next(servers)
@@ -168,6 +170,9 @@ class Served(Origin):
                 if bad.reason in _DAMAGE:
                     damaged += 1
                     hopeless = not bad.retry or damaged == _BAD_STATES
+                elif bad.reason == UNREACHABLE and not server.model:
+                    # Nothing has ever answered there.
+                    hopeless = now - began > min(_FIRST_PATIENCE, self.patience)
                 elif bad.retry or bad.reason in (UNREACHABLE, TIME_OUT):
                     # The server is away, for a while perhaps.
                     patience = self.patience
@@ -222,6 +227,8 @@ class Served(Origin):
 
 def _fix(bad: BadReply, transport: StatesTransport | None, patience: float) -> str:
     """Ends the error of a request that failed for good."""
+    if bad.reason == UNREACHABLE and not patience:
+        return "; start it with drafttrain serve-target, or correct the address"
     if patience:
         return f" (asked for {patience:.0f} s); start it again with the same serve-target command, and run this again"
     if bad.reason == "not finite":

@@ -364,11 +364,18 @@ def find_checkpoint(
         if path.is_dir() and path.name.rpartition("-")[2].isdecimal():
             found.append(path)
     if found and not resume:
+        # Whole checkpoints, or what somebody put into ours.
+        names = []
+        for path in sorted(found):
+            inside = [path]
+            if not (path / STATE).is_file():
+                inside = sorted(file for file in path.rglob("*") if file.is_file())
+            names += [str(file.relative_to(place)) for file in inside]
+        shown = ", ".join(names[:3])
         if output is not None:
             output.restore()
-        names = ", ".join(path.name for path in found)
         raise UserError(
-            f"output_dir={str(place)!r} contains {names}, which no run of drafttrain wrote there; move it away, or "
+            f"output_dir={str(place)!r} contains {shown}, which no run of drafttrain wrote there; move it away, or "
             "choose another folder"
         )
     for path in sorted(found, key=_step_of, reverse=True):

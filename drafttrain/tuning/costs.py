@@ -6,7 +6,7 @@ A pass over N tokens of B sequences takes
     bytes       the weights that the tokens use, once, and the keys and values of B contexts
     operations  2 per weight and token, and 4 per head column, position and token for attention
 
-Sizes come from a config.json alone (`sizes_of`), or from a model without data (`model_sizes`).
+Sizes come from a model without data, on the meta device (`model_sizes`).
 
 Source: the roofline model (Williams et al. 2009).
 """
@@ -16,16 +16,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
 from transformers import PretrainedConfig, PreTrainedModel
-from typing_extensions import TypedDict
 
 from drafttrain.drafters.common.configs import last_layer_config
 from drafttrain.errors import UserError, first_line
-from drafttrain.files import Json, check_json, read_json, value_of
+from drafttrain.files import Json, read_json
 from drafttrain.target import resolve_target
 
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -33,30 +30,6 @@ _ENGINE_SEQUENCES = 256  # most that an engine generates at a time
 _ENGINE_SHARE = 0.9  # of a GPU's memory that an engine fills
 _WEIGHTS_SHARE = 0.8  # of a GPU's memory that an engine's weights may take
 _PREFILL_TOKENS = 8192  # of an engine's pass over whole conversations
-
-_Number = Annotated[int, Field(ge=1, le=10**9)]
-
-
-class ModelSizes(TypedDict, total=False):
-    """The part of a decoder's config.json that decides its size."""
-
-    hidden_size: _Number
-    num_hidden_layers: _Number
-    num_attention_heads: _Number
-    num_key_value_heads: _Number | None
-    head_dim: _Number | None
-    num_local_experts: _Number | None
-    num_experts: _Number | None
-    n_routed_experts: _Number | None
-    moe_num_experts: _Number | None
-    num_experts_per_tok: _Number | None
-    top_k_experts: _Number | None
-    intermediate_size: _Number | None
-    moe_intermediate_size: _Number | None
-    kv_lora_rank: _Number | None
-    qk_rope_head_dim: _Number | None
-    layer_types: list[str] | None
-    vocab_size: _Number
 
 
 @dataclass(frozen=True)
@@ -195,16 +168,14 @@ class EngineRates:
 class _Heads:
     """Attention and experts of a decoder, as its config describes them."""
 
-    size: int  # numbers per head
-    key_value_heads: int
     kv: int  # numbers of keys and values per position
     columns: int  # head columns over all layers that attend
     experts: int  # 0 without experts
     chosen: int  # experts that a token uses
 
 
-def _heads_of(text: object) -> _Heads:
-    """Reads a text config of transformers, or an object with the keys of a config.json."""
+def _heads_of(text: PretrainedConfig) -> _Heads:
+    """Reads a text config of transformers."""
 
     def read(name: str) -> Any:
         return getattr(text, name, None)
@@ -229,49 +200,11 @@ def _heads_of(text: object) -> _Heads:
             experts = read(name) or 0
     chosen = read("num_experts_per_tok") or read("top_k_experts") or 2
     return _Heads(
-        size=size,
-        key_value_heads=key_value_heads,
         kv=attending * per_layer,
         columns=attending * heads * size,
         experts=experts,
         chosen=chosen,
     )
-
-
-def _lacking(key: str) -> UserError:
-    fix = "give --target-params instead"
-    return UserError(f"config.json lacks {key!r}, so the size is not known; {fix}")
-
-
-def sizes_of(config: Json) -> Sizes:
-    """Sizes by a decoder's config.json: gated MLPs, in all layers experts if in any.
-
-    Raises:
-        UserError: a key is missing or has a wrong value.
-    """
-    config = {**config, **value_of(config, "text_config", {})}
-    check_json(config, "target: config.json", "give --target-params instead", ModelSizes)
-    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
-        if config.get(key) is None:
-            raise _lacking(key)
-    heads = _heads_of(SimpleNamespace(**config))
-    hidden = config["hidden_size"]
-    layers = config["num_hidden_layers"]
-
-    intermediate = config.get("intermediate_size")
-    if heads.experts and config.get("moe_intermediate_size"):
-        intermediate = config["moe_intermediate_size"]
-    if intermediate is None:
-        raise _lacking("intermediate_size")
-
-    # Products for queries, outputs, keys and values; the head is read in full, the embedding is
-    # a lookup.
-    both = 2 * config["num_attention_heads"] + 2 * heads.key_value_heads
-    attention = layers * hidden * heads.size * both + hidden * config["vocab_size"]
-    mlp = layers * 3 * hidden * intermediate
-    if not heads.experts:
-        return Sizes(attention + mlp, kv=heads.kv, columns=heads.columns)
-    return Sizes(attention, mlp, heads.experts, heads.chosen, heads.kv, heads.columns)
 
 
 def model_sizes(model: PreTrainedModel, config: PretrainedConfig) -> Sizes:
@@ -296,11 +229,7 @@ def model_sizes(model: PreTrainedModel, config: PretrainedConfig) -> Sizes:
     return Sizes(always, expert, heads.experts, heads.chosen, heads.kv, heads.columns)
 
 
-def target_config(
-    name: str,
-    key: str = "target",
-    fix: str = "give --target-params instead",
-) -> Json:
+def target_config(name: str, key: str, fix: str) -> Json:
     """A model's config.json, from a file, a folder, the cache or the Hub.
 
     Raises:

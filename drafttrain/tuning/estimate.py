@@ -26,8 +26,9 @@ from drafttrain.files import Json, open_tensors, write_json
 from drafttrain.folders import inputs_of, output_file
 from drafttrain.outcome import command_line, conclude, next_command
 from drafttrain.reports.output import table_of, wide_console
-from drafttrain.tuning.costs import Device, Sizes, sizes_of, target_config
+from drafttrain.tuning.costs import Device, Sizes, model_sizes
 from drafttrain.tuning.hardware import DEVICES
+from drafttrain.tuning.plan_recipe import read_config, without_weights
 
 
 def drafter_params(folder: Path) -> float:
@@ -188,10 +189,13 @@ def run(args: argparse.Namespace) -> int:
     # Sizes of both models.
     if args.target_params:
         target = Sizes(args.target_params)
-    elif args.target:
-        target = sizes_of(target_config(args.target))
     else:
-        target = sizes_of(target_config(results["target"]))
+        name = args.target
+        if not name:
+            name = results["target"]
+        fix = "give --target-params instead"
+        config = read_config(name, name, "target", fix)
+        target = model_sizes(without_weights(config, name, fix), config)
     named = results["drafter"]
     if args.drafter:
         named = args.drafter

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from drafttrain.config import TrainerKeys, load_config
 from drafttrain.data.int8_rows import value_bytes
@@ -30,7 +30,6 @@ from drafttrain.outcome import command_line, conclude, next_command
 from drafttrain.recipes import recipe_path
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target.devices import resolve_dtype
-from drafttrain.target.loading import loading
 from drafttrain.training.arguments import KEYS, check_recipe
 from drafttrain.tuning.costs import Device, EngineRates, Sizes, model_sizes
 from drafttrain.tuning.hardware import DEVICES
@@ -39,9 +38,10 @@ from drafttrain.tuning.plan_memory import Memory, Setting, States, buckets_of
 from drafttrain.tuning.plan_recipe import (
     deepspeed_of,
     drafter_of,
-    read_config,
+    given_config,
     shipped_config,
     stored_bits,
+    without_weights,
 )
 
 # Of a data set that does not exist yet; tokens of a conversation on average.
@@ -180,10 +180,8 @@ class _Planner:
         job = self.job
         name = self.config.target
         shipped = shipped_config(self.recipe, self.overrides, "target", "target.json")
-        self.target = read_config(name, job.target_config, shipped)
-        fix = "give another --target-config"
-        with loading(f"target={name!r}", fix), torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(self.target)
+        self.target = given_config(name, job.target_config, shipped)
+        model = without_weights(self.target, name, "give another --target-config")
         self.sizes = model_sizes(model, self.target)
         self.weights = sum(weight.numel() for weight in model.parameters())
         self.width = stored_bits(self.target) / 8

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -19,7 +19,7 @@ from drafttrain.environment import shipped_folder
 from drafttrain.errors import UserError
 from drafttrain.files import Json, read_json, read_text, value_of
 from drafttrain.target import Target
-from drafttrain.target.loading import loading
+from drafttrain.target.loading import check_sizes, loading
 from drafttrain.tuning.costs import target_config
 
 # Bits per weight with its scales, by quantization_config's quant_method; others name their bits.
@@ -29,29 +29,39 @@ _DEEPSPEED_FIX = "give a stage from 0 to 3, a DeepSpeed JSON or an accelerate YA
 Build = Callable[[Target], TrainableDrafter]
 
 
-def read_config(
+def given_config(
     name: str,
     given: str | None,
     shipped: Path | None,
     key: str = "target",
 ) -> PretrainedConfig:
-    """Reads the config of a model without its weights.
+    """Reads the config of a recipe's model; see `read_config`.
 
     Args:
         name: a folder, or a model in the cache or on the Hub, for want of the other two.
         given: the user's file, which comes first. shipped: the file next to the recipe.
         key: of the recipe that names the model.
-
-    Raises:
-        UserError: there is no config, or this transformers has no class for its model.
     """
-    flag = f"--{key}-config FILE"
     place = name
     if given:
         place = given
     elif shipped is not None and shipped.is_file():
         place = str(shipped)
-    raw = target_config(place, key, f"give its config.json: {flag}")
+    return read_config(name, place, key, f"give its config.json: --{key}-config FILE")
+
+
+def read_config(name: str, place: str, key: str, fix: str) -> PretrainedConfig:
+    """Reads the config of a model without its weights.
+
+    Args:
+        name: of the model. place: its config.json, its folder, or a model in the cache or on the Hub.
+        key: the setting that names it. fix: what the user can do, ends the errors.
+
+    Raises:
+        UserError: there is no config, this transformers has no class for its model, or a size that
+            no model has.
+    """
+    raw = target_config(place, key, fix)
     raw.pop("auto_map", None)  # names code, which a plan does not run
 
     kind = str(raw.get("model_type", ""))
@@ -60,10 +70,18 @@ def read_config(
     if not kind:
         raise UserError(
             f"{key}={name!r}: this transformers has no class for model_type={raw.get('model_type')!r}; "
-            f"write the values of a family that it has, of the same shapes, into a file, and give that: {flag}"
+            f"write the values of a family that it has, of the same shapes, into a file, or {fix}"
         )
-    with loading(f"{key}={name!r}: config.json", f"give its config.json: {flag}"):
-        return CONFIG_MAPPING[kind].from_dict({**raw, "model_type": kind})
+    with loading(f"{key}={name!r}: config.json", fix):
+        config = CONFIG_MAPPING[kind].from_dict({**raw, "model_type": kind})
+        check_sizes(config, place, f"{key}={name!r}", fix)
+    return config
+
+
+def without_weights(config: PretrainedConfig, name: str, fix: str) -> PreTrainedModel:
+    """A target on the meta device."""
+    with loading(f"target={name!r}", fix), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
 
 
 def _family_of(architectures: object) -> str:
@@ -118,7 +136,7 @@ def drafter_of(
 
     if kind.loads_language_models:
         shipped = shipped_config(recipe, overrides, "init", "init.json")
-        lm = read_config(init, given, shipped, "init")
+        lm = given_config(init, given, shipped, "init")
 
         def draft_model(target: Target) -> TrainableDrafter:
             model = AutoModelForCausalLM.from_config(lm, dtype=torch.float32)

@@ -534,68 +534,29 @@ def test_requests_run_on_the_real_engine(target, template):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("--source", "magpie"), "source=magpie needs --target"),
-        (("--source", "file"), "source=file needs --input"),
+        ("--source magpie", "source=magpie needs --target"),
+        ("--source file", "source=file needs --input"),
+        ("x.jsonl --url http://a", "url is for source=magpie"),
+        ("x.jsonl --max-tokens 5", "min_tokens and max_tokens need --target"),
+        ("x.jsonl --count 0", "--count='0' must be a whole number from 1"),
+        ("x.jsonl --ngram 0", "--ngram='0' must be a whole number from 1"),
+        ("x.jsonl --max-chars 5", "max_chars=5 is below min_chars=10"),
+        ("x.jsonl --opening-share 2", "--opening-share='2' must be a number from 0 to 1"),
+        ("x.jsonl --slots 0", "--slots='0' must be auto or a whole number from 1"),
+        ("x.jsonl --max-prompt-tokens 2", "max_prompt_tokens=2 must be at least 8"),
+        ("no.jsonl", "--input='no.jsonl' must be an existing file"),
+        ("bad.jsonl", "bad.jsonl line 2: not JSON"),
+        ("list.jsonl", "list.jsonl line 1: list instead of a JSON object per line"),
+        ("x.csv", "x.csv' is a .csv table, and rows are read"),
         (
-            ("--source", "file", "--input", "x.jsonl", "--url", "http://a"),
-            "url is for source=magpie",
+            "x.json",
+            "from JSON lines, one object per line; give its folder as the data set: --source DIR",
         ),
-        (
-            ("--source", "file", "--input", "x.jsonl", "--max-tokens", 5),
-            "min_tokens and max_tokens need --target",
-        ),
-        (
-            ("--source", "file", "--input", "x.jsonl", "--count", 0),
-            "--count='0' must be a whole number from 1",
-        ),
-        (
-            ("--source", "file", "--input", "x.jsonl", "--ngram", 0),
-            "--ngram='0' must be a whole number from 1",
-        ),
-        (
-            ("--source", "file", "--input", "x.jsonl", "--max-chars", 5),
-            "max_chars=5 is below min_chars=10",
-        ),
-        (
-            ("--source", "file", "--input", "x.jsonl", "--opening-share", 2),
-            "--opening-share='2' must be a number from 0 to 1",
-        ),
-        (
-            ("--source", "file", "--input", "x.jsonl", "--slots", 0),
-            "--slots='0' must be auto or a whole number from 1",
-        ),
-        (
-            ("--source", "file", "--input", "x.jsonl", "--max-prompt-tokens", 2),
-            "max_prompt_tokens=2 must be at least 8",
-        ),
-        (
-            ("--source", "file", "--input", "no.jsonl"),
-            "--input='no.jsonl' must be an existing file",
-        ),
-        (("--source", "file", "--input", "bad.jsonl"), "bad.jsonl line 2: not JSON"),
-        (
-            ("--source", "file", "--input", "list.jsonl"),
-            "list.jsonl line 1: list instead of a JSON object per line",
-        ),
-        (("--source", "file", "--input", "x.csv"), "x.csv' is a .csv table, and rows are read"),
-        (
-            ("--source", "file", "--input", "x.json"),
-            "a JSON array, and rows are read from JSON lines, one object per line; give its folder as the data set: --source DIR",
-        ),
-        (("--source", "file", "--input", "latin.jsonl"), "latin.jsonl line 1: not UTF-8 text"),
-        (
-            ("--source", "file", "--input", "none.jsonl"),
-            "source=file: no prompt is left (unknown format 1; row 1 has label)",
-        ),
-        (
-            ("--source", "file", "--input", "empty.jsonl"),
-            "source=file: no prompt is left (the source is empty)",
-        ),
-        (
-            ("--source", "file", "--input", "x.jsonl", "--exclude", "none.jsonl"),
-            "exclude=none.jsonl: no row in a known format",
-        ),
-        (("--source", "file", "--input", "x.jsonl", "--target", "./nowhere"), "target='./nowhere'"),
+        ("latin.jsonl", "latin.jsonl line 1: not UTF-8 text"),
+        ("none.jsonl", "source=file: no prompt is left (unknown format 1; row 1 has label)"),
+        ("empty.jsonl", "source=file: no prompt is left (the source is empty)"),
+        ("x.jsonl --exclude none.jsonl", "exclude=none.jsonl: no row in a known format"),
+        ("x.jsonl --target ./nowhere", "target='./nowhere'"),
     ],
 )
 def test_bad_input_is_said_in_one_line(args, message, tmp_path, capsys, monkeypatch):
@@ -608,7 +569,9 @@ def test_bad_input_is_said_in_one_line(args, message, tmp_path, capsys, monkeypa
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "café"}\n'.encode("latin-1"))
     (tmp_path / "none.jsonl").write_text('{"label": 1}\n')
     (tmp_path / "empty.jsonl").write_text("")
-    assert prompts(*args, "--output", tmp_path / "out.jsonl") == 2
+    if not args.startswith("--source"):
+        args = f"--source file --input {args}"
+    assert prompts(*args.split(), "--output", tmp_path / "out.jsonl") == 2
     error = capsys.readouterr().err
     assert message in error
     assert len(error.strip().splitlines()) == 1

@@ -130,6 +130,13 @@ DRAFTER_CASES = [
         "has unknown weights: extra",
     ),
     ("eagle3", None, {"drafter_kind": "medusa"}, "lacks weights: blocks|kind"),
+    (
+        "eagle3",
+        None,
+        {"drafter_kind": "eagle9"},
+        "copy': config.json: drafter_kind='eagle9' is not",
+    ),
+    ("eagle3", None, {"num_attention_heads": 0}, "copy': config.json: num_attention_heads=0 must"),
     ("eagle3", None, {"num_hidden_layers": 2}, "lacks weights: layers.1"),
     (
         "eagle3",

@@ -30,6 +30,10 @@ ROOT = Path(__file__).resolve().parents[2]
 RUN = ["verify", "--prompts", "2", "--max-new-tokens", "10"]
 
 
+def in_all_engines(head, output):
+    return [*RUN, *f"--drafter {head} --dtype float32 --engine all --output {output}".split()]
+
+
 def rows_of(path):
     return {(row["kind"], row["engine"]): row for row in json.loads(path.read_text())["rows"]}
 
@@ -89,18 +93,7 @@ def test_every_engine_has_a_row(pair, tmp_path, monkeypatch, capsys):
 
     def run(side, *more):
         monkeypatch.setattr(engine_runs, "run_side", lambda *args: calls.append(1) or side(*args))
-        args = [
-            *RUN,
-            "--drafter",
-            str(head),
-            "--dtype",
-            "float32",
-            "--engine",
-            "all",
-            "--output",
-            str(output),
-        ]
-        return main([*args, *more])
+        return main([*in_all_engines(head, output), *more])
 
     assert run(answers(target, change=1)) == 1  # another text, in float32
     captured = capsys.readouterr()
@@ -154,17 +147,7 @@ def test_an_interrupted_run_keeps_its_rows(pair, tmp_path, monkeypatch):
         return {**answers(target)(python, script, job, environment), **more}
 
     monkeypatch.setattr(engine_runs, "run_side", side)
-    args = [
-        *RUN,
-        "--drafter",
-        str(head),
-        "--dtype",
-        "float32",
-        "--engine",
-        "all",
-        "--output",
-        str(output),
-    ]
+    args = in_all_engines(head, output)
     assert main(args) == 130 and not output.exists()
     assert main(args) == 0 and calls == ["vllm_side", "llama_side", "llama_side"]
     rows = rows_of(output)

@@ -118,26 +118,19 @@ def test_the_target_is_read_where_it_is_and_named_as_published(work, tmp_path, m
     )
 
 
+def prepare_unmeasured(folder):
+    """Fills `out` with what a push of the folder's `drafter` uploads."""
+    words = f"--drafter {folder}/drafter --repo writer/head --base-model someone/base --output {folder}/out"
+    assert main(["push", *words.split(), "--without-evaluation", "--dry-run"]) == 0
+
+
 @pytest.mark.thorough
 def test_a_published_drafter_is_imported_as_it_was_trained(work, tmp_path):
     target = Target.load(str(work / "target"), "float32")
     make_head(target, ttt_steps=6, depth_share=0.5, depth_decay=0.7).save_pretrained(
         tmp_path / "drafter"
     )
-    push = [
-        "push",
-        "--drafter",
-        str(tmp_path / "drafter"),
-        "--repo",
-        "writer/head",
-        "--without-evaluation",
-    ]
-    assert (
-        main(
-            [*push, "--base-model", "someone/base", "--dry-run", "--output", str(tmp_path / "out")]
-        )
-        == 0
-    )
+    prepare_unmeasured(tmp_path)
     back = ["import", "--checkpoint", str(tmp_path / "out"), "--target", str(work / "target")]
     assert main([*back, "--output", str(tmp_path / "back")]) == 0
     config = json.loads((tmp_path / "back" / "config.json").read_text())
@@ -181,20 +174,7 @@ def test_a_card_names_the_data_of_a_training_elsewhere(work, tmp_path):
         "sampling": {"temperature": 0.7},
     }
     file.write_text(json.dumps({**record, "data_set": facts}))
-    push = [
-        "push",
-        "--drafter",
-        str(tmp_path / "drafter"),
-        "--repo",
-        "writer/head",
-        "--without-evaluation",
-    ]
-    assert (
-        main(
-            [*push, "--base-model", "someone/base", "--dry-run", "--output", str(tmp_path / "out")]
-        )
-        == 0
-    )
+    prepare_unmeasured(tmp_path)
     card = (tmp_path / "out" / "README.md").read_text()
     assert "77 conversations with 1234 tokens that the target wrote itself (temperature 0.7" in card
 

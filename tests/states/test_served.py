@@ -183,6 +183,15 @@ def test_a_server_that_stays_away_is_named_with_the_time(client, server):
         client.request(ROWS[0])
 
 
+def test_a_server_that_never_answered_is_given_up_within_seconds(server, target, monkeypatch):
+    server.stop()
+    monkeypatch.setattr(served, "_FIRST_PATIENCE", 0.0)  # of 15 minutes for one that was there
+    with pytest.raises(
+        UserError, match=r"no connection: .*; start it with drafttrain serve-target, or correct the"
+    ):
+        Served([server.url], target, LAYERS).prove()
+
+
 def test_a_restart_is_waited_for_and_the_server_proven_again(client, server, target):
     assert_states(client, target, ROWS[0])
     server.stop()

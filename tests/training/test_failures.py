@@ -163,6 +163,12 @@ def test_resume_false_refuses_a_checkpoint_that_it_did_not_write(begun, tmp_path
     assert main(["train", *begun[1], f"output_dir={run}", "resume=false"]) == 2
     assert "contains checkpoint-900, which no run of drafttrain wrote" in capsys.readouterr().err
     assert (run / "checkpoint-900").is_dir() and (run / "checkpoint-2").is_dir()
+    shutil.rmtree(run / "checkpoint-900")
+    (run / "checkpoint-2" / "notes.txt").write_text("mine")
+    assert main(["train", *begun[1], f"output_dir={run}", "resume=false"]) == 2
+    error = capsys.readouterr().err
+    assert "contains checkpoint-2/notes.txt, which no run of drafttrain wrote there" in error
+    assert (run / "checkpoint-2" / "model.safetensors").is_file()
 
 
 @pytest.mark.thorough

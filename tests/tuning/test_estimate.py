@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from drafttrain import cli
+from drafttrain.errors import UserError
 from drafttrain.tuning.estimate import (
     Device,
     Profile,
@@ -16,9 +17,8 @@ from drafttrain.tuning.estimate import (
     drafter_params,
     estimate,
     profile_of,
-    sizes_of,
 )
-from tests.conftest import make_target
+from drafttrain.tuning.plan_recipe import read_config
 from tests.evaluation.records import prompt, results_of
 
 # 1 GB/s, 10 GFLOP/s, no overhead: a weight of 1 byte takes 1 ns to read and 0.2 ns a token to compute
@@ -41,17 +41,11 @@ def test_experts_are_read_as_tokens_ask_for_them():
     assert model.read(1000) == pytest.approx(model.total)
 
 
-def test_sizes_are_those_of_a_real_model():
-    model = make_target(layers=3).model
-    weights = sum(
-        p.numel()
-        for name, p in model.named_parameters()
-        if "norm" not in name and "embed_tokens" not in name
-    )
-    assert sizes_of(model.config.to_dict()).always == weights
-    mixed = sizes_of({**model.config.to_dict(), "num_local_experts": 4, "num_experts_per_tok": 2})
-    assert (mixed.experts, mixed.chosen) == (4, 2)
-    assert mixed.always + mixed.expert == weights
+def test_sizes_that_no_model_has_are_refused_before_one_is_made(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 10**9}))
+    with pytest.raises(UserError, match="target='t': num_hidden_layers=1000000000 in"):
+        read_config("t", str(path), "target", "give it")
 
 
 def test_a_drafters_weights_are_counted(tmp_path):

@@ -17,7 +17,7 @@ from drafttrain.errors import UserError
 from drafttrain.ops.tree_attention_triton import has_triton
 from drafttrain.training.dry_step import StepMemory, StepSetting
 from drafttrain.tuning import plan_memory
-from drafttrain.tuning.costs import model_sizes, sizes_of
+from drafttrain.tuning.costs import model_sizes
 from drafttrain.tuning.plan import Job, plan, print_plan
 from drafttrain.tuning.plan_memory import Memory, Setting, buckets_of
 from drafttrain.tuning.plan_recipe import deepspeed_of, read_config, stored_bits
@@ -357,14 +357,14 @@ def test_a_config_of_a_repositorys_own_name_is_read_as_its_class(tmp_path):
             {**SHAPES, "model_type": "own", "architectures": ["LlamaForCausalLM"], "auto_map": {}}
         )
     )
-    assert isinstance(read_config("x/y", str(path), Path("")), LlamaConfig)
+    assert isinstance(read_config("x/y", str(path), "target", "give it"), LlamaConfig)
     path.write_text(
         json.dumps({**SHAPES, "model_type": "own", "architectures": ["OwnForCausalLM"]})
     )
     with pytest.raises(
         UserError, match="target='x/y': this transformers has no class for model_type='own'"
     ):
-        read_config("x/y", str(path), Path(""))
+        read_config("x/y", str(path), "target", "give it")
 
 
 def test_sizes_tell_experts_and_compressed_keys_by_the_models_own_weights():
@@ -391,7 +391,6 @@ def test_sizes_tell_experts_and_compressed_keys_by_the_models_own_weights():
     )
     with torch.device("meta"):
         assert model_sizes(AutoModelForCausalLM.from_config(latent), latent).kv == 2 * (16 + 4)
-    assert sizes_of({**latent.to_dict(), "head_dim": None}).kv == 2 * (16 + 4)
     latent.quantization_config = {"quant_method": "fp8"}
     assert (stored_bits(latent), stored_bits(config)) == (8.0, 16.0)
 

@@ -203,7 +203,10 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
         """
         what = f"drafter={str(folder)!r}"
         with loading(what, _REPAIR):
-            config = cls.config_class.from_pretrained(str(folder))
+            try:
+                config = cls.config_class.from_pretrained(str(folder))
+            except UserError as error:  # of a value
+                raise UserError(f"{what}: config.json: {error}") from error
         for key, kind in RECORDED.items():
             if not isinstance(config.target.get(key), kind):
                 raise UserError(f"{what}: config.json records no target.{key}; {_REPAIR}")
