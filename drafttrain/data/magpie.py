@@ -19,11 +19,13 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from drafttrain.data.chat import decode, has_template, text_ids, text_prompt, user_frame
 from drafttrain.data.filters import is_repetitive
 from drafttrain.data.row_formats import Prompt
 from drafttrain.errors import UserError
+from drafttrain.files import read_text
 from drafttrain.inference.responses import Finished, ResponseRequest
 from drafttrain.target import Target
 
@@ -224,15 +226,9 @@ def load_openings(name: str) -> list[str]:
     if name == "none":
         return []
     lines = []
-    try:
-        with open(name, encoding="utf-8-sig") as file:
-            for line in file:
-                if line.strip():
-                    lines.append(line.rstrip("\n").replace("\\n", "\n"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"openings={name!r} cannot be read ({error}); give builtin, none, or a text file"
-        ) from error
+    for line in read_text(Path(name), "openings", "give builtin, none, or a text file").split("\n"):
+        if line.strip():
+            lines.append(line.removesuffix("\r").replace("\\n", "\n"))
     if not lines:
         raise UserError(
             f"openings={name!r} is empty; write one beginning of a user's turn per line, or give none"

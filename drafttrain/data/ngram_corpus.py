@@ -14,7 +14,7 @@ from drafttrain.data.store import load_records, read_meta
 from drafttrain.drafters.common.ngram_table import NgramTable
 from drafttrain.drafters.suffix.model import SuffixDrafter
 from drafttrain.errors import UserError
-from drafttrain.files import read_jsonl, replacing, writing
+from drafttrain.files import read_jsonl, reading, replacing, writing
 from drafttrain.flags import load_tokenizer
 from drafttrain.folders import STORE, inputs_of, output_file
 from drafttrain.outcome import conclude, next_command
@@ -83,12 +83,10 @@ def texts(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]
                 raise UserError(
                     f"{path} line {number}: no text and no messages; each line needs one of them"
                 )
-    else:
-        try:
-            with path.open(encoding="utf-8-sig") as file:
-                for line in file:
-                    yield tokenizer(line).input_ids
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(
-                f"text={str(path)!r} cannot be read ({error}); give a text file or JSON lines"
-            ) from error
+        return
+    with (
+        reading(path, "text", "give a text file or JSON lines"),
+        path.open(encoding="utf-8-sig") as file,
+    ):
+        for line in file:
+            yield tokenizer(line).input_ids

@@ -42,7 +42,7 @@ from typing_extensions import NotRequired, TypedDict
 from drafttrain.data.int8_rows import block_size, restored, scale_names
 from drafttrain.data.record_cache import StoredIds, cached_records
 from drafttrain.environment import __version__
-from drafttrain.errors import UserError, reason_of
+from drafttrain.errors import UserError, reason_of, shown
 from drafttrain.files import (
     Json,
     append_line,
@@ -69,6 +69,8 @@ _STATES_FIX = "store the states again: drafttrain features --data DIR --overwrit
 _SHARD_FIX = "delete this file, and store its states again: drafttrain features --data DIR"
 _PART = re.compile(r"part-\d{4,}\.jsonl")
 _SHARDS = "part-[0-9][0-9][0-9][0-9]*-[0-9]*.safetensors"
+# Variables of a launcher.
+_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 _BOOKKEEPING = ("format", "drafttrain", "counts")  # keys of meta.json that are no settings
 
 
@@ -113,16 +115,26 @@ class Share:
     def of_process() -> Share:
         """This process's share, from the variables that `accelerate launch` and torchrun set.
 
-        Raises UserError: variables that name no share.
+        Raises UserError: variables that are not numbers, or contradict each other.
         """
-        rank = os.environ.get("RANK", "0")
-        world = os.environ.get("WORLD_SIZE", "1")
-        if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
+        numbers: dict[str, int] = {}
+        for name in _LAUNCHERS:
+            text = os.environ.get(name, "")
+            if not text:
+                continue
+            if not text.removeprefix("-").isdecimal():
+                raise UserError(
+                    f"{name}={shown(text)} in the environment is not a whole number; unset it, or start with accelerate launch"
+                )
+            numbers[name] = int(text)
+        rank = numbers.get("RANK", 0)
+        world = numbers.get("WORLD_SIZE", 1)
+        if not 0 <= rank < world:
             raise UserError(
-                f"RANK={rank!r} must be a whole number below WORLD_SIZE={world!r}; unset these environment "
-                "variables, or start the processes with accelerate launch"
+                f"RANK={rank} in the environment must be from 0 to WORLD_SIZE - 1 = {world - 1}; unset it, or start with "
+                "accelerate launch"
             )
-        return Share(int(rank), int(world))
+        return Share(rank, world)
 
     def owns(self, key: str) -> bool:
         """Whether the conversation with this id belongs to the share."""
@@ -183,17 +195,15 @@ def check_space(
 
 
 def _parts(directory: Path) -> list[Path]:
-    """The parts that `generate` wrote, one per process. Raises UserError: one is not a file."""
+    """The parts that `generate` wrote, one per process.
+
+    Raises UserError: one is a pipe, which would be waited for, or a folder.
+    """
     found = [path for path in directory.glob("part-*.jsonl") if _PART.fullmatch(path.name)]
     for path in found:
-        _check_regular(path, _PART_FIX)
+        if not path.is_file():
+            raise UserError(f"data={str(path)!r} is not a regular file; {_PART_FIX}")
     return sorted(found)
-
-
-def _check_regular(path: Path, fix: str) -> None:
-    """Raises UserError: a pipe or a folder, which would be waited for."""
-    if not path.is_file():
-        raise UserError(f"data={str(path)!r} is not a regular file; {fix}")
 
 
 def load_records(directory: str | Path) -> Dataset:
@@ -501,7 +511,6 @@ class FeatureStore:
         self._opening = threading.Lock()
         self._where: dict[str, Path] = {}  # conversation -> shard
         for shard in sorted((directory / "features").glob(_SHARDS)):
-            _check_regular(shard, _SHARD_FIX)
             with open_tensors(shard, "data", _SHARD_FIX) as file:
                 # Keys are "ID/features", "ID/last_hidden", ...
                 for key in file.keys():  # noqa: SIM118 - safe_open is not a dict

@@ -191,6 +191,8 @@ def _one_drafter(
         scratch=scratch,
     )
     side = DrafterRows(job, exported, "" if args.engine == "all" else form)
+    if "files" in found:
+        side.files[form] = found["files"]  # proven already
     rows = _rows([side], args, pythons, output)
     if args.engine == "all":
         found["files"] = side.files

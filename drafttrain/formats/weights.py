@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafttrain.errors import UserError, first_line
-from drafttrain.files import Json, read_json, write_json, writing
+from drafttrain.files import Json, open_tensors, read_json, reading, write_json, writing
 from drafttrain.target.loading import check_finite
 from drafttrain.values import ShardIndex
 
@@ -68,18 +66,6 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-@contextlib.contextmanager
-def _reading(folder: Path) -> Iterator[None]:
-    """Reports safetensors' errors, which come in several classes, as a UserError."""
-    try:
-        yield
-    except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"{str(folder)!r}: safetensors cannot be read ({reason}); {_REPAIR}"
-        ) from error
-
-
 def file_shapes(folder: Path) -> Shapes:
     """The shapes of a checkpoint's tensors, from the headers of its safetensors alone.
 
@@ -88,7 +74,7 @@ def file_shapes(folder: Path) -> Shapes:
     """
     shapes: Shapes = {}
     for path in weight_files(folder):
-        with _reading(folder), safe_open(path, "pt") as file:
+        with open_tensors(path, "checkpoint", _REPAIR) as file:
             for name in file.keys():  # noqa: SIM118  # the file is not a mapping
                 shapes[name] = tuple(file.get_slice(name).get_shape())
     if not shapes:
@@ -109,8 +95,8 @@ def read_weights(folder: Path, allow_pickle: bool = False) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = {}
     files = weight_files(folder)
-    with _reading(folder):
-        for file in files:
+    for file in files:
+        with reading(file, "checkpoint", _REPAIR):
             tensors |= load_file(file)
     if files:
         return tensors

@@ -20,7 +20,7 @@ from drafttrain.data.chat import ChatInputs, decode, prompt_ids
 from drafttrain.drafters.registry import chosen_tree, load_drafter
 from drafttrain.environment import describe_environment, describe_run
 from drafttrain.errors import UserError
-from drafttrain.files import Json, write_text
+from drafttrain.files import write_text
 from drafttrain.flags import load_target, sampling_of
 from drafttrain.folders import inputs_of, output_file
 from drafttrain.inference import Decoder, Stats
@@ -93,6 +93,29 @@ class TracedRound:
         if self.path:
             return self.path[-1]
         return -1
+
+    def boxes(self) -> list[tuple[tuple[int, ...], tuple[str, str, str]]]:
+        """The boxes of the drawn tree, each before those below it, siblings in order.
+
+        Returns:
+            (path from the root, (classes, text, second line)) each.
+        """
+        paths: dict[int, tuple[int, ...]] = {-1: ()}
+        boxes = {paths[-1]: ("root", self.root, "committed before")}
+        for index, node in enumerate(self.nodes):
+            paths[index] = (*paths[node.parent], index)
+            kind = "accepted" if node.accepted else "rejected"
+            if node.match:
+                kind += " match"
+            line = f"target {node.target:.2f}"
+            if node.draft is not None:
+                proposer = "match " if node.match else ""
+                line = f"{proposer}{node.draft:.2f} \u2192 {line}"
+            boxes[paths[index]] = (kind, node.text, line)
+        if self.own:
+            own = (*paths[self.last], len(self.nodes))
+            boxes[own] = ("own", self.own, f"target's own {self.own_target:.2f}")
+        return sorted(boxes.items())
 
 
 class Piece(NamedTuple):
@@ -388,12 +411,6 @@ def _shown(text: str) -> str:
 
 # -- page ------------------------------------------------------------------------------------------
 
-# of the drawn tree, in pixels
-_COLUMN = 186
-_ROW = 50
-_WIDTH = 158
-_HEIGHT = 38
-
 
 def page(trace: Trace, prompt: str, facts: dict[str, str], chosen: int) -> str:
     """Renders a self-contained page.
@@ -407,100 +424,6 @@ def page(trace: Trace, prompt: str, facts: dict[str, str], chosen: int) -> str:
         prompt=prompt,
         facts=facts,
         chosen=chosen,
-        drawings={one.number: drawing(one) for one in trace.rounds if one.nodes},
         shown=_shown,
         sentence=sentence,
     )
-
-
-class _Box(NamedTuple):
-    """A box of a drawn tree. line: the text below it; parent: index of a box, -1 for the root."""
-
-    kind: str
-    text: str
-    line: str
-    parent: int
-    depth: int
-
-
-def drawing(one: TracedRound) -> Json:
-    """Lays out a round's tree: depth to the right, leaves below each other.
-
-    Returns:
-        width, height.
-        boxes: dicts with x, y, w, h, kind (root, accepted, rejected, own; of a match also match),
-            text, line.
-        edges: dicts with path (SVG) and kind.
-    """
-    boxes = [_Box("root", one.root, "committed before", -1, 0)]
-    for node in one.nodes:  # node i is box i + 1
-        kind = "accepted" if node.accepted else "rejected"
-        line = f"target {node.target:.2f}"
-        if node.draft is not None:
-            line = f"{node.draft:.2f} \u2192 {line}"
-        if node.match:
-            kind += " match"
-            if node.draft is not None:
-                line = f"match {line}"
-        boxes.append(_Box(kind, node.text, line, node.parent + 1, node.depth))
-    if one.own:
-        parent = one.last + 1
-        line = f"target's own {one.own_target:.2f}"
-        boxes.append(_Box("own", one.own, line, parent, boxes[parent].depth + 1))
-
-    # A leaf gets the next row, a parent the middle of its children.
-    children: list[list[int]] = [[] for _ in boxes]
-    for index, box in enumerate(boxes[1:], 1):
-        children[box.parent].append(index)
-    rows: dict[int, float] = {}
-    leaves = 0
-
-    def place(box: int) -> None:
-        nonlocal leaves
-        for child in children[box]:
-            place(child)
-        if children[box]:
-            rows[box] = (rows[children[box][0]] + rows[children[box][-1]]) / 2
-        else:
-            rows[box] = leaves
-            leaves += 1
-
-    place(0)
-    # Positions in pixels; an edge bends in the gap between two columns.
-    drawn = []
-    edges = []
-    for index, box in enumerate(boxes):
-        x = box.depth * _COLUMN + 2
-        y = rows[index] * _ROW + 2
-        drawn.append(
-            {
-                "x": x,
-                "y": y,
-                "w": _WIDTH,
-                "h": _HEIGHT,
-                "kind": box.kind,
-                "text": _short(box.text),
-                "line": box.line,
-            }
-        )
-        if box.parent >= 0:
-            x0 = boxes[box.parent].depth * _COLUMN + 2 + _WIDTH
-            y0 = rows[box.parent] * _ROW + 2 + _HEIGHT / 2
-            y1 = y + _HEIGHT / 2
-            bend = (_COLUMN - _WIDTH) / 2
-            path = f"M{x0:g} {y0:g}C{x0 + bend:g} {y0:g} {x - bend:g} {y1:g} {x:g} {y1:g}"
-            edges.append({"path": path, "kind": box.kind})
-    deepest = max(box.depth for box in boxes)
-    return {
-        "width": deepest * _COLUMN + _WIDTH + 4,
-        "height": (leaves - 1) * _ROW + _HEIGHT + 4,
-        "boxes": drawn,
-        "edges": edges,
-    }
-
-
-def _short(text: str, most: int = 14) -> str:
-    text = _shown(text)
-    if len(text) <= most:
-        return text
-    return text[: most - 1] + "\u2026"

@@ -19,7 +19,7 @@ from transformers.integrations.integration_utils import get_available_reporting_
 from transformers.training_args import trainer_log_levels
 
 from drafttrain.config import TrainConfig, TrainerKeys
-from drafttrain.data.store import stored_features
+from drafttrain.data.store import Share, stored_features
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.trainable import DecoderDrafter, TrainableDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
@@ -83,7 +83,6 @@ _WORKERS = (  # keys of the processes that load rows
     "dataloader_multiprocessing_context",
     "dataloader_prefetch_factor",
 )
-_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 ANYWAY = {"disable_tqdm": True, "remove_unused_columns": False}  # as training does without them
 # Values of keys that are read, but which only that Trainer carries out.
 REFUSED = {
@@ -158,7 +157,7 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         "use_cpu": os.environ.get("DS_ACCELERATOR") == "cpu",
     }
     options |= config.trainer
-    _check_environment()
+    Share.of_process()  # checks the variables of a launcher
     _check_choices(options)
     options["output_dir"] = config.output_dir
     cpu_launch = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
@@ -221,27 +220,6 @@ def _reporters(given: object, config: TrainConfig) -> list[str]:
         os.environ.setdefault("WANDB_PROJECT", "drafttrain")
         os.environ.setdefault("WANDB_DIR", str(Path(config.output_dir).expanduser()))
     return names
-
-
-def _check_environment() -> None:
-    """Raises UserError for variables of a launcher that are not numbers, or contradict each other."""
-    numbers: dict[str, int] = {}
-    for name in _RANKS:
-        text = os.environ.get(name, "")
-        if not text:
-            continue
-        if not text.removeprefix("-").isdecimal():
-            raise UserError(
-                f"{name}={shown(text)} in the environment is not a whole number; unset it, or start with accelerate launch"
-            )
-        numbers[name] = int(text)
-    rank = numbers.get("RANK", 0)
-    world = numbers.get("WORLD_SIZE", 1)
-    if not 0 <= rank < world:
-        raise UserError(
-            f"RANK={rank} in the environment must be from 0 to WORLD_SIZE - 1 = {world - 1}; unset it, or start with "
-            "accelerate launch"
-        )
 
 
 def _check_choices(options: Json) -> None:

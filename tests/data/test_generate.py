@@ -288,10 +288,16 @@ def test_prompts_that_cannot_fit_are_dropped_unread(target_dir, tmp_path, capsys
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"RANK": "5"}, "RANK='5' must be a whole number below WORLD_SIZE='1'; unset these"),
-        ({"RANK": "x"}, "RANK='x' must be a whole number below WORLD_SIZE='1'"),
-        ({"RANK": "0", "WORLD_SIZE": "many"}, "must be a whole number below WORLD_SIZE='many'"),
-        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK='-1' must be a whole number below"),
+        ({"RANK": "5"}, "RANK=5 in the environment must be from 0 to WORLD_SIZE - 1 = 0; unset it"),
+        ({"RANK": "x"}, "RANK='x' in the environment is not a whole number; unset it"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "many"},
+            "WORLD_SIZE='many' in the environment is not a whole number",
+        ),
+        (
+            {"RANK": "-1", "WORLD_SIZE": "2"},
+            "RANK=-1 in the environment must be from 0 to WORLD_SIZE - 1 = 1",
+        ),
     ],
 )
 def test_a_rank_without_a_share_is_refused(
