@@ -26,7 +26,7 @@ from drafttrain.errors import UserError
 from drafttrain.files import cache_folder, parse_line, read_jsonl, replacing, writing
 
 LINE_FIX = "delete that line to redo its conversation"
-_LAYOUT = 2  # of the Arrow file; part of its name
+_LAYOUT = 3  # of the Arrow file; part of its name
 _BATCH_ROWS = 1000
 _COLUMNS = Features(
     {
@@ -36,6 +36,7 @@ _COLUMNS = Features(
         "finish": ListOf(Value("string")),
         "source": Value("string"),
         "reasoning": ListOf(Value("int32")),
+        "part": Value("int32"),
     }
 )
 _COUNTS = ("conversations", "rows", "responses", "response_tokens", "reasoning_tokens", "truncated")
@@ -79,14 +80,24 @@ class StoredIds:
 
     Attributes:
         ids: of all lines so far.
-        counts: conversations, rows (more, where the template rewrites earlier turns), responses,
-            response_tokens, reasoning_tokens, truncated.
     """
 
     def __init__(self) -> None:
         self.ids: set[str] = set()
-        self.counts = dict.fromkeys(_COUNTS, 0)
+        self._counts = dict.fromkeys(_COUNTS, 0)
         self._ends: dict[Path, tuple[int, int]] = {}  # part -> (lines, bytes) that have been read
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of conversations, rows, responses, response_tokens, reasoning_tokens and truncated
+        responses; without reasoning_tokens of 0, and rows where each conversation is one.
+        """
+        counts = dict(self._counts)
+        if counts["rows"] == counts["conversations"]:
+            del counts["rows"]
+        if not counts["reasoning_tokens"]:
+            del counts["reasoning_tokens"]
+        return counts
 
     def update(self, parts: Sequence[Path]) -> None:
         """Reads the new complete lines of the parts. Raises UserError: a damaged line."""
@@ -121,13 +132,13 @@ class StoredIds:
 
         self.ids.add(key)
         if "part" not in found:
-            self.counts["conversations"] += 1
-        self.counts["rows"] += 1
-        self.counts["reasoning_tokens"] += sum(found.get("reasoning", ()))
-        self.counts["responses"] += len(found["spans"])
+            self._counts["conversations"] += 1
+        self._counts["rows"] += 1
+        self._counts["reasoning_tokens"] += sum(found.get("reasoning", ()))
+        self._counts["responses"] += len(found["spans"])
         for start, stop in found["spans"]:
-            self.counts["response_tokens"] += stop - start
-        self.counts["truncated"] += found["finish"].count("length")
+            self._counts["response_tokens"] += stop - start
+        self._counts["truncated"] += found["finish"].count("length")
 
 
 def _broken_rule(line: StoredLine, vocab_size: int) -> str:

@@ -354,12 +354,7 @@ class Store:
         with writing(self.directory):
             os.fsync(self._file)
         self._stored.update(_parts(self.directory))
-        counts = dict(self._stored.counts)
-        # Counts that say nothing are left out.
-        if counts["rows"] == counts["conversations"]:
-            del counts["rows"]
-        if counts["reasoning_tokens"] == 0:
-            del counts["reasoning_tokens"]
+        counts = self._stored.counts
         write_json(self.directory / "meta.json", {**read_meta(self.directory), "counts": counts})
         return counts
 

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
+from drafttrain.data.record_cache import StoredIds
 from drafttrain.data.store import load_records, read_meta
 from drafttrain.files import writing
 from drafttrain.formats.public_names import public_name, shorten, write_clean_json
@@ -34,16 +35,17 @@ def prepare(args: argparse.Namespace, folder: Path) -> None:
     records = load_records(args.data)
     target = public_name(meta["target"]["name"])
     sources: Counter[str] = Counter()
-    counts = {"conversations": 0, "responses": 0, "response_tokens": 0, "truncated": 0}
-    with writing(folder), (folder / "part-0000.jsonl").open("w", encoding="utf-8") as file:
-        for record in records:
-            record["source"] = shorten(record["source"])
-            sources[record["source"] or "unnamed"] += 1
-            counts["conversations"] += 1
-            counts["responses"] += len(record["spans"])
-            counts["response_tokens"] += sum(end - start for start, end in record["spans"])
-            counts["truncated"] += record["finish"].count("length")
-            file.write(json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n")
+    part = folder / "part-0000.jsonl"
+    stored = StoredIds()
+    with writing(folder):
+        with part.open("w", encoding="utf-8") as file:
+            for record in records:
+                record["source"] = shorten(record["source"])
+                sources[record["source"] or "unnamed"] += 1
+                line = {key: value for key, value in record.items() if value is not None}
+                file.write(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n")
+        stored.update([part])
+    counts = stored.counts
     identity = {**meta["target"], "name": target}
     write_clean_json(
         folder / "meta.json", {**meta, "target": identity, "features": None, "counts": counts}

@@ -164,18 +164,9 @@ class EngineRates:
         return self.sizes.seconds(devices, tokens, contexts, length // 2, self.width, 2.0)
 
 
-@dataclass(frozen=True)
-class _Heads:
-    """Attention and experts of a decoder, as its config describes them."""
-
-    kv: int  # numbers of keys and values per position
-    columns: int  # head columns over all layers that attend
-    experts: int  # 0 without experts
-    chosen: int  # experts that a token uses
-
-
-def _heads_of(text: PretrainedConfig) -> _Heads:
-    """Reads a text config of transformers."""
+def model_sizes(model: PreTrainedModel, config: PretrainedConfig) -> Sizes:
+    """Sizes by the weights of a model on the meta device; experts are known by their names."""
+    text = last_layer_config(config.get_text_config())
 
     def read(name: str) -> Any:
         return getattr(text, name, None)
@@ -183,50 +174,34 @@ def _heads_of(text: PretrainedConfig) -> _Heads:
     layers = read("num_hidden_layers")
     heads = read("num_attention_heads")
     size = read("head_dim") or read("hidden_size") // heads
-    key_value_heads = read("num_key_value_heads") or heads
-
     # Layers of linear attention keep no keys.
     attending = layers
     if types := read("layer_types"):
         attending = sum("attention" in kind and "linear" not in kind for kind in types)
+    per_layer = 2 * (read("num_key_value_heads") or heads) * size
     if rank := read("kv_lora_rank"):  # latent attention caches one compressed vector
         per_layer = rank + (read("qk_rope_head_dim") or 0)
-    else:
-        per_layer = 2 * key_value_heads * size
-
     experts = 0
     for name in _EXPERT_COUNTS:
-        if not experts:
-            experts = read(name) or 0
-    chosen = read("num_experts_per_tok") or read("top_k_experts") or 2
-    return _Heads(
-        kv=attending * per_layer,
-        columns=attending * heads * size,
-        experts=experts,
-        chosen=chosen,
-    )
+        experts = experts or read(name) or 0
 
-
-def model_sizes(model: PreTrainedModel, config: PretrainedConfig) -> Sizes:
-    """Sizes by the weights of a model on the meta device; experts are known by their names."""
-    heads = _heads_of(last_layer_config(config.get_text_config()))
     always = 0
     routed = 0
     for name, weight in model.named_parameters():
-        if heads.experts and ".experts." in name:
+        if experts and ".experts." in name:
             routed += weight.numel()
         else:
             always += weight.numel()
-
     embedding = model.get_input_embeddings().get_parameter("weight")
     head = model.get_output_embeddings().get_parameter("weight")
     if embedding is not head:  # the head is read in full, an embedding of its own is a lookup
         always -= embedding.numel()
 
-    if not routed:
-        return Sizes(always, kv=heads.kv, columns=heads.columns)
-    expert = routed / heads.experts
-    return Sizes(always, expert, heads.experts, heads.chosen, heads.kv, heads.columns)
+    sizes = Sizes(always, kv=attending * per_layer, columns=attending * heads * size)
+    if routed:
+        chosen = read("num_experts_per_tok") or read("top_k_experts") or 2
+        sizes = replace(sizes, expert=routed / experts, experts=experts, chosen=chosen)
+    return sizes
 
 
 def target_config(name: str, key: str, fix: str) -> Json:

@@ -31,6 +31,17 @@ from drafttrain.tuning.hardware import DEVICES
 from drafttrain.tuning.plan_recipe import read_config, without_weights
 
 
+def sizes_of(target: str) -> Sizes:
+    """Sizes of the target with this name, or of its config.json.
+
+    Raises:
+        UserError: see `read_config`.
+    """
+    fix = "give --target-params instead"
+    config = read_config(target, target, "target", fix)
+    return model_sizes(without_weights(config, target, fix), config)
+
+
 def drafter_params(folder: Path) -> float:
     """Weights of a saved drafter, without the target's embedding.
 
@@ -193,9 +204,7 @@ def run(args: argparse.Namespace) -> int:
         name = args.target
         if not name:
             name = results["target"]
-        fix = "give --target-params instead"
-        config = read_config(name, name, "target", fix)
-        target = model_sizes(without_weights(config, name, fix), config)
+        target = sizes_of(name)
     named = results["drafter"]
     if args.drafter:
         named = args.drafter

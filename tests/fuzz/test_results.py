@@ -227,11 +227,7 @@ def test_values_of_a_targets_config(path, fault, seed):
     config = json.loads((FIXTURES / "target" / "config.json").read_text())
     file = path.with_name("config.json")
     file.write_text(json.dumps(fault.apply(config, Random(seed))))
-    outcome(
-        "estimate: config.json",
-        fault.name,
-        lambda: estimate.sizes_of(estimate.target_config(str(file))),
-    )
+    outcome("estimate: config.json", fault.name, lambda: estimate.sizes_of(str(file)))
 
 
 def test_a_drafter_with_torn_weights_is_not_counted(tmp_path):

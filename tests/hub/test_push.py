@@ -15,7 +15,7 @@ import torch
 from transformers import configuration_utils, modeling_utils
 
 from drafttrain.cli import main
-from drafttrain.data.store import Store
+from drafttrain.data.store import Store, load_records, read_meta
 from drafttrain.drafters.dflash.model import DFlash, DFlashConfig
 from drafttrain.drafters.eagle3.export import SHIPPING
 from drafttrain.drafters.registry import load_trained
@@ -294,6 +294,23 @@ def test_both_spellings_of_license_are_accepted(work, tmp_path, capsys):
         with pytest.raises(SystemExit):
             main([command, "--help"])
         assert "--license" in capsys.readouterr().out
+
+
+def test_published_lines_are_those_of_the_data(work, tmp_path):
+    """Lines with and without reasoning, and the rows of a conversation whose earlier turns are rewritten."""
+    source = tmp_path / "data"
+    shutil.copytree(work / "data", source)
+    rewritten = {**load_records(source)[0], "id": "x#0", "reasoning": [1], "part": 0}
+    with (source / "part-0000.jsonl").open("a") as file:
+        file.write(json.dumps(rewritten) + "\n")
+    out = tmp_path / "out"
+    words = f"--data {source} --repo writer/data --prompt-license own --dry-run --output {out}"
+    assert main(["push-data", *words.split()]) == 0
+    made, held = (load_records(folder).remove_columns("source") for folder in (out, source))
+    assert made.to_list() == held.to_list()
+    counts = read_meta(out)["counts"]
+    assert counts["rows"] == counts["conversations"] + 1 == len(held)
+    assert counts["reasoning_tokens"] == 1
 
 
 def test_private_things_are_found(tmp_path):
