@@ -165,8 +165,12 @@ def make_folder(folder: Path) -> None:
         shutil.copytree(FIXTURES / "data", folder / "runs" / name / "data")
     for name in ("results", "hot", "other", "before"):
         shutil.copy(FIXTURES / "results" / "eagle3.json", folder / "runs" / f"{name}.json")
-    for name in ("chats.jsonl", "support.jsonl", "prompts.jsonl"):
+    for name in ("chats.jsonl", "support.jsonl"):
         shutil.copy(FIXTURES / "chats.jsonl", folder / name)
+    rows = []
+    for number, line in enumerate((FIXTURES / "chats.jsonl").read_text().splitlines()):
+        rows.append(json.dumps({"id": str(number), **json.loads(line)}) + "\n")
+    (folder / "prompts.jsonl").write_text("".join(rows))
     shutil.copy(FIXTURES / "suite.jsonl", folder / "heldout.jsonl")
     prompt = {"id": "one", "text": "One river"}
     (folder / "runs" / "llama-3.1-8b" / "ultrachat.jsonl").write_text(json.dumps(prompt) + "\n")

@@ -16,6 +16,7 @@ if (
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("DRAFTTRAIN_CPU_WEIGHTS", "packed")  # instead of a measurement per process
 
 
 def has_gpu() -> bool:

@@ -121,6 +121,8 @@ class EvalPlan:
             spec=self.spec if spec is None else spec,
             sampling=self.settings.sampling,
             max_rows=self.settings.batch_size,
+            # Sampled answers differ by side, so that only the drafter's own side could go on.
+            keep=self.settings.sampling.greedy,
         )
 
     def ngram_side(self) -> Side:

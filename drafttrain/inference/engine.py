@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Generator, Iterator
 from collections.abc import Sequence as Items
 from contextlib import closing
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,6 +89,14 @@ class _Launched:
     passed: Mark
 
 
+class Kept(NamedTuple):
+    """A finished sequence whose row the engine still holds, and its prompt and answer [n] int64."""
+
+    engine: Engine
+    sequence: Sequence
+    tokens: Tensor
+
+
 class Engine:
     """A continuous batch.
 
@@ -102,6 +111,7 @@ class Engine:
         drafter, spec, pace: as in `Decoder`; nothing is drafted without a drafter.
         graphs: see `TargetSteps.lease`.
         observer: see `Decoder`.
+        keep: sessions read the last tokens of finished sequences too, which `resume` continues.
         capture: without a drafter, target states that `Sequence.states` collects; see
             `Target.forward`.
 
@@ -125,11 +135,13 @@ class Engine:
         graphs: bool | None = None,
         capture: Items[int] = (),
         observer: Observer | None = None,
+        keep: bool = False,
     ):
         self.target = target
         self.drafter = drafter
         self.pace = pace
         self.observer = observer
+        self.keep = keep
         self.spec = TreeSpec.parse("none") if spec is None else spec
         self.active: list[Sequence] = []
         self.free = list(range(rows))
@@ -177,6 +189,11 @@ class Engine:
         return self._steps.memory
 
     @property
+    def captures(self) -> bool:
+        """Whether passes are captured in graphs, which the next call may need."""
+        return self._steps is not None
+
+    @property
     def graph_failure(self) -> str:
         """Why the target's passes are not captured; empty unless a capture failed."""
         if self._steps is None:
@@ -199,6 +216,41 @@ class Engine:
         """Gives a sequence an empty row; `prefill` must follow."""
         sequence.row = self.free.pop(0)
         self.cache.clear(sequence.row)
+
+    def resume(self, kept: Kept, sequence: Sequence, capacity: int) -> bool:
+        """Gives a sequence the row of a finished one whose tokens its prompt continues.
+
+        `prefill` must follow, and reads the rest of the prompt. A drafter's session continues too:
+        it cannot go back, so its tokens must all begin the prompt.
+
+        Args:
+            capacity: positions that the sequence needs.
+
+        Returns:
+            False, with nothing done, if the prompt does not continue those tokens.
+        """
+        prompt = sequence.prompt
+        equal = kept.tokens[: len(prompt)] == prompt[: len(kept.tokens)]
+        shared = int(equal.cumprod(0).sum())  # tokens
+        row = kept.sequence.row
+        stored = self.cache.lengths[row]
+        held = min(shared, stored, len(prompt) - 1)
+        if self.drafter is not None:
+            held = len(kept.tokens) - 1  # the session has read the features of so many
+            if kept.sequence.session is None or shared <= held:
+                return False
+        exact = isinstance(self.cache, SnapshotCache)  # states that cannot go back
+        if held < 1 or (held < stored and exact):
+            return False
+        self.reserve(capacity)
+        self.free.remove(row)
+        self.cache.lengths[row] = held
+        sequence.row = row
+        sequence.prompt = prompt[held:]
+        if sequence.drafts:
+            sequence.session = kept.sequence.session
+            sequence.pending = kept.sequence.pending
+        return True
 
     def release(self, sequence: Sequence) -> None:
         """Frees the row of a finished sequence."""
@@ -252,9 +304,8 @@ class Engine:
             features_of = out.features[0].split(sizes)
             for (sequence, begin, end), features in zip(parts, features_of, strict=True):
                 follow = torch.cat((sequence.prompt[begin + 1 : end + 1], sequence.root))
-                # One more token leaves nothing to draft.
-                wanted = sequence.speculate and sequence.limit > 2 and not sequence.stats.finish
-                if self.drafter is not None and begin == 0 and wanted:
+                wanted = sequence.drafts and not sequence.stats.finish
+                if self.drafter is not None and begin == 0 and wanted and sequence.session is None:
                     longest = len(sequence.prompt) + sequence.limit
                     sequence.session = self.drafter.start(sequence.prompt, longest)
                     if self._drafts is not None:
@@ -502,10 +553,11 @@ class Engine:
         drafting = False
         start = 0  # of the sequence's new tokens in the pass
         for (sequence, own), nodes, size in zip(news, kept, sizes, strict=True):
-            if not sequence.stats.finish:
+            if self.keep or not sequence.stats.finish:
                 going.append((sequence, own))
                 numbers += own
-                places += [start + node for node in nodes]
+                # A stop string may have cut what a finished sequence committed.
+                places += [start + node for node in nodes[: len(own)]]
                 if sequence.session is not None:
                     drafting = True
             start += size
@@ -642,6 +694,9 @@ class Decoder:
         graphs: False runs rounds on a GPU without CUDA graphs; see `TargetSteps.lease`.
         rules: how logits are processed; as the target's generation_config says unless given. A
             repetition penalty in `sampling` replaces theirs.
+        keep: after a call with one prompt, keep its keys and values and its drafter's, so that a
+            next call whose prompt continues that text (the next turn of a chat) reads only what is
+            new. For one thread; no effect where passes are captured in CUDA graphs.
 
     Attributes:
         cache: of the latest call.
@@ -668,6 +723,7 @@ class Decoder:
         pace: Pace | None = None,
         graphs: bool | None = None,
         rules: LogitsRules | None = None,
+        keep: bool = False,
     ):
         self.target = target.require_layers()
         self.spec = TreeSpec.parse("chain:3") if spec is None else spec
@@ -686,6 +742,8 @@ class Decoder:
         self.memory = (0, str(self.cache))
         self.capture_seconds = 0.0
         self.observer: Observer | None = None
+        self.keep = keep
+        self._kept: Kept | None = None
 
     def generate(
         self,
@@ -773,24 +831,21 @@ class Decoder:
         capacity = max((len(s.prompt) + s.limit for s in sequences), default=0)
         if self.drafter is not None:  # room for a round's tree
             capacity += self.spec.most + self.drafter.probes
-        engine = Engine(
-            self.target,
-            capacity=capacity,
-            rows=min(self.max_rows, len(sequences)),
-            plain=self.sampling.greedy and not self.rules,
-            drafter=self.drafter,
-            spec=self.spec,
-            pace=self.pace,
-            graphs=self.graphs,
-            observer=self.observer,
-        )
+        text: list[int] = []  # of the one sequence that is kept
+        if self.keep and len(sequences) == 1:
+            text += sequences[0].prompt.tolist()
+        waiting = deque(sequences)
+        joining: list[Sequence] = []
+        engine = self._resumed(sequences, capacity)
+        if engine is None:
+            engine = self._engine(capacity, min(self.max_rows, len(sequences)))
+        else:
+            joining.append(waiting.popleft())
         self.cache = engine.cache
         before = engine.clock.captured
-        waiting = deque(sequences)
         with closing(engine):
-            while waiting or engine.active:
+            while waiting or joining or engine.active:
                 # Waiting sequences take the free rows.
-                joining = []
                 while waiting and engine.free:
                     sequence = waiting.popleft()
                     engine.join(sequence)
@@ -798,13 +853,43 @@ class Decoder:
                 steps = [engine.round()]  # begins when the prefill has ended
                 if joining:
                     steps.insert(0, engine.prefill(joining))
+                joining = []
                 for step in steps:
                     for sequence, tokens in step:
+                        text += tokens
                         yield sequence.index, tokens
                         if sequence.stats.finish:
                             engine.release(sequence)
                 self.capture_seconds = engine.clock.captured - before
             self.memory = max(self.memory, engine.memory)
+        if self.keep and len(sequences) == 1 and not engine.captures:
+            whole = torch.tensor(text, device=self.target.device)
+            self._kept = Kept(engine, sequences[0], whole)
+
+    def _resumed(self, sequences: list[Sequence], capacity: int) -> Engine | None:
+        """The kept engine, in which the one sequence has a row; None if it does not continue it."""
+        kept = self._kept
+        self._kept = None
+        if kept is None or len(sequences) != 1:
+            return None
+        if not kept.engine.resume(kept, sequences[0], capacity):
+            return None
+        kept.engine.observer = self.observer
+        return kept.engine
+
+    def _engine(self, capacity: int, rows: int) -> Engine:
+        return Engine(
+            self.target,
+            capacity=capacity,
+            rows=rows,
+            plain=self.sampling.greedy and not self.rules,
+            drafter=self.drafter,
+            spec=self.spec,
+            pace=self.pace,
+            graphs=self.graphs,
+            observer=self.observer,
+            keep=self.keep,
+        )
 
 
 def _join(parts: Items[Tensor]) -> Tensor:

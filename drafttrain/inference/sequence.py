@@ -143,6 +143,11 @@ class Sequence:
         return self.limit - self.stats.new_tokens
 
     @property
+    def drafts(self) -> bool:
+        """Whether a drafter may help: one token behind the first leaves nothing to draft."""
+        return self.speculate and self.limit > 2
+
+    @property
     def behind(self) -> int:
         """Committed tokens that the session has not read yet."""
         return sum(tokens.shape[0] for tokens, _ in self.pending)

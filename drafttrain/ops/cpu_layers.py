@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from drafttrain.ops.native import built_kernels
 from drafttrain.ops.packing import (
-    BFLOAT16_DOT,
-    FORMATS,
+    ROUNDED,
     PackedLinear,
     PackedRMSNorm,
     address_of,
@@ -205,9 +204,9 @@ class DecoderLayer:
         """Rounds inputs of bfloat16 weights to bfloat16 from now on; see `packing.form_of`."""
         for field in _Layer._fields_:
             name = field[0]
-            is_format = name.endswith("_format")
-            if is_format and getattr(self._layer, name) == FORMATS[torch.bfloat16]:
-                setattr(self._layer, name, BFLOAT16_DOT)
+            if name.endswith("_format"):
+                form = getattr(self._layer, name)
+                setattr(self._layer, name, ROUNDED.get(form, form))
 
     def project(
         self,

@@ -12,6 +12,8 @@
  *     BFLOAT16_DOT   as BFLOAT16                                x is rounded to bfloat16; pairs of bfloat16 products are added to
  *                                                               float32 sums by AVX512-BF16, AMX or NEON's BF16 instructions;
  *                                                               as BFLOAT16 on other processors
+ *     TWELVE         the weights of BFLOAT16 in three quarters  as BFLOAT16 and BFLOAT16_DOT, by the same instructions on the same
+ *     TWELVE_DOT     of the bytes, see "weights in 12 bits"     numbers: the same bits
  */
 #include <omp.h>
 #if defined(__AMX_BF16__) && defined(__linux__)
@@ -25,7 +27,7 @@
 #include <arm_neon.h>
 #endif
 
-enum format { FLOAT32, BFLOAT16, INT8, BFLOAT16_DOT }; /* as in ops/packing.py */
+enum format { FLOAT32, BFLOAT16, INT8, BFLOAT16_DOT, TWELVE, TWELVE_DOT }; /* as in ops/packing.py */
 
 #define PANEL 32
 #define CHUNK 1024 /* inputs: 64 KiB of bfloat16 weights */
@@ -83,6 +85,97 @@ static inline reg_words words_at(const char *at) {
     return w;
 }
 
+/* -- weights in 12 bits --------------------------------------------------------------------------------------------- */
+
+/* Few exponents occur in a trained weight matrix: 16 of them cover all but some 0.01 % of the weights of a panel. A weight is a byte
+ * of sign and mantissa and four bits that name its exponent, in quads of four inputs x 32 outputs; the others ("rest") are listed with
+ * their places. A chunk is unpacked into the core's first cache, just before it is multiplied there as BFLOAT16: every word is
+ * restored to the bit, and the memory sends three quarters of the bytes. Known on GPUs as DFloat11 (arXiv 2504.11651), in 11 bits.
+ *
+ *     matrix   panels, then the rest of all panels
+ *     panel    a legend, then quads
+ *     quad     [2 pairs of inputs][64] bytes of sign and mantissa, [64] bytes of names: the low four bits are of the first pair
+ *
+ * Byte i of 64 is output i / 16 * 4 + i % 8 / 2, input i % 2 of the pair, 16 outputs later where i & 8: what two interleaves of
+ * 128-bit lanes put in order. */
+enum { QUAD = 192, QUAD_WORDS = 128, NAMES = 16, TWELVE_CHUNK = 256 /* inputs: 16 KiB of bfloat16 weights */ };
+
+struct legend { uint8_t exponents[NAMES]; int32_t first, rest; uint8_t unused[40]; }; /* rest: weights of the panel without a name */
+struct rest { uint32_t place, word; }; /* place: of the word in a BFLOAT16 panel */
+
+#if defined(__AVX512BW__)
+typedef uint8_t bytes __attribute__((vector_size(64)));
+static inline bytes look_up(bytes table, bytes names) { return (bytes)_mm512_shuffle_epi8((__m512i)table, (__m512i)names); }
+static inline bytes first_halves(bytes a, bytes b) { return (bytes)_mm512_unpacklo_epi8((__m512i)a, (__m512i)b); }
+static inline bytes last_halves(bytes a, bytes b) { return (bytes)_mm512_unpackhi_epi8((__m512i)a, (__m512i)b); }
+#elif defined(__AVX2__)
+typedef uint8_t bytes __attribute__((vector_size(32)));
+static inline bytes look_up(bytes table, bytes names) { return (bytes)_mm256_shuffle_epi8((__m256i)table, (__m256i)names); }
+static inline bytes first_halves(bytes a, bytes b) { return (bytes)_mm256_unpacklo_epi8((__m256i)a, (__m256i)b); }
+static inline bytes last_halves(bytes a, bytes b) { return (bytes)_mm256_unpackhi_epi8((__m256i)a, (__m256i)b); }
+#elif defined(__ARM_NEON)
+typedef uint8_t bytes __attribute__((vector_size(16)));
+static inline bytes look_up(bytes table, bytes names) { return (bytes)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)names); }
+static inline bytes first_halves(bytes a, bytes b) { return (bytes)vzip1q_u8((uint8x16_t)a, (uint8x16_t)b); }
+static inline bytes last_halves(bytes a, bytes b) { return (bytes)vzip2q_u8((uint8x16_t)a, (uint8x16_t)b); }
+#else
+typedef uint8_t bytes __attribute__((vector_size(16)));
+static inline bytes look_up(bytes table, bytes names) {
+    bytes found;
+    for (int i = 0; i < 16; i++) found[i] = table[names[i]];
+    return found;
+}
+static inline bytes zipped(bytes a, bytes b, int from) {
+    bytes both;
+    for (int i = 0; i < 8; i++) both[2 * i] = a[from + i], both[2 * i + 1] = b[from + i];
+    return both;
+}
+static inline bytes first_halves(bytes a, bytes b) { return zipped(a, b, 0); }
+static inline bytes last_halves(bytes a, bytes b) { return zipped(a, b, 8); }
+#endif
+
+static inline bytes bytes_at(const char *at) {
+    bytes b;
+    memcpy(&b, at, sizeof b);
+    return b;
+}
+
+/* A panel's quads and what they are unpacked by. upper, lowest: seven bits and one of the
+ * exponents by name. */
+struct twelve {
+    const char *quads;
+    bytes upper, lowest;
+    const struct rest *next, *end; /* of the panel's rest, those that are not unpacked yet */
+};
+
+static inline struct twelve begin_twelve(const char *panel, const struct rest *all) {
+    const struct legend *legend = (const void *)panel;
+    bytes exponents;
+    for (unsigned long i = 0; i < sizeof exponents; i += NAMES) memcpy((char *)&exponents + i, legend->exponents, NAMES);
+    const struct rest *first = all + legend->first, *end = first + legend->rest;
+    __builtin_prefetch(end); /* where the next panel's begins */
+    return (struct twelve){panel + sizeof *legend, exponents >> 1, exponents << 7, first, end};
+}
+
+/* A quad of a panel as BFLOAT16 weights. Quads are unpacked in their order. */
+static inline __attribute__((always_inline)) void unpack_quad(struct twelve *t, long quad, char *to) {
+    const char *from = t->quads + quad * QUAD;
+    for (long at = 0; at < 64; at += sizeof(bytes)) {
+        bytes names = bytes_at(from + 128 + at);
+        for (int pair = 0; pair < 2; pair++) {
+            bytes name = pair ? names >> 4 : names & 15, rounded = bytes_at(from + 64 * pair + at);
+            bytes high = (rounded & 0x80) | look_up(t->upper, name), low = (rounded & 0x7f) | look_up(t->lowest, name);
+            bytes first = first_halves(low, high), last = last_halves(low, high);
+            memcpy(to + 128 * pair + at, &first, sizeof first);
+            memcpy(to + 128 * pair + 64 + at, &last, sizeof last);
+        }
+    }
+    for (; t->next < t->end && t->next->place < (quad + 1) * QUAD_WORDS; t->next++) {
+        uint16_t word = (uint16_t)t->next->word;
+        memcpy(to + 2 * (t->next->place - quad * QUAD_WORDS), &word, sizeof word);
+    }
+}
+
 /* A block of rows times a chunk of a panel. x: float32, or bfloat16 for BFLOAT16_DOT, from row to row `stride` bytes. units: inputs,
  * or pairs of them. Each unit prefetches at `fetch`, which moves by `step`. tile [rows, PANEL] is added to. */
 struct block {
@@ -105,39 +198,69 @@ static inline float float_at(const char *at) {
     return number;
 }
 
-/* The first three arguments are constants in every call, so the loops unroll and the sums stay in registers. */
+/* sum += the products of a unit: its weights and x of every fourth row. Like the first three arguments of `multiply`, numbers of rows
+ * and registers and the format are constants in every call, so the loops unroll and the sums stay in registers. */
+static inline __attribute__((always_inline)) void add_unit(int rows, int registers, enum format format, const char *panel,
+                                                           const char *const *x, long stride, reg (*sum)[REGISTERS]) {
+    for (int s = 0; s < (format == BFLOAT16 ? 2 : 1); s++) {
+        reg weight[REGISTERS];
+        for (int v = 0; v < registers; v++) {
+            if (format == INT8) weight[v] = from_bytes(panel + v * WIDTH);
+            else {
+                reg_words w = words_at(panel + v * sizeof w);
+                weight[v] = (reg)(format != BFLOAT16 ? w : s ? w & 0xffff0000u : w << 16);
+            }
+        }
+        for (int r = 0; r < rows; r++) {
+            const char *at = x[r / 4] + r % 4 * stride + 4 * s;
+            for (int v = 0; v < registers; v++)
+                if (format == BFLOAT16_DOT) sum[r][v] = dot(sum[r][v], (reg_words)weight[v], (reg_words){0} + word_at(at));
+                else sum[r][v] += weight[v] * float_at(at);
+        }
+    }
+}
+
 static inline __attribute__((always_inline)) void multiply(int rows, int registers, enum format format, const struct block *b) {
     reg sum[MAX_ROWS][REGISTERS];
     const char *panel = b->panel, *fetch = b->fetch, *x[MAX_ROWS / 4 + 1]; /* of every fourth row: few addresses */
-    long stride = b->stride, step = b->step;
-    for (int r = 0; r < rows; r += 4) x[r / 4] = b->x + r * stride;
+    long step = b->step;
+    for (int r = 0; r < rows; r += 4) x[r / 4] = b->x + r * b->stride;
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < registers; v++) sum[r][v] = *(const reg_at *)(b->tile + r * PANEL + v * WIDTH);
     for (long unit = b->units; unit > 0; unit--) {
         __builtin_prefetch(fetch);
         if (format != INT8) __builtin_prefetch(fetch + 64);
-        for (int s = 0; s < (format == BFLOAT16 ? 2 : 1); s++) {
-            reg weight[REGISTERS];
-            for (int v = 0; v < registers; v++) {
-                if (format == INT8) weight[v] = from_bytes(panel + v * WIDTH);
-                else {
-                    reg_words w = words_at(panel + v * sizeof w);
-                    weight[v] = (reg)(format != BFLOAT16 ? w : s ? w & 0xffff0000u : w << 16);
-                }
-            }
-            for (int r = 0; r < rows; r++) {
-                const char *at = x[r / 4] + r % 4 * stride + 4 * s;
-                for (int v = 0; v < registers; v++)
-                    if (format == BFLOAT16_DOT) sum[r][v] = dot(sum[r][v], (reg_words)weight[v], (reg_words){0} + word_at(at));
-                    else sum[r][v] += weight[v] * float_at(at);
-            }
-        }
+        add_unit(rows, registers, format, panel, x, b->stride, sum);
         panel += PANEL * (format == INT8 ? 1 : 4);
         fetch += step;
         for (int r = 0; r < rows; r += 4) x[r / 4] += format == BFLOAT16 ? 8 : 4;
     }
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < registers; v++) *(reg_at *)(b->tile + r * PANEL + v * WIDTH) = sum[r][v];
+}
+
+/* The product of a panel in 12 bits, whose quads are unpacked between the products; of few rows, whose sums of all outputs fit the
+ * registers. b->panel is not read. */
+static inline __attribute__((always_inline)) void multiply_quads(int rows, enum format format, struct twelve *t, const struct block *b) {
+    reg sum[WHOLE_ROWS][REGISTERS] = {{{0}}};
+    char quad[2 * QUAD_WORDS] __attribute__((aligned(64)));
+    const char *x[WHOLE_ROWS / 4 + 1];
+    for (int r = 0; r < rows; r += 4) x[r / 4] = b->x + r * b->stride;
+    for (long q = 0; q < b->units / 2; q++) {
+        for (long line = 0; line < QUAD; line += 64) __builtin_prefetch(b->fetch + q * b->step + line);
+        unpack_quad(t, q, quad);
+        for (int pair = 0; pair < 2; pair++) {
+            add_unit(rows, REGISTERS, format, quad + pair * QUAD_WORDS, x, b->stride, sum);
+            for (int r = 0; r < rows; r += 4) x[r / 4] += format == BFLOAT16 ? 8 : 4;
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < REGISTERS; v++) *(reg_at *)(b->tile + r * PANEL + v * WIDTH) = sum[r][v];
+}
+
+#define QUADS(R) case R: if (R <= WHOLE_ROWS) multiply_quads(R, format, t, b); break;
+static inline __attribute__((always_inline)) void quads_by_rows(int rows, enum format format, struct twelve *t, const struct block *b) {
+    switch (rows) { QUADS(1) QUADS(2) QUADS(3) QUADS(4) QUADS(5) QUADS(6) QUADS(7) QUADS(8) QUADS(9) QUADS(10) QUADS(11) QUADS(12) }
 }
 
 #define CASE(R) case R: if (R <= most) multiply(R, registers, format, b); break;
@@ -163,6 +286,7 @@ static void multiply_block(int rows, enum format format, const struct block *b) 
         case BFLOAT16: multiply_parts(rows, BFLOAT16, b); break;
         case INT8: multiply_parts(rows, INT8, b); break;
         case BFLOAT16_DOT: if (HAS_DOT) multiply_parts(rows, BFLOAT16_DOT, b); break;
+        default: break; /* TWELVE is unpacked before */
     }
 }
 
@@ -238,17 +362,71 @@ static void end_tiles(void) {
 #endif
 }
 
+/* The word of a BFLOAT16 panel, of 16 bits, at byte `at` of a quad's pair. */
+static inline long place_of(long quad, int pair, int at) {
+    return quad * QUAD_WORDS + pair * 64 + (at & 8) * 4 + at / 16 * 8 + at % 8;
+}
+
+/* legends [count]: the names of each BFLOAT16 panel's most frequent exponents, and how many weights are left without one.
+ * words: 16-bit words of a panel. */
+void name_exponents(const uint16_t *panels, long count, long words, struct legend *legends, int threads) {
+#pragma omp parallel for num_threads(threads)
+    for (long p = 0; p < count; p++) {
+        uint32_t found[256] = {0};
+        struct legend legend = {.rest = (int32_t)words};
+        for (long i = 0; i < words; i++) found[panels[p * words + i] >> 7 & 255]++;
+        for (int n = 0; n < NAMES; n++) {
+            int most = 0;
+            for (int e = 1; e < 256; e++)
+                if (found[e] > found[most]) most = e;
+            legend.exponents[n] = (uint8_t)most;
+            legend.rest -= (int32_t)found[most];
+            found[most] = 0;
+        }
+        legends[p] = legend;
+    }
+}
+
+/* BFLOAT16 panels to TWELVE. legends: of name_exponents, with their `first`; words: of a panel, whole quads. */
+void pack_twelve(const uint16_t *panels, long count, long words, const struct legend *legends, char *packed, int threads) {
+    long quads = words / QUAD_WORDS, size = quads * QUAD + (long)sizeof(struct legend);
+    struct rest *all = (void *)(packed + count * size);
+#pragma omp parallel for num_threads(threads)
+    for (long p = 0; p < count; p++) {
+        const uint16_t *panel = panels + p * words;
+        struct rest *next = all + legends[p].first;
+        uint8_t *to = (uint8_t *)packed + p * size, names[256];
+        memcpy(to, legends + p, sizeof *legends);
+        to += sizeof *legends;
+        memset(names, NAMES, sizeof names);
+        for (int n = NAMES - 1; n >= 0; n--) names[legends[p].exponents[n]] = (uint8_t)n;
+        for (long i = 0; i < words; i++)
+            if (names[panel[i] >> 7 & 255] == NAMES) *next++ = (struct rest){(uint32_t)i, panel[i]};
+        for (long q = 0; q < quads; q++, to += QUAD)
+            for (int i = 0; i < 64; i++) {
+                uint16_t first = panel[place_of(q, 0, i)], last = panel[place_of(q, 1, i)];
+                to[i] = (uint8_t)((first >> 8 & 0x80) | (first & 0x7f));
+                to[64 + i] = (uint8_t)((last >> 8 & 0x80) | (last & 0x7f));
+                to[128 + i] = (uint8_t)((names[first >> 7 & 255] & 15) | (names[last >> 7 & 255] & 15) << 4);
+            }
+    }
+}
+
 /* -- the product ---------------------------------------------------------------------------------------------------- */
 
-/* What a linear layer reads. x: as in struct block, `stride` bytes from row to row. size: bytes of a panel. */
+/* What a linear layer reads. x: as in struct block, `stride` bytes from row to row. size: bytes of a panel. format: of the product,
+ * so never TWELVE; twelve: whether weights are unpacked before; rest: of all panels. */
 struct operands {
     const char *x;
     long stride, in, size;
     enum format format;
+    int twelve;
+    const struct rest *rest;
 };
 
 static long panel_size(long in, enum format format) {
     if (format == INT8) return in * PANEL + PANEL * (long)sizeof(float);
+    if (format >= TWELVE) return (in + 3) / 4 * QUAD + (long)sizeof(struct legend);
     return format == FLOAT32 ? in * PANEL * (long)sizeof(float) : (in + 1) / 2 * PANEL * 4;
 }
 
@@ -281,6 +459,46 @@ static long next_rows(long rows, long done) {
     return (rows - done + blocks - 1) / blocks;
 }
 
+/* Multiplies up to GROUP rows with a chunk of a panel: weights and x of its first unit. fetch: where what this thread reads next
+ * begins, `bytes` of it; each block of rows fetches its part. */
+static void multiply_chunk(const struct operands *o, const char *x, long rows, long units, const char *weights, const char *fetch,
+                           long bytes, const char *limit, float *tile) {
+    long blocks = (rows + MAX_ROWS - 1) / MAX_ROWS, step = bytes / units / blocks;
+    struct block b = {x, o->stride, units, weights, NULL, step, tile};
+    for (long row = 0, n; row < rows; row += n) {
+        n = next_rows(rows, row);
+        b.fetch = fetch < limit ? fetch : weights;
+        multiply_block((int)n, o->format, &b);
+        b.x += n * b.stride, b.tile += n * PANEL, fetch += step * units;
+    }
+}
+
+/* As multiply_panel, for weights in 12 bits. buffer: a chunk's weights, or with `keep` the panel's, where `fresh` says that they
+ * are not unpacked yet. */
+static void multiply_twelve(const struct operands *o, const char *x, long rows, const char *panel, const char *limit, char *buffer,
+                            int keep, int fresh, float *tile) {
+    long quads = (o->in + 3) / 4, most = TWELVE_CHUNK / 4, chunks = (quads + most - 1) / most;
+    struct twelve t = begin_twelve(panel, o->rest);
+    if (rows <= WHOLE_ROWS && !keep) {
+        const char *ahead = t.quads + AHEAD < limit ? t.quads + AHEAD : t.quads;
+        struct block b = {x, o->stride, 2 * quads, NULL, ahead, QUAD, tile};
+        if (o->format == BFLOAT16_DOT && HAS_DOT) quads_by_rows((int)rows, BFLOAT16_DOT, &t, &b);
+        else quads_by_rows((int)rows, BFLOAT16, &t, &b);
+        return;
+    }
+    int tiles = o->format == BFLOAT16_DOT && has_tiles;
+    long input = o->format == BFLOAT16 ? 16 : 8; /* bytes of x per quad */
+    for (long c = 0; c < chunks; c++) {
+        long done = quads * c / chunks, end = quads * (c + 1) / chunks;
+        char *weights = buffer + (keep ? done * 2 * QUAD_WORDS : 0);
+        for (long q = done; fresh && q < end; q++) unpack_quad(&t, q, weights + (q - done) * 2 * QUAD_WORDS);
+        long bytes = fresh ? (end - done) * QUAD : 0;
+        if (!tiles)
+            multiply_chunk(o, x + done * input, rows, 2 * (end - done), weights, t.quads + end * QUAD, bytes, limit, tile);
+    }
+    if (tiles) multiply_by_tiles(rows, x, o->stride, 2 * quads, buffer, buffer, tile);
+}
+
 /* tile [rows, PANEL] = the product of up to GROUP rows with a panel. limit: end of the panels that this thread will read. */
 static void multiply_panel(const struct operands *o, const char *x, long rows, const char *panel, const char *limit, float *tile) {
     if (o->format == BFLOAT16_DOT && has_tiles) {
@@ -289,18 +507,11 @@ static void multiply_panel(const struct operands *o, const char *x, long rows, c
     }
     long per = o->format == BFLOAT16 || o->format == BFLOAT16_DOT ? 2 : 1, unit = PANEL * (o->format == INT8 ? 1 : 4);
     long units = (o->in + per - 1) / per, most = CHUNK / per, chunks = (units + most - 1) / most;
-    long blocks = (rows + MAX_ROWS - 1) / MAX_ROWS, input = o->format == BFLOAT16 ? 8 : 4; /* bytes of x per unit */
-    memset(tile, 0, rows * PANEL * sizeof(float));
+    long input = o->format == BFLOAT16 ? 8 : 4; /* bytes of x per unit */
     for (long c = 0; c < chunks; c++) {
         long done = units * c / chunks, chunk = units * (c + 1) / chunks - done;
-        struct block b = {x + done * input, o->stride, chunk, panel + done * unit, NULL, unit / blocks, tile};
-        const char *fetch = b.panel + (blocks == 1 ? AHEAD : chunk * unit);
-        for (long row = 0, n; row < rows; row += n) { /* each block fetches its part of the next chunk */
-            n = next_rows(rows, row);
-            b.fetch = fetch < limit ? fetch : b.panel;
-            multiply_block((int)n, o->format, &b);
-            b.x += n * b.stride, b.tile += n * PANEL, fetch += b.step * chunk;
-        }
+        const char *weights = panel + done * unit, *fetch = weights + (rows <= MAX_ROWS ? AHEAD : chunk * unit);
+        multiply_chunk(o, x + done * input, rows, chunk, weights, fetch, chunk * unit, limit, tile);
     }
     if (o->format == INT8) {
         const float *factor = (const void *)(panel + o->in * PANEL);
@@ -313,27 +524,40 @@ static void multiply_panel(const struct operands *o, const char *x, long rows, c
  * are in the core's own cache when they are multiplied. The last panel of each matrix is padded. */
 static void linear(const float *x, long rows, long in, const void *panels, int format, float *y, long out, enum activation act,
                    int threads) {
-    if (format == BFLOAT16_DOT && !HAS_DOT && !has_tiles) format = BFLOAT16;
-    struct operands o = {(const char *)x, in * (long)sizeof(float), in, panel_size(in, format), format};
+    struct operands o = {(const char *)x, in * (long)sizeof(float), in, panel_size(in, format), format, format >= TWELVE, NULL};
+    if (o.twelve) o.format = format == TWELVE_DOT ? BFLOAT16_DOT : BFLOAT16;
+    if (o.format == BFLOAT16_DOT && !HAS_DOT && !has_tiles) o.format = BFLOAT16;
     char *copy = NULL;
-    if (format == BFLOAT16_DOT || (format == BFLOAT16 && in % 2))
-        o.x = copy = copy_inputs(x, rows, in, format == BFLOAT16_DOT, &o.stride, threads);
+    long whole = o.twelve ? 4 : 2; /* inputs that are multiplied together */
+    if (o.format == BFLOAT16_DOT || (o.format == BFLOAT16 && in % whole))
+        o.x = copy = copy_inputs(x, rows, in, o.format == BFLOAT16_DOT, &o.stride, threads);
     long count = (out + PANEL - 1) / PANEL, groups = (rows + GROUP - 1) / GROUP, tasks = count * groups, each = (act ? 2 : 1) * o.size;
+    o.rest = (const void *)((const char *)panels + count * each);
+    int keep = groups > 1 || (o.format == BFLOAT16_DOT && has_tiles);
+    long held = o.twelve ? 2 * QUAD_WORDS * (keep ? (in + 3) / 4 : TWELVE_CHUNK / 4) : 0; /* bytes of unpacked weights */
 #pragma omp parallel num_threads(threads)
     {
-        float tile[GROUP * PANEL] __attribute__((aligned(64))), up[GROUP * PANEL] __attribute__((aligned(64)));
-        long thread = omp_get_thread_num(), team = omp_get_num_threads(), end = tasks * (thread + 1) / team;
-        if (format == BFLOAT16_DOT) begin_tiles();
-        for (long task = tasks * thread / team; task < end; task++) {
+        float tiles[2][GROUP * PANEL] __attribute__((aligned(64))); /* of the outputs, or of gate and up */
+        char *buffer = held ? aligned_alloc(64, 2 * held) : NULL;
+        long thread = omp_get_thread_num(), team = omp_get_num_threads(), begin = tasks * thread / team, end = tasks * (thread + 1) / team;
+        if (o.format == BFLOAT16_DOT) begin_tiles();
+        for (long task = begin; task < end; task++) {
             long p = task / groups, row = task % groups * GROUP, n = min(rows - row, GROUP), width = min(out - p * PANEL, PANEL);
             const char *panel = (const char *)panels + p * each, *limit = panel + each;
             if (row + n == rows) limit = (const char *)panels + ((end - 1) / groups + 1) * each; /* no rows are left for this panel */
-            multiply_panel(&o, o.x + row * o.stride, n, panel, limit, tile);
-            if (act) multiply_panel(&o, o.x + row * o.stride, n, panel + o.size, limit, up);
-            for (long i = 0; act && i < n * PANEL; i += LANES) store(tile + i, activate(load(tile + i), act) * load(up + i));
+            int fresh = row == 0 || task == begin;
+            for (int half = 0; half < (act ? 2 : 1); half++, panel += o.size) {
+                float *tile = tiles[half];
+                memset(tile, 0, n * PANEL * sizeof(float));
+                if (o.twelve) multiply_twelve(&o, o.x + row * o.stride, n, panel, limit, buffer + half * held, keep, fresh, tile);
+                else multiply_panel(&o, o.x + row * o.stride, n, panel, limit, tile);
+            }
+            float *tile = tiles[0];
+            for (long i = 0; act && i < n * PANEL; i += LANES) store(tile + i, activate(load(tile + i), act) * load(tiles[1] + i));
             for (long r = 0; r < n; r++) memcpy(y + (row + r) * out + p * PANEL, tile + r * PANEL, width * sizeof(float));
         }
-        if (format == BFLOAT16_DOT) end_tiles();
+        if (o.format == BFLOAT16_DOT) end_tiles();
+        free(buffer);
     }
     free(copy);
 }

@@ -63,6 +63,8 @@ PATHS: dict[str, CpuPath] = {"x86_64": _X86, "AMD64": _X86, "aarch64": _ARM, "ar
 _TYPES = {"P": ctypes.c_void_p, "L": ctypes.c_long, "I": ctypes.c_int, "F": ctypes.c_float}
 _ARGUMENTS = {
     "skinny_linear": "PLLPIPLI",
+    "name_exponents": "PLLPI",
+    "pack_twelve": "PLLPPI",
     "rms_norm": "PPFPLL",
     "likeliest": "PLLLPPP",
     "move_slots": "PLLLLLPL",

@@ -13,13 +13,17 @@ bfloat16: half the bytes. What is multiplied depends on the dtype that the user 
                 multiplies bfloat16 (AVX512-BF16, AMX, NEON's BF16), at twice the rate; sums are
                 float32. Other processors compute as for float32.
 
-Rows that are integers up to 127 times a factor are streamed as int8. In every format a row's result
-is the same to the bit, alone and among other rows.
+bfloat16 weights whose exponents are few are streamed in 12 bits, without loss: three quarters of
+the bytes, the same words in registers. Rows that are integers up to 127 times a factor are streamed
+as int8. In every format a row's result is the same to the bit, alone and among other rows.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
+import os
+import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from typing import ParamSpec, TypeVar
@@ -28,27 +32,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafttrain.errors import UserError
-from drafttrain.ops.native import built_kernels, cpu_kernels
+from drafttrain.errors import UserError, shown
+from drafttrain.ops.native import built_kernels, cpu_kernels, multiplies_bfloat16
 
+logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 SKINNY_ROWS = 64  # most tokens of a draft step in the kernels, whose trees have as many
 _LANES = 16  # as in cpu.c
-# dtype of panels -> enum format of cpu_linear.c
-FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-BFLOAT16_DOT = 3  # format of bfloat16 panels whose inputs are rounded to bfloat16
+# dtype of panels -> enum format of cpu_linear.c; uint8 panels hold weights in 12 bits
+FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 4}
+# format -> the one of the same panels whose inputs are rounded to bfloat16
+ROUNDED = {1: 3, 4: 5}
+WEIGHTS_VARIABLE = "DRAFTTRAIN_CPU_WEIGHTS"
+_QUAD_WORDS = 128  # 16-bit words that are packed together, as in cpu_linear.c
+_QUAD = 192  # bytes of them in 12 bits
+_LEGEND = 64  # bytes of struct legend
+_REST = 8  # bytes of struct rest
+# A matrix is packed in 12 bits if that takes at most this share of its bytes in bfloat16: weights of
+# rare exponents take 8 bytes more each, narrow panels their legends.
+_MOST_SIZE = 0.79
 
 
 def form_of(panels: Tensor, rounded: bool = False) -> int:
     """The enum format of panels.
 
     Args:
-        rounded: inputs of bfloat16 panels are rounded to bfloat16.
+        rounded: inputs of bfloat16 weights are rounded to bfloat16.
     """
-    if rounded and panels.dtype == torch.bfloat16:
-        return BFLOAT16_DOT
-    return FORMATS[panels.dtype]
+    form = FORMATS[panels.dtype]
+    if rounded:
+        return ROUNDED.get(form, form)
+    return form
 
 
 def cpu_has_bfloat16() -> bool:
@@ -95,6 +110,80 @@ def _as_int8(weight: Tensor) -> tuple[Tensor, Tensor] | None:
     return integers.to(torch.int8), factor
 
 
+def twelve_bits_pay() -> bool:
+    """Whether bfloat16 weights are packed in 12 bits: where this machine then multiplies quicker.
+
+    $DRAFTTRAIN_CPU_WEIGHTS=packed or =bfloat16 decides instead, for those who compare.
+
+    Raises:
+        UserError: the variable has another value.
+    """
+    wanted = os.environ.get(WEIGHTS_VARIABLE, "auto")
+    if wanted not in ("auto", "packed", "bfloat16"):
+        raise UserError(f"{WEIGHTS_VARIABLE}={shown(wanted)} must be auto, packed or bfloat16")
+    if cpu_kernels() is None or wanted == "bfloat16":
+        return False
+    return wanted == "packed" or _twelve_bits_are_quicker()
+
+
+@functools.cache
+def _twelve_bits_are_quicker() -> bool:
+    """Measured once per process, in some 0.2 s, on weights that no cache holds.
+
+    Unpacking takes instructions that a processor must have to spare while it waits for memory.
+    Both forms give the same bits, so that a wrong choice on a busy machine costs time only.
+    """
+    width = 576
+    block = torch.rand(64, width // 2, 2 * _LANES, 2) - 0.5  # panels of 2 MB
+    paired = block.bfloat16().repeat(32, 1, 1, 1)
+    packed = _in_twelve_bits(paired)
+    assert packed is not None, "uniform numbers have few exponents"
+    out = len(paired) * 2 * _LANES
+    rounded = multiplies_bfloat16()
+    best: dict[tuple[int, int], float] = {}  # (rows, form) -> seconds
+    for _ in range(3):
+        for rows in (1, 8):  # a plain step, a small tree
+            x = torch.ones(rows, width)
+            for form, panels in enumerate((paired, packed)):
+                began = time.perf_counter()
+                skinny_linear(x, panels, out, rounded)
+                seconds = time.perf_counter() - began
+                best[rows, form] = min(seconds, best.get((rows, form), seconds))
+    ratio = (best[1, 1] + best[8, 1]) / (best[1, 0] + best[8, 0])
+    logger.info("weights in 12 bits take %.2f of the time of bfloat16 on this CPU", ratio)
+    return ratio < 0.97
+
+
+def _in_twelve_bits(paired: Tensor) -> Tensor | None:
+    """Panels of bfloat16 weights in 12 bits, exactly: see "weights in 12 bits" in cpu_linear.c.
+
+    Args:
+        paired: [panels, in / 2, 32, 2] bfloat16, of a multiple of four inputs.
+
+    Returns:
+        Bytes; None where that saves too little.
+    """
+    kernels = built_kernels()
+    threads = torch.get_num_threads()
+    panels = len(paired)
+    words = paired[0].numel()  # of a panel
+    legends = torch.empty((panels, _LEGEND), dtype=torch.uint8)
+    kernels.name_exponents(paired.data_ptr(), panels, words, legends.data_ptr(), threads)
+    numbers = legends.view(torch.int32)  # [panels, 16]; behind 16 bytes: first, rest
+    rest = numbers[:, 5]
+    total = int(rest.sum())
+    size = words // _QUAD_WORDS * _QUAD + _LEGEND
+    needed = panels * size + total * _REST
+    if needed > _MOST_SIZE * paired.nbytes:
+        return None
+    numbers[:, 4] = rest.cumsum(0) - rest
+    packed = torch.empty(needed, dtype=torch.uint8)
+    kernels.pack_twelve(
+        paired.data_ptr(), panels, words, legends.data_ptr(), packed.data_ptr(), threads
+    )
+    return packed
+
+
 def pack_panels(weight: Tensor) -> Tensor:
     """[out, in] -> panels of 32 outputs for `skinny_linear`, in the smallest exact of FORMATS.
 
@@ -120,8 +209,14 @@ def pack_panels(weight: Tensor) -> Tensor:
         return torch.cat((numbers, ends), dim=1)
     half = weight.to(torch.bfloat16)
     if torch.equal(half.to(weight.dtype), weight):
-        pairs = padded(F.pad(half, (0, weight.shape[1] % 2))).flatten(1, 2).unflatten(2, (-1, 2))
-        return pairs.permute(0, 2, 1, 3).contiguous()  # [panels, in / 2, 32, 2]
+        twelve = twelve_bits_pay()
+        whole = 4 if twelve else 2
+        pairs = padded(F.pad(half, (0, -weight.shape[1] % whole))).flatten(1, 2)
+        paired = pairs.unflatten(2, (-1, 2)).permute(0, 2, 1, 3).contiguous()
+        packed = _in_twelve_bits(paired) if twelve else None
+        if packed is not None:
+            return packed
+        return paired[:, : -(-weight.shape[1] // 2)].contiguous()  # [panels, in / 2, 32, 2]
     return padded(weight).permute(0, 3, 1, 2).contiguous()  # [panels, in, 2, lanes]
 
 
@@ -211,7 +306,11 @@ def check_panels(
     extra = {torch.int8: 4, torch.bfloat16: width % 2}.get(panels.dtype, 0)
     size = 2 * _LANES * (width + extra)  # numbers in a panel
     count = -(-out // (2 * _LANES))
-    if panels.numel() != count * size or not panels.is_cpu or not panels.is_contiguous():
+    fits = panels.numel() == count * size
+    if panels.dtype == torch.uint8:
+        rest = panels.numel() - count * (-(-width // 4) * _QUAD + _LEGEND)
+        fits = 0 <= rest < _MOST_SIZE * panels.numel() and rest % _REST == 0
+    if not fits or not panels.is_cpu or not panels.is_contiguous():
         raise ValueError(
             f"{name} of shape {list(panels.shape)} is not a packed [{out}, {width}] weight in CPU memory"
         )

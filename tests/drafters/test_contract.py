@@ -22,7 +22,7 @@ from drafttrain.config import TrainConfig, load_config
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import kind_class, load_drafter, untrained
 from drafttrain.errors import UserError
-from drafttrain.inference import SamplingParams, generate, generate_batch
+from drafttrain.inference import Decoder, SamplingParams, generate, generate_batch
 from drafttrain.ops.sampling import Sampler
 from drafttrain.train import build_drafter
 from tests.conftest import make_target
@@ -42,6 +42,7 @@ from tests.drafters.contract import (
     session_at,
     the_target,
 )
+from tests.inference.turns import talk
 
 RECIPES = Path(__file__).parents[2] / "configs" / "smollm2-135m"
 TREES = (
@@ -230,3 +231,16 @@ def test_kinds_without_weights_are_made_from_their_name(kind):
     assert untrained(kind).kind == kind
     with pytest.raises(UserError, match="no_such_option"):
         untrained(f"{kind}:no_such_option=1")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_that_continues_is_drafted_as_if_it_were_new(kind, decoding):
+    spec = TreeSpec.parse("dynamic:4,3,8")
+    target = the_target(packed=True)
+    anew = talk(Decoder(target, decoding(kind), spec=spec, eos_ids=()))
+    kept = talk(Decoder(target, decoding(kind), spec=spec, eos_ids=(), keep=True))
+    for own, other in zip(kept, anew, strict=True):
+        assert own.tokens == other.tokens
+        if kind in TRAINED:  # others may learn from a text that they read twice
+            assert own.stats.accepted == other.stats.accepted
+        assert own.stats.prompt_tokens == other.stats.prompt_tokens

@@ -22,6 +22,7 @@ from drafttrain.inference import (
 )
 from drafttrain.ops import tree_cache
 from drafttrain.ops.tree_attention import TreeLayout
+from drafttrain.target import Target
 from tests.conftest import make_target
 from tests.drafters.helpers import make_drafter
 from tests.inference.fakes import ANY, FakeBatch, MarkovTarget, family, hf_greedy
@@ -301,3 +302,31 @@ def test_the_packed_kernel_serves_the_cache(name, monkeypatch):
     )
     assert tokens_of(generate_batch(target, NgramDrafter(), PROMPTS, max_rows=3, **options)) == want
     assert len(calls) == target.num_layers * len(plans) > 0
+
+
+@pytest.mark.parametrize("spec", ["chain:3", "dynamic:4,3,9"])
+def test_stop_strings_end_rows_as_they_end_alone(spec):
+    target = make_target().pack()
+    prompts = [target.tokenizer(text).input_ids for text in ("one", "two rivers", "three", "4")]
+    options = {"max_new_tokens": 40, "spec": TreeSpec.parse(spec), "eos_ids": ()}
+    whole = generate_batch(target, None, prompts, **options)
+    stops = []
+    for made, place in zip(whole[:3], (4, 11, 23), strict=True):
+        text = target.tokenizer.decode(made.tokens)
+        stops.append(text[place : place + 2])
+    together = generate_batch(target, NgramDrafter(), prompts, stop=stops, max_rows=3, **options)
+    assert tokens_of(together) == alone(target, NgramDrafter(), prompts, stop=stops, **options)
+    for made, longer in zip(together, whole, strict=True):
+        assert made.tokens == longer.tokens[: len(made.tokens)]
+    assert [made.stats.finish for made in together[:3]] == ["stop"] * 3
+
+
+@pytest.mark.parametrize("spec", ["none", "dynamic:4,3,9"])
+def test_bfloat16_rows_are_what_they_are_alone(target, target_dir, spec):
+    drafter = make_drafter(target)
+    target = Target.load(str(target_dir), "bfloat16").pack()
+    drafter.bind(target)
+    options = {"max_new_tokens": 20, "spec": TreeSpec.parse(spec), "eos_ids": ()}
+    together = generate_batch(target, drafter, PROMPTS, max_rows=3, **options)
+    assert tokens_of(together) == alone(target, drafter, PROMPTS, **options)
+    assert tokens_of(together) == alone(target, None, PROMPTS, **options)

@@ -1,5 +1,6 @@
-/* Checks cpu_linear.c as it is built for one path: sums against float64, and a row's bits alone, among others and in other threads.
- * test_cpu_paths.py builds and runs it. EMULATED_TILES: AMX instructions are functions of this file. */
+/* Checks cpu_linear.c as it is built for one path: sums against float64, weights in 12 bits against the same ones in 16, and a row's bits
+ * alone, among others and in other threads. test_cpu_paths.py builds and runs it. EMULATED_TILES: AMX instructions are functions of
+ * this file. */
 #include "cpu.c"
 
 #include <pthread.h>
@@ -55,7 +56,7 @@ static void multiply_tile(int sums, int left, int right) {
 #include "cpu_linear.c"
 
 enum { ROWS = 130, FEW = 64, THREADS = 3 };
-static const char *const NAMES[] = {"float32", "bfloat16", "int8", "bfloat16 products"};
+static const char *const FORMS[] = {"float32", "bfloat16", "int8", "bfloat16 products", "12 bits", "12 bits, bfloat16 products"};
 
 static float number(void) { /* in [-1, 1) */
     static uint64_t state = 1;
@@ -76,6 +77,7 @@ static void put(const struct weight *w, char *panel, long o, long i, double *val
     float x = number();
     if (w->format == FLOAT32) memcpy(panel + (i * PANEL + o) * 4, &x, 4);
     if (w->format == BFLOAT16 || w->format == BFLOAT16_DOT) {
+        if (i % 7 == 3) x = ldexpf(x, -(int)((o + i) % 60));
         uint16_t half = (uint16_t)bfloat16(x);
         x = rounded(x);
         memcpy(panel + ((i / 2 * PANEL + o) * 2 + i % 2) * 2, &half, 2);
@@ -87,6 +89,21 @@ static void put(const struct weight *w, char *panel, long o, long i, double *val
         x = (float)(signed char)panel[i * PANEL + o] * factor;
     }
     *value = x;
+}
+
+/* The same weight in 12 bits. Some exponents are rare, so that not all get a name. */
+static struct weight packed(const struct weight *w) {
+    long count = (w->out + PANEL - 1) / PANEL, words = (w->in + 3) / 4 * QUAD_WORDS, size = panel_size(w->in, w->format), rest = 0;
+    uint16_t *padded = calloc(count * words, 2);
+    for (long p = 0; p < count; p++) memcpy(padded + p * words, w->panels + p * size, size);
+    struct legend *legends = calloc(count, sizeof *legends);
+    name_exponents(padded, count, words, legends, 2);
+    for (long p = 0; p < count; rest += legends[p++].rest) legends[p].first = (int32_t)rest;
+    struct weight twelve = {w->out, w->in, w->format == BFLOAT16 ? TWELVE : TWELVE_DOT, NULL, w->values};
+    twelve.panels = aligned_alloc(64, (count * panel_size(w->in, TWELVE) + rest * sizeof(struct rest) + 63) / 64 * 64);
+    pack_twelve(padded, count, words, legends, twelve.panels, 2);
+    free(padded), free(legends);
+    return twelve;
 }
 
 static struct weight make(long out, long in, int format) {
@@ -111,7 +128,7 @@ static int check(const struct weight *w) {
     float *x = malloc(ROWS * in * 4), *all = malloc(ROWS * out * 4), *some = malloc(THREADS * ROWS * out * 4);
     for (long i = 0; i < ROWS * in; i++) x[i] = number();
     skinny_linear(x, ROWS, in, w->panels, w->format, all, out, 1);
-    int halves = w->format == BFLOAT16_DOT && (HAS_DOT || has_tiles), bad = 0;
+    int halves = (w->format == BFLOAT16_DOT || w->format == TWELVE_DOT) && (HAS_DOT || has_tiles), bad = 0;
     for (long r = 0; r < ROWS; r++)
         for (long o = 0; o < out; o++) {
             double sum = 0, size = 1e-3;
@@ -135,8 +152,23 @@ static int check(const struct weight *w) {
         pthread_join(threads[t], NULL);
         bad |= 4 * !!memcmp(all, calls[t].y, FEW * out * 4);
     }
-    if (bad) printf("%s [%ld, %ld]: fault %d\n", NAMES[w->format], out, in, bad);
+    if (bad) printf("%s [%ld, %ld]: fault %d\n", FORMS[w->format], out, in, bad);
     free(x), free(all), free(some);
+    return bad;
+}
+
+/* Whether products with two forms of a weight have other bits. */
+static int differs(const struct weight *w, const struct weight *twelve) {
+    float *x = malloc(ROWS * w->in * 4), *left = malloc(ROWS * w->out * 4), *right = malloc(ROWS * w->out * 4);
+    int bad = 0;
+    for (long i = 0; i < ROWS * w->in; i++) x[i] = number();
+    for (long rows = 1; rows <= ROWS; rows += rows < 16 ? 1 : 57) {
+        skinny_linear(x, rows, w->in, w->panels, w->format, left, w->out, 2);
+        skinny_linear(x, rows, w->in, twelve->panels, twelve->format, right, w->out, 2);
+        bad |= !!memcmp(left, right, rows * w->out * 4);
+    }
+    if (bad) printf("%s [%ld, %ld]: other bits\n", FORMS[twelve->format], w->out, w->in);
+    free(x), free(left), free(right);
     return bad;
 }
 
@@ -150,6 +182,11 @@ int main(void) {
         for (int s = 0; s < 5; s++) {
             struct weight w = make(shapes[s][0], shapes[s][1], format);
             bad |= check(&w);
+            if (format == BFLOAT16 || format == BFLOAT16_DOT) {
+                struct weight twelve = packed(&w);
+                bad |= check(&twelve) | 8 * differs(&w, &twelve);
+                free(twelve.panels);
+            }
             free(w.panels), free(w.values);
         }
     printf("%s\n", kernel_path());

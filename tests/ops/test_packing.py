@@ -6,6 +6,7 @@ from torch import nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from drafttrain.errors import UserError
 from drafttrain.ops import native, packing
 from drafttrain.ops.packing import (
     SKINNY_ROWS,
@@ -23,8 +24,30 @@ needs_compiler = pytest.mark.skipif(native.cpu_kernels() is None, reason="no C c
 ROUNDED = {
     torch.float32: lambda weight: weight,
     torch.bfloat16: lambda weight: weight.bfloat16().float(),
+    torch.uint8: lambda weight: weight.bfloat16().float(),  # in 12 bits
     torch.int8: round_to_int8,
 }
+
+
+@pytest.fixture
+def sixteen_bits(monkeypatch):
+    monkeypatch.setenv(packing.WEIGHTS_VARIABLE, "bfloat16")
+
+
+@pytest.fixture
+def twelve_bits(monkeypatch):
+    """Also of matrices that are too small to gain."""
+    monkeypatch.setenv(packing.WEIGHTS_VARIABLE, "packed")
+    monkeypatch.setattr(packing, "_MOST_SIZE", 9)
+
+
+@pytest.fixture
+def form(request, monkeypatch):
+    """A format of panels, which `weights` of it get."""
+    if request.param != torch.int8:
+        width = "twelve_bits" if request.param == torch.uint8 else "sixteen_bits"
+        request.getfixturevalue(width)
+    return request.param
 
 
 def weights(out, width, form, seed=0):
@@ -34,7 +57,7 @@ def weights(out, width, form, seed=0):
 
 
 @needs_compiler
-@pytest.mark.parametrize("form", ROUNDED)
+@pytest.mark.parametrize("form", ROUNDED, indirect=True)
 @pytest.mark.parametrize(("out", "width"), [(1, 3), (31, 17), (32, 64), (33, 8), (100, 300)])
 def test_skinny_linear_equals_the_product(out, width, form):
     weight = weights(out, width, form)
@@ -47,7 +70,7 @@ def test_skinny_linear_equals_the_product(out, width, form):
 
 
 @needs_compiler
-@pytest.mark.parametrize("form", ROUNDED)
+@pytest.mark.parametrize("form", ROUNDED, indirect=True)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_row_does_not_depend_on_the_others(form, threads):
     """Nor on how many threads there are, which may share a panel of weights."""
@@ -63,12 +86,51 @@ def test_a_row_does_not_depend_on_the_others(form, threads):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("form", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("form", [torch.bfloat16, torch.uint8, torch.int8], indirect=True)
 def test_one_value_off_the_grid_keeps_the_weight_in_float32(form):
     weight = weights(40, 40, form)
     assert pack_panels(weight).dtype == form
     weight[39, 39] *= 1 + 2**-12
     assert pack_panels(weight).dtype == torch.float32
+
+
+@needs_compiler
+def test_twelve_bits_hold_every_bfloat16_number(twelve_bits, monkeypatch):
+    """All 65,536 of them, as the inputs of one output each, so that most exponents have no name."""
+    words = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    numbers = words.view(torch.bfloat16).float()
+    numbers = numbers[numbers.isfinite()]
+    weight = numbers[torch.randperm(len(numbers), generator=torch.Generator().manual_seed(0))]
+    weight = weight.view(-1, 170)  # [384, 170]
+    panels = pack_panels(weight)
+    assert panels.dtype == torch.uint8
+    assert torch.equal(skinny_linear(torch.eye(170), panels, len(weight)), weight.t())
+
+
+@needs_compiler
+def test_twelve_bits_are_for_matrices_that_they_shrink(monkeypatch):
+    monkeypatch.setenv(packing.WEIGHTS_VARIABLE, "packed")
+    assert pack_panels(weights(64, 576, torch.bfloat16)).dtype == torch.uint8
+    assert pack_panels(weights(64, 8, torch.bfloat16)).dtype == torch.bfloat16
+    spread = torch.ldexp(weights(64, 576, torch.bfloat16), -torch.arange(576) % 60)
+    assert pack_panels(spread).dtype == torch.bfloat16
+
+
+@needs_compiler
+def test_the_variable_chooses_the_form_of_weights(monkeypatch):
+    weight = weights(64, 576, torch.bfloat16)
+    assert isinstance(packing._twelve_bits_are_quicker(), bool)
+    monkeypatch.setattr(packing, "_twelve_bits_are_quicker", lambda: True)
+    for wanted, form in (
+        ("auto", torch.uint8),
+        ("packed", torch.uint8),
+        ("bfloat16", torch.bfloat16),
+    ):
+        monkeypatch.setenv(packing.WEIGHTS_VARIABLE, wanted)
+        assert pack_panels(weight).dtype == form
+    monkeypatch.setenv(packing.WEIGHTS_VARIABLE, "12")
+    with pytest.raises(UserError, match="CPU_WEIGHTS='12' must be auto, packed or bfloat16"):
+        pack_panels(weight)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e4])
