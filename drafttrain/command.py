@@ -529,11 +529,13 @@ def read_words(app: App, name: str, function: Function, words: Sequence[str]) ->
     else:
         own = [completed(word, flags) for word in words[:end]]
     words = [*own, *words[end:]]
-    collection = app[name].assemble_argument_collection()
-    known = {"--"}.union(*(argument.names for argument in collection))
-    for word in own:
-        flag = word.partition("=")[0]
-        if flag.startswith("--") and flag not in known:
+    given = [word.partition("=")[0] for word in own if word.startswith("--")]
+    known = {"--", *flags}
+    if not known.issuperset(given):  # switches, other spellings, or a mistake
+        collection = app[name].assemble_argument_collection()
+        known.update(*(argument.names for argument in collection))
+    for flag in given:
+        if flag not in known:
             hint = did_you_mean(flag[:80], flags, most=2)
             raise UserError(
                 f"unknown flag {shown(flag)}; {hint or f'see drafttrain {name} --help'}"
