@@ -35,7 +35,7 @@ def served(tmp_path_factory):
     log = AnswerLog(place / "log.jsonl")
     for i in range(24):
         prompt = [5, 6, 7 + i % 12, 8 + i]
-        log.add(prompt, generate(target, None, prompt, max_new_tokens=20))
+        log.add(prompt, generate(target, None, prompt, max_new_tokens=12))
     log.close()
     return place
 
@@ -88,7 +88,7 @@ def test_a_better_version_serves_and_text_stays(served, tmp_path, capsys, plenty
                 target,
                 LatestDrafter(str(name), target).get(),
                 row["prompt_token_ids"],
-                max_new_tokens=20,
+                max_new_tokens=12,
             )
             for row in map(json.loads, (served / "log.jsonl").read_text().splitlines()[:8])
         ]

@@ -488,7 +488,7 @@ def test_every_page_is_in_the_navigation():
     assert set(named) == pages and len(named) == len(set(named))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path):
     pytest.importorskip("mkdocs", reason="needs drafttrain[docs]; scripts/test.sh installs it")
     words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]

@@ -162,11 +162,6 @@ def run_core(commands: list[str]) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.thorough
-def test_a_core_installation_imports_every_module():
-    run_core([])
-
-
 @pytest.mark.slow
 def test_a_core_installation_runs_what_needs_no_extra(home):
     run_core(CORE)

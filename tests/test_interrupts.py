@@ -351,7 +351,15 @@ STUCK = {
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("stuck", STUCK)
+@pytest.mark.parametrize(
+    "stuck",
+    [
+        pytest.param(
+            name, marks=[] if name in ("in C", "swallowed", "a forked child") else pytest.mark.slow
+        )
+        for name in STUCK
+    ],
+)
 def test_whatever_the_main_thread_does(tmp_path, stuck):
     """A process that is stuck ends by its watching thread."""
     body = textwrap.indent(textwrap.dedent(STUCK[stuck]).strip(), "    ")

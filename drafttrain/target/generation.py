@@ -78,6 +78,7 @@ class _File(AppliedKeys, total=False):
     eos_token_id: int | list[int] | None
 
 
+_APPLIED = TypeAdapter(AppliedKeys)
 # Values that turn a key off; None always does.
 _OFF = {
     "repetition_penalty": 1,
@@ -150,7 +151,7 @@ class LogitsRules:
         if isinstance(decay, tuple):
             values["exponential_decay_length_penalty"] = list(decay)
         try:
-            TypeAdapter(AppliedKeys).validate_python(values, strict=True)
+            _APPLIED.validate_python(values, strict=True)
         except ValidationError as error:
             raise UserError(
                 f"target={target!r}: generation_config has {violation(error)}; {_FIX}"

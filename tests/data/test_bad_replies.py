@@ -170,7 +170,7 @@ def test_every_fault_costs_its_conversation_only(generate, tokenizer):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("count", [300, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [150, pytest.param(2000, marks=pytest.mark.slow)])
 def test_a_run_at_30_percent_faults_stores_or_lists_each(generate, tokenizer, count):
     conversations = {f"c{i}": [f"q{i}"] if i % 8 else [f"q{i}", f"and {i}"] for i in range(count)}
     with FaultyServer(share=0.3) as server:

@@ -7,7 +7,7 @@ import torch
 from drafttrain.batch import Batch
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import kind_class, load_drafter
-from drafttrain.inference import SamplingParams, generate, generate_batch
+from drafttrain.inference import SamplingParams, generate
 from drafttrain.ops.sampling import Sampler
 from tests.drafters.helpers import (
     check_gradients,
@@ -18,14 +18,6 @@ from tests.drafters.helpers import (
     step_inputs,
 )
 from tests.drafters.overfitting import overfit
-
-TREES = (
-    "chain:3",
-    "fanout:3x2x1",
-    "dynamic:4,3,10",
-    "paths:0,1,0-0,0-1,0-0-0",
-    "chain:5@stop=0.01",
-)
 
 
 def make_kind(kind, target, kept=None, shake=False, **options):
@@ -93,12 +85,16 @@ def check_packed_rows(drafter, target):
         )
 
 
-def check_parity(make, target, depth=4):
-    """log q of a drafted chain is what training computes for that chain as the text, at every depth, plain and packed."""
+def check_parity(make, target, depth=4, sampled=False):
+    """log q of a drafted chain is what training computes for that chain as the text, at every depth, plain and packed.
+
+    sampled: whether the chain is drawn, of kinds whose trees have other scores than log q.
+    """
     prefix = make_batch((12,)).input_ids[0]
     anchor = len(prefix) - 2
     drafter = make()
     features = target.forward(prefix[None], drafter.feature_layers).features[0]
+    log_q = []
     trees = []
     for packed in (False, True):
         decoder = make()
@@ -111,22 +107,29 @@ def check_parity(make, target, depth=4):
         )  # so that the buffers have to grow
         session.extend(prefix[1 : anchor - 2], features[: anchor - 3])  # in pieces, as rounds do
         session.extend(prefix[anchor - 2 : anchor + 2], features[anchor - 3 : anchor + 1])
-        trees.append(session.propose(TreeSpec.parse(f"chain:{depth}")))
+        if sampled:
+            sampler = Sampler(SamplingParams(temperature=1.0), torch.Generator().manual_seed(1))
+            tree = session.propose(TreeSpec.parse(f"chain:{depth}@sample"), sampler)
+            place = (decoder.kept_ids == tree.tokens[:, None]).int().argmax(1)
+            log_q.append(tree.proposal.probs[tree.proposal.rows, place].log())  # [depth]
+        else:
+            tree = session.propose(TreeSpec.parse(f"chain:{depth}"))
+            log_q.append(torch.diff(tree.log_probs, prepend=torch.zeros(1)))  # [depth]
+        trees.append(tree)
     assert torch.equal(trees[0].tokens, trees[1].tokens) and len(trees[0]) == depth
-    torch.testing.assert_close(trees[0].log_probs, trees[1].log_probs, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(log_q[0], log_q[1], rtol=1e-3, atol=1e-4)
 
     # The conversation stands behind another one in its row; the response is cut so that only this anchor reaches depth k.
     ids = torch.cat((torch.arange(7), prefix, trees[0].tokens, torch.tensor([7])))[None]
     documents = torch.tensor([[0, 0, 7], [0, 7, ids.shape[1] - 7]])
     drafter.config.loss = "ce"
-    drafted = -torch.diff(trees[0].log_probs, prepend=torch.zeros(1))
     for k in range(depth):
         mask = torch.zeros_like(ids, dtype=torch.bool)
         mask[:, anchor + 8 : anchor + 10 + k] = True
         batch = Batch(ids, torch.tensor([ids.shape[1]]), mask, torch.tensor([0, 1]), documents)
         metrics = run_step(drafter, target, batch).metrics
         assert metrics["count"][k] == 1
-        torch.testing.assert_close(metrics["loss"][k], drafted[k], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(metrics["loss"][k], -log_q[0][k], rtol=1e-3, atol=1e-4)
 
 
 def check_trees(drafter, target):
@@ -170,23 +173,6 @@ def check_trees(drafter, target):
     own = q[torch.arange(len(drawn)), [place[token] for token in drawn.tokens.tolist()]].log()
     above = torch.tensor([drawn.log_probs[p] if p >= 0 else 0.0 for p in drawn.parents])
     torch.testing.assert_close(drawn.log_probs, above + own, rtol=1e-4, atol=1e-4)
-
-
-def check_lossless(drafter, target):
-    """Greedy speculative text is greedy text in every tree: each prompt in a ragged batch, and one of them alone, in turn."""
-    prompts = [[5, 9, 11, 9, 11, 30], [7, 3, 250, 8, 1, 2, 99, 100, 4], [61, 60]]
-    plain = [
-        generate(target, None, prompt, max_new_tokens=16, eos_ids=()).tokens for prompt in prompts
-    ]
-    for number, text in enumerate(TREES):
-        spec = TreeSpec.parse(text)
-        turn = number % len(prompts)
-        alone = generate(target, drafter, prompts[turn], max_new_tokens=16, spec=spec, eos_ids=())
-        assert alone.tokens == plain[turn], text
-        together = generate_batch(
-            target, drafter, prompts, max_new_tokens=16, spec=spec, eos_ids=(), max_rows=3
-        )
-        assert [each.tokens for each in together] == plain, text
 
 
 def check_closed_form_start(drafter, target):

@@ -12,7 +12,6 @@ from drafttrain.drafters.dflash2.model import DFlash2
 from drafttrain.drafters.dspark.model import DSpark
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.errors import UserError
-from drafttrain.inference import generate, generate_batch
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.sampling import Sampler, SamplingParams, probabilities
 from tests.conftest import make_target
@@ -24,7 +23,7 @@ from tests.drafters.helpers import (
     source_of,
     step_inputs,
 )
-from tests.drafters.layer_kinds import check_packed_rows
+from tests.drafters.layer_kinds import check_packed_rows, check_parity
 from tests.drafters.overfitting import overfit
 
 KINDS = [DFlash, DSpark, DFlash2]
@@ -70,49 +69,17 @@ def test_every_parameter_gets_a_finite_gradient_and_a_batch_can_be_overfitted(ta
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "packed",
-    [False, pytest.param(True, marks=pytest.mark.skipif(cpu_kernels() is None, reason="C"))],
-)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_at_depth_k_is_what_decoding_says_there(target, kind, options, packed):
-    """Teacher-forced losses, one-hot on the data's tokens, are the log-probabilities of that path in a drafted tree."""
-    drafter = shaken(kind, target, **options, loss="ce")
+def test_training_at_depth_k_is_what_decoding_says_there(target, kind, options):
+    drafter = shaken(kind, target, **options)
     depth = drafter.config.depth
-    prefix = make_batch((12,)).input_ids[0]
-    decoder = shaken(kind, target, **options)
-    if packed:
-        decoder.pack()
-        decoder.bind(target)
-        assert (decoder.layers[0].native is None) == decoder.mixes_tokens
-    tree = begun(decoder, target, prefix, 13).propose(
-        TreeSpec.parse("fanout:" + "x".join(["2", "3", "2", "2"][:depth]))
-    )
-    path = [len(tree) - 1]  # the last leaf: not the likeliest anywhere
-    while tree.parents[path[0]] >= 0:
-        path.insert(0, tree.parents[path[0]])
-    assert len(path) == depth
-    ids = torch.cat((torch.arange(7), prefix, tree.tokens[path]))[
-        None
-    ]  # the conversation stands behind another one
-    documents = torch.tensor([[0, 0, 7], [0, 7, ids.shape[1] - 7]])
-    mask = torch.zeros_like(ids, dtype=torch.bool)
-    mask[0, 7 + len(prefix) - 1 :] = True
-    batch = Batch(ids, torch.tensor([ids.shape[1]]), mask, torch.tensor([0, 1]), documents)
-    seen = []
-    readout = drafter.readout
-    drafter.readout = lambda *args: seen.append(readout(*args)) or seen[-1]
-    step = run_step(drafter, target, batch)
-    assert step.metrics["count"].tolist() == [depth - k for k in range(depth)]
-    hidden, head = seen[0]
-    log_q = (hidden[:depth] @ head.T).log_softmax(
-        -1
-    )  # of the first anchor, the prefix's last token but one
-    wanted = log_q.gather(1, tree.tokens[path][:, None] - 40).flatten()
-    if kind is DSpark:
-        wanted = wanted + drafter.confidence(hidden[:depth]).sigmoid().log().flatten()
-    torch.testing.assert_close(tree.log_probs[path], wanted.cumsum(0), rtol=1e-3, atol=1e-4)
+    make = lambda: shaken(kind, target, **options)  # noqa: E731
+    check_parity(make, target, depth, sampled=kind is DSpark)  # whose scores hold its confidence
+    if cpu_kernels() is not None:
+        drafter.pack()
+        drafter.bind(target)
+        assert (drafter.layers[0].native is None) == drafter.mixes_tokens
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -161,25 +128,11 @@ def test_dpace_weighs_by_how_far_the_block_is_right(target):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "text",
-    ["chain:9", "fanout:3x2x1", "dynamic:4,5,12", "paths:0,1,0-0,1-2,0-0-1", "chain:4@stop=0.3"],
-)
-def test_trees_are_well_formed_and_go_no_deeper_than_the_block(target, kind, text):
+def test_trees_go_no_deeper_than_the_block(target, kind):
     drafter = shaken(kind, target)
-    tree = begun(drafter, target, make_batch((9,)).input_ids[0]).propose(TreeSpec.parse(text))
-    assert max(tree.depths) in range(1, 5)
-    assert all(parent < node for node, parent in enumerate(tree.parents))
-    assert all(40 <= token < 240 for token in tree.tokens.tolist())
-    pairs = list(zip(tree.parents, tree.tokens.tolist(), strict=True))
-    assert len(set(pairs)) == len(pairs)
-    assert all(
-        tree.log_probs[node] <= tree.log_probs[parent]
-        for node, parent in enumerate(tree.parents)
-        if parent >= 0
-    )
-    if text == "chain:9":
-        assert tree.depths == [1, 2, 3, 4]
+    prefix = make_batch((9,)).input_ids[0]
+    tree = begun(drafter, target, prefix).propose(TreeSpec.parse("chain:9"))
+    assert tree.depths == [1, 2, 3, 4]
 
 
 WIDE = TreeSpec(
@@ -210,42 +163,9 @@ def test_drawn_trees_say_what_they_were_drawn_from(target, kind):
         )
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        (DFlash, "chain:3"),
-        (DFlash, "dynamic:4,4,10"),
-        (DSpark, "fanout:3x2x1"),
-        (DSpark, "chain:2@stop=0.1"),
-        pytest.param(DFlash, "fanout:3x2x1", marks=pytest.mark.slow),
-        pytest.param(DFlash, "chain:2@stop=0.1", marks=pytest.mark.slow),
-        pytest.param(DSpark, "chain:3", marks=pytest.mark.slow),
-        pytest.param(DSpark, "dynamic:4,4,10", marks=pytest.mark.slow),
-    ],
-)
-def test_greedy_output_is_the_targets_own_alone_and_in_a_batch(target, kind, text):
-    drafter = shaken(kind, target)
-    spec = TreeSpec.parse(text)
-    prompts = [make_batch((n,), seed=n).input_ids[0] for n in (5, 13, 9)]
-    plain = [
-        generate(target, None, prompt, max_new_tokens=12, eos_ids=[]).tokens for prompt in prompts
-    ]
-    alone = [
-        generate(target, drafter, prompt, max_new_tokens=12, spec=spec, eos_ids=[])
-        for prompt in prompts
-    ]
-    batch = generate_batch(
-        target, drafter, prompts, max_new_tokens=12, spec=spec, eos_ids=[], max_rows=2
-    )
-    assert [one.tokens for one in alone] == [one.tokens for one in batch] == plain
-    assert [one.stats.accepted for one in alone] == [one.stats.accepted for one in batch]
-
-
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("options", [{}, {"train_head": True, "mask_token_id": 290}])
-def test_save_and_load_round_trip(target, tmp_path, kind, options):
-    drafter = shaken(kind, target, **options)
+def test_save_and_load_round_trip(target, tmp_path, kind):
+    drafter = shaken(kind, target, train_head=True, mask_token_id=290)
     drafter.save_pretrained(tmp_path)
     loaded = load_drafter(str(tmp_path), target)
     assert type(loaded) is kind and loaded.feature_layers == drafter.feature_layers

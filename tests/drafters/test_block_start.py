@@ -46,9 +46,13 @@ def test_the_block_computes_the_map_it_was_given(mask):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", [DFlash, DSpark, DFlash2])
 @pytest.mark.parametrize(
-    "options", [{}, {"num_key_value_heads": 1}, {"num_hidden_layers": 3, "head_dim": 4}]
+    ("kind", "options"),
+    [
+        (DFlash, {}),
+        (DSpark, {"num_key_value_heads": 1}),
+        (DFlash2, {"num_hidden_layers": 3, "head_dim": 4}),
+    ],
 )
 def test_the_start_beats_copied_weights_and_every_parameter_still_learns(kind, options):
     target = lifelike_target()

@@ -20,7 +20,7 @@ from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.draft_model.model import DraftModel, DraftModelConfig
 from drafttrain.drafters.registry import kind_of, load_drafter
 from drafttrain.errors import UserError
-from drafttrain.inference import SamplingParams, generate, generate_batch
+from drafttrain.inference import SamplingParams, generate
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import pack_panels
 from drafttrain.ops.sampling import Sampler
@@ -338,20 +338,6 @@ def test_accepted_tokens_are_not_read_again(target):
     drafter.runner.forward = lambda ids, *rest: sizes.append(ids.shape[1]) or forward(ids, *rest)
     session.extend(torch.cat((tree.tokens[:3], torch.tensor([7]))), torch.empty(4, 0))
     assert sizes == [1]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("text", ["chain:3", "fanout:3x2", "dynamic:4,3,8"])
-def test_greedy_decoding_is_lossless_and_alone_or_together_the_same(target, text):
-    drafter = load_like(make_drafter(target), target)
-    prompts = [make_batch((n,), seed=n).input_ids[0].tolist() for n in (5, 9, 7)]
-    want = [generate(target, None, p, max_new_tokens=16).tokens for p in prompts]
-    spec = TreeSpec.parse(text)
-    alone = [generate(target, drafter, p, max_new_tokens=16, spec=spec) for p in prompts]
-    together = generate_batch(target, drafter, prompts, max_new_tokens=16, spec=spec, max_rows=2)
-    for expected, one, many in zip(want, alone, together, strict=True):
-        assert one.tokens == many.tokens == expected
-        assert one.stats.accepted == many.stats.accepted
 
 
 def load_like(drafter, target):

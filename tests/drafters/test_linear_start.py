@@ -48,7 +48,7 @@ def test_few_heads_hold_the_best_map_of_their_rank(monkeypatch):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
-    [{"num_key_value_heads": 4}, {}, {"num_attention_heads": 8, "num_key_value_heads": 8}],
+    [{"num_key_value_heads": 4}, {"num_attention_heads": 8, "num_key_value_heads": 8}],
 )
 def test_the_start_beats_copied_weights_and_every_parameter_still_learns(options):
     target = make_target(hidden=32)

@@ -15,7 +15,7 @@ from drafttrain.errors import UserError
 from drafttrain.target import Target, load_shell
 from drafttrain.target.own_layer import OwnLayer, causal
 from tests.drafters.helpers import check_gradients, make_batch, run_step
-from tests.drafters.layer_kinds import check_lossless, check_parity, check_round_trip, check_trees
+from tests.drafters.layer_kinds import check_parity, check_round_trip, check_trees
 from tests.drafters.native_families import FAMILIES, VOCAB, H, reference, write_checkpoint
 
 ALL = torch.arange(VOCAB)
@@ -108,7 +108,7 @@ def test_gradients_are_the_same_with_checkpointing(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_training_goes_on_decodes_and_is_saved(name, tmp_path):
-    """One batch is learned from the module on, decoding is lossless with it, and a saved drafter is the same."""
+    """One batch is learned from the module on, and a saved drafter is the same."""
     write_checkpoint(name, tmp_path / "target")
     target = Target.load(str(tmp_path / "target"), "float32", "cpu")
     drafter = begin(target)
@@ -122,7 +122,6 @@ def test_training_goes_on_decodes_and_is_saved(name, tmp_path):
         optimizer.step()
     assert run_step(drafter, target, make_batch()).loss < 0.8 * before.loss.detach()
     drafter.eval()
-    check_lossless(drafter, target)
     check_round_trip(drafter, target, tmp_path / "drafter")
 
 

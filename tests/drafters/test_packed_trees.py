@@ -31,7 +31,7 @@ FORMS = {
     "draft_model": {},
 }
 # Rotary tables grow at powers of two; siblings share a position, so trees take more slots than that.
-LENGTHS = (2, 31, *range(50, 61), 64)
+LENGTHS = (2, 31, *range(52, 60), 64)
 # The last two open more than the 64 nodes of a kernel's tree.
 SHAPES = (
     "chain:4", "chain:4@sample", "dynamic:4,3,10", "fanout:4x2x1", "fanout:4x2x1@sample",
@@ -64,7 +64,8 @@ def test_every_tree_behind_prompts_of_any_length(form, packed):
     ids = torch.randint(target.vocab_size, (max(LENGTHS) + 1,), generator=generator)
     width = len(drafter.feature_layers) * target.hidden_size
     features = torch.randn(len(ids), width, generator=generator)
-    for number, length in enumerate(LENGTHS):
+    # What is not packed has no kernels, whose slots end at certain lengths.
+    for number, length in enumerate(LENGTHS if packed else LENGTHS[::3]):
         session = drafter.start(ids[:length], length + 40)
         session.extend(ids[1 : length + 1], features[:length])
         for text in SHAPES[number % 2 :: 2]:

@@ -9,14 +9,10 @@ from drafttrain.batch import Batch
 from drafttrain.cli import main
 from drafttrain.data.store import FeatureStore, Store
 from drafttrain.drafters.common.path_heads import likeliest_paths
-from drafttrain.drafters.common.tree_growth import Likeliest
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.drafters.registry import default_tree, kind_class, load_drafter
+from drafttrain.drafters.registry import default_tree, load_drafter
 from drafttrain.errors import UserError
-from drafttrain.inference import Decoder, SamplingParams, generate
-from drafttrain.ops.packing import pack
-from drafttrain.ops.sampling import Sampler
-from tests.conftest import make_target
+from drafttrain.inference import generate
 from tests.drafters.helpers import (
     check_gradients,
     make_batch,
@@ -25,6 +21,7 @@ from tests.drafters.helpers import (
     source_of,
     step_inputs,
 )
+from tests.drafters.layer_kinds import check_parity, check_trees
 from tests.drafters.overfitting import overfit
 from tests.training.runs import write_data, write_recipe
 
@@ -44,16 +41,6 @@ FORMS = [
 KINDS = ["medusa", "hydra", "mlp_speculator"]
 every_form = pytest.mark.parametrize(("kind", "options"), FORMS)
 every_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-def drafting(drafter, target, length=9):
-    """A session that has read a prefix."""
-    prefix = make_batch((length,)).input_ids[0]
-    session = drafter.start(prefix[:-1], 64)
-    features = target.forward(prefix[None], drafter.feature_layers).features[0]
-    session.extend(prefix[1:4], features[:3])  # in pieces, as rounds do
-    session.extend(prefix[4:], features[3:-1])
-    return session
 
 
 @pytest.mark.thorough
@@ -79,41 +66,10 @@ def test_every_parameter_gets_a_finite_gradient_and_a_batch_can_be_overfitted(
 
 
 @every_form
-@pytest.mark.parametrize("packed", [False, True])
-def test_training_step_k_is_what_the_decoder_computes_at_depth_k(target, kind, options, packed):
-    """Drafts a chain after a prefix, then trains on the prefix with that chain as its continuation: logits must agree."""
-    drafter, decoder = (make_heads(target, kind, torch.arange(40, 240), **options) for _ in "td")
-    if packed:
-        pack(decoder)
-    prefix = make_batch((9,)).input_ids[0]
-    decoded = []
-    predict = decoder.predict
-    # The top tokens of a packed head are all tokens of this vocabulary.
-    decoder.predict = lambda state, depth, _: (
-        decoded.append(all_logits(predict(state, depth, 200))) or decoded[-1]
-    )
-    tree = drafting(decoder, target).propose(TreeSpec.parse("chain:9"))
-    assert len(tree) == len(decoded) == drafter.depths
-
-    anchor = len(prefix) - 2
-    ids = torch.cat((prefix, tree.tokens, torch.tensor([7, 8])))[None]
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    mask[:, :2] = False
-    batch = Batch(ids, torch.tensor([ids.shape[1]]), mask, torch.tensor([0]))
-    features = target.forward(ids, drafter.feature_layers).features
-    for k, (at, state) in enumerate(drafter.walk(batch, features)):
-        row = at.tolist().index(anchor + 1 + k)
-        log_probs = drafter.logits(state, k)[row].log_softmax(-1)
-        torch.testing.assert_close(log_probs, decoded[k][0].log_softmax(-1), rtol=1e-4, atol=1e-4)
-
-
-def all_logits(made):
-    """Logits [n, d] of a prediction that may be the top d tokens."""
-    return (
-        torch.zeros_like(made.log_probs).scatter_(1, made.ids, made.log_probs)
-        if isinstance(made, Likeliest)
-        else made
-    )
+def test_training_step_k_is_what_the_decoder_computes_at_depth_k(target, kind, options):
+    drafter = make_heads(target, kind, **options)
+    kept = torch.arange(40, 240)
+    check_parity(lambda: make_heads(target, kind, kept, **options), target, drafter.depths)
 
 
 def test_depth_k_is_aligned_with_the_target_two_tokens_beyond_the_anchor(target):
@@ -162,63 +118,8 @@ def test_packed_rows_and_padding_change_nothing(target, kind):
 
 @every_kind
 def test_trees_hold_the_probabilities_of_their_paths(target, kind):
-    """Every path of every tree, drafted again as a fixed path of its own, has the same probability."""
-    drafter = make_heads(
-        target,
-        kind,
-        torch.arange(40, 240),
-        **({} if kind == "mlp_speculator" else {"num_heads": 3}),
-    )
-    shapes = {
-        "chain:3": 3, "chain:8": 3, "fanout:3x2x1": 15, "dynamic:4,3,10": 10, "paths:0,1,0-0,0-2,0-2-1,1-0-0-0,1-0,1-0-0": 7,
-        "none": 0,
-    }  # fmt: skip
-    for text, size in shapes.items():
-        tree = drafting(drafter, target).propose(TreeSpec.parse(text))
-        assert len(tree) == size, text
-        assert all(40 <= token < 240 for token in tree.tokens.tolist())
-        state = drafting(drafter, target).root
-        for node in range(size):
-            path = [node]
-            while tree.parents[path[0]] >= 0:
-                path.insert(0, tree.parents[path[0]])
-            now = state
-            score = 0.0
-            for k, step in enumerate(path):
-                log_q = drafter.logits(now, k)[0].log_softmax(-1)
-                score += float(log_q[tree.tokens[step] - 40].detach())
-                if k + 1 < drafter.depths:
-                    now = drafter.advance(now, tree.tokens[step : step + 1], k + 1)
-            assert score == pytest.approx(float(tree.log_probs[node]), abs=1e-3)
-
-
-@every_kind
-def test_drawn_tokens_come_with_the_distribution_they_were_drawn_from(target, kind):
-    drafter = make_heads(target, kind, torch.arange(40, 240))
-    sampler = Sampler(SamplingParams(temperature=0.9, top_p=0.95), torch.Generator().manual_seed(1))
-    tree = drafting(drafter, target).propose(TreeSpec.parse("fanout:2x2@sample"), sampler)
-    assert tree.proposal is not None and len(tree.proposal.rows) == len(tree)
-    assert len({*zip(tree.parents, tree.tokens.tolist(), strict=True)}) == len(tree) == 6
-    probs = tree.proposal.probs[tree.proposal.rows, tree.tokens - 40]
-    assert (probs > 0).all()
-    torch.testing.assert_close(tree.proposal.probs.sum(-1), torch.ones(3), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.thorough
-@every_kind
-def test_decoding_is_lossless_and_batches_change_nothing(target, kind):
-    drafter = make_heads(target, kind, torch.arange(300), spread=0.05)
-    prompts = [[5, 9, 11, 30], [7], list(range(20))]
-    plain = [generate(target, None, prompt, max_new_tokens=10).tokens for prompt in prompts]
-    for text in ("chain:5", "dynamic:3,3,9", "paths:0,1,0-0,0-1,1-0"):
-        spec = TreeSpec.parse(text)
-        alone = [
-            generate(target, drafter, prompt, spec=spec, max_new_tokens=10).tokens
-            for prompt in prompts
-        ]
-        assert alone == plain, text
-        decoder = Decoder(target, drafter, spec=spec, max_rows=2)
-        assert [made.tokens for made in decoder.generate(prompts, max_new_tokens=10)] == plain, text
+    options = {} if kind == "mlp_speculator" else {"num_heads": 3}
+    check_trees(make_heads(target, kind, torch.arange(40, 240), **options), target)
 
 
 @every_kind
@@ -236,22 +137,6 @@ def test_least_squares_improves_the_start(target, kind):
     short = Batch(ids[:, :5], torch.full((4,), 5), mask[:, :5], torch.arange(4))
     drafter.solve_start([short], source)
     assert all(parameter.isfinite().all() for parameter in drafter.parameters())
-
-
-@every_kind
-def test_save_and_load_round_trip(target, kind, tmp_path):
-    drafter = make_heads(target, kind, torch.arange(40, 240))
-    drafter.save_pretrained(tmp_path)
-    assert not list(tmp_path.glob("*.bin"))
-    loaded = kind_class(kind).from_pretrained(tmp_path)
-    loaded.bind(target)
-    assert torch.equal(loaded.kept_ids, drafter.kept_ids)
-    a, b = (run_step(d, target, make_batch()).loss for d in (drafter, loaded))
-    assert torch.equal(a, b)
-    with pytest.raises(
-        UserError, match=r"trained for target 'tiny' with num_layers=4.*has num_layers=6"
-    ):
-        loaded.bind(make_target(layers=6))
 
 
 @pytest.mark.parametrize(
@@ -281,8 +166,7 @@ def test_likeliest_paths_are_those_of_highest_product():
     assert likeliest_paths(torch.zeros(2, 3), 5) == []
 
 
-@pytest.mark.thorough
-@every_kind
+@pytest.mark.parametrize("kind", ["medusa", "mlp_speculator"])
 def test_the_default_tree_follows_what_is_right_on_held_out_data(target, kind):
     drafter = make_heads(target, kind, spread=0.05, tree_nodes=7)
     batch = make_batch((20, 20))

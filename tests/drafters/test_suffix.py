@@ -182,20 +182,19 @@ def test_greedy_output_does_not_change(target, tmp_path):
     growing = SuffixDrafter(memory=1000)
     combined = CombinedDrafter(make_drafter(target).eval(), knowing)
     for drafter in (knowing, growing, combined):
-        for spec in ("chain:4", "dynamic:4,3,9"):
-            for _ in range(2):
-                got = generate_batch(
-                    target,
-                    drafter,
-                    prompts,
-                    max_new_tokens=24,
-                    spec=TreeSpec.parse(spec),
-                    eos_ids=(),
-                    max_rows=2,
-                )
-                assert [generation.tokens for generation in got] == want
-            if drafter is not combined:  # the second time, the answers are known
-                assert min(generation.stats.accepted_length for generation in got) > 1.5
+        for _ in range(2):
+            got = generate_batch(
+                target,
+                drafter,
+                prompts,
+                max_new_tokens=24,
+                spec=TreeSpec.parse("dynamic:4,3,9"),
+                eos_ids=(),
+                max_rows=2,
+            )
+            assert [generation.tokens for generation in got] == want
+        if drafter is not combined:  # the second time, the answers are known
+            assert min(generation.stats.accepted_length for generation in got) > 1.5
 
 
 @pytest.mark.parametrize(

@@ -158,9 +158,14 @@ def test_a_target_without_history_is_learned_completely():
 
 
 @pytest.mark.parametrize(
-    "name", ["token_recycling", "token_recycling+ngram", "lookahead+token_recycling:width=2"]
+    ("name", "temperature"),
+    [
+        ("token_recycling", 0.9),
+        ("token_recycling+ngram", 0.0),
+        ("lookahead+token_recycling:width=2", 0.0),
+        ("lookahead+token_recycling:width=2", 0.9),
+    ],
 )
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_the_text_is_plain_decodings(steady_clock, name, temperature):
     """Alone, beside n-grams and beside probes; on many rows at once; with rounds that draft nothing (@adapt)."""
     target = MarkovTarget(vocab=8, seed=1) if temperature else make_target(layers=2)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import itertools
 
 import pytest
 
 from drafttrain.config import TrainConfig
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import load_drafter
-from drafttrain.inference import SamplingParams, generate
+from drafttrain.inference import generate
 from drafttrain.train import build_drafter
 from tests.conftest import make_target
 from tests.drafters import contract
@@ -19,7 +18,6 @@ from tests.drafters import contract
 PROMPT = list(range(40, 52))
 NEW = 60
 GREEDY = ("fanout:4x2x1", "paths:0,1,2,0-0,0-1,1-0,0-0-0", "dynamic:4,4,12")
-SAMPLED = ("fanout:4x2x1@sample", "fanout:3x3@sample", "chain:4@sample")
 OPTIONS = {kind: (kind, contract.NEEDED.get(kind, {})) for kind in contract.TRAINED}
 OPTIONS["mtp of three modules"] = ("mtp", {"modules": 3})
 
@@ -52,7 +50,7 @@ def plain():
     return generate(target_of(packed=True), None, PROMPT, max_new_tokens=NEW, eos_ids=()).tokens
 
 
-def decode(folder, packed, tree, sampling=None):
+def decode(folder, packed, tree):
     """Tokens with a drafter loaded anew, whose tables and caches are as short as they begin."""
     target = target_of(packed)
     made = generate(
@@ -61,7 +59,6 @@ def decode(folder, packed, tree, sampling=None):
         PROMPT,
         max_new_tokens=NEW,
         spec=TreeSpec.parse(tree),
-        sampling=sampling,
         eos_ids=(),
     )
     return made.tokens
@@ -71,13 +68,6 @@ def decode(folder, packed, tree, sampling=None):
 @pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_greedy_trees_of_any_length_are_the_targets(folder_of, plain, kind, packed):
-    for tree in GREEDY:
+    number = list(OPTIONS).index(kind)
+    for tree in (GREEDY[number % 2], GREEDY[2]):
         assert decode(folder_of(kind), packed, tree) == plain, tree
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("kind", "tree"), zip(OPTIONS, itertools.cycle(SAMPLED), strict=False))
-def test_sampled_trees_of_any_length_are_decoded(folder_of, kind, tree, packed):
-    made = decode(folder_of(kind), packed, tree, SamplingParams(temperature=0.7))
-    assert len(made) == NEW

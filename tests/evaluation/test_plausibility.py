@@ -90,7 +90,7 @@ def test_small_differences_are_no_reason():
     assert not implausible({})
 
 
-@fuzz(examples=60)
+@fuzz(examples=36)
 @given(seed=seeds())
 def test_no_measured_figure_may_be_negative_or_not_finite(seed):
     random = Random(seed)

@@ -145,14 +145,13 @@ def test_transformers_own_speculation_beside_ours(command, target_dir, tmp_path,
 
 # The second turn, which one question has, is longer than two first turns together.
 @pytest.mark.thorough
-@pytest.mark.parametrize(("size", "largest"), [(2, "(1 row x"), (8, "(3 rows x")])
-def test_batches_give_the_same_answers_on_every_side(command, tmp_path, capsys, size, largest):
+def test_batches_give_the_same_answers_on_every_side(command, tmp_path, capsys):
     assert cli.main(command()) == 0
     alone = read(tmp_path)
     assert "key/value cache" in capsys.readouterr().out
-    assert cli.main(command(**{"batch-size": size})) == 0
+    assert cli.main(command(**{"batch-size": 2})) == 0
     results = read(tmp_path)
-    assert results["decoding"]["batch_size"] == size
+    assert results["decoding"]["batch_size"] == 2
     assert (
         results["overall"]["identical_outputs"]
         == results["overall"]["identical_to_hf_generate"]
@@ -164,10 +163,10 @@ def test_batches_give_the_same_answers_on_every_side(command, tmp_path, capsys, 
         assert one["sides"]["drafter"]["rounds"] == many["sides"]["drafter"]["rounds"]
     ours = [record["sides"]["drafter"] for record in results["prompts"] if record["turn"] == 0]
     # Shares of one batch are equal, and their sum is no less than anyone's own time.
-    first = ours[:2] if size == 2 else ours
+    first = ours[:2]
     assert len({side["seconds"] for side in first}) == 1
     assert sum(side["seconds"] for side in first) >= max(side["latency"] for side in first) - 1e-3
-    assert largest in capsys.readouterr().out
+    assert "(1 row x" in capsys.readouterr().out
 
 
 @pytest.mark.thorough

@@ -108,6 +108,8 @@ def test_an_export_drafts_what_the_drafter_does(target, tmp_path, kind, form, op
         and found["same_tokens"]
         and found["max_log_prob_difference"] < 1e-5
     )
+    if (kind, form, options) != next(case for case in CASES if case[0] == kind):
+        return  # what follows is of the kind, whatever its options are
     weights = load_file(folder / "model.safetensors")
     file = folder / "model.safetensors"
     name = next(name for name, value in weights.items() if value.dtype == torch.bfloat16)

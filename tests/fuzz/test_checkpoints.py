@@ -53,7 +53,7 @@ def find(run: Path) -> str | None:
     return found
 
 
-@fuzz(examples=40)
+@fuzz(examples=24)
 @given(fault=file_faults(), seed=seeds())
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(run, fault, seed):
     random = Random(seed)
@@ -66,7 +66,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run, fault, seed):
     assert outcome("checkpoint", fault.name, call) == ""
 
 
-@fuzz(examples=25)
+@fuzz(examples=15)
 @given(fault=json_faults(), seed=seeds())
 def test_values_of_the_trainers_state(run, fault, seed):
     path = restored(run) / "checkpoint-4" / "trainer_state.json"

@@ -65,7 +65,7 @@ def test_bytes_of_meta(folders, fault, seed):
     outcome("data set: meta.json", fault.name, lambda: read_meta(folder))
 
 
-@fuzz(examples=40)
+@fuzz(examples=24)
 @given(fault=json_faults(), seed=seeds())
 def test_values_of_meta(folders, fault, seed):
     folder = restored(folders["data_states"])
@@ -89,7 +89,7 @@ def test_bytes_of_lines(folders, fault, seed):
     outcome("data set: lines", fault.name, lambda: use(folder))
 
 
-@fuzz(examples=25)
+@fuzz(examples=15)
 @given(fault=json_faults(), seed=seeds())
 def test_values_of_lines(folders, fault, seed):
     folder = restored(folders["data"])
@@ -183,7 +183,7 @@ def test_tensors_of_shards(folders, name, fault):
         assert allowed or str(path) in said, f"{key}: {said!r}"
 
 
-@fuzz(examples=20)
+@fuzz(examples=15)
 @given(fault=json_faults(), seed=seeds())
 def test_values_of_features_json(folders, fault, seed):
     folder = restored(folders["data_top_k"])

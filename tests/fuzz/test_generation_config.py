@@ -68,7 +68,7 @@ def load(folder: Path, target: Target) -> None:
     decode(target)
 
 
-@fuzz(examples=60)
+@fuzz(examples=36)
 @given(fault=json_faults(), seed=seeds())
 def test_values(fault, seed, folder, loaded):
     random = Random(seed)
@@ -79,7 +79,7 @@ def test_values(fault, seed, folder, loaded):
     outcome("target: generation_config.json", fault.name, lambda: load(folder, loaded))
 
 
-@fuzz(examples=40)
+@fuzz(examples=24)
 @given(fault=text_faults() | file_faults(), seed=seeds())
 def test_bytes(fault, seed, folder, loaded):
     (folder / "generation_config.json").write_bytes(

@@ -40,7 +40,7 @@ def files(tmp_path_factory):
 
 
 @pytest.mark.thorough
-@fuzz(examples=24)
+@fuzz(examples=15)
 @given(kind=st.sampled_from(sorted(KINDS)), fault=file_faults(), seed=seeds(), head=st.booleans())
 def test_a_damaged_file(files, kind, fault, seed, head):
     trained, out, content = files[kind]

@@ -25,13 +25,13 @@ def parse(text: str) -> None:
     assert len(parse_loss(str(loss)).terms) == len(loss.terms)
 
 
-@fuzz(examples=150)
+@fuzz(examples=90)
 @given(text=st.lists(st.sampled_from(ALPHABET), max_size=12).map("".join))
 def test_random_texts(text):
     outcome("loss", "random text", lambda: parse(text))
 
 
-@fuzz(examples=150)
+@fuzz(examples=90)
 @given(text=st.sampled_from(VALID), seed=seeds())
 def test_mutated_losses(text, seed):
     random = Random(seed)
@@ -45,7 +45,7 @@ def test_mutated_losses(text, seed):
     outcome("loss", "mutated", lambda: parse(text))
 
 
-@fuzz(examples=80)
+@fuzz(examples=48)
 @given(form=st.sampled_from(("{}", "{}*kl", "js:{}", "kl@{}", "kl+{}")), word=wrong_words())
 def test_wrong_words(form, word):
     outcome("loss", word[0], lambda: parse(form.format(word[1])))

@@ -71,14 +71,14 @@ def load(path, words=()):
     assert_sound(load_config(str(path), list(words), arguments.KEYS))
 
 
-@fuzz(examples=120)
+@fuzz(examples=72)
 @given(fault=text_faults(), seed=seeds())
 def test_files(recipe, fault: Fault, seed):
     recipe.write_bytes(fault.apply(yaml.safe_dump(VALID).encode(), Random(seed)))
     outcome("recipe", fault.name, lambda: load(recipe))
 
 
-@fuzz(examples=100)
+@fuzz(examples=60)
 @given(fault=json_faults(), seed=seeds())
 def test_values_inside(recipe, fault: Fault, seed):
     recipe.write_text(
@@ -125,7 +125,7 @@ def test_odd_yaml(recipe, fault):
     )
 
 
-@fuzz(examples=150)
+@fuzz(examples=90)
 @given(key=st.sampled_from([*RANGED, *EVERY, *OPTIONS]), word=wrong_words())
 def test_overrides(recipe, key, word):
     recipe.write_text(yaml.safe_dump(VALID))
@@ -158,7 +158,7 @@ ODD_KEYS = (
 )
 
 
-@fuzz(examples=80)
+@fuzz(examples=48)
 @given(name=st.sampled_from(ODD_KEYS), word=wrong_words())
 def test_override_keys(recipe, name, word):
     recipe.write_text(yaml.safe_dump(VALID))

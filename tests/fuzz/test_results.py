@@ -73,7 +73,7 @@ def path(tmp_path_factory):
     return tmp_path_factory.mktemp("fuzz") / "results.json"
 
 
-@fuzz(examples=30)
+@fuzz(examples=18)
 @given(fault=text_faults(), seed=seeds())
 def test_bytes(path, fault, seed):
     random = Random(seed)
@@ -82,7 +82,7 @@ def test_bytes(path, fault, seed):
     outcome("results.json", fault.name, lambda: use(path))
 
 
-@fuzz(examples=120)
+@fuzz(examples=72)
 @given(fault=json_faults(), seed=seeds())
 def test_values(path, fault, seed):
     random = Random(seed)
@@ -96,14 +96,14 @@ def test_values(path, fault, seed):
     outcome("results.json", fault.name, lambda: use(path))
 
 
-@fuzz(examples=40)
+@fuzz(examples=24)
 @given(fault=json_faults(), seed=seeds())
 def test_values_of_a_sweep(path, fault, seed):
     path.write_text(json.dumps(fault.apply(SWEEP, Random(seed))))
     outcome("sweep's summary.json", fault.name, lambda: use(path))
 
 
-@fuzz(examples=40)
+@fuzz(examples=24)
 @given(fault=json_faults(), seed=seeds())
 def test_cells_of_a_sweep(path, fault, seed):
     cell = json.loads(next(iter((FIXTURES / "results" / "sweep").glob("a*.json"))).read_text())
@@ -123,7 +123,7 @@ def test_cells_of_a_sweep(path, fault, seed):
     outcome("sweep's cell", fault.name, call)
 
 
-@fuzz(examples=40)
+@fuzz(examples=24)
 @given(fault=json_faults(), seed=seeds())
 def test_values_of_training_json(path, fault, seed):
     record = json.loads((FIXTURES / "run" / "training.json").read_text())
@@ -135,7 +135,7 @@ def test_values_of_training_json(path, fault, seed):
     )
 
 
-@fuzz(examples=40)
+@fuzz(examples=24)
 @given(fault=json_faults(), damage=text_faults(), seed=seeds())
 def test_partial_logs(path, fault, damage, seed):
     random = Random(seed)
@@ -221,7 +221,7 @@ def test_a_tuned_result_is_printed_as_it_is(capsys):
     assert "[/bold]: estimate" in capsys.readouterr().out
 
 
-@fuzz(examples=40)
+@fuzz(examples=24)
 @given(fault=json_faults(), seed=seeds())
 def test_values_of_a_targets_config(path, fault, seed):
     config = json.loads((FIXTURES / "target" / "config.json").read_text())

@@ -121,7 +121,7 @@ def answer(
 
 
 @pytest.mark.thorough
-@fuzz(examples=150)
+@fuzz(examples=90)
 @given(
     fault=FAULTS,
     seed=seeds(),
@@ -138,7 +138,7 @@ def test_completions(settings, server, fault, seed, text, status, headers):
 
 
 @pytest.mark.thorough
-@fuzz(examples=60)
+@fuzz(examples=36)
 @given(
     fault=FAULTS, seed=seeds(), status=st.sampled_from(STATUSES), headers=st.sampled_from(HEADERS)
 )
@@ -177,7 +177,7 @@ EVENTS = [
 
 
 @pytest.mark.thorough
-@fuzz(examples=150)
+@fuzz(examples=90)
 @given(
     fault=FAULTS,
     seed=seeds(),
@@ -226,7 +226,7 @@ sglang:spec_accept_rate{tp_rank="0"} 0.5
 NUMBERS = ("NaN", "+Inf", "-Inf", "-3", "1e308", "1e999", "0", "x", "", "1_0", "\u0663", "9" * 400)
 
 
-@fuzz(examples=80)
+@fuzz(examples=48)
 @given(fault=text_faults(), seed=seeds(), number=st.sampled_from(NUMBERS), label=st.booleans())
 def test_metrics_pages(fault, seed, number, label):
     random = Random(seed)

@@ -163,7 +163,7 @@ def test_bytes_of_rows(path, border, fault, seed):
 
 
 @pytest.mark.parametrize("border", READERS)
-@fuzz(examples=25)
+@fuzz(examples=15)
 @given(fault=json_faults(), seed=seeds())
 def test_values_of_rows(path, border, fault, seed):
     read, rows = READERS[border]
@@ -225,7 +225,7 @@ def test_bytes_of_plain_text(path, fault, seed):
     outcome("prompts --openings", fault.name, lambda: load_openings(str(file)))
 
 
-@fuzz(examples=30)
+@fuzz(examples=18)
 @given(fault=json_faults(), damage=text_faults(), seed=seeds())
 def test_a_tree_in_a_file(path, fault, damage, seed):
     random = Random(seed)
@@ -241,7 +241,7 @@ def test_a_tree_in_a_file(path, fault, damage, seed):
     outcome("tree paths:FILE.json", name, lambda: str(TreeSpec.parse(f"paths:{file}")))
 
 
-@fuzz(examples=30)
+@fuzz(examples=18)
 @given(fault=json_faults(), seed=seeds())
 def test_a_log_of_written_prompts(path, fault, seed):
     """FILE.partial of `prompts --source magpie`."""

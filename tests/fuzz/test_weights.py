@@ -137,7 +137,7 @@ def test_target_config(fault, name, seed, folder):
     outcome(f"target: {name}.json", fault.name, lambda: Target.load(str(folder), "float32", "cpu"))
 
 
-@fuzz(examples=20)
+@fuzz(examples=15)
 @given(fault=st.one_of(text_faults(), json_faults()), seed=seeds())
 def test_shell_config(fault, seed, folder):
     changed(FIXTURES / "target", folder, "config.json", fault, seed)
@@ -203,7 +203,7 @@ def test_a_drafters_record_of_its_target(folder, kind, recorded):
 
 
 @pytest.mark.thorough
-@fuzz(examples=20)
+@fuzz(examples=15)
 @given(fault=st.one_of(file_faults(), tensor_faults()), kind=st.sampled_from(KINDS), seed=seeds())
 def test_drafter_weights(fault, kind, seed, folder):
     changed(FIXTURES / "drafters" / kind, folder, "model.safetensors", fault, seed)
@@ -211,14 +211,14 @@ def test_drafter_weights(fault, kind, seed, folder):
 
 
 @pytest.mark.thorough
-@fuzz(examples=30)
+@fuzz(examples=18)
 @given(fault=st.one_of(text_faults(), json_faults()), kind=st.sampled_from(KINDS), seed=seeds())
 def test_drafter_config(fault, kind, seed, folder):
     changed(FIXTURES / "drafters" / kind, folder, "config.json", fault, seed)
     outcome("drafter: config.json", fault.name, lambda: load_drafter(str(folder), target()))
 
 
-@fuzz(examples=30)
+@fuzz(examples=18)
 @given(fault=st.one_of(text_faults(), json_faults()), seed=seeds())
 def test_drafter_decoding(fault, seed, folder):
     changed(FIXTURES / "drafters" / "eagle3", folder, "decoding.json", fault, seed)
@@ -243,7 +243,7 @@ def read(folder, pickles=False):
 
 
 @pytest.mark.thorough
-@fuzz(examples=20)
+@fuzz(examples=15)
 @given(fault=st.one_of(file_faults(), tensor_faults()), form=st.sampled_from(FORMS), seed=seeds())
 def test_import_weights(fault, form, seed, folder):
     changed(FIXTURES / "exports" / form, folder, "model.safetensors", fault, seed)
@@ -251,7 +251,7 @@ def test_import_weights(fault, form, seed, folder):
 
 
 @pytest.mark.thorough
-@fuzz(examples=30)
+@fuzz(examples=18)
 @given(fault=st.one_of(text_faults(), json_faults()), form=st.sampled_from(FORMS), seed=seeds())
 def test_import_config(fault, form, seed, folder):
     changed(FIXTURES / "exports" / form, folder, "config.json", fault, seed)

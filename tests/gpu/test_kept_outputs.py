@@ -51,9 +51,8 @@ def continuation(prompt):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("captured", [True, False])
-def test_states_of_responses_are_those_of_their_tokens(any_gpu, monkeypatch, captured):
-    monkeypatch.setenv("DRAFTTRAIN_GRAPHS", str(int(captured)))
+def test_states_of_responses_are_those_of_their_tokens(any_gpu, monkeypatch):
+    monkeypatch.setenv("DRAFTTRAIN_GRAPHS", "1")
     target = permuting_target()
     engine = ResponseEngine(target, slots=2, max_length=64, feature_layers=LAYERS)
     requests = [
@@ -66,16 +65,15 @@ def test_states_of_responses_are_those_of_their_tokens(any_gpu, monkeypatch, cap
         want = embeddings[torch.tensor(finished.sequence[:-1])]  # [n, h] bfloat16
         assert torch.equal(finished.features, torch.cat([want] * len(LAYERS), dim=1))
         assert torch.allclose(finished.last_hidden.float(), want.float(), atol=0.02, rtol=0.02)
-    assert (any_gpu.replays > 0) == captured
+    assert any_gpu.replays > 0
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("rows", [1, 3])
-def test_sessions_get_the_features_of_committed_tokens(any_gpu, rows):
+def test_sessions_get_the_features_of_committed_tokens(any_gpu):
     target = permuting_target()
     truths = {tuple(prompt): continuation(prompt) for prompt in PROMPTS}
     drafter = FakeBatch(truths, agree=0.6, feature_layers=LAYERS, vocab=VOCABULARY)
-    decoder = Decoder(target, drafter, spec=ANY, max_rows=rows, eos_ids=(), graphs=True)
+    decoder = Decoder(target, drafter, spec=ANY, max_rows=3, eos_ids=(), graphs=True)
     made = decoder.generate(PROMPTS, max_new_tokens=NEW)
     assert any_gpu.replays > 0
     assert [one.tokens for one in made] == list(truths.values())
@@ -88,11 +86,11 @@ def test_sessions_get_the_features_of_committed_tokens(any_gpu, rows):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("tree", ["chain:3", "fanout:2x2"])
-def test_trees_that_an_observer_keeps_stay_as_they_were(any_gpu, tree):
+def test_trees_that_an_observer_keeps_stay_as_they_were(any_gpu):
     target = permuting_target(torch.float32)
     drafter = moved(drafter_of("eagle3"), target)
-    decoder = Decoder(target, drafter, spec=TreeSpec.parse(tree), eos_ids=(), graphs=True)
+    spec = TreeSpec.parse("fanout:2x2")
+    decoder = Decoder(target, drafter, spec=spec, eos_ids=(), graphs=True)
     seen = []
 
     def observe(_, tree, verdict, logits):

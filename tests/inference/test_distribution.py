@@ -207,7 +207,8 @@ def check(seen: Tensor, case: Case, count: int) -> None:
     [
         (name, CHUNK if case.drawn else 3 * CHUNK)
         for name, case in CASES.items()
-        if not name.startswith("penalty_")  # in bulk below
+        # A tree has chains in it, "warped" has a penalty; the others are checked in bulk below.
+        if not name.startswith("penalty") and not name.endswith("_chain")
     ]
     + [pytest.param(name, COUNT, marks=pytest.mark.slow) for name in CASES],
 )
@@ -344,9 +345,7 @@ class MarkovDrafter(Drafter):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "text", ["chain:2@sample", "fanout:2x2@sample@stop=0.2", "paths:0,1,0-0@sample"]
-)
+@pytest.mark.parametrize("text", ["fanout:2x2@sample@stop=0.2", "paths:0,1,0-0@sample"])
 def test_the_whole_loop_with_drawn_trees(text):
     """One long text: pairs that follow each token. The same seed gives it again, another seed does not."""
     target = MarkovTarget(VOCAB)

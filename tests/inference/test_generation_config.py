@@ -170,7 +170,8 @@ def rules() -> dict[str, dict]:
 def drafters(target, wants, name):
     """Drafters with their trees: one that proposes true continuations, so that deep nodes are walked; real ones in a batch."""
     if len(wants) == 1:
-        yield None, "none"
+        if name == "all_at_once":
+            yield None, "none"
         yield FakeDrafter(wants[0], 0.8, nodes=16, vocab=VOCAB), str(ANY)
     if len(wants) > 1 or name == "all_at_once":
         if name == "all_at_once" or NAMES.index(name) % 2:
@@ -351,7 +352,6 @@ def pair_probabilities(target, settings, prompt):
 @pytest.mark.parametrize(
     ("name", "spec"),
     [
-        ("reads_the_text", "fanout:2x1"),
         ("reads_the_text", "fanout:2x1@sample"),
         ("reads_the_text", "responses"),
         ("logits_alone", "fanout:2x1@sample"),

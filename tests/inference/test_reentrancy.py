@@ -15,7 +15,7 @@ from tests.conftest import make_target
 from tests.drafters.helpers import make_drafter
 
 THREADS = 4
-ROUNDS = 3
+ROUNDS = 2
 COUNT = 16
 PROMPTS = [
     [[7 * i + j for j in range(3 + i)], [i, 9, 11, 9, 11, 30 + i], list(range(i, i + 20))]
@@ -48,9 +48,9 @@ def tokens_of(decoder, prompts):
     ("temperature", "drafting", "shared"),
     [
         (0.0, True, True),
-        (0.0, False, False),
-        (1.1, True, False),
         (1.1, False, True),
+        pytest.param(0.0, False, False, marks=pytest.mark.slow),
+        pytest.param(1.1, True, False, marks=pytest.mark.slow),
         pytest.param(0.0, True, False, marks=pytest.mark.slow),
         pytest.param(0.0, False, True, marks=pytest.mark.slow),
         pytest.param(1.1, True, True, marks=pytest.mark.slow),

@@ -79,8 +79,11 @@ def run(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("make", [make_target, make_gemma], ids=["llama", "gemma3"])
-@pytest.mark.parametrize("prefix", [[], [256, *range(1, 20)]], ids=["no_prefix", "prefix"])
+@pytest.mark.parametrize(
+    ("make", "prefix"),
+    [(make_target, []), (make_gemma, [256, *range(1, 20)])],
+    ids=["llama", "gemma3"],
+)
 def test_greedy_equals_transformers(make, prefix):
     target = make()
     prompts = make_prompts(11, prefix)

@@ -53,8 +53,8 @@ def near_tie(reference, prompt, tokens):
 @pytest.mark.parametrize(
     "name",
     [
-        *("llama", "gemma2", "gpt_oss", "mixtral", "gpt2"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_moe", "opt_post_norm")),
+        *("gemma2", "gpt_oss", "gpt2"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "opt_post_norm")),
     ],
 )
 @settings(
@@ -103,9 +103,7 @@ def test_generations_are_those_of_dynamic_passes(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "spec", ["none", "chain:4", "fanout:3x2", "dynamic:4,3,9", "dynamic:3,3,8@stop=0.1"]
-)
+@pytest.mark.parametrize("spec", ["none", "chain:4", "fanout:3x2", "dynamic:3,3,8@stop=0.1"])
 def test_every_kind_of_tree(spec, on_cpu, counted):
     target = make_target()
     drafter = make_drafter(target, kept=torch.arange(40, 240)).eval()

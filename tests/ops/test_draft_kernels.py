@@ -94,7 +94,7 @@ def test_what_a_draft_head_does_not_read_is_refused():
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "path",
-    ["avx2", *(pytest.param(path, marks=pytest.mark.slow) for path in ("avx512", "baseline"))],
+    [pytest.param(path, marks=pytest.mark.slow) for path in ("avx2", "avx512", "baseline")],
 )
 def test_every_instruction_set_has_the_same_sums(tmp_path, path):
     """Scores are integers, and a small k leaves nothing to rounding but the exact products."""

@@ -33,7 +33,7 @@ def reachable(logits, params):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+@pytest.mark.parametrize("temperature", [0.3, 1.7])
 @pytest.mark.parametrize("top_k", [0, 1, 20, 10_000])
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999, 1.0])
 @pytest.mark.parametrize("min_p", [0.0, 0.02, 0.4, 1.0])

@@ -111,7 +111,7 @@ OPTIONS = [
     ("dtype", "window", "softcap", "sinks", "parts"),
     [  # a type changes how numbers are read and written, whatever the options are
         pytest.param(
-            dtype, *options, marks=[] if dtype == torch.float32 or number < 2 else pytest.mark.slow
+            dtype, *options, marks=[] if dtype == torch.float32 or number == 1 else pytest.mark.slow
         )
         for dtype in TOLERANCE
         for number, options in enumerate(OPTIONS)
@@ -128,8 +128,21 @@ def test_a_ragged_batch_equals_the_reference(dtype, window, softcap, sinks, part
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("n", [1, 2, 31, 32, 33, 63, 64, 65, 96, 97, 130])
-@pytest.mark.parametrize("block_n", [16, 64])
+@pytest.mark.parametrize(
+    ("n", "block_n"),
+    [
+        (1, 16),
+        (31, 64),
+        (32, 16),
+        (33, 64),
+        (33, 16),
+        (64, 64),
+        (64, 16),
+        (65, 64),
+        (97, 16),
+        (130, 64),
+    ],
+)
 def test_every_count_of_nodes_around_the_words_of_the_bitmask(n, block_n):
     layouts = [TreeLayout(21, tree(n, seed=n))]
     assert difference(*batch(layouts, heads=1), Geometry(64, block_n, 1, 4, 1)) < 2e-5
@@ -152,8 +165,10 @@ def test_head_sizes(width, value_width):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("prefix", [0, 15, 16, 17])
-@pytest.mark.parametrize("window", [None, 1, 16, 18])
+@pytest.mark.parametrize(
+    ("prefix", "window"),
+    [(0, None), (0, 1), (15, 16), (15, 18), (16, None), (16, 16), (17, 1), (17, 16), (17, 18)],
+)
 def test_block_edges_of_prefix_and_window(prefix, window):
     data = batch([TreeLayout(prefix, tree(5)), TreeLayout(prefix, count=5)], heads=1)
     assert difference(*data, Geometry(16, 16, 2, 4, 1), window=window) < 2e-5
@@ -272,9 +287,7 @@ def static_batch(numbers, layouts, rows):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("window", "softcap", "sinks"), [(None, None, False), (7, None, True), (3, 5.0, False)]
-)
+@pytest.mark.parametrize(("window", "softcap", "sinks"), [(None, None, False), (3, 5.0, True)])
 def test_one_static_plan_serves_batch_after_batch(window, softcap, sinks, monkeypatch):
     """Kernels and reference read its tensors alone, so what a graph has captured (the geometry too) stays right."""
     sinks = torch.linspace(-1, 2, 2, device=DEVICE) if sinks else None

@@ -45,7 +45,7 @@ def last(session: ChatSession, text: str, rounds: int = 10**6) -> ChatTurn:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_answers_are_those_of_plain_decoding(target, temperature):
     drafted, plain = (
-        session_of(target, drafter, sampling=SamplingParams(temperature))
+        session_of(target, drafter, 24, SamplingParams(temperature))
         for drafter in (NgramDrafter(), None)
     )
     for text in TURNS:

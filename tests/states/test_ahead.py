@@ -210,7 +210,9 @@ def train(folder: Path, target: Path, data: Path, **extra: object) -> dict[str, 
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("packing", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize(
+    "packing", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["rows", "packed"]
+)
 def test_streamed_states_train_what_stored_ones_train_and_are_asked_for_ahead(
     place, server, tmp_path, monkeypatch, capsys, packing
 ):

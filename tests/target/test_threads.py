@@ -65,7 +65,11 @@ def decode(target: Target, seed: int) -> list[Tensor]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("hidden", [64, 32], ids=["all layers in one call", "layer by layer"])
+@pytest.mark.parametrize(
+    "hidden",
+    [64, pytest.param(32, marks=pytest.mark.slow)],
+    ids=["all layers in one call", "layer by layer"],
+)
 def test_threads_share_a_packed_target(hidden):
     target = make_target(hidden=hidden).pack()
     assert target._native is not None

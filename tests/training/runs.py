@@ -63,9 +63,12 @@ def write_recipe(tmp_path: Path, target_dir: Path, data: Path, **extra: object) 
 
 
 def launch(
-    words: list[str], launcher: list[str] | None = None, **env: str
+    words: list[str],
+    launcher: list[str] | None = None,
+    script: str = "drafttrain/train.py",
+    **env: str,
 ) -> subprocess.CompletedProcess[str]:
-    command = [*(launcher or [sys.executable]), str(ROOT / "drafttrain" / "train.py"), *words]
+    command = [*(launcher or [sys.executable]), str(ROOT / script), *words]
     full = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", **env}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=full

@@ -94,7 +94,7 @@ def test_a_target_that_it_was_not_made_for_is_refused(tmp_path, made, capsys):
     ("form", "options"),
     [
         ("vllm", {"norm_before_residual": True, "fc_norm": True}),
-        ("sglang", {"feature_layers": (1, 2, 3)}),
+        pytest.param("sglang", {"feature_layers": (1, 2, 3)}, marks=pytest.mark.slow),
     ],
 )
 def test_a_published_head_is_imported_and_goes_on(tmp_path, made, form, options):

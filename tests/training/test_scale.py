@@ -136,7 +136,9 @@ def test_two_processes_under_zero_equal_one(tiny, alone, tmp_path, name, stage):
         "--dynamo_backend",
         "no",
     ]
-    done = launch(recipe(tmp_path, tiny, 2, **DRAFTERS[name]), launcher, DS_ACCELERATOR="cpu")
+    script = "tests/training/without_shm.py"
+    words = recipe(tmp_path, tiny, 2, **DRAFTERS[name])
+    done = launch(words, launcher, script, DS_ACCELERATOR="cpu")
     assert done.returncode == 0, done.stderr[-4000:]
     ours = outcome(tmp_path)
     theirs = alone(name)

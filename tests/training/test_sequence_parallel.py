@@ -125,7 +125,7 @@ def test_memory_of_a_long_row_falls_by_half(kind):
     drafter = (
         make_draft_model(target) if kind == "draft_model" else make_kind(kind, target, **options)
     )
-    batch = make_batch((800,), start=200)
+    batch = make_batch((400,), start=100)
     alone, parts = check(drafter.train(), target, batch, 2)
     for part in parts:
         for own, whole in zip(part[3], alone[3], strict=True):

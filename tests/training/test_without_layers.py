@@ -174,8 +174,9 @@ def test_a_new_drafter_reads_the_layers_that_are_stored(stored, tmp_path, capsys
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("tree", ["chain:3", "dynamic:3,3,8", "fanout:3x2"])
-@pytest.mark.parametrize("most", [9, 40])
+@pytest.mark.parametrize(
+    ("tree", "most"), [("chain:3", 40), ("dynamic:3,3,8", 9), ("fanout:3x2", 9), ("fanout:3x2", 40)]
+)
 def test_replayed_answers_give_the_figures_of_decoding(stored, tree, most):
     """`most` tokens: some answers are cut, or all end where the data does."""
     folder, data = stored

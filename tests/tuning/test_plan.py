@@ -434,7 +434,7 @@ def test_a_plan_needs_no_triton(recipe, monkeypatch):
     monkeypatch.setattr(Memory, "most", lambda *_: 0)
 
     def totals() -> dict[str, float]:
-        kinds = ("eagle3", "dflash", "medusa", "mlp_speculator")
+        kinds = ("eagle3", "dflash", "mlp_speculator")
         plans = {kind: plan(recipe, [f"kind={kind}", "drafter={}"]) for kind in kinds}
         return {kind: found.memory_gb["total"] for kind, found in plans.items()}
 

@@ -46,17 +46,13 @@ TREES = (
     "chain:6",
     "chain:4@nomatch",
     "dynamic:1,4,3",
-    "dynamic:3,4,8",
-    "dynamic:6,8,48",
     "dynamic:3,8,12@alone=0.5",
-    "dynamic:2,4,3@match=11",
     "dynamic:2,4,3@match=63",
     "chain:2@match=11",
 )
 STOPPED = (
     "chain:6@stop=0.3",
     "dynamic:5,4,16@stop=0.1@nomatch",
-    "chain:6@cut=0.01",
     "dynamic:5,4,16@cut=0.004",
     "dynamic:6,8,48@stop=0.1@cut=0.02@match=11",
 )
