@@ -195,6 +195,13 @@ def multiplies_bfloat16() -> bool:
     return kernel_path() in ("avx512bf16", "amx", "neon-bf16")
 
 
+def return_freed_memory() -> None:
+    """Gives freed memory back to the system, where the C library can (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 # -- the kept build: FOLDER/cpu-(hash of the recipe)-(hash of the content).so ----------------------
 
 

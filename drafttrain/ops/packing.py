@@ -370,6 +370,7 @@ class PackedLinear(Packed):
     threads make it at the same time, one of the copies is kept.
 
     Attributes:
+        stored: the plain weight, after `shrink` perhaps in bfloat16.
         rounded: float32 inputs are rounded to bfloat16 where the weights are; see `form_of`.
     """
 
@@ -377,21 +378,39 @@ class PackedLinear(Packed):
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        self.weight = linear.weight.detach().contiguous()
+        self.stored = linear.weight.detach().contiguous()
+        self.dtype = self.stored.dtype
         self.bias = None if linear.bias is None else linear.bias.detach()
-        self.saved = dict(linear.state_dict())
         # whether our kernel computes the products
-        self.kernel = self.weight.dtype == torch.float32 and cpu_kernels() is not None
+        self.kernel = self.dtype == torch.float32 and cpu_kernels() is not None
         self.rounded = False
         self.packed: Tensor | None = None  # made on first use
         self.draft_head: object | None = None  # of a drafter's head: see `DraftHead.of`
 
+    @property
+    def weight(self) -> Tensor:
+        """[out, in] in the dtype of inputs; made at each reading once the weight is shrunk."""
+        return self.stored.to(self.dtype)
+
+    @property
+    def saved(self) -> dict[str, Tensor]:  # type: ignore[override]
+        saved = {"weight": self.weight}
+        if self.bias is not None:
+            saved["bias"] = self.bias
+        return saved
+
+    def shrink(self) -> None:
+        """Keeps the plain weight in bfloat16 if that is exact: for layers whose weight nobody reads."""
+        half = self.stored.bfloat16()
+        if torch.equal(half.to(self.dtype), self.stored):
+            self.stored = half
+
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out], in the weight's dtype."""
-        if x.dim() == 0 or x.shape[-1] != self.in_features or x.dtype != self.weight.dtype:
+        if x.dim() == 0 or x.shape[-1] != self.in_features or x.dtype != self.dtype:
             found = f"{x.dtype} of shape {list(x.shape)}"
             raise ValueError(
-                f"x is {found}, must be {self.weight.dtype} of shape [..., {self.in_features}]"
+                f"x is {found}, must be {self.dtype} of shape [..., {self.in_features}]"
             )
         if self.kernel:
             rows = x.reshape(-1, self.in_features).contiguous()
@@ -404,10 +423,10 @@ class PackedLinear(Packed):
             if self.bias is not None:
                 y.add_(self.bias)
             return y.view(*x.shape[:-1], self.out_features)
-        if self.weight.dtype == torch.float32:
+        if self.dtype == torch.float32:
             return F.linear(x, self.weight, self.bias)
         if self.packed is None:
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, None)
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.stored, None)
         return torch.ops.mkldnn._linear_pointwise(
             x,
             self.packed,
@@ -502,10 +521,12 @@ def weights_of(module: nn.Module) -> Iterator[Tensor]:
     """
     weights: list[Tensor] = list(module.parameters())
     for part in module.modules():
-        if isinstance(part, PackedLinear | PackedRMSNorm):
+        if isinstance(part, PackedRMSNorm):
             weights.append(part.weight)
-        if isinstance(part, PackedLinear) and part.bias is not None:
-            weights.append(part.bias)
+        elif isinstance(part, PackedLinear):
+            weights.append(part.stored)
+            if part.bias is not None:
+                weights.append(part.bias)
     seen = set()
     for value in weights:
         key = value.data_ptr()

@@ -41,7 +41,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from drafttrain.batch import TargetOutput
 from drafttrain.errors import UserError, shown
 from drafttrain.files import hub_snapshot, is_hub_id
-from drafttrain.ops.native import cpu_kernels, multiplies_bfloat16
+from drafttrain.ops.native import cpu_kernels, multiplies_bfloat16, return_freed_memory
 from drafttrain.ops.packing import PackedLinear, cpu_has_bfloat16, pack, weights_of, without_grad
 from drafttrain.ops.tree_attention import AttentionForm
 from drafttrain.target.attention import (
@@ -393,10 +393,21 @@ class Target:
                     pack_proven(self)
                 self.lm_head = self.model.get_output_embeddings()
                 self._packed = True
+                if self._native is not None:
+                    self._shrink()
                 self._round_inputs()
                 # packing replaces linear layers, hooks included (OPT-350m's projection has one)
                 self._hooked.clear()
         return self
+
+    def _shrink(self) -> None:
+        """Frees half of the plain weights whose packed copies the native body reads."""
+        for module in self.body.modules():
+            if isinstance(module, PackedLinear):
+                module.shrink()
+        if isinstance(self.lm_head, PackedLinear) and self.lm_head.kernel:
+            self.lm_head.panels()  # now, because making them takes memory
+        return_freed_memory()
 
     def _round_inputs(self) -> None:
         """Sets `rounds` for a bfloat16 target that computes in float32 (`widen`) on such a CPU."""

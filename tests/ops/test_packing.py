@@ -208,3 +208,22 @@ def test_the_build_is_kept(monkeypatch, tmp_path):
     monkeypatch.setattr(native, "_keep", None)  # a second build would fail
     assert native.cpu_kernels.__wrapped__() is not None
     assert built.suffix == ".so"
+
+
+@needs_compiler
+def test_a_shrunk_layer_computes_and_saves_what_it_did():
+    torch.manual_seed(0)
+    for weight, kept in (
+        (weights(70, 48, torch.bfloat16), torch.bfloat16),
+        (torch.randn(70, 48), torch.float32),
+    ):
+        linear = nn.Linear(48, 70).requires_grad_(False)
+        linear.weight.copy_(weight)
+        packed = PackedLinear(linear)
+        packed.shrink()
+        assert packed.stored.dtype == kept
+        assert torch.equal(packed.weight, weight)
+        assert packed.state_dict().keys() == linear.state_dict().keys()
+        assert torch.equal(packed.state_dict()["weight"], weight)
+        x = torch.randn(3, 48)
+        assert torch.equal(packed(x), PackedLinear(linear)(x))
