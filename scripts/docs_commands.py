@@ -171,6 +171,11 @@ def make_folder(folder: Path) -> None:
     for number, line in enumerate((FIXTURES / "chats.jsonl").read_text().splitlines()):
         rows.append(json.dumps({"id": str(number), **json.loads(line)}) + "\n")
     (folder / "prompts.jsonl").write_text("".join(rows))
+    turns = [{"role": "user", "content": "Name rivers."}, {"role": "assistant", "content": "Rhine"}]
+    (folder / "logs").mkdir()
+    log = json.dumps({"messages": turns}) + "\n"
+    (folder / "logs" / "answers.jsonl").write_text(log * 240)
+    shutil.copytree(FIXTURES / "target", folder / "target")  # as the small head's config names it
     shutil.copy(FIXTURES / "suite.jsonl", folder / "heldout.jsonl")
     prompt = {"id": "one", "text": "One river"}
     (folder / "runs" / "llama-3.1-8b" / "ultrachat.jsonl").write_text(json.dumps(prompt) + "\n")
