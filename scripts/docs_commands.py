@@ -163,6 +163,8 @@ def make_folder(folder: Path) -> None:
         shutil.copytree(FIXTURES / "drafters" / "eagle3", folder / "runs" / name)
     for name in DATA_SETS:
         shutil.copytree(FIXTURES / "data", folder / "runs" / name / "data")
+    shutil.copytree(FIXTURES / "data", folder / "runs" / "legal")
+    shutil.copy(FIXTURES / "results" / "eagle3.json", folder / "results.json")
     for name in ("results", "hot", "other", "before"):
         shutil.copy(FIXTURES / "results" / "eagle3.json", folder / "runs" / f"{name}.json")
     for name in ("chats.jsonl", "support.jsonl"):
