@@ -831,8 +831,9 @@ class Decoder:
         capacity = max((len(s.prompt) + s.limit for s in sequences), default=0)
         if self.drafter is not None:  # room for a round's tree
             capacity += self.spec.most + self.drafter.probes
-        text: list[int] = []  # of the one sequence that is kept
-        if self.keep and len(sequences) == 1:
+        keeps = self.keep and len(sequences) == 1
+        text: list[int] = []  # prompt and answer, if they are kept
+        if keeps:
             text += sequences[0].prompt.tolist()
         waiting = deque(sequences)
         joining: list[Sequence] = []
@@ -856,13 +857,14 @@ class Decoder:
                 joining = []
                 for step in steps:
                     for sequence, tokens in step:
-                        text += tokens
+                        if keeps:
+                            text += tokens
                         yield sequence.index, tokens
                         if sequence.stats.finish:
                             engine.release(sequence)
                 self.capture_seconds = engine.clock.captured - before
             self.memory = max(self.memory, engine.memory)
-        if self.keep and len(sequences) == 1 and not engine.captures:
+        if keeps and not engine.captures:
             whole = torch.tensor(text, device=self.target.device)
             self._kept = Kept(engine, sequences[0], whole)
 

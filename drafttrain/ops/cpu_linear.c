@@ -140,8 +140,8 @@ static inline bytes bytes_at(const char *at) {
     return b;
 }
 
-/* A panel's quads and what they are unpacked by. upper, lowest: seven bits and one of the
- * exponents by name. */
+/* A panel's quads and what they are unpacked by. upper, lowest: of each name's exponent, its upper seven bits, and its lowest above a
+ * mantissa. */
 struct twelve {
     const char *quads;
     bytes upper, lowest;
