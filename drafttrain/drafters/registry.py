@@ -183,6 +183,7 @@ def _fit(drafter: Any, target: Target) -> None:
             for module in drafter.modules():
                 if isinstance(module, nn.Linear):
                     module.weight.data = round_to_int8(module.weight.data)
+            drafter.stored = target.dtype  # of keys and values, which are as many bytes as weights
         drafter.pack()
 
 

@@ -165,7 +165,7 @@ class Engine:
         else:
             self._steps = TargetSteps.lease(target, graphs)
             if self._steps is None:
-                self.cache = TreeCache(capacity, rows)
+                self.cache = TreeCache(capacity, rows, target.dtype)
             else:
                 self.cache = self._steps.open(
                     capacity,

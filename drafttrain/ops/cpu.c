@@ -17,6 +17,13 @@
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef int64_t longs __attribute__((vector_size(4 * LANES)));
+typedef uint32_t quad __attribute__((vector_size(16)));
+
+#ifdef __clang__
+#define shuffle(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define shuffle(a, b, ...) __builtin_shuffle(a, b, (quad){__VA_ARGS__})
+#endif
 
 static inline long min(long a, long b) { return a < b ? a : b; }
 static inline long max(long a, long b) { return a > b ? a : b; }
@@ -34,17 +41,34 @@ static inline void store(float *at, vec v) { memcpy(at, &v, sizeof v); }
 /* mask ? a : b, lane by lane, for masks as comparisons of vectors give them. */
 static inline vec choose(ints mask, vec a, vec b) { return (vec)(((ints)a & mask) | ((ints)b & ~mask)); }
 
+/* The larger or smaller of a and b, lane by lane; b where one is no number. */
+static inline vec larger(vec a, vec b) {
+#ifdef __AVX512F__
+    return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return choose(a > b, a, b);
+#endif
+}
+
+static inline vec smaller(vec a, vec b) {
+#ifdef __AVX512F__
+    return (vec)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+    return choose(a < b, a, b);
+#endif
+}
+
 /* e^x to a few float32 roundings, 0 below -87, e^88 above 88: 2^n p(r), |r| <= ln(2) / 2, p the Taylor polynomial of degree 6. */
 static inline vec exponential(vec x) {
     ints tiny = x < -87.0f;
-    x = choose(tiny, (vec){0}, choose(x > 88.0f, (vec){0} + 88.0f, x));
+    x = larger((vec){0} - 87.0f, smaller((vec){0} + 88.0f, x));
     vec n = x * 1.44269504f + 12582912.0f; /* adding 1.5 * 2^23 rounds to an integer */
     n -= 12582912.0f;
     vec r = x - n * 0.693359375f + n * 2.12194440e-4f; /* ln(2) in two parts */
     vec p = 1.0f + r * (0.166666667f + r * (0.0416666667f + r * (8.33333333e-3f + r * 1.38888889e-3f))) * r * r;
     p += r + 0.5f * r * r;
     ints power = (__builtin_convertvector(n, ints) + 127) << 23;
-    return choose(tiny, (vec){0}, p * (vec)power);
+    return (vec)((ints)(p * (vec)power) & ~tiny);
 }
 
 enum activation { NONE, SILU, GELU }; /* GELU by tanh: 0.5 a (1 + tanh(t)) = a sigmoid(2 t) */

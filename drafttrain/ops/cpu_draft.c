@@ -222,7 +222,7 @@ struct draft {
 };
 
 /* A sequence's keys and values [kv_heads, slots, e] of each layer, with a stride per head. */
-struct store { float *const *keys, *const *values; long stride; };
+struct store { char *const *keys, *const *values; long stride, half; };
 
 /* Where tokens stand: rows of the rotary tables [positions, rotary_dim], copied per token to cosines and sines. */
 static void place(const struct plan *plan, const float *cosine, const float *sine, long rotated, float *cosines, float *sines) {
@@ -264,7 +264,7 @@ void draft_step(const struct draft *d, const float *embeds, const float *states,
         for (long p = 0; p < plan->count; p++) {
             struct plan own = {plan->parts + p, 1, plan->ancestors, plan->depth};
             tree_attention(qkv, e, width, key, e, width, value, e, width, stores[p].keys[i], stores[p].stride, stores[p].values[i],
-                           stores[p].stride, attended, heads, kv_heads, e, e, &own, 1 / sqrtf(e), window, 0, NULL, threads);
+                           stores[p].stride, (int)stores[p].half, attended, heads, kv_heads, e, e, &own, 1 / sqrtf(e), window, 0, NULL, threads);
         }
         layer_after_attention(d->layers[i], out, attended, n, threads);
     }
@@ -323,8 +323,8 @@ void draft_context(const struct draft *d, const float *states, long n, const flo
                 rotate(key + head * e, cosines + r * rotated, sines + r * rotated, (int)rotated);
         }
         for (long p = 0; p < plan->count; p++) {
-            append(stores[p].keys[i], stores[p].stride, kv, e, width, kv_heads, plan->parts + p, e);
-            append(stores[p].values[i], stores[p].stride, kv + kv_heads * e, e, width, kv_heads, plan->parts + p, e);
+            append(stores[p].keys[i], (int)stores[p].half, stores[p].stride, kv, e, width, kv_heads, plan->parts + p, e);
+            append(stores[p].values[i], (int)stores[p].half, stores[p].stride, kv + kv_heads * e, e, width, kv_heads, plan->parts + p, e);
         }
     }
     free(cosines);

@@ -29,7 +29,7 @@ from drafttrain.ops.packing import (
     check_rows,
     pack_panels,
 )
-from drafttrain.ops.tree_attention import CpuPlan
+from drafttrain.ops.tree_attention import STORED, CpuPlan
 
 _STRIP = 64  # as in cpu_draft.c
 _LEVELS = 15  # highest of the integers that weights are rounded to
@@ -233,9 +233,10 @@ class KeyStore:
         pointers = np.empty((2, len(layers)), np.uint64)  # of keys, of values
         for i, pair in enumerate(layers):
             for part, buffer in enumerate(pair):
-                if buffer.dtype != torch.float32 or not buffer.is_cpu:
+                if buffer.dtype not in STORED or buffer.dtype != first.dtype or not buffer.is_cpu:
                     raise TypeError(
-                        f"keys and values are {buffer.dtype} on {buffer.device}, must be float32 on the CPU"
+                        f"keys and values are {buffer.dtype} on {buffer.device}, must be all float32 or all bfloat16 "
+                        "on the CPU"
                     )
                 if buffer.shape != first.shape or buffer.stride() != (first.stride(0), e, 1):
                     raise ValueError(
@@ -247,7 +248,8 @@ class KeyStore:
         self._pointers = pointers
         keys = pointers.ctypes.data
         values = keys + pointers.strides[0]
-        self.row = (keys, values, first.stride(0))  # struct store of cpu_draft.c
+        half = first.dtype == torch.bfloat16
+        self.row = (keys, values, first.stride(0), half)  # struct store of cpu_draft.c
 
 
 @dataclass(frozen=True)

@@ -24,53 +24,144 @@ struct plan {
  * their slots. Positions are cut at multiples of STRETCH; the maximum, the sum and the output of a stretch are computed apart from
  * the others and merged in order. So a row gets the bits that plain decoding gives it, with any number of rows, siblings or threads. */
 #define STRETCH 256
+#define TILE 32 /* keys whose products are computed at once, a lane per key */
+#define PLACES (STRETCH + LANES) /* from row to row of scores: rows at equal places of memory pages would evict each other */
+#define MOST_ROWS 48 /* of a task */
+typedef uint16_t words __attribute__((vector_size(2 * LANES)));
+#ifdef __AVX512F__
+#define HIGH 6 /* rows whose sums fit into registers */
+#else
+#define HIGH 2
+#endif
 
-/* What attention computes with, of all parts. */
+/* What attention computes with, of all parts. Keys and values are float32, or bfloat16 if `half`. */
 struct attention {
     const struct plan *plan;
     const float *query, *sinks;
-    const float *keys, *values;
-    long head_stride, token_stride, key_stride, value_stride; /* of query, keys and values */
+    const char *keys, *values;
+    long head_stride, token_stride, key_stride, value_stride; /* of query, keys and values, in numbers */
     float *out;
     long heads, kv_heads, e, ve, window;
     float scaling, softcap;
+    int half;
 };
 
 /* What a row has gathered: its highest score, the sum of its weights below that, and its weighted values [ve]. */
 struct gathered { float highest, total, out[]; };
 
-/* out[i][c ..] += sum over t of weights[t][i] * value[t], for four rows i, of which `high` exist; `wide` is a constant. */
-static inline __attribute__((always_inline)) void weigh(int wide, const float *weights, const float *value, long count,
-                                                        long ve, int high, struct gathered *const *out, long c) {
-    vec sum[4][4] = {{{0}}};
-    for (long t = 0; t < count; t++, value += ve, weights += LANES)
-        for (int j = 0; j < wide; j++) {
-            __builtin_prefetch(value + 16 * ve + j * LANES);
-            vec v = load(value + j * LANES);
-            for (int i = 0; i < 4; i++) sum[i][j] += v * weights[i];
+/* A thread's room for a task. */
+struct room {
+    float *queries; /* [MOST_ROWS, e], scaled */
+    float *scores;  /* [MOST_ROWS, STRETCH] by position */
+    float *fresh;   /* [MOST_ROWS, 64]: products with the tree's tokens */
+    float *tile;    /* [e, TILE] of keys, or [TILE, ve] of values */
+};
+
+static inline long size_of(const struct attention *a) { return a->half ? 2 : 4; }
+
+/* LANES numbers of keys or values. */
+static inline __attribute__((always_inline)) vec load_numbers(const char *at, int half) {
+    if (!half) return load((const float *)at);
+    words read;
+    memcpy(&read, at, sizeof read);
+#ifdef __AVX512F__ /* GCC 12 needs five instructions for what is one */
+    return (vec)(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)read), 16));
+#else
+    return (vec)(__builtin_convertvector(read, ints) << 16);
+#endif
+}
+
+/* Four keys' next four words, turned: word i of all four in out[i]. */
+static inline void turn(const char *const *key, long at, quad *out) {
+    quad k[4];
+    for (int i = 0; i < 4; i++) memcpy(k + i, key[i] + at, sizeof *k);
+    quad low = shuffle(k[0], k[1], 0, 4, 1, 5), high = shuffle(k[0], k[1], 2, 6, 3, 7);
+    quad next_low = shuffle(k[2], k[3], 0, 4, 1, 5), next_high = shuffle(k[2], k[3], 2, 6, 3, 7);
+    out[0] = shuffle(low, next_low, 0, 1, 4, 5), out[1] = shuffle(low, next_low, 2, 3, 6, 7);
+    out[2] = shuffle(high, next_high, 0, 1, 4, 5), out[3] = shuffle(high, next_high, 2, 3, 6, 7);
+}
+
+/* TILE keys side by side: tile [e, TILE] in float32. Meanwhile the next keys come from memory. */
+static inline __attribute__((always_inline)) void lay_side_by_side(const char *const *key, long e, int half, float *tile) {
+    long size = half ? 2 * e : 4 * e;
+    quad turned[4];
+    for (int t = 0; t < TILE; t += 4)
+        for (long at = 0; at < size; at += 16) {
+            if (at % 64 < 16) for (int i = 0; i < 4; i++) __builtin_prefetch(key[t + i] + TILE * size + at);
+            turn(key + t, at, turned);
+            for (int i = 0; i < 4; i++) {
+                float *out = tile + (half ? at / 2 + 2 * i : at / 4 + i) * TILE + t;
+                quad low = turned[i] << 16, high = half ? turned[i] & 0xffff0000 : turned[i];
+                if (half) memcpy(out, &low, sizeof low);
+                memcpy(out + half * TILE, &high, sizeof high);
+            }
         }
-    for (int i = 0; i < high; i++)
+}
+
+/* Calls FUNCTION(n, ...) with a constant n from 1 to HIGH. */
+#define ONE_ROW(FUNCTION, N, ...) case N: FUNCTION(N, __VA_ARGS__); break;
+#if HIGH == 6
+#define BY_ROWS(FUNCTION, n, ...) switch (n) { ONE_ROW(FUNCTION, 6, __VA_ARGS__) ONE_ROW(FUNCTION, 5, __VA_ARGS__) \
+    ONE_ROW(FUNCTION, 4, __VA_ARGS__) ONE_ROW(FUNCTION, 3, __VA_ARGS__) ONE_ROW(FUNCTION, 2, __VA_ARGS__) ONE_ROW(FUNCTION, 1, __VA_ARGS__) }
+#else
+#define BY_ROWS(FUNCTION, n, ...) switch (n) { ONE_ROW(FUNCTION, 2, __VA_ARGS__) ONE_ROW(FUNCTION, 1, __VA_ARGS__) }
+#endif
+
+/* scores [rows, TILE] by `stride` = queries [rows, e] . keys of a tile. */
+static inline __attribute__((always_inline)) void score_rows(int rows, const float *queries, const float *tile, long e, float *scores,
+                                                             long stride) {
+    vec sum[HIGH][TILE / LANES] = {{{0}}};
+    for (long c = 0; c < e; c++, tile += TILE)
+        for (int i = 0; i < rows; i++)
+            for (int j = 0; j < TILE / LANES; j++) sum[i][j] += load(tile + j * LANES) * queries[i * e + c];
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < TILE / LANES; j++) store(scores + i * stride + j * LANES, sum[i][j]);
+}
+
+/* Products of all rows with up to TILE keys. */
+static void score_keys(const struct attention *a, const struct room *room, int rows, const char *const *key, float *scores, long stride) {
+    if (a->half) lay_side_by_side(key, a->e, 1, room->tile);
+    else lay_side_by_side(key, a->e, 0, room->tile);
+    for (int r = 0; r < rows; r += HIGH)
+        BY_ROWS(score_rows, (int)min(rows - r, HIGH), room->queries + r * a->e, room->tile, a->e, scores + r * stride, stride)
+}
+
+/* out[i][c ..] += sum over t of weights[i][t] * value[t], of rows i; `wide` vectors, a constant as `rows` is. */
+static inline __attribute__((always_inline)) void weigh(int rows, int wide, const float *weights, const float *value, long count, long ve,
+                                                        struct gathered *const *out, long c) {
+    vec sum[HIGH][4];
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < wide; j++) sum[i][j] = load(out[i]->out + c + j * LANES);
+    for (long t = 0; t < count; t++, value += ve)
+        for (int j = 0; j < wide; j++)
+            for (int i = 0; i < rows; i++) sum[i][j] += load(value + j * LANES) * weights[i * PLACES + t];
+    for (int i = 0; i < rows; i++)
         for (int j = 0; j < wide; j++) store(out[i]->out + c + j * LANES, sum[i][j]);
 }
 
-/* As `weigh`, of one row and of tokens that stand anywhere. */
-static inline __attribute__((always_inline)) void weigh_tokens(int wide, const float *weights, const float *const *value, int count,
-                                                               float *out, long c) {
-    vec sum[4];
-    for (int j = 0; j < wide; j++) sum[j] = load(out + c + j * LANES);
-    for (int t = 0; t < count; t++)
-        for (int j = 0; j < wide; j++) sum[j] += load(value[t] + c + j * LANES) * weights[t];
-    for (int j = 0; j < wide; j++) store(out + c + j * LANES, sum[j]);
+static inline __attribute__((always_inline)) void weigh_rows(int rows, const float *weights, const float *value, long count, long ve,
+                                                             struct gathered *const *out) {
+    long c = 0;
+    for (; c + 4 * LANES <= ve; c += 4 * LANES) weigh(rows, 4, weights, value + c, count, ve, out, c);
+    for (; c < ve; c += LANES) weigh(rows, 1, weights, value + c, count, ve, out, c);
 }
 
-/* Products of eight keys [e] with all rows, a lane per row; eight sums at once keep the multipliers busy. */
-static inline __attribute__((always_inline)) void score_keys(const vec *transposed, const float *const *key, long e, vec *scores) {
-    vec sum[8] = {{0}};
-    for (long c = 0; c < e; c++) {
-        vec q = transposed[c];
-        for (int j = 0; j < 8; j++) sum[j] += q * key[j][c];
+/* Adds up to TILE values to the outputs of all rows. */
+static void weigh_values(const struct attention *a, const struct room *room, int rows, const float *weights, const char *value, long count,
+                         struct gathered *const *out) {
+    const float *numbers = a->half ? room->tile : (const float *)value;
+    for (long c = 0; c < count * a->ve; c += LANES) {
+        __builtin_prefetch(value + (TILE * a->ve + c) * size_of(a));
+        if (a->half) store(room->tile + c, load_numbers(value + 2 * c, 1));
     }
-    for (int j = 0; j < 8; j++) scores[j] = sum[j];
+    for (int r = 0; r < rows; r += HIGH)
+        BY_ROWS(weigh_rows, (int)min(rows - r, HIGH), weights + r * PLACES, numbers, count, a->ve, out + r)
+}
+
+/* Adds one token's value to a row's output. */
+static void weigh_token(const char *value, int half, float weight, long ve, float *out) {
+    for (long c = 0; c < ve; c += LANES)
+        store(out + c, load(out + c) + load_numbers(value + c * (half ? 2 : 4), half) * weight);
 }
 
 /* The stretches [from, to) in which a part's rows see anything. */
@@ -81,35 +172,59 @@ static struct stretches stretches_of(const struct attention *a, const struct par
     return (struct stretches){first / STRETCH, (end + STRETCH - 1) / STRETCH};
 }
 
-/* The scaled queries [e] of up to LANES rows from `begin` on (row = query head of the group, new token), a lane per row. */
-static void transpose_queries(const struct attention *a, const struct part *part, long kv, long begin, int rows, vec *transposed) {
-    for (int r = 0; r < LANES; r++) {
+/* The scaled queries of rows (row = query head of the group, new token) from `begin` on. */
+static void scale_queries(const struct attention *a, const struct part *part, long kv, long begin, int rows, float *queries) {
+    for (int r = 0; r < rows; r++, queries += a->e) {
         long head = kv * (a->heads / a->kv_heads) + (begin + r) / part->n, fresh = (begin + r) % part->n;
         const float *query = a->query + head * a->head_stride + (part->token + fresh) * a->token_stride;
-        for (long c = 0; c < a->e; c++) transposed[c][r] = r < rows ? query[c] * a->scaling : 0.0f;
+        for (long c = 0; c < a->e; c++) queries[c] = query[c] * a->scaling;
     }
 }
 
-/* One part, key head and stretch of positions, for the rows of `transpose_queries`. Scores are stored position by position, a lane
- * per row, and every key and value of the prefix is read once. */
+/* Scores [first, end), whole vectors, become weights e^(score - highest). */
+static void soften(const struct attention *a, float *scores, long first, long end, struct gathered *gathered) {
+    vec nothing = (vec){0} - INFINITY, highest = nothing, total = {0};
+    float most[LANES], sum[LANES];
+    for (long t = first; a->softcap > 0 && t < end; t += LANES) {
+        vec s = load(scores + t), capped = a->softcap - 2 * a->softcap / (exponential(s * (2 / a->softcap)) + 1);
+        store(scores + t, choose(s == nothing, s, capped));
+    }
+    for (long t = first; t < end; t += LANES) highest = larger(load(scores + t), highest);
+    store(most, highest);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int l = 0; l < width; l++) most[l] = most[l] > most[l + width] ? most[l] : most[l + width];
+    float below = most[0] == -INFINITY ? 0 : most[0]; /* a row may see nothing here */
+    for (long t = first; t < end; t += LANES) {
+        vec weight = exponential(load(scores + t) - below);
+        store(scores + t, weight);
+        total += weight;
+    }
+    store(sum, total);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int l = 0; l < width; l++) sum[l] += sum[l + width];
+    gathered->highest = most[0], gathered->total = sum[0];
+}
+
+/* One part, key head and stretch of positions, for the rows of `scale_queries`. Every key and value of the prefix is read once. */
 static void attend_stretch(const struct attention *a, const struct part *part, long kv, long stretch, long begin, int rows,
-                           const vec *transposed, struct gathered *const *gathered) {
+                           const struct room *room, struct gathered *const *gathered) {
     const uint64_t *ancestors = a->plan->ancestors + part->node;
     const int *depth = a->plan->depth + part->node;
-    long e = a->e, ve = a->ve, prefix = part->prefix, base = stretch * STRETCH;
-    const float *key = a->keys + kv * a->key_stride + part->slot * e, *value = a->values + kv * a->value_stride + part->slot * ve;
+    long prefix = part->prefix, base = stretch * STRETCH, key_size = a->e * size_of(a), value_size = a->ve * size_of(a);
+    const char *key = a->keys + kv * a->key_stride * size_of(a) + part->slot * key_size;
+    const char *value = a->values + kv * a->value_stride * size_of(a) + part->slot * value_size;
     /* Keys of the prefix: [from, to) in the stretch; with a window from the first that any row sees. */
-    long first = a->window ? max(0, prefix + 1 - a->window) : 0;
-    long from = min(max(first - base, 0), STRETCH), to = max(min(prefix - base, STRETCH), from), end = to;
-    vec scores[STRETCH], highest = (vec){0} - INFINITY, total = {0};
-    ints oldest = {0}; /* of each row: the first place in the stretch that its window holds */
-    uint64_t seen[LANES] = {0}, any = 0; /* the tree's tokens that a row sees in this stretch */
+    long least = a->window ? max(0, prefix + 1 - a->window) : 0;
+    long from = min(max(least - base, 0), STRETCH), to = max(min(prefix - base, STRETCH), from), end = to;
+    long oldest[MOST_ROWS]; /* of each row: the first place in the stretch that its window holds */
+    uint64_t seen[MOST_ROWS] = {0}, any = 0; /* the tree's tokens that a row sees in this stretch */
+    const char *k[TILE];
 
     for (int r = 0; r < rows; r++) {
-        long fresh = (begin + r) % part->n;
-        long place = prefix + depth[part->held + fresh], least = a->window ? place + 1 - a->window - base : 0;
-        oldest[r] = (int32_t)min(max(least, 0), STRETCH);
-        for (uint64_t rest = ancestors[part->held + fresh]; rest; rest &= rest - 1) {
+        long fresh = (begin + r) % part->n, place = prefix + depth[part->held + fresh];
+        oldest[r] = a->window ? min(max(place + 1 - a->window - base, 0), STRETCH) : 0;
+        uint64_t rest = prefix - base < STRETCH ? ancestors[part->held + fresh] : 0;
+        for (; rest; rest &= rest - 1) {
             int j = __builtin_ctzll(rest);
             long t = prefix + depth[j] - base;
             if (t < oldest[r] || t < 0 || t >= STRETCH) continue;
@@ -118,61 +233,34 @@ static void attend_stretch(const struct attention *a, const struct part *part, l
         }
         any |= seen[r];
     }
-    for (long t = to; t < end; t++) scores[t] = (vec){0} - INFINITY;
-
-    const float *read = key + base * e, *k[8];
-    vec products[8];
-    for (long t = from; t < to; t += 8) {
-        for (long c = 0; c < 8 * e; c += LANES) __builtin_prefetch(read + (t + 16) * e + c);
-        for (int j = 0; j < 8; j++) k[j] = read + min(t + j, to - 1) * e;
-        score_keys(transposed, k, e, products);
-        for (int j = 0; j < 8 && t + j < to; j++) scores[t + j] = choose(oldest > (int)(t + j), (vec){0} - INFINITY, products[j]);
+    long first = from / TILE * TILE, last = (end + LANES - 1) / LANES * LANES;
+    for (long t = first; t < to; t += TILE) {
+        for (int j = 0; j < TILE; j++) k[j] = key + (base + min(t + j, to - 1)) * key_size;
+        score_keys(a, room, rows, k, room->scores + t, PLACES);
     }
-    while (any) {
-        int token[8], count = 0;
-        for (; any && count < 8; any &= any - 1) token[count++] = __builtin_ctzll(any);
-        for (int j = 0; j < 8; j++) k[j] = key + (prefix + token[min(j, count - 1)]) * e;
-        score_keys(transposed, k, e, products);
-        for (int j = 0; j < count; j++)
-            for (int r = 0; r < rows; r++)
-                if (seen[r] >> token[j] & 1) scores[prefix + depth[token[j]] - base][r] = products[j][r];
+    for (long i = 0; i < 64 && any >> i; i += TILE) {
+        for (int j = 0; j < TILE; j++) k[j] = key + (prefix + min(i + j, part->held + part->n - 1)) * key_size;
+        score_keys(a, room, rows, k, room->fresh + i, 64);
     }
-    for (long t = from; t < end; t++) {
-        vec s = scores[t];
-        if (a->softcap > 0) {
-            vec capped = a->softcap - 2 * a->softcap / (exponential(s * (2 / a->softcap)) + 1);
-            scores[t] = choose(s == (vec){0} - INFINITY, s, capped);
-        }
-        highest = choose(scores[t] > highest, scores[t], highest);
-    }
-    vec below = choose(highest == (vec){0} - INFINITY, (vec){0}, highest); /* a row may see nothing here */
-    for (long t = from; t < end; t++) {
-        scores[t] = exponential(scores[t] - below);
-        total += scores[t];
-    }
-    for (int r = 0; r < rows; r++) gathered[r]->highest = highest[r], gathered[r]->total = total[r];
-    for (int r = 0; r < rows; r += 4)
-        for (long c = 0, wide; c < ve; c += wide * LANES) {
-            wide = min((ve - c) / LANES, 4);
-            const float *weights = (const float *)(scores + from) + r;
-#define WEIGH(N) case N: weigh(N, weights, value + (base + from) * ve + c, to - from, ve, (int)min(rows - r, 4), gathered + r, c); break;
-            switch (wide) { WEIGH(4) WEIGH(3) WEIGH(2) WEIGH(1) }
-        }
     for (int r = 0; r < rows; r++) {
-        const float *values[64];
-        float weights[64];
-        int count = 0;
-        for (uint64_t rest = seen[r]; rest; rest &= rest - 1, count++) {
+        float *scores = room->scores + r * PLACES;
+        for (long t = first; t < max(from, min(oldest[r], to)); t++) scores[t] = -INFINITY;
+        for (long t = to; t < last; t++) scores[t] = -INFINITY;
+        for (uint64_t rest = seen[r]; rest; rest &= rest - 1) {
             int j = __builtin_ctzll(rest);
-            values[count] = value + (prefix + j) * ve;
-            weights[count] = scores[prefix + depth[j] - base][r];
+            scores[prefix + depth[j] - base] = room->fresh[r * 64 + j];
         }
-        for (long c = 0, wide; c < (count ? ve : 0); c += wide * LANES) {
-            wide = min((ve - c) / LANES, 4);
-#define WEIGH_TOKENS(N) case N: weigh_tokens(N, weights, values, count, gathered[r]->out, c); break;
-            switch (wide) { WEIGH_TOKENS(4) WEIGH_TOKENS(3) WEIGH_TOKENS(2) WEIGH_TOKENS(1) }
-        }
+        soften(a, scores, first, last, gathered[r]);
     }
+    for (int r = 0; r < rows; r++) memset(gathered[r]->out, 0, a->ve * sizeof(float));
+    for (long t = from; t < to; t += TILE)
+        weigh_values(a, room, rows, room->scores + t, value + (base + t) * value_size, min(to - t, TILE), gathered);
+    for (int r = 0; r < rows; r++)
+        for (uint64_t rest = seen[r]; rest; rest &= rest - 1) {
+            int j = __builtin_ctzll(rest);
+            weigh_token(value + (prefix + j) * value_size, a->half, room->scores[r * PLACES + prefix + depth[j] - base], a->ve,
+                        gathered[r]->out);
+        }
 }
 
 /* Adds a stretch to what a row gathered of those before it. */
@@ -198,77 +286,86 @@ static void end_row(const struct attention *a, const struct part *part, long kv,
     for (long c = 0; c < a->ve; c += LANES) store(out + c, load(all->out + c) / all->total);
 }
 
-static void append(float *cache, long cache_stride, const float *new, long head_stride, long token_stride, long kv_heads,
+/* Stores a part's new keys or values behind those of its sequence. */
+static void append(char *cache, int half, long cache_stride, const float *new, long head_stride, long token_stride, long kv_heads,
                    const struct part *part, long width) {
     for (long kv = 0; kv < kv_heads; kv++)
-        for (long i = 0; i < part->n; i++)
-            memcpy(cache + kv * cache_stride + (part->slot + part->prefix + part->held + i) * width,
-                   new + kv * head_stride + (part->token + i) * token_stride, width * sizeof(float));
+        for (long i = 0; i < part->n; i++) {
+            long at = kv * cache_stride + (part->slot + part->prefix + part->held + i) * width;
+            const float *numbers = new + kv * head_stride + (part->token + i) * token_stride;
+            if (!half) memcpy(cache + 4 * at, numbers, width * sizeof(float));
+            for (long c = 0; half && c < width; c++) ((uint16_t *)cache)[at + c] = (uint16_t)bfloat16(numbers[c]);
+        }
 }
 
 /* Attention of each part's n new tokens over its committed keys and their own ancestors (a bit per token of the tree, held + n of
  * them, at most 64).
  *
  * query [heads, N, e], new_key [kv_heads, N, e], new_value [kv_heads, N, ve] by strides; new keys and values are stored first
- * (NULL: they are stored already). keys [kv_heads, slots, e], values [kv_heads, slots, ve] with a stride per head; out [N, heads,
- * ve]. e and ve are multiples of 16; window 0, softcap 0, sinks NULL: none. */
+ * (NULL: they are stored already). keys [kv_heads, slots, e], values [kv_heads, slots, ve] with a stride per head, float32 or, if
+ * half, bfloat16; out [N, heads, ve]. e and ve are multiples of 16; window 0, softcap 0, sinks NULL: none. */
 void tree_attention(const float *query, long head_stride, long token_stride, const float *new_key, long new_key_head,
-                    long new_key_token, const float *new_value, long new_value_head, long new_value_token, float *keys,
-                    long key_stride, float *values, long value_stride, float *out, long heads, long kv_heads, long e,
+                    long new_key_token, const float *new_value, long new_value_head, long new_value_token, char *keys,
+                    long key_stride, char *values, long value_stride, int half, float *out, long heads, long kv_heads, long e,
                     long ve, const struct plan *plan, float scaling, long window, float softcap, const float *sinks, int threads) {
     struct attention a = {plan, query, sinks, keys, values, head_stride, token_stride, key_stride, value_stride, out, heads, kv_heads,
-                          e, ve, window, scaling, softcap};
+                          e, ve, window, scaling, softcap, half};
     long group = heads / kv_heads, most = 0, stretches = 0, count = plan->count; /* most: rows of a part's key head */
     for (long p = 0; p < count; p++) {
         const struct part *part = plan->parts + p;
-        if (new_key) append(keys, key_stride, new_key, new_key_head, new_key_token, kv_heads, part, e);
-        if (new_value) append(values, value_stride, new_value, new_value_head, new_value_token, kv_heads, part, ve);
+        if (new_key) append(keys, half, key_stride, new_key, new_key_head, new_key_token, kv_heads, part, e);
+        if (new_value) append(values, half, value_stride, new_value, new_value_head, new_value_token, kv_heads, part, ve);
         most = max(most, group * part->n);
         stretches = max(stretches, stretches_of(&a, part).to);
     }
-    /* A task is a block of rows with all stretches; or one of its stretches, where there are few blocks for the threads. */
-    long blocks = (most + LANES - 1) / LANES, tasks = count * kv_heads * blocks;
-    long size = (sizeof(struct gathered) / sizeof(float) + ve + LANES - 1) / LANES * LANES;
+    /* A task is a block of rows with all stretches; or one of its stretches, where there are few blocks for the threads. Short
+     * prefixes are shared by smaller blocks. */
+    long shares = (4 * threads + count * kv_heads * stretches - 1) / (count * kv_heads * stretches);
+    long blocks = max((most + MOST_ROWS - 1) / MOST_ROWS, min(shares, most / 8)), high = (most + blocks - 1) / blocks;
+    long tasks = count * kv_heads * blocks, size = (sizeof(struct gathered) / sizeof(float) + ve + LANES - 1) / LANES * LANES;
     int apart = stretches > 1 && threads > 1 && tasks < 8 * threads;
     long steps = apart ? stretches : 1;
-    float *kept = apart ? aligned_alloc(sizeof(vec), tasks * stretches * LANES * size * sizeof(float)) : NULL;
+    float *kept = apart ? aligned_alloc(sizeof(vec), tasks * stretches * high * size * sizeof(float)) : NULL;
 #pragma omp parallel num_threads(threads) if (tasks * steps > 1)
     {
-        vec *transposed = aligned_alloc(sizeof(vec), e * sizeof(vec) + 2 * LANES * size * sizeof(float));
-        float *one = (float *)(transposed + e), *all = one + LANES * size; /* of a block's rows: a stretch, and all before it */
+        long floats = high * (e + PLACES + 64 + 2 * size) + max(e, ve) * TILE;
+        float *own_room = aligned_alloc(sizeof(vec), (floats + LANES - 1) / LANES * sizeof(vec));
+        struct room room = {.tile = own_room, .scores = own_room + max(e, ve) * TILE};
+        room.fresh = room.scores + high * PLACES, room.queries = room.fresh + high * 64;
+        float *one = room.queries + high * e, *all = one + high * size; /* of a block's rows: a stretch, and all before it */
 #pragma omp for schedule(dynamic)
         for (long task = 0; task < tasks * steps; task++) {
-            long block = task / steps, begin = block % blocks * LANES, kv = block / blocks % kv_heads;
+            long block = task / steps, begin = block % blocks * high, kv = block / blocks % kv_heads;
             const struct part *part = plan->parts + block / blocks / kv_heads;
-            int rows = (int)min(group * part->n - begin, LANES);
+            int rows = (int)min(group * part->n - begin, high);
             struct stretches own = stretches_of(&a, part);
             if (rows <= 0 || (apart && (task % steps < own.from || task % steps >= own.to))) continue;
-            struct gathered *results[LANES];
-            for (int r = 0; r < rows; r++) results[r] = (void *)((apart ? kept + task * LANES * size : one) + r * size);
-            transpose_queries(&a, part, kv, begin, rows, transposed);
+            struct gathered *results[MOST_ROWS];
+            for (int r = 0; r < rows; r++) results[r] = (void *)((apart ? kept + task * high * size : one) + r * size);
+            scale_queries(&a, part, kv, begin, rows, room.queries);
             if (apart) {
-                attend_stretch(&a, part, kv, task % steps, begin, rows, transposed, results);
+                attend_stretch(&a, part, kv, task % steps, begin, rows, &room, results);
                 continue;
             }
             for (int r = 0; r < rows; r++) begin_row(&a, part, kv, begin + r, (void *)(all + r * size));
             for (long i = own.from; i < own.to; i++) {
-                attend_stretch(&a, part, kv, i, begin, rows, transposed, results);
+                attend_stretch(&a, part, kv, i, begin, rows, &room, results);
                 for (int r = 0; r < rows; r++) merge((void *)(all + r * size), results[r], ve);
             }
             for (int r = 0; r < rows; r++) end_row(&a, part, kv, begin + r, (void *)(all + r * size));
         }
 #pragma omp for
-        for (long row = 0; row < (apart ? tasks * LANES : 0); row++) {
-            long block = row / LANES, at = block % blocks * LANES + row % LANES, kv = block / blocks % kv_heads;
+        for (long row = 0; row < (apart ? tasks * high : 0); row++) {
+            long block = row / high, at = block % blocks * high + row % high, kv = block / blocks % kv_heads;
             const struct part *part = plan->parts + block / blocks / kv_heads;
             if (at >= group * part->n) continue;
             struct stretches own = stretches_of(&a, part);
             begin_row(&a, part, kv, at, (void *)all);
             for (long i = own.from; i < own.to; i++)
-                merge((void *)all, (void *)(kept + ((block * stretches + i) * LANES + row % LANES) * size), ve);
+                merge((void *)all, (void *)(kept + ((block * stretches + i) * high + row % high) * size), ve);
             end_row(&a, part, kv, at, (void *)all);
         }
-        free(transposed);
+        free(own_room);
     }
     free(kept);
 }
@@ -345,8 +442,8 @@ void layer_after_attention(const struct layer *layer, float *x, const float *att
 /* How a layer attends; table: the rotary table that it reads. Mirrored in cpu_layers.py. */
 struct form { const float *sinks; long window, table; float scaling, softcap; };
 
-/* A layer's slots in a cache: keys and values [kv_heads, slots, e] with a stride per head, in numbers. */
-struct buffers { float *keys, *values; long key_stride, value_stride; };
+/* A layer's slots in a cache: keys and values [kv_heads, slots, e] with a stride per head, in numbers; bfloat16 if half. */
+struct buffers { char *keys, *values; long key_stride, value_stride, half; };
 
 /* read [n, width] -> x [n, hidden], which is added to; scratch [n, (2 heads + 2 kv_heads) head_dim]. */
 static void full_layer(const struct layer *layer, const struct form *form, const struct buffers *b, const float *read, float *x,
@@ -355,7 +452,7 @@ static void full_layer(const struct layer *layer, const struct form *form, const
     float *key = scratch + layer->heads * e, *value = key + layer->kv_heads * e, *attended = scratch + n * width;
     layer_before_attention(layer, read, n, cosine, sine, scratch, threads);
     tree_attention(scratch, e, width, key, e, width, value, e, width, b->keys, b->key_stride, b->values, b->value_stride,
-                   attended, layer->heads, layer->kv_heads, e, e, plan, form->scaling, form->window, form->softcap, form->sinks,
+                   (int)b->half, attended, layer->heads, layer->kv_heads, e, e, plan, form->scaling, form->window, form->softcap, form->sinks,
                    threads);
     layer_after_attention(layer, x, attended, n, threads);
 }

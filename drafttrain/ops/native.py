@@ -68,7 +68,7 @@ _ARGUMENTS = {
     "rms_norm": "PPFPLL",
     "likeliest": "PLLLPPP",
     "move_slots": "PLLLLLPL",
-    "tree_attention": "PLL PLL PLL PLPLP LLLL P FLFPI",
+    "tree_attention": "PLL PLL PLL PLPLI P LLLL P FLFPI",
     "layer_before_attention": "PPLPPPI",
     "layer_after_attention": "PPPLI",
     "body_forward": "PPPL PLP P PLP PFP PIPL I",

@@ -9,8 +9,8 @@ positions, not slots, because siblings share a position.
     position   0 .. L-1   L      L+1   L+1   L+2
 
 The mask depends on the tree alone: a `TreeLayout` builds it once and all layers share it. On a CPU
-up to 64 new tokens take the kernel of cpu_layers.c (`CpuPlan`), whose result for a token is the
-same to the bit in any tree. Everything else is plain torch: fused attention, or two matrix
+trees of up to 64 tokens and chains of any length take the kernel of cpu_layers.c (`CpuPlan`), whose
+result for a token is the same to the bit in any tree. Everything else is plain torch: fused attention, or two matrix
 products, with a group's query heads folded into rows. No path repeats keys or values in memory.
 """
 
@@ -29,11 +29,17 @@ from torch import Tensor
 from drafttrain.ops.native import built_kernels, cpu_kernels
 from drafttrain.ops.packing import address_of
 
-# The CPU kernel keeps a token's ancestors in one 64-bit word.
+# The CPU kernel keeps a token's ancestors in one 64-bit word. Chains are cut into pieces of as many.
 _KERNEL_TOKENS = 64
 # Rows per block of long chains (prefill under a window or a soft cap), so that no mask is quadratic
 # in length.
 _BLOCK = 256
+
+
+# Formats of keys and values that the CPU kernel reads.
+STORED = (torch.float32, torch.bfloat16)
+# Ancestors of a chain's tokens: all before, and itself.
+_CHAIN = [(2 << token) - 1 for token in range(_KERNEL_TOKENS)]
 
 
 class AttentionForm(TypedDict):
@@ -63,6 +69,8 @@ class TreeLayout:
             from 0 on.
         depths: [n] int array, those of the new tokens; new token i stands at position L + depths[i].
     """
+
+    causal = True  # a chain's tokens see no later ones
 
     def __init__(
         self,
@@ -246,23 +254,23 @@ def tree_attention(
         softcap=softcap,
         sinks=sinks,
     )
-    if key.shape[0] == 1 and query.device.type == "cpu":
+    plain = softcap is None and sinks is None and (window is None or window >= n)
+    causal = layout.parents is None and prefix == 0 and plain
+    if key.shape[0] == 1 and query.device.type == "cpu" and not (causal and n > _KERNEL_TOKENS):
         plan = layout.plan
         if plan is not None and plan.serves(query, key, value):
             return plan.attend(query, key[0], value[0], **form).transpose(1, 2)
-    if layout.parents is None and n > 1:
-        plain = softcap is None and sinks is None
-        if plain and prefix == 0 and (window is None or window >= n):
-            return F.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                is_causal=True,
-                scale=scaling,
-                enable_gqa=True,
-            )
-        if n > _BLOCK:
-            return _in_blocks(query, key, value, layout, form)
+    if causal and n > 1:
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            is_causal=True,
+            scale=scaling,
+            enable_gqa=True,
+        )
+    if layout.parents is None and n > _BLOCK:
+        return _in_blocks(query, key, value, layout, form)
     first, mask = layout.mask(window, query.shape[1] // key.shape[1], query)
     return masked_attention(query, key[:, :, first:], value[:, :, first:], mask, form)
 
@@ -283,24 +291,31 @@ class CpuPlan:
     def __init__(self, parts: Sequence[tuple[int, TreeLayout]]):
         self.positions = 0
         self.ends: list[int] = []
-        numbers: list[int] = []  # six of each sequence
+        numbers: list[int] = []  # six of each part
         ancestors: list[int] = []
         depths: list[int] = []
         begin = 0  # new tokens of earlier sequences
-        node = 0  # tokens of their trees, held ones included
         for slot, layout in parts:
             tree = layout.held + layout.count
-            if slot < 0 or tree > _KERNEL_TOKENS:
+            node = len(ancestors)  # tokens of earlier trees, held ones included
+            if slot < 0 or not _fits(layout):
                 raise ValueError(
                     f"slot={slot}, {tree} tokens: slots begin at 0, a tree has {_KERNEL_TOKENS} at most"
                 )
-            numbers += (slot, layout.prefix_len, begin, layout.count, layout.held, node)
+            if tree <= _KERNEL_TOKENS:
+                numbers += (slot, layout.prefix_len, begin, layout.count, layout.held, node)
+                ancestors += layout.ancestors
+                depths += layout.tree_depths
+            else:
+                # Pieces of a chain, each behind all tokens before it, which are stored first.
+                for start in range(0, layout.count, _KERNEL_TOKENS):
+                    count = min(layout.count - start, _KERNEL_TOKENS)
+                    numbers += (slot, layout.prefix_len + start, begin + start, count, 0, node)
+                ancestors += _CHAIN
+                depths += range(_KERNEL_TOKENS)
             begin += layout.count
-            node += tree
             self.ends.append(slot + layout.prefix_len + tree)
             self.positions = max(self.positions, layout.reach)
-            ancestors += layout.ancestors
-            depths += layout.tree_depths
         self.tokens = begin
         self.sequences = len(parts)
         self.slots = max(self.ends, default=0)
@@ -309,7 +324,7 @@ class CpuPlan:
         self._depths = array("i", depths)
         pointers = (  # struct plan of cpu_layers.c
             address_of(self._parts),
-            len(parts),
+            len(numbers) // 6,
             address_of(self._ancestors),
             address_of(self._depths),
         )
@@ -319,10 +334,7 @@ class CpuPlan:
     @staticmethod
     def build(parts: Sequence[tuple[int, TreeLayout]]) -> CpuPlan | None:
         """A plan; None if a tree is too large for the kernel."""
-        for _, layout in parts:
-            if layout.held + layout.count > _KERNEL_TOKENS:
-                return None
-        if cpu_kernels() is None:
+        if cpu_kernels() is None or not all(_fits(layout) for _, layout in parts):
             return None
         return CpuPlan(parts)
 
@@ -332,14 +344,16 @@ class CpuPlan:
         keys: Tensor,
         values: Tensor,
     ) -> bool:
-        """Float32 on a CPU, without gradients, head widths that are multiples of 16. Shapes as in
-        `attend`.
+        """Whether the kernel reads these tensors, whose shapes are as in `attend`.
+
+        Queries are float32 on a CPU, keys and values float32 or bfloat16, head widths multiples of
+        16, and no gradients are wanted.
         """
         e = keys.shape[-1]
         ve = values.shape[-1]
         if query.device.type != "cpu" or e % 16 or ve % 16 or torch.is_grad_enabled():
             return False
-        if not query.dtype == keys.dtype == values.dtype == torch.float32:
+        if query.dtype != torch.float32 or keys.dtype not in STORED or values.dtype != keys.dtype:
             return False
         contiguous = query.stride(-1) == keys.stride(-1) == values.stride(-1) == 1
         return contiguous and keys.stride(-2) == e and values.stride(-2) == ve
@@ -355,7 +369,8 @@ class CpuPlan:
         """Stores the new keys and values, if any are given, and attends.
 
         Args:
-            query: [1, heads, N, e] or [N, heads, e]; keys, values: [kv_heads, slots, e].
+            query: [1, heads, N, e] or [N, heads, e]; keys, values: [kv_heads, slots, e], float32 or
+                bfloat16.
             new: keys and values of the new tokens, [1, kv_heads, N, e] or as the query; None if
                 they are stored already.
 
@@ -401,6 +416,7 @@ class CpuPlan:
             keys.stride(0),
             values.data_ptr(),
             values.stride(0),
+            keys.dtype == torch.bfloat16,
             out.data_ptr(),
             heads,
             len(keys),
@@ -427,9 +443,12 @@ class CpuPlan:
         if new is not None:
             tensors |= {"new key": new[0], "new value": new[1]}
         for name, tensor in tensors.items():
-            if tensor.dtype is not torch.float32 or not tensor.is_cpu:
+            wanted = torch.float32
+            if name in ("keys", "values") and keys.dtype in STORED:
+                wanted = keys.dtype
+            if tensor.dtype is not wanted or not tensor.is_cpu:
                 raise TypeError(
-                    f"{name} is {tensor.dtype} on {tensor.device}, must be torch.float32 on the CPU"
+                    f"{name} is {tensor.dtype} on {tensor.device}, must be {wanted} on the CPU"
                 )
         if query.dim() not in (3, 4) or keys.dim() != 3 or values.dim() != 3:
             raise ValueError(
@@ -469,6 +488,12 @@ class CpuPlan:
             raise ValueError(
                 f"window={window}, softcap={softcap} may not be negative; sinks must be [{heads}] on the CPU"
             )
+
+
+def _fits(layout: TreeLayout) -> bool:
+    """Whether the CPU kernel serves a tree of this size."""
+    chain = layout.parents is None and layout.causal
+    return chain or layout.held + layout.count <= _KERNEL_TOKENS
 
 
 def _in_blocks(

@@ -41,8 +41,8 @@ class Addresses(NamedTuple):
     """Where the buffers of a cache are, for kernels that run several layers.
 
     Attributes:
-        table: [layers, 4] int64: addresses of keys and values, and their strides from head to head
-            in numbers.
+        table: [layers, 5] int64: addresses of keys and values, their strides from head to head in
+            numbers, and whether they are bfloat16.
         address: of the table, which is struct buffers of cpu_layers.c.
         slots: of each buffer.
         shapes: (kv_heads, head_dim) per layer.
@@ -74,22 +74,28 @@ class TreeCache:
         forward     committed   root  a     b     a1    b1         (a, b: children of the root)
         commit      committed   root  b     b1                     kept = [0, 2, 4], L += 3
 
-    On a CPU the buffers are float32 also for bfloat16 targets: the attention kernel reads float32
-    only, and with it a round takes 0.87-0.96 of the time of one sequence and 0.67-0.87 of the time
-    of 16 to 128 sequences.
+    On a CPU attention computes in float32. Its buffers are float32 too, but those of a bfloat16
+    target bfloat16, as they are on a GPU: behind a long prefix a step takes as long as reading them.
 
     Args:
         capacity: slots per row and layer: the longest sequence plus one round's new tokens.
         rows: sequences held at a time.
+        dtype: of the target's weights.
 
     Attributes:
         lengths: L of each row.
         nbytes: bytes of all buffers, which the first forward allocates.
     """
 
-    def __init__(self, capacity: int, rows: int = 1):
+    def __init__(
+        self,
+        capacity: int,
+        rows: int = 1,
+        dtype: torch.dtype = torch.float32,
+    ):
         self.capacity = capacity
         self.rows = rows
+        self.dtype = dtype
         self.lengths = [0] * rows
         # Per layer keys and values [kv_heads, rows * capacity, e]: one slot axis, so that all rows
         # move in one gather.
@@ -140,7 +146,7 @@ class TreeCache:
 
     def view(self, row: int) -> TreeCache:
         """A cache of one row that shares the buffers of a row of this one."""
-        made = TreeCache(self.capacity)
+        made = TreeCache(self.capacity, dtype=self.dtype)
         begin = row * self.capacity
         end = begin + self.capacity
         for layer, (keys, values) in self._layers.items():
@@ -284,28 +290,28 @@ class TreeCache:
         """Where the buffers are.
 
         Args:
-            shapes: (kv_heads, head_dim) per layer, float32 on the CPU. Missing buffers are
-                allocated.
+            shapes: (kv_heads, head_dim) per layer, on the CPU. Missing buffers are allocated.
 
         Raises:
             ValueError, TypeError: a buffer has another form.
         """
         if self._addresses is None or self._addresses.shapes != shapes:
             slots = self.rows * self.capacity
-            table = np.empty((len(shapes), 4), dtype=np.int64)
+            table = np.empty((len(shapes), 5), dtype=np.int64)
             pairs: list[tuple[Tensor, Tensor]] = []
             for layer, (heads, width) in enumerate(shapes):
                 if layer not in self._layers:
-                    like = torch.empty((1, heads, 0, width), dtype=torch.float32)
+                    like = torch.empty((1, heads, 0, width))
                     self._layers[layer] = (self._allocate(like), self._allocate(like))
                 keys, values = self._layers[layer]
-                check("keys and values", keys, (heads, slots, width))
-                check("keys and values", values, (heads, slots, width))
+                for buffer in (keys, values):
+                    check("keys and values", buffer, (heads, slots, width), self._stored(buffer))
                 table[layer] = (
                     keys.data_ptr(),
                     values.data_ptr(),
                     keys.stride(0),
                     values.stride(0),
+                    keys.dtype == torch.bfloat16,
                 )
                 pairs.append((keys, values))
             self._addresses = Addresses(
@@ -331,8 +337,8 @@ class TreeCache:
             key, value: [1, kv_heads, N, e].
         """
         keys, values = self._layers[layer]
-        keys.index_copy_(1, slots, key[0])
-        values.index_copy_(1, slots, value[0])
+        keys.index_copy_(1, slots, key[0].to(keys.dtype))
+        values.index_copy_(1, slots, value[0].to(values.dtype))
 
     def by_row(self, layer: int) -> tuple[Tensor, Tensor]:
         """Views [rows, kv_heads, capacity, e] of a layer's keys and values."""
@@ -384,9 +390,10 @@ class TreeCache:
             if layout.prefix_len + layout.held > 0:
                 first = row * self.capacity
                 seen = slice(first, first + layout.prefix_len + layout.held + layout.count)
-                queries = queries.to(keys.dtype)
-                key = keys[None, :, seen]
-                value = values[None, :, seen]
+                wide = torch.float32 if keys.is_cpu else keys.dtype
+                queries = queries.to(wide)
+                key = keys[None, :, seen].to(wide)
+                value = values[None, :, seen].to(wide)
             outs.append(tree_attention(queries, key, value, layout, **form).to(dtype))
         if len(outs) == 1:
             return outs[0]
@@ -408,9 +415,15 @@ class TreeCache:
         self._mover = None
         return torch.empty(
             (heads, self.rows * self.capacity, width),
-            dtype=like.dtype,
+            dtype=self._stored(like),
             device=like.device,
         )
+
+    def _stored(self, key: Tensor) -> torch.dtype:
+        """The dtype of buffers for keys like this one."""
+        if key.is_cpu and self.dtype == torch.bfloat16:
+            return self.dtype
+        return key.dtype
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """Keeps the given tokens of each part of the last forward behind L, in path order.

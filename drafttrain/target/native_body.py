@@ -35,9 +35,6 @@ _LAYER_PARTS = {
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
 _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _PROOF_TOKENS = 12
-# Most tokens of a forward through the native body. Longer ones spend their time in products and
-# attention, which are the same in both.
-NATIVE_ROWS = 1024
 _KNOWN_POSITIONS = 1 << 14  # rotary tables of more positions are not kept
 
 Tables = list[tuple[Tensor, Tensor]]  # per rotary table cosine and sine [n, rotary_dim]
@@ -142,7 +139,7 @@ class NativeBody:
         """
         norm = self.body.norm
         rows = input_ids.shape[1]
-        if not isinstance(norm, PackedRMSNorm) or rows > NATIVE_ROWS:
+        if not isinstance(norm, PackedRMSNorm):
             return None
         if not isinstance(head, PackedLinear) or not head.kernel:
             return None
@@ -199,7 +196,7 @@ class NativeBody:
     ) -> Tensor:
         """As `LayerStack.forward`, with the context's own attention.
 
-        Long prefixes, many tokens and other caches need it.
+        Large trees and other caches need it.
         """
         caught = []
         for i, layer in enumerate(self.layers):

@@ -61,7 +61,7 @@ from drafttrain.target.loading import (
     longest_row,
     tokenizer_fingerprint,
 )
-from drafttrain.target.native_body import NATIVE_ROWS, NativeBody, plain_embedding
+from drafttrain.target.native_body import NativeBody, plain_embedding
 from drafttrain.target.own_cache import Continuation, pack_proven
 from drafttrain.target.proof import check_rows, prove, prove_own, unpackable, unsupported
 from drafttrain.target.snapshots import SnapshotCache
@@ -576,10 +576,10 @@ class Target:
         Raises:
             UserError: rows longer than the target reads, or packed ones on the snapshot path.
         """
-        few = input_ids.shape[0] == 1 and input_ids.shape[1] <= NATIVE_ROWS
-        if self._native is not None and few and context is not None and position_ids is not None:
+        native = self._native if input_ids.shape[0] == 1 else None
+        if native is not None and context is not None and position_ids is not None:
             assert not isinstance(context, SnapshotCache)  # native layers are of the packed path
-            return self._native.forward(
+            return native.forward(
                 input_ids,
                 feature_layers,
                 position_ids,

@@ -115,6 +115,7 @@ class MarkovTarget:
     """A target without attention: the next token depends on the last one by a table of logits [v, v]."""
 
     device = torch.device("cpu")
+    dtype = torch.float32
     name = "markov"
     eos_ids: list[int] = []
     max_positions = None

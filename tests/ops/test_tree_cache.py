@@ -4,7 +4,23 @@ import pytest
 import torch
 
 from drafttrain.errors import UserError
+from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.tree_cache import SlotMover, TreeCache
+
+FORM = {"scaling": 0.2, "window": None, "softcap": None, "sinks": None}
+needs_kernels = pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")
+
+
+def random_tokens(count, seed=0):
+    """Queries [1, 6, count, 32], keys and values [1, 2, count, 32]."""
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randn(1, heads, count, 32, generator=draw) for heads in (6, 2, 2)]
+
+
+def read(cache, new, tokens, **form):
+    """Attention of one forward; `tokens` are all of its rows' tokens."""
+    cache.open(new)
+    return cache.attend(0, *tokens, **{**FORM, **form})
 
 
 def feed(cache, values, parents=None):
@@ -182,3 +198,46 @@ def test_half_precision_rows_are_kept_in_float32_on_a_cpu(width):
         torch.testing.assert_close(outs[0].float(), outs[1], atol=2e-2, rtol=2e-2)
     assert all(buffer.dtype == torch.float32 for buffer in caches[0]._layers[0])
     assert torch.equal(caches[0]._layers[0][0][:, :9], caches[1]._layers[0][0][:, :9])
+
+
+@needs_kernels
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_a_text_read_at_once_gets_the_bits_of_one_read_token_by_token(dtype, window):
+    """Longer than the 64 tokens of a piece and the 256 positions of a stretch, beside a row with a tree."""
+    tokens = random_tokens(300)
+    slowly = TreeCache(310, dtype=dtype)
+    want = []
+    for i in range(300):
+        one = [tensor[:, :, i : i + 1] for tensor in tokens]
+        want.append(read(slowly, [(0, 1)], one, window=window))
+        slowly.commit([[0]])
+    at_once = TreeCache(310, rows=2, dtype=dtype)
+    read(at_once, [(0, 40)], [tensor[:, :, :40] for tensor in tokens], window=window)
+    at_once.commit([range(40)])
+    tree = random_tokens(4, seed=1)
+    rest = [torch.cat((a[:, :, 40:], b), dim=2) for a, b in zip(tokens, tree, strict=True)]
+    got = read(at_once, [(0, 260), (1, [-1, -1, 0])], rest, window=window)
+    assert torch.equal(got[:, :260], torch.cat(want, dim=1)[:, 40:])
+
+
+@needs_kernels
+@torch.no_grad()
+def test_keys_of_a_bfloat16_target_are_stored_in_half_the_bytes():
+    tokens = random_tokens(70)
+    query, key, value = tokens
+    rounded = [query, key.bfloat16().float(), value.bfloat16().float()]
+    half = TreeCache(100, dtype=torch.bfloat16)
+    full = TreeCache(100)
+    got = read(half, [(0, 70)], tokens)
+    assert torch.equal(got, read(full, [(0, 70)], rounded))
+    assert half.nbytes * 2 == full.nbytes
+    # A tree that the kernel does not serve reads the same keys.
+    for cache in (half, full):
+        cache.commit([range(10)])
+    wide = [-1] * 66
+    tree = random_tokens(67, seed=2)
+    rounded = [tree[0], tree[1].bfloat16().float(), tree[2].bfloat16().float()]
+    got = read(half, [(0, wide)], tree)
+    torch.testing.assert_close(got, read(full, [(0, wide)], rounded), atol=2e-6, rtol=2e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -127,8 +128,8 @@ class LayerSession(JointSession):
 
         self.store(layer, end - key.shape[0], key, value)
         queries = query.transpose(0, 1)[None]  # [1, heads, n, e]
-        keys = keys[None, :, :end]  # [1, kv_heads, end, e]
-        values = values[None, :, :end]
+        keys = keys[None, :, :end].to(query.dtype)  # [1, kv_heads, end, e]
+        values = values[None, :, :end].to(query.dtype)
         out = tree_attention(
             queries,
             keys,
@@ -143,8 +144,10 @@ class LayerSession(JointSession):
         """Returns a layer's keys and values [kv_heads, capacity, e], with at least `end` slots."""
         if not self.layers:
             shape = (self.shape.kv_heads, self.capacity, self.shape.head_dim)
+            dtype = self.drafter.stored or like.dtype
             for _ in range(self.shape.layers):
-                self.layers.append((like.new_empty(shape), like.new_empty(shape)))
+                keys = like.new_empty(shape, dtype=dtype)
+                self.layers.append((keys, torch.empty_like(keys)))
         if end > self.capacity:  # a tree may reach beyond the longest sequence
             self.layers = self._resized(slice(None), end - self.capacity)
             self.capacity = end

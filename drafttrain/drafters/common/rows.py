@@ -478,6 +478,8 @@ class JointSession(Session):
 class BlockLayout(TreeLayout):
     """A block behind a prefix, whose tokens see each other in both directions."""
 
+    causal = False
+
     def __init__(self, prefix_len: int, count: int):
         super().__init__(prefix_len, count=count)
         self.ancestors = [(1 << count) - 1] * count

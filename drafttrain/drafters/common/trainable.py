@@ -370,6 +370,7 @@ class DecoderDrafter(TrainableDrafter):
     """
 
     packed = False
+    stored: torch.dtype | None = None  # of cached keys and values; None: that of the states
     name_options = ("extra_vocab_size",)
     context: ContextVocabulary | None = None  # set by `bind`
 

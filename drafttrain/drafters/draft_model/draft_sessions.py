@@ -77,7 +77,7 @@ class DraftModelSession(JointSession):
 
     def __init__(self, drafter: Any, prompt_ids: Tensor, max_length: int):
         super().__init__(drafter)
-        self.cache = TreeCache(max_length + _TREE_SLOTS)
+        self.cache = TreeCache(max_length + _TREE_SLOTS, dtype=drafter.runner.dtype)
         self.unread = prompt_ids[:1]  # no extend() contains the prompt's first token
         self.tokens: list[int] = []
         self.parents: list[int] = []
