@@ -517,13 +517,7 @@ class Engine:
             out = self._steps.run(ids)
             if out is not None:
                 return out
-        positions = self.cache.positions(ids.device)
-        features, logits = self.target.score(
-            ids[None],
-            self._layers,
-            positions,
-            self.cache,
-        )
+        features, logits = self.target.score(ids[None], self._layers, self.cache)
         return Pass(features, logits, choices=None)
 
     def _advance(

@@ -224,18 +224,6 @@ struct draft {
 /* A sequence's keys and values [kv_heads, slots, e] of each layer, with a stride per head. */
 struct store { char *const *keys, *const *values; long stride, half; };
 
-/* Where tokens stand: rows of the rotary tables [positions, rotary_dim], copied per token to cosines and sines. */
-static void place(const struct plan *plan, const float *cosine, const float *sine, long rotated, float *cosines, float *sines) {
-    for (long p = 0; p < plan->count; p++) {
-        const struct part *part = plan->parts + p;
-        for (long r = 0; r < part->n; r++) {
-            long at = part->prefix + plan->depth[part->node + part->held + r], to = (part->token + r) * rotated;
-            memcpy(cosines + to, cosine + at * rotated, rotated * sizeof(float));
-            memcpy(sines + to, sine + at * rotated, rotated * sizeof(float));
-        }
-    }
-}
-
 /* One depth for n tokens: embeds [n, embed_width] and states [n, hidden] -> out [n, hidden], which the next depth reads, and read
  * [n, hidden], the head's input. Without `project` the first layer reads embedding and state joined. cosine, sine [positions,
  * rotary_dim]; a store per part of the plan. */

@@ -457,26 +457,42 @@ static void full_layer(const struct layer *layer, const struct form *form, const
     layer_after_attention(layer, x, attended, n, threads);
 }
 
+/* Where tokens stand: rows of the rotary tables [positions, rotary_dim], copied per token to cosines and sines. */
+static void place(const struct plan *plan, const float *cosine, const float *sine, long rotated, float *cosines, float *sines) {
+    for (long p = 0; p < plan->count; p++) {
+        const struct part *part = plan->parts + p;
+        for (long r = 0; r < part->n; r++) {
+            long at = part->prefix + plan->depth[part->node + part->held + r], to = (part->token + r) * rotated;
+            memcpy(cosines + to, cosine + at * rotated, rotated * sizeof(float));
+            memcpy(sines + to, sine + at * rotated, rotated * sizeof(float));
+        }
+    }
+}
+
 /* All layers over x [n, hidden], in place. Called layer by layer, a forward of few tokens spends as long in Python as here.
  *
- * tables: cosine and sine [n, rotary_dim] per rotary table. wanted [features]: ascending layers whose inputs are copied to
+ * tables: cosine and sine [rows, rotary_dim] per rotary table; rows are the tokens, or if `placed` all positions. wanted [features]: ascending layers whose inputs are copied to
  * caught [n, features, hidden]; `count` means the last layer's output. norm [hidden]: also the last norm, to last [n, hidden],
  * and with a head its products, logits [n, vocabulary]; NULL for neither. */
 void body_forward(const struct layer *const *layers, const struct form *forms, const struct buffers *buffers, long count, float *x,
-                  long n, const float *const *tables, const struct plan *plan, const long *wanted, long features, float *caught,
+                  long n, const float *const *tables, int placed, const struct plan *plan, const long *wanted, long features, float *caught,
                   const float *norm, float eps, float *last, const void *head, int format, float *logits, long vocabulary,
                   int threads) {
-    long widest = 0, hidden = layers[0]->hidden, next = 0;
-    for (long i = 0; i < count; i++)
+    long widest = 0, rotated = 0, hidden = layers[0]->hidden, next = 0, at = -1; /* at: the table whose rows were copied last */
+    for (long i = 0; i < count; i++) {
         widest = max(widest, 2L * (layers[i]->heads + layers[i]->kv_heads) * layers[i]->head_dim);
-    float *scratch = malloc(n * widest * sizeof(float));
+        rotated = max(rotated, layers[i]->rotary_dim);
+    }
+    float *scratch = malloc(n * (widest + 2 * rotated) * sizeof(float)), *cosines = scratch + n * widest, *sines = cosines + n * rotated;
     for (long i = 0; i <= count; i++) {
         for (; next < features && wanted[next] == i; next++)
             for (long r = 0; r < n; r++)
                 memcpy(caught + (r * features + next) * hidden, x + r * hidden, hidden * sizeof(float));
         if (i == count) break;
         const float *const *pair = tables + 2 * forms[i].table;
-        full_layer(layers[i], forms + i, buffers + i, x, x, n, pair[0], pair[1], plan, scratch, threads);
+        if (placed && at != forms[i].table) place(plan, pair[0], pair[1], layers[i]->rotary_dim, cosines, sines), at = forms[i].table;
+        full_layer(layers[i], forms + i, buffers + i, x, x, n, placed ? cosines : pair[0], placed ? sines : pair[1], plan, scratch,
+                   threads);
     }
     free(scratch);
     if (norm) rms_norm(x, norm, eps, last, n, hidden);

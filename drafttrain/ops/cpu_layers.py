@@ -30,6 +30,7 @@ from drafttrain.ops.packing import (
     address_of,
     check,
     check_panels,
+    check_rows,
     form_of,
     pack_gated,
     pack_panels,
@@ -411,11 +412,13 @@ class LayerStack:
         buffers: Addresses,
         wanted: list[int],
         ending: Ending | None = None,
+        placed: bool = False,
     ) -> Tensor:
         """Runs the layers over x [n, h] in place and stores the new keys and values.
 
         Args:
-            tables: cosine and sine [n, rotary_dim] of each rotary table.
+            tables: cosine and sine [rows, rotary_dim] of each rotary table. A row is a token's, or a
+                position's if they are `placed`, which the kernel then does.
             plan: where each token stands.
             buffers: of a cache, see `TreeCache.addresses`.
             wanted: ascending layers whose inputs are returned; the number of layers means the last
@@ -441,8 +444,10 @@ class LayerStack:
                 f"wanted={wanted} must ascend from 0 to {count} at most; {len(tables)} rotary tables"
             )
         for i, width in self._widths:
-            check("cosine", tables[i][0], (n, width))
-            check("sine", tables[i][1], (n, width))
+            for table in tables[i]:
+                rows = check_rows("cosine and sine", table, width)
+                if rows < plan.positions if placed else rows != n:
+                    raise ValueError(f"cosine and sine have {rows} rows, which do not fit the plan")
         if ending is not None:
             check("ending.last", ending.last, (n, hidden))
         caught = x.new_empty((n, len(wanted), hidden))
@@ -459,6 +464,7 @@ class LayerStack:
             x.data_ptr(),
             n,
             address_of(rotary),
+            placed,
             plan.address,
             address_of(features),
             len(wanted),

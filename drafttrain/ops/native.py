@@ -71,7 +71,7 @@ _ARGUMENTS = {
     "tree_attention": "PLL PLL PLL PLPLI P LLLL P FLFPI",
     "layer_before_attention": "PPLPPPI",
     "layer_after_attention": "PPPLI",
-    "body_forward": "PPPL PLP P PLP PFP PIPL I",
+    "body_forward": "PPPL PLPI P PLP PFP PIPL I",
     "head_top": "PPLL PPP I",
     "draft_step": "PPPL PP P PL PP I",
     "draft_read": "PLPP PPP PP PL PP I",

@@ -23,6 +23,7 @@ from drafttrain.ops.tree_attention import CpuPlan
 from drafttrain.ops.tree_cache import Addresses, TreeCache
 from drafttrain.target.attention import LAST, AttentionContext, CausalRows
 from drafttrain.target.proof import ProvenModel
+from drafttrain.target.snapshots import SnapshotCache
 
 _LAYER_PARTS = {
     "self_attn",
@@ -37,7 +38,7 @@ _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _PROOF_TOKENS = 12
 _KNOWN_POSITIONS = 1 << 14  # rotary tables of more positions are not kept
 
-Tables = list[tuple[Tensor, Tensor]]  # per rotary table cosine and sine [n, rotary_dim]
+Tables = list[tuple[Tensor, Tensor]]  # per rotary table cosine and sine [rows, rotary_dim]
 
 
 class NativeBody:
@@ -109,11 +110,9 @@ class NativeBody:
         Args:
             input_ids, position_ids: [1, n].
         """
-        x, tables, wanted = self._enter(
-            input_ids,
-            feature_layers,
-            position_ids,
-        )
+        x = self._look_up(input_ids)
+        tables = self.rotary.tables(x[None], position_ids)
+        wanted = _inside(feature_layers)
         cache = self._cache(context)
         if cache is not None:
             plan, addresses = cache
@@ -128,11 +127,10 @@ class NativeBody:
         self,
         input_ids: Tensor,
         feature_layers: Sequence[int],
-        position_ids: Tensor,
-        context: object,
+        context: TreeCache | SnapshotCache,
         head: nn.Module,
     ) -> tuple[Tensor, Tensor] | None:
-        """Features and outputs of the head in one kernel call.
+        """Features and outputs of the head in one kernel call, at the positions of the context.
 
         Returns:
             [n, f*h] and [n, v]; None where the kernel does not apply.
@@ -147,13 +145,22 @@ class NativeBody:
         if cache is None:
             return None
         plan, addresses = cache
-        x, tables, wanted = self._enter(
-            input_ids,
-            feature_layers,
-            position_ids,
-        )
+        x = self._look_up(input_ids)
+        known = self.rotary.known(x, plan.positions)
+        tables = known
+        if tables is None:
+            tables = self.rotary.compute(x[None], context.positions())
+        wanted = _inside(feature_layers)
         ending = Ending(norm, head, rows)
-        caught = self.stack.forward(x, tables, plan, addresses, wanted, ending)
+        caught = self.stack.forward(
+            x,
+            tables,
+            plan,
+            addresses,
+            wanted,
+            ending,
+            placed=known is not None,
+        )
         logits = ending.logits
         if head.bias is not None:
             logits.add_(head.bias)
@@ -168,24 +175,12 @@ class NativeBody:
             return None
         return plan, context.addresses(self.stack.shapes)
 
-    def _enter(
-        self,
-        input_ids: Tensor,
-        feature_layers: Sequence[int],
-        position_ids: Tensor,
-    ) -> tuple[Tensor, Tables, list[int]]:
-        """What the first layer reads.
-
-        Returns:
-            The residual stream [n, h], the rotary tables, and the layers whose inputs are features,
-            ascending.
-        """
+    def _look_up(self, input_ids: Tensor) -> Tensor:
+        """The residual stream [n, h] that the first layer reads, of [1, n] tokens."""
         if self._looks_up:
-            x = self.embed.weight.index_select(0, input_ids[0])
-        else:  # some families scale or norm what they look up
-            x = self.embed(input_ids)[0].contiguous().clone()
-        tables = self.rotary.tables(x[None], position_ids)
-        return x, tables, sorted({layer for layer in feature_layers if layer != LAST})
+            return self.embed.weight.index_select(0, input_ids[0])
+        # Some families scale or norm what they look up.
+        return self.embed(input_ids)[0].contiguous().clone()
 
     def _layer_by_layer(
         self,
@@ -219,6 +214,11 @@ class NativeBody:
         return x.new_empty(len(x), 0, x.shape[1])
 
 
+def _inside(feature_layers: Sequence[int]) -> list[int]:
+    """The layers whose inputs are features, ascending."""
+    return sorted({layer for layer in feature_layers if layer != LAST})
+
+
 def _features(
     caught: Tensor,
     last: Tensor,
@@ -226,6 +226,8 @@ def _features(
     wanted: list[int],
 ) -> Tensor:
     """[n, f*h] from the inputs of the wanted layers [n, wanted, h] and the normed state [n, h]."""
+    if not feature_layers:
+        return last[:, :0]
     if list(feature_layers) == wanted:
         return caught.flatten(1)
     parts = [last if layer == LAST else caught[:, wanted.index(layer)] for layer in feature_layers]
@@ -268,25 +270,35 @@ class _Rotary:
         named = getattr(module, "rope_type", "dynamic")
         kinds = named.values() if isinstance(named, dict) else [named]
         self._fixed = all(kind in ("default", "linear", "llama3", "yarn") for kind in kinds)
-        self._known: list[Tensor] = []  # cosine and sine [2, positions, rotary_dim] of each table
+        self._known: Tables = []  # of positions from 0 on
 
     def tables(self, hidden: Tensor, position_ids: Tensor) -> Tables:
         """The tables at positions [1, n]."""
-        end = max(position_ids[0].tolist()) + 1
-        if not self._fixed or end > _KNOWN_POSITIONS:
-            return self._compute(hidden, position_ids)
-        known = self._known  # another thread may replace the tables by shorter ones
-        if not known or known[0].shape[1] < end:
-            places = torch.arange(max(256, 1 << end.bit_length()), device=position_ids.device)[None]
-            known = [torch.stack(pair) for pair in self._compute(hidden, places)]
-            self._known = known
-        chosen: Tables = []
-        for pair in known:
-            cosine, sine = pair.index_select(1, position_ids[0])  # [n, rotary_dim] each
-            chosen.append((cosine, sine))
-        return chosen
+        places = position_ids[0]
+        known = self.known(hidden, max(places.tolist()) + 1)
+        if known is None:
+            return self.compute(hidden, position_ids)
+        return [
+            (cosine.index_select(0, places), sine.index_select(0, places)) for cosine, sine in known
+        ]
 
-    def _compute(self, hidden: Tensor, position_ids: Tensor) -> Tables:
+    def known(self, like: Tensor, end: int) -> Tables | None:
+        """The tables of at least the positions [0, end); None if they depend on more, or are too long.
+
+        Args:
+            like: a tensor of the states' dtype and device.
+        """
+        if not self._fixed or end > _KNOWN_POSITIONS:
+            return None
+        known = self._known  # another thread may replace the tables by shorter ones
+        if self.calls and (not known or len(known[0][0]) < end):
+            places = torch.arange(max(256, 1 << end.bit_length()), device=like.device)[None]
+            known = self.compute(like, places)
+            self._known = known
+        return known
+
+    def compute(self, hidden: Tensor, position_ids: Tensor) -> Tables:
+        """The tables at positions [1, n], by the model's own module."""
         made: Tables = []
         for extra in self.calls:
             cosine, sine = self.module(hidden, position_ids, *extra)  # [1, n, rotary_dim] each

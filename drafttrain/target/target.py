@@ -44,6 +44,7 @@ from drafttrain.files import hub_snapshot, is_hub_id
 from drafttrain.ops.native import cpu_kernels, multiplies_bfloat16, return_freed_memory
 from drafttrain.ops.packing import PackedLinear, cpu_has_bfloat16, pack, weights_of, without_grad
 from drafttrain.ops.tree_attention import AttentionForm
+from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target.attention import (
     LAST,
     AttentionContext,
@@ -614,10 +615,9 @@ class Target:
         self,
         input_ids: Tensor,
         feature_layers: Sequence[int],
-        position_ids: Tensor,
-        context: AttentionContext | SnapshotCache,
+        context: TreeCache | SnapshotCache,
     ) -> tuple[Tensor, Tensor]:
-        """`forward` and `head` of one packed row [1, n], on a CPU in one kernel call.
+        """`forward` and `head` of the tokens [1, n] that a cache has announced, on a CPU in one kernel call.
 
         Returns:
             Features [n, f*h] and logits [n, v].
@@ -627,14 +627,14 @@ class Target:
             made = native.score(
                 input_ids,
                 feature_layers,
-                position_ids,
                 context,
                 self.lm_head,
             )
             if made is not None:
                 features, logits = made
                 return features, self.shape_logits(logits)
-        out = self.forward(input_ids, feature_layers, position_ids, context)
+        positions = context.positions(input_ids.device)
+        out = self.forward(input_ids, feature_layers, positions, context)
         return out.features[0], self.head(out.last_hidden[0])
 
     def run_body(

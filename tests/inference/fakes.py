@@ -133,8 +133,8 @@ class MarkovTarget:
         hidden = self.table[input_ids]
         return TargetOutput(hidden[..., :0], hidden)
 
-    def score(self, input_ids, feature_layers, position_ids, context):
-        out = self.forward(input_ids, feature_layers, position_ids, context)
+    def score(self, input_ids, feature_layers, context):
+        out = self.forward(input_ids, feature_layers, None, context)
         return out.features[0], self.head(out.last_hidden[0])
 
     def head(self, hidden):

@@ -130,7 +130,7 @@ def test_every_instruction_set_has_the_same_sums(tmp_path, path):
 def test_buffers_that_no_kernel_reads_are_refused():
     keys = torch.zeros(2, 9, 16)
     assert KeyStore([(keys, keys)]).shape == (2, 16)
-    with pytest.raises(TypeError, match=r"must be float32 on the CPU"):
+    with pytest.raises(TypeError, match=r"must be all float32 or all bfloat16"):
         KeyStore([(keys, keys.double())])
     with pytest.raises(ValueError, match="keys and values have shape"):
         KeyStore([(keys, torch.zeros(2, 8, 16))])
