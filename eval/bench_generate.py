@@ -55,11 +55,16 @@ TOPICS = (
 )  # fmt: skip
 
 
-def make_prompts(count: int, seed: int) -> list[str]:
-    """Short, varied user turns: every task about every topic, shuffled, repeated when more are asked for."""
+def make_prompts(count: int, seed: int, notes: int = 0) -> list[str]:
+    """Varied user turns: every task about every topic, shuffled, repeated when more are asked for.
+
+    notes: how many other tasks stand before each one, which makes it long.
+    """
     pairs = [task.format(topic) for task, topic in itertools.product(TASKS, TOPICS)]
-    random.Random(seed).shuffle(pairs)
-    return [pairs[i % len(pairs)] for i in range(count)]
+    order = random.Random(seed)
+    order.shuffle(pairs)
+    texts = [pairs[i % len(pairs)] for i in range(count)]
+    return ["\n".join([*order.choices(pairs, k=notes), text]) for text in texts]
 
 
 def run_slots(
@@ -189,6 +194,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--target", default="smollm2-135m", help="short name, folder or Hub id")
     parser.add_argument("--count", type=int, default=256, help="prompts")
+    parser.add_argument(
+        "--notes", type=int, default=0, help="tasks before each prompt: 100 are about 1,500 tokens"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--slots", type=int, default=128)
     parser.add_argument("--batch-size", type=int, default=64, help="of transformers' generate")
@@ -220,7 +228,7 @@ def main() -> None:
     renderer = ChatRenderer(target)
     prompts = [
         renderer.open([{"role": "user", "content": text}])
-        for text in make_prompts(args.count, args.seed)
+        for text in make_prompts(args.count, args.seed, args.notes)
     ]
     stop_ids = renderer.stop_ids
     sides: dict[str, Callable[..., dict[str, Any]]] = {
@@ -232,8 +240,9 @@ def main() -> None:
     vllm = Vllm(target, prompts, stop_ids, args) if args.vllm else None
     if vllm:
         sides["vllm"] = lambda rows, options: vllm.run(rows)
+    short = [ids[-64:] for ids in prompts[:8]]
     for side in sides.values():
-        side(prompts[:8], argparse.Namespace(**{**vars(args), "max_new_tokens": 4}))
+        side(short, argparse.Namespace(**{**vars(args), "max_new_tokens": 4}))
     runs = alternate(
         {name: partial(side, prompts, args) for name, side in sides.items()},
         args.repeats,
@@ -254,6 +263,7 @@ def main() -> None:
         target.device,
         over={name: round(ours / speed, 3) for name, speed in speeds.items() if name != "slots"},
         prompts=args.count,
+        prompt_tokens=round(sum(map(len, prompts)) / len(prompts)),
         dtype=str(target.dtype).removeprefix("torch."),
     )
 
