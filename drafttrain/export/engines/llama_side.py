@@ -4,9 +4,10 @@ of ours.
     python llama_side.py JOB.json
 
 The job's keys: target and draft (GGUF files; draft may be null), type (llama-server's --spec-type),
-exact (caches in float32, and plain attention), prompts (token ids), tokens, depth, max_model_len,
-threads and answer, the file to write: per prompt its tokens, and the number of offered and of
-accepted draft tokens.
+exact (caches in float32, and plain attention), prompts (token ids), tokens, depth, p_min (the
+probability below which a draft ends; 0 if missing), max_model_len, threads and answer, the file to
+write: per prompt its tokens, and the number of offered and of accepted draft tokens. With timed,
+also the server's timings of each prompt, and the instructions of the CPU that it was built for.
 """
 
 import json
@@ -35,13 +36,14 @@ def main() -> None:
         kind = "COMMON_SPECULATIVE_TYPE_" + job["type"].upper().replace("-", "_")
         params.speculative.types = [getattr(llama.common_speculative_type, kind)]
         draft.mparams.path = job["draft"]
-        # A plain chain, always of full length, whatever probability the drafter gives it.
-        draft.n_max, draft.n_min, draft.p_min = job["depth"], 0, 0.0
+        # Without p_min a chain always has its full length, whatever its probability.
+        draft.n_max, draft.n_min, draft.p_min = job["depth"], 0, job.get("p_min", 0.0)
     server = llama.Server(params)
     address = server.listening_address
     tokens = []
     offered = []
     accepted = []
+    timings = []
     for prompt in job["prompts"]:
         body = {
             "prompt": prompt,
@@ -58,18 +60,19 @@ def main() -> None:
         with urllib.request.urlopen(request) as reply:
             answer = json.load(reply)
         tokens.append(answer["tokens"])
+        timings.append(answer["timings"])
         offered.append(answer["timings"].get("draft_n", 0))
         accepted.append(answer["timings"].get("draft_n_accepted", 0))
+    answers = {
+        "tokens": tokens,
+        "offered": offered,
+        "accepted": accepted,
+        "version": llama.__version__,
+    }
+    if job.get("timed"):
+        answers |= {"timings": timings, "instructions": llama.get_system_info()}
     with open(job["answer"], "w") as file:
-        json.dump(
-            {
-                "tokens": tokens,
-                "offered": offered,
-                "accepted": accepted,
-                "version": llama.__version__,
-            },
-            file,
-        )
+        json.dump(answers, file)
 
 
 if __name__ == "__main__":
