@@ -11,8 +11,8 @@
  * and depth. */
 struct part { long slot, prefix, token, n, held, node; };
 
-/* Where the new tokens of a forward stand: a part per sequence, and per token of all trees its ancestors (bit j: token j of its
- * tree, or itself) and its depth. Mirrored in tree_attention.py. */
+/* Where the new tokens of a forward stand: a part per sequence, or several for a long chain, and per token of all trees its ancestors
+ * (bit j: token j of its tree, or itself) and its depth. Mirrored in tree_attention.py. */
 struct plan {
     const struct part *parts;
     long count;
@@ -25,7 +25,6 @@ struct plan {
  * the others and merged in order. So a row gets the bits that plain decoding gives it, with any number of rows, siblings or threads. */
 #define STRETCH 256
 #define TILE 32 /* keys whose products are computed at once, a lane per key */
-#define PLACES (STRETCH + LANES) /* from row to row of scores: rows at equal places of memory pages would evict each other */
 #define MOST_ROWS 48 /* of a task */
 typedef uint16_t words __attribute__((vector_size(2 * LANES)));
 #ifdef __AVX512F__
@@ -134,7 +133,7 @@ static inline __attribute__((always_inline)) void weigh(int rows, int wide, cons
         for (int j = 0; j < wide; j++) sum[i][j] = load(out[i]->out + c + j * LANES);
     for (long t = 0; t < count; t++, value += ve)
         for (int j = 0; j < wide; j++)
-            for (int i = 0; i < rows; i++) sum[i][j] += load(value + j * LANES) * weights[i * PLACES + t];
+            for (int i = 0; i < rows; i++) sum[i][j] += load(value + j * LANES) * weights[i * STRETCH + t];
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < wide; j++) store(out[i]->out + c + j * LANES, sum[i][j]);
 }
@@ -155,7 +154,7 @@ static void weigh_values(const struct attention *a, const struct room *room, int
         if (a->half) store(room->tile + c, load_numbers(value + 2 * c, 1));
     }
     for (int r = 0; r < rows; r += HIGH)
-        BY_ROWS(weigh_rows, (int)min(rows - r, HIGH), weights + r * PLACES, numbers, count, a->ve, out + r)
+        BY_ROWS(weigh_rows, (int)min(rows - r, HIGH), weights + r * STRETCH, numbers, count, a->ve, out + r)
 }
 
 /* Adds one token's value to a row's output. */
@@ -236,14 +235,14 @@ static void attend_stretch(const struct attention *a, const struct part *part, l
     long first = from / TILE * TILE, last = (end + LANES - 1) / LANES * LANES;
     for (long t = first; t < to; t += TILE) {
         for (int j = 0; j < TILE; j++) k[j] = key + (base + min(t + j, to - 1)) * key_size;
-        score_keys(a, room, rows, k, room->scores + t, PLACES);
+        score_keys(a, room, rows, k, room->scores + t, STRETCH);
     }
     for (long i = 0; i < 64 && any >> i; i += TILE) {
         for (int j = 0; j < TILE; j++) k[j] = key + (prefix + min(i + j, part->held + part->n - 1)) * key_size;
         score_keys(a, room, rows, k, room->fresh + i, 64);
     }
     for (int r = 0; r < rows; r++) {
-        float *scores = room->scores + r * PLACES;
+        float *scores = room->scores + r * STRETCH;
         for (long t = first; t < max(from, min(oldest[r], to)); t++) scores[t] = -INFINITY;
         for (long t = to; t < last; t++) scores[t] = -INFINITY;
         for (uint64_t rest = seen[r]; rest; rest &= rest - 1) {
@@ -258,7 +257,7 @@ static void attend_stretch(const struct attention *a, const struct part *part, l
     for (int r = 0; r < rows; r++)
         for (uint64_t rest = seen[r]; rest; rest &= rest - 1) {
             int j = __builtin_ctzll(rest);
-            weigh_token(value + (prefix + j) * value_size, a->half, room->scores[r * PLACES + prefix + depth[j] - base], a->ve,
+            weigh_token(value + (prefix + j) * value_size, a->half, room->scores[r * STRETCH + prefix + depth[j] - base], a->ve,
                         gathered[r]->out);
         }
 }
@@ -318,6 +317,7 @@ void tree_attention(const float *query, long head_stride, long token_stride, con
         most = max(most, group * part->n);
         stretches = max(stretches, stretches_of(&a, part).to);
     }
+    if (!most) return;
     /* A task is a block of rows with all stretches; or one of its stretches, where there are few blocks for the threads. Short
      * prefixes are shared by smaller blocks. */
     long shares = (4 * threads + count * kv_heads * stretches - 1) / (count * kv_heads * stretches);
@@ -328,10 +328,10 @@ void tree_attention(const float *query, long head_stride, long token_stride, con
     float *kept = apart ? aligned_alloc(sizeof(vec), tasks * stretches * high * size * sizeof(float)) : NULL;
 #pragma omp parallel num_threads(threads) if (tasks * steps > 1)
     {
-        long floats = high * (e + PLACES + 64 + 2 * size) + max(e, ve) * TILE;
+        long floats = high * (e + STRETCH + 64 + 2 * size) + max(e, ve) * TILE;
         float *own_room = aligned_alloc(sizeof(vec), (floats + LANES - 1) / LANES * sizeof(vec));
         struct room room = {.tile = own_room, .scores = own_room + max(e, ve) * TILE};
-        room.fresh = room.scores + high * PLACES, room.queries = room.fresh + high * 64;
+        room.fresh = room.scores + high * STRETCH, room.queries = room.fresh + high * 64;
         float *one = room.queries + high * e, *all = one + high * size; /* of a block's rows: a stretch, and all before it */
 #pragma omp for schedule(dynamic)
         for (long task = 0; task < tasks * steps; task++) {
