@@ -13,6 +13,8 @@ install_drafttrain() {  # install_drafttrain [extras], e.g. install_drafttrain "
   stamp=".venv/.installed-$(printf '%s' "$extras" "$(cat pyproject.toml constraints.txt)" | cksum | cut -d' ' -f1)"
   if [ ! -f "$stamp" ]; then
     echo "installing drafttrain$extras and its pinned dependencies into .venv"
+    # The pip that comes with Python 3.11 takes twice as long to read an index's pages and to unpack wheels.
+    python -m pip install --quiet --disable-pip-version-check "pip>=25"
     # Python compiles the third of the modules that are imported when they are; pip would compile all, one after the other.
     python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".$extras"
     touch "$stamp"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import gc
 import itertools
 import json
 import os
+import shutil
 import signal
 from typing import TYPE_CHECKING
 
@@ -36,6 +39,7 @@ import pytest
 # torch, transformers and drafttrain are imported where they are used: pytest-xdist's first process, which only hands tests
 # out, then starts its workers seconds sooner.
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerFast
 
     from drafttrain.target import Target
@@ -79,31 +83,41 @@ def make_target(
 ) -> Target:
     """A tiny random Llama in float32 with peaked logits, so that greedy choices have no near ties."""
     import torch
+
+    shape = {
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": hidden // 4,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": 4096,
+        "bos_token_id": 256,
+        "eos_token_id": 257,
+        "pad_token_id": 257,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.2,
+        **overrides,
+    }
+    pristine, random_state = built_target(json.dumps(shape), seed)
+    torch.set_rng_state(random_state)  # as after the weights were drawn
+    return copy.deepcopy(pristine)
+
+
+@functools.cache
+def built_target(shape: str, seed: int) -> tuple[Target, torch.Tensor]:
+    """A target, which takes three times as long to build as to copy, and torch's random state behind it."""
+    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from drafttrain.target import Target
 
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        **{
-            "hidden_size": hidden,
-            "intermediate_size": 2 * hidden,
-            "num_hidden_layers": layers,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": hidden // 4,
-            "vocab_size": vocab_size,
-            "max_position_embeddings": 4096,
-            "bos_token_id": 256,
-            "eos_token_id": 257,
-            "pad_token_id": 257,
-            "tie_word_embeddings": False,
-            "initializer_range": 0.2,
-            **overrides,
-        }
-    )
-    model = LlamaForCausalLM(config)
-    return Target.wrap(model, make_tokenizer(vocab_size), name="tiny", dtype=torch.float32)
+    config = LlamaConfig(**json.loads(shape))
+    tokenizer = make_tokenizer(config.vocab_size)
+    target = Target.wrap(LlamaForCausalLM(config), tokenizer, name="tiny", dtype=torch.float32)
+    return target, torch.get_rng_state()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -135,13 +149,19 @@ def target() -> Target:
     return make_target()
 
 
-@pytest.fixture
-def target_dir(tmp_path, target):
-    """A tiny target saved as a folder that `Target.load` reads."""
-    folder = tmp_path / "target"
+@pytest.fixture(scope="session")
+def saved_target(tmp_path_factory):
+    target = make_target()
+    folder = tmp_path_factory.mktemp("saved") / "target"
     target.model.save_pretrained(folder)
     target.tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def target_dir(tmp_path, target, saved_target):
+    """A tiny target saved as a folder that `Target.load` reads."""
+    return shutil.copytree(saved_target, tmp_path / "target")
 
 
 @pytest.fixture

@@ -61,7 +61,6 @@ def test_it_runs_as_a_module():
     [
         ("recipes > /dev/full", 2, "error: stdout cannot be written (its disk is full)"),
         ("report --help > /dev/full", 2, "error: stdout cannot be written (its disk is full)"),
-        ("recipes >&-", 0, ""),
         ("recipes <&- >&- 2>&-", 0, ""),
         ("recipes nope/nope >&-", 2, "error: "),
     ],

@@ -490,7 +490,7 @@ def test_every_page_is_in_the_navigation():
 
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path):
-    pytest.importorskip("mkdocs", reason="needs drafttrain[docs]; scripts/test.sh installs it")
+    pytest.importorskip("mkdocs", reason="needs pip install -c constraints.txt -e '.[docs]'")
     words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "true"}
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=environment)

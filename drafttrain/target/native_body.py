@@ -350,7 +350,8 @@ def _record(
             if name not in ("x", "position_ids"):
                 extra.append(value)
         rotary.calls.append(tuple(extra))
-        outputs.append(output)
+        if isinstance(output, tuple):  # DeepSeek-V2's is one complex tensor, which no table is
+            outputs.append(output)
 
     def entered(_module, _args, kwargs):
         given = kwargs.get("position_embeddings")

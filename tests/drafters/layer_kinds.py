@@ -15,9 +15,7 @@ from tests.drafters.helpers import (
     packed_batch,
     run_step,
     source_of,
-    step_inputs,
 )
-from tests.drafters.overfitting import overfit
 
 
 def make_kind(kind, target, kept=None, shake=False, **options):
@@ -38,15 +36,11 @@ def make_kind(kind, target, kept=None, shake=False, **options):
 
 
 def check_training(drafter, target):
-    """A gradient on everything that is trained, and one batch can be learned by heart."""
-    batch = make_batch()
-    first = run_step(drafter, target, batch)
+    """A gradient on everything that is trained; test_contract overfits a batch with every kind."""
+    first = run_step(drafter, target, make_batch())
     assert first.loss.isfinite()
     first.loss.backward()
     check_gradients(drafter)
-    enough = lambda step: bool((step.metrics["loss"] < 0.5 * first.metrics["loss"]).all())  # noqa: E731
-    step = overfit(drafter, step_inputs(drafter, target, batch), enough, lr=1e-2, most=60)
-    assert enough(step), (first.metrics, step.metrics)
 
 
 def check_padding(drafter, target):

@@ -69,27 +69,12 @@ def test_every_trained_parameter_gets_a_finite_gradient(target, name):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["random", "lora"])
-def test_a_batch_can_be_overfitted(target, name):
-    drafter = make_drafter(target, name).train()
+def test_adapters_overfit_a_batch(target):
+    drafter = make_drafter(target, "lora").train()
     batch = make_batch()
     first = run_step(drafter, target, batch)
-
-    def learned(step):
-        agree = (step.metrics["agree"] / step.metrics["count"])[
-            0
-        ]  # some of the target's first two tokens are nearly tied
-        if name == "lora":
-            return step.loss < 0.3 * first.loss
-        return step.loss < 0.05 * first.loss and agree > 0.75
-
-    step = overfit(
-        drafter,
-        step_inputs(drafter, target, batch),
-        learned,
-        lr=2e-2 if name == "lora" else 1e-2,
-        most=80,
-    )
+    learned = lambda step: step.loss < 0.3 * first.loss  # noqa: E731
+    step = overfit(drafter, step_inputs(drafter, target, batch), learned, lr=2e-2, most=80)
     assert learned(step), (first, step)
 
 

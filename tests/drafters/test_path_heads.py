@@ -19,10 +19,8 @@ from tests.drafters.helpers import (
     make_heads,
     run_step,
     source_of,
-    step_inputs,
 )
 from tests.drafters.layer_kinds import check_parity, check_trees
-from tests.drafters.overfitting import overfit
 from tests.training.runs import write_data, write_recipe
 
 # Every option of every kind, each away from its default at least once.
@@ -45,23 +43,11 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "options"), [form for form in FORMS if form[1]])
-def test_every_parameter_gets_a_finite_gradient_and_a_batch_can_be_overfitted(
-    target, kind, options
-):
+def test_every_parameter_gets_a_finite_gradient(target, kind, options):
     drafter = make_heads(target, kind, spread=0.0, **options)
-    batch = make_batch()
-    first = run_step(drafter, target, batch)
-    first.loss.backward()
+    step = run_step(drafter, target, make_batch())
+    step.loss.backward()
     check_gradients(drafter)
-
-    def learned(step):
-        return (
-            step.loss < 0.2 * first.loss
-            and (step.metrics["agree"] / step.metrics["count"]).min() > 0.7
-        )
-
-    step = overfit(drafter, step_inputs(drafter, target, batch), learned, lr=2e-2, most=70)
-    assert learned(step), (first, step)
     assert step.metrics["count"].shape == (drafter.depths,)
 
 

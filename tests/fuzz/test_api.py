@@ -33,7 +33,7 @@ def tiny():
     return make_target(layers=1, hidden=16)
 
 
-@fuzz(examples=90)
+@fuzz(examples=60)
 @given(name=st.sampled_from((*NUMBERS, *OTHERS)), fault=st.sampled_from(VALUES))
 def test_arguments(tiny, name, fault):
     options = {"max_new_tokens": 2, name: fault[1]}

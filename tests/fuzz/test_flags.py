@@ -152,7 +152,7 @@ def test_valid_words_get_through(folder, command, capsys):
     )  # the last is how tests run
 
 
-@fuzz(examples=150)
+@fuzz(examples=80)
 @given(flag=st.sampled_from(FLAGS), word=wrong_words(), apart=st.booleans())
 def test_flags(folder, capsys, flag, word, apart):
     """`--flag=word`, and the word apart from its flag."""
@@ -162,7 +162,7 @@ def test_flags(folder, capsys, flag, word, apart):
     outcome("flag", word[0], lambda: run(folder, words, capsys))
 
 
-@fuzz(examples=36)
+@fuzz(examples=24)
 @given(command=st.sampled_from(["train", "fetch", "report", "diagnose", ""]), word=wrong_words())
 def test_words_without_a_flag(folder, capsys, command, word):
     outcome(

@@ -68,7 +68,7 @@ def load(folder: Path, target: Target) -> None:
     decode(target)
 
 
-@fuzz(examples=36)
+@fuzz(examples=24)
 @given(fault=json_faults(), seed=seeds())
 def test_values(fault, seed, folder, loaded):
     random = Random(seed)

@@ -25,13 +25,13 @@ def parse(text: str) -> None:
     assert len(parse_loss(str(loss)).terms) == len(loss.terms)
 
 
-@fuzz(examples=90)
+@fuzz(examples=60)
 @given(text=st.lists(st.sampled_from(ALPHABET), max_size=12).map("".join))
 def test_random_texts(text):
     outcome("loss", "random text", lambda: parse(text))
 
 
-@fuzz(examples=90)
+@fuzz(examples=60)
 @given(text=st.sampled_from(VALID), seed=seeds())
 def test_mutated_losses(text, seed):
     random = Random(seed)

@@ -174,7 +174,7 @@ def test_every_command_that_writes_is_here():
     }
 
 
-@fuzz(examples=72)
+@fuzz(examples=48)
 @given(
     command=st.sampled_from(sorted(COMMANDS)),
     kind=st.sampled_from(sorted(OUTPUTS)),

@@ -71,7 +71,7 @@ def load(path, words=()):
     assert_sound(load_config(str(path), list(words), arguments.KEYS))
 
 
-@fuzz(examples=72)
+@fuzz(examples=48)
 @given(fault=text_faults(), seed=seeds())
 def test_files(recipe, fault: Fault, seed):
     recipe.write_bytes(fault.apply(yaml.safe_dump(VALID).encode(), Random(seed)))
@@ -125,7 +125,7 @@ def test_odd_yaml(recipe, fault):
     )
 
 
-@fuzz(examples=90)
+@fuzz(examples=60)
 @given(key=st.sampled_from([*RANGED, *EVERY, *OPTIONS]), word=wrong_words())
 def test_overrides(recipe, key, word):
     recipe.write_text(yaml.safe_dump(VALID))

@@ -82,7 +82,7 @@ def test_bytes(path, fault, seed):
     outcome("results.json", fault.name, lambda: use(path))
 
 
-@fuzz(examples=72)
+@fuzz(examples=48)
 @given(fault=json_faults(), seed=seeds())
 def test_values(path, fault, seed):
     random = Random(seed)

@@ -84,7 +84,7 @@ PLACES: dict[str, Callable[[str, Path], None]] = {
 }
 
 
-@fuzz(examples=90)
+@fuzz(examples=60)
 @given(kind=st.sampled_from(list(KINDS)), name=st.sampled_from(list(PLACES)), seed=seeds())
 def test_a_push_stops_at_every_kind_in_every_file(kind, name, seed, tmp_path_factory):
     around, secret = KINDS[kind](Random(seed))
@@ -97,7 +97,7 @@ def test_a_push_stops_at_every_kind_in_every_file(kind, name, seed, tmp_path_fac
     assert secret not in text
 
 
-@fuzz(examples=90)
+@fuzz(examples=60)
 @given(kind=st.sampled_from(list(KINDS)), seed=seeds())
 def test_no_kind_is_recorded_or_shown(kind, seed, tmp_path_factory):
     around, secret = KINDS[kind](Random(seed))
@@ -121,7 +121,7 @@ def test_no_kind_is_recorded_or_shown(kind, seed, tmp_path_factory):
     assert redact(redact(text)) == redact(text)
 
 
-@fuzz(examples=36)
+@fuzz(examples=24)
 @given(seed=seeds())
 def test_values_of_secret_names_are_hidden_whatever_they_look_like(seed):
     random = Random(seed)
@@ -177,7 +177,7 @@ def test_ordinary_errors_stay_as_they_are(text):
     assert redact(text) == text and find_secret(text) is None
 
 
-@fuzz(examples=36)
+@fuzz(examples=24)
 @given(seed=seeds())
 def test_ids_and_hashes_are_no_secrets(seed):
     random = Random(seed)

@@ -121,7 +121,7 @@ def answer(
 
 
 @pytest.mark.thorough
-@fuzz(examples=90)
+@fuzz(examples=60)
 @given(
     fault=FAULTS,
     seed=seeds(),
@@ -138,7 +138,7 @@ def test_completions(settings, server, fault, seed, text, status, headers):
 
 
 @pytest.mark.thorough
-@fuzz(examples=36)
+@fuzz(examples=24)
 @given(
     fault=FAULTS, seed=seeds(), status=st.sampled_from(STATUSES), headers=st.sampled_from(HEADERS)
 )
@@ -177,7 +177,7 @@ EVENTS = [
 
 
 @pytest.mark.thorough
-@fuzz(examples=90)
+@fuzz(examples=60)
 @given(
     fault=FAULTS,
     seed=seeds(),

@@ -38,7 +38,7 @@ def use(path: Path, target: Target) -> None:
     assert all(0 <= token < target.vocab_size for token in tree.tokens.tolist())
 
 
-@fuzz(examples=36)
+@fuzz(examples=24)
 @given(fault=file_faults(), seed=seeds())
 def test_bytes(tmp_path_factory, target, fault, seed):
     path = tmp_path_factory.getbasetemp() / "store.safetensors"

@@ -49,19 +49,19 @@ def parse(text: str) -> None:
         assert all(smaller.budget <= spec.budget for smaller in spec.smaller())
 
 
-@fuzz(examples=90)
+@fuzz(examples=60)
 @given(text=st.lists(st.sampled_from(ALPHABET), max_size=14).map("".join))
 def test_random_texts(text):
     outcome("tree", "random text", lambda: parse(text))
 
 
-@fuzz(examples=90)
+@fuzz(examples=60)
 @given(text=st.sampled_from(VALID), seed=seeds())
 def test_mutated_specs(text, seed):
     outcome("tree", "mutated", lambda: parse(mutated(text, Random(seed))))
 
 
-@fuzz(examples=36)
+@fuzz(examples=24)
 @given(
     text=st.sampled_from(("", "chain:", "fanout:2x", "paths:", "chain:3@stop=", "chain:3@match=")),
     word=wrong_words(),
@@ -90,7 +90,7 @@ def test_the_largest_trees_are_taken():
         parse(text)
 
 
-@fuzz(examples=36)
+@fuzz(examples=24)
 @given(fault=json_faults(), seed=seeds())
 def test_tree_files(fault: Fault, seed, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "tree.json"

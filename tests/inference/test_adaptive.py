@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from statistics import mean
 
 import numpy as np
 import pytest
@@ -156,11 +155,8 @@ def gpu(tokens):
     ],
 )
 def test_a_steady_load_comes_near_its_best_fixed_tree(tree, rows, curve, accept):
-    runs = [
-        play(Adaptive(TreeSpec.parse(tree)), [Load(rows, accept, curve)], 1500, seed)[0]
-        for seed in range(2)
-    ]
-    assert mean(runs) > 0.97, runs
+    (share,) = play(Adaptive(TreeSpec.parse(tree)), [Load(rows, accept, curve)], 1500, seed=0)
+    assert share > 0.97
 
 
 @pytest.mark.thorough

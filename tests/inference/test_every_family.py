@@ -37,8 +37,13 @@ def outcome_of(model, name):
     return target.decoding_path
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",  # DeepSeek-V2 rotates by one complex tensor, where others have cosines and sines
+    [
+        pytest.param(name, marks=() if name == "deepseek_v2" else pytest.mark.slow)
+        for name in FAMILIES
+    ],
+)
 def test_a_family_is_proven_or_refused(name):
     built = 0
     for more in VARIANTS.values():

@@ -361,7 +361,7 @@ def pair_probabilities(target, settings, prompt):
 def test_sampled_tokens_follow_the_processed_distribution(name, spec):
     settings = SAMPLED[name]
     prompt = [4, 1, 4]
-    count = 800
+    count = 600
     target = small(settings)
     ends = settings.get("eos_token_id", [])
     want = pair_probabilities(target, settings, prompt) * count

@@ -80,7 +80,7 @@ def test_answers_that_end_early_are_continued(options):
     text = target.tokenizer("a stop string or a token ends it").input_ids
     warm = {"sampling": SamplingParams(temperature=1.5), "spec": ANY, **options}
     finishes = set()
-    for seed in range(6):
+    for seed in range(3):
         kept = Decoder(target, FakeDrafter(None, nodes=6, vocab=300), keep=True, **warm)
         anew = Decoder(target, None, **warm)
         whole = list(text)

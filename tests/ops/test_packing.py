@@ -199,17 +199,6 @@ def test_a_compiler_that_fails_is_reported(monkeypatch, caplog, tmp_path):
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-@pytest.mark.thorough
-@needs_compiler
-def test_the_build_is_kept(monkeypatch, tmp_path):
-    monkeypatch.setenv("DRAFTTRAIN_CACHE", str(tmp_path))
-    assert native.cpu_kernels.__wrapped__() is not None
-    (built,) = (tmp_path / "kernels").iterdir()
-    monkeypatch.setattr(native, "_keep", None)  # a second build would fail
-    assert native.cpu_kernels.__wrapped__() is not None
-    assert built.suffix == ".so"
-
-
 @needs_compiler
 def test_a_shrunk_layer_computes_and_saves_what_it_did():
     torch.manual_seed(0)
