@@ -114,15 +114,13 @@ def test_long_prompts_are_read_in_pieces(monkeypatch):
 def test_prefix_is_computed_once_and_drain_runs_fewer_rows(monkeypatch, target):
     shapes: list[tuple[int, ...]] = []
     target.pack()  # which runs forwards of its own
-    enter = (
-        NativeBody._enter
-    )  # of prompts' forwards and of rounds, which apply the head in the same call
+    look_up = NativeBody._look_up  # in prompts' forwards and in rounds
 
-    def spy(self, ids, *args):
+    def spy(self, ids):
         shapes.append(tuple(ids.shape))
-        return enter(self, ids, *args)
+        return look_up(self, ids)
 
-    monkeypatch.setattr(NativeBody, "_enter", spy)
+    monkeypatch.setattr(NativeBody, "_look_up", spy)
     prefix = [256, *range(30)]
     requests = [
         ResponseRequest(str(i), [*prefix, 40 + i, 41 + i], 60 if i == 7 else 4, {257})
