@@ -252,7 +252,8 @@ void draft_step(const struct draft *d, const float *embeds, const float *states,
         for (long p = 0; p < plan->count; p++) {
             struct plan own = {plan->parts + p, 1, plan->ancestors, plan->depth};
             tree_attention(qkv, e, width, key, e, width, value, e, width, stores[p].keys[i], stores[p].stride, stores[p].values[i],
-                           stores[p].stride, (int)stores[p].half, attended, heads, kv_heads, e, e, &own, 1 / sqrtf(e), window, 0, NULL, threads);
+                           stores[p].stride, stores[p].half, attended, heads, kv_heads, e, e, &own, 1 / sqrtf(e), window, 0, NULL,
+                           threads);
         }
         layer_after_attention(d->layers[i], out, attended, n, threads);
     }
@@ -311,8 +312,8 @@ void draft_context(const struct draft *d, const float *states, long n, const flo
                 rotate(key + head * e, cosines + r * rotated, sines + r * rotated, (int)rotated);
         }
         for (long p = 0; p < plan->count; p++) {
-            append(stores[p].keys[i], (int)stores[p].half, stores[p].stride, kv, e, width, kv_heads, plan->parts + p, e);
-            append(stores[p].values[i], (int)stores[p].half, stores[p].stride, kv + kv_heads * e, e, width, kv_heads, plan->parts + p, e);
+            append(stores[p].keys[i], stores[p].half, stores[p].stride, kv, e, width, kv_heads, plan->parts + p, e);
+            append(stores[p].values[i], stores[p].half, stores[p].stride, kv + kv_heads * e, e, width, kv_heads, plan->parts + p, e);
         }
     }
     free(cosines);

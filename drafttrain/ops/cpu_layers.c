@@ -452,7 +452,7 @@ static void full_layer(const struct layer *layer, const struct form *form, const
     float *key = scratch + layer->heads * e, *value = key + layer->kv_heads * e, *attended = scratch + n * width;
     layer_before_attention(layer, read, n, cosine, sine, scratch, threads);
     tree_attention(scratch, e, width, key, e, width, value, e, width, b->keys, b->key_stride, b->values, b->value_stride,
-                   (int)b->half, attended, layer->heads, layer->kv_heads, e, e, plan, form->scaling, form->window, form->softcap, form->sinks,
+                   b->half, attended, layer->heads, layer->kv_heads, e, e, plan, form->scaling, form->window, form->softcap, form->sinks,
                    threads);
     layer_after_attention(layer, x, attended, n, threads);
 }
@@ -471,12 +471,12 @@ static void place(const struct plan *plan, const float *cosine, const float *sin
 
 /* All layers over x [n, hidden], in place. Called layer by layer, a forward of few tokens spends as long in Python as here.
  *
- * tables: cosine and sine [rows, rotary_dim] per rotary table; rows are the tokens, or if `placed` all positions. wanted [features]: ascending layers whose inputs are copied to
- * caught [n, features, hidden]; `count` means the last layer's output. norm [hidden]: also the last norm, to last [n, hidden],
- * and with a head its products, logits [n, vocabulary]; NULL for neither. */
+ * tables: cosine and sine [rows, rotary_dim] per rotary table; rows are the tokens, or if `placed` all positions. wanted
+ * [features]: ascending layers whose inputs are copied to caught [n, features, hidden]; `count` means the last layer's output.
+ * norm [hidden]: also the last norm, to last [n, hidden], and with a head its products, logits [n, vocabulary]; NULL for neither. */
 void body_forward(const struct layer *const *layers, const struct form *forms, const struct buffers *buffers, long count, float *x,
-                  long n, const float *const *tables, int placed, const struct plan *plan, const long *wanted, long features, float *caught,
-                  const float *norm, float eps, float *last, const void *head, int format, float *logits, long vocabulary,
+                  long n, const float *const *tables, int placed, const struct plan *plan, const long *wanted, long features,
+                  float *caught, const float *norm, float eps, float *last, const void *head, int format, float *logits, long vocabulary,
                   int threads) {
     long widest = 0, rotated = 0, hidden = layers[0]->hidden, next = 0, at = -1; /* at: the table whose rows were copied last */
     for (long i = 0; i < count; i++) {

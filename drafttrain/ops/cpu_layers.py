@@ -446,7 +446,10 @@ class LayerStack:
         for i, width in self._widths:
             for table in tables[i]:
                 rows = check_rows("cosine and sine", table, width)
-                if rows < plan.positions if placed else rows != n:
+                fits = rows == n
+                if placed:
+                    fits = rows >= plan.positions
+                if not fits:
                     raise ValueError(f"cosine and sine have {rows} rows, which do not fit the plan")
         if ending is not None:
             check("ending.last", ending.last, (n, hidden))

@@ -10,8 +10,9 @@ positions, not slots, because siblings share a position.
 
 The mask depends on the tree alone: a `TreeLayout` builds it once and all layers share it. On a CPU
 trees of up to 64 tokens and chains of any length take the kernel of cpu_layers.c (`CpuPlan`), whose
-result for a token is the same to the bit in any tree. Everything else is plain torch: fused attention, or two matrix
-products, with a group's query heads folded into rows. No path repeats keys or values in memory.
+result for a token is the same to the bit in any tree. Everything else is plain torch: fused
+attention, or two matrix products, with a group's query heads folded into rows. No path repeats keys
+or values in memory.
 """
 
 from __future__ import annotations
@@ -34,8 +35,6 @@ _KERNEL_TOKENS = 64
 # Rows per block of long chains (prefill under a window or a soft cap), so that no mask is quadratic
 # in length.
 _BLOCK = 256
-
-
 # Formats of keys and values that the CPU kernel reads.
 STORED = (torch.float32, torch.bfloat16)
 # Ancestors of a chain's tokens: all before, and itself.
@@ -68,9 +67,10 @@ class TreeLayout:
         tree_depths: [held + n], depths of all tokens. reach: positions up to the deepest one's,
             from 0 on.
         depths: [n] int array, those of the new tokens; new token i stands at position L + depths[i].
+        causal: whether a chain's tokens see no later ones.
     """
 
-    causal = True  # a chain's tokens see no later ones
+    causal = True
 
     def __init__(
         self,
