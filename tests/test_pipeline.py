@@ -246,14 +246,14 @@ def test_quiet_calls_log_and_leave_other_threads_text(capfd, caplog):
         with Progress("working", 3, "things") as meter:
             meter.advance(3)
         inside.set()
-        assert go_on.wait(10)
+        assert go_on.wait(120)
         conclude({"figure": 1}, ["there"])
 
     found = []
     with caplog.at_level(logging.INFO, logger="drafttrain"):
         thread = threading.Thread(target=lambda: found.append(concluded(command, progress=False)))
         thread.start()
-        assert inside.wait(10)
+        assert inside.wait(120)
         print("a line of the caller")
         go_on.set()
         thread.join()

@@ -249,7 +249,7 @@ def test_what_arrived_before_the_end_is_stored(generate):
         def asked(body):
             result = plain(body)
             if int(body["messages"][-1]["content"][1:]) < 8:
-                gate.wait(10)  # seven answers and the refusal leave together
+                gate.wait(120)  # seven answers and the refusal leave together
             return result
 
         server.asked = asked

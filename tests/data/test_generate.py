@@ -71,7 +71,7 @@ def test_answers_are_made_while_earlier_ones_are_stored(target_dir, prompts, tmp
         return record(*args)
 
     def added(*args):
-        assert made.wait(60), "the second answer waits until the first is stored"
+        assert made.wait(300), "the second answer waits until the first is stored"
         add(*args)
 
     monkeypatch.setattr(Conversation, "record", recorded)

@@ -374,7 +374,7 @@ def test_vllms_states_through_a_real_store_are_the_local_ones(tmp_path, monkeypa
             [*begin, *words, "--backend", "vllm", "--url", f"http://127.0.0.1:{port}"], check=True
         )
         runs.send_signal(signal.SIGINT)
-        assert runs.wait(60) == 128 + signal.SIGINT
+        assert runs.wait(300) == 128 + signal.SIGINT
     theirs = stored(data, (2, 15, 27))
     assert main([*words, "--overwrite"]) == 0
     for key, tensors in stored(data, (2, 15, 27)).items():
@@ -393,7 +393,7 @@ def started(
         yield process
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(300)
 
 
 def until(holds: Callable[[], bool]) -> None:
