@@ -70,6 +70,29 @@ def test_confidence_becomes_the_share_that_is_accepted(target):
 
 
 @pytest.mark.thorough
+def test_what_the_selector_prefers_is_among_what_it_rescores(target):
+    drafter = make_drafter(DFlash2, target, torch.arange(300), selector_top_k=4)
+    inputs = step_inputs(drafter, target, make_batch((12, 9)))
+
+    def learned(step):
+        return step.metrics["agree"].sum() > 0.9 * step.metrics["count"].sum()
+
+    step = overfit(drafter, inputs, learned, lr=5e-3, most=100)
+    assert learned(step)
+    seen = []
+    readout = drafter.readout
+    drafter.readout = lambda reads, parents: (
+        seen.append((reads, parents)) or readout(reads, parents)
+    )
+    drafter(inputs)
+    reads, parents = seen[0]
+    hidden, weight = readout(reads, parents)
+    trained = (hidden @ weight.T).argmax(-1)
+    decoded = drafter.conditional(reads @ drafter.head.weight.T, reads, parents).argmax(-1)
+    assert (trained == decoded).float().mean() > 0.9
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "options"),
     [(kind, {}) for kind in KINDS]

@@ -18,6 +18,7 @@ and no other block. Source: DFlash, arXiv 2602.06036.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +40,14 @@ from drafttrain.ops.path_attention import Spans, block_attention
 from drafttrain.ops.tree_attention import TreeLayout
 from drafttrain.sequence_parallel import SharedPart
 from drafttrain.target import Target
+
+
+class Aligned(NamedTuple):
+    """What t predictions are compared with: rows at[t] of the target's, by weight[t] float32."""
+
+    rows: TargetRows
+    at: Tensor
+    weight: Tensor
 
 
 class BlockDrafter(DecoderDrafter):
@@ -223,14 +232,13 @@ class BlockDrafter(DecoderDrafter):
     def other_loss(
         self,
         hidden: Tensor,
+        aligned: Aligned,
         alpha: Tensor | None,
-        weight: Tensor,
     ) -> tuple[Tensor | float, list[Tensor]]:
         """A kind's second loss term, and its metrics [t] of each prediction (`measures`).
 
         Args:
-            hidden: [t, .] of `readout`; weight: [t] float32, of each prediction in the loss.
-            alpha: [t] acceptance rates; None if not measured.
+            hidden: [t, .] of `readout`. alpha: [t] acceptance rates; None if not measured.
         """
         return 0.0, []
 
@@ -290,7 +298,7 @@ class BlockDrafter(DecoderDrafter):
             config.loss,
             measure=inputs.measure or bool(self.measures),
         )
-        more, measured = self.other_loss(hidden, out.alpha, weight)
+        more, measured = self.other_loss(hidden, Aligned(inputs.rows, at, weight), out.alpha)
         if out.alpha is None or out.agree is None or not inputs.measure:
             return StepOutput(out.loss + more, {})
         values = torch.stack(

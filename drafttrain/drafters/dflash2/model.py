@@ -10,7 +10,8 @@ around it. Both parts start as nearly the identity: a fresh drafter drafts what 
 tokens are predicted from the context alone and get worse towards the block's end.
 
 Published drafters rescore each position's `selector_top_k` likeliest tokens only, and so do
-engines; ours trains and rescores all of them unless the key is set (common/markov.py).
+engines; ours rescores all of them unless the key is set (common/markov.py). Which are likeliest the
+head says alone, so with the key its own logits are trained too: the loss is the sum of both.
 
 Sources: inco.ai/blog/dflash2 (August 2026: 6.2 accepted where DFlash has 5.0 and DSpark 5.7,
 Qwen3.5-4B, GSM8K); z-lab/dflash; vLLM models/qwen3_dflash2.py; llama.cpp src/models/dflash.cpp;
@@ -24,11 +25,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafttrain.batch import Attend
+from drafttrain.drafters.common.block import Aligned
 from drafttrain.drafters.common.layers import DraftLayer
 from drafttrain.drafters.common.markov import MarkovBlock, MarkovConfig
 from drafttrain.drafters.common.tree_growth import Logits
 from drafttrain.errors import UserError
-from drafttrain.values import Count, Size
+from drafttrain.losses import linear_divergence
+from drafttrain.values import Count, Size, Weight
 
 
 class DFlash2Config(MarkovConfig):
@@ -39,13 +42,15 @@ class DFlash2Config(MarkovConfig):
             coefficient.
         selector_top_k: likeliest tokens of a position that are rescored, the others are not
             drafted; 0 for all.
+        unary_weight: weight in the loss of the head's own divergence, with `selector_top_k`.
     """
 
     model_type = "drafttrain_dflash2"
-    recipe_keys = (*MarkovConfig.recipe_keys, "selector_top_k")
+    recipe_keys = (*MarkovConfig.recipe_keys, "selector_top_k", "unary_weight")
     conv_kernel_size: Count = 2
     conv_group_size: Count = 16
     selector_top_k: Size = 0
+    unary_weight: Weight = 1.0
 
     def check(self) -> None:
         super().check()
@@ -149,6 +154,21 @@ class DFlash2(MarkovBlock):
 
     def corrections(self, reads: Tensor, parents: Tensor) -> Tensor:
         return super().corrections(reads, parents) * self.gate(reads)
+
+    def other_loss(
+        self,
+        hidden: Tensor,
+        aligned: Aligned,
+        alpha: Tensor | None,
+    ) -> tuple[Tensor | float, list[Tensor]]:
+        """The head's own divergence, without the selector: it chooses which tokens are rescored."""
+        config = self.config
+        if not 0 < config.selector_top_k < config.draft_vocab_size or not config.unary_weight:
+            return 0.0, []
+        reads = hidden[:, : config.hidden_size]  # the rest is the selector's
+        head = self.head.weight.to(reads.dtype)
+        out = linear_divergence(reads, head, *aligned, config.loss)
+        return config.unary_weight * out.loss, []
 
     def conditional(self, logits: Tensor, reads: Tensor, parents: Tensor) -> Logits:
         pair = self.corrections(reads, parents)

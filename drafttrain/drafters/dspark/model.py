@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from drafttrain.drafters.common.block import Aligned
 from drafttrain.drafters.common.markov import MarkovBlock, MarkovConfig
 from drafttrain.drafters.common.tree_growth import Logits
 from drafttrain.target import Target
@@ -68,14 +69,16 @@ class DSpark(MarkovBlock):
     def other_loss(
         self,
         hidden: Tensor,
+        aligned: Aligned,
         alpha: Tensor | None,
-        weight: Tensor,
     ) -> tuple[Tensor | float, list[Tensor]]:
         """Cross-entropy of the confidence with the acceptance rate that it predicts."""
         assert alpha is not None
         guess = self.confidence(hidden).squeeze(-1).float()  # [t], before the sigmoid
         loss = F.binary_cross_entropy_with_logits(guess, alpha.float(), reduction="none")
-        return self.config.confidence_weight * (loss * weight).sum(), [guess.detach().sigmoid()]
+        return self.config.confidence_weight * (loss * aligned.weight).sum(), [
+            guess.detach().sigmoid()
+        ]
 
 
 KIND = DSpark
