@@ -152,6 +152,8 @@ def small(line: str) -> list[str]:
     words += shlex.split(SMALL.get(words[1], ""))
     if words[1] == "train" and "init=" not in line:
         words += shlex.split(SIZES.get(Path(words[2]).stem, ""))
+    elif words[1] == "train":
+        words.append("drafter={}")  # the small head's own sizes, not those of the recipe
     return words
 
 

@@ -32,7 +32,7 @@ export PYTHONUNBUFFERED=1 COLUMNS="${COLUMNS:-$(tput cols 2>/dev/null || echo 14
 step() { drafttrain "$@" | sed '/^next: /d'; }
 
 # On a GPU the target runs inside each training step: an 8B's states of an hour would fill most disks.
-features=wide
+features=default
 if on_gpu; then
   features=none
   echo "on a GPU: training runs the target too, and no states are stored (they would take 57 KB per token of an 8B)"
@@ -68,7 +68,5 @@ drafttrain eval --target "$target" --drafter "$output/drafter+ngram" --dtype bfl
 } > "$output/eval.txt"
 step report "$output/results.json" --output "$output/report.html" --output "$output/report.png"
 stage "done: open $output/report.html in a browser"
-others="sglang, llama.cpp"
-[ "$features" = none ] || others="sglang; llama.cpp takes heads of three feature layers, this one reads six: see docs/serving.md"
-echo "serve it: drafttrain export --drafter $output/drafter --format vllm --output $output/export    (or $others)"
+echo "serve it: drafttrain export --drafter $output/drafter --format vllm --output $output/export    (or sglang, gguf)"
 echo "talk to it: drafttrain chat --target $target --drafter $output/drafter+ngram    (source .venv/bin/activate first)"

@@ -210,7 +210,7 @@ def test_draft_models_with_more_tokens_than_the_target(tmp_path):
 
 
 def test_export_says_which_formats_cannot_express_a_drafter(tmp_path, capsys):
-    """A quickstart's head reads six feature layers, and llama.cpp takes three."""
+    """A head of six feature layers: llama.cpp takes three."""
     target = make_target(layers=8)
     make_head(target, feature_layers=(1, 2, 3, 4, 5, 6)).save_pretrained(tmp_path / "six")
     assert main(["export", "--drafter", str(tmp_path / "six")]) == 0

@@ -57,7 +57,7 @@ def test_every_command_runs(tmp_path, monkeypatch, capsys):
     run(["prompts", "--source", "file", "--input", "support.jsonl", "--output", prompts])
     generate = [
         *("generate", "--target", "target", "--prompts", prompts),
-        *("--output", "runs/quickstart/data", "--features", "wide"),
+        *("--output", "runs/quickstart/data", "--features", "default"),
     ]
     run(generate)
     train = [word for word in made["train"] if not word.startswith(("init=", "data=", "output"))]
