@@ -112,7 +112,9 @@ def main() -> None:
     seconds = np.median(
         [[run["seconds"] for run in runs[name]] for name in names], axis=1
     )  # [sides, batches]
-    timings = Timings(np.full(seconds.shape, args.tokens * args.batch_size, float), seconds)
+    timings = Timings(
+        np.full(seconds.shape, args.tokens * args.batch_size, float), seconds, seconds
+    )
     rates = {name: round(timings.rate(i), 3) for i, name in enumerate(names)}
     best = max(
         (tree for tree in names if "adapt" not in tree and "random" not in tree),

@@ -73,7 +73,8 @@ def tune(
     Takes about a minute for a small model: records acceptance once, measures costs by nodes and
     depth, predicts all candidates from both, and measures the best one against plain decoding.
     Writes decoding.json into the drafter's folder, which `drafttrain eval` and
-    `drafttrain.generate` read. Speed-ups are of decoding; the prompt's pass is not counted.
+    `drafttrain.generate` read. Says the speed-up of decoding, by which the tree is chosen, and that
+    of whole requests, whose prompts take their pass with any tree.
 
     Args:
         target: short name, folder or Hub id; from Python also a Target, or a loaded model

@@ -21,6 +21,7 @@ import random
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
@@ -35,7 +36,7 @@ from drafttrain.drafters.combined import WORTH, is_likely, match_spec, merge, pa
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.forwarding import ForwardingDrafter
 from drafttrain.files import Json
-from drafttrain.inference import Decoder, SamplingParams
+from drafttrain.inference import Decoder, SamplingParams, Stats
 from drafttrain.inference.adaptive import RoundReport
 from drafttrain.ops.sampling import Sampler
 from drafttrain.target import Target
@@ -405,6 +406,7 @@ class CostModel:
         match: added by a second drafter's match. read: the drafter reads what a round committed.
         read_prompt: the same per token of a prompt. around: added by accepted nodes, such as moving
             their keys.
+        prompt: the target reads a token of a prompt.
     """
 
     verify: dict[int, float]
@@ -413,6 +415,7 @@ class CostModel:
     read: float = 0.0
     read_prompt: float = 0.0
     around: float = 0.0
+    prompt: float = 0.0
 
     def round(self, spec: TreeSpec, nodes: int, depth: int) -> float:
         """Seconds of a round that drafts to `depth` and verifies `nodes` nodes."""
@@ -451,6 +454,7 @@ class CostModel:
             "read_ms": round(1000 * self.read, 4),
             "read_prompt_ms": round(1000 * self.read_prompt, 4),
             "around_ms": round(1000 * self.around, 4),
+            "prompt_ms": round(1000 * self.prompt, 4),
         }
 
 
@@ -551,11 +555,21 @@ def measure_costs(
         eos_ids=(),
         pace=schedule,
     )
+    wanted = (cycles + WARM_UP) * len(specs)
+    answers: list[Stats] = []
     for prompt in itertools.cycle(prompts):
-        for _ in decoder.stream([prompt], max_new_tokens=max_new_tokens):
-            if len(schedule.rounds) >= (cycles + WARM_UP) * len(specs):
-                return _fit(schedule.rounds[WARM_UP * len(specs) :], drafts, matched)
-    raise AssertionError("prompts are never empty")
+        answers.append(Stats())
+        stream = decoder.stream([prompt], max_new_tokens=max_new_tokens, stats=answers[-1:])
+        with closing(stream):
+            for _ in stream:
+                if len(schedule.rounds) >= wanted:
+                    break
+        if len(schedule.rounds) >= wanted:
+            break
+    model = _fit(schedule.rounds[WARM_UP * len(specs) :], drafts, matched)
+    seconds = sum(each.prefill_seconds for each in answers)
+    model.prompt = seconds / sum(each.prompt_tokens for each in answers)
+    return model
 
 
 def _draft_spec(k: int, depth: int) -> TreeSpec:

@@ -178,7 +178,7 @@ def candidates(drafter: Drafter, costs: CostModel) -> list[TreeSpec]:
     main, side = parts_of(drafter)
     stops = [""]
     if main.trainable:
-        stops += ["@stop=0.1", "@stop=0.3", "@cut=0.03", "@cut=0.08"]
+        stops += ["@stop=0.1", "@stop=0.3", "@cut=0.05", "@cut=0.12"]
 
     chain_matches = [""]
     tree_matches = [""]
@@ -213,11 +213,17 @@ def effort(spec: TreeSpec) -> tuple[int, ...]:
 
 
 class Prediction(NamedTuple):
-    """The expected performance of a tree. Rates are of decoding, prefill and first token left out."""
+    """The expected performance of a tree.
+
+    Attributes:
+        tokens_per_second: of decoding, prefill and first token left out. request_seconds: of all
+            answers, with them.
+    """
 
     spec: TreeSpec
     tokens_per_second: float
     accepted_length: float
+    request_seconds: float
 
 
 def predict(spec: TreeSpec, tracks: Sequence[Track], costs: CostModel) -> Prediction:
@@ -226,7 +232,7 @@ def predict(spec: TreeSpec, tracks: Sequence[Track], costs: CostModel) -> Predic
     for track in tracks:
         rounds += replay(track, spec)
     if not rounds:
-        return Prediction(spec, 0.0, 0.0)
+        return Prediction(spec, 0.0, 0.0, 0.0)
 
     # Rounds of the same size cost the same.
     counts = Counter((done.nodes, done.depth) for done in rounds)
@@ -234,14 +240,16 @@ def predict(spec: TreeSpec, tracks: Sequence[Track], costs: CostModel) -> Predic
     for (nodes, depth), count in counts.items():
         drafts = nodes + depth > 0
         seconds += count * costs.round(spec if drafts else _NONE, nodes, depth)
+    prompt_tokens = sum(track.prompt_tokens for track in tracks)
     if spec.shape != "none":
-        seconds += costs.read_prompt * sum(track.prompt_tokens for track in tracks)
+        seconds += costs.read_prompt * prompt_tokens
 
     tokens = sum(done.committed for done in rounds)
     rate = 0.0
     if seconds:
         rate = tokens / seconds
-    return Prediction(spec, rate, tokens / len(rounds))
+    request_seconds = seconds + costs.prompt * prompt_tokens
+    return Prediction(spec, rate, tokens / len(rounds), request_seconds)
 
 
 @dataclass
@@ -350,15 +358,16 @@ def search_tree(
 
 @dataclass(frozen=True)
 class Timings:
-    """Measured answers of several sides to the same prompts, prefill left out.
+    """Measured answers of several sides to the same prompts.
 
     Attributes:
-        tokens: [sides, prompts] new tokens after the first. seconds: [sides, prompts] median over
-            the repeats.
+        tokens: [sides, prompts] new tokens after the first. seconds: [sides, prompts] that they
+            took, median over the repeats. requests: the same from the request on, with the prefill.
     """
 
     tokens: np.ndarray
     seconds: np.ndarray
+    requests: np.ndarray
 
     def rate(self, side: int) -> float:
         """Tokens per second of a side over all prompts."""
@@ -369,6 +378,13 @@ class Timings:
         return paired_ratio(
             [self.tokens[side], self.seconds[over]],
             [self.seconds[side], self.tokens[over]],
+        )
+
+    def request_ratio(self, side: int, over: int) -> Ratio:
+        """The same of whole requests."""
+        return paired_ratio(
+            [self.tokens[side] + 1, self.requests[over]],
+            [self.requests[side], self.tokens[over] + 1],
         )
 
     def faster(self, side: int, over: int) -> bool:
@@ -384,13 +400,14 @@ def measure(
     prompts: Sequence[list[int]],
     settings: TuneSettings,
 ) -> Timings:
-    """Measures the decoding of several trees on the same prompts, interleaved."""
+    """Measures several trees on the same prompts, interleaved."""
     sides = {}
     for spec in specs:
         decoder = Decoder(target, drafter, spec=spec, sampling=settings.sampling)
         sides[str(spec)] = engine_side(decoder)
     number = {name: side for side, name in enumerate(sides)}
     seconds = np.zeros((settings.repeats, len(specs), len(prompts)))
+    requests = np.zeros_like(seconds)
     tokens = np.zeros((len(specs), len(prompts)))
     with Progress("measuring the pick", seconds.size, "answers") as meter:
         for side in sides.values():  # warm up
@@ -402,9 +419,10 @@ def measure(
                 figures = cast("EngineSide", answer.figures)
                 decoding = figures["latency"] - figures["ttft"]  # seconds without the prefill
                 seconds[repeat, number[name], prompt] = max(decoding, 1e-9)
+                requests[repeat, number[name], prompt] = figures["latency"]
                 tokens[number[name], prompt] = max(figures["tokens"] - 1, 1)
                 meter.advance()
-    return Timings(tokens, np.median(seconds, axis=0))
+    return Timings(tokens, np.median(seconds, axis=0), np.median(requests, axis=0))
 
 
 def run(
@@ -499,6 +517,8 @@ def tune(
         predicted_speedup, measured_speedup: of the picked tree over plain decoding, prefill left
             out; relative_error: predicted / measured - 1. adaptive_speedup: of the same tree with
             @adapt. intervals: 95 %, of both and of @adapt over the fixed tree.
+        predicted_request_speedup, measured_request_speedup: of whole requests, whose prompts have
+            prompt_tokens tokens on average.
         contest: tokens per second of the trees that were measured against each other.
         costs, acceptance, candidates: the basis of the prediction.
     """
@@ -516,7 +536,9 @@ def tune(
 
     # Measure the pick, fixed and adaptive, against plain decoding.
     predicted = best.tokens_per_second / search.plain.tokens_per_second
+    predicted_request = search.plain.request_seconds / best.request_seconds
     measured = 1.0
+    measured_request = 1.0
     adaptive = None
     rates = {}
     intervals = {}
@@ -528,12 +550,14 @@ def tune(
             rates[str(spec)] = round(timings.rate(side), 3)
         ratios = {
             "measured_speedup": timings.ratio(1, 0),
+            "measured_request_speedup": timings.request_ratio(1, 0),
             "adaptive_speedup": timings.ratio(2, 0),
             "adaptive_over_fixed": timings.ratio(2, 1),
         }
         for name, ratio in ratios.items():
             intervals[name] = [round(ratio.low, 4), round(ratio.high, 4)]
         measured = ratios["measured_speedup"].value
+        measured_request = ratios["measured_request_speedup"].value
         adaptive = round(ratios["adaptive_speedup"].value, 4)
         tree = specs[keep(timings)]
 
@@ -544,6 +568,9 @@ def tune(
         "predicted_speedup": round(predicted, 4),
         "measured_speedup": round(measured, 4),
         "relative_error": round(predicted / measured - 1, 4),
+        "predicted_request_speedup": round(predicted_request, 4),
+        "measured_request_speedup": round(measured_request, 4),
+        "prompt_tokens": round(sum(map(len, prompts)) / len(prompts), 1),
         "adaptive_speedup": adaptive,
         "intervals": intervals,
         "tokens_per_second": rates,
@@ -625,6 +652,16 @@ def _about_adapting(result: Json) -> str:
     return f"{result['picked']}@adapt, adapted every round: measured {speedup:.2f}x, {compared}"
 
 
+def _about_requests(result: Json) -> str:
+    """The speed-up that a user sees, who waits for the prompt's pass too."""
+    low, high = result["intervals"]["measured_request_speedup"]
+    return (
+        f"whole requests, with prompts of {result['prompt_tokens']:.0f} tokens and answers of "
+        f"{result['max_new_tokens']}: predicted {result['predicted_request_speedup']:.2f}x, "
+        f"measured {result['measured_request_speedup']:.2f}x [{low:.2f}, {high:.2f}]"
+    )
+
+
 def verdict(result: Json) -> str:
     """What was measured and what is kept, in a few sentences."""
     refused = "do not use this drafter on this machine"
@@ -638,8 +675,9 @@ def verdict(result: Json) -> str:
     low, high = spans["measured_speedup"]
     predicted = result["predicted_speedup"]
     text = (
-        f"{result['picked']}: predicted {predicted:.2f}x, "
+        f"{result['picked']}: decoding predicted {predicted:.2f}x, "
         f"measured {result['measured_speedup']:.2f}x [{low:.2f}, {high:.2f}]\n"
+        f"{_about_requests(result)}\n"
         f"{_about_adapting(result)}\n"
         f"keeping {result['tree']}: {found.text}"
     )

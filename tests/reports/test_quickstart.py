@@ -12,6 +12,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "quickstart.sh"
 # Every command prints a table, advice and the command that follows, as the real ones do.
 STAND_IN = """#!/usr/bin/env bash
 echo "ran $*"
+if [ "$1" = prompts ]; then seq 20 > "$7"; fi
 echo "\u250f table of $1"
 echo "  -> advice of $1"
 echo "next: drafttrain something"
@@ -46,6 +47,15 @@ def test_no_states_are_stored_where_a_gpu_computes_them_again(tmp_path, on_gpu, 
     (generated,) = [line for line in said.splitlines() if line.startswith("ran generate")]
     assert f"--features {features}" in generated
     assert ("no states are stored" in said) == (on_gpu == "true")
+
+
+def test_the_tree_is_tuned_on_prompts_that_the_head_has_not_learned(tmp_path):
+    quickstart(tmp_path, on_gpu="false")
+    lines = {}
+    for name in ("tune-prompts", "train-prompts"):
+        lines[name] = (tmp_path / "runs" / f"{name}.jsonl").read_text().split()
+    assert lines["tune-prompts"] == [str(number) for number in range(1, 9)]
+    assert lines["train-prompts"] == [str(number) for number in range(9, 21)]
 
 
 def test_the_quickstart_shows_one_table_and_no_other_next_step(tmp_path):

@@ -239,7 +239,8 @@ def test_tune_writes_the_drafters_default(target_dir, target, tmp_path, capsys, 
     )  # each faster than the one before
 
     def measured(target, drafter, specs, *_):
-        return tuning.Timings(np.full((len(specs), 4), 15.0), sides[: len(specs)])
+        decoding = sides[: len(specs)]
+        return tuning.Timings(np.full((len(specs), 4), 15.0), decoding, decoding + 1.0)
 
     monkeypatch.setattr(tuning, "measure", measured)
     assert cli.main(tune_command(target_dir, f"{tmp_path / 'drafter'}+ngram", tmp_path)) == 0
@@ -267,9 +268,8 @@ def test_tune_writes_the_drafters_default(target_dir, target, tmp_path, capsys, 
 def timings(*seconds):
     """Plain, fixed and adaptive seconds of six prompts of very different length."""
     prompts = np.array([1.0, 2.0, 8.0, 3.0, 30.0, 5.0])
-    return tuning.Timings(
-        np.full((3, 6), 63.0), np.array([np.asarray(side) * prompts for side in seconds])
-    )
+    decoding = np.array([np.asarray(side) * prompts for side in seconds])
+    return tuning.Timings(np.full((3, 6), 63.0), decoding, decoding + prompts)
 
 
 NOISE = np.array([1.03, 0.96, 1.02, 0.97, 1.01, 1.02])
@@ -314,7 +314,7 @@ def test_the_simplest_of_equally_fast_trees_is_picked(sides, kept):
 
 def test_finalists_differ_in_what_they_accept():
     def made(tree, rate, length):
-        return tuning.Prediction(TreeSpec.parse(tree), rate, length)
+        return tuning.Prediction(TreeSpec.parse(tree), rate, length, 100 / rate)
 
     ranking = [
         made("chain:3", 100, 2.0),
@@ -333,7 +333,7 @@ def test_of_equal_predictions_the_simpler_tree_comes_first(monkeypatch, target):
     monkeypatch.setattr(tuning, "measure_costs", lambda *_: MODEL)
     monkeypatch.setattr(tuning, "candidates", lambda *_: list(map(TreeSpec.parse, rates)))
     monkeypatch.setattr(
-        tuning, "predict", lambda spec, *_: tuning.Prediction(spec, rates[str(spec)], 2.0)
+        tuning, "predict", lambda spec, *_: tuning.Prediction(spec, rates[str(spec)], 2.0, 1.0)
     )
     ranking = tuning.search_tree(target, NgramDrafter(), PROMPTS, tuning.TuneSettings()).ranking
     assert [str(each.spec) for each in ranking] == [
@@ -349,24 +349,37 @@ def test_paired_intervals_cancel_what_prompts_differ_in():
     ratio = measured.ratio(2, 1)
     assert ratio.low <= ratio.value <= ratio.high and 0.95 < ratio.low < 1 < ratio.high < 1.05
     assert measured.ratio(1, 0) == pytest.approx((2, 2, 2))
+    # A prompt's pass as long as its plain answer: 1 + 1 over 1 + 0.5.
+    assert measured.request_ratio(1, 0) == pytest.approx((4 / 3, 4 / 3, 4 / 3))
+
+
+REQUESTS = {
+    "predicted_request_speedup": 1.02,
+    "measured_request_speedup": 0.4,
+    "prompt_tokens": 57.2,
+    "max_new_tokens": 64,
+}
 
 
 def test_the_verdict_says_what_parts():
     result = {
         "picked": "chain:3",
         "tree": "chain:3",
+        **REQUESTS,
         "predicted_speedup": 1.03,
         "measured_speedup": 0.31,
         "relative_error": 2.3,
         "adaptive_speedup": 1.8,
         "intervals": {
             "measured_speedup": [0.2, 1.1],
+            "measured_request_speedup": [0.3, 1.0],
             "adaptive_speedup": [1.5, 2.0],
             "adaptive_over_fixed": [0.9, 1.2],
         },
         "prompts": 6,
     }
     text = tuning.verdict(result)
+    assert "prompts of 57 tokens and answers of 64: predicted 1.02x, measured 0.40x" in text
     assert "measured 0.31x [0.20, 1.10]" in text and "inconclusive: 6 prompts are too few" in text
     assert "prediction and measurement part" not in text, "the interval holds the prediction"
     assert "1.80x as fast as plain decoding" in tuning.verdict(
@@ -387,7 +400,9 @@ def test_the_verdict_says_what_parts():
 )
 def test_the_adaptive_figures_are_words(span, words):
     spans = {"measured_speedup": [1.6, 2.0], "adaptive_speedup": [1.5, 2.0]}
+    spans["measured_request_speedup"] = [1.5, 1.9]
     result = {
+        **REQUESTS,
         "picked": "chain:3",
         "tree": "chain:3",
         "predicted_speedup": 1.7,
@@ -397,7 +412,7 @@ def test_the_adaptive_figures_are_words(span, words):
         "intervals": {**spans, "adaptive_over_fixed": span},
         "prompts": 6,
     }
-    line = tuning.verdict(result).splitlines()[1]
+    line = tuning.verdict(result).splitlines()[2]
     assert line.startswith("chain:3@adapt, adapted every round: ") and line.endswith(words)
 
 
@@ -405,7 +420,10 @@ def test_the_table_holds_the_picked_tree_and_is_sorted(monkeypatch, target, caps
     """The contest may pick a tree behind the twelve that were predicted fastest."""
     rates = {f"chain:{depth}": 100.0 + depth for depth in range(1, 15)}
     rates |= {"none": 90.0, "dynamic:2,4,4": 95.0}
-    made = [tuning.Prediction(TreeSpec.parse(tree), rate, 2.0) for tree, rate in rates.items()]
+    made = [
+        tuning.Prediction(TreeSpec.parse(tree), rate, 2.0, 100 / rate)
+        for tree, rate in rates.items()
+    ]
     picked = made[-1]
     monkeypatch.setattr(tuning, "search_tree", lambda *_: tuning.Search([], MODEL, made))
     monkeypatch.setattr(tuning.Search, "finalists", lambda self: [made[0].spec, picked.spec])
@@ -443,7 +461,7 @@ def test_tune_and_eval_agree():
             * random.uniform(0.7, 1.4, (3, 1))
             * random.uniform(0.8, 1.2, (3, prompts))
         )
-        measured = tuning.Timings(np.full((3, prompts), 63.0), seconds)
+        measured = tuning.Timings(np.full((3, prompts), 63.0), seconds, seconds)
         records = [
             record_of("a", side(63, ours, [(1, 1, 31)]), side(63, plain))
             for plain, ours in zip(*seconds[:2], strict=True)
