@@ -216,6 +216,10 @@ def _records_of(
             current.add(i, id)
         if len(current.spans) == 1:
             rows[i] = current
+        # Where the template rewrites nothing, all later answers lie behind the row's end. Each would
+        # render every turn before it.
+        if max_length is not None and len(rows) == 1 and len(current.tokens) > max_length:
+            break
 
     records: list[Json] = []
     for i, made in rows.items():

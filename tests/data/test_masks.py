@@ -321,6 +321,26 @@ def test_what_lies_far_behind_the_limit_is_not_split(tmp_path, monkeypatch, aske
     assert max(lengths) < 2 * 64 * longest_token(tokenizer) + 200
 
 
+def test_turns_behind_the_limit_are_not_rendered(tmp_path, monkeypatch):
+    """Each renders all before it, so thousands of short turns took minutes."""
+    rendered = []
+
+    def counted(tokenizer, messages, *rest):
+        rendered.append(len(messages))
+        return render_text(tokenizer, messages, *rest)
+
+    monkeypatch.setattr(masks, "render_text", counted)
+    turns = [{"role": "user", "content": "so"}, {"role": "assistant", "content": "so"}]
+    path = tmp_path / "many.jsonl"
+    path.write_text(json.dumps({"id": "a", "messages": turns * 300}) + "\n")
+    tokenizer = tokenizer_with(CHATML)
+    ((_, (beginning,)),) = masks.recorded_conversations(tokenizer, path, max_length=64)
+    assert 64 < len(beginning["tokens"]) < 128
+    assert max(rendered) < 64
+    (everything,) = records_of(tokenizer, path)
+    assert cut(beginning, 64) == cut(everything, 64)
+
+
 def test_long_conversations_are_rendered():
     chat = [*CHAT[:1], {"role": "user", "content": "word " * 400_000}] * 3
     text = render_text(tokenizer_with(CHATML), chat)
