@@ -242,7 +242,8 @@ def static_reference(
     tree_size = held + plan.offsets[row + 1] - plan.offsets[row]  # [N]
     new = (node >= 0) & (node < tree_size[:, None])
     word = (node // _WORD).clamp(0, plan.ancestors.shape[1] - 1)
-    bits = plan.ancestors[at].gather(1, word) >> (node % _WORD) & 1
+    bits = plan.ancestors[at].gather(1, word)  # [N, capacity] the words that hold the bits
+    bits = (bits >> (node % _WORD)) & 1
     chain = plan.chains[row][:, None] != 0  # [N, 1]
     related = torch.where(chain, node <= own[:, None], bits != 0)
     visible = (node < 0) | new & related  # [N, capacity]
@@ -262,7 +263,7 @@ def static_reference(
     mask = torch.zeros_like(visible, dtype=query.dtype).masked_fill_(~visible, float("-inf"))
     mask = mask.repeat(query.shape[1] // kv_heads, 1)  # [group * N, slots]
     out = masked_attention(query, keys[None], values[None], mask, form)
-    return out.transpose(1, 2).contiguous().transpose(1, 2)
+    return out.transpose(1, 2).contiguous().transpose(1, 2)  # laid out as the kernels' output
 
 
 @functools.cache
@@ -484,7 +485,7 @@ def _launch(
         query,
         keys,
         values,
-        query if sinks is None else sinks,
+        query if sinks is None else sinks,  # not read
         partial,
         logs,
         *plan.tensors,
@@ -499,9 +500,9 @@ def _launch(
         count,
         plan.ancestors.shape[1],
         geometry.parts,
-        window or 0,
+        window or 0,  # not read without a window
         form["scaling"],
-        softcap or 1.0,
+        softcap or 1.0,  # not read without a soft cap
         KV_HEADS=kv_heads,
         GROUP=group,
         WIDTH=width,
