@@ -185,7 +185,10 @@ class PathHeads(TrainableDrafter):
             if not fit.count:  # no response is as long
                 continue
             found = fit.solve(each=True)
-            explained += float((2 * found * fit.xy.T).sum() - ((found @ fit.xx) * found).sum())
+            # Of the target's power, a map m explains 2 m xy - m xx m'.
+            crossed = (2 * found * fit.xy.T).sum()
+            own = ((found @ fit.xx) * found).sum()
+            explained += float(crossed - own)
             self.take_map(index, found, rows.weight.float())
         return explained / max(power, 1e-9)
 
@@ -251,6 +254,6 @@ def likeliest_paths(shares: Tensor, nodes: int) -> list[tuple[int, ...]]:
             for rank, share in enumerate(own):
                 if share:
                     below.append((score * share, (*path, rank)))
-        level = heapq.nlargest(nodes, below, key=itemgetter(0))
+        level = heapq.nlargest(nodes, below, key=itemgetter(0))  # more cannot be kept
         found += level
     return [path for _, path in heapq.nlargest(nodes, found, key=itemgetter(0))]

@@ -217,6 +217,7 @@ class TensorGrowth:
         if level.opened is not None:
             chosen = level.opened.expand(len(scores), -1)
         else:
+            # Stable sorts, so that equal scores keep their order, as on the host.
             best = live.sort(dim=1, descending=True, stable=True).indices
             chosen = best[:, :count].sort(dim=1).values
         return chosen, live.gather(1, chosen)
@@ -255,11 +256,8 @@ class TensorGrowth:
         # takes the padding.
         place = torch.full((rows, total + 1), -1, device=self.device)
         order = torch.arange(self.nodes, device=self.device).expand(rows, -1)
-        place.scatter_(
-            1,
-            torch.where(order < counts[:, None], kept, total),
-            torch.where(order < counts[:, None], order, -1),
-        )
+        used = order < counts[:, None]  # [R, n]
+        place.scatter_(1, torch.where(used, kept, total), torch.where(used, order, -1))
         above = parents.gather(1, kept)
         above = place.gather(1, above.masked_fill(above < 0, total))
         return Grown(tokens.gather(1, kept), above, scores.gather(1, kept), counts, q)
@@ -310,6 +308,7 @@ def _candidates(
     scores = (above[:, :, None] + values).flatten(1)
     parents = numbers[:, :, None].expand_as(tokens).flatten(1)
     tokens = tokens.flatten(1)
+    # All children are taken, or a fixed tree's selection of them.
     if level.taken is None or level.candidates == tokens.shape[1]:
         return tokens, scores, parents
     return tokens[:, level.taken], scores[:, level.taken], parents[:, level.taken]

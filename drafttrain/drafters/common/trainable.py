@@ -110,7 +110,7 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
         if keep is not None:
             kept = keep(size)  # [d] int64 target ids
         else:
-            kept = torch.arange(size if size else target.vocab_size)
+            kept = torch.arange(size or target.vocab_size)
         options["loss"] = loss
         if init == "native":
             return cls.native(target, kept, options)
