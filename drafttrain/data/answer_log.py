@@ -139,12 +139,18 @@ def read_answer(line: bytes, path: Path, target: Target, kwargs: Json, most: int
             the answer within `most`.
     """
     row = parse_line(line, path, 0)
-    request = row["request"] if isinstance(row.get("request"), dict) else row
-    reply = row["response"] if isinstance(row.get("response"), dict) else row
+    request = row
+    if isinstance(row.get("request"), dict):
+        request = row["request"]
+    reply = row
+    if isinstance(row.get("response"), dict):
+        reply = row["response"]
     for part in (row, request, reply):
         check_json(part, "the line", _FIX, _Reply)
     # The whole line may be the reply, and the reply its own choice.
-    choice = reply["choices"][0] if reply.get("choices") else reply
+    choice = reply
+    if reply.get("choices"):
+        choice = reply["choices"][0]
 
     if reply.get("prompt_token_ids") and choice.get("token_ids"):
         start = len(reply["prompt_token_ids"])
@@ -159,8 +165,8 @@ def read_answer(line: bytes, path: Path, target: Target, kwargs: Json, most: int
         raise UserError(
             f"less than two tokens of the answer within {most} (the prompt has {start}); raise --max-length"
         )
-    accepted = row.get("accepted_length")
-    return LoggedAnswer(tokens[:most], start, float(accepted) if accepted else 0.0)
+    accepted = float(row.get("accepted_length") or 0)
+    return LoggedAnswer(tokens[:most], start, accepted)
 
 
 def _rendered(request: Json, choice: Json, target: Target, kwargs: Json) -> tuple[list[int], int]:

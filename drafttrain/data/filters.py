@@ -81,7 +81,8 @@ class NearDuplicates:
     def __init__(self, threshold: float = 0.7):
         random = np.random.default_rng(0)
         shape = (_PERMUTATIONS, 1)
-        self.factors = random.integers(1, 2**61, size=shape, dtype=np.uint64) | np.uint64(1)
+        factors = random.integers(1, 2**61, size=shape, dtype=np.uint64)
+        self.factors = factors | np.uint64(1)  # odd ones lose no bits
         self.offsets = random.integers(0, 2**61, size=shape, dtype=np.uint64)
         self.threshold = threshold
         self.count = 0

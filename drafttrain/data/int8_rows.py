@@ -36,8 +36,9 @@ def stored_as(name: str, states: Tensor, dtype: StoreDtype, width: int) -> dict[
     if dtype != "int8":
         return {name: states.to(DTYPES[dtype])}
     blocks = states.float().unflatten(-1, (-1, block_size(width)))  # [n, c*width/64, 64]
-    scale = (blocks.abs().amax(-1, keepdim=True) / 127).bfloat16()  # [n, c*width/64, 1]
-    divisor = scale.float().clamp(min=torch.finfo(torch.float32).tiny)
+    highest = blocks.abs().amax(-1, keepdim=True)  # [n, c*width/64, 1]
+    scale = (highest / 127).bfloat16()
+    divisor = scale.float().clamp(min=torch.finfo(torch.float32).tiny)  # of zeros, too
     values = (blocks / divisor).round().clamp(-127, 127).nan_to_num()
     return {name: values.to(torch.int8).flatten(1), name + _SCALE: scale.squeeze(-1)}
 

@@ -195,7 +195,8 @@ def keep_frequent(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tens
         return torch.arange(len(counts))
     ranked = counts.clone()
     ranked[list(always)] = counts.max() + 1  # before all others
-    return ranked.sort(descending=True, stable=True).indices[:size].sort().values
+    kept = ranked.sort(descending=True, stable=True).indices[:size]
+    return kept.sort().values
 
 
 # -- packing and batches ---------------------------------------------------------------------------
@@ -282,7 +283,8 @@ def collate(rows: list[Json]) -> dict[str, Tensor]:
 
     # An anchor's next two tokens are a response's.
     labels = torch.full((b, s), -100)  # [b, s]
-    labels[:, :-2][response_mask[:, 1:-1] & response_mask[:, 2:]] = 0
+    learned = response_mask[:, 1:-1] & response_mask[:, 2:]  # [b, s - 2] bool
+    labels[:, :-2][learned] = 0
     batch = {
         "input_ids": input_ids,
         "lengths": torch.tensor([row["length"] for row in rows]),

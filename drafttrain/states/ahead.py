@@ -167,6 +167,7 @@ class Ahead(Origin):
             first = self._unasked[0]
             if first.states is None and first.uses > 0:
                 size = len(first.row.tokens) * self.token_bytes
+                # A single row is asked for, however large it is.
                 if self.held and self.held + size > self.limit:
                     return
                 self._start(first)

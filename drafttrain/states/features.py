@@ -285,6 +285,7 @@ def computed(origin: Online, rows: list[Row]) -> Iterator[tuple[Row, RowStates]]
         made = origin.states([Row(row.index, row.tokens.to(device)) for row in group])
         for row, states in zip(group, made, strict=True):
             assert states is not None and isinstance(states.last, Tensor)
+            # No token follows the last one.
             yield row, RowStates(states.features[:-1], states.last[:-1])
 
 

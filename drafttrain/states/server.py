@@ -392,8 +392,10 @@ def _runs(script: Path) -> bool:
         return False
     with script.open("rb") as file:
         first = file.readline(1000)
+    if not first.startswith(b"#!"):
+        return True
     words = os.fsdecode(first.removeprefix(b"#!")).split()
-    return not first.startswith(b"#!") or (bool(words) and os.path.exists(words[0]))
+    return bool(words) and os.path.exists(words[0])
 
 
 def _default_folder(port: str) -> Path:

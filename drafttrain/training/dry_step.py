@@ -349,6 +349,7 @@ def dry_step(
             trained = [x for x in drafter.parameters() if x.requires_grad]
             held = ghosts.now
             ghosts.peak = ghosts.now
+            # Else states would count.
             ghosts.vocabularies = {target.vocab_size, len(drafter.kept_ids)} - {target.hidden_size}
             if setting.accumulates:
                 for weight in trained:
@@ -541,7 +542,10 @@ def _flex(
     **options: object,
 ) -> tuple[Tensor, AuxOutput]:
     if torch.is_autocast_enabled("cpu"):
-        query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))
+        dtype = torch.get_autocast_dtype("cpu")
+        query = query.to(dtype)
+        key = key.to(dtype)
+        value = value.to(dtype)
     out, lse = _Flex.apply(query, key, value)
     return out, AuxOutput(lse=lse)
 
