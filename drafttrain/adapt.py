@@ -587,7 +587,12 @@ class Adapter:
                 f"grad_norm={float(norm)} is not finite; lower --learning-rate ({self.args.learning_rate})"
             )
 
-    def _replay(self, drafter: TrainableDrafter, version: str, judges: Sequence[_Answer]) -> None:
+    def _replay(
+        self,
+        drafter: TrainableDrafter,
+        version: str,
+        judges: Sequence[_Answer],
+    ) -> None:
         """Notes in each answer what a drafter commits in how many passes."""
         todo = [it for it in judges if version not in it["replayed"]]
         rows = [_row_of(it) for it in todo]

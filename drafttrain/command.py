@@ -243,7 +243,12 @@ def result_of(module: str, given: Values) -> Json:
     return {**outcome_of(module, Namespace(**given))["result"]}
 
 
-def outcome_of(module: str, args: Namespace, *loaded: object, keeps: bool = True) -> Outcome:
+def outcome_of(
+    module: str,
+    args: Namespace,
+    *loaded: object,
+    keeps: bool = True,
+) -> Outcome:
     """Runs what a command does with its arguments, and returns what it concluded.
 
     Args:
@@ -510,13 +515,21 @@ def add_to(app: App, name: str, function: Function, switches: Mapping[str, str])
     """
     from cyclopts import App as Command
 
-    one = Command(name=name, help=_help_of(function), version_flags=())
+    one = Command(
+        name=name,
+        help=_help_of(function),
+        version_flags=(),
+    )
     one.default(shell_of(function, switches))
     app.command(one)
 
 
 def read_words(
-    app: App, name: str, function: Function, words: Sequence[str], switches: Iterable[str]
+    app: App,
+    name: str,
+    function: Function,
+    words: Sequence[str],
+    switches: Iterable[str],
 ) -> Values:
     """The words of each argument of a command line, by the parameter's name; switches are bools.
 

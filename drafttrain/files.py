@@ -444,7 +444,13 @@ class JsonlLog:
             or another process writes it.
     """
 
-    def __init__(self, path: Path, settings: Json, schema: type = dict, overwrite: bool = False):
+    def __init__(
+        self,
+        path: Path,
+        settings: Json,
+        schema: type = dict,
+        overwrite: bool = False,
+    ):
         self.path, settings = path, redact(settings)
         fix = "delete that line to redo its result, or the file to start again"
         with writing(path):

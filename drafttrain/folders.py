@@ -339,7 +339,12 @@ def _same(output: Path, given: Path, below: bool) -> bool:
         return False
 
 
-def _check_inputs(path: Path, inputs: Iterable[tuple[str, str]], key: str, below: bool) -> None:
+def _check_inputs(
+    path: Path,
+    inputs: Iterable[tuple[str, str]],
+    key: str,
+    below: bool,
+) -> None:
     for name, value in inputs:
         if _same(path, Path(value), below):
             raise UserError(

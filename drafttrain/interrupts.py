@@ -58,7 +58,11 @@ def install() -> None:
     signals, wakeup = os.pipe()
     os.set_blocking(wakeup, False)
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
-    threading.Thread(target=_watch, args=(signals,), daemon=True).start()
+    threading.Thread(
+        target=_watch,
+        args=(signals,),
+        daemon=True,
+    ).start()
     os.register_at_fork(after_in_child=_in_child)
     atexit.register(_leave)  # registered first, so it runs last
     report = sys.unraisablehook  # prints `Exception ignored in ...`

@@ -46,7 +46,10 @@ _errors: list[TextIO] = []  # where errors go while --quiet silences stderr
 
 
 def next_command(
-    command: str, *words: str, carry: argparse.Namespace | None = None, **flags: object
+    command: str,
+    *words: str,
+    carry: argparse.Namespace | None = None,
+    **flags: object,
 ) -> str:
     """A command line to copy.
 

@@ -272,7 +272,13 @@ def load_target(config: TrainConfig, args: TrainingArguments, reason: str) -> Ta
             config.trust_remote_code,
             config.target_device_map,
         )
-    return load_shell(config.target, config.dtype, where, config.trust_remote_code, weights=True)
+    return load_shell(
+        config.target,
+        config.dtype,
+        where,
+        config.trust_remote_code,
+        weights=True,
+    )
 
 
 def layers_needed(config: TrainConfig, records: Dataset | None) -> str:
@@ -400,7 +406,13 @@ def proven_servers(
     else:
         urls = list(config.target_url)
     # Rounded as stored states are: a streamed run equals one on stored states.
-    servers = Served(urls, target, drafter.feature_layers, config.states_dir, dtype=torch.bfloat16)
+    servers = Served(
+        urls,
+        target,
+        drafter.feature_layers,
+        config.states_dir,
+        dtype=torch.bfloat16,
+    )
     servers.prove()
     if Share.of_process().rank == 0:
         print(redact("\n".join(servers.proofs)), flush=True)

@@ -193,7 +193,11 @@ def _range(infos: tuple[Any, ...]) -> str:
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(
         kind,
-        config=ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True),
+        config=ConfigDict(
+            strict=True,
+            allow_inf_nan=False,
+            arbitrary_types_allowed=True,
+        ),
     )
 
 
@@ -208,7 +212,13 @@ def number(word: str) -> int | float | None:
     return float(word)
 
 
-def check(name: str, value: object, kind: Any, fix: str = "", words: bool = False) -> Any:
+def check(
+    name: str,
+    value: object,
+    kind: Any,
+    fix: str = "",
+    words: bool = False,
+) -> Any:
     """A value as its kind has it: 2 for 2.0 where a whole number is wanted, a Python number for
     numpy's.
 
@@ -307,7 +317,13 @@ def check_fields(settings: Any, prefix: str = "", words: bool = False) -> None:
             fix += f"; the default is {shown(default)}"
         else:
             fix += ""
-        value = check(prefix + one.name, getattr(settings, one.name), kinds[one.name], fix, words)
+        value = check(
+            prefix + one.name,
+            getattr(settings, one.name),
+            kinds[one.name],
+            fix,
+            words,
+        )
         object.__setattr__(settings, one.name, value)
 
 

@@ -127,7 +127,13 @@ class AnswerLog:
         os.close(self._file)
 
 
-def read_answer(line: bytes, path: Path, target: Target, kwargs: Json, most: int) -> LoggedAnswer:
+def read_answer(
+    line: bytes,
+    path: Path,
+    target: Target,
+    kwargs: Json,
+    most: int,
+) -> LoggedAnswer:
     """The answer of a line.
 
     Args:
@@ -169,7 +175,12 @@ def read_answer(line: bytes, path: Path, target: Target, kwargs: Json, most: int
     return LoggedAnswer(tokens[:most], start, accepted)
 
 
-def _rendered(request: Json, choice: Json, target: Target, kwargs: Json) -> tuple[list[int], int]:
+def _rendered(
+    request: Json,
+    choice: Json,
+    target: Target,
+    kwargs: Json,
+) -> tuple[list[int], int]:
     """The tokens of a conversation and the start of its last answer. Raises UserError.
 
     Args:
@@ -183,7 +194,13 @@ def _rendered(request: Json, choice: Json, target: Target, kwargs: Json) -> tupl
     if parsed is None or "messages" not in parsed:
         raise UserError(f"no conversation with an answer; {_FIX}")
     inputs = ChatInputs.of(parsed, kwargs)
-    record = answer_record(target.tokenizer, parsed["messages"], "log", inputs, target.eos_ids)
+    record = answer_record(
+        target.tokenizer,
+        parsed["messages"],
+        "log",
+        inputs,
+        target.eos_ids,
+    )
     start, end = record["spans"][0]
     # The template has closed an answer that the limit ended.
     if choice.get("finish_reason") == "length" and record["finish"] == ["stop"]:
@@ -242,7 +259,11 @@ class LogReader:
         with path.open("rb") as file:
             head = file.read(HEAD)
             # The place of the longest beginning that is known; a new log has none.
-            place = Place(head="", length=0, offset=0)
+            place = Place(
+                head="",
+                length=0,
+                offset=0,
+            )
             for known in self.places:
                 length = known["length"]
                 if place["length"] < length <= len(head) and known["head"] == _hash(head[:length]):
@@ -261,7 +282,13 @@ class LogReader:
             if len(head) < size:
                 head = path.open("rb").read(size)
             self.places = [p for p in self.places if p is not place]
-            self.places.append(Place(head=_hash(head[:size]), length=size, offset=at))
+            self.places.append(
+                Place(
+                    head=_hash(head[:size]),
+                    length=size,
+                    offset=at,
+                )
+            )
 
 
 def _hash(data: bytes) -> str:

@@ -178,7 +178,13 @@ class LocalBackend(Backend):
             return settings.next_turn(it)
 
         requests = _Requests(waiting, iter(conversations), running, settings)
-        results = self.engine.run(requests, settings.sampling, settings.seed, follow_up, stop)
+        results = self.engine.run(
+            requests,
+            settings.sampling,
+            settings.seed,
+            follow_up,
+            stop,
+        )
         for finished in results:
             it = running.pop(finished.key)
             # The engine stopped inside a response, so follow_up was not called.
@@ -373,7 +379,11 @@ class OpenAIBackend(Backend):
                 if fatal is None and not stop():
                     for job in islice(source, self.concurrency - running):
                         # Daemon threads: a process that ends does not wait for servers that hang.
-                        threading.Thread(target=converse, args=job, daemon=True).start()
+                        threading.Thread(
+                            target=converse,
+                            args=job,
+                            daemon=True,
+                        ).start()
                         running += 1
                 if fatal is not None and ended.empty():  # everything that has arrived is stored
                     raise fatal
@@ -483,7 +493,14 @@ class OpenAIBackend(Backend):
             ids = self.settings.closed(ids, finish, choice.get("stop_reason"))
         return ids, finish
 
-    def _query(self, it: Conversation, number: int, path: str, more: Json, schema: type) -> Json:
+    def _query(
+        self,
+        it: Conversation,
+        number: int,
+        path: str,
+        more: Json,
+        schema: type,
+    ) -> Json:
         """The server's choice for the conversation's next response. A retry asks the next server."""
         sampling = self.settings.sampling
         body: Json = {

@@ -83,7 +83,15 @@ def run(args: argparse.Namespace) -> int:
 
         this_run = run_counts(0, 0, 0.0, {})
         if existing or mine:
-            backend = make_backend(args, target, settings, layers, len(mine), done, share)
+            backend = make_backend(
+                args,
+                target,
+                settings,
+                layers,
+                len(mine),
+                done,
+                share,
+            )
             this_run = store_answers(args, settings, store, backend, mine)
         report(args, store, this_run, None if existing else len(ids), share)
     return 0
@@ -280,7 +288,14 @@ def make_backend(
     """
     if args.backend == "existing":
         kwargs = args.chat_template_kwargs
-        return ExistingBackend(target, args.prompts, kwargs, args.max_length, done, share)
+        return ExistingBackend(
+            target,
+            args.prompts,
+            kwargs,
+            args.max_length,
+            done,
+            share,
+        )
     given = None if args.slots == "auto" else args.slots
     if args.backend == "openai":
         return OpenAIBackend(args.url, args.model, settings, given)
@@ -444,7 +459,12 @@ def _states_of(record: Json, result: Finished | None) -> dict[str, Tensor]:
     return {"features": result.features[:fed], "last_hidden": result.last_hidden[:fed]}
 
 
-def run_counts(conversations: int, tokens: int, seconds: float, dropped: dict[str, int]) -> Json:
+def run_counts(
+    conversations: int,
+    tokens: int,
+    seconds: float,
+    dropped: dict[str, int],
+) -> Json:
     """The part of summary.json about one run."""
     rate = round(tokens / max(seconds, 1e-9), 1)
     counts = {"conversations": conversations, "response_tokens": tokens}

@@ -28,7 +28,12 @@ def value_bytes(dtype: StoreDtype, width: int) -> float:
     return DTYPES[dtype].itemsize
 
 
-def stored_as(name: str, states: Tensor, dtype: StoreDtype, width: int) -> dict[str, Tensor]:
+def stored_as(
+    name: str,
+    states: Tensor,
+    dtype: StoreDtype,
+    width: int,
+) -> dict[str, Tensor]:
     """Tensors to store for states [n, c*width] of c layers.
 
     Values that are not finite give scales that are not finite.

@@ -20,7 +20,12 @@ from drafttrain.target import Target
 _OPEN_ROWS = 64  # number of open bins: more pack tighter but search slower
 
 
-def cut_row(tokens: list[int], spans: list[list[int]], index: int, max_length: int) -> Json:
+def cut_row(
+    tokens: list[int],
+    spans: list[list[int]],
+    index: int,
+    max_length: int,
+) -> Json:
     """The training row of a conversation's first tokens; without spans of less than two tokens."""
     kept = []
     for start, end in spans:
@@ -57,7 +62,12 @@ def training_rows(
         return cut_row(row["tokens"], row["spans"], index, max_length)
 
     drop = [name for name in records.column_names if name not in ("tokens", "spans")]
-    rows = records.map(cut, with_indices=True, remove_columns=drop, desc="cutting to max_length")
+    rows = records.map(
+        cut,
+        with_indices=True,
+        remove_columns=drop,
+        desc="cutting to max_length",
+    )
     rows = rows.filter(
         lambda spans: len(spans) > 0,
         input_columns="spans",

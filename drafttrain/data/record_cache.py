@@ -67,7 +67,12 @@ _LINE_END = TypeAdapter(LineEnd)
 
 def stored_lines(part: Path) -> Iterator[tuple[int, StoredLine]]:
     """The complete lines of a part with their numbers. Raises UserError: a damaged one."""
-    return read_jsonl(part, growing=True, fix=LINE_FIX, schema=StoredLine)
+    return read_jsonl(
+        part,
+        growing=True,
+        fix=LINE_FIX,
+        schema=StoredLine,
+    )
 
 
 class StoredIds:

@@ -258,13 +258,26 @@ def magpie_prompts(request: Request) -> Iterator[Json]:
         target = load_target(args)
     sampling = SamplingParams(args.temperature, 0, args.top_p)
     openings = load_openings(args.openings)
-    writer = PromptWriter(target, openings, args.opening_share, args.max_prompt_tokens, args.seed)
+    writer = PromptWriter(
+        target,
+        openings,
+        args.opening_share,
+        args.max_prompt_tokens,
+        args.seed,
+    )
 
     answers: Callable[[int], Iterator[Finished]]
     if args.url:
 
         def answers(start: int) -> Iterator[Finished]:
-            return served_answers(args, target, writer, sampling, start, request.keep.dropped)
+            return served_answers(
+                args,
+                target,
+                writer,
+                sampling,
+                start,
+                request.keep.dropped,
+            )
     else:
         slots = args.slots
         if slots == "auto":
@@ -372,7 +385,13 @@ def served_answers(
     renderer = ChatRenderer(target)
     # The turn is the user's, so its end stops the answer.
     renderer.stop_ids = set(writer.stop_ids)
-    settings = ResponseSettings(renderer, sampling, writer.max_tokens, writer.max_length, args.seed)
+    settings = ResponseSettings(
+        renderer,
+        sampling,
+        writer.max_tokens,
+        writer.max_length,
+        args.seed,
+    )
     slots = _SERVED if args.slots == "auto" else args.slots
     backend = OpenAIBackend(args.url, "", settings, slots)
     if not backend.by_ids:

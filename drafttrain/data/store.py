@@ -240,7 +240,13 @@ class Store:
             writes this part.
     """
 
-    def __init__(self, directory: str | Path, meta: Json, rank: int = 0, overwrite: bool = False):
+    def __init__(
+        self,
+        directory: str | Path,
+        meta: Json,
+        rank: int = 0,
+        overwrite: bool = False,
+    ):
         self.directory = Path(directory).expanduser()
         self.rank = rank
         self.appended = 0
@@ -535,7 +541,14 @@ class FeatureStore:
             for i, layer in enumerate(layers):
                 place[layer] = (i * width, (i + 1) * width)
             columns = [place.get(layer) for layer in feature_layers]
-        return FeatureStore(root, columns, held["top_k"], len(layers), width, target["vocab_size"])
+        return FeatureStore(
+            root,
+            columns,
+            held["top_k"],
+            len(layers),
+            width,
+            target["vocab_size"],
+        )
 
     @property
     def count(self) -> int:

@@ -138,7 +138,13 @@ def environment() -> Environment:
     plain: Any = _own_compiler()("").environment  # a SandboxedEnvironment
     made = plain.overlay()
 
-    def call(context: Context, function: object, /, *args: object, **kwargs: object) -> object:
+    def call(
+        context: Context,
+        function: object,
+        /,
+        *args: object,
+        **kwargs: object,
+    ) -> object:
         _spend(_CALL)
         values = [*args, *kwargs.values()]
         method = getattr(function, "__wrapped__", function)  # of the sandbox's str.format

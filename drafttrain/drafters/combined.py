@@ -185,7 +185,13 @@ def match_spec(spec: TreeSpec) -> TreeSpec:
     if not spec.matches or spec.shape == "none":
         return TreeSpec.parse("none")
     if spec.shape == "dynamic":
-        return replace(spec, depth=spec.most, budget=spec.most, stop=0.0, cut=0.0)
+        return replace(
+            spec,
+            depth=spec.most,
+            budget=spec.most,
+            stop=0.0,
+            cut=0.0,
+        )
     return TreeSpec.parse(f"chain:{max(spec.depth, spec.match)}")
 
 

@@ -121,7 +121,12 @@ class GgufHeads(Shipping[D]):
         drafter = self.load(trained)
         target = load_shell(name)  # without weights
         if self._needs_rows(drafter, target):
-            target = load_shell(name, dtype="float32", device="cpu", weights=True)
+            target = load_shell(
+                name,
+                dtype="float32",
+                device="cpu",
+                weights=True,
+            )
         keys = {f"{self.gguf_arch}.{key}": value for key, value in self.gguf_keys(drafter).items()}
         mask = _mask_id(drafter)
         if mask is not None:
@@ -259,7 +264,12 @@ class GgufHeads(Shipping[D]):
         back.load_state_dict(original.state_dict())
         target = load_shell(original.config.target["name"])
         if self._needs_rows(original, target):
-            target = load_shell(target.name, dtype="float32", device="cpu", weights=True)
+            target = load_shell(
+                target.name,
+                dtype="float32",
+                device="cpu",
+                weights=True,
+            )
         form = self.gguf_form(back, target)
         factors = rope_factors(original.config)
         if factors is not None:

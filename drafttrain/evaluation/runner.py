@@ -168,7 +168,16 @@ def evaluate(
     ]
     key = fingerprint({"settings": head, "files": files, "choices": choices})
     with contextlib.closing(open_log(settings.output, key)) as saved:
-        results = compare_sides(settings, target, drafter, questions, head, off, saved, search)
+        results = compare_sides(
+            settings,
+            target,
+            drafter,
+            questions,
+            head,
+            off,
+            saved,
+            search,
+        )
         write_json(settings.output, results)
         saved.remove()
     return results

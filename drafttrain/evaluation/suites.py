@@ -51,7 +51,12 @@ _SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".csv")
 
 # One line without control characters, which would change a terminal's state.
 Category = Annotated[
-    str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$")
+    str,
+    Field(
+        min_length=1,
+        max_length=200,
+        pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$",
+    ),
 ]
 
 

@@ -44,7 +44,12 @@ ROPES = ("default", "linear", "llama3")
 _BLOCK = 32  # columns that share a scale in q8_0
 
 
-def write_gguf(folder: Path, output: Path, kind: str, tokenizer_folder: Path | None = None) -> Path:
+def write_gguf(
+    folder: Path,
+    output: Path,
+    kind: str,
+    tokenizer_folder: Path | None = None,
+) -> Path:
     """Writes the model in `folder` to the file `output`; vectors are float32, matrices of type
     `kind` (one of TYPES).
 
@@ -63,7 +68,15 @@ def write_gguf(folder: Path, output: Path, kind: str, tokenizer_folder: Path | N
         )
     tensors = _tensors(config, read_weights(folder))
     arch = gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[FAMILIES[family]]]
-    return write_file(output, arch, config, {}, tensors, kind, tokenizer_folder or folder)
+    return write_file(
+        output,
+        arch,
+        config,
+        {},
+        tensors,
+        kind,
+        tokenizer_folder or folder,
+    )
 
 
 def write_file(
@@ -157,7 +170,12 @@ def tensor_name(family: str, layers: int, name: str) -> str | None:
     return names.get_name(name, try_suffixes=(".weight", ".bias"))
 
 
-def to_neighbors(name: str, values: Tensor, config: PreTrainedConfig, back: bool = False) -> Tensor:
+def to_neighbors(
+    name: str,
+    values: Tensor,
+    config: PreTrainedConfig,
+    back: bool = False,
+) -> Tensor:
     """Reorders rows of queries and keys [heads * e, ...]; others stay.
 
     From rotary pairs (i, i + e/2) to (2i, 2i + 1).

@@ -356,11 +356,21 @@ class Packed(nn.Module):
 
     saved: dict[str, Tensor]
 
-    def _save_to_state_dict(self, state: dict[str, Tensor], prefix: str, *_: object) -> None:
+    def _save_to_state_dict(
+        self,
+        state: dict[str, Tensor],
+        prefix: str,
+        *_: object,
+    ) -> None:
         for name, weight in self.saved.items():
             state[prefix + name] = weight
 
-    def _load_from_state_dict(self, state: Mapping[str, object], prefix: str, *_: object) -> None:
+    def _load_from_state_dict(
+        self,
+        state: Mapping[str, object],
+        prefix: str,
+        *_: object,
+    ) -> None:
         if f"{prefix}weight" in state:
             raise UserError(
                 f"{prefix}weight is packed for decoding and cannot be loaded; load weights before pack()"

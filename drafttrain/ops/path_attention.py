@@ -125,7 +125,11 @@ def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
         [1, 1, query blocks] and [1, 1, query blocks, key blocks], int32 both.
     """
     numbers = chosen.to(torch.int32)
-    order = numbers.argsort(dim=1, descending=True, stable=True)
+    order = numbers.argsort(
+        dim=1,
+        descending=True,
+        stable=True,
+    )
     return chosen.sum(1).to(torch.int32)[None, None], order.to(torch.int32)[None, None]
 
 
@@ -641,4 +645,11 @@ def path_attention(
     for path in paths:
         tensors += (path.key, path.value)
     own = _Paths([path.rows for path in paths])
-    return attend_spans(own, spans, query, (base_key, base_value), tensors, flex).flatten(1)
+    return attend_spans(
+        own,
+        spans,
+        query,
+        (base_key, base_value),
+        tensors,
+        flex,
+    ).flatten(1)

@@ -190,7 +190,11 @@ def pack_plan(
 
 
 def packed_tree_attention(
-    query: Tensor, keys: Tensor, values: Tensor, plan: PackedPlan, **form: Unpack[AttentionForm]
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: PackedPlan,
+    **form: Unpack[AttentionForm],
 ) -> Tensor:
     """Attends with N packed new tokens over the cache, which holds their keys already.
 
@@ -213,7 +217,11 @@ def packed_tree_attention(
 
 
 def static_reference(
-    query: Tensor, keys: Tensor, values: Tensor, plan: PackedPlan, **form: Unpack[AttentionForm]
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: PackedPlan,
+    **form: Unpack[AttentionForm],
 ) -> Tensor:
     """`packed_tree_attention` in plain torch, from the plan's tensors alone, over all slots of the
     cache.
@@ -288,7 +296,12 @@ def has_triton() -> bool:
 
 
 def run_kernel(
-    kernel: Any, grid: tuple[int, ...], first: Tensor, /, *args: Any, **options: Any
+    kernel: Any,
+    grid: tuple[int, ...],
+    first: Tensor,
+    /,
+    *args: Any,
+    **options: Any,
 ) -> None:
     """Launches a Triton kernel on its first argument's device, not on the process's current one."""
     with torch.cuda.device_of(first):

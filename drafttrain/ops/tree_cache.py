@@ -237,7 +237,12 @@ class TreeCache:
         return joined.to(device)
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        **form: Unpack[AttentionForm],
     ) -> Tensor:
         """Stores the new keys and values of a layer and attends; see `AttentionContext.attend`.
 

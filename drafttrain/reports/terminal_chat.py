@@ -134,8 +134,20 @@ class ChatSession:
         self.system = system
         self.max_new_tokens = max_new_tokens
         self.seed = seed
-        self.drafted = Decoder(target, drafter, spec=spec, sampling=sampling, keep=True)
-        self.undrafted = Decoder(target, None, spec=spec, sampling=sampling, keep=True)
+        self.drafted = Decoder(
+            target,
+            drafter,
+            spec=spec,
+            sampling=sampling,
+            keep=True,
+        )
+        self.undrafted = Decoder(
+            target,
+            None,
+            spec=spec,
+            sampling=sampling,
+            keep=True,
+        )
         self.names: list[str] = []  # the producers besides the target
         if self.drafted.drafter is not None:
             for part in parts_of(self.drafted.drafter):

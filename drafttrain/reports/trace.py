@@ -219,7 +219,12 @@ def run(args: argparse.Namespace) -> int:
         "tokens": trace.stats.new_tokens,
         "accepted_length": trace.stats.accepted_length,
     }
-    then = next_command("eval", carry=args, target=args.target, drafter=args.drafter)
+    then = next_command(
+        "eval",
+        carry=args,
+        target=args.target,
+        drafter=args.drafter,
+    )
     conclude(result, wrote, then)
     return 0
 
@@ -237,7 +242,13 @@ class _Seen(NamedTuple):
     own_target: float
 
 
-def record(decoder: Decoder, prompt: list[int], *, max_new_tokens: int, seed: int = 0) -> Trace:
+def record(
+    decoder: Decoder,
+    prompt: list[int],
+    *,
+    max_new_tokens: int,
+    seed: int = 0,
+) -> Trace:
     """Decodes one prompt and keeps every round.
 
     Args:
@@ -360,7 +371,14 @@ def print_trace(trace: Trace, chosen: int, console: Console | None = None) -> No
         f"accepted length {stats.accepted_length:.2f}; {drafted}\n",
         highlight=False,
     )
-    table = Table("round", "nodes", "depth", "accepted", "by the drafter", "by the target")
+    table = Table(
+        "round",
+        "nodes",
+        "depth",
+        "accepted",
+        "by the drafter",
+        "by the target",
+    )
     for one in trace.rounds:
         path = "".join(one.nodes[node].text for node in one.path)
         table.add_row(

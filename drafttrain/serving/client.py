@@ -150,7 +150,11 @@ async def ask(
                 answer.error = f"http_{reply.status_code}"
                 answer.detail = await _first_text(reply)
     except TimeoutError:
-        return Answer(error="timeout", detail=f"no end after {timeout:g} s", end=timeout or 0.0)
+        return Answer(
+            error="timeout",
+            detail=f"no end after {timeout:g} s",
+            end=timeout or 0.0,
+        )
     except (httpx.HTTPError, httpx.InvalidURL, BadReply, ValueError, RecursionError) as error:
         answer.detail = _reason(error)
         if isinstance(error, httpx.TimeoutException):

@@ -181,7 +181,11 @@ class Ahead(Origin):
         while len(self._workers) < self.origin.threads:
             name = f"states-{len(self._workers)}"
             # A daemon: a server that does not answer must not delay the end of the process.
-            worker = threading.Thread(target=self._work, name=name, daemon=True)
+            worker = threading.Thread(
+                target=self._work,
+                name=name,
+                daemon=True,
+            )
             self._workers.append(worker)
             worker.start()
 

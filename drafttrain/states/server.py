@@ -308,7 +308,11 @@ class StateServer:
             UserError: it belongs to others.
         """
         with writing(self.folder, "states_dir"):
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.folder.mkdir(
+                parents=True,
+                exist_ok=True,
+                mode=0o700,
+            )
             self._check_folder()
             self._lock = lock(self.folder / _LOCK)
         if self._lock is None:

@@ -261,7 +261,12 @@ class Online(Origin):
 
     name = "online"
 
-    def __init__(self, target: Target, layers: Sequence[int], dtype: torch.dtype | None = None):
+    def __init__(
+        self,
+        target: Target,
+        layers: Sequence[int],
+        dtype: torch.dtype | None = None,
+    ):
         self.target = target
         self.layers = layers
         self.dtype = dtype
@@ -382,7 +387,12 @@ class DraftedHead:
         bias: [d], or None.
     """
 
-    def __init__(self, target: Target, kept_ids: Tensor, temperatures: tuple[float, ...] = ()):
+    def __init__(
+        self,
+        target: Target,
+        kept_ids: Tensor,
+        temperatures: tuple[float, ...] = (),
+    ):
         device = target.device
         self.target = target
         self.temperatures = temperatures
@@ -464,7 +474,10 @@ def rows_of(batch: Batch) -> list[Row]:
 
 
 def targets(
-    batch: Batch, rows: list[Row], states: list[RowStates], head: DraftedHead
+    batch: Batch,
+    rows: list[Row],
+    states: list[RowStates],
+    head: DraftedHead,
 ) -> TargetPart:
     """Lays the states of a batch's conversations out as the step reads them."""
     b, s = batch.input_ids.shape

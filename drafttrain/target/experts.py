@@ -35,7 +35,12 @@ def most_pairs(experts: nn.Module) -> int:
     return int((count + _OTHERS) * _LAUNCH_BYTES * count / nbytes)
 
 
-def _few_or_grouped(experts: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+def _few_or_grouped(
+    experts: nn.Module,
+    hidden: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+) -> Tensor:
     """The experts' sum [n, h] of tokens [n, h] with `chosen` experts [n, k] and their weights [n, k]."""
     if chosen.numel() <= most_pairs(experts):
         return batched_mm_experts_forward(experts, hidden, chosen, weights)

@@ -52,7 +52,14 @@ def _decay(pair: list) -> list:
 
 Count = Annotated[int, Field(ge=0)]
 Tokens = list[Count]
-Penalty = Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)]
+Penalty = Annotated[
+    float,
+    Field(
+        ge=0.01,
+        le=100,
+        allow_inf_nan=False,
+    ),
+]
 
 
 class AppliedKeys(TypedDict, total=False):

@@ -221,7 +221,12 @@ class _Flat:
         self.queries = queries
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        **form: Unpack[AttentionForm],
     ) -> Tensor:
         """[1, heads, t, width] each -> [1, t, heads, value width]."""
         if form["softcap"] is not None or form["sinks"] is not None:

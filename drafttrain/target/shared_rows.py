@@ -44,7 +44,12 @@ class SharedRows:
         self.counts = counts
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        **form: Unpack[AttentionForm],
     ) -> Tensor:
         """The attention of this process's tokens, see `AttentionContext.attend`.
 

@@ -243,7 +243,11 @@ class TargetShell(Target):
         for answer, more in itertools.product(answers, ({}, mask)):
             try:
                 with _answering(self.layers, answer), self._calls() as calls:
-                    output = self.body(input_ids=ids, use_cache=False, **more)
+                    output = self.body(
+                        input_ids=ids,
+                        use_cache=False,
+                        **more,
+                    )
                 between = _path(calls, states, output.last_hidden_state)
             except Exception as error:  # code of other libraries, around stand-ins for its layers
                 if not reason:

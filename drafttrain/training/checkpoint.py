@@ -324,7 +324,12 @@ def _check_archive(file: Path) -> None:
         if bad := archive.testzip():
             raise ValueError(f"the checksum of {bad} is wrong")
         with safe_globals():
-            torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            torch.load(
+                file,
+                map_location="cpu",
+                weights_only=True,
+                mmap=True,
+            )
 
 
 def _step_of(checkpoint: Path) -> int:

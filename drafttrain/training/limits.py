@@ -73,7 +73,12 @@ class TimeBudget:
         if max_steps > 0:
             self._most = max_steps
 
-    def spend(self, state: TrainerState, control: TrainerControl, device: torch.device) -> None:
+    def spend(
+        self,
+        state: TrainerState,
+        control: TrainerControl,
+        device: torch.device,
+    ) -> None:
         """Counts the time of a step, and ends training when the budget is used.
 
         `state.max_steps` becomes the number of steps that the budget will last.

@@ -200,7 +200,12 @@ def _steps(training: Training) -> Iterator[list[Inputs]]:
         yield batches
 
 
-def _report(training: Training, control: TrainerControl, norm: Tensor, rate: float) -> None:
+def _report(
+    training: Training,
+    control: TrainerControl,
+    norm: Tensor,
+    rate: float,
+) -> None:
     """Logs, evaluates and saves what is due, once."""
     if control.should_log and training.state.global_step > training.logs.written:
         training.logs.write_step(norm, rate)

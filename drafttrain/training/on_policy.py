@@ -156,7 +156,12 @@ class OnPolicy:
         writer.release_steps()
         return made
 
-    def replace(self, batches: list[Inputs], step: int, source: BatchSource) -> list[Inputs]:
+    def replace(
+        self,
+        batches: list[Inputs],
+        step: int,
+        source: BatchSource,
+    ) -> list[Inputs]:
         """The micro-batches of a step with a share of their rows replaced.
 
         `source` need not read the states of replaced rows.

@@ -39,7 +39,13 @@ class ByLength(Sampler[int]):
     # Steps that are sorted together: more mean less padding and less shuffling.
     _SORTED = 50
 
-    def __init__(self, lengths: Sequence[int], rows: int, seed: int, epoch: Callable[[], int]):
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        rows: int,
+        seed: int,
+        epoch: Callable[[], int],
+    ):
         self.lengths = lengths
         self.rows = rows
         self.seed = seed

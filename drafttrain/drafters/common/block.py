@@ -260,7 +260,17 @@ class BlockDrafter(DecoderDrafter):
         sizes = (part.counts(every), part.counts(valid))
         attends = []
         for layer, count in zip(self.decoder_layers, self.computed, strict=True):
-            attends.append(self._over_context(layer, context, tables, spans, part, sizes, count))
+            attends.append(
+                self._over_context(
+                    layer,
+                    context,
+                    tables,
+                    spans,
+                    part,
+                    sizes,
+                    count,
+                )
+            )
 
         # One pass over this process's blocks; of its predictions, those that count.
         anchors = every[blocks]  # [m]
@@ -439,7 +449,12 @@ class BlockDrafter(DecoderDrafter):
                 at.store(i, key, value)  # [n, kv_heads, e] each
         return ids[at.ends]
 
-    def draft(self, roots: Tensor, places: Places, width: int | None) -> tuple[Children, Ask]:
+    def draft(
+        self,
+        roots: Tensor,
+        places: Places,
+        width: int | None,
+    ) -> tuple[Children, Ask]:
         """One pass over all blocks; trees grow without the layers."""
         size = self.config.block_size
         at = places.behind(size, self.computed, mutual=not self.config.causal)

@@ -117,7 +117,12 @@ class LayerDrafter(DecoderDrafter):
         """[t, f * target h] target features -> [t, h], the state that depth 0 reads."""
         raise NotImplementedError
 
-    def enter(self, state: Tensor, embeds: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
+    def enter(
+        self,
+        state: Tensor,
+        embeds: Tensor,
+        depth: int,
+    ) -> tuple[Tensor, Tensor | None]:
         """Returns the first layer's input: a state [t, h], and embeddings if it reads them.
 
         state: [t, h]. embeds: [t, target h].
@@ -434,7 +439,12 @@ class LayerDrafter(DecoderDrafter):
             return made[at.ends]
         return made
 
-    def draft(self, roots: Tensor, places: Places, width: int | None) -> tuple[Children, Ask]:
+    def draft(
+        self,
+        roots: Tensor,
+        places: Places,
+        width: int | None,
+    ) -> tuple[Children, Ask]:
         states, reads = roots.unbind(1)
 
         def ask(nodes: Nodes) -> Children:

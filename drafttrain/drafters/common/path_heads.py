@@ -198,7 +198,12 @@ class PathHeads(TrainableDrafter):
         """Roots [R, w], the states of the last tokens; no other is kept."""
         return self.enter(features[at.ends], ids[at.ends])
 
-    def draft(self, roots: Tensor, places: Places, width: int | None) -> tuple[Children, Ask]:
+    def draft(
+        self,
+        roots: Tensor,
+        places: Places,
+        width: int | None,
+    ) -> tuple[Children, Ask]:
         states = roots  # [n, w] of the nodes that were opened last
 
         def ask(nodes: Nodes) -> Children:

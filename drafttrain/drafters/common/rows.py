@@ -158,7 +158,10 @@ class Places(Protocol):
     depth: int
 
     def behind(
-        self, count: int, computed: Sequence[int] | None = None, mutual: bool = False
+        self,
+        count: int,
+        computed: Sequence[int] | None = None,
+        mutual: bool = False,
     ) -> DraftPass:
         """The pass over `count` tokens in a row behind each sequence.
 
@@ -231,7 +234,12 @@ class HostPass(DraftPass):
             attends.append(attend_packed(own, queries, self.counts))
         return attends
 
-    def run(self, step: DraftStep, embeds: Tensor | None, states: Tensor) -> Tensor | None:
+    def run(
+        self,
+        step: DraftStep,
+        embeds: Tensor | None,
+        states: Tensor,
+    ) -> Tensor | None:
         found = self._for_kernel(states)
         if found is None:
             return None
@@ -321,7 +329,10 @@ class Steps(Protocol):
     cache: TreeCache
 
     def read(
-        self, sessions: Sessions, tokens: Sequence[Tensor], features: Sequence[Tensor]
+        self,
+        sessions: Sessions,
+        tokens: Sequence[Tensor],
+        features: Sequence[Tensor],
     ) -> bool: ...
     def propose(
         self,
@@ -497,7 +508,10 @@ class HostPlaces:
         self.form = sessions[0].drafter.host_pass
 
     def behind(
-        self, count: int, computed: Sequence[int] | None = None, mutual: bool = False
+        self,
+        count: int,
+        computed: Sequence[int] | None = None,
+        mutual: bool = False,
     ) -> HostPass:
         layouts = None
         if mutual:

@@ -58,12 +58,23 @@ class SlotAttention:
         self.plan = plan
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        **form: Unpack[AttentionForm],
     ) -> Tensor:
         """See `AttentionContext.attend`."""
         self.cache.store(layer, self.slots, key, value)
         keys, values = self.cache.by_row(layer)
-        return packed_tree_attention(query, keys, values, self.plan, **form).transpose(1, 2)
+        return packed_tree_attention(
+            query,
+            keys,
+            values,
+            self.plan,
+            **form,
+        ).transpose(1, 2)
 
     def attend_flat(
         self,
@@ -169,7 +180,13 @@ class StaticPlaces:
         if not self.chain:
             words = -(-most // _WORD)
         # [R, most, words] int32: bit i is set if node i is an ancestor or the node itself
-        self._ancestors = torch.zeros(count, most, words, dtype=torch.int32, device=rows.device)
+        self._ancestors = torch.zeros(
+            count,
+            most,
+            words,
+            dtype=torch.int32,
+            device=rows.device,
+        )
         self._ancestors[:, 0, 0].fill_(1)
 
     def open(self, depth: int, parents: Tensor) -> StaticPass:
@@ -271,7 +288,12 @@ class StaticDrafter(Protocol):
 
     def static_layers(self) -> dict[int, tuple[Tensor, Tensor]]: ...
     def read_committed(self, ids: Tensor, features: Tensor, at: DraftPass) -> Tensor: ...
-    def draft(self, roots: Tensor, places: Places, width: int | None) -> tuple[Children, Ask]: ...
+    def draft(
+        self,
+        roots: Tensor,
+        places: Places,
+        width: int | None,
+    ) -> tuple[Children, Ask]: ...
 
 
 class PlacedSession(Protocol):
@@ -379,7 +401,13 @@ class GrowStep:
     def forward(self) -> Grown:
         steps = self.steps
         drafter = steps.drafter
-        places = StaticPlaces(steps.cache, self.rows, self.held, self.growth, drafter.cache_shape)
+        places = StaticPlaces(
+            steps.cache,
+            self.rows,
+            self.held,
+            self.growth,
+            drafter.cache_shape,
+        )
         first, ask = drafter.draft(steps.roots[self.rows], places, None)
         count = len(self.rows)
         trees = torch.arange(count, device=self.rows.device)[:, None]  # [R, 1]

@@ -208,7 +208,12 @@ class TensorGrowth:
             proposals,
         )
 
-    def _choose(self, level: _Level, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    def _choose(
+        self,
+        level: _Level,
+        scores: Tensor,
+        count: int,
+    ) -> tuple[Tensor, Tensor]:
         """The nodes to open of a level's candidates, ascending [R, m], and their scores."""
         if self.floor is None:
             live = scores
@@ -218,7 +223,11 @@ class TensorGrowth:
             chosen = level.opened.expand(len(scores), -1)
         else:
             # Stable sorts, so that equal scores keep their order, as on the host.
-            best = live.sort(dim=1, descending=True, stable=True).indices
+            best = live.sort(
+                dim=1,
+                descending=True,
+                stable=True,
+            ).indices
             chosen = best[:, :count].sort(dim=1).values
         return chosen, live.gather(1, chosen)
 
@@ -245,7 +254,11 @@ class TensorGrowth:
             counts = torch.full((rows,), total, device=self.device)
             return Grown(tokens, parents, scores, counts, q)
 
-        best = scores.sort(dim=1, descending=True, stable=True)
+        best = scores.sort(
+            dim=1,
+            descending=True,
+            stable=True,
+        )
         live = best.values[:, : self.nodes] > _DEAD  # [R, n] bool
         counts = live.sum(dim=1)
         # [R, n] candidates in their order; dead ones come last, as padding

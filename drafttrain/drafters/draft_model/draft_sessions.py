@@ -28,7 +28,14 @@ class SeparateCaches:
         self.caches = caches
         self.sizes = list(sizes)  # new tokens of each session
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Any) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        **form: Any,
+    ) -> Tensor:
         queries = query.split(self.sizes, dim=2)
         keys = key.split(self.sizes, dim=2)
         values = value.split(self.sizes, dim=2)

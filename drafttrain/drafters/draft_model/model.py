@@ -177,7 +177,11 @@ class DraftModel(TrainableDrafter):
                 raise UserError(
                     f"unknown key drafter.{key} for kind=draft_model with init={init!r}; there are {', '.join(sorted(known))}"
                 )
-        config = DraftModelConfig(**cls.check_options(options), loss=loss, target=target.identity())
+        config = DraftModelConfig(
+            **cls.check_options(options),
+            loss=loss,
+            target=target.identity(),
+        )
         tokenizer = target.tokenizer
         if init == "target":
             lm = language_models.own_layers(target, config.layers, config.embedding == "shared")
@@ -414,7 +418,11 @@ class DraftModel(TrainableDrafter):
             return self.runner.body(input_ids=read, use_cache=False).last_hidden_state
         positions = torch.arange(ids.shape[1], device=ids.device) - begins
         with apart(begins):
-            out = self.runner.body(input_ids=read, position_ids=positions, use_cache=False)
+            out = self.runner.body(
+                input_ids=read,
+                position_ids=positions,
+                use_cache=False,
+            )
         return out.last_hidden_state
 
     def _states_of_text(
@@ -506,7 +514,12 @@ class DraftModel(TrainableDrafter):
         """Roots [R, d], the logits after the last tokens."""
         return self._logits(self._pass(ids, at)[at.ends])
 
-    def draft(self, roots: Tensor, places: Places, width: int | None) -> tuple[Children, Ask]:
+    def draft(
+        self,
+        roots: Tensor,
+        places: Places,
+        width: int | None,
+    ) -> tuple[Children, Ask]:
         def ask(nodes: Nodes) -> Children:
             return Children(self._logits(self._pass(nodes.tokens(), nodes.place())))
 

@@ -405,4 +405,10 @@ class CommittedText:
                     scores.append(score)
                 scores[node] = max(scores[node], score)
                 above = node
-        return TokenTree.likeliest(spec.budget, tokens, parents, scores, tree.tokens.device)
+        return TokenTree.likeliest(
+            spec.budget,
+            tokens,
+            parents,
+            scores,
+            tree.tokens.device,
+        )

@@ -209,7 +209,12 @@ class Eagle3(LayerDrafter):
         normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
         return torch.cat(normed, dim=-1)
 
-    def enter(self, state: Tensor, embeds: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
+    def enter(
+        self,
+        state: Tensor,
+        embeds: Tensor,
+        depth: int,
+    ) -> tuple[Tensor, Tensor | None]:
         return state, embeds
 
     def leave(self, state: Tensor) -> Tensor:

@@ -183,7 +183,12 @@ class MTP(LayerDrafter):
     def fuse(self, features: Tensor) -> Tensor:
         return features.to(self.norm.weight.dtype)
 
-    def enter(self, state: Tensor, embeds: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
+    def enter(
+        self,
+        state: Tensor,
+        embeds: Tensor,
+        depth: int,
+    ) -> tuple[Tensor, Tensor | None]:
         block = self.block_at(depth)
         return block.eh_proj(torch.cat((block.enorm(embeds), block.hnorm(state)), dim=-1)), None
 
@@ -389,7 +394,13 @@ class MTP(LayerDrafter):
             block.enorm.weight.fill_(1.0)
             block.hnorm.weight.fill_(1.0)
         projections = [block.eh_proj for block in self.blocks]
-        explained, size = starts.projection_start(self, projections, batches, source, normed=True)
+        explained, size = starts.projection_start(
+            self,
+            projections,
+            batches,
+            source,
+            normed=True,
+        )
         self.norm.weight.fill_(size)
         starts.set_temperature(self, batches[0], source, self.norm.weight)
         return explained

@@ -92,7 +92,12 @@ class PEagle(Eagle3):
     def next_inputs(self, state: Tensor, embeds: Tensor) -> tuple[Tensor, Tensor]:
         return self.masks(len(embeds))
 
-    def draft(self, roots: Tensor, places: Places, width: int | None) -> tuple[Children, Ask]:
+    def draft(
+        self,
+        roots: Tensor,
+        places: Places,
+        width: int | None,
+    ) -> tuple[Children, Ask]:
         """One step over the masked positions of all depths and sequences."""
         reads = roots[:, 1:]  # [R, 1, h] the head's input
         count = places.depth - 1  # masks per tree
