@@ -102,9 +102,9 @@ class DraftHead:
         column = deviation.clamp_min(1e-12).sqrt()  # [h] factors of the states
 
         # Round the weights to 4 bits, some rows at a time.
-        panels: list[Tensor] = []
-        scales: list[Tensor] = []
-        errors: list[float] = []
+        panels = []
+        scales = []
+        errors = []
         for rows in weight.split(8192):
             integers, factors, error = _round_rows((rows - mean) / column)
             panels.append(integers)

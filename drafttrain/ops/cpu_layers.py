@@ -95,7 +95,7 @@ def make_struct(
     """A C struct with numbers and pointers to tensors, and the tensors, which must outlive it."""
     names = {field[0] for field in kind._fields_}
     assert content.keys() <= names, "ctypes ignores names that are not fields"
-    kept: list[Tensor] = []
+    kept = []
     values: dict[str, float | None] = {}
     for name, value in content.items():
         if not isinstance(value, Tensor):

@@ -120,7 +120,7 @@ class PackedPlan(NamedTuple):
     @staticmethod
     def static(numbers: Tensor, shape: PlanShape) -> PackedPlan:
         """A plan over [shape.numbers] int32 numbers on the device, which later copies may replace."""
-        views: list[Tensor] = []
+        views = []
         begin = 0
         for size in shape.sizes:
             count = math.prod(size)

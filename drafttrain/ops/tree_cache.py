@@ -411,7 +411,7 @@ class TreeCache:
     def _new_slots(self, device: torch.device) -> Tensor:
         """[N] int64 slots of the announced tokens on the common axis; the same for all layers."""
         if self._slots is None:
-            parts: list[Tensor] = []
+            parts = []
             for row, layout in self._open:
                 start = row * self.capacity + layout.prefix_len + layout.held
                 parts.append(torch.arange(start, start + layout.count))

@@ -274,7 +274,7 @@ class LayerDrafter(DecoderDrafter):
         for _ in range(self.cache_shape.layers):
             attentions.append(PathAttention(begin, config.sliding_window))
         head = SharedHead(self.head_weight)
-        losses: list[Tensor] = []
+        losses = []
         outs = []
         before = valid[:0]  # this process's anchors of the depth before
         for k, every in enumerate(anchors):

@@ -128,7 +128,7 @@ class PathHeads(TrainableDrafter):
         decay = self.config.depth_decay**depths  # [depths] float32
         decay = decay / decay.sum()
         heads = [SharedHead(head.weight) for head in self.lm_heads]  # type: ignore[arg-type]
-        losses: list[Tensor] = []
+        losses = []
         outs = []
         for k, (at, state) in enumerate(self.walk(inputs.batch, inputs.features)):
             out = linear_divergence(

@@ -176,10 +176,10 @@ class TensorGrowth:
         above = torch.zeros(rows, 1, dtype=torch.float64, device=self.device)
         numbers = torch.full((rows, 1), -1, device=self.device)
         # Of all candidates, per depth [R, c].
-        all_tokens: list[Tensor] = []
-        all_scores: list[Tensor] = []
-        all_parents: list[Tensor] = []
-        proposals: list[Tensor] = []
+        all_tokens = []
+        all_scores = []
+        all_parents = []
+        proposals = []
         begin = 0  # number of the level's first candidate
         for depth, level in enumerate(self.levels):
             # The children of the opened nodes, [R, m, width].

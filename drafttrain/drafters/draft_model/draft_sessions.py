@@ -129,6 +129,7 @@ class DraftModelSession(JointSession):
                     break
                 kept.append(child + 1)
             held = 1 + len(self.parents)
+            # A forward of no new tokens: all nodes are stored already, and some of them are kept.
             self.cache.open([(0, TreeLayout(self.cache.lengths[0], self.parents, held=held))])
             self.cache.commit([kept])
             new = new[len(kept) - 1 :]
@@ -143,7 +144,7 @@ class DraftModelSession(JointSession):
         return new
 
     def commit(self, tokens: Tensor, root: Tensor) -> None:
-        self.cache.commit([range(len(tokens) - 1)])
+        self.cache.commit([range(len(tokens) - 1)])  # the last one is the root
         self.rooted = 1
         self.root = root
 

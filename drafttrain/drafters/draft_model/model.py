@@ -308,8 +308,9 @@ class DraftModel(TrainableDrafter):
         Raises:
             UserError: the model mixes them up.
         """
-        ids = torch.arange(1, 7, device=self.device)[None] * self.vocab_size // 8
-        together = self._states(ids, torch.tensor([[0, 0, 0, 3, 3, 3]], device=self.device))[:, 3:]
+        ids = torch.arange(1, 7, device=self.device)[None] * self.vocab_size // 8  # spread ids
+        begins = torch.tensor([[0, 0, 0, 3, 3, 3]], device=self.device)
+        together = self._states(ids, begins)[:, 3:]
         alone = self._states(ids[:, 3:])
         if not torch.allclose(together, alone, rtol=1e-4, atol=1e-4 * float(alone.abs().max())):
             raise UserError(
@@ -504,6 +505,7 @@ class DraftModel(TrainableDrafter):
 
     @torch.no_grad()
     def static_layers(self) -> dict[int, tuple[Tensor, Tensor]]:
+        # One token shows the shapes of all layers' keys.
         ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         cache = TreeCache(1)
         cache.open([(0, 1)])

@@ -151,7 +151,7 @@ class Eagle3(LayerDrafter):
         if "kept_ids" not in found:
             self.kept_ids = torch.arange(self.config.draft_vocab_size)
             if "d2t" in found:
-                self.kept_ids += read_weights(folder)["d2t"].long()
+                self.kept_ids += read_weights(folder)["d2t"].long()  # target id minus drafter id
 
     @property
     def decoder_layers(self) -> list[DraftLayer]:

@@ -190,7 +190,8 @@ class MTP(LayerDrafter):
         depth: int,
     ) -> tuple[Tensor, Tensor | None]:
         block = self.block_at(depth)
-        return block.eh_proj(torch.cat((block.enorm(embeds), block.hnorm(state)), dim=-1)), None
+        both = torch.cat((block.enorm(embeds), block.hnorm(state)), dim=-1)  # [t, 2h]
+        return block.eh_proj(both), None
 
     def leave(self, state: Tensor) -> Tensor:
         return self.norm(state)
@@ -295,9 +296,13 @@ class MTP(LayerDrafter):
         # The layer is counted as the target's last one that sees all positions, as it is in
         # published families.
         count = target.num_layers
-        kinds = getattr(target.config, "layer_types", None) or [""] * count
+        kinds = getattr(target.config, "layer_types", None)
+        if not kinds:
+            kinds = [""] * count
         full = [i for i in range(count) if kinds[i] == "full_attention"]
-        index = full[-1] if full else count - 1
+        index = count - 1
+        if full:
+            index = full[-1]
         spec = spec_of(target.config, index)
         heads, kv_heads, width, window = OwnLayer(spec).shape()
         shapes = {

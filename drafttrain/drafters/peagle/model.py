@@ -106,6 +106,7 @@ class PEagle(Eagle3):
             made = self.advance(states, embeds, places.behind(count), 1)
             deeper = made[:, 1].unflatten(0, (len(roots), count))
             reads = torch.cat((reads, deeper), dim=1)  # [R, depth, h]
+        # The depths of a sequence stand together, and all nodes of a depth share its row.
         every = self.predict(reads.flatten(0, 1), width)._replace(shared=True)
         depths = reads.shape[1]
         return every.every(depths, 0), lambda nodes: every.every(depths, nodes.depth)
