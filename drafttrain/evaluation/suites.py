@@ -331,6 +331,7 @@ def load_suite(name: str, defaults: Json | None = None) -> Suite:
         for index, (_, row) in enumerate(read_jsonl(path, fix=_ROW_FIX, schema=SuiteRow)):
             questions.append(Question.from_row(row, index, "all", defaults))
         content = path.read_bytes()
+        # Other variables of the template make other prompts.
         if defaults:
             content += json.dumps(defaults).encode()
     elif public in PUBLIC:
@@ -364,6 +365,7 @@ def take_evenly(questions: Sequence[Question], limit: int | None) -> list[Questi
     for index, question in enumerate(questions):
         ranked.append((count[question.category], index))
         count[question.category] += 1
+    # The first of every category, then the second of every category, and so on.
     ranked.sort()
     chosen = sorted(index for _, index in ranked[:limit])
     return [questions[index] for index in chosen]
@@ -484,6 +486,7 @@ def _files(where: str, suite: PublicSuite, path: Path) -> list[Path]:
             f"{where}: no such file, and no folder with {', '.join(_SUFFIXES)} files; "
             "check the path"
         )
+    # The Hub's layout: test-00000-of-00001.parquet.
     split = [file for file in files if file.name.startswith(suite.split)]
     if not split and len(files) > 1:
         raise UserError(

@@ -139,9 +139,9 @@ class Targets:
         if not 0 < 4 * rows * width <= _SHARED_BYTES:  # in float32
             return self._distribution(index, temperature, aligned)
         if temperature not in self._shared:
-            probs: list[Tensor] = []
-            entropies: list[Tensor] = []
-            sums: list[Tensor] = []
+            probs = []
+            entropies = []
+            sums = []
             for start in range(0, rows, _CHUNK):
                 chunk = self._distribution(
                     slice(start, start + _CHUNK),

@@ -406,7 +406,7 @@ def native_layer(layer: nn.Module, rotary_dim: int) -> DecoderLayer | None:
 
     # Norms: all are RMS norms of one eps.
     factor: dict[str, Tensor] = {}
-    eps: set[float] = set()
+    eps = set()
     for name, part in (own | inside).items():
         if name.endswith("norm"):
             norm = PackedRMSNorm.like(part)

@@ -200,7 +200,7 @@ class CacheForm(NamedTuple):
 
 def _changed_axes(first: Leaf, other: Leaf) -> list[int] | None:
     """The axes whose sizes differ; None for tensors with different numbers of axes."""
-    changed: list[int] = []
+    changed = []
     if isinstance(first, Tensor) and isinstance(other, Tensor):
         if first.dim() != other.dim():
             return None
