@@ -260,7 +260,7 @@ def sums_by_depth(outs: Sequence[Measured]) -> dict[str, Tensor]:
     Returns:
         [depths] of each metric; nothing if the metrics were not measured.
     """
-    sums: list[Tensor] = []
+    sums = []
     for out in outs:
         if out.alpha is None or out.agree is None:
             continue

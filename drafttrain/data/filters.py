@@ -126,7 +126,7 @@ class NearDuplicates:
         places = self._buckets(signature).tolist()  # [16]
 
         # Compare it with the texts that share a band.
-        candidates: set[int] = set()
+        candidates = set()
         for band, place in enumerate(places):
             index = int(self._heads[band, place])
             for _ in range(_LONGEST):

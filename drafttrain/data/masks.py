@@ -231,7 +231,7 @@ def _records_of(
         if len(current.spans) == 1:
             rows[i] = current
 
-    records: list[Json] = []
+    records = []
     for i, made in rows.items():
         key = id
         if len(rows) > 1:

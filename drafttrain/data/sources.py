@@ -139,6 +139,7 @@ def collect(
                 ids.add(key)
                 yield {"id": key, **prompt, "source": source}
 
+            # Where rows are counted, reading them is the progress: few of them may be kept.
             share = 0.0
             if total:
                 share = read / total
@@ -195,6 +196,7 @@ def data_set_rows(
     from datasets import load_dataset
 
     fix = f"give magpie, file, a reachable Hub id or a local folder, with a --subset and a --split of it ({subset}, {split})"
+    # Where the Hub does not answer, its clients read their cache at once.
     if not Path(name).exists():
         hub_problem()
     with reading(name, "source", fix):
@@ -202,6 +204,7 @@ def data_set_rows(
         stream = load_dataset(name, subset, split=split, streaming=True)
         rows = iter(stream.shuffle(seed=seed, buffer_size=_READ_AHEAD))
     while True:
+        # Every row is read within it: a library may fail at any of them.
         with reading(name, "source", fix):
             row = next(rows, None)
         if row is None:
@@ -392,7 +395,9 @@ def served_answers(
         writer.max_length,
         args.seed,
     )
-    slots = _SERVED if args.slots == "auto" else args.slots
+    slots = args.slots
+    if slots == "auto":
+        slots = _SERVED
     backend = OpenAIBackend(args.url, "", settings, slots)
     if not backend.by_ids:
         raise UserError(

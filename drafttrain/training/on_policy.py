@@ -222,7 +222,7 @@ class OnPolicy:
 def _rows(inputs: dict[str, Tensor]) -> list[Json]:
     """The rows that a batch was collated from."""
     batch = Batch.of(inputs)
-    rows: list[Json] = []
+    rows = []
     for place, length in enumerate(batch.lengths.tolist()):
         mask = batch.response_mask[place, :length].to(torch.int8)
         # Where the padded mask changes, spans begin and end in turn.
