@@ -143,6 +143,7 @@ class Adapter:
         self.output = output
         self.first = Path(args.drafter).expanduser().resolve()
         self.state, self.answers = self._read_state()
+        # A drafter records the target that it was trained for.
         name = args.target or load_trained(str(self.first)).config.target["name"]
         if args.target_url:
             self.target: Target = load_shell(
@@ -152,6 +153,7 @@ class Adapter:
                 args.trust_remote_code,
                 weights=True,
             )
+        # States come from a server then, and the target here has its embedding and head only.
         else:
             self.target = load_target(args, name)
         self._tidy()
@@ -178,7 +180,9 @@ class Adapter:
             limit_bytes=_CACHE_BYTES,
             temperatures=parse_loss(drafter.config.loss).temperatures,
         )
+        # Rows per forward of the target, as they are read.
         self.source.online.together = _FORWARD_ROWS
+        # Another sequence than before a restart, which went on from another version.
         self.random = random.Random(f"{args.seed} {self.state.number}")
         self.earlier = self._first_data()
         self.optimizer: torch.optim.AdamW | None = None
@@ -186,6 +190,7 @@ class Adapter:
         if self.on_cpu:
             self.bfloat16 = self.target.dtype == torch.bfloat16
             self.cores = len(os.sched_getaffinity(0))
+            # `account` charges the difference to the next reading.
             self.clock = 0.0  # the CPU time that this process has spent so far counts
         else:
             self.bfloat16 = has_bfloat16()
@@ -234,6 +239,7 @@ class Adapter:
             self._link(self.first)
         records = sorted(self.output.glob(f"version-*/{RECORD}"))
         versions = [record.parent for record in records]  # the newest last
+        # What serves and what training continues from stay, however old they are.
         kept = {link.resolve().name, self.state.trial}
         for path in versions[: -self.args.keep]:
             if path.name not in kept:
@@ -241,6 +247,7 @@ class Adapter:
 
     def _link(self, folder: Path) -> None:
         """Makes OUTPUT/current lead to a drafter, in one step."""
+        # A link cannot be changed in place: a new one takes the old one's name.
         part = self.output / f".{CURRENT}"
         part.unlink(missing_ok=True)
         place = str(folder)
@@ -257,6 +264,7 @@ class Adapter:
 
     def _store(self, record: Json) -> str:
         """Saves the drafter as a new version; returns its name."""
+        # A killed process may have left versions that the state does not know.
         newest = self.state.number
         for path in self.output.glob("version-*"):
             number = path.name.removeprefix("version-")
@@ -307,6 +315,7 @@ class Adapter:
         if work:
             done = clock - self.clock
         self.clock = clock
+        # The share of one core's second on an accelerator, of all cores' on a CPU.
         gain = self.args.share * self.cores
         saved = state.allowance + gain * max(now - state.at, 0)
         state.allowance = min(saved, gain * 3600 * _SAVED_HOURS) - done
@@ -339,6 +348,7 @@ class Adapter:
         state = self.state
         every = self.args.every
         reader = LogReader(Path(self.args.log).expanduser(), state.places)
+        # So many lines at once that a long log is read in several steps, each of which is saved.
         lines, passed_over = reader.read(8 * every)
         before = state.fresh
         for where, path, line in lines:
@@ -385,11 +395,13 @@ class Adapter:
         every = self.args.every
         judges = [it for it in self.answers if it["held"]][-2 * _JUDGES :]
         others = [it for it in self.answers if not it["held"]]
+        # Of answers that training has seen, an even sample of all times.
         older = others[: -2 * every]
         newer = others[-2 * every :]
         older = self.random.sample(older, min(len(older), 4 * every))
         older.sort(key=lambda it: it["number"])
         self.answers = judges + older + newer
+        # States of answers that are gone will not be read again.
         self.source.kept.keep_only({it["number"] for it in self.answers})
 
     # -- a round -----------------------------------------------------------------------------------
@@ -400,6 +412,7 @@ class Adapter:
         """
         judges = sum(it["held"] for it in self.answers)
         others = sum(_is_new(it) for it in self.answers)
+        # Fewer judges than FEWEST give no interval.
         enough = self.state.fresh >= self.args.every and judges >= FEWEST and others > 0
         return enough and self.budget() > 2 * self.state.judging
 
@@ -413,6 +426,7 @@ class Adapter:
         served = (self.output / CURRENT).resolve()
         fallen = self.fallen
         judges = self._judges()
+        # The served drafter's figures are kept with the answers; only new judges are replayed.
         if any(served.name not in it["replayed"] for it in judges):
             self._replay(self._load(served), served.name, judges)
 
@@ -420,6 +434,7 @@ class Adapter:
         new = [it for it in self.answers if _is_new(it)][-self.args.every :]
         earlier = self._earlier(len(new))
         rows = [_row_of(it) for it in new]
+        # Time for judging is kept back.
         steps, tokens = self._train(rows + earlier, began + budget - state.judging)
         if not steps:  # waits for more of the allowance
             state.judging = max(state.judging, state.spent - began)
@@ -431,6 +446,7 @@ class Adapter:
         theirs = [it["replayed"][served.name] for it in judges]
         ours = [it["replayed"].pop("") for it in judges]
         ratio, before, after = compared(theirs, ours)
+        # The present round counts fully if it took longer, else only by a fifth.
         state.judging = max(0.8 * state.judging, state.spent - mark)
 
         number = 1
@@ -467,9 +483,11 @@ class Adapter:
                 record |= {"verdict": "better", "version": name}
                 state.trial = ""
                 for it, replayed in zip(judges, ours, strict=True):
+                    # Figures of other versions will not be compared any more.
                     it["replayed"] = {name: replayed}
                 self._link(self.output / name)
             else:
+                # Not proven better: training goes on from it, and the served one stays.
                 record |= {"verdict": "undecided", "version": served.name}
                 state.trial = name
 
@@ -477,6 +495,7 @@ class Adapter:
             it["trained"] += 1
         if state.recent:
             recent = fmean(state.recent)
+            # A moving average over rounds, which begins at the first one's.
             state.usual = 0.8 * (state.usual or recent) + 0.2 * recent
         state.fresh = 0
         self.account()
@@ -514,6 +533,7 @@ class Adapter:
         if self.optimizer is None:
             self.optimizer = torch.optim.AdamW(
                 self.drafter.parameters(),
+                # `_paced` sets the rate before each step.
                 lr=0.0,
                 betas=(0.9, 0.95),
                 weight_decay=0.0,
@@ -563,6 +583,7 @@ class Adapter:
             if now >= until:
                 return
             done = max(steps / len(order), (now - start) / max(until - start, 1e-9))
+            # Counted over rounds, as the optimizer is kept.
             self.warm = min(self.warm + 1, _WARM_UP)
             for group in self.optimizer.param_groups:
                 group["lr"] = self.args.learning_rate * self.warm / _WARM_UP * (1 - 0.9 * done)
@@ -587,7 +608,12 @@ class Adapter:
                 f"grad_norm={float(norm)} is not finite; lower --learning-rate ({self.args.learning_rate})"
             )
 
-    def _replay(self, drafter: TrainableDrafter, version: str, judges: Sequence[_Answer]) -> None:
+    def _replay(
+        self,
+        drafter: TrainableDrafter,
+        version: str,
+        judges: Sequence[_Answer],
+    ) -> None:
         """Notes in each answer what a drafter commits in how many passes."""
         todo = [it for it in judges if version not in it["replayed"]]
         rows = [_row_of(it) for it in todo]
@@ -611,6 +637,7 @@ def _batches(rows: Sequence[Json]) -> list[list[Json]]:
     """Rows of similar length together, up to _STEP_TOKENS a batch."""
     made: list[list[Json]] = [[]]
     for row in sorted(rows, key=lambda row: row["length"]):
+        # Padding to the longest row counts, which is the last in a sorted order.
         if made[-1] and row["length"] * (len(made[-1]) + 1) > _STEP_TOKENS:
             made.append([])
         made[-1].append(row)
@@ -619,8 +646,10 @@ def _batches(rows: Sequence[Json]) -> list[list[Json]]:
 
 def compared(before: Sequence[list[int]], after: Sequence[list[int]]) -> tuple[Ratio, float, float]:
     """Ratio of accepted lengths, paired by answer, and both lengths. Each: [committed, passes]."""
+    # [committed of each answer, passes of each answer], from pairs.
     amounts_before = [list(amounts) for amounts in zip(*before, strict=True)]
     amounts_after = [list(amounts) for amounts in zip(*after, strict=True)]
+    # (committed after / passes after) / (committed before / passes before), as one quotient.
     ratio = paired_ratio(
         [amounts_after[0], amounts_before[1]],
         [amounts_after[1], amounts_before[0]],
@@ -660,6 +689,7 @@ def run(args: argparse.Namespace) -> int:
     place = args.output or f"{str(first).rstrip('/')}-adapted"
     check_folder(place, "adapt", inputs_of(args))
     with contextlib.suppress(OSError):
+        # `nice(0)` tells the present priority; one that is lower already stays.
         os.nice(max(0, _NICE - os.nice(0)))
     with OutputFolder(place, "adapt", inputs_of(args)) as output:
         adapter = Adapter(args, output.path)
@@ -676,6 +706,8 @@ def run(args: argparse.Namespace) -> int:
                 break
             adapter.account()
             time.sleep(_POLL_SECONDS)
+            # On a CPU the process's own clock stands while it sleeps; elsewhere the wait must not
+            # count.
             adapter.account(work=adapter.on_cpu)
         lines = f"{counted(state.read, 'answers')} read, {state.fresh} since the last round"
         failed = ""

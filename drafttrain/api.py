@@ -58,7 +58,10 @@ Tokenizer = PreTrainedTokenizerBase | None
 
 @overload
 def generate(  # type: ignore[overload-overlap]  # a text is also a sequence of texts
-    model: Model, prompt: OnePrompt, drafter: Drafting = None, **options: Unpack[GenerateOptions]
+    model: Model,
+    prompt: OnePrompt,
+    drafter: Drafting = None,
+    **options: Unpack[GenerateOptions],
 ) -> Generation: ...
 @overload
 def generate(

@@ -165,6 +165,7 @@ class Batch:
         begin = torch.zeros(b, s + 1, dtype=torch.long, device=device)
         begin[row, start] = start
         begin[torch.arange(b, device=device), self.lengths] = self.lengths
+        # The running maximum carries each start to the end of its conversation.
         return begin[:, :s].cummax(dim=1).values
 
     def first_rows(self, b: int) -> Batch:
@@ -206,12 +207,13 @@ def anchors_by_depth(
 
     def ahead(j: int) -> Tensor:
         """[b, s] bool: the token j positions later belongs to a response."""
-        return torch.nn.functional.pad(response_mask[:, j:], (0, min(j, s)))
+        return torch.nn.functional.pad(response_mask[:, j:], (0, min(j, s)))  # none: the row ends
 
     current = ahead(1)
     result = []
     for k in range(depths):
         current = current & ahead(k + 2)
+        # Deeper sets lie in this one, so one draw thins them all.
         if k == 1 and share < 1:
             drawn = torch.rand(current.shape, device=current.device)
             if part is not None:
@@ -258,14 +260,14 @@ def sums_by_depth(outs: Sequence[Measured]) -> dict[str, Tensor]:
     Returns:
         [depths] of each metric; nothing if the metrics were not measured.
     """
-    sums: list[Tensor] = []
+    sums = []
     for out in outs:
         if out.alpha is None or out.agree is None:
             continue
         count = torch.ones_like(out.values).sum()
         values = (count, out.values.sum(), out.alpha.sum(), out.agree.float().sum())
         sums.append(torch.stack(values))  # [4]
-    if not sums:
+    if not sums:  # steps between two logs measure nothing
         return {}
     names = ("count", "loss", "alpha", "agree")
     return dict(zip(names, torch.stack(sums, dim=1), strict=True))
@@ -417,6 +419,7 @@ class TokenTree:
     def moved(trees: Sequence[TokenTree], device: torch.device) -> list[TokenTree]:
         """The trees with their tokens on another device, in one transfer."""
         tokens = torch.cat([tree.tokens for tree in trees])  # [nodes of all trees]
+        # A copy to the CPU must have arrived before it is read.
         tokens = tokens.to(device, non_blocking=device.type != "cpu")
         parts = tokens.split([len(tree) for tree in trees])
         return [replace(tree, tokens=own) for tree, own in zip(trees, parts, strict=True)]

@@ -134,7 +134,13 @@ def show_overview() -> None:
         help_epilogue=PIPELINE,
     )
     for place, command in enumerate(COMMANDS):
-        app.command(App(name=command, help=summary_of(command), sort_key=place))
+        app.command(
+            App(
+                name=command,
+                help=summary_of(command),
+                sort_key=place,
+            )
+        )
     app.help_print([])
 
 

@@ -161,11 +161,13 @@ def command(function: Callable[P, R]) -> Callable[P, R]:
         for key in unknown:  # None or False, as transformers' callers pass for options that are off
             del named[key]
         given = signature.bind(*positional, **named).arguments
+        # None for a loaded model may stand for a name, which the mark gives.
         for key, kind in kinds_of(function).items():
             for mark in marks_of(kind):
                 if isinstance(mark, Loaded) and given.get(key, "") is None:
                     given[key] = mark.absent
         try:
+            # `{}` writes names as Python does, without dashes.
             values = checked(function, given, flag="{}")
             words = _words(function, given)
         except UserError as error:
@@ -180,6 +182,7 @@ def run(function: Callable[..., R], values: Values) -> R:
     """Calls a command's function with values that `checked` returned."""
     positional: list[object] = []
     named: Values = {}
+    # Past `@command`, which would check the values again.
     body = inspect.unwrap(function)
     for name, one in parameters(function).items():
         if one.kind is one.VAR_POSITIONAL:
@@ -214,6 +217,7 @@ def checked(
         value = given.get(name)
         if one.kind is one.VAR_KEYWORD:
             found[name] = value or {}
+        # Keys of a recipe are checked by the function, with the recipe's other values.
         elif keys and one.kind is one.KEYWORD_ONLY:
             found[name] = given.get(name, one.default)
         elif one.kind is one.VAR_POSITIONAL:
@@ -243,7 +247,12 @@ def result_of(module: str, given: Values) -> Json:
     return {**outcome_of(module, Namespace(**given))["result"]}
 
 
-def outcome_of(module: str, args: Namespace, *loaded: object, keeps: bool = True) -> Outcome:
+def outcome_of(
+    module: str,
+    args: Namespace,
+    *loaded: object,
+    keeps: bool = True,
+) -> Outcome:
     """Runs what a command does with its arguments, and returns what it concluded.
 
     Args:
@@ -262,10 +271,12 @@ def outcome_of(module: str, args: Namespace, *loaded: object, keeps: bool = True
         if mode is not None:
             os.environ["WANDB_MODE"] = mode
     progress = vars(args).pop("progress", True)
+    # A command line prints and ends as commands do; a call from Python gets the result instead.
     if not called_from_python():
         _status.set(run(args, *loaded) or 0)
         return ended()
     with scratch_folder() as scratch:
+        # The default output goes where it is deleted.
         if not keeps and args.output is None:
             args.output = str(scratch / "result.json")
         found = concluded(lambda: run(args, *loaded), progress)
@@ -313,6 +324,7 @@ def _words(function: Function, given: Values) -> list[str]:
         flag = f"--{spelled(one.name)}"
         if value is None:
             continue
+        # Keys of a recipe, given in place of its name.
         if is_loaded(value, kind) and isinstance(value, Mapping):
             words.append(json.dumps(value, default=str))
         elif is_loaded(value, kind):
@@ -324,7 +336,8 @@ def _words(function: Function, given: Values) -> list[str]:
         elif is_marked(kind, Several) and isinstance(value, list | tuple):
             words += [flag, *map(str, value)]
         elif isinstance(value, bool):
-            words += [flag] if value else []
+            if value:
+                words.append(flag)
         elif isinstance(value, Mapping):
             words.append(f"{flag}={json.dumps(value)}")
         elif isinstance(value, list | tuple):
@@ -408,6 +421,7 @@ def take_drafter(call: str, args: Namespace) -> Drafter | None:
     """
     if isinstance(args.drafter, str):
         return None
+    # Loads torch, which calls with a name do not need here.
     from drafttrain.drafters.base import Drafter
 
     drafter = args.drafter
@@ -433,6 +447,7 @@ def cli_parameters(function: Function) -> list[inspect.Parameter]:
     keys = schemas_of(function)
     found = []
     for one in parameters(function).values():
+        # Keys are bare words to cyclopts, see `as_keys`.
         is_key = keys and one.kind in (one.KEYWORD_ONLY, one.VAR_KEYWORD)
         if not is_key and not is_marked(kinds[one.name], InPython):
             found.append(one)
@@ -452,6 +467,7 @@ def schemas_of(function: Function) -> tuple[type, ...]:
 def kinds_of(function: Function) -> Values:
     """The kind of each parameter: its annotation, evaluated."""
     body = inspect.unwrap(function)
+    # Parameters alone: what a function returns may name types that exist for type checkers only.
     written = {name: kind for name, kind in body.__annotations__.items() if name != "return"}
     holder = types.SimpleNamespace(__annotations__=written)
     return typing.get_type_hints(holder, body.__globals__, include_extras=True)
@@ -476,6 +492,7 @@ def label_of(one: inspect.Parameter, flag: str) -> str:
 
 def required(kind: Kind) -> Kind:
     """A kind without None."""
+    # `X | None` without None is X; a union of several stays a union.
     parts = [part for part in get_args(kind) if part is not type(None)]
     if get_origin(kind) in (typing.Union, types.UnionType) and len(parts) < len(get_args(kind)):
         return functools.reduce(lambda left, right: left | right, parts)
@@ -510,13 +527,21 @@ def add_to(app: App, name: str, function: Function, switches: Mapping[str, str])
     """
     from cyclopts import App as Command
 
-    one = Command(name=name, help=_help_of(function), version_flags=())
+    one = Command(
+        name=name,
+        help=_help_of(function),
+        version_flags=(),
+    )
     one.default(shell_of(function, switches))
     app.command(one)
 
 
 def read_words(
-    app: App, name: str, function: Function, words: Sequence[str], switches: Iterable[str]
+    app: App,
+    name: str,
+    function: Function,
+    words: Sequence[str],
+    switches: Iterable[str],
 ) -> Values:
     """The words of each argument of a command line, by the parameter's name; switches are bools.
 
@@ -535,6 +560,7 @@ def read_words(
     if "--help" in words[:end] or "-h" in words[:end]:
         app.help_print([name])
         raise SystemExit(0)
+    # Refuses NUL and halves of surrogate pairs, before an error repeats them.
     for word in words:
         check("argument", word, AnyText)
     flags = []
@@ -543,6 +569,7 @@ def read_words(
         if not is_word(one):
             flags.append(f"--{spelled(one.name)}")
         for mark in marks_of(required(kinds_of(function)[one.name])):
+            # An alias is a flag too, but no beginning of a flag's name is completed to it.
             if isinstance(mark, Alias):
                 known.add(mark.flag)
     if schemas_of(function):
@@ -573,6 +600,7 @@ def as_keys(words: Sequence[str], flags: Sequence[str]) -> list[str]:
     """
     own = []
     rest = []
+    # Reversed, so that words come off the end.
     left = [*reversed(words)]
     while left:
         word = left.pop()
@@ -585,12 +613,14 @@ def as_keys(words: Sequence[str], flags: Sequence[str]) -> list[str]:
             own.append(word)
         elif word.startswith("--") and len(word) > 2:
             if not equals:
+                # The next word belongs to the key unless it is a flag or a key=value of its own.
                 is_value = left and not re.match(r"-+[A-Za-z]|[\w.]+=", left[-1])
                 text = "true"
                 if is_value:
                     text = left.pop()
             rest.append(f"{name[2:].replace('-', '_')}={text}")
         else:
+            # A recipe, or key=value as it is.
             rest.append(word)
     return own + rest
 
@@ -600,6 +630,7 @@ def completed(word: str, flags: Sequence[str]) -> str:
     --max-new-tokens.
     """
     name, equals, text = word.partition("=")
+    # Of several flags that begin so, none is meant for certain.
     close = [flag for flag in flags if flag.startswith(name)]
     if len(name) > 2 and len(close) == 1 and name.startswith("--"):
         return close[0] + equals + text
@@ -630,6 +661,7 @@ def explained(error: CycloptsError, name: str, function: Function) -> str:
         if one is None:
             return f"{flag}={shown(error.token.value)} must be true or false"
         try:
+            # Our own check words the rule; cyclopts' error has only shown where the value is.
             check(flag, error.token.value, item_of(kinds_of(function)[one.name]), words=True)
         except UserError as problem:
             return str(problem)
@@ -647,6 +679,7 @@ def shell_of(function: Function, switches: Mapping[str, str]) -> Function:
     shown += [_switch(switch, text) for switch, text in switches.items()]
     for schema in schemas_of(function):
         shown += [_key(line) for line in table(schema)]
+    # Python wants positional parameters first.
     shell.__signature__ = inspect.Signature(sorted(shown, key=lambda one: one.kind))  # type: ignore[attr-defined]
     return shell
 
@@ -669,6 +702,7 @@ def _shown(one: inspect.Parameter, function: Function) -> inspect.Parameter:
     for mark in marks_of(kind):
         if isinstance(mark, Alias):
             options["negative" if base is bool else "alias"] = mark.flag
+    # The kind is a list of items.
     if item is not kind:
         base = list[base]
     how = one.kind
@@ -738,6 +772,7 @@ def _base(kind: Kind) -> Kind:
     cyclopts checks values of types that pydantic knows, in words of its own.
     """
     if is_marked(kind, Loaded):
+        # Any part of a union decides: paths complete, and numbers show as such.
         return Path
     parts = get_args(kind) if get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
     if any(part is Path for part in parts):

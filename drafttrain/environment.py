@@ -88,7 +88,13 @@ def describe_run() -> dict[str, object]:
         words = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
         words.append("--exclude=*")  # no tags
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            done = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
+            done = subprocess.run(
+                words,
+                capture_output=True,
+                text=True,
+                timeout=10,
+                check=True,
+            )
             commit = done.stdout.strip()
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return {

@@ -32,7 +32,12 @@ class UserError(Exception):
         )
 
 
-def did_you_mean(word: str, known: Iterable[str], most: int = 3, cutoff: float = 0.5) -> str:
+def did_you_mean(
+    word: str,
+    known: Iterable[str],
+    most: int = 3,
+    cutoff: float = 0.5,
+) -> str:
     """`did you mean A or B?` with the known words closest to a wrong one; empty if none is close.
 
     Args:

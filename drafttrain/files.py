@@ -46,11 +46,14 @@ def cache_folder() -> Path:
     """The folder of fetched models and built kernels: $DRAFTTRAIN_CACHE, else drafttrain/ in the
     user's cache folder.
     """
-    if own := os.environ.get("DRAFTTRAIN_CACHE"):
+    own = os.environ.get("DRAFTTRAIN_CACHE")
+    if own:
         return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "drafttrain"
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(caches).expanduser() / "drafttrain"
 
 
+# Errors of a full disk, and what libraries' texts of it have in common.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FULL_SIGNS = (
     "No space left",
@@ -59,12 +62,13 @@ _FULL_SIGNS = (
     "PytorchStreamWriter",
     "inline_container",
 )
+# Errors of file systems without locks.
 _NO_LOCKS = (
     errno.ENOLCK,
     errno.ENOTSUP,
     errno.EINVAL,
     errno.ENOSYS,
-)  # of file systems without locks
+)
 
 
 def is_disk_full(error: BaseException) -> bool:
@@ -88,10 +92,13 @@ def lock(path: Path, shared: bool = False) -> int | None:
     Returns:
         The descriptor; None if another process has the lock.
     """
+    kind = fcntl.LOCK_EX
+    if shared:
+        kind = fcntl.LOCK_SH
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(file)
             return None
@@ -99,6 +106,7 @@ def lock(path: Path, shared: bool = False) -> int | None:
             if error.errno not in _NO_LOCKS:
                 os.close(file)
                 raise
+        # The lock counts only if the path still leads to the file that is locked.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file), os.stat(path)):
                 return file
@@ -117,6 +125,7 @@ def upgrade(file: int) -> bool:
 def _is_abandoned(path: Path) -> bool:
     """Whether no process holds the lock of a file of this user."""
     try:
+        # Opened for writing, which network file systems want for an exclusive lock.
         with path.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return os.fstat(file.fileno()).st_uid == os.geteuid()
@@ -132,9 +141,8 @@ def replacing(path: Path) -> Iterator[Path]:
     Temporary files of `path` that killed processes have left are deleted first.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    left = re.compile(
-        re.escape(f".{path.name}.") + r"([0-9a-f]{8}|\d+)"
-    )  # a process id in earlier versions
+    # Eight hex digits, or a process id in earlier versions.
+    left = re.compile(re.escape(f".{path.name}.") + r"([0-9a-f]{8}|\d+)")
     for name in filter(left.fullmatch, os.listdir(path.parent)):
         if _is_abandoned(path.with_name(name)):
             path.with_name(name).unlink(missing_ok=True)
@@ -159,6 +167,7 @@ def scratch_folder() -> Iterator[Path]:
         if _is_abandoned(old):
             shutil.rmtree(old.parent, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="drafttrain-") as folder:
+        # While it is locked, `_is_abandoned` says no in other processes.
         held = lock(Path(folder, name))
         try:
             yield Path(folder)
@@ -250,9 +259,8 @@ def reading(path: Path | str, key: str, fix: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (
-        Exception
-    ) as error:  # safetensors, torch, pyarrow, gzip and datasets raise a dozen unrelated classes
+    # safetensors, torch, pyarrow, gzip and datasets raise a dozen unrelated classes.
+    except Exception as error:
         raise UserError(
             f"{key}={str(path)!r} cannot be read ({first_line(error)}); {fix}"
         ) from error
@@ -277,7 +285,7 @@ def _object(pairs: list[tuple[str, object]]) -> Json:
     """
     found = dict(pairs)
     if len(found) < len(pairs):
-        seen: set[str] = set()
+        seen = set()
         for key, _ in pairs:
             if key in seen:
                 raise ValueError(f"the key {key!r} occurs twice")
@@ -294,6 +302,7 @@ def parse_json(text: str) -> Any:
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     if _SURROGATE.search(text):  # valid pairs are rare enough for a second look
+        # Encoding fails for halves that form no pair.
         json.dumps(content, ensure_ascii=False).encode()
     return content
 
@@ -393,12 +402,12 @@ def parse_line(
 
     where = f"{path} line {number}"
     if number == 1:
-        line = line.removeprefix(b"\xef\xbb\xbf")
+        line = line.removeprefix(b"\xef\xbb\xbf")  # a byte order mark
     try:
-        adapter = None if schema is dict else _adapter(schema)  # type: ignore[arg-type]  # TypedDicts are hashable
-        if adapter is None:
+        if schema is dict:
             row = parse_json(line.decode())
         else:
+            adapter = _adapter(schema)  # type: ignore[arg-type]  # TypedDicts are hashable
             row = adapter.validate_json(line, strict=True)
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: not UTF-8 text ({error}); convert it first") from error
@@ -416,6 +425,7 @@ def append_line(file: int, row: Json) -> None:
     OSError.
     """
     line = (json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n").encode()
+    # Where the line begins, so that part of one can be cut off again.
     begin = os.lseek(file, 0, os.SEEK_END)
     try:
         if os.write(file, line) != len(line):
@@ -444,7 +454,13 @@ class JsonlLog:
             or another process writes it.
     """
 
-    def __init__(self, path: Path, settings: Json, schema: type = dict, overwrite: bool = False):
+    def __init__(
+        self,
+        path: Path,
+        settings: Json,
+        schema: type = dict,
+        overwrite: bool = False,
+    ):
         self.path, settings = path, redact(settings)
         fix = "delete that line to redo its result, or the file to start again"
         with writing(path):
@@ -458,6 +474,7 @@ class JsonlLog:
         try:
             lines = [row for _, row in read_jsonl(path, growing=True, fix=fix)]
             if lines and lines[0] != settings:
+                # Settings of another version have other keys: never silently begun again.
                 if not overwrite or lines[0].keys() != settings.keys():
                     raise UserError(
                         f"{path} was begun with {differences(lines[0], settings)}; use those, or give --overwrite"
@@ -466,8 +483,12 @@ class JsonlLog:
             for number, row in enumerate(lines[1:], 1):
                 check_json(row, f"{path} result {number}", fix, schema)
             self.rows: list[Json] = lines[1:]
+            # Cuts an incomplete last line off, or all of a file that begins again.
+            whole = 0
+            if lines:
+                whole = complete_bytes(path)
             with writing(path):
-                os.ftruncate(self._file, complete_bytes(path) if lines else 0)
+                os.ftruncate(self._file, whole)
             if not lines:
                 self._write(settings)
         except BaseException:
@@ -504,6 +525,7 @@ def complete_bytes(path: Path) -> int:
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         while end > 0:
+            # From the end, block by block: the last line break is near it.
             begin = file.seek(max(0, end - _BLOCK))
             if (found := file.read(end - begin).rfind(b"\n")) >= 0:
                 return begin + found + 1
@@ -513,10 +535,10 @@ def complete_bytes(path: Path) -> int:
 
 def first_change(before: Json, now: Json) -> str:
     """`key=old, this run has key=new` of the first setting that differs; '' if none does."""
-    keys = (key for key in [*now, *before] if before.get(key) != now.get(key))
-    return next(
-        (f"{key}={before.get(key)!r}, this run has {key}={now.get(key)!r}" for key in keys), ""
-    )
+    for key in [*now, *before]:
+        if before.get(key) != now.get(key):
+            return f"{key}={before.get(key)!r}, this run has {key}={now.get(key)!r}"
+    return ""
 
 
 def differences(before: Json, now: Json) -> str:
@@ -534,6 +556,7 @@ def unreachable(url: str, seconds: float) -> str:
     """
     import httpx
 
+    # The last one counts: the thread adds its own when it is done.
     reasons = [f"no answer within {seconds:g} s"]
 
     def ask() -> None:
@@ -541,8 +564,10 @@ def unreachable(url: str, seconds: float) -> str:
             httpx.head(url, timeout=seconds)
             reasons.append("")
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, OSError) as error:
-            # Clients may know other certificates.
-            reasons.append("" if "CERTIFICATE" in str(error) else first_line(error))
+            reason = first_line(error)
+            if "CERTIFICATE" in str(error):
+                reason = ""  # it answers, and other clients may know its certificate
+            reasons.append(reason)
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
@@ -618,6 +643,7 @@ def hub_snapshot(
         return Path(found)
     except (OSError, ValueError, RuntimeError, HTTPError) as error:
         fix = without_xet(error) or "; check the name, and log in for a private one: hf auth login"
+        # A file that is not in the cache: the connection is why.
         if problem:
             fix = f"; its server was not asked: {problem}"
         raise UserError(

@@ -100,4 +100,9 @@ def sampling_of(args: argparse.Namespace) -> SamplingParams:
     more = {
         name: vars(args)[name] for name in ("min_p", "repetition_penalty") if name in vars(args)
     }
-    return SamplingParams(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, **more)
+    return SamplingParams(
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        **more,
+    )

@@ -64,22 +64,22 @@ _TOKENIZER = (
     "added_tokens.json",
 )
 _MODEL = (
-    *(
-        "config.json",
-        "generation_config.json",
-        "model*.safetensors",
-        "model.safetensors.index.json",
-        "draft.gguf",
-    ),
-    *(
-        *_TOKENIZER,
-        "vocab.json",
-        "vocab.txt",
-        "merges.txt",
-        "chat_template.jinja",
-        "chat_template.json",
-    ),
-    *("drafttrain.json", "decoding.json", "training.json", "mask_embedding.*", "adapter"),
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "draft.gguf",
+    *_TOKENIZER,
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "drafttrain.json",
+    "decoding.json",
+    "training.json",
+    "mask_embedding.*",
+    "adapter",
 )
 
 
@@ -105,8 +105,8 @@ class FolderKind:
     published: bool = False
 
 
-_OURS = '"drafter_kind"'
-_RUN = ("training.json", "checkpoint-*")
+_OURS = '"drafter_kind"'  # in the config of every trained drafter
+_RUN = ("training.json", "checkpoint-*")  # what only training writes
 KINDS = {
     "generate": FolderKind(
         (
@@ -183,6 +183,7 @@ def _holds_text(path: Path, pattern: str) -> bool:
         check_plain(path)
         with path.open("rb") as file:
             head = file.read(_SIGN_BYTES)
+            # The last bytes, but for those that the head has already.
             file.seek(max(file.tell(), file.seek(0, os.SEEK_END) - _SIGN_BYTES))
             return re.search(pattern.encode(), head + file.read()) is not None
     except OSError:
@@ -202,17 +203,19 @@ def wrote_file(path: Path, kind: str) -> bool:
 def _files(folder: Path) -> Iterator[str]:
     """Relative names of a folder's files, without hidden files and folders."""
     for place, folders, names in os.walk(folder):
+        # Changed in place, which keeps os.walk out of hidden folders.
         folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (
-            str(Path(place, name).relative_to(folder)) for name in names if not name.startswith(".")
-        )
+        for name in names:
+            if not name.startswith("."):
+                yield str(Path(place, name).relative_to(folder))
 
 
 def _matching(folder: Path, patterns: Iterable[str]) -> Iterator[Path]:
     """The files and folders that match a pattern."""
-    for path in (path for pattern in patterns for path in folder.glob(pattern)):
-        if not any(part.startswith(".") for part in path.relative_to(folder).parts):
-            yield path
+    for pattern in patterns:
+        for path in folder.glob(pattern):
+            if not any(part.startswith(".") for part in path.relative_to(folder).parts):
+                yield path
 
 
 def _has_signs(folder: Path, kind: FolderKind) -> bool:
@@ -270,16 +273,19 @@ def inputs_of(args: argparse.Namespace, *outputs: str) -> Iterator[tuple[str, st
     FOLDER+KIND:FILE each part.
     """
     for key, value in vars(args).items():
+        if key in ("output", *outputs):
+            continue
         if isinstance(value, list | tuple):
             words = value
         else:
             words = [value]
-        for word in (
-            str(word)
-            for word in words
-            if isinstance(word, str | Path) and key not in ("output", *outputs)
-        ):
-            yield from ((key, part) for part in {word, *re.split("[+:=,]", word)} if part)
+        for word in words:
+            if not isinstance(word, str | Path):
+                continue
+            # The whole may be a path in which a separator is part of a name.
+            for part in {str(word), *re.split("[+:=,]", str(word))}:
+                if part:
+                    yield key, part
 
 
 def _expanded(name: str | Path, key: str) -> Path:
@@ -288,9 +294,8 @@ def _expanded(name: str | Path, key: str) -> Path:
         raise UserError(f"{key}='' names nothing; write a path")
     try:
         path = Path(name).expanduser()
-        if (
-            "\0" in str(path).encode().decode()
-        ):  # raises for what is not text, which not every library can write to
+        # Encoding raises for what is not text, which not every library can write to.
+        if "\0" in str(path).encode().decode():
             raise ValueError("embedded null byte")
         if path.is_symlink():
             return path.resolve()
@@ -308,16 +313,22 @@ def _check_place(path: Path, key: str, is_folder: bool) -> None:
     where = f"{key}={str(path)!r}"
     fix = "choose another place"
     try:
-        if path.exists() and not (path.is_dir() if is_folder else path.is_file()):
+        at = path
+        meant = "folder"
+        fits = path.is_dir()
+        if not is_folder:
+            at = path.parent
+            meant = "file"
+            fits = path.is_file()
+        if path.exists() and not fits:
+            held = "not a plain file"
             if path.is_dir():
                 held = "a folder"
-            else:
-                held = "not a plain file"
-            meant = "folder" if is_folder else "file"
             raise UserError(f"{where} cannot be written (it is {held}); name a {meant}")
-        at = path if is_folder else path.parent
+        # The nearest folder that exists, in which the others would be created.
         while not at.exists() and at != at.parent:
             at = at.parent
+        # 255 bytes fit, less the ending of a temporary file.
         if len(os.fsencode(path.name)) > 240:
             raise UserError(f"{where} cannot be written (the name is too long); {fix}")
         with tempfile.TemporaryFile(dir=at):  # a file without a name
@@ -332,14 +343,20 @@ def _same(output: Path, given: Path, below: bool) -> bool:
     """
     try:
         given = given.expanduser().resolve(strict=True)
-        return any(
-            os.path.samefile(output, place) for place in (given, *(given.parents if below else ()))
-        )
+        places = [given]
+        if below:
+            places += given.parents
+        return any(os.path.samefile(output, place) for place in places)
     except (OSError, ValueError, RuntimeError):  # one of them does not exist
         return False
 
 
-def _check_inputs(path: Path, inputs: Iterable[tuple[str, str]], key: str, below: bool) -> None:
+def _check_inputs(
+    path: Path,
+    inputs: Iterable[tuple[str, str]],
+    key: str,
+    below: bool,
+) -> None:
     for name, value in inputs:
         if _same(path, Path(value), below):
             raise UserError(
@@ -365,6 +382,7 @@ def output_file(
     path = _expanded(name, key)
     _check_place(path, key, is_folder=False)
     _check_inputs(path, inputs, key, below=False)
+    # An empty file, as mktemp leaves it, may be replaced.
     if path.is_file() and path.stat().st_size and not wrote_file(path, kind):
         raise UserError(
             f"{key}={str(path)!r} contains files that drafttrain {kind} did not write; choose another name, or move it away"
@@ -388,6 +406,7 @@ def check_folder(
     where = f"{key}={str(path)!r}"
     wrote = _read_record(path / MARKER).get("folder", "")
     if not wrote:
+        # The command itself first: signs of several commands may be there.
         wrote = next((other for other in (kind, *KINDS) if _has_signs(path, KINDS[other])), "")
     if wrote and wrote != kind:
         raise UserError(
@@ -407,6 +426,7 @@ def check_folder(
             foreign = _files(path)
         else:
             foreign = (file.name for file in _matching(path, of.files))
+    # The first one is named.
     for name in foreign:
         raise UserError(
             f"{where} holds other files ({name}); choose an empty folder, or one that drafttrain {kind} wrote"
@@ -419,7 +439,9 @@ def beside(name: str, file: str) -> Path:
     such as a Hub id.
     """
     path = Path(name).expanduser()
-    return (path.parent if path.exists() else Path()) / file
+    if path.exists():
+        return path.parent / file
+    return Path(file)
 
 
 # -- folders ---------------------------------------------------------------------------------------
@@ -450,6 +472,8 @@ class OutputFolder:
         self.path = check_folder(name, kind, inputs, key)
         self.name = kind
         self.kind = KINDS[kind]
+        # Folders that do not exist yet, the innermost first; `close` removes them if they stay
+        # empty.
         self._made = [place for place in (self.path, *self.path.parents) if not place.exists()]
         self._locks: list[int] = []
         self._others: set[str] = set()
@@ -459,6 +483,7 @@ class OutputFolder:
         try:
             with writing(self.path, key):
                 self.path.mkdir(parents=True, exist_ok=True)
+                # Processes that share the work share the marker, and each has a file of its own.
                 self._take(self.path / MARKER, shared=rank is not None)
                 if self._own is not None:
                     self._take(self._own, shared=False)
@@ -542,6 +567,7 @@ class OutputFolder:
                 made = set(_files(part))
                 for name in sorted(made):
                     _move(part, self.path, name)
+                # A file that was another's is this command's now.
                 self._others -= made
                 kept = made
                 if keep:
@@ -565,6 +591,7 @@ class OutputFolder:
             for name in sorted(ours):
                 _move(self.path, moving, name)
             _remove_empty(self.path, ours)
+            # Renamed in one step: a folder of this name is complete.
             if moving.is_dir():
                 moving.rename(before)
 
@@ -594,6 +621,7 @@ def _remove(folder: Path, names: Iterable[str]) -> None:
 def _remove_empty(folder: Path, names: Iterable[str]) -> None:
     """Removes the folders of these files that hold nothing any more."""
     inside = {place for name in names for place in Path(name).parents if place != Path()}
+    # Inner folders before those that hold them.
     for place in sorted(inside, reverse=True):
         with contextlib.suppress(OSError):  # it holds something, or has gone
             (folder / place).rmdir()

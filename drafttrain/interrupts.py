@@ -38,7 +38,8 @@ def interrupt(number: int, frame: FrameType | None = None) -> None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             _exit(number)  # an exception inside the import of a C++ library may abort the process
         frame = frame.f_back
-    if logging := sys.modules.get("logging"):
+    logging = sys.modules.get("logging")
+    if logging:
         logging.disable()  # asyncio and others would log the exception with its traceback
     raise Interrupted
 
@@ -58,7 +59,11 @@ def install() -> None:
     signals, wakeup = os.pipe()
     os.set_blocking(wakeup, False)
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
-    threading.Thread(target=_watch, args=(signals,), daemon=True).start()
+    threading.Thread(
+        target=_watch,
+        args=(signals,),
+        daemon=True,
+    ).start()
     os.register_at_fork(after_in_child=_in_child)
     atexit.register(_leave)  # registered first, so it runs last
     report = sys.unraisablehook  # prints `Exception ignored in ...`
@@ -78,19 +83,15 @@ def _exit(number: int) -> NoReturn:
     behind.
     """
     if _saying.acquire(blocking=False):
-        # progress bars hide it
-        if os.isatty(2):
+        show_cursor = ""
+        if os.isatty(2):  # progress bars hide it
             show_cursor = "\x1b[?25h"
-        else:
-            show_cursor = ""
         with contextlib.suppress(OSError):
             os.write(2, f"{show_cursor}{_line(number)}\n".encode())
     for library in {"multiprocessing", "multiprocess"} & sys.modules.keys():
-        for child in getattr(
-            sys.modules[library],
-            "active_children",
-            list,
-        )():  # missing while the module is imported
+        # The function is missing while the module is imported.
+        children = getattr(sys.modules[library], "active_children", list)
+        for child in children():
             child.kill()
     os._exit(128 + number)
 
@@ -113,7 +114,9 @@ def _in_child() -> None:
 
 
 def _line(number: int) -> str:
-    word = "terminated" if number == signal.SIGTERM else "interrupted"
+    word = "interrupted"
+    if number == signal.SIGTERM:
+        word = "terminated"
     return f"{word}; what was finished is kept: run the same command again to continue"
 
 
@@ -121,7 +124,11 @@ def cause(error: BaseException) -> int:
     """The signal behind an exception, which libraries may have turned into another one; 0 if there
     is none.
     """
-    return _received or (signal.SIGINT if isinstance(error, KeyboardInterrupt) else 0)
+    if _received:
+        return _received
+    if isinstance(error, KeyboardInterrupt):
+        return signal.SIGINT
+    return 0
 
 
 def end(number: int) -> int:
@@ -131,5 +138,6 @@ def end(number: int) -> int:
     if not _received or _saying.acquire(blocking=False):
         print(_line(number), file=sys.stderr, flush=True)
     if _received:
+        # Standard error leads nowhere from now on.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     return 128 + number

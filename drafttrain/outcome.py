@@ -46,7 +46,10 @@ _errors: list[TextIO] = []  # where errors go while --quiet silences stderr
 
 
 def next_command(
-    command: str, *words: str, carry: argparse.Namespace | None = None, **flags: object
+    command: str,
+    *words: str,
+    carry: argparse.Namespace | None = None,
+    **flags: object,
 ) -> str:
     """A command line to copy.
 
@@ -55,20 +58,21 @@ def next_command(
             of CARRIED.
         flags: --name value; True stands for the flag alone, an empty value leaves it out.
     """
-    kept = {
-        name: value
-        for name, value in vars(carry or argparse.Namespace()).items()
-        if name in CARRIED
-    }
-    flags |= {name: value for name, value in kept.items() if value != CARRIED[name]}
+    if carry is not None:
+        for name, value in vars(carry).items():
+            if name in CARRIED and value != CARRIED[name]:
+                flags[name] = value
     line = ["drafttrain", command, *words]
     for name, value in flags.items():
-        if value not in (None, False, "", {}, []):
-            if isinstance(value, list):
-                texts = value
-            else:
-                texts = [json.dumps(value) if isinstance(value, dict) else str(value)]
-            line += [f"--{name.replace('_', '-')}", *([] if value is True else texts)]
+        if value in (None, False, "", {}, []):
+            continue
+        line.append(f"--{name.replace('_', '-')}")
+        if isinstance(value, list):
+            line += value
+        elif isinstance(value, dict):
+            line.append(json.dumps(value))
+        elif value is not True:
+            line.append(str(value))
     return shlex.join(line)
 
 
@@ -128,8 +132,10 @@ def voice(command: str, quiet: bool, as_json: bool) -> Iterator[None]:
         return
     answer: Mapping[str, object] = {}
     with contextlib.ExitStack() as stack:
-        # Left open: loggers that are made meanwhile keep it.
-        sink = open(os.devnull, "w", encoding="utf-8") if quiet else sys.stderr  # noqa: SIM115
+        sink = sys.stderr
+        if quiet:
+            # Left open: loggers that are made meanwhile keep it.
+            sink = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         _errors.append(sys.stderr)
         stack.callback(_errors.pop)
         sys.stdout.flush()
@@ -147,7 +153,7 @@ def voice(command: str, quiet: bool, as_json: bool) -> Iterator[None]:
             answer = {"error": str(error)}
             raise
         finally:
-            stack.close()
+            stack.close()  # stdout is back: the JSON goes there
             if as_json and answer:
                 print(
                     json.dumps(
@@ -196,6 +202,7 @@ class _HushedStream:
         self.stream = stream
 
     def write(self, text: str) -> int:
+        # Threads that are not hushed print as ever.
         if threading.get_ident() not in hushed:
             return self.stream.write(text)
         for line in filter(None, map(str.strip, text.splitlines())):
@@ -214,15 +221,16 @@ def _hush() -> Iterator[None]:
     thread = threading.get_ident()
     with _hushing:
         if not hushed:
-            sys.stdout, sys.stderr = _HushedStream(sys.stdout), _HushedStream(sys.stderr)  # type: ignore[assignment]
+            sys.stdout = _HushedStream(sys.stdout)  # type: ignore[assignment]
+            sys.stderr = _HushedStream(sys.stderr)  # type: ignore[assignment]
         hushed.add(thread)
     try:
         yield
     finally:
         with _hushing:
             hushed.discard(thread)
-            if not hushed:
-                sys.stdout, sys.stderr = (
-                    each.stream if isinstance(each, _HushedStream) else each
-                    for each in (sys.stdout, sys.stderr)
-                )
+            if not hushed:  # the last quiet call ends; a stream may have been replaced meanwhile
+                if isinstance(sys.stdout, _HushedStream):
+                    sys.stdout = sys.stdout.stream
+                if isinstance(sys.stderr, _HushedStream):
+                    sys.stderr = sys.stderr.stream

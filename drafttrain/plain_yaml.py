@@ -61,7 +61,7 @@ class _Loader(yaml.SafeLoader):
             raise _TooLarge
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
+        seen = set()
         for key_node, _ in node.value:
             if key_node.value in seen:
                 raise yaml.constructor.ConstructorError(

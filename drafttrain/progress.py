@@ -22,7 +22,12 @@ def plain_console(**options: Any) -> Console:
     """A console that shows text as it is: names of users' categories and files may look like
     markup, [bold] or :smile:.
     """
-    return Console(markup=False, emoji=False, highlight=False, **options)
+    return Console(
+        markup=False,
+        emoji=False,
+        highlight=False,
+        **options,
+    )
 
 
 def counted(count: int, units: str) -> str:
@@ -39,7 +44,11 @@ class _NotebookBar:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # without ipywidgets it is text, and a warning says so
             from tqdm.auto import tqdm
-        self.bar = tqdm(total=total, desc=label, unit=f" {unit}")
+        self.bar = tqdm(
+            total=total,
+            desc=label,
+            unit=f" {unit}",
+        )
 
     def start(self) -> None:
         pass
@@ -81,7 +90,13 @@ class Progress:
                 fields,
             )
             self.bar = Bar(*columns, console=plain_console(stderr=True))
-            self.task = self.bar.add_task(label, total=total, rate="", left="", note="")
+            self.task = self.bar.add_task(
+                label,
+                total=total,
+                rate="",
+                left="",
+                note="",
+            )
 
     def __enter__(self) -> Progress:
         if self.bar is not None:

@@ -144,6 +144,7 @@ def shipped_recipes() -> list[ShippedRecipe]:
     for name in recipe_names():
         text = read_text(shipped_folder("configs") / f"{name}.yaml", "recipe", _FIX)
         keys = read_yaml(text, f"recipe={shown(name)}")
+        # The first clause of the first comment.
         first = re.match(r"# (.*?)(?:[.:,;]\s|$)", text, re.MULTILINE)
         found.append(
             ShippedRecipe(
@@ -216,6 +217,7 @@ def copy_recipe(name: str, folder: Path) -> list[Path]:
             f"recipe={shown(name)} is a file of your own; --copy is for those that come with drafttrain"
         )
     paths = [source]
+    # A recipe outside the folders of targets has no JSON files of its own.
     if source.parent != shipped:
         paths += sorted(source.parent.glob("*.json"))
     for kind in _LAUNCH:
@@ -266,6 +268,7 @@ def _print_list(recipes: list[ShippedRecipe]) -> None:
         lines.append(one.cells())
     widths = [max(len(line[0]) for line in lines)]
     for column in range(1, len(_HEADINGS)):
+        # Recipes without a plan have two cells, whose words may run on into the other columns.
         full = [line for line in lines if len(line) == len(_HEADINGS)]
         widths.append(max(len(line[column]) for line in full))
 

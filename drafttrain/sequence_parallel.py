@@ -126,7 +126,8 @@ class SharedPart(Part):
         self.seen = slice(self.begin, min(self.end + reach, ends[-1]))
 
     def counts(self, flat: Tensor) -> list[int]:
-        cuts = torch.searchsorted(flat, torch.tensor(self.ends, device=flat.device)).tolist()
+        ends = torch.tensor(self.ends, device=flat.device)
+        cuts = torch.searchsorted(flat, ends).tolist()  # numbers of each part's first position
         return [after - before for before, after in pairwise(cuts)]
 
     def of(self, flat: Tensor) -> slice:
@@ -167,10 +168,11 @@ class SharedPart(Part):
         heads, e = x.shape[1:]
         check_heads(heads, size, "a layer", keys)
         if heads < size:
-            x = x.repeat_interleave(size // heads, dim=1)
+            x = x.repeat_interleave(size // heads, dim=1)  # to those whose query heads read it
             heads = size
         most = max(*counts, 1)  # DeepSpeed exchanges pieces of one size
         padded = F.pad(x, (0, 0, 0, 0, 0, most - len(x)))
+        # [size, most, heads / size, e].
         pieces = padded.view(most, size, heads // size, e).transpose(0, 1)
         found = self.group.exchange(pieces)  # [size, most, heads / size, e]
         return torch.cat([piece[:count] for piece, count in zip(found, counts, strict=True)])

@@ -160,6 +160,8 @@ def prepare(config: TrainConfig, args: TrainingArguments, output: OutputFolder |
         stored = None
     else:
         stored = FeatureStore.open(config.data, drafter.feature_layers)
+    # What the target was left out for turns out to be missing, now that the drafter names its
+    # layers.
     if isinstance(target, TargetShell) and stored is None and not config.target_url:
         wanted = ",".join(map(str, drafter.feature_layers))
         reason = (
@@ -194,9 +196,11 @@ def prepare(config: TrainConfig, args: TrainingArguments, output: OutputFolder |
             args,
             config.packing,
         )
+    # After the on-policy part, which needs the conversations one by one.
     if config.packing:
         train_rows = pack_rows(train_rows, config.max_length, args.seed)
     checkpoint = find_checkpoint(args, config.resume, output)
+    # A checkpoint has trained weights already; without states there is nothing to solve for.
     if config.init == "target" and checkpoint is None and source.has_states:
         begin_from_least_squares(
             drafter,
@@ -250,6 +254,7 @@ def load_target_and_records(config: TrainConfig, args: TrainingArguments) -> tup
         target,
         config.data,
     )
+    # Pretraining learns from every token, not from responses alone.
     if config.loss == "next_token":
         records = records.map(lambda row: {"spans": [[0, len(row["tokens"])]]})
     return target, records
@@ -272,13 +277,20 @@ def load_target(config: TrainConfig, args: TrainingArguments, reason: str) -> Ta
             config.trust_remote_code,
             config.target_device_map,
         )
-    return load_shell(config.target, config.dtype, where, config.trust_remote_code, weights=True)
+    return load_shell(
+        config.target,
+        config.dtype,
+        where,
+        config.trust_remote_code,
+        weights=True,
+    )
 
 
 def layers_needed(config: TrainConfig, records: Dataset | None) -> str:
     """Why a run needs the target's layers; '' if all that it reads of them is stored, or streams
     from servers.
     """
+    # With init=target the kind may still copy layers.
     if config.target_url and config.init != "target":
         return ""
     if config.loss == "next_token" or kind_class(config.kind).loads_language_models:
@@ -287,15 +299,16 @@ def layers_needed(config: TrainConfig, records: Dataset | None) -> str:
         return "on_policy runs it"
     if config.target_url:
         return ""
-    if records is None:
-        held = None
-    else:
-        held = stored_features(Path(config.data).expanduser())
-    if records is None or held is None or not held["layers"]:
-        return "the data has no stored states (drafttrain features stores them)"
+    no_states = "the data has no stored states (drafttrain features stores them)"
+    if records is None:  # a text
+        return no_states
+    folder = Path(config.data).expanduser()
+    held = stored_features(folder)
+    if held is None or not held["layers"]:
+        return no_states
     if 0 < held.get("max_length", 0) < config.max_length:
         return f"states are stored up to {held['max_length']} tokens and max_length={config.max_length}"
-    store = FeatureStore(Path(config.data).expanduser())
+    store = FeatureStore(folder)
     lacking = sum(key not in store for key in records["id"])
     if lacking:
         return f"{lacking} of {len(records)} conversations have no stored states"
@@ -306,6 +319,7 @@ def check_data(meta: Json, features: Json | None, target: Target, data: str) -> 
     """Raises UserError if the data was written by a target with other token ids or states."""
     recorded = meta.get("target") or {}
     actual = target.identity()
+    # Data of earlier versions records no fingerprint.
     if recorded.get("tokenizer") not in (None, actual["tokenizer"]):
         raise UserError(
             f"data={data!r} was tokenized for target {recorded.get('name')!r} (tokenizer {recorded['tokenizer']}), not for "
@@ -342,6 +356,7 @@ def build_drafter(
     drafter.bind(target)
     if config.packing:
         drafter.check_packing()
+    # The share of response tokens, by occurrence, that the drafter's vocabulary has.
     covered = float(counts[drafter.kept_ids.to(counts.device)].sum() / counts.sum().clamp(min=1))
     if config.init not in NEW and covered < MIN_COVERAGE and drafter.vocabulary is not None:
         other = "drafter.vocabulary_match=text drafts them"
@@ -400,7 +415,13 @@ def proven_servers(
     else:
         urls = list(config.target_url)
     # Rounded as stored states are: a streamed run equals one on stored states.
-    servers = Served(urls, target, drafter.feature_layers, config.states_dir, dtype=torch.bfloat16)
+    servers = Served(
+        urls,
+        target,
+        drafter.feature_layers,
+        config.states_dir,
+        dtype=torch.bfloat16,
+    )
     servers.prove()
     if Share.of_process().rank == 0:
         print(redact("\n".join(servers.proofs)), flush=True)
@@ -476,6 +497,7 @@ def feature_rates(args: TrainingArguments, run: Run) -> Tensor:
         rows = [run.train_rows[i] for i in range(begin, min(begin + size, count))]
         batch = Batch.of(collate(rows)).to(run.drafter.device)
         with run.source.measuring():
+            # `row_of` is -1 at tokens that are no anchors.
             features, _, row_of = run.source(batch)
         assert row_of is not None, "such kinds read the target"
         read = run.drafter.norm_features(features[row_of >= 0]).float()  # [r, f*h]
@@ -490,6 +512,7 @@ def held_out_decoding(config: TrainConfig, run: Run, held_out: Dataset) -> Decod
     target = run.target
     spec = TreeSpec.parse(config.decode_tree)
     run.drafter.uses_text = False  # held-out acceptance is that of the weights, on any device
+    # Without the target's layers it cannot decode: stored states are replayed instead.
     if isinstance(target, TargetShell):
 
         def decode(drafter: TrainableDrafter) -> dict[str, float]:
@@ -503,6 +526,7 @@ def held_out_decoding(config: TrainConfig, run: Run, held_out: Dataset) -> Decod
                     config.decode_tokens,
                 )
 
+        # Rows that begin with an answer have no prompt to decode from.
         answers = (row["index"] for row in held_out if row["spans"][0][0] > 0)
         run.source.read_once(itertools.islice(answers, config.decode_prompts))
     else:
@@ -531,10 +555,12 @@ def finish(config: TrainConfig, training: Training, seconds: float) -> Json:
             metrics = evaluate(training)
         save_drafter(training)
         if run.held_out is not None:
+            # As many tokens as a training step, which fit in memory.
             most = args.per_device_train_batch_size * config.max_length
             choose_tree(run, run.held_out, args, most)
 
     train_loss = None
+    # The last entry that has one.
     for entry in state.log_history:
         train_loss = entry.get("train_loss", train_loss)
     replaced = 0
@@ -569,9 +595,11 @@ def save_drafter(training: Training) -> None:
     """
     keep: tuple[str, ...] = ("checkpoint-*",)
     if training.run.checkpoint:
+        # A continued run keeps what was tuned for it.
         keep = ("checkpoint-*", "decoding.json", "adapter")
     output = training.run.output
     staged: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    # Only the first process has the folder; the others wait for it below.
     if output is not None:
         staged = output.staged(keep)
     wait = training.accelerator.wait_for_everyone
@@ -580,6 +608,7 @@ def save_drafter(training: Training) -> None:
         training.checkpoints.save_model(str(Path(str(training.args.output_dir)) / PARTIAL))
         wait()
     if output is not None:
+        # The new drafter is complete, so what was set aside for it may go.
         output.forget()
 
 
@@ -588,6 +617,7 @@ def choose_tree(run: Run, held_out: Dataset, args: TrainingArguments, most: int)
     tune` finds better ones.
     """
     first = args.process_index == 0
+    # All processes take part in gathering a sharded drafter; only the first receives it.
     drafter = gather_drafter(run.drafter, run.target, first)
     if first and drafter is not None:
         with run.source.measuring():
@@ -604,6 +634,7 @@ def changed_keys(trained: Json, wished: Json) -> list[str]:
     """
     # A key that an earlier version did not have had no effect, as its default has none.
     before = {**asdict(TrainConfig()), **trained}
+    # The trainer's keys are compared one by one.
     pairs = [(name, before.get(name), wished[name]) for name in wished if name != "trainer"]
     trainer = before["trainer"]
     for name in sorted({*trainer, *wished["trainer"]}):
@@ -627,6 +658,7 @@ def check_goes_on(config: TrainConfig, args: TrainingArguments, changed: list[st
         over = state.global_step >= args.max_steps
     else:
         over = config.max_minutes == 0 and args.num_train_epochs <= (state.epoch or 0)
+    # A run of a fixed time may end by the clock before it ends by its steps.
     if config.max_minutes > 0:
         over = over or TimeBudget.after(config.max_minutes, checkpoint).done >= 1
     if over:
@@ -654,9 +686,8 @@ def claimed(config: TrainConfig, args: TrainingArguments) -> Iterator[OutputFold
         try:
             yield output
         except BaseException:
-            if (
-                newest_checkpoint(args) is None
-            ):  # those of an earlier run, which this one was to replace
+            # Without checkpoints of this run, what it was to replace comes back.
+            if newest_checkpoint(args) is None:
                 output.restore()
             raise
 
@@ -669,8 +700,10 @@ def run(args: argparse.Namespace) -> int:
         )
     config, training_args = setup(args.recipe, args.overrides)
     check_folder(config.output_dir, "train", inputs_of_recipe(config), "output_dir")
+    # As training.json holds it: lists for tuples, and no credentials.
     as_saved = redact(json.loads(json.dumps(asdict(config))))
-    trained = read_training(Path(str(training_args.output_dir))).get("config")
+    folder = Path(str(training_args.output_dir))
+    trained = read_training(folder).get("config")
     code = config.trust_remote_code
     then = next_command(
         "tune",
@@ -685,7 +718,7 @@ def run(args: argparse.Namespace) -> int:
                 print(
                     f"{config.output_dir} is already trained with this configuration (resume=false trains it again)"
                 )
-                conclude(read_training(Path(str(training_args.output_dir))), then=then)
+                conclude(read_training(folder), then=then)
             return 0
         check_goes_on(config, training_args, changed)
     with explained(training_args), claimed(config, training_args) as output:
@@ -696,10 +729,9 @@ def run(args: argparse.Namespace) -> int:
     if training_args.process_index == 0:
         held = summary["held_out"]
         best = summary["best"]
+        lengths = []
         if best["step"]:
-            lengths = [f"{best['accepted_length']:.2f} decoded at step {best['step']}"]
-        else:
-            lengths = []
+            lengths.append(f"{best['accepted_length']:.2f} decoded at step {best['step']}")
         if "eval_accepted_length" in held:
             lengths.append(f"{held['eval_accepted_length']:.2f} estimated")
         share = summary["states_wait"]

@@ -54,11 +54,14 @@ def _place(text: str) -> str:
     """Raises ValueError for text that no file system takes, or that would spread an error over
     several lines.
     """
+    # One line of printable characters: a name may end up in an error.
     if _text(text) and (len(text.splitlines()) > 1 or not text.isprintable() or len(text) > 4000):
         raise ValueError
+    # The longest name of a file in common file systems.
     if any(len(part.encode()) > 255 for part in text.split("/")):
         raise ValueError
     try:
+        # Raises for the home of a user that does not exist.
         Path(text).expanduser()
     except RuntimeError as error:
         raise ValueError from error
@@ -140,6 +143,7 @@ def rule(kind: object) -> str:
     args = get_args(kind)
     if origin is Annotated:
         if is_marked(kind, Commas):
+            # Annotated[list[item], Commas()]
             item = rule(get_args(args[0])[0])
             return f"1 to {MOST_ITEMS} values separated by commas, each {item}"
         described = [info.description for info in args[1:] if getattr(info, "description", None)]
@@ -147,6 +151,7 @@ def rule(kind: object) -> str:
             return described[-1]
         return rule(args[0]) + _range(args[1:])
     if origin is Literal:
+        # With one word only, the word itself says it.
         return "one of " * (len(args) > 1) + ", ".join(str(value) or "empty" for value in args)
     if origin in (Union, UnionType):
         named = [text for text in map(rule, args) if text]
@@ -169,23 +174,28 @@ def is_marked(kind: object, mark: type) -> bool:
 def words_of(kind: object) -> tuple[str, ...]:
     """The words of a kind that takes nothing else; empty for other kinds."""
     if get_origin(kind) is Annotated:
-        marks = [one for one in get_args(kind) if isinstance(one, OneOf)]
-        return marks[0].words if marks else words_of(get_args(kind)[0])
+        for mark in get_args(kind):
+            if isinstance(mark, OneOf):
+                return mark.words
+        return words_of(get_args(kind)[0])
     if get_origin(kind) is Literal:
         return tuple(str(word) for word in get_args(kind))
     return ()
 
 
 def _range(infos: tuple[Any, ...]) -> str:
-    limits = {name: getattr(part, name) for info in infos for part in getattr(info, "metadata", ())
-              for name in ("ge", "gt", "le") if hasattr(part, name)}  # fmt: skip
-    low, above, high = (
-        None if limits.get(key) is None else f"{limits[key]:.10g}" for key in ("ge", "gt", "le")
-    )
-    if low is not None:
-        return f" from {low} to {high}"
-    if above is not None:
-        return f" above {above} and at most {high}"
+    """The limits of a number in words, from pydantic's marks; empty without any."""
+    found = {}
+    for info in infos:
+        for limit in getattr(info, "metadata", ()):
+            for name in ("ge", "gt", "le"):
+                value = getattr(limit, name, None)
+                if value is not None:
+                    found[name] = f"{value:.10g}"
+    if "ge" in found:
+        return f" from {found['ge']} to {found.get('le')}"
+    if "gt" in found:
+        return f" above {found['gt']} and at most {found.get('le')}"
     return ""
 
 
@@ -193,7 +203,11 @@ def _range(infos: tuple[Any, ...]) -> str:
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(
         kind,
-        config=ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True),
+        config=ConfigDict(
+            strict=True,
+            allow_inf_nan=False,
+            arbitrary_types_allowed=True,
+        ),
     )
 
 
@@ -201,6 +215,7 @@ def number(word: str) -> int | float | None:
     """The number that a word is, written with ASCII digits as 12, 0.5 or 1e-3; None for any other
     word.
     """
+    # A long word of digits would take int() a while.
     if len(word) > 64 or not _NUMBER.fullmatch(word):
         return None
     if word.lstrip("+-").isdigit():
@@ -208,7 +223,13 @@ def number(word: str) -> int | float | None:
     return float(word)
 
 
-def check(name: str, value: object, kind: Any, fix: str = "", words: bool = False) -> Any:
+def check(
+    name: str,
+    value: object,
+    kind: Any,
+    fix: str = "",
+    words: bool = False,
+) -> Any:
     """A value as its kind has it: 2 for 2.0 where a whole number is wanted, a Python number for
     numpy's.
 
@@ -221,10 +242,16 @@ def check(name: str, value: object, kind: Any, fix: str = "", words: bool = Fals
     """
     if isinstance(value, str) and is_marked(kind, Commas):
         return _check_list(name, value, kind)
-    plain = value.item() if getattr(value, "shape", None) == () else value  # type: ignore[attr-defined]
+    plain = value
+    if getattr(value, "shape", None) == ():  # a number of numpy or torch
+        plain = value.item()  # type: ignore[attr-defined]
+
+    # What the value may stand for, the likeliest first: pydantic converts nothing here.
     forms = [plain]
-    if words and isinstance(plain, str) and (read := number(plain)) is not None:
-        forms.append(read)
+    if words and isinstance(plain, str):
+        read = number(plain)
+        if read is not None:
+            forms.append(read)
     forms += [int(form) for form in forms if isinstance(form, float) and form.is_integer()]
     forms += [tuple(form) for form in forms if isinstance(form, list)]
     for form in forms:
@@ -238,7 +265,8 @@ def check(name: str, value: object, kind: Any, fix: str = "", words: bool = Fals
     known = words_of(kind)
     if known and isinstance(value, str):
         hint = did_you_mean(value[:80], known, most=2)
-        fix = f"; {hint}" if hint else fix
+        if hint:
+            fix = f"; {hint}"
     raise UserError(f"{name}={shown(value)} must be {rule(kind)}{fix}")
 
 
@@ -271,6 +299,7 @@ def key(default: T, meaning: str) -> T:
     docs/reference/config.md.
     """
     if isinstance(default, dict):
+        # A copy for each instance, which may change it.
         return field(default_factory=lambda: type(default)(default), metadata={"meaning": meaning})  # type: ignore
     return field(default=default, metadata={"meaning": meaning})
 
@@ -284,12 +313,11 @@ def default_of(one: Field[Any]) -> object:
 @functools.cache
 def kinds_of(settings: type) -> dict[str, Any]:
     """The kind of each annotated field of a class and of its bases in this package."""
+    # Bases first, so that a class's own annotations replace theirs.
     own = [base for base in reversed(settings.__mro__) if base.__module__.startswith("drafttrain.")]
-    found = {
-        name: kind
-        for base in own
-        for name, kind in inspect.get_annotations(base, eval_str=True).items()
-    }
+    found: dict[str, Any] = {}
+    for base in own:
+        found |= inspect.get_annotations(base, eval_str=True)
     return {name: kind for name, kind in found.items() if get_origin(kind) is not ClassVar}
 
 
@@ -305,9 +333,14 @@ def check_fields(settings: Any, prefix: str = "", words: bool = False) -> None:
             fix = f" ({one.metadata['meaning']})"
         if default not in (MISSING, None, "", {}, ()):
             fix += f"; the default is {shown(default)}"
-        else:
-            fix += ""
-        value = check(prefix + one.name, getattr(settings, one.name), kinds[one.name], fix, words)
+        value = check(
+            prefix + one.name,
+            getattr(settings, one.name),
+            kinds[one.name],
+            fix,
+            words,
+        )
+        # Also of a frozen dataclass.
         object.__setattr__(settings, one.name, value)
 
 

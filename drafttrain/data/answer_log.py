@@ -127,7 +127,13 @@ class AnswerLog:
         os.close(self._file)
 
 
-def read_answer(line: bytes, path: Path, target: Target, kwargs: Json, most: int) -> LoggedAnswer:
+def read_answer(
+    line: bytes,
+    path: Path,
+    target: Target,
+    kwargs: Json,
+    most: int,
+) -> LoggedAnswer:
     """The answer of a line.
 
     Args:
@@ -139,12 +145,18 @@ def read_answer(line: bytes, path: Path, target: Target, kwargs: Json, most: int
             the answer within `most`.
     """
     row = parse_line(line, path, 0)
-    request = row["request"] if isinstance(row.get("request"), dict) else row
-    reply = row["response"] if isinstance(row.get("response"), dict) else row
+    request = row
+    if isinstance(row.get("request"), dict):
+        request = row["request"]
+    reply = row
+    if isinstance(row.get("response"), dict):
+        reply = row["response"]
     for part in (row, request, reply):
         check_json(part, "the line", _FIX, _Reply)
     # The whole line may be the reply, and the reply its own choice.
-    choice = reply["choices"][0] if reply.get("choices") else reply
+    choice = reply
+    if reply.get("choices"):
+        choice = reply["choices"][0]
 
     if reply.get("prompt_token_ids") and choice.get("token_ids"):
         start = len(reply["prompt_token_ids"])
@@ -159,11 +171,16 @@ def read_answer(line: bytes, path: Path, target: Target, kwargs: Json, most: int
         raise UserError(
             f"less than two tokens of the answer within {most} (the prompt has {start}); raise --max-length"
         )
-    accepted = row.get("accepted_length")
-    return LoggedAnswer(tokens[:most], start, float(accepted) if accepted else 0.0)
+    accepted = float(row.get("accepted_length") or 0)
+    return LoggedAnswer(tokens[:most], start, accepted)
 
 
-def _rendered(request: Json, choice: Json, target: Target, kwargs: Json) -> tuple[list[int], int]:
+def _rendered(
+    request: Json,
+    choice: Json,
+    target: Target,
+    kwargs: Json,
+) -> tuple[list[int], int]:
     """The tokens of a conversation and the start of its last answer. Raises UserError.
 
     Args:
@@ -177,7 +194,13 @@ def _rendered(request: Json, choice: Json, target: Target, kwargs: Json) -> tupl
     if parsed is None or "messages" not in parsed:
         raise UserError(f"no conversation with an answer; {_FIX}")
     inputs = ChatInputs.of(parsed, kwargs)
-    record = answer_record(target.tokenizer, parsed["messages"], "log", inputs, target.eos_ids)
+    record = answer_record(
+        target.tokenizer,
+        parsed["messages"],
+        "log",
+        inputs,
+        target.eos_ids,
+    )
     start, end = record["spans"][0]
     # The template has closed an answer that the limit ended.
     if choice.get("finish_reason") == "length" and record["finish"] == ["stop"]:
@@ -236,7 +259,11 @@ class LogReader:
         with path.open("rb") as file:
             head = file.read(HEAD)
             # The place of the longest beginning that is known; a new log has none.
-            place = Place(head="", length=0, offset=0)
+            place = Place(
+                head="",
+                length=0,
+                offset=0,
+            )
             for known in self.places:
                 length = known["length"]
                 if place["length"] < length <= len(head) and known["head"] == _hash(head[:length]):
@@ -255,7 +282,13 @@ class LogReader:
             if len(head) < size:
                 head = path.open("rb").read(size)
             self.places = [p for p in self.places if p is not place]
-            self.places.append(Place(head=_hash(head[:size]), length=size, offset=at))
+            self.places.append(
+                Place(
+                    head=_hash(head[:size]),
+                    length=size,
+                    offset=at,
+                )
+            )
 
 
 def _hash(data: bytes) -> str:

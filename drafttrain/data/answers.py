@@ -310,7 +310,7 @@ def _call_frame(
                 leads += pieces[:-1]
                 follow = pieces[-1][:1]
         if leads:
-            # The end that all of them share.
+            # The end that all of them share: reversed, it is a beginning.
             alike = min(_shared(leads[0][::-1], lead[::-1]) for lead in leads)
             return leads[0][len(leads[0]) - alike :], follow
     return "", ""

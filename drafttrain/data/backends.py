@@ -178,7 +178,13 @@ class LocalBackend(Backend):
             return settings.next_turn(it)
 
         requests = _Requests(waiting, iter(conversations), running, settings)
-        results = self.engine.run(requests, settings.sampling, settings.seed, follow_up, stop)
+        results = self.engine.run(
+            requests,
+            settings.sampling,
+            settings.seed,
+            follow_up,
+            stop,
+        )
         for finished in results:
             it = running.pop(finished.key)
             # The engine stopped inside a response, so follow_up was not called.
@@ -371,9 +377,14 @@ class OpenAIBackend(Backend):
         try:
             while True:
                 if fatal is None and not stop():
+                    # As many new ones as there is room for.
                     for job in islice(source, self.concurrency - running):
                         # Daemon threads: a process that ends does not wait for servers that hang.
-                        threading.Thread(target=converse, args=job, daemon=True).start()
+                        threading.Thread(
+                            target=converse,
+                            args=job,
+                            daemon=True,
+                        ).start()
                         running += 1
                 if fatal is not None and ended.empty():  # everything that has arrived is stored
                     raise fatal
@@ -387,6 +398,7 @@ class OpenAIBackend(Backend):
                 elif isinstance(problem, BadReply):
                     failed += 1
                 else:
+                    # The first error of this kind ends the run, when what has arrived is stored.
                     if fatal is None:
                         fatal = problem
                     continue
@@ -399,6 +411,7 @@ class OpenAIBackend(Backend):
                     )
         finally:
             self._closing.set()
+            # Threads that still wait for a reply use the client.
             if not running:
                 self.requests.close()
 
@@ -438,6 +451,7 @@ class OpenAIBackend(Backend):
             "stop_token_ids": sorted(self.settings.renderer.stop_ids),
         }
         choice = self._query(it, number, "completions", body, IdsReply)
+        # Some servers cut a long prompt without an error.
         if choice["prompt_token_ids"] != it.tokens:
             raise BadReply("token ids", "the server read another prompt than was sent")
         finish = choice["finish_reason"]
@@ -479,11 +493,19 @@ class OpenAIBackend(Backend):
         if choice["finish_reason"] == "length":
             finish = "length"
         ids = text_ids(self.settings.renderer.tokenizer, text)
+        # An empty answer stays empty, and `accept` refuses it.
         if ids:
             ids = self.settings.closed(ids, finish, choice.get("stop_reason"))
         return ids, finish
 
-    def _query(self, it: Conversation, number: int, path: str, more: Json, schema: type) -> Json:
+    def _query(
+        self,
+        it: Conversation,
+        number: int,
+        path: str,
+        more: Json,
+        schema: type,
+    ) -> Json:
         """The server's choice for the conversation's next response. A retry asks the next server."""
         sampling = self.settings.sampling
         body: Json = {
@@ -512,6 +534,7 @@ class OpenAIBackend(Backend):
             except BadReply as bad:
                 if not bad.retry or self._closing.is_set():
                     raise
+                # Of random length, so that requests that failed together do not come back together.
                 pause = _FIRST_PAUSE * 2**attempt * random.uniform(0.75, 1.25)
                 self._closing.wait(max(bad.pause, pause))
         return send(_TRIES - 1)  # the last try raises what it meets

@@ -158,6 +158,7 @@ def _for_template(message: Message, as_text: bool) -> Message:
     for key, value in message.items():
         if value or key in ("role", "content"):
             made[key] = value
+    # Templates join the content with other text, which None would break.
     made["content"] = _content(message)
     if not as_text or "tool_calls" not in made:
         return made
@@ -388,6 +389,7 @@ def turn_glue(
     # With marks in place of the answers, what follows the last mark is the glue.
     marks = [f"{_MARKER} {i}." for i in range(len(turns) - 1)]
     history, found, after = rendered(marks).partition(marks[-1])
+    # The turns before the last answer must read as they did when it was made.
     if not found or history != rendered(marks[:-1]):
         return None
 
@@ -396,10 +398,12 @@ def turn_glue(
         said = rendered(answers)
         at = 0
         for answer in answers:
+            # Templates may trim an answer.
             at = said.find(answer.strip(), at)
             if at < 0:
                 return None
     ids = text_ids(tokenizer, after.lstrip())  # begins with the token that closes the response
+    # Behind the stop token there must be a next turn.
     if ids[:1] == [stop_id] and len(ids) > 1:
         return ids[1:]
     return None

@@ -324,7 +324,12 @@ class Conversation(Transcript):
         if exact is not None and ("tool_calls" not in made or exact.startswith(so_far)):
             yield made
 
-    def rest(self, renderer: ChatRenderer, max_length: int, least: int = 1) -> Conversation | None:
+    def rest(
+        self,
+        renderer: ChatRenderer,
+        max_length: int,
+        least: int = 1,
+    ) -> Conversation | None:
         """The conversation's next row, opened; None if no row follows.
 
         One follows where the template rewrites earlier turns.

@@ -32,7 +32,13 @@ class BadReply(Exception):
             wait before.
     """
 
-    def __init__(self, reason: str, detail: str = "", retry: bool = False, pause: float = 0.0):
+    def __init__(
+        self,
+        reason: str,
+        detail: str = "",
+        retry: bool = False,
+        pause: float = 0.0,
+    ):
         line = one_line(redact(detail))  # a server may repeat the key
         message = reason
         if line:

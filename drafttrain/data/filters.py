@@ -81,7 +81,8 @@ class NearDuplicates:
     def __init__(self, threshold: float = 0.7):
         random = np.random.default_rng(0)
         shape = (_PERMUTATIONS, 1)
-        self.factors = random.integers(1, 2**61, size=shape, dtype=np.uint64) | np.uint64(1)
+        factors = random.integers(1, 2**61, size=shape, dtype=np.uint64)
+        self.factors = factors | np.uint64(1)  # odd ones lose no bits
         self.offsets = random.integers(0, 2**61, size=shape, dtype=np.uint64)
         self.threshold = threshold
         self.count = 0
@@ -125,7 +126,7 @@ class NearDuplicates:
         places = self._buckets(signature).tolist()  # [16]
 
         # Compare it with the texts that share a band.
-        candidates: set[int] = set()
+        candidates = set()
         for band, place in enumerate(places):
             index = int(self._heads[band, place])
             for _ in range(_LONGEST):

@@ -60,8 +60,10 @@ def run(args: argparse.Namespace) -> int:
     existing = args.backend == "existing"
     ids: list[str] = []
     conversations = None
+    prompts = None
     if not existing:
         ids, conversations = read_prompts(args.prompts, args.chat_template_kwargs)
+        prompts = len(ids)
     target = _load_target(args)
     layers = parse_layers(args.features, target)
     settings = ResponseSettings(
@@ -78,14 +80,23 @@ def run(args: argparse.Namespace) -> int:
             missing = [i for i, key in enumerate(ids) if key not in done and share.owns(key)]
             mine = conversations.chosen(missing)
         if layers:
+            # The layers' states and the last one, at 2 bytes a number.
             row_bytes = (len(layers) + 1) * target.hidden_size * 2
             check_space(store.directory, feature_bytes(mine, args, settings, row_bytes), "features")
 
         this_run = run_counts(0, 0, 0.0, {})
         if existing or mine:
-            backend = make_backend(args, target, settings, layers, len(mine), done, share)
+            backend = make_backend(
+                args,
+                target,
+                settings,
+                layers,
+                len(mine),
+                done,
+                share,
+            )
             this_run = store_answers(args, settings, store, backend, mine)
-        report(args, store, this_run, None if existing else len(ids), share)
+        report(args, store, this_run, prompts, share)
     return 0
 
 
@@ -185,6 +196,7 @@ def read_prompts(path: Path, kwargs: Json | None = None) -> tuple[list[str], Row
     seen: dict[str, None] = {}  # ids in order
 
     def places() -> Iterator[tuple[int, int]]:
+        # Each line by its place in the file and by its content.
         for (number, start), (_, row) in zip(line_starts(path), read_jsonl(path), strict=True):
             where = f"{path} line {number}"
             if "id" not in row:
@@ -218,6 +230,7 @@ def parse_layers(text: str, target: Target) -> tuple[int, ...]:
         usual = target.default_feature_layers
         wide = {*usual, target.num_layers - 1}
         for low, high in itertools.pairwise(usual):
+            # Halfway, rounded up.
             wide.add((low + high + 1) // 2)
         return tuple(sorted(wide))
     try:
@@ -280,8 +293,17 @@ def make_backend(
     """
     if args.backend == "existing":
         kwargs = args.chat_template_kwargs
-        return ExistingBackend(target, args.prompts, kwargs, args.max_length, done, share)
-    given = None if args.slots == "auto" else args.slots
+        return ExistingBackend(
+            target,
+            args.prompts,
+            kwargs,
+            args.max_length,
+            done,
+            share,
+        )
+    given = args.slots
+    if given == "auto":
+        given = None
     if args.backend == "openai":
         return OpenAIBackend(args.url, args.model, settings, given)
     if args.backend == "vllm":
@@ -355,6 +377,7 @@ def store_answers(
         Raises UserError: those of this one or of an earlier one cannot be written.
         """
         storing.append(writer.submit(store.add, rows.records, rows.states))
+        # The result of a write that is done raises what failed in it.
         while storing and (storing[0].done() or len(storing) > _STORING):
             storing.popleft().result()
 
@@ -375,7 +398,10 @@ def store_answers(
                 dropped["prompt_too_long"] += 1
                 show(1)
 
-    with Progress("generate", len(todo) if backend.asks else None, "conversations") as progress:
+    total = None  # unknown where the backend reads a file
+    if backend.asks:
+        total = len(todo)
+    with Progress("generate", total, "conversations") as progress:
         try:
             for it, result in backend.run(opened(), lambda: show(0) >= 1):
                 if isinstance(result, BadReply):
@@ -444,7 +470,12 @@ def _states_of(record: Json, result: Finished | None) -> dict[str, Tensor]:
     return {"features": result.features[:fed], "last_hidden": result.last_hidden[:fed]}
 
 
-def run_counts(conversations: int, tokens: int, seconds: float, dropped: dict[str, int]) -> Json:
+def run_counts(
+    conversations: int,
+    tokens: int,
+    seconds: float,
+    dropped: dict[str, int],
+) -> Json:
     """The part of summary.json about one run."""
     rate = round(tokens / max(seconds, 1e-9), 1)
     counts = {"conversations": conversations, "response_tokens": tokens}

@@ -28,7 +28,12 @@ def value_bytes(dtype: StoreDtype, width: int) -> float:
     return DTYPES[dtype].itemsize
 
 
-def stored_as(name: str, states: Tensor, dtype: StoreDtype, width: int) -> dict[str, Tensor]:
+def stored_as(
+    name: str,
+    states: Tensor,
+    dtype: StoreDtype,
+    width: int,
+) -> dict[str, Tensor]:
     """Tensors to store for states [n, c*width] of c layers.
 
     Values that are not finite give scales that are not finite.
@@ -36,8 +41,9 @@ def stored_as(name: str, states: Tensor, dtype: StoreDtype, width: int) -> dict[
     if dtype != "int8":
         return {name: states.to(DTYPES[dtype])}
     blocks = states.float().unflatten(-1, (-1, block_size(width)))  # [n, c*width/64, 64]
-    scale = (blocks.abs().amax(-1, keepdim=True) / 127).bfloat16()  # [n, c*width/64, 1]
-    divisor = scale.float().clamp(min=torch.finfo(torch.float32).tiny)
+    highest = blocks.abs().amax(-1, keepdim=True)  # [n, c*width/64, 1]
+    scale = (highest / 127).bfloat16()
+    divisor = scale.float().clamp(min=torch.finfo(torch.float32).tiny)  # of zeros, too
     values = (blocks / divisor).round().clamp(-127, 127).nan_to_num()
     return {name: values.to(torch.int8).flatten(1), name + _SCALE: scale.squeeze(-1)}
 

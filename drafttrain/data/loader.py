@@ -20,7 +20,12 @@ from drafttrain.target import Target
 _OPEN_ROWS = 64  # number of open bins: more pack tighter but search slower
 
 
-def cut_row(tokens: list[int], spans: list[list[int]], index: int, max_length: int) -> Json:
+def cut_row(
+    tokens: list[int],
+    spans: list[list[int]],
+    index: int,
+    max_length: int,
+) -> Json:
     """The training row of a conversation's first tokens; without spans of less than two tokens."""
     kept = []
     for start, end in spans:
@@ -57,7 +62,12 @@ def training_rows(
         return cut_row(row["tokens"], row["spans"], index, max_length)
 
     drop = [name for name in records.column_names if name not in ("tokens", "spans")]
-    rows = records.map(cut, with_indices=True, remove_columns=drop, desc="cutting to max_length")
+    rows = records.map(
+        cut,
+        with_indices=True,
+        remove_columns=drop,
+        desc="cutting to max_length",
+    )
     rows = rows.filter(
         lambda spans: len(spans) > 0,
         input_columns="spans",
@@ -195,7 +205,8 @@ def keep_frequent(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tens
         return torch.arange(len(counts))
     ranked = counts.clone()
     ranked[list(always)] = counts.max() + 1  # before all others
-    return ranked.sort(descending=True, stable=True).indices[:size].sort().values
+    kept = ranked.sort(descending=True, stable=True).indices[:size]
+    return kept.sort().values
 
 
 # -- packing and batches ---------------------------------------------------------------------------
@@ -282,7 +293,8 @@ def collate(rows: list[Json]) -> dict[str, Tensor]:
 
     # An anchor's next two tokens are a response's.
     labels = torch.full((b, s), -100)  # [b, s]
-    labels[:, :-2][response_mask[:, 1:-1] & response_mask[:, 2:]] = 0
+    learned = response_mask[:, 1:-1] & response_mask[:, 2:]  # [b, s - 2] bool
+    labels[:, :-2][learned] = 0
     batch = {
         "input_ids": input_ids,
         "lengths": torch.tensor([row["length"] for row in rows]),

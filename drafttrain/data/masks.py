@@ -91,7 +91,13 @@ class RecordedTranscript(Transcript):
                 f"{where}: the chat template renders the turns before it differently from here on"
             )
         try:
-            text, end = rendered_answer(self.tokenizer, before, answer, self.inputs, self.stops)
+            text, end = rendered_answer(
+                self.tokenizer,
+                before,
+                answer,
+                self.inputs,
+                self.stops,
+            )
         except TemplateRefuses as error:
             raise UserError(
                 f"{where}: {error}; let the target answer again: drafttrain generate"
@@ -176,7 +182,15 @@ def recorded_conversations(
     for number, row in read_jsonl(path):
         records: list[Json] | UserError
         try:
-            records = _records_of(tokenizer, path, number, row, kwargs, stop_ids, max_length)
+            records = _records_of(
+                tokenizer,
+                path,
+                number,
+                row,
+                kwargs,
+                stop_ids,
+                max_length,
+            )
         except UserError as error:
             records = error
         yield str(row.get("id", number)), records
@@ -221,7 +235,7 @@ def _records_of(
         if max_length is not None and len(rows) == 1 and len(current.tokens) > max_length:
             break
 
-    records: list[Json] = []
+    records = []
     for i, made in rows.items():
         key = id
         if len(rows) > 1:

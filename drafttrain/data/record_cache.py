@@ -67,7 +67,12 @@ _LINE_END = TypeAdapter(LineEnd)
 
 def stored_lines(part: Path) -> Iterator[tuple[int, StoredLine]]:
     """The complete lines of a part with their numbers. Raises UserError: a damaged one."""
-    return read_jsonl(part, growing=True, fix=LINE_FIX, schema=StoredLine)
+    return read_jsonl(
+        part,
+        growing=True,
+        fix=LINE_FIX,
+        schema=StoredLine,
+    )
 
 
 class StoredIds:
@@ -169,7 +174,7 @@ def _broken_rule(line: StoredLine, vocab_size: int) -> str:
 
 def _rows(parts: Sequence[Path], vocab_size: int) -> Iterator[StoredLine]:
     """Checked rows, each id once: several processes may have answered the same prompt."""
-    seen: set[str] = set()
+    seen = set()
     for part in parts:
         for number, line in stored_lines(part):
             rule = _broken_rule(line, vocab_size)

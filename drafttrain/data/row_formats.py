@@ -368,7 +368,7 @@ def _with_calls(message: Json, names: Sequence[str]) -> Json:
 
 def _prompt(messages: Sequence[Json | None]) -> Prompt | None:
     """A prompt of these messages; None if one could not be read or none is a user's."""
-    kept: list[Json] = []
+    kept = []
     system = None
     asked = False
     for message in messages:

@@ -98,7 +98,11 @@ class Requests:
         self._closing = threading.Lock()
         self._closed = False
         # A daemon: a process that ends does not wait for servers that hang.
-        threading.Thread(target=self._run, name="requests", daemon=True).start()
+        threading.Thread(
+            target=self._run,
+            name="requests",
+            daemon=True,
+        ).start()
 
     def _run(self) -> None:
         self._loop.run_forever()
@@ -112,7 +116,14 @@ class Requests:
             raise BadReply("malformed", f"the model's name {model['id']!r} is not printable")
         return model
 
-    def json(self, method: str, url: str, body: Json | None, schema: type[T], seconds: float) -> T:
+    def json(
+        self,
+        method: str,
+        url: str,
+        body: Json | None,
+        schema: type[T],
+        seconds: float,
+    ) -> T:
         """Sends a request once, and returns the JSON reply.
 
         The reply is checked against the schema, whose keys alone are kept.
@@ -148,7 +159,11 @@ class Requests:
             raise BadReply("not JSON", shown) from error
 
     async def _reply(
-        self, method: str, url: str, body: Json | None, seconds: float
+        self,
+        method: str,
+        url: str,
+        body: Json | None,
+        seconds: float,
     ) -> tuple[httpx.Response, bytearray]:
         """A reply and its content. Raises BadReply."""
         content = bytearray()
@@ -156,7 +171,13 @@ class Requests:
         if body is not None:
             text = json.dumps(body)
         timeout = httpx.Timeout(None, connect=min(_CONNECT_SECONDS, seconds))
-        stream = self._client.stream(method, url, content=text, headers=_SENT, timeout=timeout)
+        stream = self._client.stream(
+            method,
+            url,
+            content=text,
+            headers=_SENT,
+            timeout=timeout,
+        )
         try:
             async with self.deadline(seconds), stream as reply:
                 async for chunk in bounded_pieces(reply, _MOST_BYTES):

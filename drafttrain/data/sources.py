@@ -139,6 +139,7 @@ def collect(
                 ids.add(key)
                 yield {"id": key, **prompt, "source": source}
 
+            # Where rows are counted, reading them is the progress: few of them may be kept.
             share = 0.0
             if total:
                 share = read / total
@@ -195,6 +196,7 @@ def data_set_rows(
     from datasets import load_dataset
 
     fix = f"give magpie, file, a reachable Hub id or a local folder, with a --subset and a --split of it ({subset}, {split})"
+    # Where the Hub does not answer, its clients read their cache at once.
     if not Path(name).exists():
         hub_problem()
     with reading(name, "source", fix):
@@ -202,6 +204,7 @@ def data_set_rows(
         stream = load_dataset(name, subset, split=split, streaming=True)
         rows = iter(stream.shuffle(seed=seed, buffer_size=_READ_AHEAD))
     while True:
+        # Every row is read within it: a library may fail at any of them.
         with reading(name, "source", fix):
             row = next(rows, None)
         if row is None:
@@ -258,13 +261,26 @@ def magpie_prompts(request: Request) -> Iterator[Json]:
         target = load_target(args)
     sampling = SamplingParams(args.temperature, 0, args.top_p)
     openings = load_openings(args.openings)
-    writer = PromptWriter(target, openings, args.opening_share, args.max_prompt_tokens, args.seed)
+    writer = PromptWriter(
+        target,
+        openings,
+        args.opening_share,
+        args.max_prompt_tokens,
+        args.seed,
+    )
 
     answers: Callable[[int], Iterator[Finished]]
     if args.url:
 
         def answers(start: int) -> Iterator[Finished]:
-            return served_answers(args, target, writer, sampling, start, request.keep.dropped)
+            return served_answers(
+                args,
+                target,
+                writer,
+                sampling,
+                start,
+                request.keep.dropped,
+            )
     else:
         slots = args.slots
         if slots == "auto":
@@ -372,8 +388,16 @@ def served_answers(
     renderer = ChatRenderer(target)
     # The turn is the user's, so its end stops the answer.
     renderer.stop_ids = set(writer.stop_ids)
-    settings = ResponseSettings(renderer, sampling, writer.max_tokens, writer.max_length, args.seed)
-    slots = _SERVED if args.slots == "auto" else args.slots
+    settings = ResponseSettings(
+        renderer,
+        sampling,
+        writer.max_tokens,
+        writer.max_length,
+        args.seed,
+    )
+    slots = args.slots
+    if slots == "auto":
+        slots = _SERVED
     backend = OpenAIBackend(args.url, "", settings, slots)
     if not backend.by_ids:
         raise UserError(

@@ -240,7 +240,13 @@ class Store:
             writes this part.
     """
 
-    def __init__(self, directory: str | Path, meta: Json, rank: int = 0, overwrite: bool = False):
+    def __init__(
+        self,
+        directory: str | Path,
+        meta: Json,
+        rank: int = 0,
+        overwrite: bool = False,
+    ):
         self.directory = Path(directory).expanduser()
         self.rank = rank
         self.appended = 0
@@ -531,11 +537,18 @@ class FeatureStore:
         width = target["hidden_size"]
         columns = None
         if list(feature_layers) != layers:
-            place = {
-                layer: (i * width, (i + 1) * width) for i, layer in enumerate(layers)
-            }  # columns of each layer
+            place = {}  # columns of each layer
+            for i, layer in enumerate(layers):
+                place[layer] = (i * width, (i + 1) * width)
             columns = [place.get(layer) for layer in feature_layers]
-        return FeatureStore(root, columns, held["top_k"], len(layers), width, target["vocab_size"])
+        return FeatureStore(
+            root,
+            columns,
+            held["top_k"],
+            len(layers),
+            width,
+            target["vocab_size"],
+        )
 
     @property
     def count(self) -> int:
@@ -634,7 +647,7 @@ class FeatureStore:
             if tensor.is_floating_point() and not math.isfinite(tensor.sum(dtype=torch.float32)):
                 return f"{name} holds NaN or infinite values"
 
-        ids = found.get("topk_ids", torch.zeros(1))
+        ids = found.get("topk_ids", torch.zeros(1))  # in place of none
         if len(ids) and not (ids.min() >= 0 and ids.max() < self.vocab_size):
             return f"topk_ids are outside the target's vocabulary of {self.vocab_size}"
         return ""

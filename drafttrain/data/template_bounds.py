@@ -61,6 +61,7 @@ def _size(value: object) -> int:
         if isinstance(one, (str, bytes)):
             amount += len(one)
         elif isinstance(one, int):
+            # A number may have millions of digits.
             amount += one.bit_length() // 8
         elif isinstance(one, dict):
             waiting += [*one, *one.values()]
@@ -80,8 +81,14 @@ def _pay(subject: object, values: Iterable[object], form: bool = False) -> None:
     """
     numbers = [1]
     for value in values:
-        for part in value if isinstance(value, tuple) else (value,):
-            numbers.append(abs(part) if isinstance(part, int) else _size(part))
+        parts: tuple[object, ...] = (value,)
+        if isinstance(value, tuple):
+            parts = value
+        for part in parts:
+            if isinstance(part, int):
+                numbers.append(abs(part))
+            else:
+                numbers.append(_size(part))
     if form:
         numbers += map(int, re.findall(r"\d{1,12}", str(subject)))
     _spend(_size(subject) * max(numbers))
@@ -99,6 +106,7 @@ def _filter(plain: Callable[..., object]) -> Callable[..., object]:
 
     @functools.wraps(plain)
     def paid(*args: object, **kwargs: object) -> object:
+        # An iterator could be read only once, and is read here to be paid for.
         values = [list(value) if isinstance(value, Iterator) else value for value in args]
         options = [*values[first + 1 :], *kwargs.values()]
         _pay(values[first], options, plain.__name__ == "do_format")
@@ -120,6 +128,7 @@ class _Payments(NodeTransformer):
             node.iter = _through(node.iter)
         elif isinstance(node, nodes.Operand):
             node.expr = _through(node.expr)
+        # A slice copies; an item does not.
         sliced = isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
         if sliced or isinstance(node, nodes.List | nodes.Dict):
             return _through(node)
@@ -138,7 +147,13 @@ def environment() -> Environment:
     plain: Any = _own_compiler()("").environment  # a SandboxedEnvironment
     made = plain.overlay()
 
-    def call(context: Context, function: object, /, *args: object, **kwargs: object) -> object:
+    def call(
+        context: Context,
+        function: object,
+        /,
+        *args: object,
+        **kwargs: object,
+    ) -> object:
         _spend(_CALL)
         values = [*args, *kwargs.values()]
         method = getattr(function, "__wrapped__", function)  # of the sandbox's str.format
@@ -151,6 +166,7 @@ def environment() -> Environment:
         return result
 
     def product(_: Context, sign: str, left: object, right: object) -> object:
+        # A sum is as long as both sides; `*` repeats one, `%` pads to widths, `**` grows a number.
         if sign == "+":
             _size(left)
             _size(right)
@@ -171,6 +187,7 @@ def environment() -> Environment:
     made.filters = {name: _filter(one) for name, one in plain.filters.items()}
     made.filters[_PAID] = _paid
     made.globals = {**plain.globals, "range": bounded_range}
+    # It writes placeholder text of any length.
     del made.globals["lipsum"]
     return made  # type: ignore[no-any-return]
 
@@ -204,6 +221,7 @@ def bounded(*inputs: object) -> Iterator[None]:
     Beyond that, it raises OverflowError.
     """
     environment()
+    # Measuring the inputs is not charged.
     _allowance.left = None
     _allowance.left = min(_LEAST + _PASSES * _size(inputs), _MOST)
     try:

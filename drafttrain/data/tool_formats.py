@@ -62,6 +62,7 @@ def read_tools(value: object) -> list[Json]:
         if not isinstance(function["name"], str) or not function["name"]:
             raise TypeError("a tool without a name")
         parameters = function.get("parameters")
+        # xLAM's form has neither of a JSON schema's keys.
         if (
             isinstance(parameters, dict)
             and parameters
@@ -120,6 +121,7 @@ def read_calls(value: object) -> list[Json]:
         function = call
         if isinstance(call.get("function"), dict):
             function = call["function"]
+        # Some data name the arguments as a tool names its parameters.
         given = function.get("arguments", function.get("parameters"))
         arguments: object = {}
         if given:
@@ -155,6 +157,7 @@ def tools_in_system(text: str) -> list[Json]:
     at = text.find("<tools>")
     # The list of functions in JSON, behind <tools> where Hermes writes it.
     start = re.compile(r"\[\s*\{").search(text, max(at, 0))
+    # Any prompt may hold a JSON list; only one about functions is read.
     if start is None or (at < 0 and "function" not in text):
         return []
     try:

@@ -114,7 +114,11 @@ class VllmBackend(Backend):
             arguments["max_num_seqs"] = slots
         arguments.update(options)
         try:
-            llm = vllm.LLM(model=target.path, trust_remote_code=trust_remote_code, **arguments)
+            llm = vllm.LLM(
+                model=target.path,
+                trust_remote_code=trust_remote_code,
+                **arguments,
+            )
         except (ValueError, RuntimeError, TypeError, AssertionError, ImportError) as error:
             raise UserError(
                 f"backend=vllm: the engine does not start ({first_line(error)}); correct its flags"

@@ -308,7 +308,12 @@ class Drafter(NamedDrafter):
         """
         raise NotImplementedError(f"{type(self).__name__}.start")
 
-    def extend_all(self, sessions: Sequence[Any], tokens: Tensors, features: Tensors) -> None:
+    def extend_all(
+        self,
+        sessions: Sequence[Any],
+        tokens: Tensors,
+        features: Tensors,
+    ) -> None:
         """`Session.extend` of several of this drafter's sessions."""
         # Kinds without weights read tokens on the host: one transfer for all of them.
         if not self.trainable and tokens and not tokens[0].is_cpu:

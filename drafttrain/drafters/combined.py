@@ -49,6 +49,7 @@ def merge(first: TokenTree, second: TokenTree, budget: int) -> TokenTree:
     entries = zip(second.parents, second.tokens.tolist(), _scores(second), strict=True)
     for node, (parent, token, score) in enumerate(entries):
         key = (where[parent], token)
+        # The same token after the same path: the more certain drafter's probability counts.
         if key in place:
             scores[place[key]] = max(scores[place[key]], score)
         else:
@@ -57,6 +58,7 @@ def merge(first: TokenTree, second: TokenTree, budget: int) -> TokenTree:
             tokens.append(token)
             scores.append(score)
         where[node] = place[key]
+    # Nodes behind `first` come from the match alone; results count them apart.
     matched = frozenset(range(len(first), len(tokens)))
     return TokenTree.likeliest(
         budget,
@@ -147,6 +149,7 @@ class CombinedDrafter(Drafter):
                 [samplers[row] for row in rows],
             )
             trees |= zip(rows, drafted, strict=True)
+            # An empty match has nothing to merge.
             both = [row for row in rows if specs[row].shape == "dynamic" and len(found[row])]
             if both:
                 trees |= self._merged(both, trees, found, specs)
@@ -161,6 +164,7 @@ class CombinedDrafter(Drafter):
     ) -> dict[int, TokenTree]:
         """The trees of `rows` merged with their matches; one transfer each way for all of them."""
         device = trees[rows[0]].tokens.device
+        # The merge walks nodes one by one, which needs them on the host.
         parts = [trees[row] for row in rows] + [found[row] for row in rows]
         parts = TokenTree.moved(parts, torch.device("cpu"))
         merged = []
@@ -185,7 +189,13 @@ def match_spec(spec: TreeSpec) -> TreeSpec:
     if not spec.matches or spec.shape == "none":
         return TreeSpec.parse("none")
     if spec.shape == "dynamic":
-        return replace(spec, depth=spec.most, budget=spec.most, stop=0.0, cut=0.0)
+        return replace(
+            spec,
+            depth=spec.most,
+            budget=spec.most,
+            stop=0.0,
+            cut=0.0,
+        )
     return TreeSpec.parse(f"chain:{max(spec.depth, spec.match)}")
 
 
@@ -193,7 +203,10 @@ def is_likely(match: TokenTree, spec: TreeSpec) -> bool:
     """True if the match is likely enough to skip the other drafter."""
     bar = spec.alone
     if not bar:
-        bar = _SURE if spec.shape == "dynamic" else _LIKELY
+        bar = _LIKELY
+        if spec.shape == "dynamic":
+            bar = _SURE
+    # The first node's score is the log-probability of the match's first token.
     return len(match) > 0 and math.exp(_scores(match)[0]) >= bar
 
 
@@ -203,7 +216,9 @@ def alone(match: TokenTree, spec: TreeSpec) -> TokenTree:
     They are the tree's usual number of nodes, and further likely ones.
     """
     scores = _scores(match)
-    usual = spec.budget if spec.shape == "dynamic" else spec.depth
+    usual = spec.depth
+    if spec.shape == "dynamic":
+        usual = spec.budget
     kept = set(TokenTree.best_nodes(scores, usual))
     kept.update(node for node in range(len(match)) if scores[node] >= math.log(WORTH))
     if len(kept) < len(match):
@@ -235,12 +250,16 @@ class CombinedSession(JointSession):
             ids, above = part.probe()
             before = len(tokens)
             for parent in above:
-                parents.append(parent + before if parent >= 0 else -1)
+                # Parents count within a part; -1 is the last committed token in both.
+                if parent >= 0:
+                    parent += before
+                parents.append(parent)
             tokens += ids
             self.probe_counts.append(len(ids))
         return tokens, parents
 
     def observe(self, chosen: list[int]) -> None:
+        # The root's choice comes first and concerns both; the parts' own probes follow in turn.
         begin = 1
         for part, count in zip((self.main, self.side), self.probe_counts, strict=True):
             part.observe(chosen[:1] + chosen[begin : begin + count])
@@ -249,6 +268,7 @@ class CombinedSession(JointSession):
     def read_predictions(self, tree: TokenTree, predictions: list[Predictions]) -> None:
         for part, drafter in ((self.main, self.drafter.main), (self.side, self.drafter.side)):
             width = drafter.predictions
+            # Rows hold as many predictions as the part that asks for most.
             if width:
                 own = [(ids[:width], shares[:width]) for ids, shares in predictions]
                 part.read_predictions(tree, own)

@@ -85,6 +85,7 @@ class GgufHeads(Shipping[D]):
                 f"rope_type={kind!r}: llama.cpp {RELEASE} computes {ropes} in {self.gguf_arch}"
             )
         count = target.get("num_layers")
+        # -1 is what the head reads, and the number of layers the last layer's output.
         outside = [layer for layer in drafter.feature_layers if layer < 0 or layer == count]
         if outside:
             found.append(
@@ -121,7 +122,12 @@ class GgufHeads(Shipping[D]):
         drafter = self.load(trained)
         target = load_shell(name)  # without weights
         if self._needs_rows(drafter, target):
-            target = load_shell(name, dtype="float32", device="cpu", weights=True)
+            target = load_shell(
+                name,
+                dtype="float32",
+                device="cpu",
+                weights=True,
+            )
         keys = {f"{self.gguf_arch}.{key}": value for key, value in self.gguf_keys(drafter).items()}
         mask = _mask_id(drafter)
         if mask is not None:
@@ -142,6 +148,7 @@ class GgufHeads(Shipping[D]):
         """llama.cpp's name of one of our tensors."""
         if own in self.gguf_names:
             return self.gguf_names[own]
+        # EAGLE-3's only layer has a name of its own.
         plain = own.replace("midlayer.", "layers.0.")
         for name in (f"model.{plain}", plain):
             found = tensor_name(self.gguf_layers, drafter.config.num_hidden_layers, name)
@@ -164,12 +171,14 @@ class GgufHeads(Shipping[D]):
         # What an engine cannot take from the target itself.
         if not _keeps_all(drafter):
             form["d2t"] = Weight("kept_ids")
+            # Otherwise the drafter has trained its own rows.
             if "output.weight" not in form:
                 form["output.weight"] = target.head_weight[kept]
         if self._needs_table(drafter, target):
             table = target.embed(torch.arange(target.vocab_size))
             form["token_embd.weight"] = table
             if "mask" in drafter.state_dict():
+                # The mask becomes one more token of the vocabulary, with the last id.
                 form["token_embd.weight"] = Weight(
                     "mask",
                     there=lambda mask: torch.cat((table, mask[None].to(table))),
@@ -181,6 +190,8 @@ class GgufHeads(Shipping[D]):
         """Whether a file needs the target's embedding."""
         if "mask" in drafter.state_dict():
             return True
+        # A subclass may scale rows in its forward (Gemma), which llama.cpp does in the target's
+        # graph.
         plain = type(target.model.get_input_embeddings()) is nn.Embedding
         return not plain or target.embed_scale != 1.0
 
@@ -233,6 +244,7 @@ class GgufHeads(Shipping[D]):
         own = {name.removeprefix(f"{arch}."): value for name, value in keys.items()}
         fields = {**layer_fields(keys, config), **self.gguf_fields(own, original)}
         known = {**vars(config), **rope_of(config)}
+        # The rotary parameters are compared one by one, as the other fields are.
         fields |= fields.pop("rope_parameters")
         for name, value in fields.items():
             ours = known.get(name)
@@ -240,6 +252,7 @@ class GgufHeads(Shipping[D]):
                 raise UserError(
                     f"{where} says {name}={value!r}, and the drafter has {ours!r}; pass its own export"
                 )
+        # Without the table the file's vocabulary is the target's.
         kept = found.get("d2t", torch.arange(config.vocab_size))  # [d] int64
         if not torch.equal(kept, original.kept_ids):
             raise UserError(
@@ -259,7 +272,12 @@ class GgufHeads(Shipping[D]):
         back.load_state_dict(original.state_dict())
         target = load_shell(original.config.target["name"])
         if self._needs_rows(original, target):
-            target = load_shell(target.name, dtype="float32", device="cpu", weights=True)
+            target = load_shell(
+                target.name,
+                dtype="float32",
+                device="cpu",
+                weights=True,
+            )
         form = self.gguf_form(back, target)
         factors = rope_factors(original.config)
         if factors is not None:

@@ -76,6 +76,7 @@ def load_drafter(name: str, target: Target) -> Drafter | None:
     if name == "none":
         return None
     drafter = main = load_unbound(name)
+    # What is saved belongs to the drafter with weights, which may be inside several others.
     while isinstance(main, CombinedDrafter):
         main = main.main
     if isinstance(main, PreTrainedModel):
@@ -93,6 +94,7 @@ def load_unbound(
 
     The other parameters are those of `Drafter.from_pretrained`.
     """
+    # From the right: A+ngram+suffix is (A+ngram) with suffix.
     first, plus, second = name.rpartition("+")
     if plus and is_untrained(second):
         if first == "none":
@@ -134,6 +136,7 @@ def prepare(drafter: Drafter, target: Target) -> Drafter:
         if isinstance(drafter, CombinedDrafter):
             prepare(drafter.main, target)
             prepare(drafter.side, target)
+        # Later calls, from other threads too, find it ready.
         elif drafter.fresh:
             if drafter.trainable:
                 _fit(drafter, target)
@@ -175,6 +178,7 @@ def _fit(drafter: Any, target: Target) -> None:
         weight.data = weight.data.to(target.dtype).to(target.compute_dtype)
     drafter.to(target.device)
     if target.device.type == "cpu":
+        # Only weights that were rounded to bfloat16 anyway are rounded further.
         widened = target.dtype == torch.bfloat16 and target.compute_dtype == torch.float32
         if widened and cpu_kernels() is not None:
             # A depth costs about the time to read its weights: int8 is a quarter of float32's
@@ -224,6 +228,7 @@ def untrained(name: str, beside: bool = False) -> Drafter:
             raise UserError(
                 f"drafter={name!r}: {key!r} is not an option of {kind}; there are {', '.join(known)}"
             )
+        # An option's default shows its type.
         example = known[key]
         try:
             if isinstance(example, bool):
@@ -279,6 +284,7 @@ def decoding_settings(name: str) -> Json:
     """
     first = split_name(name)[0]
     path = decoding_file(name)
+    # On the Hub, unless a folder here has that name.
     if is_hub_id(first) and not path.parent.exists():
         path = drafter_folder(first) / path.name
     if not path.is_file():
@@ -314,6 +320,7 @@ def drafter_folder(name: str, key: str = "drafter", revision: str = "") -> Path:
         raise UserError(
             f"{key}={name!r}: no such folder, and not a Hub id (user/name); kinds without weights: {known}"
         )
+    # Without subfolders, which hold checkpoints and results.
     return hub_snapshot(name, _PATTERNS, key, ignore=["*/*"], revision=revision)
 
 

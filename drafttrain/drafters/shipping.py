@@ -152,7 +152,12 @@ class _Whole:
         self.config = TargetedConfig(target=target)
 
 
-def check_target(fields: Mapping[str, object], width: str, target: Json, where: str) -> None:
+def check_target(
+    fields: Mapping[str, object],
+    width: str,
+    target: Json,
+    where: str,
+) -> None:
     """Checks that the fields of a drafter's config are for a target.
 
     Args:
@@ -366,7 +371,12 @@ class Shipping(Generic[D]):
         """Fields of an export's drafter that no key of its config.json holds as they are."""
         return {}
 
-    def drafter_weights(self, original: D, back: D, export: Exported) -> dict[str, Tensor]:
+    def drafter_weights(
+        self,
+        original: D,
+        back: D,
+        export: Exported,
+    ) -> dict[str, Tensor]:
         """The state dict of `back`, from an export's weights.
 
         Kept ids that the export does not hold are the original's.
@@ -461,7 +471,13 @@ class Shipping(Generic[D]):
         if "drafter_kind" in checkpoint.config:  # a drafter of ours
             read |= {"drafter_kind", *kinds_of(self.drafter_class.config_class)}
         reasons = self.foreign(checkpoint)
-        check_published(checkpoint.config, read, self.fixed_keys, checkpoint.where, reasons)
+        check_published(
+            checkpoint.config,
+            read,
+            self.fixed_keys,
+            checkpoint.where,
+            reasons,
+        )
 
     def foreign(self, checkpoint: Exported) -> list[str]:
         """What a published checkpoint computes otherwise than ours, where no single key says it."""

@@ -102,7 +102,7 @@ def bfcl_more(row: Json, folder: Path) -> Json:
         KeyError, TypeError: a row in another format.
         UserError: no description of a class.
     """
-    functions: list[Json] = []
+    functions = []
     if "function" in row:
         functions += row["function"]
     else:

@@ -378,7 +378,7 @@ def run(args: argparse.Namespace) -> int:
     """
     runs = [load_results(name) for name in args.results]
     found: dict[str, object] = {}
-    wrote: list[Path] = []
+    wrote = []
     then = ""
     for name, results in zip(args.results, runs, strict=True):
         print(name)

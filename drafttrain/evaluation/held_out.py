@@ -103,7 +103,15 @@ def replayed(
     """
     with_prompt = (row for row in rows if row["spans"][0][0] > 0)
     chosen = list(itertools.islice(with_prompt, count))
-    return ReplayedRow.figures(replayed_rows(drafter, chosen, source, spec, max_new_tokens))
+    return ReplayedRow.figures(
+        replayed_rows(
+            drafter,
+            chosen,
+            source,
+            spec,
+            max_new_tokens,
+        )
+    )
 
 
 @torch.no_grad()

@@ -41,7 +41,9 @@ def side_record(generation: Generation, share: float | None = None) -> EngineSid
         share: the prompt's share of a batch's seconds, None if it is alone.
     """
     stats = generation.stats
-    seconds = stats.total_seconds if share is None else share
+    seconds = stats.total_seconds
+    if share is not None:
+        seconds = share
     rounds = []
     for (accepted, offered), count in sorted(stats.rounds.items()):
         rounds.append([accepted, offered, count])
@@ -162,7 +164,7 @@ def summarize(records: Sequence[Record]) -> Json:
     passes = _sum(ours, "passes")
     tokens = _sum(ours, "tokens")
     rate = tokens_per_second(ours)
-    tau = _ratio(tokens - len(ours), passes)
+    tau = _ratio(tokens - len(ours), passes)  # prefills give the first tokens
 
     measured = []  # baselines that every prompt has
     for name in ALL_BASELINES:
@@ -191,6 +193,9 @@ def summarize(records: Sequence[Record]) -> Json:
     drafting = _ratio(_ratio(draft_seconds, passes), plain_pass)
 
     memory = [record["memory"] for record in records if record.get("memory")]
+    peak = None
+    if memory:
+        peak = round(max(memory) / 2**20, 1)
     return {
         "prompts": len(records),
         "tokens": tokens,
@@ -212,7 +217,7 @@ def summarize(records: Sequence[Record]) -> Json:
         "identical_outputs": _identical(records, "autoregressive"),
         "identical_to_hf_generate": _identical(records, "hf_generate"),
         "confidence": intervals(records, measured),
-        "peak_memory_mb": round(max(memory) / 2**20, 1) if memory else None,
+        "peak_memory_mb": peak,
     }
 
 
@@ -319,7 +324,8 @@ def accepted_below(
         tokens = np.array([side["tokens"] for side in sides], float)
         passes = np.array([side["passes"] for side in sides], float)
         drawn = draws(len(records), seed)
-        return (tokens - 1 - passes)[drawn].sum(1) / np.maximum(passes[drawn].sum(1), 1)
+        accepted = tokens - 1 - passes  # without first tokens and bonus tokens
+        return accepted[drawn].sum(1) / np.maximum(passes[drawn].sum(1), 1)
 
     differences = sampled(part, 1) - share * sampled(rest, 2)
     prompts = min(len(part), len(rest))

@@ -83,6 +83,7 @@ def ends(figures: np.ndarray, prompts: int, comparisons: int = 1) -> tuple[float
     """
     count = max(prompts, 2)
     quantile = student(1 - ERROR / 2 / comparisons, count - 1)
+    # Percentiles of the bootstrap are as narrow as sqrt((n - 1) / n) of a normal's.
     tail = NormalDist().cdf(-math.sqrt(count / (count - 1)) * quantile)
     low, high = np.percentile(figures, (100 * tail, 100 * (1 - tail)))
     return float(low), float(high)

@@ -17,7 +17,14 @@ from drafttrain.evaluation.suites import Category
 from drafttrain.files import Json
 
 # Beyond these no measurement lies, and charts and sums overflow.
-Amount = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
+Amount = Annotated[
+    float,
+    Field(
+        ge=0,
+        le=1e12,
+        allow_inf_nan=False,
+    ),
+]
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=0, le=10**15)]
 Depth = Annotated[int, Field(ge=0, le=100_000)]

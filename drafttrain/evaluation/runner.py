@@ -115,10 +115,12 @@ class EvalPlan:
 
     def decoder(self, drafter: Drafter | None, spec: TreeSpec | None = None) -> Decoder:
         """The engine with a drafter, or with None for plain decoding; by default in the plan's tree."""
+        if spec is None:
+            spec = self.spec
         return Decoder(
             self.target,
             drafter,
-            spec=self.spec if spec is None else spec,
+            spec=spec,
             sampling=self.settings.sampling,
             max_rows=self.settings.batch_size,
             # Sampled answers differ by side, so that only the drafter's own side could go on.
@@ -168,7 +170,16 @@ def evaluate(
     ]
     key = fingerprint({"settings": head, "files": files, "choices": choices})
     with contextlib.closing(open_log(settings.output, key)) as saved:
-        results = compare_sides(settings, target, drafter, questions, head, off, saved, search)
+        results = compare_sides(
+            settings,
+            target,
+            drafter,
+            questions,
+            head,
+            off,
+            saved,
+            search,
+        )
         write_json(settings.output, results)
         saved.remove()
     return results
@@ -323,7 +334,7 @@ def measure(
     keys = [f"{index}:{question.question_id}" for index, question in enumerate(questions)]
     done = saved_records(saved)
     left = [index for index, key in enumerate(keys) if key not in done]
-    if left:  # warm up
+    if left:  # warm up: kernels are compiled and graphs captured before anything is timed
         prompt = questions[left[0]].prompt(plan.target.tokenizer)
         limit = min(WARM_UP_TOKENS, token_limit(plan.target, len(prompt), WARM_UP_TOKENS))
         for side in sides.values():
@@ -363,6 +374,7 @@ def answer(
     """
     target = plan.target
     settings = plan.settings
+    # The batch's first question stands for it: in seeds, and in the order of the sides.
     first = min(batch)
     records: dict[int, list[PromptRecord]] = {index: [] for index in batch}
     texts: dict[int, list[str]] = {index: [] for index in batch}  # the drafter's answers so far

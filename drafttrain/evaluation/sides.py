@@ -141,7 +141,11 @@ def hf_sides(
     if pad is None and end:
         pad = end[0]
     rules = target.generation.rules_for(sampling)
-    model.generation_config = GenerationConfig(**rules.settings, eos_token_id=end, pad_token_id=pad)
+    model.generation_config = GenerationConfig(
+        **rules.settings,
+        eos_token_id=end,
+        pad_token_id=pad,
+    )
     choice: dict[str, object] = {"do_sample": not sampling.greedy}
     if not sampling.greedy:
         choice |= dataclasses.asdict(sampling)
@@ -158,7 +162,12 @@ def hf_sides(
 
     def padded(rows: Sequence[list[int]], value: int) -> Tensor:  # [b, s]
         tensors = [torch.tensor(row, device=target.device) for row in rows]
-        return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side="left")
+        return pad_sequence(
+            tensors,
+            batch_first=True,
+            padding_value=value,
+            padding_side="left",
+        )
 
     def answered(row: list[int]) -> list[int]:
         """Tokens up to EOS; generate pads a row behind it until the last row ends."""

@@ -63,7 +63,11 @@ def forward_function(
     decoder = Decoder(target, load_drafter(drafter, target), spec=spec, sampling=sampling)
 
     def forward(
-        inputs: BatchEncoding, model: object, tokenizer: object, max_new_tokens: int, **_: object
+        inputs: BatchEncoding,
+        model: object,
+        tokenizer: object,
+        max_new_tokens: int,
+        **_: object,
     ) -> tuple[Tensor, int, int, list[int]]:
         ids = inputs.input_ids  # [1, L] int64
         if ids.shape[0] != 1:

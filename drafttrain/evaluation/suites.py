@@ -51,7 +51,12 @@ _SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".csv")
 
 # One line without control characters, which would change a terminal's state.
 Category = Annotated[
-    str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$")
+    str,
+    Field(
+        min_length=1,
+        max_length=200,
+        pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$",
+    ),
 ]
 
 
@@ -326,6 +331,7 @@ def load_suite(name: str, defaults: Json | None = None) -> Suite:
         for index, (_, row) in enumerate(read_jsonl(path, fix=_ROW_FIX, schema=SuiteRow)):
             questions.append(Question.from_row(row, index, "all", defaults))
         content = path.read_bytes()
+        # Other variables of the template make other prompts.
         if defaults:
             content += json.dumps(defaults).encode()
     elif public in PUBLIC:
@@ -359,6 +365,7 @@ def take_evenly(questions: Sequence[Question], limit: int | None) -> list[Questi
     for index, question in enumerate(questions):
         ranked.append((count[question.category], index))
         count[question.category] += 1
+    # The first of every category, then the second of every category, and so on.
     ranked.sort()
     chosen = sorted(index for _, index in ranked[:limit])
     return [questions[index] for index in chosen]
@@ -479,6 +486,7 @@ def _files(where: str, suite: PublicSuite, path: Path) -> list[Path]:
             f"{where}: no such file, and no folder with {', '.join(_SUFFIXES)} files; "
             "check the path"
         )
+    # The Hub's layout: test-00000-of-00001.parquet.
     split = [file for file in files if file.name.startswith(suite.split)]
     if not split and len(files) > 1:
         raise UserError(

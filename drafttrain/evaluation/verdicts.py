@@ -105,7 +105,7 @@ def prompts_needed(interval: Sequence[float], prompts: int) -> int | None:
     middle = abs(low + high) / 2
     half = (high - low) / 2
     if prompts < 2 or not middle or half / middle > math.sqrt(MOST / prompts):
-        return None
+        return None  # no number, or too large a one
     return max(FEWEST, math.ceil(prompts * (half / middle) ** 2) + 1)
 
 
@@ -263,7 +263,8 @@ def crossover(label: str, points: Sequence[tuple[float, Json]]) -> str:
     else:
         text = f"pays at no {label} from {first:g} to {last:g}"
     if unsure:
-        text += f" (inconclusive at {', '.join(f'{value:g}' for value in unsure)})"
+        shown = [f"{value:g}" for value in unsure]
+        text += f" (inconclusive at {', '.join(shown)})"
     return text
 
 
@@ -306,9 +307,8 @@ def crossovers(rows: Sequence[Json]) -> list[Json]:
             }
             if axis == "batch_size":
                 unsure = _unsure(points)
-                each["batch_size"] = _falls_at(
-                    [point for point in speedups.items() if point[0] not in unsure]
-                )
+                conclusive = [point for point in speedups.items() if point[0] not in unsure]
+                each["batch_size"] = _falls_at(conclusive)
             each["speedups"] = speedups
             found.append(each)
     return found
@@ -317,7 +317,9 @@ def crossovers(rows: Sequence[Json]) -> list[Json]:
 def _falls_at(points: Sequence[tuple[float, float]]) -> float | None:
     for (left, high), (right, low) in itertools.pairwise(points):
         if high >= 1 > low:
-            return round(left * (right / left) ** ((high - 1) / (high - low)), 2)
+            # Between the two on a straight line over the logarithm of the size.
+            share = (high - 1) / (high - low)
+            return round(left * (right / left) ** share, 2)
     if points and points[0][1] < 1:
         return 0
     return None

@@ -102,7 +102,7 @@ def add_tokenizer(
 def _rule_name(pre: Json | None) -> str:
     """llama.cpp's name of a pre-tokenization rule. Raises UserError for an unknown one."""
     pre = pre or {"type": "none"}
-    found: list[str] = []
+    found = []
     for part in pre.get("pretokenizers") or [pre]:
         kind = part["type"]
         if kind == "Digits" and part["individual_digits"]:

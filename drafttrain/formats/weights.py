@@ -52,7 +52,9 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         path = folder / "model.safetensors"
-        return [path] if path.is_file() else []
+        if path.is_file():
+            return [path]
+        return []
     named = read_json(index, "checkpoint", _REPAIR, ShardIndex)["weight_map"].values()
     files = []
     for name in sorted(set(named)):
@@ -139,6 +141,7 @@ def check_kept_ids(kept: Tensor, vocab_size: int, where: str) -> None:
     """
     valid = kept.dtype == torch.int64 and kept.dim() == 1 and len(kept) > 0
     if valid:
+        # Ascending without repeats, which bisection by other engines relies on.
         inside = int(kept.min()) >= 0 and int(kept.max()) < vocab_size
         valid = inside and bool((kept[1:] > kept[:-1]).all())
     if not valid:
@@ -201,6 +204,7 @@ def check_weights(
             f"{where}: config.json names dtype={name!r}, which torch does not have; export again"
         )
     for key, tensor in found.items():
+        # Tables of ids keep their own type, whatever the weights have.
         wanted = _TABLES.get(key, dtype)
         if tensor.dtype != wanted:
             raise UserError(

@@ -44,7 +44,12 @@ ROPES = ("default", "linear", "llama3")
 _BLOCK = 32  # columns that share a scale in q8_0
 
 
-def write_gguf(folder: Path, output: Path, kind: str, tokenizer_folder: Path | None = None) -> Path:
+def write_gguf(
+    folder: Path,
+    output: Path,
+    kind: str,
+    tokenizer_folder: Path | None = None,
+) -> Path:
     """Writes the model in `folder` to the file `output`; vectors are float32, matrices of type
     `kind` (one of TYPES).
 
@@ -62,8 +67,17 @@ def write_gguf(folder: Path, output: Path, kind: str, tokenizer_folder: Path | N
             f"{str(folder)!r} is a {family} model; GGUF is written for {', '.join(FAMILIES)}: use llama.cpp's own converter"
         )
     tensors = _tensors(config, read_weights(folder))
+    # Two steps: gguf numbers architectures, and names them by number.
     arch = gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[FAMILIES[family]]]
-    return write_file(output, arch, config, {}, tensors, kind, tokenizer_folder or folder)
+    return write_file(
+        output,
+        arch,
+        config,
+        {},
+        tensors,
+        kind,
+        tokenizer_folder or folder,
+    )
 
 
 def write_file(
@@ -88,6 +102,7 @@ def write_file(
             placeholders.
     """
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    # A learned mask adds a token, so that drafters may have one more than the config says.
     vocab_size = vocab_size or config.vocab_size
     with writing(output), replacing(output) as part:
         writer = gguf.GGUFWriter(str(part), arch)
@@ -100,6 +115,7 @@ def write_file(
             elif isinstance(value, bool):
                 writer.add_bool(name, value)
             else:
+                # All other keys of drafters are counts, ids or flags.
                 writer.add_uint32(name, int(str(value)))
         add_tokenizer(writer, tokenizer, vocab_size)
         for name, tensor in tensors.items():
@@ -108,6 +124,7 @@ def write_file(
         factors = rope_factors(config)
         if factors is not None:
             writer.add_tensor("rope_freqs.weight", factors)
+        # The format's order: header, keys, then tensors.
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -135,6 +152,7 @@ def _tensors(config: PreTrainedConfig, weights: Mapping[str, Tensor]) -> dict[st
     """The file's tensors by llama.cpp's names."""
     made: dict[str, Tensor] = {}
     for name, tensor in weights.items():
+        # A tied head repeats the embedding, and llama.cpp takes that one.
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         theirs = tensor_name(FAMILIES[config.model_type], config.num_hidden_layers, name)
@@ -146,6 +164,7 @@ def _tensors(config: PreTrainedConfig, weights: Mapping[str, Tensor]) -> dict[st
         if config.model_type == "llama":
             values = to_neighbors(theirs, values, config)
         if config.model_type == "gemma3_text" and name.endswith("norm.weight"):
+            # Gemma multiplies by 1 + weight, llama.cpp by the weight.
             values = values.float() + 1
         made[theirs] = values
     return made
@@ -157,7 +176,12 @@ def tensor_name(family: str, layers: int, name: str) -> str | None:
     return names.get_name(name, try_suffixes=(".weight", ".bias"))
 
 
-def to_neighbors(name: str, values: Tensor, config: PreTrainedConfig, back: bool = False) -> Tensor:
+def to_neighbors(
+    name: str,
+    values: Tensor,
+    config: PreTrainedConfig,
+    back: bool = False,
+) -> Tensor:
     """Reorders rows of queries and keys [heads * e, ...]; others stay.
 
     From rotary pairs (i, i + e/2) to (2i, 2i + 1).
@@ -172,6 +196,7 @@ def to_neighbors(name: str, values: Tensor, config: PreTrainedConfig, back: bool
         heads = config.num_key_value_heads
     else:
         return values
+    # [heads, 2, e/2] to [heads, e/2, 2], or the other way round.
     pairs = (heads, -1, 2) if back else (heads, 2, -1)
     return values.unflatten(0, pairs).transpose(1, 2).flatten(0, 2)
 
@@ -185,6 +210,7 @@ def rope_factors(config: PreTrainedConfig) -> np.ndarray | None:
         return None
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))  # [e/2]
     size = _head_dim(config)
+    # The quotient is the scaling alone: llama.cpp computes the plain frequencies itself.
     plain = 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2).float() / size)
     return (plain / scaled).numpy()
 

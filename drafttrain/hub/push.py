@@ -61,7 +61,13 @@ def run(args: argparse.Namespace) -> int:
     def fill(folder: Path) -> None:
         prepare(args, trained, results, folder)
 
-    return publish(args, "push", "model", "Update the drafter, its results and its card", fill)
+    return publish(
+        args,
+        "push",
+        "model",
+        "Update the drafter, its results and its card",
+        fill,
+    )
 
 
 def check_plausible(args: argparse.Namespace, results: Sequence[Json]) -> None:

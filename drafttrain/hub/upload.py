@@ -108,7 +108,11 @@ def write_card(folder: Path, template: str, metadata: Json, **values: object) ->
     kept = {key: value for key, value in metadata.items() if value}
     front = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True).strip()
     template_of = environment.from_string(source)
-    card = template_of.render(version=__version__, metadata=_Markdown(front), **values)
+    card = template_of.render(
+        version=__version__,
+        metadata=_Markdown(front),
+        **values,
+    )
     write_text(folder / "README.md", redact(card))
 
 
@@ -224,7 +228,14 @@ def check_reachable(repo: str) -> None:
         )
 
 
-def upload(folder: Path, repo: str, kind: str, private: bool, message: str, tag: str = "") -> str:
+def upload(
+    folder: Path,
+    repo: str,
+    kind: str,
+    private: bool,
+    message: str,
+    tag: str = "",
+) -> str:
     """Uploads a folder's files to a repository and tags the new revision.
 
     A repository that does not exist is created.
@@ -245,7 +256,12 @@ def upload(folder: Path, repo: str, kind: str, private: bool, message: str, tag:
     api = HfApi()
     try:
         api.whoami()
-        api.create_repo(repo, repo_type=kind, private=private, exist_ok=True)
+        api.create_repo(
+            repo,
+            repo_type=kind,
+            private=private,
+            exist_ok=True,
+        )
         done = api.upload_folder(
             repo_id=repo,
             repo_type=kind,
@@ -258,7 +274,12 @@ def upload(folder: Path, repo: str, kind: str, private: bool, message: str, tag:
         if not tag:
             tag = _next_tag([ref.name for ref in refs], here)
         if tag not in here:
-            api.create_tag(repo, tag=tag, revision=done.oid, repo_type=kind)
+            api.create_tag(
+                repo,
+                tag=tag,
+                revision=done.oid,
+                repo_type=kind,
+            )
     except (OSError, ValueError, RuntimeError, HTTPError) as error:  # HfHubHTTPError is an OSError
         raise UserError(f"repo={repo!r}: {_explain(error)}") from error
     prefix = "datasets/" if kind == "dataset" else ""

@@ -125,7 +125,8 @@ class Costs:
         if self._stale:
             sizes = sorted(self._medians)
             seconds = np.array([self._medians[size] for size in sizes])
-            bounded = np.minimum.accumulate(seconds[::-1])[::-1]  # by those of larger passes
+            # From the largest size down, so that no pass costs more than a larger one.
+            bounded = np.minimum.accumulate(seconds[::-1])[::-1]
             self._known = np.stack([np.array(sizes, float), bounded])
             self._stale = False
         return self._known
@@ -165,8 +166,8 @@ class Costs:
 
     @staticmethod
     def _key(size: int) -> int:
-        """Every size up to 16, then coarser, so that large passes share their samples."""
-        step = 1 << max(0, size.bit_length() - 5)
+        """Every size below 32, then coarser, so that large passes share their samples."""
+        step = 1 << max(0, size.bit_length() - 5)  # the five leading bits tell sizes apart
         return size // step * step
 
 
@@ -186,6 +187,7 @@ class Adaptive:
         self._index = {level: i for i, level in enumerate(self.levels)}
         self._depths = np.array([level.depth for level in self.levels])
         self._budgets = np.array([level.budget for level in self.levels])
+        # A match may have more nodes than its tree's budget.
         self._most = np.maximum(self._budgets, spec.match)
         # [m, m]: the largest level that two levels contain.
         known = np.zeros((spec.depth + 1, spec.budget + 1), int)
@@ -206,6 +208,8 @@ class Adaptive:
             self._sums[i] += self._sums[self._parents[i]]
         # Per row: accepted tokens and drafted nodes [m], running means over `_weight` rows of
         # rounds, and what each level adds to its parent's.
+        # The first guess is a geometric series: each depth is accepted with _SHARE of the one
+        # above.
         self._accepted = _SHARE * (1 - _SHARE**self._depths) / (1 - _SHARE)
         self._nodes = self._budgets.astype(float)
         self._added = np.stack([self._accepted, self._nodes])  # [2, m]
@@ -258,6 +262,7 @@ class Adaptive:
         paces[-1] /= _MARGIN  # the given tree stays unless another is clearly better
         plain = float(seconds[0])
         best = 1 + int(paces[1:].argmin())
+        # Hysteresis: drafting goes on, or stays off, unless the difference is clear.
         margin = 1 / _MARGIN if self._on else _MARGIN
         self._on = bool(paces[best] * margin < plain)
         pace = float(paces[best]) if self._on else plain
@@ -271,16 +276,20 @@ class Adaptive:
             trial = 0
         elif self._drafted < _FIRST or (self._on and turn == 8):
             contains_best = self._common[best] == best
+            # Half: some credit is left.
             larger = self._largest(contains_best & (losses <= self._credit / 2))
             if larger:
                 trial = larger
         elif not self._on:
+            # While drafting is off, its trial also reads all that the drafter has missed.
             losses[best] = seconds[best] + float(self._reading.at(behind)) - plain
         elif turn == 0:  # the next best of another size, at almost no loss
             trial = int(np.where(self._budgets == self._budgets[best], np.inf, paces).argmin())
 
         kept = best if self._on else 0
         wanted = trial != best or not self._on
+        # Plain decoding may be tried without credit: nothing else shows that drafting stopped
+        # paying.
         allowed = losses[trial] <= self._credit
         if wanted and (allowed or (self._on and not trial)):
             self._expected = pace
@@ -303,6 +312,7 @@ class Adaptive:
         passes = self._passes.at(rows * (1 + self._nodes))
         if not self._drafting:
             return passes
+        # Drafting was timed at some numbers of rows only.
         nearest = min(self._drafting, key=lambda known: abs(known - rows))
         drafting = self._main * self._drafting[nearest].at(self._depths)  # [m]
         drafting += (1 - self._main) * self._matching.at(rows)
@@ -328,7 +338,7 @@ class Adaptive:
         if done.read:
             self._reading.add(done.read, done.read_seconds / speed)
         level = self._index[done.spec]
-        tokens = done.rows
+        tokens = done.rows  # the bonus tokens
         if level and done.draft_seconds:
             alone = bool(done.drafted)  # whether all trees are matches
             for tree, path in done.drafted:
@@ -342,7 +352,7 @@ class Adaptive:
                 self._main += (1 - self._main) / _RECENT
                 costs = self._drafting.setdefault(done.rows, Costs())
                 if costs.lowest() is None:
-                    costs.add(0, 0.0)
+                    costs.add(0, 0.0)  # no depth, no cost: where the curve begins
                 costs.add(done.spec.depth, done.draft_seconds / speed)
             self._learn(level, done)
         if math.isinf(self._credit):
@@ -352,6 +362,7 @@ class Adaptive:
             spent = self._passes.median(done.new_tokens)
             spent += (done.draft_seconds + done.read_seconds) / speed
             earned += self._expected * tokens / done.rows - spent
+        # Debt is limited too: one very slow trial must not end all later ones.
         self._credit = min(max(self._credit + earned, -plain / 2), _MOST * plain)
 
     def _learn(self, level: int, done: RoundReport) -> None:
@@ -367,7 +378,7 @@ class Adaptive:
             nodes += own_nodes
         contained = self._common[level] == np.arange(len(self.levels))  # [m] bool
         self._weight = np.minimum(self._weight + done.rows * contained, _WINDOW)
-        seen = np.stack([accepted, nodes]) / done.rows  # [2, m]
+        seen = np.stack([accepted, nodes]) / done.rows  # [2, m]  # [2, m] per row
         off = float(seen[0, level] - self._accepted[level])
         # What a level adds to its parent is learned, because chance in a round moves both alike.
         rate = contained * np.minimum(done.rows / self._weight, 1)  # [m]
@@ -375,12 +386,13 @@ class Adaptive:
         # Recent rounds replace the mean where they differ from it by more than chance.
         self._drift += (off - self._drift) / _RECENT
         self._variance += (off**2 - self._variance) / (4 * _RECENT)
+        # An exponential mean over n rounds has the variance v / (2 n - 1).
         if self._drift**2 > _SURE**2 * self._variance / (2 * _RECENT - 1):
             mean = max(float(self._accepted[level]), 1e-3)
             self._added[0] *= min(max((mean + self._drift) / mean, 0.25), 4.0)
             self._weight = np.minimum(self._weight, _RECENT * done.rows)
             self._drift = 0.0
-        self._accepted, self._nodes = self._added @ self._sums.T
+        self._accepted, self._nodes = self._added @ self._sums.T  # [m] each
 
 
 def smaller_parts(
@@ -405,9 +417,10 @@ def smaller_parts(
     limits = tree.depths  # least depth of a tree that contains each node
     for node in tree.matched:  # trees of any depth contain a match
         limits[node] = 1
-    totals = np.bincount(limits, minlength=sizes).cumsum()[depths]  # [m]
+    counts = np.bincount(limits, minlength=sizes)
+    totals = counts.cumsum()[depths]  # [m] nodes within each tree's depth
     accepted = np.zeros(len(depths))
-    if tree.log_probs is None:
+    if tree.log_probs is None:  # a chain or a tree without scores: only depth limits it
         scores = [0.0] * count
         budgets = totals
     else:
@@ -420,7 +433,10 @@ def smaller_parts(
                 0,
             )
     for node in path:
-        above = [limits[i] for i in range(count) if (-scores[i], i) < (-scores[node], node)]
-        ranks = np.bincount(above, minlength=sizes).cumsum()[depths]  # [m] among contained nodes
+        # A smaller tree takes higher scores first, and smaller indices among equal ones.
+        own = (-scores[node], node)
+        above = [limits[i] for i in range(count) if (-scores[i], i) < own]
+        counts = np.bincount(above, minlength=sizes)
+        ranks = counts.cumsum()[depths]  # [m] among contained nodes
         accepted += (ranks < budgets) & (limits[node] <= depths)
     return accepted, np.minimum(totals, budgets)

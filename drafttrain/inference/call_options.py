@@ -103,9 +103,10 @@ def read_options(target: Target, call: str, given: Options) -> tuple[DecoderOpti
         UserError: an unknown option, options that contradict each other, or values out of range.
     """
     given = {name: value for name, value in given.items() if value is not None}
-    rules = {
-        name: given.pop(name) for name in APPLIED if name in given and name != "repetition_penalty"
-    }
+    rules = {}
+    for name in APPLIED:
+        if name in given and name != "repetition_penalty":  # which `SamplingParams` takes
+            rules[name] = given.pop(name)
     asked = _config_of(given.get("generation_config", {}))
     known = (*get_type_hints(GenerateOptions), "num_return_sequences")
     others = {name: value for name, value in given.items() if name not in (*known, *_NO_EFFECT)}
@@ -122,7 +123,8 @@ def read_options(target: Target, call: str, given: Options) -> tuple[DecoderOpti
         (*known, *APPLIED),
     )
     own = target.generation.config
-    settings = {**({} if own is None else own.to_dict()), **asked, **rules}
+    settings = {} if own is None else own.to_dict()
+    settings = {**settings, **asked, **rules}  # the call's rules overrule all
     options = DecoderOptions(sampling=_sampling(given, asked, settings))
     if asked or rules:
         options["rules"] = _rules(settings, target, call)
@@ -130,13 +132,18 @@ def read_options(target: Target, call: str, given: Options) -> tuple[DecoderOpti
     strings = given.get("stop_strings", asked.get("stop_strings"))
     if stop != () and "stop_strings" in given:
         raise UserError("stop= and stop_strings= mean the same; give one")
-    options["stop"] = strings if stop == () and strings is not None else stop  # type: ignore[typeddict-item]  # Decoder checks it
+    if stop == () and strings is not None:
+        stop = strings
+    options["stop"] = stop  # type: ignore[typeddict-item]  # Decoder checks it
     ends = given.get("eos_token_id", asked.get("eos_token_id"))
     if ends is not None:
-        kind = Size | tuple[Size, ...]
-        ids = check("eos_token_id", ends.tolist() if isinstance(ends, Tensor) else ends, kind)
-        options["eos_ids"] = ends = ids if isinstance(ids, tuple) else (ids,)
-        if beyond := [one for one in ends if one >= target.vocab_size]:
+        if isinstance(ends, Tensor):
+            ends = ends.tolist()
+        ids = check("eos_token_id", ends, Size | tuple[Size, ...])
+        if not isinstance(ids, tuple):
+            ids = (ids,)
+        options["eos_ids"] = ids
+        if beyond := [one for one in ids if one >= target.vocab_size]:
             raise UserError(
                 f"eos_token_id={beyond[0]} is outside the {target.vocab_size} tokens of {target.name!r}"
             )

@@ -142,7 +142,9 @@ class Engine:
         self.pace = pace
         self.observer = observer
         self.keep = keep
-        self.spec = TreeSpec.parse("none") if spec is None else spec
+        if spec is None:
+            spec = TreeSpec.parse("none")
+        self.spec = spec
         self.active: list[Sequence] = []
         self.free = list(range(rows))
         self._capture = tuple(capture)
@@ -234,6 +236,7 @@ class Engine:
         shared = int(equal.cumprod(0).sum())  # tokens
         row = kept.sequence.row
         stored = self.cache.lengths[row]
+        # The prefill predicts from the prompt's last token, so it must read at least that one.
         held = min(shared, stored, len(prompt) - 1)
         if self.drafter is not None:
             held = len(kept.tokens) - 1  # the session has read the features of so many
@@ -244,7 +247,7 @@ class Engine:
             return False
         self.reserve(capacity)
         self.free.remove(row)
-        self.cache.lengths[row] = held
+        self.cache.lengths[row] = held  # what the row holds beyond is forgotten
         sequence.row = row
         sequence.prompt = prompt[held:]
         if sequence.drafts:
@@ -303,6 +306,8 @@ class Engine:
             extended = []
             features_of = out.features[0].split(sizes)
             for (sequence, begin, end), features in zip(parts, features_of, strict=True):
+                # [m] the token after each feature. The root is empty until the prompt's last piece
+                # is read.
                 follow = torch.cat((sequence.prompt[begin + 1 : end + 1], sequence.root))
                 wanted = sequence.drafts and not sequence.stats.finish
                 if self.drafter is not None and begin == 0 and wanted and sequence.session is None:
@@ -357,7 +362,7 @@ class Engine:
             Each sequence with the tokens that it committed.
         """
         if not self.active:
-            self._launched = None
+            self._launched = None  # all of its sequences have ended
         elif self._launches_ahead(self.active[0].verifier):
             yield from self._round_ahead()
         else:
@@ -369,7 +374,7 @@ class Engine:
         started = clock.now()
 
         # Draft.
-        behind = 0
+        behind = 0  # committed tokens that sessions read before they draft
         spec = self.spec
         if self.pace is not None:
             behind = sum(sequence.behind for sequence in sequences)
@@ -393,6 +398,7 @@ class Engine:
         # Verify, which waits for the device, and pass on what the target said.
         verifiers = [sequence.verifier for sequence in sequences]
         verdicts = verify_batch(verifiers, trees, out.logits, out.choices)
+        # The tokens have arrived, so the device has passed both marks.
         share = clock.between(begun, passed) / len(sequences)
         self._settle()
         if self.observer is not None:
@@ -412,6 +418,7 @@ class Engine:
             share_predictions(sequences, trees, out.logits, self._predictions)
 
         # Commit the root and the accepted path of each tree.
+        # In its part of the pass, the root is token 0 and node i is token i + 1.
         kept = [[0, *(node + 1 for node in verdict.path)] for verdict in verdicts]
         self.cache.commit(kept)
         moment = clock.now()
@@ -432,6 +439,7 @@ class Engine:
             for sequence, tree, verdict in zip(sequences, trees, verdicts, strict=True):
                 if sequence.session is not None and len(tree):
                     drafted.append((tree, verdict.path))
+            # Nothing was read if no sequence could draft, however far the sessions are behind.
             read_seconds = clock.between(begun_reading, begun_drafting)
             report = RoundReport(
                 spec=spec,
@@ -451,6 +459,7 @@ class Engine:
         """Whether the device chooses the next tokens alone, so that a pass needs nothing read back."""
         if self._steps is None or self.drafter is not None or self.observer is not None:
             return False
+        # Sampling needs its random numbers before the pass: only `uniforms` are known by then.
         known = verifier.sampler.params.greedy or verifier.uniforms is not None
         return known and verifier.text is None
 
@@ -475,15 +484,17 @@ class Engine:
         launched = self._launched
         if launched is None:
             launched = self._launch(self.active)
-        unread = set(launched.sequences)
+        unread = set(launched.sequences)  # sequences whose newest token is on the device only
         for place, sequence in enumerate(launched.sequences):
             sequence.root = launched.tokens[place : place + 1]
         going = []
+        # A token in flight is the last one of a sequence that has one left.
         for sequence in self.active:
             if sequence.left > 1 or sequence not in unread:
                 going.append(sequence)
         self._launched = None
         unread = set()
+        # Every row needs a slot for one more token.
         lengths = self.cache.lengths
         if going and max(lengths[it.row] for it in going) < self.cache.capacity:
             self._launched = self._launch(going)
@@ -496,14 +507,14 @@ class Engine:
         for place, (sequence, token) in enumerate(
             zip(launched.sequences, launched.read.tolist(), strict=True)
         ):
-            if sequence.stats.finish:
+            if sequence.stats.finish:  # it ended while this pass was queued
                 continue
             tokens = sequence.record(verdict_of(sequence.verifier, token), moment)
             sequence.count(0, len(tokens), 0, share)
             if self._capture:
                 sequence.states.append(launched.states[place : place + 1])
             if sequence.stats.finish and sequence in unread:
-                lengths[sequence.row] -= 1
+                lengths[sequence.row] -= 1  # of the root that the queued pass has committed
             news.append((sequence, tokens))
         yield from news
         self._drop_finished()
@@ -567,6 +578,7 @@ class Engine:
         begin = 0
         for sequence, own in going:
             end = begin + len(own)
+            # The last committed token is the next root; one token needs no slice.
             sequence.root = tokens if count == 1 else tokens[end - 1 : end]
             if sequence.session is not None:
                 if len(going) == 1:
@@ -592,6 +604,7 @@ class Engine:
             A tree per sequence, perhaps empty; and marks before the sessions read, before they
             draft, and behind.
         """
+        # With one token left, the bonus token ends the sequence.
         drafting = [s for s in sequences if s.session is not None and s.left > 1]
         begun = self.clock.mark()
         if self.drafter is None or spec.shape == "none" or not drafting:
@@ -609,6 +622,7 @@ class Engine:
         if self._probes:  # probes are merged on the host: one transfer each way for all sequences
             drafted = TokenTree.moved(drafted, torch.device("cpu"))
         pruned = []
+        # The bonus token takes one of the tokens that are left.
         for sequence, tree in zip(drafting, drafted, strict=True):
             tree = tree.prune(sequence.left - 1, spec.cut)
             if self._probes and sequence.session is not None:

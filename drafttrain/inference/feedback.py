@@ -28,6 +28,7 @@ def answer_probes(
         if sequence.probed and sequence.session is not None:
             seen = [tokens[begin]]
             for node in sequence.probed:
+                # A probe that was left out.
                 seen.append(tokens[begin + 1 + node] if node >= 0 else -1)
             sequence.session.observe(seen)
             sequence.probed = []

@@ -53,18 +53,21 @@ def choose(
         for i in tried:
             tree, drawn, numbers = choices[i]
             assert tree.proposal is not None
-            missing = width - len(drawn)
+            missing = width - len(drawn)  # children fewer than the widest row has
             places += [begin + child for child in drawn] + [-1] * missing
             uniforms.append(numbers[1:] + [0.0] * missing)
             tokens.append(tree.tokens)
+            # All children of a node were drawn from the same row of q.
             sources.append((tree.proposal, tree.proposal.rows[drawn[0]]))
             begin += len(tree)
         uploaded = torch.tensor(tried + places).to(device, non_blocking=True)  # one transfer
         at, below = uploaded.split([len(tried), len(places)])
         below = below.view(-1, width)
-        children = torch.cat(tokens)[below.clamp_min(0)].masked_fill(below < 0, -1)  # [r, w]
+        every = torch.cat(tokens)  # tokens of all tried trees
+        children = every[below.clamp_min(0)].masked_fill(below < 0, -1)  # [r, w]
         given = torch.tensor(uniforms, dtype=torch.float64).to(device, non_blocking=True)
-        p[at] = try_drawn(p[at], _proposed(sources, p.shape[1]), children, given)
+        q = _proposed(sources, p.shape[1])  # [r, v]
+        p[at] = try_drawn(p[at], q, children, given)
     chosen = torch.tensor([choice.numbers[0] for choice in choices], dtype=torch.float64)
     return pick(p, chosen.to(device, non_blocking=True))
 
@@ -78,6 +81,7 @@ def _proposed(sources: Sequence[tuple[Proposal, int]], v: int) -> Tensor:
         q = torch.stack([proposal.probs[row] for proposal, row in group])  # [k, d]
         kept = group[0][0].kept_ids
         if kept is None:
+            # Ids are the target's own; its vocabulary may be padded.
             q = F.pad(q, (0, v - q.shape[1]))
         else:
             q = q.new_zeros(len(q), v).index_copy_(1, kept, q)
@@ -130,6 +134,6 @@ def try_drawn(
             torch.zeros_like(p).scatter_(-1, child, 1.0),
             p,
         )
-        q = q.scatter(-1, child, 0.0)
+        q = q.scatter(-1, child, 0.0)  # drawn without replacement
         open_ = open_ & ~accepted
     return p

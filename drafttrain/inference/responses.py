@@ -104,10 +104,10 @@ def choose_slots(target: Target, max_length: int, features: int = 0) -> int:
     numbers = 2 * target.num_layers * heads * width  # keys and values per token
     states = 0
     if features:
-        states = (features + 1) * target.hidden_size * 2  # bfloat16
+        states = (features + 1) * target.hidden_size * 2  # bfloat16, with the last hidden state
     on_gpu = target.device.type == "cuda"
     if on_gpu:
-        target.release_steps()
+        target.release_steps()  # idle graphs and their caches count as taken memory
         free, _ = torch.cuda.mem_get_info(target.device)
         most = 256
         token = numbers * target.compute_dtype.itemsize + states
@@ -235,7 +235,7 @@ class _Run:
         if self.prefix:  # it has a row of its own
             rows += 1
         capture: tuple[int, ...] = ()
-        if owner.feature_layers:
+        if owner.feature_layers:  # the last hidden state comes along
             capture = (*owner.feature_layers, LAST)
         self.engine = Engine(
             owner.target,
@@ -249,7 +249,7 @@ class _Run:
         engine = self.engine
         slots = self.owner.slots
         # Waiting for a few free rows makes prompt passes efficient. Up to 1/16 of the rows idle
-        # meanwhile.
+        # meanwhile, which costs less than a pass for every prompt.
         refill = max(1, slots // 16)
         if self.prefix:
             self.prefix_row = engine.free.pop()
@@ -264,8 +264,9 @@ class _Run:
             free = min(len(engine.free), len(self.queue))
             joining = free + len(self.waiting)
             active = bool(engine.active)
+            # With an empty queue, follow-ups have nothing more to wait for.
             if joining >= refill or not active or (self.waiting and not self.queue):
-                if not joining:
+                if not joining:  # nothing runs, waits or is queued
                     return
                 joined = self.waiting
                 self.waiting = []
@@ -303,6 +304,7 @@ class _Run:
         self.engine.join(sequence)
         shared = len(self.prefix)
         if shared and len(prompt) > shared and prompt[:shared] == self.prefix:
+            # Keys and values of the prefix.
             self.engine.cache.copy(self.prefix_row, sequence.row, shared)
             sequence.prompt = sequence.prompt[shared:]
             sequence.states = list(self.prefix_states)
@@ -338,7 +340,7 @@ class _Run:
         generator = torch.Generator().manual_seed(seed)
         uniforms: list[float] = []
         if not self.sampling.greedy:
-            count = request.max_new_tokens
+            count = request.max_new_tokens  # a number for every token it may write
             uniforms = torch.rand(count, dtype=torch.float64, generator=generator).tolist()
         read = torch.tensor(before, device=self.device)  # [L]
         text = ProcessedText.of(
@@ -355,7 +357,7 @@ class _Run:
             text,
             iter(uniforms),
         )
-        return Sequence(0, prompt, limit, verifier)
+        return Sequence(0, prompt, limit, verifier)  # the index is of no use here
 
     def _end(self, it: _Running) -> Iterator[Finished]:
         """Extends a finished response by its follow-up, or yields it."""
@@ -390,6 +392,7 @@ class _Run:
     def _flush(self) -> Iterator[Finished]:
         """Ends every running sequence where it is. Sequences without a response yet are dropped."""
         for it in list(self.running.values()):
+            # A response of an earlier turn is complete, even if its follow-up is not.
             if it.turn > 0 or len(it.tokens) > it.start:
                 yield self._close(it, it.finished("length"))
 

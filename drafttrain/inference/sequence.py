@@ -134,7 +134,7 @@ class Sequence:
     joined: float = 0.0
 
     def __post_init__(self) -> None:
-        self.root = self.prompt[:0]
+        self.root = self.prompt[:0]  # empty: no token is committed yet
         self.stats.prompt_tokens = len(self.prompt)
 
     @property
@@ -186,11 +186,14 @@ class Sequence:
             accepted: draft tokens. tokens: committed ones. depth: of the tree.
             seconds: of the target's pass.
         """
-        cut = self.stats.ended and tokens <= accepted  # the end cut the accepted path
+        if self.stats.ended and tokens <= accepted:
+            # EOS or a stop string cut the accepted path: nothing below the cut was tested.
+            accepted = tokens
+            depth = tokens
         self.stats.target_passes += 1
         self.stats.target_seconds += seconds
-        self.stats.accepted.append(tokens if cut else accepted)
-        self.stats.offered.append(tokens if cut else depth)
+        self.stats.accepted.append(accepted)
+        self.stats.offered.append(depth)
 
 
 class Mark(NamedTuple):
@@ -247,6 +250,7 @@ class Clock:
         if not end.event.query():
             end.event.synchronize()
         elapsed = begin.event.elapsed_time(end.event) / 1000  # from milliseconds
+        # The host captures while the device waits: those seconds lie between the marks too.
         return max(0.0, elapsed - (end.captured - begin.captured))
 
 
@@ -284,9 +288,9 @@ def token_ids(target: Target, prompt: Tensor | Items[int]) -> Tensor:
     try:
         ids = torch.as_tensor(prompt)
     except (TypeError, ValueError, RuntimeError):  # text, ragged rows, numbers of more than 64 bits
-        ids = torch.tensor(math.nan)  # refused below
+        ids = torch.tensor(math.nan)  # refused below  # a float, refused below
     whole = not ids.is_floating_point() and not ids.is_complex() and ids.dtype != torch.bool
-    one_row = ids.dim() > 0 and ids.numel() == ids.shape[-1]
+    one_row = ids.dim() > 0 and ids.numel() == ids.shape[-1]  # [L] or [1, L]
     if not one_row or (ids.numel() and not whole):
         raise UserError(
             f"prompt={shown(prompt)} must be token ids: one list of whole numbers from 0 to {most}"
@@ -375,6 +379,7 @@ class TextStream:
             self._ids.append(token)
             before = len(self.text)
             self._decode()
+            # Only new text can complete a stop string.
             if len(self.text) > before and self._cut(before):
                 return count
         return len(tokens)
@@ -393,6 +398,7 @@ class TextStream:
         if not last and not self.stopped:
             held = 0  # characters at the end that may begin a stop string
             for string in self.stop:
+                # Shorter beginnings hold back less than what is held already.
                 for count in range(held + 1, len(string)):
                     if self.text.endswith(string[:count]):
                         held = count
@@ -406,6 +412,7 @@ class TextStream:
         # with the new ones.
         old = self._read(self._ids[self._context : self._done])
         new = self._read(self._ids[self._context :])
+        # A replacement character at the end: the character's other tokens are still to come.
         if complete or (len(new) > len(old) and not new.endswith("\N{REPLACEMENT CHARACTER}")):
             self.text += new[len(old) :]
             self._context = self._done
@@ -423,7 +430,7 @@ class TextStream:
         """Cuts the text before the first stop string that ends after position `before`."""
         places = []
         for string in self.stop:
-            place = self.text.find(string, max(0, before - len(string) + 1))
+            place = self.text.find(string, max(0, before - len(string) + 1))  # ends after `before`
             if place >= 0:
                 places.append(place)
         if places:

@@ -79,6 +79,7 @@ class StaticStep:
         self.ids = torch.zeros(1, shape.tokens, dtype=torch.long, device=target.device)
         self.places = PlanBuffers(shape, target.device)
         self.context = SlotAttention(cache, self.places.slots, self.places.plan)
+        # Hooks collect the features; they must be in place before the pass is captured.
         target.hook(self.feature_layers)
 
     def fill(self, ids: Tensor, opened: Sequence[tuple[int, TreeLayout]]) -> None:
@@ -254,7 +255,7 @@ class TargetSteps:
             lambda: StaticStep(self.target, self.feature_layers, self.cache, shape, self.choose),
             lambda step: step.fill(ids, opened),
         )
-        if replay is None:
+        if replay is None:  # the capture failed, and passes stay dynamic
             self._reset(self.cache)
             return None
         out = replay()
@@ -266,7 +267,7 @@ class TargetSteps:
 
 def rounded_capacity(capacity: int) -> int:
     """The slots that a row of static passes takes for sequences of `capacity` tokens."""
-    return -(-(capacity + _SPARE) // _CAPACITY_STEP) * _CAPACITY_STEP
+    return -(-(capacity + _SPARE) // _CAPACITY_STEP) * _CAPACITY_STEP  # rounded up
 
 
 def _serves(device: torch.device) -> bool:

@@ -205,6 +205,7 @@ def verify_batch(
     sampling = verifiers[0].sampler.params
     plain = verifiers[0].plain
     assert all(verifier.sampler.params == sampling for verifier in verifiers)
+    # Sequences with `uniforms` have no drafter, so all trees are empty.
     if verifiers[0].uniforms is not None and not sampling.greedy:
         return _sample_roots(verifiers, logits)
 
@@ -234,6 +235,7 @@ def verify_batch(
     elif parts:
         numbers = torch.cat(parts).tolist()
 
+    # The numbers are the choices, if any are known, then the tokens of all trees.
     begin = 0 if choices is None else len(logits)  # of the trees' tokens among the numbers
     for walk in walks:
         end = begin + len(walk.tree)
@@ -241,6 +243,7 @@ def verify_batch(
         begin = end
     going = walks
     while going:
+        # A walk at its root has node -1, which is row `start`.
         rows = [walk.start + 1 + walk.node for walk in going]
         if choices is not None:
             tokens = [numbers[row] for row in rows]
@@ -253,6 +256,7 @@ def verify_batch(
         going = [walk for walk in going if walk.going]
     if ahead:
         # The generators move on by the numbers that the walks have spent.
+        # A path that ends in EOS chooses nothing at its last node.
         for walk in walks:
             visited = [-1, *walk.path][: len(walk.tokens)]
             walk.draw(sum(walk.spends(node) for node in visited))
@@ -298,6 +302,7 @@ def next_tokens(
     sampling = verifiers[0].sampler.params
     logits = processed(texts_of(verifiers), logits, sampling)
     if sampling.greedy:
+        # The caller's choices may be a buffer that the next pass overwrites.
         return argmax(logits) if choices is None else choices.clone()
     numbers = [next(verifier.uniforms) for verifier in verifiers if verifier.uniforms is not None]
     uniforms = torch.tensor(numbers, dtype=torch.float64).to(logits.device, non_blocking=True)
@@ -356,6 +361,7 @@ class _Walk:
 
     def begin(self, drafted: list[int]) -> None:
         """Reads the tree's tokens."""
+        # Probes are the last nodes: the target scores them, but no walk may take them.
         offered = len(self.tree) - self.tree.probes
         pairs = zip(self.tree.parents[:offered], drafted[:offered], strict=True)
         self.children = {key: node for node, key in enumerate(pairs)}
@@ -390,7 +396,7 @@ class _Walk:
         A node's numbers begin behind those of its ancestors. The generator's state stays.
         """
         begins = [0]  # of the root and each node
-        for parent in self.tree.parents:
+        for parent in self.tree.parents:  # parents precede their children; entry 0 is the root's
             begins.append(begins[parent + 1] + self.spends(parent))
         ends = [begin + self.spends(node) for node, begin in enumerate(begins, -1)]
         generator = self.verifier.sampler.generator

@@ -135,13 +135,13 @@ class Targets:
     ) -> Kept:
         """The distribution renormalized on the kept tokens, of rows index [c]."""
         rows = self.count
-        width = self.logits(slice(0), aligned).shape[1]
-        if not 0 < 4 * rows * width <= _SHARED_BYTES:
+        width = self.logits(slice(0), aligned).shape[1]  # no row is computed for it
+        if not 0 < 4 * rows * width <= _SHARED_BYTES:  # in float32
             return self._distribution(index, temperature, aligned)
         if temperature not in self._shared:
-            probs: list[Tensor] = []
-            entropies: list[Tensor] = []
-            sums: list[Tensor] = []
+            probs = []
+            entropies = []
+            sums = []
             for start in range(0, rows, _CHUNK):
                 chunk = self._distribution(
                     slice(start, start + _CHUNK),
@@ -163,7 +163,8 @@ class Targets:
     ) -> Kept:
         logits, log_z = tempered(self.logits(index, aligned), temperature)  # [c, d], [c]
         p = (logits - log_z.unsqueeze(1)).exp_()
-        return p, log_z - dot(p, logits), log_z
+        entropy = log_z - dot(p, logits)  # -sum p log p
+        return p, entropy, log_z
 
 
 class FullTargets(Targets):
@@ -352,7 +353,8 @@ Divergence = Callable[[AlignedRows, float], tuple[Tensor, Tensor]]
 
 def forward_kl(rows: AlignedRows, _: float = 0) -> tuple[Tensor, Tensor]:
     """sum p (log p - log q): covers every token that the target may choose. Gradient q - p."""
-    return rows.log_z - dot(rows.p, rows.z) - rows.entropy, rows.q - rows.p
+    value = rows.log_z - dot(rows.p, rows.z) - rows.entropy  # log q = z - log_z
+    return value, rows.q - rows.p
 
 
 def reverse_kl(rows: AlignedRows, _: float = 0) -> tuple[Tensor, Tensor]:

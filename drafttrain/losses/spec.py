@@ -22,6 +22,7 @@ NAMES = ("kl", "reverse_kl", "js", "tv", "tvd++", "lk_alpha", "lk_lambda", "ce")
 _DEFAULTS = {"js": 0.5, "lk_lambda": 3.0}  # parameters, of the losses that take one
 ACCEPTANCE = ("tv", "tvd++", "lk_alpha", "lk_lambda")  # they read the target's full distribution
 _MOST_TERMS = 16
+# Weight, name, parameter, temperature. The name tvd++ holds the sign that separates terms.
 _TERM = re.compile(r"(?:([^*+:@]*)\*)?(tvd\+\+|[^*+:@]*)(?::([^*+:@]*))?(?:@([^*+:@]*))?(?:\+|$)")
 
 
@@ -69,7 +70,7 @@ def parse_loss(text: str) -> Loss:
         UserError: malformed, an unknown name (with close matches), or a number out of range.
     """
     named = f"loss={shown(text)}"
-    if text.count("+") > 3 * _MOST_TERMS or len(text) > 1000:
+    if text.count("+") > 3 * _MOST_TERMS or len(text) > 1000:  # bounds the work of parsing
         raise UserError(
             f"{named} is too long: a loss has at most {_MOST_TERMS} terms, such as 0.9*kl+0.1*ce"
         )

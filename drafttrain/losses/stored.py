@@ -70,11 +70,12 @@ class StoredTopK(Targets):
         assert aligned is not None, "the spread of the rest depends on the drafter"
         ids = self.ids[index]  # [c, k]
         log_q = aligned.log_q()  # [c, d]
-        row, rank = (ids >= 0).nonzero(as_tuple=True)
+        row, rank = (ids >= 0).nonzero(as_tuple=True)  # [n] each
         known = row, ids[row, rank]
         others = log_q.index_put(known, log_q.new_tensor(float("-inf")))  # [c, d]
         tail = others.logsumexp(-1)  # [c] log of q's mass off the k tokens
         rest = self.rest[index].to(log_q.dtype).clamp(min=1e-9).log()  # [c]
+        # The rest keeps the drafter's own proportions, at the target's mass.
         # A drafter whose every token is among the k has no tail to hold the rest.
         log_q += (rest - tail).nan_to_num(posinf=0.0).unsqueeze(1)
         log_q[known] = self.log_p[index][row, rank].to(log_q.dtype)

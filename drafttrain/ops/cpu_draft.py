@@ -102,9 +102,9 @@ class DraftHead:
         column = deviation.clamp_min(1e-12).sqrt()  # [h] factors of the states
 
         # Round the weights to 4 bits, some rows at a time.
-        panels: list[Tensor] = []
-        scales: list[Tensor] = []
-        errors: list[float] = []
+        panels = []
+        scales = []
+        errors = []
         for rows in weight.split(8192):
             integers, factors, error = _round_rows((rows - mean) / column)
             panels.append(integers)
@@ -112,7 +112,7 @@ class DraftHead:
             errors.append(error)
 
         # Two integers share a byte: those of steps of 8 inputs, 4 apart.
-        count = -(-self.vocabulary // _STRIP)
+        count = -(-self.vocabulary // _STRIP)  # strips, rounded up
         missing = count * _STRIP - self.vocabulary
         padded = F.pad(torch.cat(panels), (0, -self.width % 8, 0, missing))
         steps = padded.view(count, _STRIP, -1, 2, 4)
@@ -126,7 +126,7 @@ class DraftHead:
             exact=weight,
             vocabulary=self.vocabulary,
             width=self.width,
-            noise=sum(errors) / weight.numel(),
+            noise=sum(errors) / weight.numel(),  # mean squared error of a weight
         )
         self.address = ctypes.addressof(self._head)
         self._kernels = built_kernels()
@@ -188,7 +188,7 @@ def _round_rows(weight: Tensor) -> tuple[Tensor, Tensor, float]:
     best = torch.zeros_like(weight, dtype=torch.uint8)
     scale = torch.ones(len(weight))
     for share in (0.6, 0.7, 0.8, 0.9):
-        factor = most * (2 * share / _LEVELS)
+        factor = most * (2 * share / _LEVELS)  # 15 steps from -share * most to share * most
         rounded = (weight / factor[:, None] + _LEVELS / 2).round_().clamp_(0, _LEVELS)
         error = ((rounded - _LEVELS / 2) * factor[:, None] - weight).square_().sum(1)
         better = error < least  # [d]
@@ -247,7 +247,7 @@ class KeyStore:
         self._kept = layers
         self._pointers = pointers
         keys = pointers.ctypes.data
-        values = keys + pointers.strides[0]
+        values = keys + pointers.strides[0]  # the second row
         half = first.dtype == torch.bfloat16
         self.row = (keys, values, first.stride(0), half)  # struct store of cpu_draft.c
 
@@ -266,6 +266,7 @@ class TreeShape:
     def opens(self) -> int:
         """Most tokens whose children are drafted, the root included."""
         if not self.fanout:
+            # The root, then at each depth but the last the likeliest `width` nodes.
             return 1 + self.width * (self.depth - 1)
         total = 0
         level = 1  # nodes at this depth
@@ -278,6 +279,7 @@ class TreeShape:
     def room(self) -> int:
         """Most candidates."""
         if not self.fanout:
+            # The root's children, then those of `width` nodes at each further depth.
             return self.width + self.width**2 * (self.depth - 1)
         return int(np.cumprod(self.fanout).sum())
 
@@ -380,12 +382,10 @@ class DraftStep:
             [n, 2, h], what the next depth reads and the head's input of each token.
         """
         n = plan.tokens
-        if embeds is not None or self.embed_width:
-            check(
-                "embeds",
-                embeds if embeds is not None else states[:, :0],
-                (n, self.embed_width),
-            )
+        if embeds is not None:
+            check("embeds", embeds, (n, self.embed_width))
+        elif self.embed_width:
+            check("embeds", states[:, :0], (n, self.embed_width))  # missing: the check refuses it
         check("states", states, (n, self.hidden))
         self._check(tables, stores, plan, window)
         made = states.new_empty(2, n, self.hidden)
@@ -525,6 +525,7 @@ class DraftStep:
             [n] float32.
         """
         count = len(lengths)
+        # The root is the last committed token: it has a slot already, and is opened too.
         ends = [length - 1 + shape.opens for length in lengths]
         check("states", states, (count, self.hidden))
         check("reads", reads, (count, self.hidden))
@@ -541,7 +542,7 @@ class DraftStep:
             raise ValueError(
                 f"{found}: must be {self.hidden}, at most {OPENED}, from 1 on, and from 0 on"
             )
-        reach = max(lengths) - 1 + shape.depth
+        reach = max(lengths) - 1 + shape.depth  # nodes of the last depth are not read
         self._check_places(tables, stores, ends, reach)
         own = _rows(stores)
         long = array("q", lengths)
@@ -549,6 +550,7 @@ class DraftStep:
         cosine, sine = tables
         # What the kernel writes: nodes of each tree, and their numbers [sequences, budget].
         sizes = array("q", bytes(8 * count))
+        # Rows have room for a full tree; a smaller one leaves the rest unwritten.
         tokens, parents = np.empty((2, count, shape.budget), dtype=np.int64)
         scores = np.empty((count, shape.budget), dtype=np.float32)
         self._kernels.draft_trees(

@@ -95,7 +95,7 @@ def make_struct(
     """A C struct with numbers and pointers to tensors, and the tensors, which must outlive it."""
     names = {field[0] for field in kind._fields_}
     assert content.keys() <= names, "ctypes ignores names that are not fields"
-    kept: list[Tensor] = []
+    kept = []
     values: dict[str, float | None] = {}
     for name, value in content.items():
         if not isinstance(value, Tensor):
@@ -174,6 +174,7 @@ class DecoderLayer:
                 )
         norms["qkv_bias"] = torch.cat(biases) if biases else None
         norms["mlp_norm"] = mlp_norm
+        # Others: h.
         lengths = {"qkv_bias": rows + 2 * keys, "input_norm": width, "query_norm": e, "key_norm": e}
         for name, factor in norms.items():
             if factor is not None:
@@ -227,11 +228,10 @@ class DecoderLayer:
         sizes = (self.heads, self.kv_heads, self.kv_heads)
         check("x", x, (len(x), self.width))
         for name, table in (("cosine", cosine), ("sine", sine)):
-            check(
-                name,
-                table.squeeze(1) if table.dim() == 3 else table,
-                (len(x), self.rotary_dim),
-            )
+            flat = table
+            if table.dim() == 3:
+                flat = table.squeeze(1)
+            check(name, flat, (len(x), self.rotary_dim))
         out = x.new_empty(x.shape[0], sum(sizes), self.head_dim)
         self._kernels.layer_before_attention(
             self.address,
@@ -288,7 +288,7 @@ class DecoderLayer:
         """
         query, key, value = self.project(read, cosine, sine)
         if queries is None:
-            out = state.clone()  # [n, h]
+            out = state.clone()  # [n, h]  # [n, h], which `finish` changes
         else:
             out = state[queries]  # [m, h]
             query = query[queries]
@@ -438,7 +438,7 @@ class LayerStack:
                 "in multiples of 16"
             )
         ascending = sorted({i for i in wanted if 0 <= i <= count}) == wanted
-        last_table, _ = max(self._widths)
+        last_table, _ = max(self._widths)  # pairs sort by table first
         if not ascending or last_table >= len(tables):
             raise ValueError(
                 f"wanted={wanted} must ascend from 0 to {count} at most; {len(tables)} rotary tables"

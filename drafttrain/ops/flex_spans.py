@@ -80,6 +80,7 @@ def flex_options(
     """
     # One kernel for any number of queries; torch would compile another one for fewer than 128.
     options = {"FORCE_USE_FLEX_ATTENTION": 1}
+    # torch pads heads to a power of two.
     width = max(64, 1 << (head_dim - 1).bit_length())
     needed, own = _FLEX_BLOCKS.get((itemsize, width), (0, {}))
     # torch has chosen blocks for float32 heads of 64, 128 and 256; for others its general ones are
@@ -115,6 +116,7 @@ def span_attention_gpu(
     # The import loads the compiler, which a CPU does not need.
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
+    # FlexAttention expects a batch and heads before tokens.
     q = query.transpose(0, 1)[None]  # [1, heads, t, e]
     k = key.transpose(0, 1)[None]  # [1, kv_heads, T, e]
     v = value.transpose(0, 1)[None]  # [1, kv_heads, T, e]
@@ -128,6 +130,7 @@ def span_attention_gpu(
     try:
         with torch._dynamo.config.patch(recompile_limit=_COMPILED):
             if flex is None:
+                # In a fixed order, so that equal options find the same kernel.
                 as_text = tuple((name, str(number)) for name, number in options.items())
                 flex = _compiled_flex(as_text)
             out, more = flex(
@@ -143,5 +146,6 @@ def span_attention_gpu(
             f"FlexAttention was compiled for {_COMPILED} kinds of shapes, the most of one process; run the same command again, "
             "which continues from the last checkpoint (TORCH_LOGS=recompiles prints what differed)"
         ) from error
+    # An option that asks for them returns them.
     assert more.lse is not None
     return out[0].transpose(0, 1), more.lse[0].transpose(0, 1)

@@ -229,7 +229,7 @@ class GraphPool:
         with torch.cuda.stream(side):
             for _ in range(2):
                 function()
-        current.wait_stream(side)
+        current.wait_stream(side)  # replays run on the caller's stream
         torch.cuda.synchronize(self.device)
 
         graph = torch.cuda.CUDAGraph()

@@ -102,7 +102,9 @@ def cpu_kernels() -> ctypes.CDLL | None:
         folder = _private_folder(cache_folder() / "kernels")
         if folder:
             kept = _kept(folder, name)
-            library = _load(kept) if kept is not None else None
+            library: ctypes.CDLL | None = None
+            if kept is not None:
+                library = _load(kept)
             if library is not None:
                 return library
         with tempfile.TemporaryDirectory() as scratch:  # private
@@ -254,6 +256,7 @@ def _kept(folder: Path, name: str) -> Path | None:
     for path in folder.glob(f"{name}-*.so"):
         # OSError: the path is a link (O_NOFOLLOW), or the file cannot be read.
         with contextlib.suppress(OSError):
+            # O_NONBLOCK: a named pipe must not block here.
             file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             found = os.fstat(file)
             content = os.pread(file, _LARGEST, 0)

@@ -82,7 +82,7 @@ def round_to_int8(weight: Tensor) -> Tensor:
     in float32.
     """
     numbers = weight.float()  # [out, in]
-    least = torch.finfo(torch.float32).tiny * 2**16
+    least = torch.finfo(torch.float32).tiny * 2**16  # keeps the factor a normal number
     highest = numbers.abs().amax(1, keepdim=True).clamp_min(least)  # [out, 1]
     bits = (highest / 127).view(torch.int32)
     factor = ((bits + 0xFF) & ~0xFF).view(torch.float32)  # [out, 1], rounded up to 16 bits
@@ -97,7 +97,7 @@ def _as_int8(weight: Tensor) -> tuple[Tensor, Tensor] | None:
 
     def parts(rows: Tensor) -> tuple[Tensor, Tensor, bool]:
         factor = rows.abs().amax(1, keepdim=True) / 127  # [rows, 1]
-        integers = (rows / factor).nan_to_num().round()
+        integers = (rows / factor).nan_to_num().round()  # 0 / 0 in a row of zeros
         return integers, factor[:, 0], torch.equal(integers * factor, rows)
 
     # Most weights fail at their first row, which is cheap to test.
@@ -144,7 +144,7 @@ def _twelve_bits_are_quicker() -> bool:
     for _ in range(6):
         for rows in (1, 8):  # a plain step, a small tree
             x = torch.ones(rows, width)
-            for form, panels in enumerate((paired, packed)):
+            for form, panels in enumerate((paired, packed)):  # 0: bfloat16, 1: 12 bits
                 began = time.perf_counter()
                 skinny_linear(x, panels, out, rounded)
                 seconds = time.perf_counter() - began
@@ -170,13 +170,13 @@ def _in_twelve_bits(paired: Tensor) -> Tensor | None:
     legends = torch.empty((panels, _LEGEND), dtype=torch.uint8)
     kernels.name_exponents(paired.data_ptr(), panels, words, legends.data_ptr(), threads)
     numbers = legends.view(torch.int32)  # [panels, 16]; behind 16 bytes: first, rest
-    rest = numbers[:, 5]
+    rest = numbers[:, 5]  # [panels] weights of rare exponents
     total = int(rest.sum())
     size = words // _QUAD_WORDS * _QUAD + _LEGEND
     needed = panels * size + total * _REST
     if needed > _MOST_SIZE * paired.nbytes:
         return None
-    numbers[:, 4] = rest.cumsum(0) - rest
+    numbers[:, 4] = rest.cumsum(0) - rest  # where each panel's begin
     packed = torch.empty(needed, dtype=torch.uint8)
     kernels.pack_twelve(
         paired.data_ptr(), panels, words, legends.data_ptr(), packed.data_ptr(), threads
@@ -204,19 +204,24 @@ def pack_panels(weight: Tensor) -> Tensor:
         small = _as_int8(weight)
     if small is not None:
         integers, factors = small
-        numbers = padded(integers).permute(0, 3, 1, 2).reshape(panels, -1)  # [panels, in * 32]
+        by_input = padded(integers).permute(0, 3, 1, 2)  # [panels, in, 2, lanes]
+        numbers = by_input.reshape(panels, -1)  # [panels, in * 32]
         ends = padded(factors).view(panels, -1).view(torch.int8)  # [panels, 32 * 4] bytes
         return torch.cat((numbers, ends), dim=1)
     half = weight.to(torch.bfloat16)
     if torch.equal(half.to(weight.dtype), weight):
         twelve = twelve_bits_pay()
-        whole = 4 if twelve else 2
-        pairs = padded(F.pad(half, (0, -weight.shape[1] % whole))).flatten(1, 2)
-        paired = pairs.unflatten(2, (-1, 2)).permute(0, 2, 1, 3).contiguous()
-        packed = _in_twelve_bits(paired) if twelve else None
+        whole = 4 if twelve else 2  # inputs that are packed together
+        rows = padded(F.pad(half, (0, -weight.shape[1] % whole))).flatten(1, 2)
+        pairs = rows.unflatten(2, (-1, 2))  # [panels, 32, in / 2, 2]
+        paired = pairs.permute(0, 2, 1, 3).contiguous()  # [panels, in / 2, 32, 2]
+        packed = None
+        if twelve:
+            packed = _in_twelve_bits(paired)
         if packed is not None:
             return packed
-        return paired[:, : -(-weight.shape[1] // 2)].contiguous()  # [panels, in / 2, 32, 2]
+        # Without the inputs that pad to a multiple of four.
+        return paired[:, : -(-weight.shape[1] // 2)].contiguous()
     return padded(weight).permute(0, 3, 1, 2).contiguous()  # [panels, in, 2, lanes]
 
 
@@ -308,6 +313,7 @@ def check_panels(
     count = -(-out // (2 * _LANES))
     fits = panels.numel() == count * size
     if panels.dtype == torch.uint8:
+        # Behind panels and legends, whole entries for the weights of rare exponents.
         rest = panels.numel() - count * (-(-width // 4) * _QUAD + _LEGEND)
         fits = 0 <= rest < _MOST_SIZE * panels.numel() and rest % _REST == 0
     if not fits or not panels.is_cpu or not panels.is_contiguous():
@@ -350,11 +356,21 @@ class Packed(nn.Module):
 
     saved: dict[str, Tensor]
 
-    def _save_to_state_dict(self, state: dict[str, Tensor], prefix: str, *_: object) -> None:
+    def _save_to_state_dict(
+        self,
+        state: dict[str, Tensor],
+        prefix: str,
+        *_: object,
+    ) -> None:
         for name, weight in self.saved.items():
             state[prefix + name] = weight
 
-    def _load_from_state_dict(self, state: Mapping[str, object], prefix: str, *_: object) -> None:
+    def _load_from_state_dict(
+        self,
+        state: Mapping[str, object],
+        prefix: str,
+        *_: object,
+    ) -> None:
         if f"{prefix}weight" in state:
             raise UserError(
                 f"{prefix}weight is packed for decoding and cannot be loaded; load weights before pack()"
@@ -509,6 +525,7 @@ class PackedRMSNorm(Packed):
         for factor in (weight, weight + 1):  # some families store the factor minus one
             packed = PackedRMSNorm(factor, eps)
             packed.saved = dict(norm.state_dict())
+            # Another function of the same name fails here, one with other constants too.
             if torch.allclose(packed(x), expected, rtol=1e-5, atol=1e-6):
                 return packed
         return None

@@ -56,6 +56,7 @@ class Spans(NamedTuple):
         for begin, end in pairwise(cuts):
             for start in range(begin, end, BLOCK):
                 stop = min(start + BLOCK, end)
+                # Ends ascend, so the last query's is the highest.
                 keys = slice(min(first[start:stop]), last[stop - 1] + 1)
                 result.append((slice(start, stop), keys))
         return result
@@ -79,7 +80,8 @@ class Spans(NamedTuple):
         No [t, keys] matrix is formed.
         """
         t = len(self.first)
-        padded = torch.arange(-(-t // BLOCK) * BLOCK, device=self.first.device).clamp(max=t - 1)
+        whole = -(-t // BLOCK) * BLOCK  # rounded up; copies of the last query fill its block
+        padded = torch.arange(whole, device=self.first.device).clamp(max=t - 1)
         first = self.first[padded].view(-1, BLOCK)  # [query blocks, BLOCK]
         last = self.last[padded].view(-1, BLOCK)  # [query blocks, BLOCK]
         begin = torch.arange(0, keys, BLOCK, device=first.device)  # [key blocks]
@@ -90,7 +92,7 @@ class Spans(NamedTuple):
         touched &= end >= first.amin(1, keepdim=True)
         full = begin >= first.amax(1, keepdim=True)
         full &= end <= last.amin(1, keepdim=True)
-        full &= end - begin == BLOCK - 1
+        full &= end - begin == BLOCK - 1  # not one that ends early
         own_first = self.first
         own_last = self.last
 
@@ -125,7 +127,11 @@ def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
         [1, 1, query blocks] and [1, 1, query blocks, key blocks], int32 both.
     """
     numbers = chosen.to(torch.int32)
-    order = numbers.argsort(dim=1, descending=True, stable=True)
+    order = numbers.argsort(
+        dim=1,
+        descending=True,
+        stable=True,
+    )
     return chosen.sum(1).to(torch.int32)[None, None], order.to(torch.int32)[None, None]
 
 
@@ -237,11 +243,12 @@ class _Paths(NamedTuple):
         grouped = query.reshape(t, kv_heads, group, e)
 
         # Scores of each depth's own key.
-        products: list[Tensor] = []
+        products = []
         for key, rows in zip(tensors[::2], self.rows, strict=True):
             products.append((grouped * _own_rows(key, rows)).sum(-1))  # [t, kv_heads, group]
         exact = torch.promote_types(query.dtype, torch.float32)
-        scores = torch.stack(products, dim=-1).flatten(1, 2).to(exact) * e**-0.5  # [t, heads, k]
+        scores = torch.stack(products, dim=-1).flatten(1, 2)  # [t, heads, k]
+        scores = scores.to(exact) * e**-0.5
         lse = torch.logaddexp(base_lse, scores.logsumexp(-1))  # [t, heads]
 
         # The base's share of the softmax, and the own values by their weights.
@@ -270,11 +277,11 @@ class _Paths(NamedTuple):
         kv_heads = tensors[0].shape[1]
         group = heads // kv_heads
         weights = (scores - lse.unsqueeze(-1)).exp()  # [t, heads, k]
-        delta = (grad * out).sum(-1)  # [t, heads]
+        delta = (grad * out).sum(-1)  # [t, heads]  # [t, heads] of a softmax's backward
         grad_groups = grad.view(t, kv_heads, group, e)
         query_groups = query.view(t, kv_heads, group, e)
         into = into.view(t, kv_heads, group, e)
-        grads: list[Tensor] = []
+        grads = []
         for i, rows in enumerate(self.rows):
             key = tensors[2 * i]
             value = tensors[2 * i + 1]
@@ -577,10 +584,11 @@ class PathAttention:
         begin = self.begin[own]  # [t]
         first = begin
         if self.window:
+            # At depth k a query stands k positions behind its anchor.
             first = torch.maximum(begin, own + len(self.depths) - self.window + 1)
         spans = Spans(first, own, begin)
         base = self.depths[0] if self.depths else None
-        paths: list[Path] = []
+        paths = []
         for anchors, key, value in self.depths[1:]:
             rows = None
             if len(anchors) != len(own):
@@ -641,4 +649,11 @@ def path_attention(
     for path in paths:
         tensors += (path.key, path.value)
     own = _Paths([path.rows for path in paths])
-    return attend_spans(own, spans, query, (base_key, base_value), tensors, flex).flatten(1)
+    return attend_spans(
+        own,
+        spans,
+        query,
+        (base_key, base_value),
+        tensors,
+        flex,
+    ).flatten(1)

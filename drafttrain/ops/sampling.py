@@ -306,7 +306,7 @@ def _kept(
         weights, ids, _ = _likeliest(scores, params, v)
         yield slice(None), weights, ids
         return
-    searched = params.top_k if params.top_k else _NUCLEUS
+    searched = params.top_k or _NUCLEUS
     weights, ids, fits = _likeliest(scores, params, min(searched + _TIES, v))
     if bool(fits.all()):
         yield slice(None), weights, ids
@@ -341,14 +341,16 @@ def _likeliest(
         worst = values[:, params.top_k - 1 : params.top_k]  # [n, 1]
         fits = (worst > values[:, -1:])[:, 0]  # else ties with the k-th may continue
         values = values.masked_fill(values < worst, float("-inf"))
-        scores = values
+        scores = values  # top-p counts the tokens that top-k keeps
     weights = (values - best).exp().double()
     if params.top_p < 1:
         total = (scores - best).exp().sum(-1, keepdim=True).double()  # [n, 1]
         before = weights.cumsum(-1) - weights  # mass of likelier tokens
         weights = weights.masked_fill(before >= params.top_p * total, 0.0)
     weights = weights.masked_fill(weights < params.min_p, 0.0)  # the likeliest token has weight 1
-    return weights, ids, fits & (weights[:, -1] == 0) | full
+    # Weights descend: where the last one is dropped, so are all tokens beyond it.
+    fits = fits & (weights[:, -1] == 0)
+    return weights, ids, fits | full
 
 
 def _blocks(x: Tensor, fill: float) -> Tensor:

@@ -128,7 +128,7 @@ class TreeLayout:
             return [(2 << token) - 1 for token in range(self.count)]
         seen = [1]  # the root's
         for node, parent in enumerate(self.parents):
-            seen.append(seen[parent + 1] | 2 << node)
+            seen.append(seen[parent + 1] | 2 << node)  # node i is token i + 1, whose bit is 2 << i
         return seen
 
     def ancestor_words(self, words: int) -> np.ndarray:
@@ -157,12 +157,13 @@ class TreeLayout:
             The first visible key slot, and [repeats*n, L+held+n-first] of 0 and -inf, or None if
             all is visible.
         """
+        # A window back to position 0 hides nothing.
         if window is not None and window >= self.reach:
             window = None
         first = 0
         if window is not None:
-            first = max(0, self.prefix_len + 1 - window)
-        if self.count == 1 and not self.held:
+            first = max(0, self.prefix_len + 1 - window)  # the oldest key that the root sees
+        if self.count == 1 and not self.held:  # one token sees every key from there on
             return first, None
         if self.parents is None:
             before = self.prefix_len - first
@@ -208,7 +209,7 @@ class TreeLayout:
         prefix = self.prefix_len - first
         n = self.held + self.count  # tokens of the tree, held ones included
         bias = np.zeros((n, prefix + n), dtype=np.float32)
-        words = self.ancestor_words(-(-n // 32))
+        words = self.ancestor_words(-(-n // 32))  # rounded up
         bits = np.unpackbits(
             words.view(np.uint8),
             axis=1,
@@ -256,6 +257,7 @@ def tree_attention(
     )
     plain = softcap is None and sinks is None and (window is None or window >= n)
     causal = layout.parents is None and prefix == 0 and plain
+    # The kernel cuts chains into pieces of 64; fused causal attention reads a long prompt at once.
     if key.shape[0] == 1 and query.device.type == "cpu" and not (causal and n > _KERNEL_TOKENS):
         plan = layout.plan
         if plan is not None and plan.serves(query, key, value):
@@ -311,7 +313,7 @@ class CpuPlan:
                 for start in range(0, layout.count, _KERNEL_TOKENS):
                     count = min(layout.count - start, _KERNEL_TOKENS)
                     numbers += (slot, layout.prefix_len + start, begin + start, count, 0, node)
-                ancestors += _CHAIN
+                ancestors += _CHAIN  # shared by all pieces
                 depths += range(_KERNEL_TOKENS)
             begin += layout.count
             self.ends.append(slot + layout.prefix_len + tree)
@@ -424,7 +426,7 @@ class CpuPlan:
             ve,
             self.address,
             form["scaling"],
-            form["window"] or 0,
+            form["window"] or 0,  # 0 stands for none, as below
             form["softcap"] or 0.0,
             None if sinks is None else sinks.data_ptr(),
             torch.get_num_threads(),
@@ -517,7 +519,7 @@ def _in_blocks(
             first = 0
             mask = layout.chain_mask(0, count, None, repeats, query)
         else:
-            first = max(0, begin + 1 - window)
+            first = max(0, begin + 1 - window)  # the oldest key that the block's first token sees
             mask = layout.chain_mask(
                 begin - first,
                 count,
@@ -571,6 +573,7 @@ def masked_attention(
     # Two matrix products. Scores are [b * kv_heads, groups*n, T].
     queries = folded.flatten(0, 1)
     keys = key.flatten(0, 1).transpose(1, 2)  # [b * kv_heads, e, T]
+    # One call for product, scale and mask, unless the product must not be rounded to 16 bits.
     if softcap is None and mask is not None and masked == key.shape[2] and query.dtype.itemsize > 2:
         scores = torch.baddbmm(mask, queries, keys, alpha=scaling)
     else:
@@ -583,24 +586,13 @@ def masked_attention(
         weights = scores.softmax(dim=-1, dtype=torch.float32)
     else:
         # A sink is one more column of scores, which has no value.
-        by_row = (
-            sinks.view(kv_heads, -1, 1)
-            .expand(-1, -1, n)
-            .reshape(
-                kv_heads,
-                rows,
-                1,
-            )
-        )
+        by_head = sinks.view(kv_heads, -1, 1).expand(-1, -1, n)  # [kv_heads, groups, n]
+        by_row = by_head.reshape(kv_heads, rows, 1)
         column = by_row.repeat(b, 1, 1).to(scores.dtype)
         joined = torch.cat((scores, column), dim=-1)
         weights = joined.softmax(dim=-1, dtype=torch.float32)[..., :-1]
-    return torch.bmm(weights.to(value.dtype), value.flatten(0, 1)).view(
-        b,
-        heads,
-        n,
-        -1,
-    )
+    out = torch.bmm(weights.to(value.dtype), value.flatten(0, 1))  # [b * kv_heads, groups*n, e]
+    return out.view(b, heads, n, -1)
 
 
 def _exact_scores(queries: Tensor, keys: Tensor) -> Tensor:

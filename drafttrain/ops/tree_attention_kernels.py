@@ -105,7 +105,7 @@ def _step(
     # A row that has seen no key stays at zero.
     shift = tl.where(highest == float("-inf"), 0.0, highest)
     weights = tl.exp2(scores - shift[:, None])
-    fade = tl.exp2(top - shift)
+    fade = tl.exp2(top - shift)  # what was summed so far refers to the old maximum
     value = _read(values, slots, value_stride, end, VALUE_WIDTH, VALUE_PADDED)
     mean = _dot(
         weights.to(value.dtype),
@@ -137,9 +137,9 @@ def attend_parts(
     kv_head = tl.program_id(2) % KV_HEADS
     first = tl.load(offsets + row)
     n = tl.load(offsets + row + 1) - first
-    if tile * BLOCK_M >= n * GROUP:
+    if tile * BLOCK_M >= n * GROUP:  # the grid is made for the longest row
         return
-    pair = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    pair = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # heads of one token are neighbors
     token = pair // GROUP
     head = kv_head * GROUP + pair % GROUP
     live = token < n
@@ -167,7 +167,7 @@ def attend_parts(
     end = tl.minimum(begin + length, stop)
     used = tl.where(live, tl.where(chain, 0, words), 0)  # a chain has no bits
     place = (part.to(tl.int64) * count + at) * (KV_HEADS * GROUP) + head
-    if begin >= end:
+    if begin >= end:  # no slot in this part: it gets no weight in the merge
         if MERGED:
             tl.store(
                 logs + place,
@@ -195,6 +195,7 @@ def attend_parts(
         if part == 0:
             top = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * LOG2_E
             total += 1.0
+    # Whole blocks of committed slots need no mask but the window.
     dense = begin + tl.maximum(tl.minimum(end, prefix) - begin, 0) // BLOCK_N * BLOCK_N
     for tree in tl.static_range(2):  # the prefix without a mask, then what may hold new tokens
         for slot in range(dense if tree else begin, end if tree else dense, BLOCK_N):

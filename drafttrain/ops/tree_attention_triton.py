@@ -120,7 +120,7 @@ class PackedPlan(NamedTuple):
     @staticmethod
     def static(numbers: Tensor, shape: PlanShape) -> PackedPlan:
         """A plan over [shape.numbers] int32 numbers on the device, which later copies may replace."""
-        views: list[Tensor] = []
+        views = []
         begin = 0
         for size in shape.sizes:
             count = math.prod(size)
@@ -190,7 +190,11 @@ def pack_plan(
 
 
 def packed_tree_attention(
-    query: Tensor, keys: Tensor, values: Tensor, plan: PackedPlan, **form: Unpack[AttentionForm]
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: PackedPlan,
+    **form: Unpack[AttentionForm],
 ) -> Tensor:
     """Attends with N packed new tokens over the cache, which holds their keys already.
 
@@ -213,7 +217,11 @@ def packed_tree_attention(
 
 
 def static_reference(
-    query: Tensor, keys: Tensor, values: Tensor, plan: PackedPlan, **form: Unpack[AttentionForm]
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: PackedPlan,
+    **form: Unpack[AttentionForm],
 ) -> Tensor:
     """`packed_tree_attention` in plain torch, from the plan's tensors alone, over all slots of the
     cache.
@@ -242,7 +250,8 @@ def static_reference(
     tree_size = held + plan.offsets[row + 1] - plan.offsets[row]  # [N]
     new = (node >= 0) & (node < tree_size[:, None])
     word = (node // _WORD).clamp(0, plan.ancestors.shape[1] - 1)
-    bits = plan.ancestors[at].gather(1, word) >> (node % _WORD) & 1
+    bits = plan.ancestors[at].gather(1, word)  # [N, capacity] the words that hold the bits
+    bits = (bits >> (node % _WORD)) & 1
     chain = plan.chains[row][:, None] != 0  # [N, 1]
     related = torch.where(chain, node <= own[:, None], bits != 0)
     visible = (node < 0) | new & related  # [N, capacity]
@@ -262,7 +271,7 @@ def static_reference(
     mask = torch.zeros_like(visible, dtype=query.dtype).masked_fill_(~visible, float("-inf"))
     mask = mask.repeat(query.shape[1] // kv_heads, 1)  # [group * N, slots]
     out = masked_attention(query, keys[None], values[None], mask, form)
-    return out.transpose(1, 2).contiguous().transpose(1, 2)
+    return out.transpose(1, 2).contiguous().transpose(1, 2)  # laid out as the kernels' output
 
 
 @functools.cache
@@ -287,7 +296,12 @@ def has_triton() -> bool:
 
 
 def run_kernel(
-    kernel: Any, grid: tuple[int, ...], first: Tensor, /, *args: Any, **options: Any
+    kernel: Any,
+    grid: tuple[int, ...],
+    first: Tensor,
+    /,
+    *args: Any,
+    **options: Any,
 ) -> None:
     """Launches a Triton kernel on its first argument's device, not on the process's current one."""
     with torch.cuda.device_of(first):
@@ -484,7 +498,7 @@ def _launch(
         query,
         keys,
         values,
-        query if sinks is None else sinks,
+        query if sinks is None else sinks,  # not read
         partial,
         logs,
         *plan.tensors,
@@ -499,9 +513,9 @@ def _launch(
         count,
         plan.ancestors.shape[1],
         geometry.parts,
-        window or 0,
+        window or 0,  # not read without a window
         form["scaling"],
-        softcap or 1.0,
+        softcap or 1.0,  # not read without a soft cap
         KV_HEADS=kv_heads,
         GROUP=group,
         WIDTH=width,

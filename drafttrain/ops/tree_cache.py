@@ -167,6 +167,7 @@ class TreeCache:
         for layer, (keys, values) in self._layers.items():
             self._layers[layer] = (self._grown(keys, held), self._grown(values, held))
 
+    # Slots behind the committed ones stay uninitialized: no token sees them before it is written.
     def _grown(self, old: Tensor, held: int) -> Tensor:
         """A buffer of the present capacity with the contents of one of `held` positions per row."""
         new = self._allocate(old[None])
@@ -236,7 +237,12 @@ class TreeCache:
         return joined.to(device)
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        **form: Unpack[AttentionForm],
     ) -> Tensor:
         """Stores the new keys and values of a layer and attends; see `AttentionContext.attend`.
 
@@ -247,6 +253,7 @@ class TreeCache:
             raise TypeError(
                 f"query {query.dtype}, key {key.dtype} and value {value.dtype} must share a float dtype"
             )
+        # The CPU kernels compute in float32.
         if query.device.type == "cpu" and query.dtype.itemsize < 4:
             query = query.float()
             key = key.float()
@@ -344,7 +351,9 @@ class TreeCache:
         """Views [rows, kv_heads, capacity, e] of a layer's keys and values."""
         keys, values = self._layers[layer]
         sizes = (self.rows, self.capacity)
-        return keys.unflatten(1, sizes).transpose(0, 1), values.unflatten(1, sizes).transpose(0, 1)
+        keys = keys.unflatten(1, sizes).transpose(0, 1)
+        values = values.unflatten(1, sizes).transpose(0, 1)
+        return keys, values
 
     def _attend_rows(
         self,
@@ -402,17 +411,18 @@ class TreeCache:
     def _new_slots(self, device: torch.device) -> Tensor:
         """[N] int64 slots of the announced tokens on the common axis; the same for all layers."""
         if self._slots is None:
-            parts: list[Tensor] = []
+            parts = []
             for row, layout in self._open:
                 start = row * self.capacity + layout.prefix_len + layout.held
                 parts.append(torch.arange(start, start + layout.count))
             self._slots = torch.cat(parts).to(device)
+        # The layers of a spread target are on several devices.
         return self._slots.to(device)
 
     def _allocate(self, like: Tensor) -> Tensor:
         """An uninitialized buffer [kv_heads, rows * capacity, e] for keys like [1, kv_heads, n, e]."""
         _, heads, _, width = like.shape
-        self._mover = None
+        self._mover = None  # it knows the addresses of the old buffers
         return torch.empty(
             (heads, self.rows * self.capacity, width),
             dtype=self._stored(like),
@@ -433,6 +443,7 @@ class TreeCache:
         """
         moves: list[tuple[int, list[int]]] = []
         for (row, layout), indices in zip(self._open, kept, strict=True):
+            # The indices ascend, so their ends tell whether all are within the part.
             if indices and not 0 <= indices[0] <= indices[-1] < layout.held + layout.count:
                 raise ValueError(
                     f"kept={list(indices)} must be among the {layout.held + layout.count} tokens of row {row}"
@@ -533,7 +544,7 @@ def _copy(
         addresses.ctypes.data,
         len(addresses),
         heads,
-        like.stride(0) * size,
+        like.stride(0) * size,  # bytes, as the next two
         like.stride(1) * size,
         width * size,
         address_of(numbers),
@@ -571,6 +582,6 @@ def _launch(
         like.stride(1),
         HEADS=heads,
         WIDTH=width,
-        PADDED=1 << (width - 1).bit_length(),
+        PADDED=1 << (width - 1).bit_length(),  # powers of two, as Triton needs
         PATH=path,
     )

@@ -228,13 +228,23 @@ def _save(
                 for place, chart in zip(places, row, strict=True):
                     _draw(chart, place, colors, titled)
                 if headings:
-                    line.suptitle(headings[number], x=0.01, ha="left", fontsize=11)
+                    line.suptitle(
+                        headings[number],
+                        x=0.01,
+                        ha="left",
+                        fontsize=11,
+                    )
             figure.savefig(output, **options)
         finally:
             plt.close(figure)
 
 
-def _draw(chart: Chart, figure: FigureBase, colors: dict[str, str], titled: bool) -> None:
+def _draw(
+    chart: Chart,
+    figure: FigureBase,
+    colors: dict[str, str],
+    titled: bool,
+) -> None:
     axes = figure.subplots()
     if chart.form == "lines":
         _lines(axes, chart, colors)
@@ -245,7 +255,13 @@ def _draw(chart: Chart, figure: FigureBase, colors: dict[str, str], titled: bool
     axes.set_frame_on(False)
     axes.tick_params(length=0)
     if titled:
-        axes.set_title(chart.title, loc="left", fontweight="bold", color=colors["ink"], fontsize=11)
+        axes.set_title(
+            chart.title,
+            loc="left",
+            fontweight="bold",
+            color=colors["ink"],
+            fontsize=11,
+        )
         if len(chart.series) > 1:
             figure.legend(
                 loc="outside lower left",
@@ -272,7 +288,14 @@ def _bars(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
     for number, one in enumerate(chart.series):
         places = _places(chart, number, 0.78)
         lengths = [min(value or 0.0, longest) for value in one.values]
-        axes.barh(places, lengths, thickness, color=colors[one.color], label=one.name, zorder=1)
+        axes.barh(
+            places,
+            lengths,
+            thickness,
+            color=colors[one.color],
+            label=one.name,
+            zorder=1,
+        )
         _whiskers(axes, chart, one, places, colors)
         for place, (value, span) in zip(places, one.points(), strict=True):
             if value is None:
@@ -295,7 +318,12 @@ def _bars(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
     axes.set_xlabel(chart.unit, loc="left")
     axes.set_ylabel(chart.label)
     if chart.reference is not None:
-        axes.axvline(chart.reference, color=colors["ink"], linewidth=1, linestyle=(0, (3, 2)))
+        axes.axvline(
+            chart.reference,
+            color=colors["ink"],
+            linewidth=1,
+            linestyle=(0, (3, 2)),
+        )
 
 
 def _columns(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
@@ -306,7 +334,14 @@ def _columns(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
     for number, one in enumerate(chart.series):
         places = _places(chart, number, 0.8)
         heights = [min(value or 0.0, longest) for value in one.values]
-        axes.bar(places, heights, width, color=colors[one.color], label=one.name, zorder=2)
+        axes.bar(
+            places,
+            heights,
+            width,
+            color=colors[one.color],
+            label=one.name,
+            zorder=2,
+        )
         _whiskers(axes, chart, one, places, colors)
         for place, value in zip(places, one.values, strict=True):
             if value is not None and few:
@@ -337,19 +372,35 @@ def _lines(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
             "color": colors[one.color],
         }
         marker = _MARKERS[one.tone % len(_MARKERS)]
-        axes.plot(places, values, label=one.name, marker=marker, zorder=3, **line)
+        axes.plot(
+            places,
+            values,
+            label=one.name,
+            marker=marker,
+            zorder=3,
+            **line,
+        )
         _whiskers(axes, chart, one, range(len(chart.labels)), colors)
     axes.set_xlim(-0.3, len(chart.labels) - 0.7)
     _scale(axes, chart, colors)
     if chart.reference is not None:
-        axes.axhline(chart.reference, color=colors["ink"], linewidth=1, linestyle=(0, (3, 2)))
+        axes.axhline(
+            chart.reference,
+            color=colors["ink"],
+            linewidth=1,
+            linestyle=(0, (3, 2)),
+        )
 
 
 def _scale(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
     """The axes of columns and lines."""
     axes.set_xticks(range(len(chart.labels)), chart.labels)
     axes.set_ylim(0, chart.top or chart.longest() * 1.12)
-    axes.grid(axis="y", color=colors["grid"], linewidth=1)
+    axes.grid(
+        axis="y",
+        color=colors["grid"],
+        linewidth=1,
+    )
     axes.set_axisbelow(True)
     axes.locator_params(axis="y", nbins=5)
     axes.yaxis.set_major_formatter(lambda value, _: chart.show(value))
@@ -373,4 +424,11 @@ def _whiskers(
         if chart.form == "bars":
             across, along = along, across
         color = colors["ink"]
-        axes.plot(across, along, color=color, linewidth=1.1, solid_capstyle="butt", zorder=4)
+        axes.plot(
+            across,
+            along,
+            color=color,
+            linewidth=1.1,
+            solid_capstyle="butt",
+            zorder=4,
+        )

@@ -103,7 +103,13 @@ def interval_text(span: Span | None) -> str:
     return f" ({span[0]:.2f} to {span[1]:.2f})"
 
 
-def series_of(name: str, parts: Sequence[Json], tone: int, key: str, side: str = "") -> Series:
+def series_of(
+    name: str,
+    parts: Sequence[Json],
+    tone: int,
+    key: str,
+    side: str = "",
+) -> Series:
     """One figure of several parts (categories, batch sizes, ...) with its intervals."""
     values = [figure_of(part, key, side) for part in parts]
     spans = [span_of(part, key, side) for part in parts]

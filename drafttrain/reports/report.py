@@ -74,7 +74,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def write_report(files: list[str], runs: list[Json], sweeps: list[Json], output: Path) -> None:
+def write_report(
+    files: list[str],
+    runs: list[Json],
+    sweeps: list[Json],
+    output: Path,
+) -> None:
     """Writes the page, and a PNG of each chart into a folder next to it.
 
     Args:

@@ -273,7 +273,16 @@ def _speedup(runs: Sequence[_ReportedRun]) -> Chart:
         "Left of the dashed line speculation does not pay."
     )
     figure = "speedup" if side else "speedup_vs_fastest"
-    return _by_category(runs, "speedup", "Speed-up by category", note, figure, TIMES, side, times)
+    return _by_category(
+        runs,
+        "speedup",
+        "Speed-up by category",
+        note,
+        figure,
+        TIMES,
+        side,
+        times,
+    )
 
 
 def _other_speedups(runs: Sequence[_ReportedRun]) -> Chart:

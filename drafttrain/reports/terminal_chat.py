@@ -25,20 +25,17 @@ from rich.text import Text
 
 from drafttrain.batch import TokenTree
 from drafttrain.data.chat import NO_INPUTS, ChatInputs, Message, has_template, prompt_ids
-from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.combined import parts_of
-from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import chosen_tree, load_drafter
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 from drafttrain.files import Json, write_json
 from drafttrain.flags import load_target, sampling_of
 from drafttrain.folders import inputs_of, output_file
-from drafttrain.inference import Decoder, SamplingParams, Stats
+from drafttrain.inference import Decoder, Stats
 from drafttrain.inference.sequence import TextStream
 from drafttrain.inference.verify import Verdict
 from drafttrain.progress import plain_console
-from drafttrain.target import Target
 
 # What may be typed besides messages; the help of `drafttrain chat` lists it too.
 COMMANDS = {
@@ -111,8 +108,9 @@ class ChatSession:
     """A conversation with a target, drafted for by a drafter.
 
     Args:
-        drafter: None decodes plainly. spec: its tree. system: the system message; '' for none.
-        inputs: what the chat template reads besides the messages.
+        drafted: the engine of its answers; one without a drafter decodes plainly.
+        system: the system message; '' for none. inputs: what the chat template reads besides the
+            messages.
 
     Attributes:
         drafting: whether the next answer is drafted. turns: what was answered since the last reset.
@@ -120,25 +118,28 @@ class ChatSession:
 
     def __init__(
         self,
-        target: Target,
-        drafter: Drafter | None,
-        spec: TreeSpec,
-        sampling: SamplingParams,
+        drafted: Decoder,
         max_new_tokens: int,
         seed: int = 0,
         system: str = "",
         inputs: ChatInputs = NO_INPUTS,
     ):
-        self.target = target
+        self.target = drafted.target
         self.inputs = inputs
         self.system = system
         self.max_new_tokens = max_new_tokens
         self.seed = seed
-        self.drafted = Decoder(target, drafter, spec=spec, sampling=sampling, keep=True)
-        self.undrafted = Decoder(target, None, spec=spec, sampling=sampling, keep=True)
+        self.drafted = drafted
+        self.undrafted = Decoder(
+            drafted.target,
+            None,
+            spec=drafted.spec,
+            sampling=drafted.sampling,
+            keep=True,
+        )
         self.names: list[str] = []  # the producers besides the target
-        if self.drafted.drafter is not None:
-            for part in parts_of(self.drafted.drafter):
+        if drafted.drafter is not None:
+            for part in parts_of(drafted.drafter):
                 if part is not None:
                     self.names.append(part.kind)
         self.drafting = bool(self.names)
@@ -166,6 +167,7 @@ class ChatSession:
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = prompt_ids(self.target.tokenizer, messages, self.inputs)
+        # Each turn draws random numbers of its own.
         turn = ChatTurn(text, self.drafting, prompt, (self.seed + len(self.turns)) % 2**32)
         for each in self._decode(turn, self.max_new_tokens):
             if not self.turns or self.turns[-1] is not turn:
@@ -185,18 +187,22 @@ class ChatSession:
 
     def _decode(self, turn: ChatTurn, limit: int) -> Generator[ChatTurn]:
         """Decodes an answer; yields its turn after each round."""
-        decoder = self.drafted if turn.drafting else self.undrafted
         stream = TextStream(self.target.tokenizer)
         producers = [OWN]  # of the tokens of a round; the prefill's is the target's
 
         def observe(_: int, tree: TokenTree, verdict: Verdict, *__: object) -> None:
             producers.clear()
             for node in verdict.path:
-                merged = node in tree.matched and len(self.names) > 1
-                producers.append(self.names[1] if merged else self.names[0])
+                producer = self.names[0]
+                if node in tree.matched and len(self.names) > 1:
+                    producer = self.names[1]
+                producers.append(producer)
             producers.append(OWN)
 
-        decoder.observer = observe if turn.drafting else None
+        decoder = self.undrafted
+        if turn.drafting:
+            decoder = self.drafted
+            decoder.observer = observe
         rounds = decoder.stream(
             [turn.prompt], max_new_tokens=limit, seed=turn.seed, stats=[turn.stats]
         )
@@ -204,12 +210,13 @@ class ChatSession:
             for _, tokens in rounds:
                 began = time.perf_counter()
                 turn.finish = turn.stats.finish
+                # Fewer tokens than producers where a limit or an end of sequence cut the round.
                 for number, (token, producer) in enumerate(zip(tokens, producers, strict=False), 1):
                     stream.push([token])
                     is_last = number == len(tokens) and turn.finish != ""
                     turn.pieces.append((stream.take(last=is_last), producer))
                 yield turn
-                turn.shown += time.perf_counter() - began
+                turn.shown += time.perf_counter() - began  # the view has shown the turn
         finally:
             rounds.close()
             if not turn.finish:
@@ -395,11 +402,15 @@ def run(args: argparse.Namespace) -> int:
             "add its files to the folder"
         )
     drafter = load_drafter(args.drafter, target)
-    session = ChatSession(
+    decoder = Decoder(
         target.pack(),
         drafter,
-        spec,
-        sampling,
+        spec=spec,
+        sampling=sampling,
+        keep=True,
+    )
+    session = ChatSession(
+        decoder,
         args.max_new_tokens,
         seed=args.seed,
         system=args.system,
@@ -425,6 +436,7 @@ def run(args: argparse.Namespace) -> int:
         view.say(f"{asked}: nothing is drafted; --tree chain:3 drafts all the same")
 
     if isinstance(sys.stdin, io.TextIOWrapper):
+        # Bytes that are not UTF-8 must not end the chat.
         sys.stdin.reconfigure(errors="replace")
     if not typed:
         for line in sys.stdin:

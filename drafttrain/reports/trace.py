@@ -104,13 +104,16 @@ class TracedRound:
         boxes = {paths[-1]: ("root", self.root, "committed before")}
         for index, node in enumerate(self.nodes):
             paths[index] = (*paths[node.parent], index)
-            kind = "accepted" if node.accepted else "rejected"
+            kind = "rejected"
+            if node.accepted:
+                kind = "accepted"
             if node.match:
                 kind += " match"
             line = f"target {node.target:.2f}"
             if node.draft is not None:
-                proposer = "match " if node.match else ""
-                line = f"{proposer}{node.draft:.2f} \u2192 {line}"
+                line = f"{node.draft:.2f} \u2192 {line}"
+                if node.match:
+                    line = f"match {line}"
             boxes[paths[index]] = (kind, node.text, line)
         if self.own:
             own = (*paths[self.last], len(self.nodes))
@@ -219,7 +222,12 @@ def run(args: argparse.Namespace) -> int:
         "tokens": trace.stats.new_tokens,
         "accepted_length": trace.stats.accepted_length,
     }
-    then = next_command("eval", carry=args, target=args.target, drafter=args.drafter)
+    then = next_command(
+        "eval",
+        carry=args,
+        target=args.target,
+        drafter=args.drafter,
+    )
     conclude(result, wrote, then)
     return 0
 
@@ -237,7 +245,13 @@ class _Seen(NamedTuple):
     own_target: float
 
 
-def record(decoder: Decoder, prompt: list[int], *, max_new_tokens: int, seed: int = 0) -> Trace:
+def record(
+    decoder: Decoder,
+    prompt: list[int],
+    *,
+    max_new_tokens: int,
+    seed: int = 0,
+) -> Trace:
     """Decodes one prompt and keeps every round.
 
     Args:
@@ -252,6 +266,7 @@ def record(decoder: Decoder, prompt: list[int], *, max_new_tokens: int, seed: in
             p = logits.float().softmax(-1)  # [1 + n, v]; row 0 is the root's
         else:
             p = probabilities(logits.float(), sampling)
+        # A node's probability is in its parent's row, which is one further than its number.
         above = [parent + 1 for parent in tree.parents]
         rows = torch.tensor(above, dtype=torch.long, device=p.device)  # [n]
         last = 0  # row of the node that the target's own token follows
@@ -268,6 +283,7 @@ def record(decoder: Decoder, prompt: list[int], *, max_new_tokens: int, seed: in
 
     tokenizer = decoder.target.tokenizer
     texts = iter(pieces_of(tokenizer, made.tokens))
+    # The prefill's token comes before all rounds.
     trace = Trace([Piece(next(texts), 0, 0)], [], made.stats)
     for number, seen in enumerate(rounds, 1):
         path = seen.verdict.path
@@ -305,6 +321,7 @@ def _nodes(tokenizer: PreTrainedTokenizerBase, seen: _Seen) -> list[TracedNode]:
     for node, token in enumerate(tree.tokens.tolist()):
         parent = tree.parents[node]
         log_prob = paths[node]
+        # Log-probabilities are of whole paths: the difference is the token's own.
         if parent >= 0:
             log_prob -= paths[parent]
         draft = None
@@ -360,7 +377,14 @@ def print_trace(trace: Trace, chosen: int, console: Console | None = None) -> No
         f"accepted length {stats.accepted_length:.2f}; {drafted}\n",
         highlight=False,
     )
-    table = Table("round", "nodes", "depth", "accepted", "by the drafter", "by the target")
+    table = Table(
+        "round",
+        "nodes",
+        "depth",
+        "accepted",
+        "by the drafter",
+        "by the target",
+    )
     for one in trace.rounds:
         path = "".join(one.nodes[node].text for node in one.path)
         table.add_row(
@@ -390,9 +414,13 @@ def _tree(one: TracedRound) -> Tree:
     tree = Tree(Text(f"round {one.number}, after {_shown(one.root)}"))
     places = {-1: tree}
     for index, node in enumerate(one.nodes):
-        label = Text(f"{_shown(node.text)}  ", style="bold" if node.accepted else "")
+        label = Text(f"{_shown(node.text)}  ")
+        if node.accepted:
+            label.style = "bold"
         if node.draft is not None:
-            proposer = "match" if node.match else "drafter"
+            proposer = "drafter"
+            if node.match:
+                proposer = "match"
             label.append(f"{proposer} {node.draft:.2f}  ")
         label.append(f"target {node.target:.2f}")
         if node.accepted:

@@ -143,15 +143,19 @@ async def measure(
                 for name, load in loads.items():
                     load.before = await read_metrics(client, servers[name])
                 for repeat in range(number * count, (number + 1) * count):
+                    # Each repeat takes the next questions, and all servers get the same.
                     # Repeats use different prompts because servers cache prefixes.
                     first = repeat * args.requests
                     shifted = [bodies[(first + i) % len(bodies)] for i in range(args.requests)]
+                    # Every other repeat starts with the other server, so that a drift of the
+                    # machine favors none.
                     order = list(servers)
                     if repeat % 2:
                         order.reverse()
                     for name in order:
                         load = loads[name]
                         rate = await run_step(args, client, servers[name], load, shifted)
+                        # Replaces the step's cell by one of all repeats so far.
                         found[name]["cells"][number:] = [load.cell()]
                         keep(found)
                         meter.advance(note=f"{rate:.1f} tokens/s{load.failures()}")
@@ -246,6 +250,7 @@ async def _closed_loop(args: argparse.Namespace, concurrency: float, send: Send)
     answers: list[Answer] = []
 
     async def worker() -> None:
+        # All workers draw from one iterator, so that each number is sent once.
         for number in numbers:
             if time.perf_counter() >= deadline and answers:
                 return
@@ -263,6 +268,7 @@ async def _open_loop(args: argparse.Namespace, rate: float, send: Send) -> list[
     due = 0.0
     tasks = []
     for number in range(args.requests):
+        # No earlier than due; if the loop is late, at once.
         await asyncio.sleep(max(0.0, start + due - time.perf_counter()))
         tasks.append(asyncio.ensure_future(send(number)))
         due += gaps.expovariate(rate)
@@ -293,8 +299,9 @@ def figures(answers: Sequence[Answer], seconds: float) -> Json:
     per_chunk = 0.0
     if chunks:
         per_chunk = round(tokens / chunks, 3)
-    gaps: list[float] = []
+    gaps = []
     for answer in good:
+        # Gaps of one answer: the time between two answers is no latency.
         gaps += [later - earlier for earlier, later in itertools.pairwise(answer.chunks)]
     return {
         "requests": len(answers),
@@ -342,9 +349,11 @@ def compare(first: Json, second: Json) -> list[Json]:
 
 def _ratio_of_rates(one: Json, two: Json) -> Ratio | None:
     """Two servers' token rates, first over second, with an interval; both ran each repeat in turn."""
+    # An interrupted run may have a repeat more of one server than of the other.
     count = min(len(one.get("tokens", ())), len(two.get("tokens", ())))
     if count < 2 or not sum(one["tokens"]) or not sum(two["tokens"]):
         return None
+    # tokens / seconds over tokens / seconds, written as one quotient of products.
     over = (one["tokens"][:count], two["seconds"][:count])
     under = (one["seconds"][:count], two["tokens"][:count])
     return paired_ratio(over, under)

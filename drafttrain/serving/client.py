@@ -149,8 +149,13 @@ async def ask(
             else:
                 answer.error = f"http_{reply.status_code}"
                 answer.detail = await _first_text(reply)
+    # Of the whole answer; httpx's limits of a read are below.
     except TimeoutError:
-        return Answer(error="timeout", detail=f"no end after {timeout:g} s", end=timeout or 0.0)
+        return Answer(
+            error="timeout",
+            detail=f"no end after {timeout:g} s",
+            end=timeout or 0.0,
+        )
     except (httpx.HTTPError, httpx.InvalidURL, BadReply, ValueError, RecursionError) as error:
         answer.detail = _reason(error)
         if isinstance(error, httpx.TimeoutException):
@@ -209,6 +214,7 @@ async def _lines(reply: httpx.Response) -> AsyncIterator[bytes]:
     """The lines of a reply. Raises BadReply: a line, or all of them, without an end."""
     begun = b""  # of a line
     async for piece in bounded_pieces(reply, _LONGEST_STREAM):
+        # The last part has no line end yet.
         *lines, begun = (begun + piece).split(b"\n")
         for line in lines:
             yield line
@@ -307,10 +313,14 @@ def _of_counters(before: Samples, after: Samples) -> Json:
     joint = []  # share of drafts whose first k tokens were accepted
     conditional = []  # share of those that accepted the tokens before
     above = 1.0
+    # A counter of position k counts the drafts of which at least k + 1 tokens were accepted.
     for count in _per_position(before, after):
         share = count / drafts
         joint.append(round(share, 4))
-        conditional.append(round(share / above, 4) if above else 0.0)
+        kept = 0.0
+        if above:
+            kept = round(share / above, 4)
+        conditional.append(kept)
         above = share
     return {
         "source": "vllm counters",

@@ -80,7 +80,12 @@ def store_of(args: argparse.Namespace) -> MooncakeStore | None:
     return None
 
 
-def layers_of(kind: str, init: str, options: dict[str, object], target: Target) -> tuple[int, ...]:
+def layers_of(
+    kind: str,
+    init: str,
+    options: dict[str, object],
+    target: Target,
+) -> tuple[int, ...]:
     """The states that a recipe's drafter reads. Raises UserError: options that do not fit."""
     if init in NEW:
         init = "random"

@@ -167,6 +167,7 @@ class Ahead(Origin):
             first = self._unasked[0]
             if first.states is None and first.uses > 0:
                 size = len(first.row.tokens) * self.token_bytes
+                # A single row is asked for, however large it is.
                 if self.held and self.held + size > self.limit:
                     return
                 self._start(first)
@@ -180,7 +181,11 @@ class Ahead(Origin):
         while len(self._workers) < self.origin.threads:
             name = f"states-{len(self._workers)}"
             # A daemon: a server that does not answer must not delay the end of the process.
-            worker = threading.Thread(target=self._work, name=name, daemon=True)
+            worker = threading.Thread(
+                target=self._work,
+                name=name,
+                daemon=True,
+            )
             self._workers.append(worker)
             worker.start()
 

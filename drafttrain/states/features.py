@@ -63,7 +63,13 @@ def run(args: argparse.Namespace) -> int:
     if args.backend == "local":
         target = load_target(args, name, args.target_device_map)
     else:
-        target = load_shell(name, args.dtype, args.device, args.trust_remote_code, weights=True)
+        target = load_shell(
+            name,
+            args.dtype,
+            args.device,
+            args.trust_remote_code,
+            weights=True,
+        )
     if meta["target"]["tokenizer"] != target.identity()["tokenizer"]:
         raise UserError(
             f"data={args.data!r} was tokenized for target {meta['target']['name']!r}, not for "
@@ -285,6 +291,7 @@ def computed(origin: Online, rows: list[Row]) -> Iterator[tuple[Row, RowStates]]
         made = origin.states([Row(row.index, row.tokens.to(device)) for row in group])
         for row, states in zip(group, made, strict=True):
             assert states is not None and isinstance(states.last, Tensor)
+            # No token follows the last one.
             yield row, RowStates(states.features[:-1], states.last[:-1])
 
 

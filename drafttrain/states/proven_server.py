@@ -254,14 +254,15 @@ class ProvenServer:
         """Raises UserError: layer 0's states [n, h] are not the shell's embedding of the ids [n]."""
         ours = self.shell.embed(ids.to(self.shell.device)).detach().cpu().float()  # [n, h]
         apart = float((found.float() - ours).norm() / ours.norm())
-        if not apart <= 2 * torch.finfo(found.dtype).eps + 1e-5:
+        if not apart <= 2 * torch.finfo(found.dtype).eps + 1e-5:  # NaN is refused too
             raise self._refused(f"its input embedding differs by {apart:.2g} of its norm")
 
 
 def _spread_ids(vocab_size: int) -> list[int]:
     """Token ids from all over the vocabulary, in an order that looks random and is always the same."""
     chosen = torch.linspace(0, vocab_size - 1, min(_PROBE_IDS, vocab_size)).long()
-    return chosen[torch.randperm(len(chosen), generator=torch.Generator().manual_seed(0))].tolist()
+    order = torch.randperm(len(chosen), generator=torch.Generator().manual_seed(0))
+    return chosen[order].tolist()
 
 
 @torch.no_grad()
@@ -296,6 +297,7 @@ def head_gap(
         return float("inf"), 0.0
 
     gap = (ours[positions, tokens] - torch.tensor(theirs)).abs().mean()
+    # The coarser one.
     eps = max(torch.finfo(states.dtype).eps, torch.finfo(shell.embed_weight.dtype).eps)
     rounding = float(logits.abs().amax(-1).mean()) * eps
     return float(gap), max(_LEAST_GAP, rounding)

@@ -74,10 +74,12 @@ class Served(Origin):
         timeout: float = _TIMEOUT,
         patience: float = _PATIENCE,
     ):
+        # Without urls, the empty one is refused.
         addresses = [server_address(url) for url in urls or [""]]
         self._requests = Requests()
         self.shell = shell
         self.layers = tuple(feature_layers)
+        # A server that is named twice is asked as one.
         by_address: dict[str, ProvenServer] = {}
         for url in addresses:
             by_address[url] = ProvenServer(
@@ -120,6 +122,7 @@ class Served(Origin):
             states = self.once.get(row.index)
             if states is None:
                 states = self.request(row.tokens[:-1].tolist())
+            # Rows that are read once are kept for all later readings.
             if row.index in self.once:
                 self.once[row.index] = states
             found.append(row.cut(states))
@@ -132,6 +135,7 @@ class Served(Origin):
             UserError: after the retries, or at once where none can help; names the server, what
                 came and the fix.
         """
+        # No server takes an empty prompt.
         if not tokens:
             states = torch.zeros(0, self.shell.hidden_size, dtype=self.shell.embed_weight.dtype)
             return RowStates(states.repeat(1, len(self.layers)), states)
@@ -189,6 +193,7 @@ class Served(Origin):
             with self._lock:
                 now = time.monotonic()
                 awake = [server for server in servers if server.rests_until <= now]
+                # A run that ends does not wait for servers: its requests fail.
                 if self._closing.is_set() and not awake:
                     awake = list(servers)
                 if awake:

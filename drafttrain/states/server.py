@@ -308,7 +308,11 @@ class StateServer:
             UserError: it belongs to others.
         """
         with writing(self.folder, "states_dir"):
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.folder.mkdir(
+                parents=True,
+                exist_ok=True,
+                mode=0o700,
+            )
             self._check_folder()
             self._lock = lock(self.folder / _LOCK)
         if self._lock is None:
@@ -392,8 +396,10 @@ def _runs(script: Path) -> bool:
         return False
     with script.open("rb") as file:
         first = file.readline(1000)
+    if not first.startswith(b"#!"):
+        return True
     words = os.fsdecode(first.removeprefix(b"#!")).split()
-    return not first.startswith(b"#!") or (bool(words) and os.path.exists(words[0]))
+    return bool(words) and os.path.exists(words[0])
 
 
 def _default_folder(port: str) -> Path:

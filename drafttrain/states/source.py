@@ -78,7 +78,8 @@ class NoTarget(BatchSource):
         self.hits = {}
 
     def __call__(self, batch: Batch) -> tuple[Tensor, None, None]:
-        return torch.empty(*batch.input_ids.shape, 0, device=batch.input_ids.device), None, None
+        features = torch.empty(*batch.input_ids.shape, 0, device=batch.input_ids.device)
+        return features, None, None
 
 
 class TargetSource(BatchSource):
@@ -137,7 +138,7 @@ class TargetSource(BatchSource):
         ids = batch.input_ids.cpu()  # [b, s]
         places = batch.conversations().tolist()
         for (row, start, length), index in zip(places, batch.index.tolist(), strict=True):
-            if index < 0 or index in self.kept.held:
+            if index < 0 or index in self.kept.held:  # of no data set, or known
                 continue
             tokens = ids[row, start : start + length]
             self.ahead.expect(Row(index, tokens))
@@ -260,7 +261,12 @@ class Online(Origin):
 
     name = "online"
 
-    def __init__(self, target: Target, layers: Sequence[int], dtype: torch.dtype | None = None):
+    def __init__(
+        self,
+        target: Target,
+        layers: Sequence[int],
+        dtype: torch.dtype | None = None,
+    ):
         self.target = target
         self.layers = layers
         self.dtype = dtype
@@ -311,7 +317,8 @@ class SharedOnline(Origin):
         device = rows[0].tokens.device
         places = torch.cat([torch.arange(length, device=device) for length in lengths])  # [n]
         begins = torch.tensor([row.begin for row in rows])
-        flat = places + torch.repeat_interleave(begins, torch.tensor(lengths)).to(device)  # [n]
+        begins = torch.repeat_interleave(begins, torch.tensor(lengths)).to(device)  # [n]
+        flat = places + begins
 
         counts = part.counts(flat)
         own = part.of(flat)
@@ -331,6 +338,7 @@ class SharedOnline(Origin):
         found: list[RowStates | None] = []
         for row, features in zip(rows, out.features[0, :count].split(sizes), strict=True):
             assert row.needed is not None
+            # Numbers of the needed positions among this process's states.
             at = torch.searchsorted(flat, row.begin + row.needed) - own.start  # [r]
             found.append(RowStates(features, last[at]))
         return found
@@ -379,7 +387,12 @@ class DraftedHead:
         bias: [d], or None.
     """
 
-    def __init__(self, target: Target, kept_ids: Tensor, temperatures: tuple[float, ...] = ()):
+    def __init__(
+        self,
+        target: Target,
+        kept_ids: Tensor,
+        temperatures: tuple[float, ...] = (),
+    ):
         device = target.device
         self.target = target
         self.temperatures = temperatures
@@ -461,7 +474,10 @@ def rows_of(batch: Batch) -> list[Row]:
 
 
 def targets(
-    batch: Batch, rows: list[Row], states: list[RowStates], head: DraftedHead
+    batch: Batch,
+    rows: list[Row],
+    states: list[RowStates],
+    head: DraftedHead,
 ) -> TargetPart:
     """Lays the states of a batch's conversations out as the step reads them."""
     b, s = batch.input_ids.shape
@@ -492,11 +508,13 @@ def targets(
 
 
 def _stored_top_k(tops: list[TopTokens], head: DraftedHead, sampled: Tensor) -> StoredTopK:
-    ids = head.to_drafter[torch.cat([top.ids for top in tops]).long()]  # [r, k]
+    ids = torch.cat([top.ids for top in tops]).long()  # [r, k] target ids
+    ids = head.to_drafter[ids]
     logits = torch.cat([top.logits for top in tops]).float()  # [r, k]
     log_z = torch.cat([top.log_z for top in tops])  # [r]
     log_p = logits - log_z.unsqueeze(1)
-    rest = torch.log1p(-log_p.exp().sum(-1).clamp(max=1 - 1e-6)).exp()  # [r]
+    mass = log_p.exp().sum(-1).clamp(max=1 - 1e-6)  # [r] of the k tokens
+    rest = torch.log1p(-mass).exp()  # [r]
     return StoredTopK(ids, log_p, rest, ids[:, 0], sampled)
 
 

@@ -49,7 +49,12 @@ class AttentionContext(Protocol):
     """A decoder's cache and mask: takes each layer's new keys and values, returns its attention."""
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        **form: Unpack[AttentionForm],
     ) -> Tensor:
         """Stores the new keys and values of a layer and attends. RoPE is already applied.
 
@@ -116,7 +121,12 @@ class CausalRows:
         self.layout = TreeLayout(0, count=length)
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        **form: Unpack[AttentionForm],
     ) -> Tensor:
         return tree_attention(query, key, value, self.layout, **form).transpose(1, 2)
 
@@ -129,7 +139,12 @@ class DocumentAttention:
         self.layouts: dict[int, TreeLayout] = {}  # by length; they keep windowed layers' masks
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        **form: Unpack[AttentionForm],
     ) -> Tensor:
         """Attention of one layer, as `AttentionContext.attend` declares it; no keys are cached."""
         plain = form["softcap"] is None and form["sinks"] is None
@@ -169,7 +184,12 @@ class InterleavedRows(CausalRows):
         self.masked: set[int] = set()
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        **form: Unpack[AttentionForm],
     ) -> Tensor:
         self.forms.append((layer, form))
         query = torch.cat((query[:, :, 0::2], query[:, :, 1::2]))  # [2, heads, n, e]

@@ -30,12 +30,18 @@ logger = logging.getLogger(__name__)
 
 def most_pairs(experts: nn.Module) -> int:
     """The most pairs of a token and an expert whose copied weights cost less than the launches."""
+    # A pair copies one expert's weights; grouped products launch at least one product per expert.
     nbytes = sum(weight.nbytes for weight in experts.parameters())
     count = int(experts.num_experts)  # type: ignore[arg-type]
     return int((count + _OTHERS) * _LAUNCH_BYTES * count / nbytes)
 
 
-def _few_or_grouped(experts: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+def _few_or_grouped(
+    experts: nn.Module,
+    hidden: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+) -> Tensor:
     """The experts' sum [n, h] of tokens [n, h] with `chosen` experts [n, k] and their weights [n, k]."""
     if chosen.numel() <= most_pairs(experts):
         return batched_mm_experts_forward(experts, hidden, chosen, weights)
@@ -56,12 +62,14 @@ def most_captured(model: PreTrainedModel, name: str) -> int | None:
     quantized = getattr(model.config, "quantization_config", None) is not None
     if config._experts_implementation != "grouped_mm" or quantized:
         return None
+    # Expert modules of transformers have this attribute.
     mixtures = [part for part in model.modules() if hasattr(part, "_is_expert_parallel")]
     if not mixtures or (kernel and model.dtype == torch.bfloat16):
         return None
-    each = 1  # experts of a token
+    each = 1  # experts of a token, under either family's name
     for key in ("num_experts_per_tok", "top_k_experts"):
         each = getattr(config, key, None) or each
+    # The smallest layer's bound is the model's: a pass runs through all layers.
     tokens = min(map(most_pairs, mixtures)) // each
     model.config._experts_implementation = FEW
     logger.warning(

@@ -52,7 +52,14 @@ def _decay(pair: list) -> list:
 
 Count = Annotated[int, Field(ge=0)]
 Tokens = list[Count]
-Penalty = Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)]
+Penalty = Annotated[
+    float,
+    Field(
+        ge=0.01,
+        le=100,
+        allow_inf_nan=False,
+    ),
+]
 
 
 class AppliedKeys(TypedDict, total=False):
@@ -163,6 +170,7 @@ class LogitsRules:
         for key, value in values.items():
             if value not in (None, [], _OFF.get(key)):
                 settings[key] = value
+        # A token that the head lacks would fail deep inside transformers' processors.
         for key in _TOKENS:
             for token in _ids(key, settings.get(key)):
                 if token >= vocab_size:
@@ -189,6 +197,7 @@ class LogitsRules:
     @property
     def reads_text(self) -> bool:
         """Whether the processed logits depend on the tokens before them, or on their number."""
+        # These change one token's logit whatever stands before it, unless their words are longer.
         alone = {"suppress_tokens", "remove_invalid_values", "bad_words_ids", "sequence_bias"}
         longest = [len(word) for word in self.settings.get("bad_words_ids", ())]
         longest += [len(ids) for ids, _ in self.settings.get("sequence_bias", ())]
@@ -247,12 +256,14 @@ class LogitsRules:
         else:  # the penalty raises the end, which there is none of
             settings.pop("exponential_decay_length_penalty", None)
         try:
+            # transformers counts a sequence's length, prompt included.
             longest = len(prompt) + limit
             config = GenerationConfig(
                 **settings,
                 do_sample=False,
                 max_length=longest,
             )
+            # What `generate` would set itself; processors that ban the end read it.
             config._eos_token_tensor = ends
             return model._get_logits_processor(
                 config,
@@ -288,6 +299,7 @@ class TargetGeneration:
         self.vocab_size = vocab_size
         self.name = name
         self._named = False
+        # The line on keys that are not applied is logged once per target.
         _ = self.rules  # checks the values
 
     @property
@@ -387,6 +399,7 @@ def ignored_line(
         return ""
     values: Json = config.to_dict()
     ignored: Json = {}
+    # What the line advises for each group of keys.
     fixes: list[str] = []
 
     # Sampling parameters, which matter if either side samples.
@@ -397,6 +410,8 @@ def ignored_line(
             if values.get(key) not in (None, getattr(sampling, key)):
                 sampled.append(key)
                 ignored[key] = values[key]
+    # The file says to sample, and the call decodes greedily: its temperature of 0 replaces the
+    # file's.
     if samples and sampling.greedy:
         if "temperature" not in sampled:
             sampled.append("temperature")
@@ -433,5 +448,6 @@ def ignored_line(
     if len(shown) > 8:
         names += f" and {len(shown) - 8} more"
     fix = "; ".join(fixes)
+    # A value may hold line breaks; the line is one.
     line = f"target {target!r}: decoding does not apply {names} of its generation_config; {fix}"
     return " ".join(line.split())

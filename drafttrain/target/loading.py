@@ -132,6 +132,7 @@ def check_sizes(
     """
     own = config.get_text_config()
     limits = dict.fromkeys(_SIZES, (1, _MOST))  # least and most of each count or size
+    # Other counts of any name (heads, experts) may be 0, where a family has none.
     for key in vars(own):
         if key.startswith("num_"):
             limits.setdefault(key, (0, _MOST))
@@ -143,6 +144,7 @@ def check_sizes(
                 f"{what}: {key}={value} in config.json must be {least} to {most}; {fix}"
             )
     stored = sum(path.stat().st_size for path in Path(where).glob("*.safetensors"))
+    # On the meta device weights have shapes and no memory.
     if stored and is_known(config):  # a Hub id has no files here
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
@@ -176,6 +178,7 @@ def check_loaded(
     # A loader may report None for nothing.
     lacking = {str(name) for name in info.get("missing_keys") or ()}
     unknown = [str(name) for name in info.get("unexpected_keys") or ()]
+    # A tied weight is stored once, under the other name.
     tied = getattr(model, "all_tied_weights_keys", None)
     if tied:
         lacking -= set(tied)
@@ -197,6 +200,7 @@ def _not_apart(names: list[str]) -> Iterator[str]:
     """The names of weights outside buffers, towers and prediction modules."""
     modules: list[str] = []  # prefixes of prediction modules
     for name in names:
+        # The prefix that names a prediction module, as in `model.layers.61.`
         for part in _PREDICTION:
             if name.endswith(part):
                 modules.append(name.removesuffix(part))
@@ -230,6 +234,7 @@ def is_finite(tensor: Tensor) -> bool:
     """
     if tensor.element_size() == 1:  # torch does not sum 8-bit floats
         tensor = tensor.float()
+    # NaN and infinity carry over into a sum; a sum of finite values may be infinite too.
     if tensor.sum().isfinite():
         return True
     return bool(tensor.isfinite().all())
@@ -279,7 +284,9 @@ def read_embedding(where: str, names: tuple[str, ...] = _EMBEDDINGS) -> Tensor |
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase | None) -> str:
     """A short hash of the vocabulary (token text -> id): equal hashes mean equal token ids."""
     if tokenizer is None:
+        # Empty, which matches any other: nothing is known of the tokens.
         return ""
+    # By id; a broken tokenizer may give two texts the same.
     vocab = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
     text = json.dumps(vocab, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

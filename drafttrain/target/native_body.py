@@ -146,6 +146,7 @@ class NativeBody:
             return None
         plan, addresses = cache
         x = self._look_up(input_ids)
+        # Kept tables begin at position 0, and the kernel picks the rows. Others are computed.
         known = self.rotary.known(x, plan.positions)
         tables = known
         if tables is None:
@@ -180,7 +181,7 @@ class NativeBody:
         if self._looks_up:
             return self.embed.weight.index_select(0, input_ids[0])
         # Some families scale or norm what they look up.
-        return self.embed(input_ids)[0].contiguous().clone()
+        return self.embed(input_ids)[0].contiguous().clone()  # the layers change it in place
 
     def _layer_by_layer(
         self,
@@ -358,7 +359,7 @@ def _record(
         if given is None:
             return
         for i, output in enumerate(outputs):
-            if given[0] is output[0]:
+            if given[0] is output[0]:  # the same object as the call returned
                 rotary.of_layer.append(i)
 
     handles = [rotary.module.register_forward_hook(called, with_kwargs=True)]
@@ -405,7 +406,7 @@ def native_layer(layer: nn.Module, rotary_dim: int) -> DecoderLayer | None:
 
     # Norms: all are RMS norms of one eps.
     factor: dict[str, Tensor] = {}
-    eps: set[float] = set()
+    eps = set()
     for name, part in (own | inside).items():
         if name.endswith("norm"):
             norm = PackedRMSNorm.like(part)

@@ -50,7 +50,7 @@ def _mapped(
     """
     if id(part) in made:
         return made[id(part)]
-    if type(part) is int:
+    if type(part) is int:  # no bool, which is a switch
         return change(part)
     new = part
     if isinstance(part, Tensor):
@@ -144,7 +144,10 @@ class CacheForm(NamedTuple):
             return _rebuilt(cache, new)
         for leaf, axis, owned in zip(leaves, self.batch, self.owned, strict=True):
             if isinstance(leaf, Tensor) and (owned or (rows > 1 and axis is not None)):
-                leaf = leaf.clone() if axis is None else leaf.repeat_interleave(rows, axis)
+                if axis is None:
+                    leaf = leaf.clone()
+                else:
+                    leaf = leaf.repeat_interleave(rows, axis)
             new.append(leaf)
         return _rebuilt(cache, new)
 
@@ -197,7 +200,7 @@ class CacheForm(NamedTuple):
 
 def _changed_axes(first: Leaf, other: Leaf) -> list[int] | None:
     """The axes whose sizes differ; None for tensors with different numbers of axes."""
-    changed: list[int] = []
+    changed = []
     if isinstance(first, Tensor) and isinstance(other, Tensor):
         if first.dim() != other.dim():
             return None
@@ -247,10 +250,15 @@ class Continuation:
     def __str__(self) -> str:
         if not self.name:
             return "no cache, sequences are read again"
-        parts = ["rejected tokens dropped" if self.crops else "snapshots"]
+        parts = ["snapshots"]
+        if self.crops:
+            parts = ["rejected tokens dropped"]
         if not self.several:
             parts.append("one token at a time")
-        parts.append("batches" if self.batched else "rows one by one")
+        if self.batched:
+            parts.append("batches")
+        else:
+            parts.append("rows one by one")
         return ", ".join(parts)
 
     def begin(
@@ -336,7 +344,11 @@ class Continuation:
         The errors allowed are those of token by token decoding. A cache that fails in this, or
         gives other states than the forward over all tokens, is not used.
         """
-        half = target.compute_dtype.itemsize < 4
+        exact = _EXACT
+        most = _STEPS
+        if target.compute_dtype.itemsize < 4:
+            exact = _EXACT_HALF
+            most = _STEPS_HALF
         ids = proof_tokens(target, _READ + _MORE)[None]
         expected = target.forward(ids, ()).last_hidden  # [1, n, h]
         try:
@@ -367,9 +379,9 @@ class Continuation:
         # One at a time is what every model of transformers generates with; several at once may be
         # computed otherwise.
         steps = _tried(rest)
-        if not steps <= (_STEPS_HALF if half else _STEPS):
+        if not steps <= most:
             return cls()
-        bound = max(4 * steps, _EXACT_HALF if half else _EXACT)
+        bound = max(4 * steps, exact)
         # What layers of a model's own do beyond the proof's few tokens is unknown: they get as
         # little trust as possible.
         layers = getattr(own[name], "layers", ())
@@ -413,6 +425,7 @@ def _owned(
     """Which tensors of a cache a further forward writes to in place."""
     _, cache = found.begin(target, ids[:, :_READ], ())
     leaves = leaves_of(cache)
+    # torch counts the writes to a tensor in its version.
     versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in leaves]
     found.go_on(target, cache, ids[:, _READ:], (), [_READ])
     owned = []

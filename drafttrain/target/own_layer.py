@@ -102,6 +102,7 @@ class OwnLayer(nn.Module):
             rows = torch.arange(count, device=state.device)
         with attention_context(_Flat(attend, count, rows)):
             out = self.run(state[None], cos.transpose(0, 1), sin.transpose(0, 1))[0]
+        # Only the rows that were asked for, and never the spare token.
         if queries is None and count:
             return out
         return out[rows]
@@ -156,7 +157,7 @@ class OwnLayer(nn.Module):
         finally:
             self.layer_config._attn_implementation = ATTENTION
         off = relative_error(ours, own)
-        if not off <= _EXACT or probe.shape is None:
+        if not off <= _EXACT or probe.shape is None:  # NaN fails too
             raise UserError(f"its attention is not computed by ours (relative error {off:.2g})")
         return probe.shape
 
@@ -220,7 +221,12 @@ class _Flat:
         self.queries = queries
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        **form: Unpack[AttentionForm],
     ) -> Tensor:
         """[1, heads, t, width] each -> [1, t, heads, value width]."""
         if form["softcap"] is not None or form["sinks"] is not None:
@@ -243,11 +249,8 @@ class _Flat:
         out = self.inner(rows, keys, values)
         out = out.view(len(out), query.shape[1], width)[..., :own]
         if few:
-            out = out.new_zeros(query.shape[2], *out.shape[1:]).index_copy(
-                0,
-                self.queries,
-                out,
-            )
+            every = out.new_zeros(query.shape[2], *out.shape[1:])
+            out = every.index_copy(0, self.queries, out)
         return out[None]
 
     def _flat(self, x: Tensor, width: int) -> Tensor:
@@ -368,6 +371,7 @@ def read_own_layer(
                 converted,
             )
             found[renamed_key.removeprefix(place)] = name
+        # Names on one side only, as the checkpoint calls them where it has them.
         tried[form] = {found.get(name, name) for name in found.keys() ^ expected}
         if not tried[form]:
             spec = spec_of(target.config, index)

@@ -161,9 +161,7 @@ def prove(target: ProvenModel) -> tuple[list[AttentionForm], float]:
         UserError: layers that do not call the interface, a window that is not passed on, other
             states or logits; names the relative error.
     """
-    half = target.compute_dtype.itemsize < 4
-    most_of_states = _STATES_HALF if half else _STATES
-    most_of_head = LOGITS_HALF if half else LOGITS
+    most_of_states, most_of_head = _limits(target)
     advice = "use a target with plain attention"
     try:
         run = _run(target)
@@ -178,6 +176,7 @@ def prove(target: ProvenModel) -> tuple[list[AttentionForm], float]:
     # Written so that NaN fails too.
     if sorted(layers) != list(range(target.num_layers)):
         fault = f"calls the transformers attention interface for layers {sorted(layers)}"
+    # Windows that a mask applies, and that no layer has told the interface.
     elif run.rows.masked - {form["window"] for form in forms}:
         fault = (
             f"does not pass its window of {max(run.rows.masked)} tokens to the attention interface"
@@ -189,13 +188,22 @@ def prove(target: ProvenModel) -> tuple[list[AttentionForm], float]:
         advice = "use a target whose logits are its head's products, scaled or soft-capped as its config says"
     if fault:
         raise unsupported(target.name, target.model, f"{fault}; {advice}")
+    # Calls may come in another order than the layers have.
     return [forms[layers.index(i)] for i in range(target.num_layers)], run.scale
+
+
+def _limits(target: ProvenModel) -> tuple[float, float]:
+    """Largest relative errors of states and of the head, by the precision that the target has."""
+    if target.compute_dtype.itemsize < 4:
+        return _STATES_HALF, LOGITS_HALF
+    return _STATES, LOGITS
 
 
 def _run(target: ProvenModel) -> _ProofRun:
     n = _TOKENS
     ids = proof_tokens(target, 2 * n).view(2, n)
     rows = InterleavedRows(n)
+    # Both rows' tokens alternate, and each pair has its position in its own row.
     positions = torch.arange(n, device=target.device).repeat_interleave(2)[None]
     states: list[Tensor] = []  # what the body returns, per forward
     caught: dict[int, Tensor] = {}
@@ -206,6 +214,7 @@ def _run(target: ProvenModel) -> _ProofRun:
     target.hook(())  # it catches what the head reads, where the body returns something else
     hook = target.body.register_forward_hook(returned)
     try:
+        # First with the model's own attention: afterwards the model calls ours.
         with attention_context(None, caught):
             own = target.model(input_ids=ids, use_cache=False).logits.float()  # [2, n, v]
         target.model.set_attn_implementation(ATTENTION)
@@ -213,7 +222,9 @@ def _run(target: ProvenModel) -> _ProofRun:
     finally:
         hook.remove()
     before, after = states  # [2, n, h], [1, 2n, h]
+    # The tokens of the two rows come apart again.
     after = after.view(n, 2, -1).transpose(0, 1)  # [2, n, h]
+    # What the head read is caught only where the body returns something else.
     scale, head = find_scale(target, caught.get(LAST, before), own)
     logits = target.head(packed).view(n, 2, -1).transpose(0, 1)  # [2, n, v]
     return _ProofRun(
@@ -243,8 +254,9 @@ def prove_own(target: ProvenModel) -> float:
             unknown way.
     """
     n = 2 * _TOKENS
-    half = target.compute_dtype.itemsize < 4
+    most_of_states, most_of_head = _limits(target)
     layers = range(target.num_layers + 1)
+    # Rows of 3n/2 tokens; what the first n give must not depend on those behind them.
     ids = proof_tokens(target, 3 * n).view(2, -1)  # [2, 3n/2]
     try:
         own = target.model(input_ids=ids[:, :n], use_cache=False).logits.float()  # [2, n, v]
@@ -255,6 +267,7 @@ def prove_own(target: ProvenModel) -> float:
             raise ValueError(f"{n} tokens have states and logits of {sorted(shapes)}")
     except UserError:
         raise
+    # The forward looks up each layer's states by its number.
     except KeyError as error:
         fault = f"does not run its layer {error} on text"
         raise unsupported(target.name, target.model, fault) from error
@@ -265,11 +278,11 @@ def prove_own(target: ProvenModel) -> float:
         relative_error(padded.features[:, :n], rows.features),
         relative_error(padded.last_hidden[:, :n], rows.last_hidden),
     )
-    if not seen <= (_STATES_HALF if half else _STATES):
+    if not seen <= most_of_states:
         fault = f"computes states that change with later tokens (relative error {seen:.2g}); use a causal model"
         raise unsupported(target.name, target.model, fault)
     scale, head = find_scale(target, rows.last_hidden, own)
-    if not head <= (LOGITS_HALF if half else LOGITS):
+    if not head <= most_of_head:
         fault = f"transforms its logits in an unknown way (relative error of ours {head:.2g})"
         advice = "use a target whose logits are its head's products"
         raise unsupported(target.name, target.model, f"{fault}; {advice}")
@@ -302,6 +315,7 @@ def find_scale(
         products = target.head(states).to(own.device)
         scale = float((products * own).sum() / products.square().sum())
         errors[scale] = error(scale)
+    # NaN compares as neither smaller nor larger; the pair puts it last.
     best = min(errors, key=lambda scale: (math.isnan(errors[scale]), errors[scale]))
     target.logit_scale = best
     return best, errors[best]

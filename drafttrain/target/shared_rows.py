@@ -44,7 +44,12 @@ class SharedRows:
         self.counts = counts
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        **form: Unpack[AttentionForm],
     ) -> Tensor:
         """The attention of this process's tokens, see `AttentionContext.attend`.
 
@@ -54,6 +59,7 @@ class SharedRows:
         own = self.counts[group.rank]
         heads = query.shape[1] // group.size
         if form["sinks"] is not None:
+            # One value per head, of which this process attends with its own share.
             form["sinks"] = form["sinks"][heads * group.rank : heads * (group.rank + 1)]
         # [1, heads / size, n, e] each
         query_part = self._all_tokens(query[0, :, :own], keys=False)
@@ -67,6 +73,7 @@ class SharedRows:
             **form,
         )
         out = self.part.to_tokens(whole[0], self.counts)  # [own, heads, e]
+        # The layer's code expects as many tokens as it passed, the spare one included.
         return F.pad(out, (0, 0, 0, 0, 0, query.shape[2] - own))[None]
 
     def _all_tokens(self, x: Tensor, keys: bool) -> Tensor:

@@ -147,7 +147,7 @@ class TargetShell(Target):
         Prints a note and returns none if their files are missing or quantized.
         """
         kept = len(self.layers) - min(count, self.num_layers)
-        blank = copy.deepcopy(self.layers[kept:])
+        blank = copy.deepcopy(self.layers[kept:])  # layers without weights, put back below
         names = {id(module): name for name, module in self.model.named_modules()}
         parts: dict[str, nn.Module] = {}
         for layer in self.layers[kept:]:
@@ -211,7 +211,10 @@ class TargetShell(Target):
             fault = f"does not show its head ({described(error)}); load the whole target"
             raise unsupported(self.name, self.model, fault) from error
         self.logit_scale, off = find_scale(self, states, own)
-        if not off <= (LOGITS_HALF if self.compute_dtype.itemsize < 4 else LOGITS):
+        most = LOGITS
+        if self.compute_dtype.itemsize < 4:
+            most = LOGITS_HALF
+        if not off <= most:
             raise unsupported(
                 self.name,
                 self.model,
@@ -240,7 +243,11 @@ class TargetShell(Target):
         for answer, more in itertools.product(answers, ({}, mask)):
             try:
                 with _answering(self.layers, answer), self._calls() as calls:
-                    output = self.body(input_ids=ids, use_cache=False, **more)
+                    output = self.body(
+                        input_ids=ids,
+                        use_cache=False,
+                        **more,
+                    )
                 between = _path(calls, states, output.last_hidden_state)
             except Exception as error:  # code of other libraries, around stand-ins for its layers
                 if not reason:
@@ -294,7 +301,7 @@ def _path(
     found: list[nn.Module] = []
     state = begin
     for module, args, output in calls:
-        if args[0] is state or getattr(args[0], "_base", None) is state:
+        if args[0] is state or getattr(args[0], "_base", None) is state:  # the tensor or a view
             found.append(module)
             state = output
     if end is state or end._base is state:

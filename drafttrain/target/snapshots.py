@@ -188,9 +188,11 @@ class SnapshotCache:
                 if part.layout.count == 1 and part.row in self._held:
                     rows.append(part.row)
                     singles.append(ids)
-        if len(rows) == 1:
+        if len(rows) == 1:  # nothing to share
             rows = []
         if self.how.name:
+            # Behind its snapshot, a row catches up to share a forward, or once that is too much to
+            # repeat.
             for part in self._open:
                 since = len(self._since[part.row])
                 if part.row in rows:
@@ -233,7 +235,7 @@ class SnapshotCache:
             # Rejected tokens and padding behind the kept ones.
             spare = max(map(len, part.paths)) - len(indices)
             form = self.how.form
-            apart = len(caches) == len(part.paths)
+            apart = len(caches) == len(part.paths)  # a cache per path
             droppable = not spare or self.how.crops
             if form is not None and droppable and (apart or form.fits(caches[0])):
                 # The path that begins with the kept tokens becomes the snapshot.
@@ -272,6 +274,7 @@ class SnapshotCache:
         form = self.how.form
         # [paths, since + longest path]: the tokens since the snapshot, and each path's.
         most = max(map(len, part.paths))
+        # By the root: nobody reads that.
         padded = [path + [0] * (most - len(path)) for path in part.paths]
         table = torch.tensor(padded, device=ids.device)
         before = torch.tensor(since, dtype=ids.dtype, device=ids.device)
@@ -334,10 +337,11 @@ class SnapshotCache:
                 present.append(row)
                 places.append(i)
         left = len(held.rows) - len(present)
+        # A new common cache is a copy of everything: make one only once an eighth of the rows left.
         if present != rows or 8 * left > len(held.rows):
             held = self._together(rows)
             places = list(range(len(rows)))
-        fed = ids.new_zeros(len(held.rows), 1)
+        fed = ids.new_zeros(len(held.rows), 1)  # rows that left read token 0
         fed[places] = ids
         out, cache = self.how.go_on(
             self.target,

@@ -184,14 +184,8 @@ class Target:
             files = list(_FILES)
             if trust_remote_code:
                 files.append("*.py")
-            where = str(
-                hub_snapshot(
-                    where,
-                    files,
-                    "target",
-                    revision=revision,
-                )
-            )
+            snapshot = hub_snapshot(where, files, "target", revision=revision)
+            where = str(snapshot)
         wanted = resolve_dtype(dtype, place)
         generation = read_generation_config(where, name)
         options: dict[str, Any] = {"dtype": wanted, "trust_remote_code": trust_remote_code}
@@ -329,7 +323,7 @@ class Target:
         Without weights (`meta`) the model stands for one that runs elsewhere, and its config
         decides.
         """
-        own = self.model.config._attn_implementation
+        own = self.model.config._attn_implementation  # put back if ours is not proven
         self.reason = unpackable(self.model) or ""
         meta = self.device.type == "meta"
         try:
@@ -577,7 +571,7 @@ class Target:
         Raises:
             UserError: rows longer than the target reads, or packed ones on the snapshot path.
         """
-        native = self._native if input_ids.shape[0] == 1 else None
+        native = self._native if input_ids.shape[0] == 1 else None  # it reads packed rows
         if native is not None and context is not None and position_ids is not None:
             assert not isinstance(context, SnapshotCache)  # native layers are of the packed path
             return native.forward(

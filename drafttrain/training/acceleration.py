@@ -173,9 +173,12 @@ def schedule_of(
     """Learning rates by step: the recipe's schedule; under a time budget they follow the time."""
     warmup = args.get_warmup_steps(steps)
     if budget is not None:
-        return LambdaLR(
-            optimizer, lambda step: min(1.0, (step + 1) / max(warmup, 1)) * budget.factor()
-        )
+
+        def rate(step: int) -> float:
+            warm = min(1.0, (step + 1) / max(warmup, 1))
+            return warm * budget.factor()
+
+        return LambdaLR(optimizer, rate)
     with one_line("lr_scheduler_type, lr_scheduler_kwargs"):
         return get_scheduler(
             args.lr_scheduler_type,
@@ -208,9 +211,8 @@ def prepared(
         optimizer = optimizer_of(drafter, args, column_rates)
         model, optimizer = accelerator.prepare(drafter, optimizer)
         # Not prepared: accelerate would step it once per process.
-        return WrappedDrafter(
-            drafter, model, optimizer, schedule_of(optimizer, args, steps, budget)
-        )
+        made = schedule_of(optimizer, args, steps, budget)
+        return WrappedDrafter(drafter, model, optimizer, made)
 
     from deepspeed.utils import logger
 

@@ -325,8 +325,11 @@ def wants_bfloat16(options: Json) -> bool:
             return False
     if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no":
         return False
-    native = has_bfloat16() or (not torch.cuda.is_available() and cpu_has_bfloat16())
-    return not options.get("fp16") and native
+    if options.get("fp16"):
+        return False
+    if has_bfloat16():
+        return True
+    return not torch.cuda.is_available() and cpu_has_bfloat16()
 
 
 def wants_checkpointing(config: TrainConfig) -> bool:
@@ -334,8 +337,9 @@ def wants_checkpointing(config: TrainConfig) -> bool:
     whose target runs beside them.
     """
     data = Path(config.data).expanduser()
-    online = not config.target_url and not (data.is_dir() and stored_features(data))
-    return online and _has_layers(config)
+    if config.target_url or (data.is_dir() and stored_features(data)):
+        return False  # the target does not run here
+    return _has_layers(config)
 
 
 def _has_layers(config: TrainConfig) -> bool:

@@ -129,9 +129,8 @@ class Checkpoints:
             torch.save(self.trained.optimizer.state_dict(), folder / OPTIMIZER)
         if not self.args.should_save:
             return
-        if not isinstance(
-            self.trained.schedule, DeepSpeedSchedulerWrapper
-        ):  # which DeepSpeed saves
+        by_engine = isinstance(self.trained.schedule, DeepSpeedSchedulerWrapper)
+        if not by_engine:  # DeepSpeed saves its own
             torch.save(self.trained.schedule.state_dict(), folder / SCHEDULE)
         if self.accelerator.scaler is not None:
             torch.save(self.accelerator.scaler.state_dict(), folder / SCALER)
@@ -183,10 +182,10 @@ class Checkpoints:
                 place = self.args.device
             optimizer = torch.load(folder / OPTIMIZER, map_location=place, weights_only=True)
             self.trained.optimizer.load_state_dict(optimizer)
-        if (folder / SCHEDULE).is_file() and not isinstance(
-            self.trained.schedule, DeepSpeedSchedulerWrapper
-        ):
-            self.trained.schedule.load_state_dict(torch.load(folder / SCHEDULE, weights_only=True))
+        by_engine = isinstance(self.trained.schedule, DeepSpeedSchedulerWrapper)
+        if (folder / SCHEDULE).is_file() and not by_engine:
+            schedule = torch.load(folder / SCHEDULE, weights_only=True)
+            self.trained.schedule.load_state_dict(schedule)
         if (folder / SCALER).is_file() and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(
                 torch.load(folder / SCALER, weights_only=True),
@@ -325,7 +324,12 @@ def _check_archive(file: Path) -> None:
         if bad := archive.testzip():
             raise ValueError(f"the checksum of {bad} is wrong")
         with safe_globals():
-            torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            torch.load(
+                file,
+                map_location="cpu",
+                weights_only=True,
+                mmap=True,
+            )
 
 
 def _step_of(checkpoint: Path) -> int:

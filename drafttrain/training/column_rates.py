@@ -26,6 +26,7 @@ def set_column_rates(optimizer: Optimizer, weight: Tensor, rates: Tensor) -> Non
 
     DeepSpeed replaces the weight of that group by the flat part of it that this process steps.
     """
+    # A copy of the list, to which the loop adds a group.
     for group in list(optimizer.param_groups):
         others = [other for other in group["params"] if other is not weight]
         if len(others) < len(group["params"]):
@@ -46,6 +47,7 @@ def set_column_rates(optimizer: Optimizer, weight: Tensor, rates: Tensor) -> Non
     @torch.no_grad()
     def rescale(*_: object) -> None:
         for old, (part, own) in zip(before, stepped(), strict=True):
+            # old + rate * (new - old): the optimizer's step, scaled by column.
             part.copy_(torch.lerp(old, part, own))
 
     optimizer.register_step_pre_hook(keep)
@@ -62,4 +64,5 @@ def _rates_of(part: Tensor, rates: Tensor) -> Tensor:
     if dist.is_available() and dist.is_initialized():
         rank = dist.get_rank()
     places = torch.arange(len(part), device=part.device) + rank * len(part)
+    # The flat weight runs row by row, so the columns repeat.
     return rates[places % len(rates)]

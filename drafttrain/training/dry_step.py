@@ -110,7 +110,13 @@ class _Ghost(torch.Tensor):
     def __new__(cls, data: Tensor, device: torch.device) -> _Ghost:
         layout = {"dtype": data.dtype, "layout": data.layout, "device": device}
         make: Any = torch.Tensor._make_wrapper_subclass
-        made: _Ghost = make(cls, data.size(), data.stride(), data.storage_offset(), **layout)
+        made: _Ghost = make(
+            cls,
+            data.size(),
+            data.stride(),
+            data.storage_offset(),
+            **layout,
+        )
         made.data_ = data
         return made
 
@@ -197,7 +203,12 @@ class _Ghosts(TorchDispatchMode):
             return type(out)(map(self._wrapped, out))
         return out
 
-    def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """Runs one operation, on meta tensors where a float takes part, else on the integers."""
         if func is torch.ops.prim.device.default:
             return self.device
@@ -349,6 +360,7 @@ def dry_step(
             trained = [x for x in drafter.parameters() if x.requires_grad]
             held = ghosts.now
             ghosts.peak = ghosts.now
+            # Else states would count.
             ghosts.vocabularies = {target.vocab_size, len(drafter.kept_ids)} - {target.hidden_size}
             if setting.accumulates:
                 for weight in trained:
@@ -478,7 +490,13 @@ class _FusedNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *_: object,
+    **__: object,
+) -> Tensor:
     # Only a draft model's attention is differentiated; the target has no backward.
     if torch.is_grad_enabled() and query.requires_grad:
         out: Tensor = _Flex.apply(query, key, value)[0]
@@ -492,7 +510,12 @@ class _Flex(torch.autograd.Function):
     """What FlexAttention keeps: its inputs, outputs and log-sum-exps."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         out = torch.empty_like(query)
         lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, lse)
@@ -541,7 +564,10 @@ def _flex(
     **options: object,
 ) -> tuple[Tensor, AuxOutput]:
     if torch.is_autocast_enabled("cpu"):
-        query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))
+        dtype = torch.get_autocast_dtype("cpu")
+        query = query.to(dtype)
+        key = key.to(dtype)
+        value = value.to(dtype)
     out, lse = _Flex.apply(query, key, value)
     return out, AuxOutput(lse=lse)
 

@@ -23,6 +23,7 @@ def gather_drafter(
     Every process must call this, since each contributes its shards.
     """
     shards = list(drafter.parameters())
+    # DeepSpeed marks the weights that it shards.
     if not any(hasattr(parameter, "ds_id") for parameter in shards):
         return drafter
     import deepspeed
@@ -82,6 +83,7 @@ class DecodeHeldOut:
             log({f"eval_decode_{name}": round(value, 4) for name, value in figures.items()})
         self.drafter.train()
 
+        # Only the first process has decoded; the others learn its length here.
         length = max_over_ranks(length, self.target.device)
         # A few prompts are a coarse measure: of equal checkpoints the later one is kept.
         if state.best_metric is None or length >= state.best_metric:

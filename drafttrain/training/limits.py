@@ -73,7 +73,12 @@ class TimeBudget:
         if max_steps > 0:
             self._most = max_steps
 
-    def spend(self, state: TrainerState, control: TrainerControl, device: torch.device) -> None:
+    def spend(
+        self,
+        state: TrainerState,
+        control: TrainerControl,
+        device: torch.device,
+    ) -> None:
         """Counts the time of a step, and ends training when the budget is used.
 
         `state.max_steps` becomes the number of steps that the budget will last.
@@ -81,6 +86,7 @@ class TimeBudget:
         now = self.clock()
         self.used = max_over_ranks(self.used + now - self._last, device)
         self._last = now
+        # As the pace so far tells, and at least one more.
         by_time = max(state.global_step + 1, round(state.global_step / max(self.done, 1e-6)))
         state.max_steps = min(by_time, self._most)
         if self.done >= 1.0 or state.global_step >= self._most:
@@ -121,12 +127,14 @@ class SaveOnTerm:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
+            # None stands for a handler that Python did not install.
             signal.signal(number, handler or signal.SIG_DFL)
 
     def _take(self, number: int, frame: object) -> None:
         again = bool(self.received)
         if not again:
             self.received = number
+        # The previous handler takes the second one.
         if number == signal.SIGINT and again:
             self.__exit__()
             signal.raise_signal(number)

@@ -162,6 +162,7 @@ def fit(training: Training, stop: SaveOnTerm) -> None:
             control.should_save = True
 
         _report(training, control, taken.norm, rate)
+        # The end of an epoch may be due for more, by the recipe's strategies.
         if control.should_training_stop or state.global_step % training.order.steps_per_epoch == 0:
             flow.on_epoch_end(args, state, control)
             _report(training, control, taken.norm, rate)
@@ -199,7 +200,12 @@ def _steps(training: Training) -> Iterator[list[Inputs]]:
         yield batches
 
 
-def _report(training: Training, control: TrainerControl, norm: Tensor, rate: float) -> None:
+def _report(
+    training: Training,
+    control: TrainerControl,
+    norm: Tensor,
+    rate: float,
+) -> None:
     """Logs, evaluates and saves what is due, once."""
     if control.should_log and training.state.global_step > training.logs.written:
         training.logs.write_step(norm, rate)

@@ -111,15 +111,12 @@ class OnPolicy:
         requests = []  # of this process
         for number, index in enumerate(chosen):
             row = self.rows[index]
-            begin = choose.choice(row["spans"])[0]
-            if (
-                number % self.args.world_size == self.args.process_index
-                and 0 < begin < self.max_length - 1
-            ):
+            begin = choose.choice(row["spans"])[0]  # drawn in all processes alike
+            own = number % self.args.world_size == self.args.process_index
+            if own and 0 < begin < self.max_length - 1:
                 limit = min(self.options.max_new_tokens, self.max_length - begin)
-                requests.append(
-                    ResponseRequest(str(number), row["tokens"][:begin], limit, self.target.eos_ids)
-                )
+                prompt = row["tokens"][:begin]
+                requests.append(ResponseRequest(str(number), prompt, limit, self.target.eos_ids))
         # Copying and sampling draw random numbers, and training's must not depend on refreshes.
         devices = []
         if self.target.device.type == "cuda":
@@ -159,7 +156,12 @@ class OnPolicy:
         writer.release_steps()
         return made
 
-    def replace(self, batches: list[Inputs], step: int, source: BatchSource) -> list[Inputs]:
+    def replace(
+        self,
+        batches: list[Inputs],
+        step: int,
+        source: BatchSource,
+    ) -> list[Inputs]:
         """The micro-batches of a step with a share of their rows replaced.
 
         `source` need not read the states of replaced rows.
@@ -220,9 +222,10 @@ class OnPolicy:
 def _rows(inputs: dict[str, Tensor]) -> list[Json]:
     """The rows that a batch was collated from."""
     batch = Batch.of(inputs)
-    rows: list[Json] = []
+    rows = []
     for place, length in enumerate(batch.lengths.tolist()):
         mask = batch.response_mask[place, :length].to(torch.int8)
+        # Where the padded mask changes, spans begin and end in turn.
         edges = torch.nn.functional.pad(mask, (1, 1)).diff().nonzero().flatten().tolist()
         spans = list(zip(edges[::2], edges[1::2], strict=True))
         tokens = batch.input_ids[place, :length].tolist()

@@ -39,7 +39,13 @@ class ByLength(Sampler[int]):
     # Steps that are sorted together: more mean less padding and less shuffling.
     _SORTED = 50
 
-    def __init__(self, lengths: Sequence[int], rows: int, seed: int, epoch: Callable[[], int]):
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        rows: int,
+        seed: int,
+        epoch: Callable[[], int],
+    ):
         self.lengths = lengths
         self.rows = rows
         self.seed = seed
@@ -54,6 +60,8 @@ class ByLength(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.epoch())
         order = torch.randperm(len(self.lengths), generator=generator)[: len(self)].tolist()
+        # Blocks of some steps are sorted together; at least four an epoch, so that it stays
+        # shuffled.
         together = self.rows * max(1, min(self._SORTED, len(self) // (4 * self.rows)))
         steps: list[list[int]] = []
         for begin in range(0, len(order), together):
@@ -167,6 +175,7 @@ class TrainingOrder:
 
     def epochs(self, step: int) -> float:
         """Epochs that are done after so many steps."""
+        # The last step of an epoch may have fewer micro-batches than the others.
         epoch = (step - 1) // self.steps_per_epoch
         done = (step - epoch * self.steps_per_epoch) * self.accumulated
         return epoch + min(done, self.batches) / self.batches

@@ -197,6 +197,7 @@ class TrainingStep:
                 if counted[depth - 1] > 0:  # depths that are not trained yet have no figure
                     metrics[f"{name}@{depth}"] = round(mean, 4)
         agree = (summed["agree"] / count).tolist()
+        # Of no depth if there are more.
         agree += agree[-1:] * (self.drafter.chain_depth - len(agree))
         chain = 1.0
         expected = 1.0

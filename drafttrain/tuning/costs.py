@@ -173,17 +173,26 @@ def model_sizes(model: PreTrainedModel, config: PretrainedConfig) -> Sizes:
 
     layers = read("num_hidden_layers")
     heads = read("num_attention_heads")
-    size = read("head_dim") or read("hidden_size") // heads
+    size = read("head_dim")
+    if not size:
+        size = read("hidden_size") // heads
     # Layers of linear attention keep no keys.
     attending = layers
-    if types := read("layer_types"):
+    types = read("layer_types")
+    if types:
         attending = sum("attention" in kind and "linear" not in kind for kind in types)
-    per_layer = 2 * (read("num_key_value_heads") or heads) * size
-    if rank := read("kv_lora_rank"):  # latent attention caches one compressed vector
+    kv_heads = read("num_key_value_heads")
+    if not kv_heads:
+        kv_heads = heads
+    per_layer = 2 * kv_heads * size
+    rank = read("kv_lora_rank")
+    if rank:  # latent attention caches one compressed vector, and a rotated part
         per_layer = rank + (read("qk_rope_head_dim") or 0)
     experts = 0
     for name in _EXPERT_COUNTS:
-        experts = experts or read(name) or 0
+        count = read(name)
+        if count and not experts:
+            experts = count
 
     always = 0
     routed = 0

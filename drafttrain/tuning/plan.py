@@ -245,7 +245,10 @@ class _Planner:
         # Processes, and what DeepSpeed divides among them. A target that is spread over the GPUs
         # leaves one process.
         spread = bool(config.target_device_map)
-        launch = deepspeed_of(self.job.deepspeed, trainer, 1 if spread else self.job.gpus)
+        asked = self.job.gpus
+        if spread:
+            asked = 1
+        launch = deepspeed_of(self.job.deepspeed, trainer, asked)
         self.gpus = self.job.gpus or launch.processes or 1
         processes = self.gpus
         if launch.processes and not self.job.gpus:
@@ -278,12 +281,18 @@ class _Planner:
         if config.on_policy or (copies and not streams):
             loaded = self.weights * dtype.itemsize
 
+        eval_rows = 0
+        if config.validation:
+            eval_rows = trainer["per_device_eval_batch_size"]
+        prompt = self.prompt
+        if states == "none":
+            prompt = 0
         recomputes = gpu and states == "online" and issubclass(self.kind, DecoderDrafter)
         return Setting(
             rows=trainer["per_device_train_batch_size"],
             length=config.max_length,
-            eval_rows=trainer["per_device_eval_batch_size"] if config.validation else 0,
-            prompt=0 if states == "none" else self.prompt,
+            eval_rows=eval_rows,
+            prompt=prompt,
             gpu=gpu,
             target_dtype=dtype,
             half=half,
@@ -516,13 +525,9 @@ class _Planner:
         lengths: list[tuple[str, Json]] = []
         for n in (2**power for power in range(1, 16)):
             if n <= setting.rows:
-                rows.append(
-                    (
-                        f"per_device_train_batch_size={setting.rows // n} "
-                        f"gradient_accumulation_steps={n * pieces}",
-                        {},
-                    )
-                )
+                batch = f"per_device_train_batch_size={setting.rows // n}"
+                steps = f"gradient_accumulation_steps={n * pieces}"
+                rows.append((f"{batch} {steps}", {}))
             if setting.length // n >= _SHORTEST:
                 lengths.append((f"max_length={setting.length // n}", {}))
         groups += [rows, lengths]

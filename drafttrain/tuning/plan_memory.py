@@ -204,9 +204,13 @@ class Memory:
         """The largest number of rows, or length, whose peak is at most `limit` bytes; 0 if none."""
         # Peaks grow ever faster with the batch, as the largest of several sums that grow evenly:
         # lines between points are safe.
-        other = setting.length if name == "rows" else setting.rows
+        other = setting.rows
+        if name == "rows":
+            other = setting.length
         runs = min(_MOST_TOKENS // other, highest)  # the largest that a dry step runs
-        points = sorted({unit, max(unit, runs // 2 // unit * unit), max(unit, runs // unit * unit)})
+        half = max(unit, runs // 2 // unit * unit)
+        whole = max(unit, runs // unit * unit)
+        points = sorted({unit, half, whole})
         if len(points) == 1:
             points = [unit, 2 * unit]
         totals = []
@@ -217,6 +221,7 @@ class Memory:
             totals.append(self.total(changed))
 
         def exceeds(size: int) -> bool:
+            # The piece that holds the size; the last one is extended beyond its end.
             i = min(bisect.bisect_left(points, size, lo=1), len(points) - 1)
             slope = (totals[i] - totals[i - 1]) / (points[i] - points[i - 1])
             return totals[i] + slope * (size - points[i]) > limit

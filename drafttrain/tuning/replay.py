@@ -81,6 +81,7 @@ class _Recorded:
         self.scores = [0.0] * len(tree)
         if tree.log_probs is not None:
             self.scores = tree.log_probs.tolist()
+        # The rank of a node is its place in the order by score.
         order = np.argsort(-np.array(self.scores), kind="stable")
         self.ranks: list[int] = np.argsort(order).tolist()
         self._child: dict[tuple[int, int], int] = {}  # (parent, token) -> node
@@ -114,7 +115,9 @@ class _Recorded:
         if key not in self._merged:
             kept = []
             for node, parent in enumerate(self.parents):
-                above = self.scores[parent] if parent >= 0 else 0.0
+                above = 0.0
+                if parent >= 0:
+                    above = self.scores[parent]
                 if self.depths[node] <= depth and above >= floor:
                     kept.append(node)
             part = self.tree.part(kept)
@@ -283,7 +286,9 @@ def replay(track: Track, spec: TreeSpec) -> list[Replayed]:
     rounds: list[Replayed] = []
     position = 0
     last = len(track.tokens) - 1
-    usual = spec.budget if spec.shape == "dynamic" else spec.depth
+    usual = spec.depth
+    if spec.shape == "dynamic":
+        usual = spec.budget
     # Trees that differ in their number of nodes only share their positions.
     key = (spec.shape, spec.top_k, spec.depth, spec.stop, spec.cut, spec.alone, spec.matches)
     seen = track._seen[key]
@@ -307,7 +312,7 @@ def replay(track: Track, spec: TreeSpec) -> list[Replayed]:
                 nodes = 0
                 for rank, below in zip(at.tree.ranks, at.tree.depths, strict=True):
                     nodes += rank < budget and below <= deepest
-        committed = min(accepted + 1, last - position)
+        committed = min(accepted + 1, last - position)  # and the bonus token
         rounds.append(Replayed(committed, nodes, depth))
         position += committed
     return rounds
@@ -358,7 +363,7 @@ def recall(tracks: Sequence[Track], tops: Sequence[int] = (1, 2, 4, 8)) -> dict[
             if depth > len(path) or above not in expanded:
                 break
             tried[depth] += 1
-            rank = width
+            rank = width  # behind all top tokens
             if depth < len(path):
                 above = path[depth]
                 rank = tree.sibling_rank(above)
@@ -488,6 +493,7 @@ class _ProbeTrees(ForwardingDrafter):
         if specs[0].shape != "paths":
             return self.inner.propose_all(sessions, specs, samplers)
         nodes = specs[0].budget
+        # Multiples of a prime, which look random.
         tokens = [7919 * node % self.target.vocab_size for node in range(1, nodes + 1)]
         # A binary tree: node n follows node (n - 1) // 2.
         parents = [-1]

@@ -32,7 +32,10 @@ ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def session_of(target, drafter, tokens=40, sampling=None, tree="dynamic:3,4,8") -> ChatSession:
-    return ChatSession(target, drafter, TreeSpec.parse(tree), sampling or SamplingParams(), tokens)
+    spec = TreeSpec.parse(tree)
+    sampling = sampling or SamplingParams()
+    decoder = Decoder(target, drafter, spec=spec, sampling=sampling, keep=True)
+    return ChatSession(decoder, tokens)
 
 
 def last(session: ChatSession, text: str, rounds: int = 10**6) -> ChatTurn:

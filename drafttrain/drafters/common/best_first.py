@@ -137,7 +137,7 @@ def grow_best_first(
     tokens: list[int] = []
     parents: list[int] = []
     scores: list[float] = []
-    orders = counting()
+    orders = counting()  # of equal paths the one found first; states are never compared
     # A heap of candidates: minus the probability of the path, order found, parent, token, depth,
     # state.
     found: list[tuple[float, int, int, int, int, S]] = []

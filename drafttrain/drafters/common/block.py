@@ -189,7 +189,8 @@ class BlockDrafter(DecoderDrafter):
         positions = (begins[:, None] + torch.arange(size, device=begins.device)).flatten()
         cos, sin = self.rotary.tables(positions, state.dtype)
         # [m * depth] int64, the tokens that predict
-        last = torch.arange(len(state), device=state.device).view(-1, size)[:, -depth:].flatten()
+        tokens = torch.arange(len(state), device=state.device).view(-1, size)
+        last = tokens[:, -depth:].flatten()
         for layer, attend, count in zip(self.layers, attends, self.computed, strict=True):
             queries = None if count == size else last
             state = layer(
@@ -267,7 +268,17 @@ class BlockDrafter(DecoderDrafter):
         sizes = (part.counts(every), part.counts(valid))
         attends = []
         for layer, count in zip(self.decoder_layers, self.computed, strict=True):
-            attends.append(self._over_context(layer, context, tables, spans, part, sizes, count))
+            attends.append(
+                self._over_context(
+                    layer,
+                    context,
+                    tables,
+                    spans,
+                    part,
+                    sizes,
+                    count,
+                )
+            )
 
         # One pass over this process's blocks; of its predictions, those that count.
         anchors = every[blocks]  # [m]
@@ -305,11 +316,8 @@ class BlockDrafter(DecoderDrafter):
             (torch.ones_like(out.values), out.values, out.alpha, out.agree.float(), *measured),
             dim=1,
         )
-        sums = values.new_zeros(self.config.depth, values.shape[1]).index_add_(
-            0,
-            depth_of,
-            values.detach(),
-        )
+        sums = values.new_zeros(config.depth, values.shape[1])  # [depth, metrics]
+        sums.index_add_(0, depth_of, values.detach())
         names = ("count", "loss", "alpha", "agree", *self.measures)
         return StepOutput(out.loss + more, dict(zip(names, sums.unbind(1), strict=True)))
 
@@ -333,13 +341,12 @@ class BlockDrafter(DecoderDrafter):
         cos, sin = tables
         window = self.cache_shape.window
         blocks, tokens = sizes
-        asked = [queries * n for n in blocks]
-        held = [self.config.block_size * n for n in blocks]
+        attention = layer.self_attn
+        asked = [queries * n for n in blocks]  # queries of each process
+        held = [self.config.block_size * n for n in blocks]  # tokens of its blocks
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            base_key, base_value = layer.self_attn.keys_values(
-                context, cos, sin
-            )  # [t, kv_heads, e]
+            base_key, base_value = attention.keys_values(context, cos, sin)  # [t, kv_heads, e]
             _, heads, e = query.shape
             # Processes that share the rows exchange tokens for heads, attend, and exchange them back.
             if isinstance(part, SharedPart):
@@ -425,6 +432,7 @@ class BlockDrafter(DecoderDrafter):
                 measure=False,
             ).values
             # Probability that each prediction is right, [t], and smoothed [m, depth].
+            # 0 where no token was sampled.
             right = torch.where(rows.sampled_at(at) >= 0, (-ce).exp(), 0.0)
             smooth = ones.new_ones(live.shape)
             smooth[live] = ((1 - config.dpace_alpha) * right + config.dpace_alpha).float()
@@ -449,7 +457,12 @@ class BlockDrafter(DecoderDrafter):
                 at.store(i, key, value)  # [n, kv_heads, e] each
         return ids[at.ends]
 
-    def draft(self, roots: Tensor, places: Places, width: int | None) -> tuple[Children, Ask]:
+    def draft(
+        self,
+        roots: Tensor,
+        places: Places,
+        width: int | None,
+    ) -> tuple[Children, Ask]:
         """One pass over all blocks; trees grow without the layers."""
         size = self.config.block_size
         at = places.behind(size, self.computed, mutual=not self.config.causal)
@@ -460,17 +473,16 @@ class BlockDrafter(DecoderDrafter):
         if made is None:
             reads = self.run(embeds, at.positions[::size], at.attends)  # [R, depth, h]
         else:
-            reads = made[:, 1].unflatten(0, (len(roots), -1))[:, -self.config.depth :]
+            blocks = made[:, 1].unflatten(0, (len(roots), -1))  # [R, tokens, h] the head's inputs
+            reads = blocks[:, -self.config.depth :]
 
+        # A tree may be shallower than the block.
         depths = max(1, min(self.config.depth, places.depth))
         reads = reads[:, :depths]
         flat = reads.flatten(0, 1)  # [R * depths, h]
         if not self.corrected:
-            block = Children(
-                top_or_all(self.head if self.packed else None, flat, width, self.logits),
-                flat,
-                shared=True,
-            )
+            head = self.head if self.packed else None  # kernels read packed heads only
+            block = Children(top_or_all(head, flat, width, self.logits), flat, shared=True)
             return block.every(depths, 0), lambda nodes: block.every(depths, nodes.depth)
 
         logits = self.logits(reads)  # [R, depths, d]

@@ -75,9 +75,12 @@ class TargetedConfig(PreTrainedConfig):
             self.draft_vocab_size = self.vocab_size
         if self.target is None:  # null in a config.json
             self.target = {}
+        # Each field is checked as a recipe's value is, also where a published config.json names it.
         for name, kind in kinds_of(type(self)).items():  # type: ignore[arg-type]
             setattr(self, name, check(name, getattr(self, name), kind))
         self.check()
+        # The base class, which would tie by default, must not: the head is the drafter's own or
+        # none.
         super().__post_init__(**{"tie_word_embeddings": False, **kwargs})
 
     def check(self) -> None:
@@ -228,6 +231,7 @@ class DecoderConfig(TargetedConfig):
         if width != target.hidden_size:
             del own["intermediate_size"]
             del own["head_dim"]
+            # More query heads or fewer may not be a multiple of the target's key heads.
             if options.get("num_attention_heads", heads) % own["num_key_value_heads"]:
                 del own["num_key_value_heads"]
         return own
@@ -358,6 +362,7 @@ class BlockConfig(DecoderConfig):
 
 def last_layer_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """The text config of a target's last layer: layers may differ in their heads (Gemma 4)."""
+    # Its entries may be made on demand, so that it knows no negative index.
     layers = getattr(config, "per_layer_config", ())
     if len(layers):
         return layers[len(layers) - 1]
@@ -370,6 +375,7 @@ def rope_parameters_of(config: PreTrainedConfig) -> Json:
     If their scaling is unsupported, only rope_theta.
     """
     rope = getattr(config, "rope_parameters", None) or {}
+    # Families with two kinds of layers (Gemma 3) have parameters by kind.
     rope = dict(rope.get("full_attention", rope))
     if not rope.get("rope_theta"):
         rope["rope_theta"] = 10000.0

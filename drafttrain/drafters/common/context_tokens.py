@@ -105,7 +105,7 @@ def _fit(theirs: Tensor, ours: Tensor) -> tuple[float, Tensor] | None:
     our_mean = ours.mean(0)
     theirs = theirs - their_mean
     ours = ours - our_mean
-    scale = float((theirs * ours).sum() / theirs.square().sum().clamp_min(1e-9))
+    scale = float((theirs * ours).sum() / theirs.square().sum().clamp_min(1e-9))  # least squares
     left = float((ours - scale * theirs).square().sum())
     if left > (1 - _RELATED) * float(ours.square().sum()):
         return None
@@ -140,12 +140,13 @@ class ContextTokens:
         for token in tokens:
             if own[token] >= 0:
                 continue
+            # A dict keeps the order of insertion: a token that occurs again moves to its end.
             place = places.pop(token, -1)
             if place < 0:
                 if len(places) < self.limit:
                     place = len(places)
                 else:
-                    place = places.pop(next(iter(places)))
+                    place = places.pop(next(iter(places)))  # of the least recent one
                 new[place] = token
             places[token] = place
         if not new:

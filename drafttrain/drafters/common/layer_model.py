@@ -117,7 +117,12 @@ class LayerDrafter(DecoderDrafter):
         """[t, f * target h] target features -> [t, h], the state that depth 0 reads."""
         raise NotImplementedError
 
-    def enter(self, state: Tensor, embeds: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
+    def enter(
+        self,
+        state: Tensor,
+        embeds: Tensor,
+        depth: int,
+    ) -> tuple[Tensor, Tensor | None]:
         """Returns the first layer's input: a state [t, h], and embeddings if it reads them.
 
         state: [t, h]. embeds: [t, target h].
@@ -147,9 +152,8 @@ class LayerDrafter(DecoderDrafter):
             reads: [n, h] outputs of `read_out`. width: top tokens that are enough, if a kernel
                 finds them; None: all are needed.
         """
-        return Children(
-            top_or_all(self.head if self.packed else None, reads, width, self.score), reads
-        )
+        head = self.head if self.packed else None  # kernels read packed heads only
+        return Children(top_or_all(head, reads, width, self.score), reads)
 
     def step(
         self,
@@ -240,7 +244,9 @@ class LayerDrafter(DecoderDrafter):
 
         # The anchors of each depth. Early in training, only the first depth has any.
         early = self.training and self.progress < config.later_depths_from
-        share = config.depth_share if self.training else 1.0
+        share = 1.0
+        if self.training:
+            share = config.depth_share
         drawn = 0.0 if early else share
         # per depth: [t_k] int64 flat positions, nested
         anchors = anchors_by_depth(batch.response_mask, config.ttt_steps, drawn, part)
@@ -259,7 +265,8 @@ class LayerDrafter(DecoderDrafter):
         # Weights of the depths, which sum to 1. An early first depth has its weight alone.
         depths = torch.arange(config.ttt_steps, dtype=torch.float32, device=embeds.device)
         decay = config.depth_decay**depths  # [ttt_steps] float32
-        decay = decay / (1.0 if early else decay.sum())
+        if not early:
+            decay = decay / decay.sum()
 
         # [t] index of each conversation's first token
         begin = torch.arange(len(valid), device=valid.device) - place
@@ -267,7 +274,7 @@ class LayerDrafter(DecoderDrafter):
         for _ in range(self.cache_shape.layers):
             attentions.append(PathAttention(begin, config.sliding_window))
         head = SharedHead(self.head_weight)
-        losses: list[Tensor] = []
+        losses = []
         outs = []
         before = valid[:0]  # this process's anchors of the depth before
         for k, every in enumerate(anchors):
@@ -374,16 +381,8 @@ class LayerDrafter(DecoderDrafter):
             attends.append(attend)
 
         def run(state: Tensor, embeds: Tensor) -> tuple[Tensor, ...]:
-            made = [
-                self.step(
-                    state,
-                    embeds,
-                    positions,
-                    attends,
-                    queries,
-                    depth,
-                )
-            ]
+            made = [self.step(state, embeds, positions, attends, queries, depth)]
+            # `step` has filled `fresh`. A checkpointed function must return what others read.
             for pair in fresh:
                 made += pair
             return tuple(made)
@@ -440,7 +439,12 @@ class LayerDrafter(DecoderDrafter):
             return made[at.ends]
         return made
 
-    def draft(self, roots: Tensor, places: Places, width: int | None) -> tuple[Children, Ask]:
+    def draft(
+        self,
+        roots: Tensor,
+        places: Places,
+        width: int | None,
+    ) -> tuple[Children, Ask]:
         states, reads = roots.unbind(1)
 
         def ask(nodes: Nodes) -> Children:

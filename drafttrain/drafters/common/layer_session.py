@@ -113,6 +113,7 @@ class LayerSession(JointSession):
         keys, values = self.buffers(layer, end, key)
         scaling = query.shape[-1] ** -0.5
         plan = layout.plan
+        # The kernel stores as many tokens as it attends for.
         if key.shape[0] == layout.count and plan is not None and plan.serves(query, keys, values):
             out = plan.attend(
                 query,

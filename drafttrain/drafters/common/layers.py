@@ -68,6 +68,7 @@ class Rotary:
         """cos, sin [at least `end`, 1, r] of positions 0, 1, ... on the CPU in float32, cached."""
         rows = self._rows  # another thread may replace the tables by shorter ones
         if end > rows[0].shape[0]:
+            # Doubles: grows seldom.
             rows = self.compute(torch.arange(1 << end.bit_length()), torch.float32)
             self._rows = rows
         return rows
@@ -118,7 +119,8 @@ def moved(place: Tensor, most: int, part: Part) -> Tensor:
     """
     first = place == 0  # [t] bool
     drawn = part.same(torch.rand(int(first.sum()), device=place.device))  # one per conversation
-    offset = (drawn * (most + 1)).long()[first.cumsum(0) - 1]  # [t]
+    offset = (drawn * (most + 1)).long()
+    offset = offset[first.cumsum(0) - 1]  # [t]
     return torch.where(place < ANCHORED, place, place + offset)
 
 
@@ -230,6 +232,7 @@ class DraftLayer(nn.Module):
         eps = config.rms_norm_eps
         self.eps = eps
         self.norm_before_residual = norm_before_residual
+        # With embeddings, the input norm is theirs, and the state has a norm of its own.
         self.input_layernorm = RMSNorm(embed_width or h, eps) if normed else nn.Identity()
         self.hidden_norm = RMSNorm(h, eps) if embed_width else None
         self.self_attn = Attention(config, embed_width + h)
@@ -297,16 +300,8 @@ class DraftLayer(nn.Module):
                 attend,
                 queries,
             )
-        return self._transformed(
-            self._attended(
-                state,
-                embeds,
-                cos,
-                sin,
-                attend,
-                queries,
-            )
-        )
+        state = self._attended(state, embeds, cos, sin, attend, queries)
+        return self._transformed(state)
 
     def _inputs(self, state: Tensor, embeds: Tensor | None) -> tuple[Tensor, Tensor]:
         """The residual [t, h], and what attention reads [t, h or embed_width + h]."""

@@ -18,7 +18,7 @@ from drafttrain.errors import UserError
 from drafttrain.files import reading
 
 _FORMAT = "drafttrain ngram_store 1"
-_FACTOR = 0x9E3779B97F4A7C15
+_FACTOR = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads close values
 _MASK = 2**64 - 1
 # Tokens counted at a time while building, which bounds memory.
 _BLOCK = 4_000_000
@@ -61,6 +61,7 @@ class NgramTable(NamedTuple):
         """
         if max_n < 1 or max_entries < 1:
             raise UserError(f"max_n={max_n}, max_entries={max_entries}: both must be at least 1")
+        # Columns of all pairs of context and next token: hash, token, count.
         held: tuple[np.ndarray, ...] = (
             np.empty(0, np.uint64),
             np.empty(0, np.int32),
@@ -81,7 +82,7 @@ class NgramTable(NamedTuple):
 
         # The first continuations of each context.
         _, starts, lengths = np.unique(hashes, return_index=True, return_counts=True)
-        rank = np.arange(len(hashes)) - np.repeat(starts, lengths)
+        rank = np.arange(len(hashes)) - np.repeat(starts, lengths)  # of a token within its context
         kept = rank < _FOLLOWERS
         unique, starts = np.unique(hashes[kept], return_index=True)
         starts = np.append(starts, kept.sum()).astype(np.int64)
@@ -170,6 +171,7 @@ class NgramTable(NamedTuple):
             return "its contexts do not divide its entries"
         if (self.hashes[1:] <= self.hashes[:-1]).any():
             return "its hashes do not ascend"
+        # Tokens count from 0, counts from 1.
         if not entries or min(self.tokens.min(), self.counts.min() - 1) >= 0:
             return ""
         return "it counts negative values"
@@ -197,7 +199,8 @@ def _pairs(tokens: np.ndarray, owner: np.ndarray, n: int) -> tuple[np.ndarray, .
     count = max(len(tokens) - n, 0)
     keys = np.full(count, n, np.uint64)  # as `context_hash` computes them
     for j in range(n):
-        keys = keys * np.uint64(_FACTOR) + tokens[j : j + count].astype(np.uint64) + np.uint64(1)
+        column = tokens[j : j + count].astype(np.uint64)
+        keys = keys * np.uint64(_FACTOR) + column + np.uint64(1)  # modulo 2**64
     inside = owner[:count] == owner[n : n + count]  # context and next token in one document
     keys = keys[inside]
     following = tokens[n : n + count][inside]
@@ -211,8 +214,8 @@ def _reduce(parts: Sequence[tuple[np.ndarray, ...]], most: int) -> tuple[np.ndar
     hashes = hashes[order]
     tokens = tokens[order]
     counts = counts[order]
-    first = np.ones(len(hashes), bool)
     # Equal pairs stand side by side: sum the counts of each run.
+    first = np.ones(len(hashes), bool)
     first[1:] = (hashes[1:] != hashes[:-1]) | (tokens[1:] != tokens[:-1])
     where = np.flatnonzero(first)
     if len(where):

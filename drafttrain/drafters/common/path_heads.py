@@ -128,7 +128,7 @@ class PathHeads(TrainableDrafter):
         decay = self.config.depth_decay**depths  # [depths] float32
         decay = decay / decay.sum()
         heads = [SharedHead(head.weight) for head in self.lm_heads]  # type: ignore[arg-type]
-        losses: list[Tensor] = []
+        losses = []
         outs = []
         for k, (at, state) in enumerate(self.walk(inputs.batch, inputs.features)):
             out = linear_divergence(
@@ -185,7 +185,10 @@ class PathHeads(TrainableDrafter):
             if not fit.count:  # no response is as long
                 continue
             found = fit.solve(each=True)
-            explained += float((2 * found * fit.xy.T).sum() - ((found @ fit.xx) * found).sum())
+            # Of the target's power, a map m explains 2 m xy - m xx m'.
+            crossed = (2 * found * fit.xy.T).sum()
+            own = ((found @ fit.xx) * found).sum()
+            explained += float(crossed - own)
             self.take_map(index, found, rows.weight.float())
         return explained / max(power, 1e-9)
 
@@ -195,7 +198,12 @@ class PathHeads(TrainableDrafter):
         """Roots [R, w], the states of the last tokens; no other is kept."""
         return self.enter(features[at.ends], ids[at.ends])
 
-    def draft(self, roots: Tensor, places: Places, width: int | None) -> tuple[Children, Ask]:
+    def draft(
+        self,
+        roots: Tensor,
+        places: Places,
+        width: int | None,
+    ) -> tuple[Children, Ask]:
         states = roots  # [n, w] of the nodes that were opened last
 
         def ask(nodes: Nodes) -> Children:
@@ -251,6 +259,6 @@ def likeliest_paths(shares: Tensor, nodes: int) -> list[tuple[int, ...]]:
             for rank, share in enumerate(own):
                 if share:
                     below.append((score * share, (*path, rank)))
-        level = heapq.nlargest(nodes, below, key=itemgetter(0))
+        level = heapq.nlargest(nodes, below, key=itemgetter(0))  # more cannot be kept
         found += level
     return [path for _, path in heapq.nlargest(nodes, found, key=itemgetter(0))]

@@ -158,7 +158,10 @@ class Places(Protocol):
     depth: int
 
     def behind(
-        self, count: int, computed: Sequence[int] | None = None, mutual: bool = False
+        self,
+        count: int,
+        computed: Sequence[int] | None = None,
+        mutual: bool = False,
     ) -> DraftPass:
         """The pass over `count` tokens in a row behind each sequence.
 
@@ -221,6 +224,8 @@ class HostPass(DraftPass):
             own = []
             queries = []
             for session, layout in zip(self.sessions, self.layouts, strict=True):
+                # Earlier new tokens, whose keys are stored first, count as prefix of those that
+                # attend.
                 if 0 < count < layout.count:
                     begin = layout.prefix_len + layout.count - count
                     layout = TreeLayout(begin, count=count)
@@ -229,7 +234,12 @@ class HostPass(DraftPass):
             attends.append(attend_packed(own, queries, self.counts))
         return attends
 
-    def run(self, step: DraftStep, embeds: Tensor | None, states: Tensor) -> Tensor | None:
+    def run(
+        self,
+        step: DraftStep,
+        embeds: Tensor | None,
+        states: Tensor,
+    ) -> Tensor | None:
         found = self._for_kernel(states)
         if found is None:
             return None
@@ -256,6 +266,7 @@ class HostPass(DraftPass):
         features: Tensor,
     ) -> Tensor | None:
         lengths = [session.length for session in self.sessions]
+        # Many tokens, as of a prompt, are read faster by torch's layers.
         if not step.reads_features or ids.shape[0] > SKINNY_ROWS:
             return None
         ends = [length + count for length, count in zip(lengths, self.counts, strict=True)]
@@ -318,7 +329,10 @@ class Steps(Protocol):
     cache: TreeCache
 
     def read(
-        self, sessions: Sessions, tokens: Sequence[Tensor], features: Sequence[Tensor]
+        self,
+        sessions: Sessions,
+        tokens: Sequence[Tensor],
+        features: Sequence[Tensor],
     ) -> bool: ...
     def propose(
         self,
@@ -494,7 +508,10 @@ class HostPlaces:
         self.form = sessions[0].drafter.host_pass
 
     def behind(
-        self, count: int, computed: Sequence[int] | None = None, mutual: bool = False
+        self,
+        count: int,
+        computed: Sequence[int] | None = None,
+        mutual: bool = False,
     ) -> HostPass:
         layouts = None
         if mutual:
@@ -530,6 +547,7 @@ def propose(
         if static is not None:
             return static
 
+    # Sessions that cannot draft get empty trees; the others draft together.
     ready = [row for row, session in enumerate(sessions) if session.reads_to(specs[row])]
     if len(ready) < len(sessions):
         trees = [TokenTree.empty(drafter.kept_ids.device)] * len(sessions)
@@ -587,10 +605,14 @@ def _grow_on_host(
         for tree in growing:
             rows += [tree.row] * len(tree.parents)
             ends.append(len(rows))
+        # `ends` has one more.
         begins = {tree.row: begin for tree, begin in zip(growing, ends, strict=False)}
 
         def above() -> Tensor:
-            numbers = [before[tree.row] + parent for tree in growing for parent in tree.above]
+            numbers = []
+            for tree in growing:
+                for parent in tree.above:
+                    numbers.append(before[tree.row] + parent)
             return torch.tensor(numbers, device=roots.device)
 
         nodes = Nodes(
@@ -676,10 +698,10 @@ def top_or_all(
 
     width: None if all logits are needed.
     """
-    top = None
-    if width is not None:
-        top = DraftHead.of(head)
-    if top is None or width is None:
+    if width is None:
+        return score(reads)
+    top = DraftHead.of(head)
+    if top is None:
         return score(reads)
     ids, log_probs, _ = top.top(reads, min(width, top.vocabulary))  # [n, width] each
     return Likeliest(ids, log_probs)

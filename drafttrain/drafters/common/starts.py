@@ -110,6 +110,7 @@ def copy_linear(ours: nn.Linear, theirs: Any, head_dim: int = 0) -> bool:
             bias = bias.view(-1, head_dim).repeat_interleave(times, dim=0).flatten()
     if weight.shape[0] != outs or weight.shape[1] > width:
         return False
+    # The columns before, if ours has more; none otherwise.
     ours.weight.data[:, : -weight.shape[1]] *= 0.1
     ours.weight.data[:, -weight.shape[1] :] = weight
     if ours.bias is not None and bias is not None:
@@ -256,8 +257,8 @@ def linear_start(drafter: Any, batches: list[Batch], source: Source) -> float:
         features, rows, row_of = source(batch)
         hidden = rows.hidden.float()  # [n, target h]
         y = unit(hidden) @ project  # [n, h]
-        squares += float((hidden @ project).square().mean(-1).sum())
-        power += float(y.square().mean(-1).sum())
+        squares += float((hidden @ project).square().mean(-1).sum())  # of the states as they are
+        power += float(y.square().mean(-1).sum())  # of RMS 1, less what a narrow drafter drops
         first.add(drafter.norm_features(features[row_of >= 0]).float(), y)
     fc = first.solve()  # [h, f * target h]
 
@@ -268,15 +269,17 @@ def linear_start(drafter: Any, batches: list[Batch], source: Source) -> float:
         embeds, features, hidden = anchor_rows(drafter, batch, source)
         state = drafter.norm_features(features).float() @ fc.T
         states += float(state.square().mean(-1).sum())
-        second.add(torch.cat((unit(embeds), unit(state)), dim=-1), unit(hidden) @ project)
+        read = torch.cat((unit(embeds), unit(state)), dim=-1)  # [n, i]
+        second.add(read, unit(hidden) @ project)
     maps = second.solve()  # [h, i] with i = target h + h
     covariance = second.xx / second.count  # [i, i]
-    rho = float(((maps @ covariance) * maps).sum() / len(maps)) ** 0.5  # RMS of predictions
+    # The mean square of predictions m x is that of m C m' over the rows of the map.
+    rho = float(((maps @ covariance) * maps).sum() / len(maps)) ** 0.5  # their RMS
 
     # Store the maps in the drafter.
     config = drafter.config
     middle = drafter.midlayer
-    drafter.fc.weight.copy_(fc * rho / (states / second.count) ** 0.5)
+    drafter.fc.weight.copy_(fc * rho / (states / second.count) ** 0.5)  # gives states the RMS rho
     assert middle.hidden_norm is not None
     middle.hidden_norm.weight.fill_(1.0)
     _zero_outputs(drafter.decoder_layers)
@@ -345,7 +348,8 @@ def _set_attention(
     for linear in (attention.q_proj, attention.k_proj, attention.v_proj):
         if linear.bias is not None:
             linear.bias.zero_()
-    # Head norms remove the probe's length, so their weights carry the sharpness.
+    # Head norms remove the probe's length, so their weights carry the sharpness. The factor of e
+    # makes a token's score with its own key 8 SHARPNESS^2 at every head size.
     for norm in (attention.q_norm, attention.k_norm):
         for weight in norm.parameters():
             weight.fill_(SHARPNESS * (64 / e) ** 0.25)
@@ -388,7 +392,7 @@ def store_map(
         used = part.shape[1]
         attention.v_proj.weight[head * e : head * e + used] = part.T @ wanted
         attention.v_proj.weight[head * e + used : (head + 1) * e] = 0
-        out[:, head * group, :used] = part
+        out[:, head * group, :used] = part  # the group's other query heads add 0
 
 
 def anchor_rows(
@@ -447,10 +451,12 @@ def projection_start(
         fit.add(torch.cat((embeds / sizes[0], state / sizes[1]), dim=-1), y)
     assert sizes is not None, "there are batches"
     maps = fit.solve()  # [h, 2h]
+    # Mean square of predictions against that of y.
     explained = float(((maps @ fit.xx) * maps).sum()) / len(maps) / power
     left, right = maps.chunk(2, dim=1)  # [h, h] each, of the scaled inputs
+    weight = torch.cat((left / sizes[0], right / sizes[1]), dim=1)  # of inputs as they are
     for projection in projections:
-        projection.weight.copy_(torch.cat((left / sizes[0], right / sizes[1]), dim=1))
+        projection.weight.copy_(weight)
     _zero_outputs(drafter.decoder_layers)
     return explained, (squares / fit.count) ** 0.5
 
@@ -481,7 +487,7 @@ def set_temperature(
         measure=False,
     )
     weight = scaled.clone()
-    best = (float("inf"), 1.0)  # loss and factor
+    best = (float("inf"), 1.0)  # loss and factor  # loss and factor; pairs compare by loss first
     for factor in (0.25, 0.35, 0.5, 0.65, 0.8, 1.0):
         scaled.copy_(weight * factor)
         best = min(best, (float(drafter(inputs).loss), factor))
@@ -577,7 +583,7 @@ def _set_block_attention(
     aside = torch.zeros_like(slow)
     aside[0] = e**0.5
     share = 1.0
-    if half > 1:
+    if half > 1:  # with one rotation there is no other plane
         share = min(1.0, SCORE / strength)
     turned = share * slow + (1 - share**2) ** 0.5 * aside
     # Queries of context heads match the key at the position before.
@@ -587,6 +593,7 @@ def _set_block_attention(
         (token, range(tokens), slow, turned, 1.0),
         (context, range(tokens, kv), every, newest, -1.0),
     ):
+        # Least squares: `sign` on tokens, `-sign` on features, -1 on masks.
         probe = torch.linalg.solve(gram, sign * (mean[token] - mean[context]) - mask)
         for head in heads:
             rows = slice(head * e, (head + 1) * e)

@@ -58,12 +58,23 @@ class SlotAttention:
         self.plan = plan
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Unpack[AttentionForm]
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        **form: Unpack[AttentionForm],
     ) -> Tensor:
         """See `AttentionContext.attend`."""
         self.cache.store(layer, self.slots, key, value)
         keys, values = self.cache.by_row(layer)
-        return packed_tree_attention(query, keys, values, self.plan, **form).transpose(1, 2)
+        return packed_tree_attention(
+            query,
+            keys,
+            values,
+            self.plan,
+            **form,
+        ).transpose(1, 2)
 
     def attend_flat(
         self,
@@ -169,7 +180,13 @@ class StaticPlaces:
         if not self.chain:
             words = -(-most // _WORD)
         # [R, most, words] int32: bit i is set if node i is an ancestor or the node itself
-        self._ancestors = torch.zeros(count, most, words, dtype=torch.int32, device=rows.device)
+        self._ancestors = torch.zeros(
+            count,
+            most,
+            words,
+            dtype=torch.int32,
+            device=rows.device,
+        )
         self._ancestors[:, 0, 0].fill_(1)
 
     def open(self, depth: int, parents: Tensor) -> StaticPass:
@@ -180,7 +197,7 @@ class StaticPlaces:
         m = parents.shape[1]
         begin = self._next
         own = torch.arange(begin, begin + m, device=parents.device)  # numbers in the tree
-        self._positions[:, begin : begin + m] += depth
+        self._positions[:, begin : begin + m] += depth  # from the root's on
         if not self.chain:
             # A node's ancestors are its parent's and itself.
             words = torch.arange(self._ancestors.shape[2], device=parents.device)
@@ -238,6 +255,7 @@ class StaticPlaces:
         rows = len(self.rows)
         slots = (self.rows * self.cache.capacity + prefix)[:, None] + own  # [R, n]
         each = torch.arange(rows + 1, dtype=torch.int32, device=own.device)
+        # Numbers of a growing tree's tokens begin at its level; those of a block at 0.
         begin = self._level if positions is self._positions else 0
         contexts: dict[int, SlotAttention] = {}  # by the number that attends
         for queries in set(computed):
@@ -246,6 +264,7 @@ class StaticPlaces:
                 offsets=each * queries,
                 prefix_lens=prefix.to(torch.int32),
                 chains=torch.full_like(each[:-1], int(chain)),
+                # The kernel numbers queries behind held tokens, so all before the queries are held.
                 helds=torch.full_like(each[:-1], begin + len(own) - queries),
                 places=each[:-1] * positions.shape[1],
                 positions=positions.flatten(),
@@ -269,7 +288,12 @@ class StaticDrafter(Protocol):
 
     def static_layers(self) -> dict[int, tuple[Tensor, Tensor]]: ...
     def read_committed(self, ids: Tensor, features: Tensor, at: DraftPass) -> Tensor: ...
-    def draft(self, roots: Tensor, places: Places, width: int | None) -> tuple[Children, Ask]: ...
+    def draft(
+        self,
+        roots: Tensor,
+        places: Places,
+        width: int | None,
+    ) -> tuple[Children, Ask]: ...
 
 
 class PlacedSession(Protocol):
@@ -377,7 +401,13 @@ class GrowStep:
     def forward(self) -> Grown:
         steps = self.steps
         drafter = steps.drafter
-        places = StaticPlaces(steps.cache, self.rows, self.held, self.growth, drafter.cache_shape)
+        places = StaticPlaces(
+            steps.cache,
+            self.rows,
+            self.held,
+            self.growth,
+            drafter.cache_shape,
+        )
         first, ask = drafter.draft(steps.roots[self.rows], places, None)
         count = len(self.rows)
         trees = torch.arange(count, device=self.rows.device)[:, None]  # [R, 1]
@@ -440,6 +470,7 @@ class DraftSteps:
         # Slots behind the committed tokens: of a tree's opened nodes and root, or of a block.
         opened = 1 + sum(self._growth(spec).opens)
         self._behind = max(opened, getattr(drafter.config, "block_size", 0))
+        # Tokens, of a read step.
         padding = bucket(min(padded_rows(rows) * self._most_read, BUCKETS[-1]))
         self.cache = TreeCache(capacity + self._behind + padding, rows + 1)
         self.cache.allocate(drafter.static_layers())
@@ -476,7 +507,7 @@ class DraftSteps:
         place = self._roots[session.row]
         if session.root is not place:
             place.copy_(session.root)
-            session.root = place
+            session.root = place  # a view, which later read steps fill
 
     def read(
         self,
@@ -589,6 +620,7 @@ class DraftSteps:
             return trees
 
         # Counts, parents and the bits of scores in one table, which is the round's one transfer.
+        # Integers hold a float's 32 bits exactly, whatever it is.
         bits = scores.view(torch.int32).long()
         table = torch.cat((grown.counts[:count, None], grown.parents[:count], bits), dim=1).cpu()
         nodes = tokens.shape[1]

@@ -176,10 +176,10 @@ class TensorGrowth:
         above = torch.zeros(rows, 1, dtype=torch.float64, device=self.device)
         numbers = torch.full((rows, 1), -1, device=self.device)
         # Of all candidates, per depth [R, c].
-        all_tokens: list[Tensor] = []
-        all_scores: list[Tensor] = []
-        all_parents: list[Tensor] = []
-        proposals: list[Tensor] = []
+        all_tokens = []
+        all_scores = []
+        all_parents = []
+        proposals = []
         begin = 0  # number of the level's first candidate
         for depth, level in enumerate(self.levels):
             # The children of the opened nodes, [R, m, width].
@@ -208,7 +208,12 @@ class TensorGrowth:
             proposals,
         )
 
-    def _choose(self, level: _Level, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    def _choose(
+        self,
+        level: _Level,
+        scores: Tensor,
+        count: int,
+    ) -> tuple[Tensor, Tensor]:
         """The nodes to open of a level's candidates, ascending [R, m], and their scores."""
         if self.floor is None:
             live = scores
@@ -217,7 +222,12 @@ class TensorGrowth:
         if level.opened is not None:
             chosen = level.opened.expand(len(scores), -1)
         else:
-            best = live.sort(dim=1, descending=True, stable=True).indices
+            # Stable sorts, so that equal scores keep their order, as on the host.
+            best = live.sort(
+                dim=1,
+                descending=True,
+                stable=True,
+            ).indices
             chosen = best[:, :count].sort(dim=1).values
         return chosen, live.gather(1, chosen)
 
@@ -244,7 +254,11 @@ class TensorGrowth:
             counts = torch.full((rows,), total, device=self.device)
             return Grown(tokens, parents, scores, counts, q)
 
-        best = scores.sort(dim=1, descending=True, stable=True)
+        best = scores.sort(
+            dim=1,
+            descending=True,
+            stable=True,
+        )
         live = best.values[:, : self.nodes] > _DEAD  # [R, n] bool
         counts = live.sum(dim=1)
         # [R, n] candidates in their order; dead ones come last, as padding
@@ -255,11 +269,8 @@ class TensorGrowth:
         # takes the padding.
         place = torch.full((rows, total + 1), -1, device=self.device)
         order = torch.arange(self.nodes, device=self.device).expand(rows, -1)
-        place.scatter_(
-            1,
-            torch.where(order < counts[:, None], kept, total),
-            torch.where(order < counts[:, None], order, -1),
-        )
+        used = order < counts[:, None]  # [R, n]
+        place.scatter_(1, torch.where(used, kept, total), torch.where(used, order, -1))
         above = parents.gather(1, kept)
         above = place.gather(1, above.masked_fill(above < 0, total))
         return Grown(tokens.gather(1, kept), above, scores.gather(1, kept), counts, q)
@@ -310,6 +321,7 @@ def _candidates(
     scores = (above[:, :, None] + values).flatten(1)
     parents = numbers[:, :, None].expand_as(tokens).flatten(1)
     tokens = tokens.flatten(1)
+    # All children are taken, or a fixed tree's selection of them.
     if level.taken is None or level.candidates == tokens.shape[1]:
         return tokens, scores, parents
     return tokens[:, level.taken], scores[:, level.taken], parents[:, level.taken]

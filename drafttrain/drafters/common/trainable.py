@@ -110,7 +110,7 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
         if keep is not None:
             kept = keep(size)  # [d] int64 target ids
         else:
-            kept = torch.arange(size if size else target.vocab_size)
+            kept = torch.arange(size or target.vocab_size)
         options["loss"] = loss
         if init == "native":
             return cls.native(target, kept, options)
@@ -339,7 +339,12 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
         """
         raise NotImplementedError(f"{type(self).__name__}.read_committed")
 
-    def draft(self, roots: Tensor, places: Places, width: int | None) -> tuple[Children, Ask]:
+    def draft(
+        self,
+        roots: Tensor,
+        places: Places,
+        width: int | None,
+    ) -> tuple[Children, Ask]:
         """Drafts below roots [R, ...].
 
         Args:
@@ -351,7 +356,10 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
         raise NotImplementedError(f"{type(self).__name__}.draft")
 
     def grow_by_kernel(
-        self, sessions: rows.Sessions, specs: Specs, roots: Tensor
+        self,
+        sessions: rows.Sessions,
+        specs: Specs,
+        roots: Tensor,
     ) -> list[TokenTree] | None:
         """Greedy trees below roots [R, ...] by one C call; None where it does not apply."""
         return None

@@ -75,7 +75,7 @@ class GrowingTree:
         self.kept_ids = kept_ids
         self.sampler = sampler if spec.sampled else None
         self.row = row
-        first = root[0] if isinstance(root, tuple) else root
+        first = root[0] if isinstance(root, tuple) else root  # without confidence
         self.device = first.device
         self.done = False
         self.opened: list[int] = []
@@ -95,7 +95,7 @@ class GrowingTree:
         self._order: list[int] = []
         self._rows: list[int] = []
         self._q: list[Tensor] = []  # [., d] each
-        self._level = [-1]
+        self._level = [-1]  # nodes whose children come next; the root
         if self._depths_left:
             self.grow(rows_of(root, None))
         else:
@@ -108,6 +108,7 @@ class GrowingTree:
         if not self._depths_left:
             self.done = True
             return
+        # Nodes that are likely enough and have children.
         level = [node for node in level if self._scores[node] >= self._floor and self._ranks(node)]
         if self.spec.shape == "dynamic":
             scores = [self._scores[node] for node in level]
@@ -178,8 +179,9 @@ class GrowingTree:
                 full = logits
             size = full.shape[-1]
         wanted = [self._ranks(parent) for parent in parents]
-        width = min(1 + max(map(max, wanted)), size)
-        first_row = sum(map(len, self._q))
+        highest = max(map(max, wanted))  # rank of any child
+        width = min(1 + highest, size)
+        first_row = sum(map(len, self._q))  # of this depth's q among all rows
         if self.sampler is None:
             if full is not None:
                 scores, tokens = top_log_probs(full, width)  # [m or 1, width] each
@@ -202,6 +204,7 @@ class GrowingTree:
         for row, (parent, ids, values) in enumerate(rows):
             above = self._scores[parent] if parent >= 0 else 0.0
             path = self._path(parent)
+            # Ranks that exist: a small vocabulary, or a q with few tokens, has fewer.
             ranks = [rank for rank in wanted[row] if rank < width and ids[rank] >= 0]
             self._tokens += [ids[rank] for rank in ranks]
             self._parents += [parent] * len(ranks)

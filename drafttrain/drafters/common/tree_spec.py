@@ -95,7 +95,7 @@ class TreeSpec:
         named = f"tree={shown(text)}"
         if not isinstance(text, str):
             raise UserError(f"{named} must be text such as chain:3")
-        body, *options = text.strip().split("@", 20)
+        body, *options = text.strip().split("@", 20)  # no text has more options
         spec = _parse_shape(named, body)
         for option in options:
             fields = _option_fields(option)
@@ -231,6 +231,7 @@ def _parse_shape(named: str, body: str) -> TreeSpec:
         return TreeSpec("none", 0, (), 0, 0)
     if shape == "paths" and rest:
         return _parse_paths(named, rest)
+    # Only fan-outs are written with an x.
     parts = rest.replace("x", ",").split(",", MOST_DEPTH)
     numbers = tuple(map(_whole, parts[:MOST_DEPTH]))
     wanted = {
@@ -275,7 +276,8 @@ def _parse_paths(named: str, rest: str) -> TreeSpec:
         if len(nodes) > MOST_NODES or max(map(len, nodes)) > MOST_DEPTH:
             raise _too_large(named)
         found = [list(map(_whole, node)) for node in nodes]
-    paths = tuple(sorted({tuple(path) for path in found}, key=lambda path: (len(path), path)))
+    unique = {tuple(path) for path in found}
+    paths = tuple(sorted(unique, key=lambda path: (len(path), path)))  # parents first
     if not paths or not paths[0] or min(map(min, paths)) < 0:
         raise _no_tree(named)
     if len(found) > MOST_NODES or len(paths[-1]) > MOST_DEPTH or max(map(max, paths)) >= MOST_NODES:

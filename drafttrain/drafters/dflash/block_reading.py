@@ -114,7 +114,9 @@ def own_keys(config: Mapping[str, object]) -> Json:
 
 def is_dspark(config: Mapping[str, object]) -> bool:
     """Whether a block drafter's config has a Markov head."""
-    default = 256 if config.get("speculators_model_type") == "dspark" else 0
+    default = 0
+    if config.get("speculators_model_type") == "dspark":
+        default = 256
     rank = own_keys(config).get("markov_rank", default)
     return isinstance(rank, int) and rank > 0
 

@@ -303,7 +303,12 @@ class EngineBlocks(BlockFiles[Block]):
         """
         if back.lm_head is not None and original.lm_head is None:
             name = original.config.target["name"]
-            target = load_shell(name, dtype="float32", device="cpu", weights=True)
+            target = load_shell(
+                name,
+                dtype="float32",
+                device="cpu",
+                weights=True,
+            )
             rows = target.head_weight[back.kept_ids].to(dtype)  # [d, h]
             if not torch.equal(back.lm_head.weight.to(dtype), rows):
                 raise UserError(

@@ -28,7 +28,14 @@ class SeparateCaches:
         self.caches = caches
         self.sizes = list(sizes)  # new tokens of each session
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **form: Any) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        **form: Any,
+    ) -> Tensor:
         queries = query.split(self.sizes, dim=2)
         keys = key.split(self.sizes, dim=2)
         values = value.split(self.sizes, dim=2)
@@ -122,6 +129,7 @@ class DraftModelSession(JointSession):
                     break
                 kept.append(child + 1)
             held = 1 + len(self.parents)
+            # A forward of no new tokens: all nodes are stored already, and some of them are kept.
             self.cache.open([(0, TreeLayout(self.cache.lengths[0], self.parents, held=held))])
             self.cache.commit([kept])
             new = new[len(kept) - 1 :]
@@ -136,7 +144,7 @@ class DraftModelSession(JointSession):
         return new
 
     def commit(self, tokens: Tensor, root: Tensor) -> None:
-        self.cache.commit([range(len(tokens) - 1)])
+        self.cache.commit([range(len(tokens) - 1)])  # the last one is the root
         self.rooted = 1
         self.root = root
 

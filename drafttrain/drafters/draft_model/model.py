@@ -177,7 +177,11 @@ class DraftModel(TrainableDrafter):
                 raise UserError(
                     f"unknown key drafter.{key} for kind=draft_model with init={init!r}; there are {', '.join(sorted(known))}"
                 )
-        config = DraftModelConfig(**cls.check_options(options), loss=loss, target=target.identity())
+        config = DraftModelConfig(
+            **cls.check_options(options),
+            loss=loss,
+            target=target.identity(),
+        )
         tokenizer = target.tokenizer
         if init == "target":
             lm = language_models.own_layers(target, config.layers, config.embedding == "shared")
@@ -304,8 +308,9 @@ class DraftModel(TrainableDrafter):
         Raises:
             UserError: the model mixes them up.
         """
-        ids = torch.arange(1, 7, device=self.device)[None] * self.vocab_size // 8
-        together = self._states(ids, torch.tensor([[0, 0, 0, 3, 3, 3]], device=self.device))[:, 3:]
+        ids = torch.arange(1, 7, device=self.device)[None] * self.vocab_size // 8  # spread ids
+        begins = torch.tensor([[0, 0, 0, 3, 3, 3]], device=self.device)
+        together = self._states(ids, begins)[:, 3:]
         alone = self._states(ids[:, 3:])
         if not torch.allclose(together, alone, rtol=1e-4, atol=1e-4 * float(alone.abs().max())):
             raise UserError(
@@ -414,7 +419,11 @@ class DraftModel(TrainableDrafter):
             return self.runner.body(input_ids=read, use_cache=False).last_hidden_state
         positions = torch.arange(ids.shape[1], device=ids.device) - begins
         with apart(begins):
-            out = self.runner.body(input_ids=read, position_ids=positions, use_cache=False)
+            out = self.runner.body(
+                input_ids=read,
+                position_ids=positions,
+                use_cache=False,
+            )
         return out.last_hidden_state
 
     def _states_of_text(
@@ -496,6 +505,7 @@ class DraftModel(TrainableDrafter):
 
     @torch.no_grad()
     def static_layers(self) -> dict[int, tuple[Tensor, Tensor]]:
+        # One token shows the shapes of all layers' keys.
         ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         cache = TreeCache(1)
         cache.open([(0, 1)])
@@ -506,7 +516,12 @@ class DraftModel(TrainableDrafter):
         """Roots [R, d], the logits after the last tokens."""
         return self._logits(self._pass(ids, at)[at.ends])
 
-    def draft(self, roots: Tensor, places: Places, width: int | None) -> tuple[Children, Ask]:
+    def draft(
+        self,
+        roots: Tensor,
+        places: Places,
+        width: int | None,
+    ) -> tuple[Children, Ask]:
         def ask(nodes: Nodes) -> Children:
             return Children(self._logits(self._pass(nodes.tokens(), nodes.place())))
 

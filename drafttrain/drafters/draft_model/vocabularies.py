@@ -95,6 +95,7 @@ class TokenBytes:
         for token, i in tokenizer.get_vocab().items():
             if i >= rows:
                 continue
+            # Added tokens are matched in a text before it is split, so they stand for themselves.
             literal = i in added and (by_bytes or added[i].special or not added[i].normalized)
             if literal or (by_bytes and not all(c in _BYTE_OF for c in token)):
                 self.pieces[i] = token.encode()
@@ -106,6 +107,7 @@ class TokenBytes:
             else:
                 self.pieces[i] = token.replace("▁", " ").encode()
         self.ids: dict[tuple[bool, bytes], int] = {}
+        # Byte tokens come last: of equal bytes, the other token is taken.
         for i in sorted(range(rows), key=lambda i: (i in fallback, i)):
             if self.pieces[i]:
                 self.ids.setdefault((i in self.special, self.pieces[i]), i)
@@ -134,6 +136,7 @@ class TokenBytes:
         Bytes that are no UTF-8 become byte tokens, as far as there are any.
         """
         ids: list[int] = []
+        # Bytes that are no UTF-8 become surrogates, one each.
         for part in _SURROGATES.split(data.decode(errors="surrogateescape")):
             if _SURROGATES.match(part):
                 for byte in part.encode(errors="surrogateescape"):
@@ -397,7 +400,7 @@ class CommittedText:
             end = 0
             for token in target.write_behind(before, text)[: spec.depth]:
                 end += len(target.pieces[token])
-                score = probs[path[bisect_left(ends, end)]]
+                score = probs[path[bisect_left(ends, end)]]  # the node that completes the token
                 node = place.setdefault((above, token), len(tokens))
                 if node == len(tokens):
                     tokens.append(token)
@@ -405,4 +408,10 @@ class CommittedText:
                     scores.append(score)
                 scores[node] = max(scores[node], score)
                 above = node
-        return TokenTree.likeliest(spec.budget, tokens, parents, scores, tree.tokens.device)
+        return TokenTree.likeliest(
+            spec.budget,
+            tokens,
+            parents,
+            scores,
+            tree.tokens.device,
+        )

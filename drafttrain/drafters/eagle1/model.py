@@ -136,7 +136,12 @@ class Eagle1(LayerDrafter):
     def fuse(self, features: Tensor) -> Tensor:
         return features.to(self.fc.weight.dtype)
 
-    def enter(self, state: Tensor, embeds: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
+    def enter(
+        self,
+        state: Tensor,
+        embeds: Tensor,
+        depth: int,
+    ) -> tuple[Tensor, Tensor | None]:
         return self.fc(torch.cat((embeds, state), dim=-1)), None
 
     def score(self, read: Tensor) -> Tensor:

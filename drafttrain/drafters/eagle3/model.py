@@ -151,7 +151,7 @@ class Eagle3(LayerDrafter):
         if "kept_ids" not in found:
             self.kept_ids = torch.arange(self.config.draft_vocab_size)
             if "d2t" in found:
-                self.kept_ids += read_weights(folder)["d2t"].long()
+                self.kept_ids += read_weights(folder)["d2t"].long()  # target id minus drafter id
 
     @property
     def decoder_layers(self) -> list[DraftLayer]:
@@ -209,7 +209,12 @@ class Eagle3(LayerDrafter):
         normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
         return torch.cat(normed, dim=-1)
 
-    def enter(self, state: Tensor, embeds: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
+    def enter(
+        self,
+        state: Tensor,
+        embeds: Tensor,
+        depth: int,
+    ) -> tuple[Tensor, Tensor | None]:
         return state, embeds
 
     def leave(self, state: Tensor) -> Tensor:

@@ -139,6 +139,7 @@ def published_head(checkpoint: Exported, target: Json) -> Exported:
     for name, weight in found.items():
         if "transformer_layer_config" in checkpoint.config:
             name = name.replace("midlayer.", "layers.0.")
+        # SGLang reads hidden_norm, vLLM input_layernorm.
         elif re.fullmatch(r"layers\.\d+\.input_layernorm\.weight", name):
             weights[name.replace("input_layernorm", "hidden_norm")] = weight
         weights[name] = weight

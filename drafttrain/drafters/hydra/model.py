@@ -63,7 +63,8 @@ class Hydra(Medusa):
         return self.advance(super().enter(hidden, tokens), tokens, 0)
 
     def advance(self, state: Tensor, tokens: Tensor, depth: int) -> Tensor:
-        return torch.cat((state, unit(self.embed(tokens).to(state.dtype))), dim=-1)
+        embeds = unit(self.embed(tokens).to(state.dtype))
+        return torch.cat((state, embeds), dim=-1)
 
 
 KIND = Hydra

@@ -91,9 +91,10 @@ class LookaheadSession(Session):
     def extend(self, tokens: Tensor, features: Tensor) -> None:
         new = tokens.tolist()
         for step, (guess, token) in enumerate(zip(self.first, new, strict=False)):
-            self.rates.add(step, 0 if guess == token else None)
             if guess != token:
+                self.rates.add(step, None)
                 break
+            self.rates.add(step, 0)
         self.tokens += new
         known = self.pool.get(self.tokens[-1], {})
         self.first = next(reversed(known), ())
@@ -114,7 +115,7 @@ class LookaheadSession(Session):
         if not self.rows:
             for _ in range(self.ngram - 1):
                 self.rows.append(self.random.choices(self.tokens, k=self.window))
-        self.rows[0][0] = self.tokens[-1]
+        self.rows[0][0] = self.tokens[-1]  # the root
         # The first row is a chain below the root; each column hangs below its token in that row.
         tokens = self.rows[0][1:]
         parents = list(range(-1, self.window - 2))
@@ -131,6 +132,8 @@ class LookaheadSession(Session):
         height = self.ngram - 2  # probes of a column below the first row
         newest = []
         for column in range(self.window):
+            # Choices follow the root, then the first row's W - 1 probes, then `height` of each
+            # column.
             # The choice after the column's last probe; without further rows, after the first row's.
             end = column
             if height:

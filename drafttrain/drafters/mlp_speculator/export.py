@@ -39,7 +39,12 @@ class MlpSpeculatorShipping(Shipping[MlpSpeculator]):
     published_keys = engine_keys.keys()
     reads = "MLP speculators (MLPSpeculatorPreTrainedModel)"
 
-    def engine_config(self, drafter: MlpSpeculator, form: str, request: ExportRequest) -> Json:
+    def engine_config(
+        self,
+        drafter: MlpSpeculator,
+        form: str,
+        request: ExportRequest,
+    ) -> Json:
         config = drafter.config
         tied = config.tie_weights
         if config.n_predict == 1:  # a single step has nothing to tie

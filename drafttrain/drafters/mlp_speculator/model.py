@@ -107,7 +107,8 @@ class MlpSpeculator(PathHeads):
         rows = target.embed(torch.arange(self.config.vocab_size, device=target.device)).float()
         # Eigenvalues ascend, so the last directions have most power.
         directions = torch.linalg.eigh(rows.T @ rows).eigenvectors.flip(1)[:, :inner]
-        basis = torch.linalg.qr(torch.randn(inner, inner)).Q[: directions.shape[1]].to(rows.device)
+        rotation = torch.linalg.qr(torch.randn(inner, inner)).Q
+        basis = rotation[: directions.shape[1]].to(rows.device)
         rows = rows @ directions @ basis
         rows *= inner**-0.5 / rows.square().mean().sqrt()
         for emb in self.emb:
@@ -124,7 +125,8 @@ class MlpSpeculator(PathHeads):
         emb = _at(self.emb, depth)
         proj = _at(self.proj, depth)
         ln = _at(self.ln, depth)
-        return F.gelu(ln(proj(state) + self.ratio * emb(tokens)))
+        mixed = proj(state) + self.ratio * emb(tokens)
+        return F.gelu(ln(mixed))
 
     def read(self, state: Tensor, depth: int) -> Tensor:
         return state

@@ -202,6 +202,7 @@ def _widened(
     rows, columns = size or (128, 128)
     with safe_open(scales, "pt") as file:
         factors = file.get_tensor(name + _SCALE).float()  # [blocks of rows, blocks of columns]
+    # Each factor for the rows and columns of its block; the last blocks may be cut.
     factors = factors.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
     return weight.float() * factors[: weight.shape[0], : weight.shape[1]]
 
@@ -236,6 +237,7 @@ def norm_offset(norm: nn.Module | None) -> float:
     weight = starts.norm_weight(norm)
     if weight is None:
         return 0.0
+    # `weight` is what the norm applies, the parameter what it stores.
     return float((weight - next(norm.parameters())).float().mean().round())
 
 

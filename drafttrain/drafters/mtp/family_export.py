@@ -122,7 +122,12 @@ class FamilyModuleShipping(Shipping[MTP]):
         config.target_layer = {**spec, **spec_of(own, spec["index"])}
         return MTP(config)
 
-    def drafter_weights(self, original: MTP, back: MTP, export: Exported) -> dict[str, Tensor]:
+    def drafter_weights(
+        self,
+        original: MTP,
+        back: MTP,
+        export: Exported,
+    ) -> dict[str, Tensor]:
         spec = back.config.target_layer
         stored = FORMS[spec["form"]]
         place = stored.module.format(n=export.config["num_hidden_layers"]) + stored.layer

@@ -183,9 +183,15 @@ class MTP(LayerDrafter):
     def fuse(self, features: Tensor) -> Tensor:
         return features.to(self.norm.weight.dtype)
 
-    def enter(self, state: Tensor, embeds: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
+    def enter(
+        self,
+        state: Tensor,
+        embeds: Tensor,
+        depth: int,
+    ) -> tuple[Tensor, Tensor | None]:
         block = self.block_at(depth)
-        return block.eh_proj(torch.cat((block.enorm(embeds), block.hnorm(state)), dim=-1)), None
+        both = torch.cat((block.enorm(embeds), block.hnorm(state)), dim=-1)  # [t, 2h]
+        return block.eh_proj(both), None
 
     def leave(self, state: Tensor) -> Tensor:
         return self.norm(state)
@@ -290,9 +296,13 @@ class MTP(LayerDrafter):
         # The layer is counted as the target's last one that sees all positions, as it is in
         # published families.
         count = target.num_layers
-        kinds = getattr(target.config, "layer_types", None) or [""] * count
+        kinds = getattr(target.config, "layer_types", None)
+        if not kinds:
+            kinds = [""] * count
         full = [i for i in range(count) if kinds[i] == "full_attention"]
-        index = full[-1] if full else count - 1
+        index = count - 1
+        if full:
+            index = full[-1]
         spec = spec_of(target.config, index)
         heads, kv_heads, width, window = OwnLayer(spec).shape()
         shapes = {
@@ -389,7 +399,13 @@ class MTP(LayerDrafter):
             block.enorm.weight.fill_(1.0)
             block.hnorm.weight.fill_(1.0)
         projections = [block.eh_proj for block in self.blocks]
-        explained, size = starts.projection_start(self, projections, batches, source, normed=True)
+        explained, size = starts.projection_start(
+            self,
+            projections,
+            batches,
+            source,
+            normed=True,
+        )
         self.norm.weight.fill_(size)
         starts.set_temperature(self, batches[0], source, self.norm.weight)
         return explained

@@ -110,7 +110,7 @@ class NgramSession(Session):
 
     def _matches(self) -> Iterator[tuple[int, int]]:
         """(length, next position) of earlier occurrences of the current suffix, the best first."""
-        seen: set[int] = set()
+        seen = set()
         for n in self.sizes:
             if n > len(self.tokens):
                 continue

@@ -92,7 +92,12 @@ class PEagle(Eagle3):
     def next_inputs(self, state: Tensor, embeds: Tensor) -> tuple[Tensor, Tensor]:
         return self.masks(len(embeds))
 
-    def draft(self, roots: Tensor, places: Places, width: int | None) -> tuple[Children, Ask]:
+    def draft(
+        self,
+        roots: Tensor,
+        places: Places,
+        width: int | None,
+    ) -> tuple[Children, Ask]:
         """One step over the masked positions of all depths and sequences."""
         reads = roots[:, 1:]  # [R, 1, h] the head's input
         count = places.depth - 1  # masks per tree
@@ -101,6 +106,7 @@ class PEagle(Eagle3):
             made = self.advance(states, embeds, places.behind(count), 1)
             deeper = made[:, 1].unflatten(0, (len(roots), count))
             reads = torch.cat((reads, deeper), dim=1)  # [R, depth, h]
+        # The depths of a sequence stand together, and all nodes of a depth share its row.
         every = self.predict(reads.flatten(0, 1), width)._replace(shared=True)
         depths = reads.shape[1]
         return every.every(depths, 0), lambda nodes: every.every(depths, nodes.depth)

@@ -85,7 +85,7 @@ class _Index:
             if n <= len(text):
                 places = self._places.setdefault(tuple(text[-n:]), [])
                 places.append(entry)
-                if len(places) > 4 * _PLACES:
+                if len(places) > 4 * _PLACES:  # `find` needs the latest ones only
                     del places[: 2 * _PLACES]
 
     def find(self, context: list[int]) -> list[tuple[int, list[int], int]]:
@@ -95,6 +95,7 @@ class _Index:
             for text, place in reversed(self._places.get(tuple(context[-n:]), ())):
                 if len(found) == _PLACES:
                     return list(found.values())
+                # A place that was found by a longer context stays as it is.
                 if place < len(text):
                     found.setdefault((id(text), place), (n, text, place))
         return list(found.values())
@@ -309,13 +310,13 @@ class SuffixSession(Session):
         for n in range(min(self.drafter.table.max_n, len(context)), 0, -1):
             for token, share in self.drafter.followers(tuple(context[-n:])):
                 if token not in groups:
-                    groups[token] = []
+                    groups[token] = []  # shorter contexts do not give it again
                     yield token, (min(rank, 3), n, min(4, int(5 * share))), []
                     rank += 1
 
     def _chance(self, kind: _Kind) -> float:
         """Probability that a child of a kind is right if the children before it are not."""
-        if len(kind) == 3:
+        if len(kind) == 3:  # of the corpus
             believed = 0.06 + 0.01 * kind[1] * kind[2]
         else:
             rank, length, own, agreed, near = kind
@@ -333,9 +334,10 @@ class SuffixSession(Session):
         before = self.tokens[-_LONGEST:]
         matches = self._matches(before)
         for child, kind, _ in islice(self._children(matches, before), _WIDTH):
-            self.rates.add(kind, 0 if child == token else None)
             if child == token:
+                self.rates.add(kind, 0)
                 break
+            self.rates.add(kind, None)
 
         # Follow the best long or near occurrence that was right; else the same text goes on.
         for match in matches:
@@ -359,9 +361,13 @@ def _order(match: _Match, reached: int) -> tuple[int, int]:
 
 def _agreement(count: int, total: int) -> int:
     """How many of the occurrences agree on a token, an index of `_DOUBT`."""
+    if total == 1:
+        return 1
     if count == total:
-        return 1 if total == 1 else 2
-    return 0 if count / total < 0.5 else 3
+        return 2
+    if count / total < 0.5:
+        return 0
+    return 3
 
 
 def _rounded(length: int) -> int:
@@ -369,7 +375,7 @@ def _rounded(length: int) -> int:
     if length <= 8:
         return length
     if length <= 16:
-        return length & -4
+        return length & -4  # down to a multiple of 4
     return length & -16
 
 

@@ -94,7 +94,10 @@ class _Kept:
         if found is None:
             return
         kind, (tokens, _) = found
-        self.rates.add(kind, tokens.index(chosen) if chosen in tokens else None)
+        rank = None
+        if chosen in tokens:
+            rank = tokens.index(chosen)
+        self.rates.add(kind, rank)
 
 
 class TokenRecyclingDrafter(Drafter):
@@ -164,7 +167,7 @@ class TokenRecyclingSession(Session):
         longest = self.drafter.context
         contexts = [self.before]  # of the root, then of each node
         for token, parent in zip(tree.tokens.tolist(), tree.parents, strict=True):
-            contexts.append((*contexts[parent + 1], token)[-longest:])
+            contexts.append((*contexts[parent + 1], token)[-longest:])  # entry 0 is the root's
         news: dict[Context, Predictions] = {}
         for context, predicted in zip(contexts, predictions, strict=True):
             kept.test(context, predicted[0][0])

@@ -51,7 +51,10 @@ class _CpuTorch:
 
     @staticmethod
     def empty_like(
-        like: torch.Tensor, *args: Any, pin_memory: bool = False, **options: Any
+        like: torch.Tensor,
+        *args: Any,
+        pin_memory: bool = False,
+        **options: Any,
     ) -> torch.Tensor:
         return torch.empty_like(like, *args, **options)
 

@@ -33,7 +33,12 @@ class MooncakeTransport(StatesTransport):
 
     fix = "give the store more memory: --mooncake-gib"
 
-    def __init__(self, record: StoreRecord, url: str, before: StatesTransport | None = None):
+    def __init__(
+        self,
+        record: StoreRecord,
+        url: str,
+        before: StatesTransport | None = None,
+    ):
         self.record: StoreRecord = record
         self.url = url
         self._replaced = False  # the server announced another record since
