@@ -605,8 +605,11 @@ def hub_problem() -> str:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name has the form user/name of a Hub repository, and not that of a path."""
-    return not name.startswith((".", "/", "~")) and name.count("/") == 1
+    """Whether a name has the form user/name of a Hub repository, and not that of a path.
+
+    KIND:FOLDER/FILE names a kind without weights and the file that it reads.
+    """
+    return not name.startswith((".", "/", "~")) and name.count("/") == 1 and ":" not in name
 
 
 def hub_snapshot(

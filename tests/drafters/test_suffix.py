@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from drafttrain.drafters.combined import CombinedDrafter
 from drafttrain.drafters.common.ngram_table import NgramTable
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.drafters.registry import load_drafter
+from drafttrain.drafters.registry import decoding_settings, load_drafter
 from drafttrain.drafters.suffix import model as module
 from drafttrain.drafters.suffix.model import SuffixDrafter
 from drafttrain.errors import UserError
+from drafttrain.files import is_hub_id
 from drafttrain.inference import generate, generate_batch
 from drafttrain.target import tokenizer_fingerprint
 from tests.drafters.helpers import check_tree, make_drafter, paths
@@ -195,6 +196,12 @@ def test_greedy_output_does_not_change(target, tmp_path):
             assert [generation.tokens for generation in got] == want
         if drafter is not combined:  # the second time, the answers are known
             assert min(generation.stats.accepted_length for generation in got) > 1.5
+
+
+def test_the_file_of_a_kind_is_no_hub_id():
+    """`eval` looks for the drafter's decoding.json, of which a kind without weights has none."""
+    assert not is_hub_id("suffix:runs/store.safetensors")
+    assert decoding_settings("suffix:runs/store.safetensors") == {}
 
 
 @pytest.mark.parametrize(
