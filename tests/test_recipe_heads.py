@@ -7,15 +7,29 @@ import runpy
 from pathlib import Path
 
 import pytest
+import yaml
 
 from drafttrain.recipes import figures, recipe_names, recipe_path, shipped_recipes
 
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "recipe_heads.py"
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "scripts" / "recipe_heads.py"
+PAGE = (ROOT / "docs" / "how-to" / "recipes.md").read_text()
+KINDS = re.compile(r"^### (\w+)\n(.*?)(?=^##)", re.MULTILINE | re.DOTALL)
+# A row of a kind's table whose recipes all hold one value.
+ROW = re.compile(r"^\| `([\w.]+)` \| `([^`]+)`", re.MULTILINE)
+COMPARED = [
+    (kind, key, yaml.safe_load(value))
+    for kind, table in KINDS.findall(PAGE)
+    for key, value in ROW.findall(table)
+]
 FILLED = re.compile(
     r"\d+ GB per (training GPU \(vLLM has its own\)|GPU), disk [\d.]+ [GT]B; answers [\d.]+ h, "
     r"(states [\d.]+ h, )?training [\d.]+ h"
 )
 PLANNED = {one.name: one.plan for one in shipped_recipes() if one.plan is not None}
+TEXTS = {name: recipe_path(name).read_text() for name in PLANNED}
+VALUES = {name: yaml.load(text, yaml.CSafeLoader) for name, text in TEXTS.items()}
+FIGURE = re.compile(r"#.*\d ?(GB|TB|GPUs?|hours?|h|days?)\b")
 
 
 def test_every_plan_is_filled_and_fits():
@@ -27,6 +41,23 @@ def test_every_plan_is_filled_and_fits():
         for run in plan["runs"]:
             assert FILLED.fullmatch(figures(run, plan["states"])), name
             assert run["memory_gb"] <= run["gpu_memory"], name
+
+
+def test_only_the_key_plan_has_figures_of_plans():
+    """Memory, disk, time and numbers of GPUs, which `drafttrain plan` computes."""
+    found = [line for text in TEXTS.values() for line in text.splitlines() if FIGURE.search(line)]
+    assert found == []
+    assert FIGURE.search("# 66 GB of weights") and FIGURE.search("seed: 0   # trains 3.5 hours")
+
+
+def test_recipes_hold_the_values_that_their_page_compares():
+    assert {kind for kind, _, _ in COMPARED} == {"dspark", "dflash2", "peagle", "eagle3"}
+    assert len(COMPARED) > 30
+    for kind, key, value in COMPARED:
+        outer, _, inner = key.rpartition(".")
+        for name, recipe in VALUES.items():
+            held = recipe.get(outer) if outer else recipe
+            assert not name.endswith(f"/{kind}") or held.get(inner) == value, (name, key)
 
 
 @pytest.mark.parametrize("name", PLANNED)

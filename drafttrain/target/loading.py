@@ -20,10 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+)
 from transformers.utils import logging as logs
 
 from drafttrain.errors import UserError, without_xet
-from drafttrain.files import hub_snapshot, open_tensors, read_json
+from drafttrain.files import Json, hub_snapshot, open_tensors, read_json
 from drafttrain.target.fetch import resolve_target
 from drafttrain.values import ShardIndex
 
@@ -109,14 +114,68 @@ def load_language_model(where: str, what: str, fix: str, **options: Any) -> Any:
             options["use_safetensors"] = True
             # Weights of another shape are reported by name with the others.
             options["ignore_mismatched_sizes"] = True
-            remote = options.get("trust_remote_code", False)
-            config = AutoConfig.from_pretrained(where, trust_remote_code=remote)
+            config = model_config(where, options.get("trust_remote_code", False))
             check_sizes(config, where, what, fix)
+            options["config"] = config
         options["output_loading_info"] = True
         loaded: Any = AutoModelForCausalLM.from_pretrained(where, **options)
     model, info = loaded
     check_loaded(model, info, what, fix)
     return model
+
+
+def model_config(where: str, trust_remote_code: bool) -> PreTrainedConfig:
+    """The config of a folder, a config.json or a Hub id; raises what transformers raises.
+
+    Repositories may name a model type of their own (`kimi_k2`) for a class that transformers has: it is then read as
+    that class's family, without code of the repository's.
+    """
+    raw, _ = PreTrainedConfig.get_config_dict(where)
+    if raw.get("model_type") not in CONFIG_MAPPING:
+        config = known_config(raw)
+        if config is not None:
+            return config
+    return AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
+
+
+def known_config(raw: Json) -> PreTrainedConfig | None:
+    """The values of a config.json in transformers' own class; None if it has none for the model."""
+    kind = str(raw.get("model_type", ""))
+    if kind not in CONFIG_MAPPING:
+        kind = _family_of(raw.get("architectures"))
+    if not kind:
+        return None
+    values = {**raw, "model_type": kind}
+    values.pop("auto_map", None)  # names code
+    return CONFIG_MAPPING[kind].from_dict(values)
+
+
+def _family_of(architectures: object) -> str:
+    """The model type of a class that transformers has; empty if it lacks the class."""
+    if not isinstance(architectures, list) or not architectures:
+        return ""
+    own = str(architectures[0])
+    kinds = [kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name == own]
+    # Some classes serve several families; prefer the one that bears the class's name.
+    family = own.removesuffix("ForCausalLM").lower()
+    for kind in kinds:
+        if kind.replace("_", "") == family:
+            return kind
+    return kinds[0] if kinds else ""
+
+
+def text_part(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of the language model in one that reads images too, where the whole has no class for text alone.
+
+    Kimi K2.6 and MiniMax M3 are such; Gemma 4 and Qwen3.5 stay whole.
+    """
+    text = config.get_text_config()
+    if (
+        type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+        and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING
+    ):
+        return text
+    return config
 
 
 def check_sizes(
@@ -137,8 +196,10 @@ def check_sizes(
         if key.startswith("num_"):
             limits.setdefault(key, (0, _MOST))
     limits["num_hidden_layers"] = (1, _MOST_LAYERS)
+    held = vars(own)
     for key, (least, most) in limits.items():
-        value = getattr(own, key, None)
+        # The attribute itself raises an error where layers differ in it (Gemma 4's key heads).
+        value = held[key] if key in held else getattr(own, key, None)
         if isinstance(value, int) and not least <= value <= most:
             raise UserError(
                 f"{what}: {key}={value} in config.json must be {least} to {most}; {fix}"

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -42,7 +42,9 @@ from drafttrain.target.loading import (
     check_finite,
     check_sizes,
     loading,
+    model_config,
     tensor_files,
+    text_part,
     weights_folder,
 )
 from drafttrain.target.proof import LOGITS, LOGITS_HALF, described, find_scale, unsupported
@@ -78,7 +80,7 @@ def load_shell(
         options["dtype"] = resolve_dtype(dtype, place)
     generation = read_generation_config(path, name)
     with loading(f"{what}: config and tokenizer", _FIX):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = text_part(model_config(path, trust_remote_code))
         check_sizes(config, "", what, _FIX)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
@@ -349,17 +351,22 @@ def _read(
     mapping: list[Any] = get_model_conversion_mapping(model)
     renamed = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converted = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    sources: dict[str, list[str]] = defaultdict(list)  # file -> its tensors
+    sources: dict[str, dict[str, str]] = defaultdict(dict)  # file -> its tensors -> their own names
+
+    def placed(key: str) -> str:
+        """The parameter that a tensor of the files becomes."""
+        return rename_source_key(key, renamed, converted, model.base_model_prefix, shapes)[0]
+
     for key, file in tensor_files(where).items():
-        name, _ = rename_source_key(
-            key,
-            renamed,
-            converted,
-            model.base_model_prefix,
-            shapes,
-        )
-        if name in wanted or (name not in shapes and key in wanted):
-            sources[file].append(key)
+        own = key
+        name = placed(key)
+        if (
+            name not in shapes
+        ):  # files of a model that reads images too put a word before the text's names
+            own = key.removeprefix("language_model.")
+            name = placed(own)
+        if name in wanted or (name not in shapes and own in wanted):
+            sources[file][key] = own
     folder = weights_folder(where, sources)
 
     with contextlib.ExitStack() as opened:
@@ -367,13 +374,13 @@ def _read(
         for file, keys in sources.items():
             if not (folder / file).is_file():
                 raise UserError(
-                    f"{what}: {file}, which holds {keys[0]}, is not there; download it again"
+                    f"{what}: {file}, which holds {next(iter(keys))}, is not there; download it again"
                 )
             tensors = opened.enter_context(
                 open_tensors(folder / file, "target", "download it again")
             )
-            for key in keys:
-                slices[key] = tensors.get_slice(key)
+            for key, own in keys.items():
+                slices[own] = tensors.get_slice(key)
         for key, part in slices.items():
             kind = part.get_dtype()
             if kind not in ("F64", "F32", "F16", "BF16"):

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from drafttrain.config import TrainConfig, parse_overrides, read_yaml
 from drafttrain.drafters.base import NEW
@@ -19,7 +17,7 @@ from drafttrain.environment import shipped_folder
 from drafttrain.errors import UserError
 from drafttrain.files import Json, read_json, read_text, value_of
 from drafttrain.target import Target
-from drafttrain.target.loading import check_sizes, loading
+from drafttrain.target.loading import check_sizes, known_config, loading, text_part
 from drafttrain.tuning.costs import target_config
 
 # Bits per weight with its scales, by quantization_config's quant_method; others name their bits.
@@ -62,43 +60,21 @@ def read_config(name: str, place: str, key: str, fix: str) -> PretrainedConfig:
             no model has.
     """
     raw = target_config(place, key, fix)
-    raw.pop("auto_map", None)  # names code, which a plan does not run
-
-    kind = str(raw.get("model_type", ""))
-    if kind not in CONFIG_MAPPING:
-        kind = _family_of(raw.get("architectures"))
-    if not kind:
-        raise UserError(
-            f"{key}={name!r}: this transformers has no class for model_type={raw.get('model_type')!r}; "
-            f"write the values of a family that it has, of the same shapes, into a file, or {fix}"
-        )
     with loading(f"{key}={name!r}: config.json", fix):
-        config = CONFIG_MAPPING[kind].from_dict({**raw, "model_type": kind})
+        config = known_config(raw)
+        if config is None:
+            raise UserError(
+                f"{key}={name!r}: this transformers has no class for model_type={raw.get('model_type')!r}; "
+                f"write the values of a family that it has, of the same shapes, into a file, or {fix}"
+            )
         check_sizes(config, place, f"{key}={name!r}", fix)
-    return config
+    return text_part(config)
 
 
 def without_weights(config: PretrainedConfig, name: str, fix: str) -> PreTrainedModel:
     """A target on the meta device."""
     with loading(f"target={name!r}", fix), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
-
-
-def _family_of(architectures: object) -> str:
-    """The model type of a class that transformers has; empty if it lacks the class.
-
-    Repositories may name a model type of their own.
-    """
-    if not isinstance(architectures, list) or not architectures:
-        return ""
-    own = str(architectures[0])
-    kinds = [kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name == own]
-    # Some classes serve several families; prefer the one that bears the class's name.
-    family = own.removesuffix("ForCausalLM").lower()
-    for kind in kinds:
-        if kind.replace("_", "") == family:
-            return kind
-    return kinds[0] if kinds else ""
 
 
 def shipped_config(recipe: str, overrides: Sequence[str], key: str, file: str) -> Path | None:

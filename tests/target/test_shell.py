@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaModel
+from transformers import AutoConfig, AutoModelForImageTextToText, LlamaModel
 
 from drafttrain.errors import UserError
 from drafttrain.inference import generate
@@ -158,6 +158,49 @@ def test_a_shell_needs_no_files_of_layers(tied, dtype, tmp_path):
     assert all(weight.device.type == "meta" for weight in shell.layers.parameters())
     with pytest.raises(UserError, match=r"cannot be loaded|is not there"):
         Target.load(name, dtype, "cpu")
+
+
+def test_a_model_type_of_the_repositorys_own_is_read_as_its_class_is(tmp_path):
+    """Kimi K2's config.json: a DeepSeek-V3 of a type that transformers lacks, with code of its own."""
+    folder = save(build(FAMILIES["deepseek_v3"], {"num_key_value_heads": 4}), tmp_path)
+    file = tmp_path / "config.json"
+    own = {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration.DeepseekV3Config"}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | own))
+    shell = load_shell(folder, "float32", "cpu", trust_remote_code=True, weights=True)
+    assert_same(shell, Target.load(folder, "float32", "cpu"), PROMPT[None])
+
+
+@pytest.mark.parametrize(
+    ("whole", "text"), [("kimi_k25", "deepseek_v3"), ("minimax_m3_vl", "minimax_m3_vl_text")]
+)
+def test_a_shell_of_a_model_that_reads_images_is_its_language_model(whole, text, tmp_path):
+    """Families that have a class for text and images, but none for the text alone of such files."""
+    config = AutoConfig.for_model(
+        whole,
+        text_config=build(FAMILIES[text], {"num_key_value_heads": 4}).config.to_dict(),
+        vision_config={
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        },
+        tie_word_embeddings=False,
+    )
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    shell = load_shell(save(model, tmp_path), "float32", "cpu", weights=True)
+    states = torch.randn(3, shell.hidden_size)
+    normed = model.model.language_model.norm(states)
+    assert torch.equal(shell.embed_weight, model.get_input_embeddings().weight)
+    assert torch.equal(shell.final_norm(states), normed)
+    assert torch.equal(shell.head(normed), model.lm_head(normed))
+
+
+def test_a_shell_of_a_target_whose_layers_differ_in_their_heads(tmp_path):
+    """Gemma 4's layers without a window have fewer key heads."""
+    wide = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "global_head_dim": 16}
+    folder = save(build(FAMILIES["gemma4_text"], wide), tmp_path)
+    shell = load_shell(folder, "float32", "cpu", weights=True)
+    assert_same(shell, Target.load(folder, "float32", "cpu"), PROMPT[None])
 
 
 def test_running_a_shell_is_one_line(target_dir):

@@ -80,7 +80,8 @@ class BlockConv(nn.Module):
         Returns:
             The convolution, and coefficients [blocks * size, taps, groups] for `behind`.
         """
-        delta = self.kernel_projection(x).view(len(x), 2, self.taps, -1)
+        groups = x.shape[1] // self.width
+        delta = self.kernel_projection(x).view(len(x), 2, self.taps, groups)  # also of no blocks
         return self._convolve(x, delta[:, 0], 0), delta[:, 1]
 
     def behind(self, x: Tensor, delta: Tensor) -> Tensor:
