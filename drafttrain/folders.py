@@ -256,7 +256,7 @@ def _read_record(marker: Path) -> Record:
 
 def _files_of(folder: Path, patterns: Iterable[str]) -> set[str]:
     """Relative names of all files that match a pattern, or are in a folder that does."""
-    found: set[str] = set()
+    found = set[str]()
     for path in _matching(folder, patterns):
         inside = [path]
         if path.is_dir() and not path.is_symlink():

@@ -81,9 +81,9 @@ def _pay(subject: object, values: Iterable[object], form: bool = False) -> None:
     """
     numbers = [1]
     for value in values:
-        parts: tuple[object, ...] = (value,)
+        parts = [value]
         if isinstance(value, tuple):
-            parts = value
+            parts = [*value]
         for part in parts:
             if isinstance(part, int):
                 numbers.append(abs(part))

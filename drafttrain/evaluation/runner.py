@@ -313,7 +313,7 @@ def choose_tree(
     for row in saved.rows:
         if row.keys() >= {"tree", "tree_search"}:  # an interrupted run has searched
             return TreeSpec.parse(row["tree"]), row["tree_search"]
-    texts: set[str] = set()  # of the suite
+    texts = set[str]()  # of the suite
     for question in questions:
         texts.update(question.turns)
     spec, table = search(target, drafter, settings.sampling, texts)

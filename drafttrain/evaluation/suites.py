@@ -465,7 +465,7 @@ def _files(where: str, suite: PublicSuite, path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if suite.files:
-        named: set[Path] = set()
+        named = set[Path]()
         for pattern in suite.files:
             named.update(path.glob(pattern))
         if not named:

@@ -498,7 +498,7 @@ class SlotMover:
         moves = [(first, sources) for first, sources in moves if len(sources)]
         if not moves or not self._groups:
             return
-        touched: set[int] = set()  # slots of earlier paths
+        touched = set[int]()  # slots of earlier paths
         for first, sources in moves:
             own = set(range(first, first + len(sources)))
             own.update(sources)

@@ -617,8 +617,8 @@ def mark(before: str, after: str) -> tuple[list[tuple[str, str]], list[tuple[str
     beginning: the first difference matters.
     """
     # Words, spaces and single marks.
-    old: list[str] = re.findall(_WORD, before)
-    new: list[str] = re.findall(_WORD, after)
+    old = re.findall(_WORD, before)
+    new = re.findall(_WORD, after)
     left: list[tuple[str, str]] = []
     right: list[tuple[str, str]] = []
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)

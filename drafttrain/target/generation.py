@@ -218,7 +218,7 @@ class LogitsRules:
 
         It has sampling parameters, penalty, and the other keys if there are any.
         """
-        record: Json = asdict(sampling)
+        record = asdict(sampling)
         record["repetition_penalty"] = self.under(sampling).repetition_penalty
         others = self._without_penalty()
         if others:
@@ -337,7 +337,7 @@ def end_tokens(sources: Iterable[Any], vocab_size: int) -> list[int]:
     Raises:
         UserError: a value that is not a token id.
     """
-    ids: set[int] = set()
+    ids = set()
     for source in sources:
         eos = getattr(source, "eos_token_id", None)
         if eos is None:
@@ -397,7 +397,7 @@ def ignored_line(
     """
     if config is None:
         return ""
-    values: Json = config.to_dict()
+    values = config.to_dict()
     ignored: Json = {}
     # What the line advises for each group of keys.
     fixes: list[str] = []

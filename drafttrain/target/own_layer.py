@@ -378,7 +378,7 @@ def read_own_layer(
             own = OwnLayer(spec)
             fill(own, spec, weights)
             return own, spec
-    closest: set[str] = min(tried.values(), key=len)
+    closest = min(tried.values(), key=len)
     wrong = sorted(closest)
     word = "unknown" if wrong[0] in weights else "missing"
     raise UserError(f"{word} are {', '.join(wrong[:3])}")

@@ -345,7 +345,7 @@ def _read(
 
     # The files that hold the wanted tensors.
     shapes = model.state_dict()
-    wanted: set[str] = set()
+    wanted = set()
     for part_name, module in parts.items():
         wanted |= {f"{part_name}.{key}" for key in module.state_dict()}
     mapping: list[Any] = get_model_conversion_mapping(model)

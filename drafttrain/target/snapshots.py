@@ -88,7 +88,7 @@ class SnapshotCache:
     @property
     def nbytes(self) -> int:
         total = 0
-        shared: set[int] = set()  # rows may share a cache
+        shared = set()  # rows may share a cache
         for held in self._held.values():
             if id(held) in shared:
                 continue

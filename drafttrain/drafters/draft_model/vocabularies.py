@@ -90,7 +90,7 @@ class TokenBytes:
         self.special.update(i for i, token in added.items() if token.special)
 
         # The bytes of each token.
-        fallback: set[int] = set()  # byte tokens
+        fallback = set()  # byte tokens
         self.pieces = [b""] * rows
         for token, i in tokenizer.get_vocab().items():
             if i >= rows:
