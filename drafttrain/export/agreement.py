@@ -13,12 +13,12 @@ from collections.abc import Iterator
 import torch
 
 from drafttrain.batch import Batch
+from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.common.configs import rope_parameters_of
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.files import Json
 from drafttrain.states.source import TargetSource
 from drafttrain.target import Target
-from drafttrain.training.step import step_inputs
 
 AS_READ = "agreement"  # the row of the head as it is read
 # By which agreement must differ to mean anything: so much, and so many standard errors.
@@ -56,13 +56,15 @@ def measure(drafter: TrainableDrafter, target: Target, batch: Batch) -> Agreemen
     layers = range(-1, target.num_layers + 1)  # LAST and all others
     states, rows, row_of = TargetSource(target, tuple(layers), drafter.kept_ids)(batch)
     states = states.unflatten(-1, (len(layers), -1))  # [b, s, layers, h]
+    embeds = target.embed(batch.input_ids)  # [b, s, h]
+    rows.prepare()
     found: Agreement = defaultdict(list)
     base = None  # [depths] of the head as it is read
     for check, fields in _readings(drafter, target):
         head = _read(drafter, fields, target)
         read = states[:, :, [layer + 1 for layer in head.feature_layers]].flatten(2)
-        given = (read.roll(fields.get(_SHIFT, 0), dims=1), rows, row_of)
-        inputs = step_inputs(batch, target, lambda _, given=given: given, 1.0, measure=True)
+        features = read.roll(fields.get(_SHIFT, 0), dims=1)
+        inputs = StepInputs(batch, embeds, features, rows, row_of, 1.0)  # type: ignore[arg-type]  # of a target online
         metrics = head(inputs).metrics
         count = metrics["count"].clamp(min=1)  # [depths]
         shares = metrics["agree"] / count

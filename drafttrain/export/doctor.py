@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         if row.verdict == WRONG:
             fault(f"{row.check}: {row.fix}")
             status = 1
-    found = {"command": command_line(), "releases": releases}
+    found: Json = {"command": command_line(), "releases": releases}
     found["rows"] = [row._asdict() for row in rows]
     for path in wrote:
         write_clean_json(path, found)
@@ -74,7 +74,7 @@ def read_head(args: argparse.Namespace) -> Patient:
     """The head as import reads it, with what it refuses, and its agreement with the target."""
     folder = checkpoint_folder(args.head, args.allow_pickle)
     config = read_config(folder)
-    target = load_shell(args.target, trust_remote_code=args.trust_remote_code)
+    target: Target = load_shell(args.target, trust_remote_code=args.trust_remote_code)
     patient = Patient(dict(entries(config)), target)
     patient.template = read_config(folder, "tokenizer_config.json", {}).get("chat_template", "")
     for path in folder.glob("chat_template.jinja"):

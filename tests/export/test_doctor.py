@@ -53,8 +53,8 @@ def tiny(tmp_path_factory):
     built.model.save_pretrained(folder)
     built.tokenizer.save_pretrained(folder)
     target = Target.load(str(folder), "float32", "cpu")
-    prompts = [list(range(10 + i, 22 + i)) for i in range(3)]
-    answers = generate_batch(target, None, prompts, max_new_tokens=36, eos_ids=[])
+    prompts = [list(range(10 + i, 22 + i)) for i in range(2)]
+    answers = generate_batch(target, None, prompts, max_new_tokens=40, eos_ids=[])
     return Tiny(target, answered(prompts, [answer.tokens for answer in answers]))
 
 
