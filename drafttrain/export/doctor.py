@@ -30,6 +30,7 @@ from drafttrain.outcome import command_line, conclude, fault
 from drafttrain.plain_yaml import read_yaml
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target import Target, load_shell, resolve_target
+from drafttrain.values import MOST
 
 _TABLE = Path(__file__).with_suffix(".yaml")
 _TOKENS = 64  # of a text
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     status = 0
     for row in rows:
         if row.verdict == WRONG:
-            fault(f"{row.check}: {row.fix}")
+            fault(f"{row.check}: {row.evidence}")
             status = 1
     found: Json = {"command": command_line(), "releases": releases}
     found["rows"] = [row._asdict() for row in rows]
@@ -75,6 +76,10 @@ def read_head(args: argparse.Namespace) -> Patient:
     folder = checkpoint_folder(args.head, args.allow_pickle)
     config = read_config(folder)
     target: Target = load_shell(args.target, trust_remote_code=args.trust_remote_code)
+    batch = None
+    if args.texts and any(Path(resolve_target(args.target)).glob("*.safetensors")):
+        target = load_target(args)
+        batch = texts(args, target)
     patient = Patient(dict(entries(config)), target)
     patient.template = read_config(folder, "tokenizer_config.json", {}).get("chat_template", "")
     for path in folder.glob("chat_template.jinja"):
@@ -92,10 +97,8 @@ def read_head(args: argparse.Namespace) -> Patient:
         patient.fields = vars(head.config)
         if head.feature_layers:
             TrainableDrafter.bind(head, target)
-            here = any(Path(resolve_target(args.target)).glob("*.safetensors"))
-            if here and args.texts and not CHECKS["mask token"](patient):
-                target = load_target(args)
-                patient.agreement = measure(head, target, texts(args, target))
+            if batch is not None and not CHECKS["mask token"](patient):
+                patient.agreement = measure(head, target, batch)
     except UserError as error:
         patient.refusal = str(error)
     return patient
@@ -105,7 +108,16 @@ def texts(args: argparse.Namespace, target: Target) -> Batch:
     """Answers that the target writes, behind their prompts."""
     suite = load_suite(args.suite, args.chat_template_kwargs)
     questions = take_evenly(suite.questions, args.texts)
-    prompts = [question.prompt(target.tokenizer) for question in questions]
+    prompts = []
+    for question in questions:
+        prompt = question.prompt(target.tokenizer)
+        if len(prompt) + _TOKENS <= (target.max_positions or MOST):
+            prompts.append(prompt)
+    if not prompts:
+        raise UserError(
+            f"suite={args.suite!r} has no prompts that target {target.name!r} can read; "
+            "give shorter ones, or --texts 0"
+        )
     answers = generate_batch(target, None, prompts, max_new_tokens=_TOKENS)
     return answered(prompts, [answer.tokens for answer in answers]).to(target.device)
 
