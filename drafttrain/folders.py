@@ -39,6 +39,7 @@ _JSON_KEYS = {
     "estimate": {"rows", "advice"},
     "plan": {"memory_gb", "disk_gb", "hours"},
     "verify": {"versions", "files", "command"},
+    "doctor": {"releases", "rows", "command"},
     "bench-server": {"servers", "workload"},
     "compare": {"trainings", "drafters"},
     "benchmark": {"ratio", "goal", "sides"},

@@ -467,6 +467,7 @@ WORDS: dict[str, list[str]] = {
     ],
     "export": [*DRAFTER, "--format", "vllm", "--output", "export"],
     "import": ["--checkpoint", "drafters/eagle3", *TARGET, "--output", "imported"],
+    "doctor": ["drafters/eagle3", *TARGET],
     "verify": [*DRAFTER, *TARGET, "--format", "vllm", "--engine", "none"],
     "push": [
         *DRAFTER,

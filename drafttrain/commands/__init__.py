@@ -32,6 +32,7 @@ COMMANDS = {
     "bench-server": "bench_server:bench_server",
     "export": "export:export",
     "import": "import_:import_drafter",
+    "doctor": "doctor:doctor",
     "verify": "verify:verify",
     "push": "push:push",
     "push-data": "push_data:push_data",

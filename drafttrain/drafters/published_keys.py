@@ -108,7 +108,7 @@ def check_published(
     reasons = []
     unknown = []
     rules = {**FIXED, **fixed}
-    for key, value in _entries(config):
+    for key, value in entries(config):
         if key in read:
             continue
         if key in rules:
@@ -126,10 +126,10 @@ def check_published(
         )
 
 
-def _entries(config: Json) -> Iterator[tuple[str, object]]:
+def entries(config: Json) -> Iterator[tuple[str, object]]:
     """A config's keys and values, also those of NESTED keys; null is no value."""
     for key, value in config.items():
         if key in NESTED and isinstance(value, dict):
-            yield from _entries(value)
+            yield from entries(value)
         elif value is not None:
             yield key, value

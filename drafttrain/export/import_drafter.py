@@ -30,12 +30,7 @@ def run(args: argparse.Namespace) -> int:
 
 def convert(args: argparse.Namespace, output: OutputFolder) -> int:
     """Reads the checkpoint, checks it, and writes the drafter."""
-    folder = Path(args.checkpoint).expanduser()
-    if not folder.is_dir():
-        patterns = ["*.json", "*.safetensors"]
-        if args.allow_pickle:
-            patterns += ["*.bin", "*.pt"]
-        folder = hub_snapshot(args.checkpoint, patterns, "checkpoint")
+    folder = checkpoint_folder(args.checkpoint, args.allow_pickle)
     kind = find_kind(folder)
     target = load_shell(args.target, trust_remote_code=args.trust_remote_code)
     drafter = kind.read(folder, target.identity(), args.allow_pickle)
@@ -59,6 +54,17 @@ def convert(args: argparse.Namespace, output: OutputFolder) -> int:
     then = next_command("eval", carry=args, target=args.target, drafter=output.path)
     conclude({"kind": trained.kind, "parameters": parameters}, [output.path], then)
     return 0
+
+
+def checkpoint_folder(name: str, allow_pickle: bool) -> Path:
+    """The folder of a published checkpoint; one on the Hub is downloaded to the Hub's cache."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    patterns = ["*.json", "*.safetensors"]
+    if allow_pickle:
+        patterns += ["*.bin", "*.pt"]
+    return hub_snapshot(name, patterns, "checkpoint")
 
 
 def find_kind(folder: Path) -> Shipping:

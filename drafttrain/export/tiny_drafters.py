@@ -85,7 +85,7 @@ def shipped_drafters(
     answers = []
     for prompt in prompts:
         answers.append(generate(target, None, prompt, max_new_tokens=tokens).tokens)
-    batch = _batch(prompts, answers)
+    batch = answered(prompts, answers)
     made = []
     kinds = [kind for kind in shipped_kinds() if shipping(kind).formats]
     with (
@@ -105,7 +105,7 @@ def shipped_drafters(
     return made
 
 
-def _batch(prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> Batch:
+def answered(prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> Batch:
     """The answers behind their prompts, padded on their right."""
     rows = []
     for prompt, answer in zip(prompts, answers, strict=True):

@@ -54,6 +54,7 @@ NEEDED = {
     "bench-server": ["--url", "http://127.0.0.1:9", "--output", "OUT"],
     "export": ["--drafter", "/no/drafter", "--format", "vllm", "--output", "OUT"],
     "import": ["--checkpoint", "/no/drafter", *TARGET, "--output", "OUT"],
+    "doctor": ["/no/head", *TARGET],
     "verify": ["--drafter", "/no/drafter"],
     "push": ["--drafter", "/no/drafter", "--repo", "a/b"],
     "completion": ["bash"],

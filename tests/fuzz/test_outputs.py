@@ -40,6 +40,7 @@ COMMANDS = {
     "bench-server": ("bench-server http://127.0.0.1:9 --suite suite.jsonl --output", "suite.jsonl"),
     "export": ("export --drafter drafters/eagle3 --format vllm --output", "drafters/eagle3"),
     "import": ("import --checkpoint exports/eagle3_sglang --target target --output", "exports/eagle3_sglang"),
+    "doctor": ("doctor drafters/eagle3 --texts 0 --target target --output", "drafters/eagle3"),
     "verify": ("verify --drafter drafters/eagle3 --engine none --target target --output", "drafters/eagle3"),
     "push": ("push --drafter drafters/eagle3 --repo a/b --without-evaluation --base-model c/d --dry-run --output",
              "drafters/eagle3"),

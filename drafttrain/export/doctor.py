@@ -1,0 +1,147 @@
+"""`drafttrain doctor`: what fits between a published head, its target and the engines, in one table."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
+
+from drafttrain.batch import Batch
+from drafttrain.drafters import registry
+from drafttrain.drafters.common.trainable import TrainableDrafter
+from drafttrain.drafters.published_keys import entries
+from drafttrain.errors import UserError
+from drafttrain.evaluation.suites import load_suite, take_evenly
+from drafttrain.export.agreement import measure
+from drafttrain.export.doctor_checks import CHECKS, WRONG, Patient, Row, rows_of
+from drafttrain.export.import_drafter import checkpoint_folder, find_kind
+from drafttrain.export.tiny_drafters import answered
+from drafttrain.files import Json, value_of
+from drafttrain.flags import load_target
+from drafttrain.folders import inputs_of, output_file
+from drafttrain.formats.engines import ENGINES
+from drafttrain.formats.public_names import write_clean_json
+from drafttrain.formats.weights import read_config, read_weights
+from drafttrain.inference import generate_batch
+from drafttrain.outcome import command_line, conclude, fault
+from drafttrain.plain_yaml import read_yaml
+from drafttrain.reports.output import table_of, wide_console
+from drafttrain.target import Target, load_shell, resolve_target
+from drafttrain.values import MOST
+
+_TABLE = Path(__file__).with_suffix(".yaml")
+_TOKENS = 64  # of a text
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns 0 if everything fits, else 1."""
+    wrote = []
+    if args.output is not None:
+        wrote.append(output_file(args.output, "doctor", inputs_of(args)))
+    releases = releases_of(args.engine_version)
+    patient = read_head(args)
+    table = read_yaml(_TABLE.read_text(encoding="utf-8"), _TABLE.name)
+    rows = [*rows_of(patient, table["rows"]), *bugs_met(patient, table["bugs"], releases)]
+    wide_console().print(table_of(Row._fields, rows))
+    status = 0
+    for row in rows:
+        if row.verdict == WRONG:
+            fault(f"{row.check}: {row.evidence}")
+            status = 1
+    found: Json = {"command": command_line(), "releases": releases}
+    found["rows"] = [row._asdict() for row in rows]
+    for path in wrote:
+        write_clean_json(path, found)
+    conclude(found, wrote)
+    return status
+
+
+def releases_of(text: str) -> Json:
+    """Release by engine: that of --engine-version, or the newest known ones of all."""
+    name, _, release = text.rpartition("=")
+    found = {}
+    for engine in ENGINES.values():
+        if not text or engine.name.lower() == (name or "vllm").lower():
+            found[engine.name] = engine.of_release(release).release
+    if not found:
+        raise UserError(f"engine-version={text!r} names no engine; write for example sglang=0.5.23")
+    return found
+
+
+def read_head(args: argparse.Namespace) -> Patient:
+    """The head as import reads it, with what it refuses, and its agreement with the target."""
+    folder = checkpoint_folder(args.head, args.allow_pickle)
+    config = read_config(folder)
+    target: Target = load_shell(args.target, trust_remote_code=args.trust_remote_code)
+    batch = None
+    if args.texts and any(Path(resolve_target(args.target)).glob("*.safetensors")):
+        target = load_target(args)
+        batch = texts(args, target)
+    patient = Patient(dict(entries(config)), target)
+    patient.template = read_config(folder, "tokenizer_config.json", {}).get("chat_template", "")
+    for path in folder.glob("chat_template.jinja"):
+        patient.template = path.read_text(encoding="utf-8")
+    try:
+        if "drafter_kind" in config or (folder / registry.META_FILE).is_file():
+            patient.weights = read_weights(folder)
+            head = registry.load_trained(str(folder))
+        else:
+            form = find_kind(folder)
+            patient.kind = form.drafter_class.kind
+            patient.weights = form.published_weights(folder, args.allow_pickle)
+            head = form.read(folder, target.identity(), args.allow_pickle)
+        patient.kind = head.kind
+        patient.fields = vars(head.config)
+        if head.feature_layers:
+            TrainableDrafter.bind(head, target)
+            if batch is not None and not CHECKS["mask token"](patient):
+                patient.agreement = measure(head, target, batch)
+    except UserError as error:
+        patient.refusal = str(error)
+    return patient
+
+
+def texts(args: argparse.Namespace, target: Target) -> Batch:
+    """Answers that the target writes, behind their prompts."""
+    suite = load_suite(args.suite, args.chat_template_kwargs)
+    questions = take_evenly(suite.questions, args.texts)
+    prompts = []
+    for question in questions:
+        prompt = question.prompt(target.tokenizer)
+        if len(prompt) + _TOKENS <= (target.max_positions or MOST):
+            prompts.append(prompt)
+    if not prompts:
+        raise UserError(
+            f"suite={args.suite!r} has no prompts that target {target.name!r} can read; "
+            "give shorter ones, or --texts 0"
+        )
+    answers = generate_batch(target, None, prompts, max_new_tokens=_TOKENS)
+    return answered(prompts, [answer.tokens for answer in answers]).to(target.device)
+
+
+def bugs_met(patient: Patient, bugs: list[Json], releases: Json) -> Iterator[Row]:
+    """Rows of the known bugs that a head meets, in these releases of engines, or of its trainer."""
+    keys = patient.keys
+    mapped = len(patient.weights.get("d2t", ()))
+    limit = patient.target.max_positions or 0
+    layers = value_of(keys, "aux_hidden_state_layer_ids", [])
+    facts = {
+        "kind": patient.kind,
+        "shorter_than_target": value_of(keys, "max_position_embeddings", limit) < limit,
+        "names_last_layer": patient.target.num_layers in layers,
+        "short_table": 0 < mapped < value_of(keys, "draft_vocab_size", 0),
+        "pruned": mapped > 0,
+    }
+    facts = {**patient.fields, **patient.rope, **keys, **facts}
+    for bug in bugs:
+        project = bug["bug"].partition(" ")[0]
+        release = releases.get(project, keys.get(f"{project}_version", ""))
+        if project in ENGINES and project not in releases:
+            continue
+        affected = not release or SpecifierSet(bug.get("releases", "")).contains(release, True)
+        meets = [re.search(bug["when"][key], str(facts.get(key))) for key in bug["when"]]
+        if affected and all(meets):
+            yield Row(f"{bug['bug']} {release}".rstrip(), WRONG, bug["effect"], bug["fix"])
