@@ -18,9 +18,9 @@ from tests.density import measure, parsed
 
 ROOT = Path(__file__).resolve().parents[1]
 # Size and density of the package, by the arithmetic of tests/density.py. Size falls when mechanisms go, not by packing.
-MOST_NODES = 399_700
-MOST_TEST_NODES = 368_200
-MOST_PER_LINE = 8.65  # nodes per line of code
+MOST_NODES = 404_000
+MOST_TEST_NODES = 372_400
+MOST_PER_LINE = 8.55  # nodes per line of code
 MOST_PER_THOUSAND = {  # lines
     "conditional expressions": 10,
     "parallel assignments": 4,
@@ -29,8 +29,8 @@ MOST_PER_THOUSAND = {  # lines
     "starred": 5,
     "assignments in expressions": 1,
 }
-LEAST_COMMENTS = 4.3  # per 100 lines
-MOST_WITH_MANY_PARAMETERS = 14
+LEAST_COMMENTS = 5.0  # per 100 lines
+MOST_WITH_MANY_PARAMETERS = 13
 MOST_ANY = 250  # annotations that say Any: JSON and what libraries leave untyped
 # Module names that may occur once per drafter kind, and the marker of a package.
 SHARED_NAMES = {"model", "export", "config", "__init__"}

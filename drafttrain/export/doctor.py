@@ -16,7 +16,7 @@ from drafttrain.drafters.published_keys import entries
 from drafttrain.errors import UserError
 from drafttrain.evaluation.suites import load_suite, take_evenly
 from drafttrain.export.agreement import measure
-from drafttrain.export.doctor_checks import CHECKS, WRONG, Patient, Row, rows_of
+from drafttrain.export.doctor_checks import CHECKS, WRONG, Patient, Finding, rows_of
 from drafttrain.export.import_drafter import checkpoint_folder, find_kind
 from drafttrain.export.tiny_drafters import answered
 from drafttrain.files import Json, value_of
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     patient = read_head(args)
     table = read_yaml(_TABLE.read_text(encoding="utf-8"), _TABLE.name)
     rows = [*rows_of(patient, table["rows"]), *bugs_met(patient, table["bugs"], releases)]
-    wide_console().print(table_of(Row._fields, rows))
+    wide_console().print(table_of(Finding._fields, rows))
     status = 0
     for row in rows:
         if row.verdict == WRONG:
@@ -122,7 +122,7 @@ def texts(args: argparse.Namespace, target: Target) -> Batch:
     return answered(prompts, [answer.tokens for answer in answers]).to(target.device)
 
 
-def bugs_met(patient: Patient, bugs: list[Json], releases: Json) -> Iterator[Row]:
+def bugs_met(patient: Patient, bugs: list[Json], releases: Json) -> Iterator[Finding]:
     """Rows of the known bugs that a head meets, in these releases of engines, or of its trainer."""
     keys = patient.keys
     mapped = len(patient.weights.get("d2t", ()))
@@ -144,4 +144,4 @@ def bugs_met(patient: Patient, bugs: list[Json], releases: Json) -> Iterator[Row
         affected = not release or SpecifierSet(bug.get("releases", "")).contains(release, True)
         meets = [re.search(bug["when"][key], str(facts.get(key))) for key in bug["when"]]
         if affected and all(meets):
-            yield Row(f"{bug['bug']} {release}".rstrip(), WRONG, bug["effect"], bug["fix"])
+            yield Finding(f"{bug['bug']} {release}".rstrip(), WRONG, bug["effect"], bug["fix"])

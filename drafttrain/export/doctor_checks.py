@@ -25,7 +25,7 @@ WRONG = "wrong"
 _FLAT = 0.2  # mean factor of a norm that is stored minus one
 
 
-class Row(NamedTuple):
+class Finding(NamedTuple):
     """A row of the table."""
 
     check: str
@@ -119,7 +119,7 @@ CHECKS: dict[str, Callable[[Patient], str]] = {
 }
 
 
-def rows_of(patient: Patient, table: Json) -> Iterator[Row]:
+def rows_of(patient: Patient, table: Json) -> Iterator[Finding]:
     """The rows that apply to a head.
 
     Args:
@@ -147,6 +147,6 @@ def rows_of(patient: Patient, table: Json) -> Iterator[Row]:
                 wrong = shown
         if evidence:
             verdict = WRONG if wrong else FITS
-            yield Row(name, verdict, "; ".join(evidence), about["fix"] if wrong else "")
+            yield Finding(name, verdict, "; ".join(evidence), about["fix"] if wrong else "")
     if refusal:
-        yield Row("import", WRONG, refusal, "ask its author, or mend a copy")
+        yield Finding("import", WRONG, refusal, "ask its author, or mend a copy")
