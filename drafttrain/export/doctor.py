@@ -16,7 +16,7 @@ from drafttrain.drafters.published_keys import entries
 from drafttrain.errors import UserError
 from drafttrain.evaluation.suites import load_suite, take_evenly
 from drafttrain.export.agreement import measure
-from drafttrain.export.doctor_checks import CHECKS, WRONG, Patient, Finding, rows_of
+from drafttrain.export.doctor_checks import CHECKS, WRONG, Finding, Patient, rows_of
 from drafttrain.export.import_drafter import checkpoint_folder, find_kind
 from drafttrain.export.tiny_drafters import answered
 from drafttrain.files import Json, value_of
