@@ -73,7 +73,11 @@ def measure(drafter: TrainableDrafter, target: Target, batch: Batch) -> Agreemen
         depths = min(len(base), len(shares))
         gain = (shares[:depths] - base[:depths]).mean().item()
         # The standard error of a difference of two shares is at most sqrt(1 / 2n).
-        if abs(gain) < max(_LEAST, _ERRORS * (2 * count.sum().item()) ** -0.5):
+        least = max(_LEAST, _ERRORS * (2 * count.sum().item()) ** -0.5)
+        if fields.get(_SHIFT) == -1:
+            # The states of the next token know more, so a good head too may read them better.
+            least = max(least, base.mean().item())
+        if abs(gain) < least:
             gain = 0.0
         if check == AS_READ and shares[0] < _USELESS:
             gain = 1.0  # any other reading would be better
