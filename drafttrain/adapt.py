@@ -487,7 +487,7 @@ class Adapter:
                     it["replayed"] = {name: replayed}
                 self._link(self.output / name)
             else:
-                # Not proven better: training goes on from it, and the served one stays.
+                # Not shown to be better: training goes on from it, and the served drafter stays.
                 record |= {"verdict": "undecided", "version": served.name}
                 state.trial = name
 

@@ -36,7 +36,7 @@ class Finding(NamedTuple):
 
 @dataclass
 class Patient:
-    """A head beside its target.
+    """A head to examine, and the target that it drafts for.
 
     Attributes:
         keys: of its config.json, nested ones beside the others. template: the head's chat template.

@@ -176,7 +176,7 @@ def prove(target: ProvenModel) -> tuple[list[AttentionForm], float]:
     # Written so that NaN fails too.
     if sorted(layers) != list(range(target.num_layers)):
         fault = f"calls the transformers attention interface for layers {sorted(layers)}"
-    # Windows that a mask applies, and that no layer has told the interface.
+    # Some masks hide all but a window, although no layer passed a window to the attention function.
     elif run.rows.masked - {form["window"] for form in forms}:
         fault = (
             f"does not pass its window of {max(run.rows.masked)} tokens to the attention interface"

@@ -360,9 +360,8 @@ def _read(
     for key, file in tensor_files(where).items():
         own = key
         name = placed(key)
-        if (
-            name not in shapes
-        ):  # files of a model that reads images too put a word before the text's names
+        if name not in shapes:
+            # Files of a model that reads images too put a word before the text's names.
             own = key.removeprefix("language_model.")
             name = placed(own)
         if name in wanted or (name not in shapes and own in wanted):

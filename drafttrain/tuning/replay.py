@@ -563,15 +563,14 @@ def measure_costs(
     )
     wanted = (cycles + WARM_UP) * len(specs)
     answers: list[Stats] = []
-    for prompt in itertools.cycle(prompts):
+    turns = itertools.cycle(prompts)
+    while len(schedule.rounds) < wanted:
         answers.append(Stats())
-        stream = decoder.stream([prompt], max_new_tokens=max_new_tokens, stats=answers[-1:])
+        stream = decoder.stream([next(turns)], max_new_tokens=max_new_tokens, stats=answers[-1:])
         with closing(stream):
             for _ in stream:
                 if len(schedule.rounds) >= wanted:
                     break
-        if len(schedule.rounds) >= wanted:
-            break
     model = _fit(schedule.rounds[WARM_UP * len(specs) :], drafts, matched)
     seconds = sum(each.prefill_seconds for each in answers)
     model.prompt = seconds / sum(each.prompt_tokens for each in answers)

@@ -76,9 +76,8 @@ class DSpark(MarkovBlock):
         assert alpha is not None
         guess = self.confidence(hidden).squeeze(-1).float()  # [t], before the sigmoid
         loss = F.binary_cross_entropy_with_logits(guess, alpha.float(), reduction="none")
-        return self.config.confidence_weight * (loss * aligned.weight).sum(), [
-            guess.detach().sigmoid()
-        ]
+        total = (loss * aligned.weight).sum()
+        return self.config.confidence_weight * total, [guess.detach().sigmoid()]
 
 
 KIND = DSpark
