@@ -95,7 +95,7 @@ def bfcl_category(row: Json) -> str:
     return re.sub(r"_\d+(-\d+)*$", "", row["id"])
 
 
-def bfcl_more(row: Json, folder: Path) -> Json:
+def bfcl_more(row: Json, file: Path) -> Json:
     """What stands before the first turn, and the tools.
 
     Raises:
@@ -107,7 +107,7 @@ def bfcl_more(row: Json, folder: Path) -> Json:
         functions += row["function"]
     else:
         for name in row["involved_classes"]:
-            functions += _functions(folder / DOCS / f"{_CLASSES[name]}.json")
+            functions += _functions(file.parent / DOCS / f"{_CLASSES[name]}.json")
     left_out = set(row.get("excluded_function", ()))
     for names in (row.get("missed_function") or {}).values():
         left_out.update(names)

@@ -43,6 +43,18 @@ _MT_BENCH = {
     "stem",
     "humanities",
 }
+# The subsets that speculators' own evaluation reports.
+_SPECULATOR_SUBSETS = (
+    "HumanEval",
+    "math_reasoning",
+    "qa",
+    "question",
+    "rag",
+    "summarization",
+    "tool_call",
+    "translation",
+    "writing",
+)
 _ROW_FIX = (
     "correct or delete that row; each needs turns, a list of texts (FastChat's question format)"
 )
@@ -174,7 +186,7 @@ class PublicSuite(NamedTuple):
         turns: reads the user's turns of a row. Raises KeyError for a row in another format.
         config, split: of the Hub data set. id_key: key of the row's own id, if it has one.
         category: reads the category of a row; None stands for the suite's name.
-        more: reads the other keys of a `SuiteRow` from a row and the folder of its file.
+        more: reads other keys of a `SuiteRow` from a row and its file.
         files: patterns of the Hub's files, for sets that `datasets` cannot read. beside: of files
             that `more` reads.
     """
@@ -186,7 +198,7 @@ class PublicSuite(NamedTuple):
     split: str = "test"
     id_key: str = "question_id"
     category: Callable[[Json], str | None] = lambda row: row.get("category")
-    more: Callable[[Json, Path], Json] = lambda row, folder: {}
+    more: Callable[[Json, Path], Json] = lambda row, file: {}
     files: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
 
@@ -213,8 +225,36 @@ def _longbench(row: Json) -> list[str]:
     ]
 
 
+def _mbpp(row: Json) -> list[str]:
+    task = row.get("prompt") or row["text"]  # of the sanitized and of the full set
+    tests = "\n".join(row["test_list"])
+    return [f"Write a Python function. {task}\n\nThese tests must pass:\n\n```python\n{tests}\n```"]
+
+
+def _gpqa(row: Json) -> list[str]:
+    # In the alphabet's order the right answer has no place of its own.
+    names = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+    answers = sorted(row[name].strip() for name in names)
+    choices = "\n".join(
+        f"({letter}) {answer}" for letter, answer in zip("ABCD", answers, strict=True)
+    )
+    return [
+        f"{row['Question'].strip()}\n\n{choices}\n\nReason step by step, then answer with a letter."
+    ]
+
+
+def _prepared_turns(row: Json) -> list[str]:
+    """The turns of SPEED-Bench as NVIDIA's script writes it."""
+    return [message["content"] for message in row["messages"] if message["role"] == "user"]
+
+
 def _speed_bench(config: str) -> PublicSuite:
-    return PublicSuite("nvidia/SPEED-Bench", "NVIDIA evaluation dataset license", config=config)
+    return PublicSuite(
+        "nvidia/SPEED-Bench",
+        "NVIDIA evaluation dataset license",
+        _prepared_turns,
+        config=config,
+    )
 
 
 PUBLIC: dict[str, PublicSuite] = {
@@ -234,6 +274,13 @@ PUBLIC: dict[str, PublicSuite] = {
         id_key="prompt_id",
     ),
     "humaneval": PublicSuite("openai/openai_humaneval", "MIT", _humaneval, id_key="task_id"),
+    "mbpp": PublicSuite(
+        "google-research-datasets/mbpp",
+        "CC BY 4.0",
+        _mbpp,
+        "sanitized",
+        id_key="task_id",
+    ),
     "gsm8k": PublicSuite("openai/gsm8k", "MIT", lambda row: [row["question"]], "main"),
     "math_500": PublicSuite(
         "HuggingFaceH4/MATH-500",
@@ -254,6 +301,22 @@ PUBLIC: dict[str, PublicSuite] = {
         "Apache-2.0",
         lambda row: [row["problem"]],
         id_key="id",
+    ),
+    "gpqa": PublicSuite(
+        "Idavidrein/gpqa",
+        "CC BY 4.0",
+        _gpqa,
+        "gpqa_diamond",
+        split="train",
+        id_key="Record ID",
+        category=lambda row: row.get("High-level domain"),
+    ),
+    "arena_hard": PublicSuite(
+        "lmarena-ai/arena-hard-auto",
+        "Apache-2.0",
+        lambda row: [row["prompt"]],
+        id_key="uid",
+        files=("data/arena-hard-v2.0/question.jsonl",),
     ),
     "livecodebench": PublicSuite(
         "lighteval/code_generation_lite",
@@ -292,6 +355,13 @@ PUBLIC: dict[str, PublicSuite] = {
         lambda row: [f"Summarise this article in three or four sentences.\n\n{row['article']}"],
         "3.0.0",
         id_key="id",
+    ),
+    "speculator_benchmarks": PublicSuite(
+        "RedHatAI/speculator_benchmarks",
+        "as its sources state",
+        lambda row: [row["prompt"]],
+        more=lambda row, file: {"category": file.stem},
+        files=tuple(f"{name}.jsonl" for name in _SPECULATOR_SUBSETS),
     ),
     "speed_bench": _speed_bench("qualitative"),
     "speed_bench_1k": _speed_bench("throughput_1k"),
@@ -400,7 +470,7 @@ def _read_public(name: str, path: str, defaults: Json | None) -> Iterator[Questi
     else:
         rows = _hub_rows(name, suite)
     masked = 0
-    for index, (row, folder) in enumerate(rows):
+    for index, (row, file) in enumerate(rows):
         place = f"{where} row {index + 1}"
         try:
             read: Json = {"category": suite.category(row) or name}
@@ -408,7 +478,7 @@ def _read_public(name: str, path: str, defaults: Json | None) -> Iterator[Questi
                 read["turns"] = row["turns"]
             else:
                 read["turns"] = suite.turns(row)
-                read |= suite.more(row, folder)
+                read |= suite.more(row, file)
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             keys = f"of a {type(row).__name__}"
             if row == {}:
@@ -426,13 +496,13 @@ def _read_public(name: str, path: str, defaults: Json | None) -> Iterator[Questi
     if masked:
         raise UserError(
             f"{where}: {masked} rows hold only a note that their text must be fetched "
-            "from its owner; prepare the set with NVIDIA's specdec_bench (prepare_data.py) "
-            f"and give the result as {name}:FILE"
+            "from its owner; run NVIDIA's prepare.py (docs/how-to/suites.md has the command) "
+            f"and give its folder as {name}:FOLDER"
         )
 
 
 def _hub_rows(name: str, suite: PublicSuite) -> Iterator[tuple[Json, Path]]:
-    """Each row, and the folder of its file where `suite.files` names files."""
+    """Each row, and its file where `suite.files` names files."""
     from datasets import load_dataset
     from huggingface_hub import snapshot_download
 
@@ -457,7 +527,7 @@ def _local_rows(where: str, suite: PublicSuite, path: Path) -> Iterator[tuple[Js
         with reading(file, "suite", "check the file"):
             rows = _file_rows(file)
         for row in rows:
-            yield row, file.parent
+            yield row, file
 
 
 def _files(where: str, suite: PublicSuite, path: Path) -> list[Path]:
@@ -476,8 +546,12 @@ def _files(where: str, suite: PublicSuite, path: Path) -> list[Path]:
         return sorted(named)
 
     folder = path
-    if suite.config and (path / suite.config).is_dir():
-        folder = path / suite.config
+    if suite.config:
+        prepared = path / f"{suite.config}.jsonl"
+        if prepared.is_file():
+            return [prepared]
+        if (path / suite.config).is_dir():
+            folder = path / suite.config
     files = []
     if folder.is_dir():
         files = sorted(file for file in folder.rglob("*") if file.name.endswith(_SUFFIXES))

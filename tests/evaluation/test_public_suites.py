@@ -87,6 +87,30 @@ ROWS = {
         "text": "Below is ...",
     },
     "cnn_dm": {"article": "It rained.", "highlights": "Rain.", "id": "f001"},
+    "mbpp": {
+        "task_id": 2,
+        "prompt": "Return the larger of two numbers.",
+        "code": "def f(a, b): return max(a, b)",
+        "test_imports": [],
+        "test_list": ["assert f(1, 2) == 2", "assert f(3, 0) == 3"],
+    },
+    "gpqa": {
+        "Record ID": "rec7",
+        "Question": "Which is noble?\n",
+        "Correct Answer": "Neon",
+        "Incorrect Answer 1": "Iron",
+        "Incorrect Answer 2": " Zinc",
+        "Incorrect Answer 3": "Lead",
+        "High-level domain": "Chemistry",
+    },
+    "arena_hard": {
+        "uid": "9f",
+        "category": "creative_writing",
+        "subcategory": "creative_writing",
+        "language": "English",
+        "prompt": "Write a haiku.",
+    },
+    "speculator_benchmarks": {"prompt": "Hello."},
     "speed_bench": {
         "question_id": "q-1",
         "category": "coding",
@@ -149,6 +173,24 @@ EXPECTED = {
         ),
     ),
     "alpaca": Question("0", "alpaca", ("Sort these.\n\nc, a",)),
+    "mbpp": Question(
+        "2",
+        "mbpp",
+        (
+            "Write a Python function. Return the larger of two numbers.\n\nThese tests must pass:\n\n"
+            "```python\nassert f(1, 2) == 2\nassert f(3, 0) == 3\n```",
+        ),
+    ),
+    "gpqa": Question(
+        "rec7",
+        "Chemistry",
+        (
+            "Which is noble?\n\n(A) Iron\n(B) Lead\n(C) Neon\n(D) Zinc\n\n"
+            "Reason step by step, then answer with a letter.",
+        ),
+    ),
+    "arena_hard": Question("9f", "creative_writing", ("Write a haiku.",)),
+    "speculator_benchmarks": Question("0", "rows", ("Hello.",)),
     "speed_bench": Question("q-1", "coding", ("a", "b")),
 }
 
@@ -295,6 +337,49 @@ def test_bfcl_as_the_hub_keeps_it(tmp_path, monkeypatch):
     assert (
         asked["repo_type"] == "dataset" and "multi_turn_func_doc/*.json" in asked["allow_patterns"]
     )
+
+
+def test_subsets_of_speculators_are_its_categories(tmp_path, monkeypatch):
+    """Each of the nine files is a category; others in the folder are not read."""
+    asked = {}
+    for name in ("HumanEval", "qa", "writing", "notes"):
+        write(tmp_path / f"{name}.jsonl", {"prompt": f"From {name}."})
+    monkeypatch.setattr(
+        huggingface_hub,
+        "snapshot_download",
+        lambda repo, **more: asked.update(repo=repo, **more) or str(tmp_path),
+    )
+    questions = load_suite("speculator_benchmarks").questions
+    assert [(q.category, q.turns[0]) for q in questions] == [
+        ("HumanEval", "From HumanEval."),
+        ("qa", "From qa."),
+        ("writing", "From writing."),
+    ]
+    assert asked["repo"] == "RedHatAI/speculator_benchmarks" and len(asked["allow_patterns"]) == 9
+
+
+def test_the_full_set_of_mbpp(tmp_path):
+    row = {**ROWS["mbpp"], "text": "Return the sum."}
+    del row["prompt"]
+    (question,) = load_suite(f"mbpp:{write(tmp_path / 'full.jsonl', row)}").questions
+    assert "Return the sum." in question.turns[0]
+
+
+def test_speed_bench_as_nvidias_script_writes_it(tmp_path):
+    """prepare.py --output_dir FOLDER writes a file per config, with messages in place of turns."""
+    row = {**ROWS["speed_bench"], "messages": [{"role": "user", "content": "a"}] * 2}
+    del row["turns"]
+    write(tmp_path / "qualitative.jsonl", row)
+    write(tmp_path / "throughput_8k.jsonl", {**row, "category": "high_entropy"})
+    assert load_suite(f"speed_bench:{tmp_path}").questions == (
+        Question("q-1", "coding", ("a", "a")),
+    )
+    (question,) = load_suite(f"speed_bench_8k:{tmp_path}").questions
+    assert question.category == "high_entropy"
+    row["messages"] = [{"role": "user", "content": "FULL BENCHMARK DATA SHOULD BE FETCHED FROM"}]
+    write(tmp_path / "qualitative.jsonl", row)
+    with pytest.raises(UserError, match=r"1 rows hold only a note .* prepare\.py"):
+        load_suite(f"speed_bench:{tmp_path}")
 
 
 def test_bfcl_without_what_it_needs(tmp_path):
