@@ -139,6 +139,10 @@ class ServingEngine:
         """What to type to serve a drafter."""
         raise NotImplementedError(self.name)
 
+    def flags(self, serving: Serving) -> list[str]:
+        """The part of the command that makes the engine draft."""
+        raise NotImplementedError(f"drafttrain does not serve with {self.name}")
+
 
 class Vllm(ServingEngine):
     """vLLM; its counters give the accepted length."""
@@ -183,15 +187,17 @@ class Vllm(ServingEngine):
         return answer
 
     def command(self, serving: Serving) -> str:
-        words = ["vllm", "serve", serving.target]
-        if TARGET_OVERRIDES in serving.options:
-            words += ["--hf-overrides", json.dumps(serving.options[TARGET_OVERRIDES])]
-        settings = self.settings(serving)
-        words += ["--speculative-config", json.dumps(settings)]
-        command = shlex.join(words)
-        if "num_speculative_tokens_per_batch_size" in settings:
+        command = shlex.join(["vllm", "serve", serving.target, *self.flags(serving)])
+        if "num_speculative_tokens_per_batch_size" in self.settings(serving):
             return f"{VLLM_COSTS}\n{command}"
         return command
+
+    def flags(self, serving: Serving) -> list[str]:
+        words = []
+        if TARGET_OVERRIDES in serving.options:
+            words += ["--hf-overrides", json.dumps(serving.options[TARGET_OVERRIDES])]
+        words += ["--speculative-config", json.dumps(self.settings(serving))]
+        return words
 
     def settings(self, serving: Serving) -> Json:
         """The content of --speculative-config."""
@@ -221,6 +227,14 @@ class Sglang(ServingEngine):
             config = shlex.quote(json.dumps(sglang_config(serving.schedule or [])))
             return f"echo {config} > adaptive.json\n{command}"
         return command
+
+    def flags(self, serving: Serving) -> list[str]:
+        words = []
+        for flag, value in self.settings(serving).items():
+            words.append(f"--{flag}")
+            if value != "":  # a flag alone
+                words.append(str(value))
+        return words
 
     def settings(self, serving: Serving) -> Json:
         """Flags of launch_server."""

@@ -1,4 +1,6 @@
-"""`drafttrain bench-server`: a load test of one or two OpenAI-compatible servers."""
+"""`drafttrain bench-server`: a load test of one or two OpenAI-compatible servers, or of an engine that it
+starts with each number of drafted tokens.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import httpx
 import torch
@@ -22,11 +25,12 @@ from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import percentiles
 from drafttrain.evaluation.resampling import FEWEST, Ratio, paired_ratio
 from drafttrain.evaluation.suites import Question, load_suite
-from drafttrain.files import Json, write_json
+from drafttrain.files import Json, scratch_folder, write_json
 from drafttrain.folders import inputs_of, output_file
 from drafttrain.outcome import command_line, conclude
 from drafttrain.progress import Progress
 from drafttrain.reports.output import table_of, wide_console
+from drafttrain.serving import draft_lengths
 from drafttrain.serving.client import (
     Answer,
     Samples,
@@ -63,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     steps = steps_of(args)
     output = output_file(args.output, "bench-server", inputs_of(args))
     suite = load_suite(args.suite, args.chat_template_kwargs)
-    partial = output_file(output.with_name(f"{output.name}.partial"), "bench-server")
+    so_far = output_file(output.with_name(f"{output.name}.partial"), "bench-server")
 
     head: Json = {**describe_environment(torch.device("cpu")), "command": command_line()}
     if args.note:
@@ -74,18 +78,29 @@ def run(args: argparse.Namespace) -> int:
 
     def results(servers: dict[str, Json]) -> Json:
         comparison = []
-        cells = [len(server["cells"]) for server in servers.values()]
-        if len(cells) == 2 and cells[0] == cells[1]:
-            comparison = compare(servers["url"], servers["url2"])
+        for name, other in _pairs(servers):
+            for row in compare(servers[name], servers[other]):
+                comparison.append({"server": name, "over": other, **row})
         return {**head, "servers": servers, "comparison": comparison}
 
     def keep(servers: dict[str, Json]) -> None:
-        write_json(partial, results(servers))
+        write_json(so_far, results(servers))
 
-    servers = asyncio.run(measure(args, steps, suite.questions, keep))
+    variable = args.api_key_env or ""
+    if variable and variable not in os.environ:
+        raise UserError(
+            f"api-key-env={variable!r}: no such environment variable; set it to the key"
+        )
+    if args.drafter:
+        servers = measure_lengths(args, steps, suite.questions, keep)
+    else:
+        named = {"url": connect(args.url, args.model, variable)}
+        if args.url2:
+            named["url2"] = connect(args.url2, args.model2, variable)
+        servers = asyncio.run(measure(args, named, steps, suite.questions, keep))
     content = results(servers)
     write_json(output, content)
-    partial.unlink(missing_ok=True)
+    so_far.unlink(missing_ok=True)
     print_results(content)
     conclude(content, [output])
     for server in servers.values():
@@ -101,8 +116,53 @@ def steps_of(args: argparse.Namespace) -> list[dict[str, float]]:
     return [{"concurrency": number} for number in args.concurrency or (1, 2, 4, 8)]
 
 
+def _pairs(servers: dict[str, Json]) -> list[tuple[str, str]]:
+    """What is compared: url with url2, or each draft length with the first; both with all steps."""
+    names = list(servers)
+    pairs = [(name, names[0]) for name in names[1:]]
+    if names == ["url", "url2"]:
+        pairs = [("url", "url2")]
+    whole = len(servers[names[0]]["cells"])
+    return [pair for pair in pairs if all(len(servers[n]["cells"]) == whole for n in pair)]
+
+
+def measure_lengths(
+    args: argparse.Namespace,
+    steps: Sequence[dict[str, float]],
+    questions: Sequence[Question],
+    keep: Callable[[dict[str, Json]], None],
+) -> dict[str, Json]:
+    """Serves the target with each draft length in turn and runs every step; as `measure`.
+
+    Raises:
+        UserError: the engine ends by itself, or does not take the drafter.
+    """
+    found: dict[str, Json] = {}
+    with scratch_folder() as scratch:
+        for name, server in draft_lengths.servers(args, scratch):
+            print(f"starting {server}", flush=True)
+            try:
+                server.start()
+                server.wait_until_ready()
+                named = {name: connect(server.url, "", args.api_key_env or "")}
+                keep_all = partial(_keep_with, keep, dict(found))
+                found |= asyncio.run(measure(args, named, steps, questions, keep_all))
+            finally:
+                server.stop(1.0)  # an interrupted command has little more
+    return found
+
+
+def _keep_with(
+    keep: Callable[[dict[str, Json]], None],
+    before: dict[str, Json],
+    servers: dict[str, Json],
+) -> None:
+    keep({**before, **servers})
+
+
 async def measure(
     args: argparse.Namespace,
+    servers: dict[str, Server],
     steps: Sequence[dict[str, float]],
     questions: Sequence[Question],
     keep: Callable[[dict[str, Json]], None],
@@ -110,11 +170,12 @@ async def measure(
     """Runs every repeat of every step on every server, alternating.
 
     Args:
+        servers: by their names in the results.
         keep: called with the servers so far after each repeat, so that an interruption loses only the
             running one.
 
     Returns:
-        The `servers` of the results, by name (url, url2).
+        The `servers` of the results, by name.
     """
     body = {"max_tokens": args.max_tokens, "temperature": args.temperature}
     if args.ignore_eos:
@@ -122,14 +183,6 @@ async def measure(
     bodies = [{**question.request(), **body} for question in questions]
     timeout = httpx.Timeout(args.timeout, connect=min(10.0, args.timeout))
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    variable = args.api_key_env or ""
-    if variable and variable not in os.environ:
-        raise UserError(
-            f"api-key-env={variable!r}: no such environment variable; set it to the key"
-        )
-    servers = {"url": connect(args.url, args.model, variable)}
-    if args.url2:
-        servers["url2"] = connect(args.url2, args.model2, variable)
     async with httpx.AsyncClient(timeout=timeout, limits=limits) as client:
         found: dict[str, Json] = {}
         for name, server in servers.items():
@@ -383,15 +436,15 @@ def print_results(results: Json) -> None:
         return
     rows = []
     for row in results["comparison"]:
-        cells = [_step(row)]
+        cells = [f"{row['server']} over {row['over']}, {_step(row)}"]
         for key in ("tokens_per_second", "ttft_ms", "tpot_ms", "latency_ms"):
             cells.append("\u2013" if row[key] is None else f"{row[key]:.2f}x")
         if row["interval"]:
             low, high = row["interval"]
             cells[1] += f" ({low:.2f} to {high:.2f})"
         rows.append(cells)
-    title = "url over url2 (above 1, url is better; in brackets the 95 % interval over repeats)"
-    headings = ["load", "tokens/s", "TTFT", "TPOT", "whole"]
+    title = "above 1, the first is better; in brackets the 95 % interval over repeats"
+    headings = ["servers, load", "tokens/s", "TTFT", "TPOT", "whole"]
     console.print(table_of(headings, rows, title, right=True))
 
 

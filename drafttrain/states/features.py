@@ -36,9 +36,10 @@ from drafttrain.folders import OutputFolder, check_folder
 from drafttrain.outcome import conclude
 from drafttrain.progress import Progress, counted
 from drafttrain.states.ahead import Ahead, ahead
+from drafttrain.states.engine_server import flag_value, free_port, refuse_flags
 from drafttrain.states.origins import Origin, Row, RowStates, TopTokens
 from drafttrain.states.served import Served
-from drafttrain.states.server import StateServer, check_flags, flag_value, free_port
+from drafttrain.states.server import TAKEN, StateServer
 from drafttrain.states.source import Online
 from drafttrain.target import Target, load_shell
 from drafttrain.values import StoreDtype
@@ -137,7 +138,7 @@ def check_backend(args: argparse.Namespace, share: Share) -> None:
             f"backend=vllm without --url would start {share.world} servers, one per process; "
             "start them with drafttrain serve-target, and name them with --url"
         )
-    check_flags(args.flags)
+    refuse_flags(args.flags, TAKEN)
 
 
 def extract(

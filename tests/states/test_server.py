@@ -13,7 +13,8 @@ import pytest
 from drafttrain.cli import main
 from drafttrain.errors import UserError
 from drafttrain.serving import serve_target
-from drafttrain.states.server import StateServer, flag_value, free_port, served_layers
+from drafttrain.states.engine_server import flag_value, free_port
+from drafttrain.states.server import StateServer, served_layers
 from drafttrain.target import load_shell
 from drafttrain.target.attention import LAST
 from tests.states.stand_ins import engine
