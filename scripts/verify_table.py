@@ -47,21 +47,25 @@ def cell(row: dict) -> str:
 def table(matrix: dict) -> str:
     """Kind by engine, for tiny drafters and for trained heads; the heading names the releases that ran."""
     parts = []
+    dates: dict[tuple[str, str], str] = {}  # of the last run, by size and kind
     for run in sorted(matrix["runs"], key=lambda run: "drafter" in run):  # tiny ones first
-        parts += [("tiny" if "drafter" not in run else "trained", row) for row in run["rows"]]
+        size = "tiny" if "drafter" not in run else "trained"
+        for row in run["rows"]:
+            parts.append((size, row))
+            dates[size, row["kind"]] = run["date"][:10]
     releases: dict[str, str] = {}
     for _, row in parts:
         if row["prompts"] or row["engine"] not in releases:
             releases[row["engine"]] = row["release"]
-    lines = [f"| | {' | '.join(f'{engine} {release}' for engine, release in releases.items())} |"]
-    lines.append(f"| --- {'| --- ' * len(releases)}|")
+    headings = [f"{engine} {release}" for engine, release in releases.items()]
+    lines = [f"| | run on | {' | '.join(headings)} |"]
+    lines.append(f"| --- | --- {'| --- ' * len(releases)}|")
     for size in ("tiny", "trained"):
         rows = [row for kind, row in parts if kind == size]
         for kind in sorted({row["kind"] for row in rows}):
             cells = {row["engine"]: cell(row) for row in rows if row["kind"] == kind}
-            lines.append(
-                f"| `{kind}`, {size} | {' | '.join(cells.get(engine, '-') for engine in releases)} |"
-            )
+            results = " | ".join(cells.get(engine, "-") for engine in releases)
+            lines.append(f"| `{kind}`, {size} | {dates[size, kind]} | {results} |")
     return "\n".join(lines) + "\n"
 
 

@@ -16,7 +16,7 @@ import torch
 from typing_extensions import TypedDict
 
 from drafttrain.drafters.shipping import find_drafter, shipping
-from drafttrain.environment import describe_environment
+from drafttrain.environment import describe_environment, describe_run
 from drafttrain.errors import UserError
 from drafttrain.evaluation.suites import load_suite, take_evenly
 from drafttrain.export.engine_runs import EngineJob, missing
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     wrote = []
     if output is not None:
         environment = describe_environment(torch.device("cpu"))
-        found = {**environment, "command": command_line(), **found}
+        found = {**environment, **describe_run(), "command": command_line(), **found}
         write_clean_json(output, found)
         _partial(output).unlink(missing_ok=True)
         wrote.append(output)
