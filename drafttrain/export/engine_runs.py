@@ -485,9 +485,37 @@ def _yaml_value(value: object) -> object:
     return value
 
 
+class Mlx(ServingEngine):
+    """mlx-dspark, which drafts on Apple's GPUs; on a CPU it runs to be compared with."""
+
+    name = "MLX"
+
+    def run(self, job: EngineJob, exported: Path, python: str) -> Json:
+        described = {
+            "target": job.target.path,
+            "draft": str(exported),
+            "mode": shipping(job.trained.kind).options(job.trained)[self.name]["mode"],
+            "exact": job.dtype == "float32",
+            "prompts": job.prompts,
+            "tokens": job.tokens,
+            "depth": job.depth,
+            "ends": sorted(job.target.eos_ids),
+        }
+        environment = {"HF_HUB_OFFLINE": "1", **os.environ}
+        answer = run_side(python, SIDES / "mlx_side.py", described, environment)
+        committed = sum(len(made) - 1 for made in answer["tokens"])
+        answer["accepted_length"] = round(committed / max(answer["rounds"], 1), 4)
+        return answer
+
+    def command(self, serving: Serving) -> str:
+        words = ["mlx-dspark", "serve", "--model", serving.target, "--drafter", serving.drafter]
+        return shlex.join([*words, "--mode", str(serving.options["mode"])])
+
+
 # In the order of ENGINES, which is that of the recipes.
 RUNS: Mapping[str, ServingEngine] = {
-    engine.name: engine for engine in (Vllm(), Sglang(), TensorRt(), LlamaCpp(), Transformers())
+    engine.name: engine
+    for engine in (Vllm(), Sglang(), TensorRt(), LlamaCpp(), Transformers(), Mlx())
 }
 assert list(RUNS) == list(ENGINES), "an object per engine"
 

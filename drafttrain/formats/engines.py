@@ -47,9 +47,16 @@ ENGINES: dict[str, EngineRelease] = {
     "TensorRT-LLM, Triton": EngineRelease("TensorRT-LLM, Triton", "sglang", "1.3"),
     "llama.cpp": EngineRelease("llama.cpp", "gguf", "11549"),
     "transformers": EngineRelease("transformers", "transformers", "5.23"),
+    # On Apple's GPUs, by mlx-dspark, whose release this is.
+    "MLX": EngineRelease("MLX", "vllm", "0.20.3"),
 }
 # Engines that can be run, and the package of each in its environment.
-PACKAGES = {"vllm": "vllm", "transformers": "transformers", "llama.cpp": "xllamacpp"}
+PACKAGES = {
+    "vllm": "vllm",
+    "transformers": "transformers",
+    "llama.cpp": "xllamacpp",
+    "mlx": "mlx_dspark",
+}
 GGUF_TYPES = ("float32", "float16", "bfloat16", "q8_0")  # of a GGUF file's matrices
 
 

@@ -23,8 +23,9 @@ from drafttrain.export.verify_matrix import DrafterRows
 from drafttrain.formats.engines import ENGINES
 from drafttrain.inference import generate
 from drafttrain.target import Target
-from tests.conftest import make_tokenizer
+from tests.conftest import make_target, make_tokenizer
 from tests.drafters.eagle3_files import make_head
+from tests.drafters.layer_kinds import make_kind
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ["verify", "--prompts", "2", "--max-new-tokens", "10"]
@@ -81,6 +82,32 @@ def answers(target, change=0, fewer=0):
     return side
 
 
+def test_mlx_drafts_with_vllms_files(tmp_path, monkeypatch, capsys):
+    """Its job names mode, folder and ends; a rule of its own refuses a pruned vocabulary."""
+    target = make_target(layers=8)
+    target.model.save_pretrained(tmp_path / "target")
+    target.tokenizer.save_pretrained(tmp_path / "target")
+    monkeypatch.setattr(verify_export, "missing", lambda python, package: "")
+    jobs = []
+
+    def side(python, script, job, environment):
+        jobs.append(job)
+        return answers(target)(python, script, job, environment)
+
+    monkeypatch.setattr(engine_runs, "run_side", side)
+    every = torch.arange(target.vocab_size)
+    for name, kept in (("whole", every), ("pruned", every[:200])):
+        drafter = make_kind("dflash", target, kept, shake=True, mask_token_id=299)
+        drafter.config.target["name"] = str(tmp_path / "target")
+        drafter.save_pretrained(tmp_path / name)
+    words = ["--target", str(tmp_path / "target"), "--engine", "mlx", "--dtype", "float32"]
+    main([*RUN, "--drafter", str(tmp_path / "whole"), *words])
+    (job,) = jobs
+    assert job["mode"] == "dflash" and job["exact"] and job["ends"] == sorted(target.eos_ids)
+    assert main([*RUN, "--drafter", str(tmp_path / "pruned"), *words]) == 2
+    assert "MLX drafts over the whole vocabulary" in capsys.readouterr().err
+
+
 def test_every_engine_has_a_row(pair, tmp_path, monkeypatch, capsys):
     target, head = pair
     output = tmp_path / "m.json"
@@ -108,6 +135,7 @@ def test_every_engine_has_a_row(pair, tmp_path, monkeypatch, capsys):
         "TensorRT-LLM, Triton",
         "llama.cpp",
         "transformers",
+        "MLX",
     ]
     vllm = rows["eagle3", "vLLM"]
     assert (
@@ -258,7 +286,7 @@ def test_the_script_prints_its_commands():
     ]
     done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, check=True)
     first, second = done.stdout.splitlines()
-    pythons = "--engine-python vllm=.venv-vllm/bin/python llama.cpp=.venv-llama/bin/python"
+    pythons = "--engine-python vllm=.venv-vllm/bin/python llama.cpp=.venv-llama/bin/python mlx=.venv-mlx/bin/python"
     assert first == f"drafttrain verify --all-kinds --engine all {pythons} --output out/kinds.json"
     assert second.startswith(
         "drafttrain verify --drafter runs/a --dtype float32 --prompts 6 --engine all"

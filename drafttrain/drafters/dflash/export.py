@@ -132,6 +132,7 @@ class EngineBlocks(BlockFiles[Block]):
         own_names: the form's name of a tensor of ours, where it differs.
         since: SGLang's first release that drafts with the kind, and the first that predicts at the
             masks alone, as ours do by default.
+        mlx_has_head: mlx-dspark reads the drafter's own embedding, head and map of tokens.
     """
 
     published_keys: Collection[str] = PUBLISHED_KEYS
@@ -139,6 +140,7 @@ class EngineBlocks(BlockFiles[Block]):
     architecture = ""
     own_names: Mapping[str, str] = {}
     since = ("", "")
+    mlx_has_head = False
 
     def lacking(self, trained: Trained, form: str, engine: EngineRelease) -> list[str]:
         name = engine.name
@@ -157,7 +159,7 @@ class EngineBlocks(BlockFiles[Block]):
             found.append(f"{provides} the inputs of layers 1 to {last - 1} only")
         if layers != sorted(layers):
             found.append(f"{provides} features in ascending order")
-        if form == "vllm":
+        if form == "vllm" and (name != "MLX" or self.mlx_has_head):
             return found
 
         # The other engines draw from the target's embedding and head alone.
@@ -355,7 +357,12 @@ class DFlashShipping(EngineBlocks[DFlash]):
         "transformers": Format("DFlash as MuseGlimmerAssistantModel", ("transformers",)),
         **BlockFiles.formats,
     }
-    verifiable = {"vllm": "vllm", "transformers": "transformers", **BlockFiles.verifiable}
+    verifiable = {
+        "vllm": "vllm",
+        "transformers": "transformers",
+        "mlx": "vllm",
+        **BlockFiles.verifiable,
+    }
     tiny = {
         "mask_token_id": 300,
         "num_hidden_layers": 2,
@@ -417,6 +424,7 @@ def block_options(vllm: str, sglang: str, depth: int) -> dict[str, Mapping[str, 
     """Settings of vLLM and SGLang for blocks that predict `depth` tokens, whatever is asked."""
     return {
         "vLLM": {"method": vllm, "num_speculative_tokens": depth},
+        "MLX": {"mode": vllm},
         "SGLang": {
             "speculative-algorithm": sglang,
             "speculative-num-steps": None,

@@ -57,10 +57,12 @@ class DFlash2Shipping(EngineBlocks[DFlash2]):
         "num_hidden_layers": 2,
         "block_size": 4,
         "markov_rank": 16,
+        "selector_top_k": 4,
     }
     drafter_class = DFlash2
     published_keys = {*EngineBlocks.published_keys, *_NEED}
     architecture = _ARCHITECTURE
+    verifiable = {"mlx": "vllm", **BlockFiles.verifiable}
     since = ("0.5.19", "0.5.19")
     reads = "DFlash 2 drafters (DFlash2DraftModel)"
     own_names = {

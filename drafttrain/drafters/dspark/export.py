@@ -58,6 +58,8 @@ class DSparkShipping(EngineBlocks[DSpark]):
     drafter_class = DSpark
     architecture = "Qwen3DSparkModel"
     since = ("0.5.16", "0.5.19")
+    mlx_has_head = True
+    verifiable = {"mlx": "vllm", **BlockFiles.verifiable}
     reads = "DSpark drafters (Qwen3DSparkModel, DSparkDraftModel, speculators' form)"
     own_names = {
         "markov_in.weight": _MARKOV,
@@ -80,6 +82,10 @@ class DSparkShipping(EngineBlocks[DSpark]):
         window = trained.config.get("sliding_window")
         if form == "vllm" and window:
             found.append(f"sliding_window={window}: windows of vLLM's DSpark are not written yet")
+        if engine.name == "MLX" and not trained.config.get("sample_from_anchor"):
+            found.append(
+                "sample_from_anchor=false: MLX counts the block's first token among block_size, vLLM does not"
+            )
         return found
 
     def engine_config(self, drafter: DSpark, form: str, request: ExportRequest) -> Json:

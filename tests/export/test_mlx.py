@@ -1,0 +1,42 @@
+"""Tiny drafters in mlx-dspark on a CPU: `MLX_PYTHON=ENV/bin/python pytest -m slow tests/export/test_mlx.py`.
+
+ENV has mlx-dspark and, on Linux, mlx[cpu].
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from drafttrain.cli import main
+from drafttrain.drafters.shipping import shipping
+from drafttrain.export import tiny_drafters
+
+PYTHON = os.environ.get("MLX_PYTHON", "")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON, reason="MLX_PYTHON names no environment with mlx-dspark")
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("dflash", {}),
+        ("dflash2", {}),
+        ("dspark", {"sample_from_anchor": True}),
+        ("dspark", {"sample_from_anchor": True, "draft_vocab_size": 200}),
+    ],
+    ids=["dflash", "dflash2", "dspark", "dspark-pruned"],
+)
+def test_it_drafts_what_we_draft(tmp_path, monkeypatch, kind, options):
+    described = shipping(kind)
+    monkeypatch.setattr(tiny_drafters, "shipped_kinds", lambda: [kind])
+    monkeypatch.setattr(type(described), "tiny", {**described.tiny, **options})
+    output = tmp_path / "mlx.json"
+    words = ["verify", "--all-kinds", "--engine", "mlx", "--engine-python", PYTHON]
+    words += ["--prompts", "6", "--max-new-tokens", "32", "--output", str(output)]
+    assert main(words) == 0
+    (row,) = json.loads(output.read_text())["rows"]
+    assert row["verdict"] == "same" and row["same_text"] == 6
+    assert row["accepted_length"] == row["ours"] > 1.5
