@@ -23,7 +23,7 @@ _REASONS = {
         pad_token_id sep_token_id suppress_tokens tokenizer_class""",
     "settings of training alone": """
         attention_backend attention_dropout confidence_head_alpha gradient_checkpointing hidden_dropout
-        initializer_range loss_decay_gamma num_anchors resid_pdrop""",
+        initializer_range lambda_base_decay_steps lambda_base_start loss_decay_gamma num_anchors resid_pdrop""",
     "settings of generation, which the engine makes": """
         bad_words_ids diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
         exponential_decay_length_penalty length_penalty max_length min_length n_candidates no_repeat_ngram_size
@@ -37,7 +37,7 @@ _REASONS = {
     "decoders that read an encoder, which these drafters are not": """
         add_cross_attention cross_attention_hidden_size is_decoder is_encoder_decoder tie_encoder_decoder""",
     "the tensors of the checkpoint say the same": """
-        bias confidence_head_with_markov embed_requires_grad enable_confidence_head num_aux_hidden_states
+        bias confidence_head_with_markov embed_requires_grad enable_confidence_head num_aux_hidden_states num_context_layers
         parallel_draft_heads_num_layers tie_word_embeddings truncated_vocab_size use_confidence_head""",
     "read together with layer_types, which decide": "max_window_layers",
     "sizes of the target, which is at hand": "num_target_layers target_num_hidden_layers",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 KEPT = torch.arange(40, 240)
+BLOCK_KINDS = ("dflash", "dspark", "dflash2", "domino", "jetspec")
 
 
 def make_drafter(kind, target, kept=KEPT, **options):
@@ -23,7 +24,9 @@ def shaken(kind, target, **options):
     generator = torch.Generator().manual_seed(9)
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():
-            if parameter.dim() == 1 or "markov" in name or "conv" in name:
+            if parameter.dim() == 1 or any(
+                part in name for part in ("markov", "conv", "correction_out")
+            ):
                 parameter += (0.05 if "conv" in name or "out" in name else 0.3) * torch.randn(
                     parameter.shape, generator=generator
                 )

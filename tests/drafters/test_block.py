@@ -9,6 +9,7 @@ from drafttrain.batch import Batch
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.dflash.model import DFlash
 from drafttrain.drafters.dflash2.model import DFlash2
+from drafttrain.drafters.domino.model import Domino
 from drafttrain.drafters.dspark.model import DSpark
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.errors import UserError
@@ -26,7 +27,7 @@ from tests.drafters.helpers import (
 from tests.drafters.layer_kinds import check_packed_rows, check_parity
 from tests.drafters.overfitting import overfit
 
-KINDS = [DFlash, DSpark, DFlash2]
+KINDS = [DFlash, DSpark, DFlash2, Domino]
 OPTIONS = [
     {"num_hidden_layers": 1},
     {"num_hidden_layers": 3, "num_key_value_heads": 4, "head_dim": 6, "intermediate_size": 40},

@@ -14,7 +14,7 @@ from tests.conftest import make_target
 from tests.drafters.layer_kinds import make_kind
 
 KEPT = torch.arange(40, 240)
-KINDS = ("eagle3", "peagle", "eagle1", "mtp", "dflash", "dspark")
+KINDS = ("eagle3", "peagle", "eagle1", "mtp", "dflash", "dspark", "domino")
 OPTIONS = {"extra_vocab_size": 16}
 
 

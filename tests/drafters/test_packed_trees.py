@@ -25,6 +25,7 @@ FORMS = {
     "dflash": {"block_size": 5},
     "dspark": {"block_size": 5, "markov_rank": 8},
     "dflash2": {"block_size": 5, "markov_rank": 8},
+    "domino": {"block_size": 5, "gru_hidden_dim": 16, "emb_dim": 16},
     "medusa": {},
     "hydra": {},
     "mlp_speculator": {},

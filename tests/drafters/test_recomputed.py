@@ -26,6 +26,7 @@ def target():
         ("dflash", {"block_size": 4}),
         ("dspark", {"block_size": 4}),
         ("dflash2", {"block_size": 4}),
+        ("domino", {"block_size": 4, "gru_hidden_dim": 8, "emb_dim": 8}),
     ],
 )
 def test_layers_that_are_computed_again_give_the_same_gradients(target, kind, options, autocast):

@@ -25,7 +25,7 @@ from drafttrain.errors import UserError
 from drafttrain.inference import generate
 from drafttrain.target import Target
 from tests.conftest import make_target
-from tests.drafters.block_kinds import begun, shaken
+from tests.drafters.block_kinds import BLOCK_KINDS, begun, shaken
 from tests.drafters.helpers import make_batch, make_heads
 from tests.drafters.layer_kinds import make_kind
 
@@ -111,8 +111,16 @@ def selector(state, drafter):
     return {SELECTOR.get(k, k): v for k, v in state.items() if k != "kept_ids"}
 
 
+DOMINO = {"emb_dim": 16, "gru_hidden_dim": 24, "pure_draft_prefix_len": 1}
+DOMINO_NAMES = {
+    "gru.reads.weight": "prefix_gru.weight_ih_l0", "gru.keeps.weight": "prefix_gru.weight_hh_l0",
+    "correction_in.weight": "embed_proj.0.weight", "correction_out.weight": "embed_proj.2.weight",
+}  # fmt: skip
+
+
 def blocks(state, drafter):
-    return {MARKOV_NAMES.get(k, k): v for k, v in state.items() if k != "kept_ids"}
+    names = MARKOV_NAMES | DOMINO_NAMES
+    return {names.get(k, k): v for k, v in state.items() if k != "kept_ids"}
 
 
 def modelopt_markov(state, drafter):
@@ -168,6 +176,19 @@ KEPT_ALL = {"kept": KEPT}
 # What speculators 0.9 writes of its block drafters' layers.
 SLIDING = {
     "layer_types": ["sliding_attention"] * 2, "sliding_window": 2048, "use_sliding_window": True, "max_window_layers": 28,
+}  # fmt: skip
+# What NeMo Automodel 0.7 writes beside IDS, and verl-SpeCo 0.1 of a block drafter.
+NEMO = {
+    "block_size": 5,
+    "output_multiplier": 1.0,
+    "final_logit_softcapping": None,
+    "input_embedding_scale": 1.0,
+}
+VERL = {
+    **{key: LAYER[key] for key in ("hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads",
+                                   "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "vocab_size")},
+    **IDS, "dtype": "bfloat16", "head_dim": 8, "loss_decay_gamma": 7.0, "num_anchors": 512, "num_context_layers": 3,
+    "num_hidden_layers": 2, "num_target_layers": 8, "target_hidden_size": 32, "target_num_hidden_layers": 8,
 }  # fmt: skip
 WHOLE = {"kept": torch.arange(300)}
 FIRST = {"feature_layers": (2, 4, 5), "mask_token_id": 290}
@@ -236,6 +257,31 @@ CASES = [
           "layer_types": ["sliding_attention"] * 2,
           "dflash_config": {**IDS, "block_size": 5, "conv_group_size": 16, "conv_kernel_size": 2, "selector_rank": 8,
                             "selector_top_k": 16}}, selector),
+    Case("SpecForge", "DominoDraftModel", "domino", {**WHOLE, **FIRST, **DOMINO, "sample_from_anchor": True},
+         {**BLOCK, "architectures": ["DominoDraftModel"], "auto_map": {"AutoModel": "domino.DominoDraftModel"}, "block_size": 5,
+          "emb_dim": 16, "dflash_config": {**IDS, **DOMINO, "projector_type": "domino", "shift_label": True}}, blocks),
+    Case("NeMo Automodel", "Qwen3DFlashDraftModel with projector_type domino", "domino", {**WHOLE, **FIRST, **DOMINO},
+         {**BLOCK, "architectures": ["Qwen3DFlashDraftModel"], "block_size": 5, "is_causal": False,
+          "dflash_config": {**IDS, **DOMINO, **NEMO, "projector_type": "domino", "shift_label": False}}, blocks),
+    Case("verl-SpeCo", "DominoDraftModel with keys outside", "domino",
+         {**WHOLE, **FIRST, **DOMINO, "sample_from_anchor": True},
+         {**VERL, **DOMINO, "architectures": ["DominoDraftModel"], "model_type": "domino", "block_size": 5,
+          "lambda_base_decay_steps": 2000, "lambda_base_start": 1.0, "projector_type": "domino", "shift_label": True},
+         with_copies(["embed_tokens.weight"])),
+    Case("JetSpec", "DFlashDraftModel with causal_head", "jetspec", {**WHOLE, **FIRST},
+         {**BLOCK, "architectures": ["DFlashDraftModel"], "block_size": 5,
+          "dflash_config": {**IDS, "causal_head": True}}, blocks),
+    Case("NeMo Automodel", "Qwen3DFlashDraftModel with causal", "jetspec", {**WHOLE, **FIRST},
+         {**BLOCK, "architectures": ["Qwen3DFlashDraftModel"], "block_size": 5, "is_causal": False,
+          "dflash_config": {**IDS, **NEMO, "causal": True}}, blocks),
+    Case("NeMo Automodel", "Qwen3DFlashDraftModel", "dflash", {**WHOLE, **FIRST, "sliding_window": 16},
+         {**BLOCK, "architectures": ["Qwen3DFlashDraftModel"], "block_size": 5, "is_causal": False, "sliding_window": 16,
+          "use_sliding_window": True, "layer_types": ["sliding_attention"] * 2, "dflash_config": {**IDS, **NEMO}}, blocks),
+    Case("NeMo Automodel", "Qwen3DFlash2DraftModel", "dflash2",
+         {**WHOLE, **FIRST, "markov_rank": 8, "markov_all": True, "selector_top_k": 16},
+         {**BLOCK, "architectures": ["Qwen3DFlash2DraftModel"], "block_size": 5, "is_causal": False, "rms_norm_eps": 1e-6,
+          "dflash_config": {**IDS, **NEMO, "conv_group_size": 16, "conv_kernel_size": 2, "selector_rank": 8,
+                            "selector_top_k": 16}}, selector),
     Case("speculators", "dflash of 0.9", "dflash", {**WHOLE, **FIRST, "causal": True, "sliding_window": 2048},
          speculators("dflash", {**BLOCK, **SLIDING}, architectures=["DFlashDraftModel"], draft_vocab_size=300, block_size=5,
                      aux_hidden_state_layer_ids=[2, 4, 5], mask_token_id=290, sliding_window_non_causal=False,
@@ -290,8 +336,10 @@ MARKED = [
 REFUSED = [
     ("DFlash 2 without sizes of its parts", {**BLOCK, "architectures": ["DFlash2DraftModel"], "block_size": 5,
      "dflash_config": {**IDS, "conv_kernel_size": 2, "conv_group_size": 16}}, "has no selector_rank"),
-    ("Domino", {**BLOCK, "architectures": ["DFlashDraftModel"], "block_size": 5,
-     "dflash_config": {**IDS, "projector_type": "domino"}}, "is of projector_type='domino'"),
+    ("Domino without sizes", {**BLOCK, "architectures": ["DFlashDraftModel"], "block_size": 5,
+     "dflash_config": {**IDS, "projector_type": "domino"}}, "has no 'emb_dim'"),
+    ("LiLiCorr", {**BLOCK, "architectures": ["DFlashDraftModel"], "block_size": 5,
+     "dflash_config": {**IDS, "projector_type": "lilicorr"}}, "is of projector_type='lilicorr'"),
     ("Gated and recurrent Markov heads", {**BLOCK, **IDS, **MARKOV, "architectures": ["Qwen3DSparkModel"], "block_size": 5,
      "markov_head_type": "gated"}, "has markov_head_type='gated'"),
     ("a window without a size", {**BLOCK, "architectures": ["DFlashDraftModel"], "block_size": 5, "is_causal": False,
@@ -320,7 +368,7 @@ def target(tmp_path_factory):
 
 def make(case: Case, target: Target) -> Any:
     options = dict(case.options)
-    if case.kind in ("dflash", "dspark", "dflash2"):
+    if case.kind in BLOCK_KINDS:
         drafter = shaken(shipping(case.kind).drafter_class, target, **options)
     elif case.kind in ("medusa", "mlp_speculator"):
         drafter = make_heads(target, case.kind, options.pop("kept"), **options)

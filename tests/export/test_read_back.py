@@ -21,7 +21,7 @@ from drafttrain.errors import UserError
 from drafttrain.formats.weights import write_checkpoint
 from drafttrain.target import Target
 from tests.conftest import make_target
-from tests.drafters.block_kinds import shaken
+from tests.drafters.block_kinds import BLOCK_KINDS, shaken
 from tests.drafters.helpers import make_heads
 from tests.drafters.layer_kinds import make_kind
 
@@ -36,8 +36,11 @@ KEYS = {
     "dflash": {"rounds", "depth", "max_log_prob_difference"},
     "dspark": {"rounds", "depth", "max_log_prob_difference", "same_tokens"},
     "dflash2": {"rounds", "depth", "max_log_prob_difference", "same_tokens"},
+    "domino": {"rounds", "depth", "max_log_prob_difference", "same_tokens"},
+    "jetspec": {"rounds", "depth", "max_log_prob_difference"},
     "mtp": {"rounds", "depth", "max_log_prob_difference"},
 }
+DOMINO = {"gru_hidden_dim": 24, "emb_dim": 16}
 CASES = [
     ("eagle3", "vllm", {"fc_norm": True, "norm_output": True}),
     ("eagle3", "sglang", {}),
@@ -50,6 +53,8 @@ CASES = [
     ("dflash", "vllm", {}),
     ("dflash", "sglang", {"mask_token_id": 290, "kept": torch.arange(300)}),
     ("dflash", "vllm", {"train_head": True, "mask_token_id": 290}),
+    ("jetspec", "vllm", {}),
+    ("jetspec", "vllm", {"mask_token_id": 290, "sliding_window": 12}),
     ("dspark", "vllm", {"markov_rank": 8, "sample_from_anchor": True}),
     ("dspark", "sglang", {"markov_rank": 8, "mask_token_id": 290, "kept": torch.arange(300)}),
     (
@@ -58,6 +63,12 @@ CASES = [
         {"markov_rank": 8, "mask_token_id": 290, "kept": torch.arange(300), "selector_top_k": 9},
     ),
     ("dflash2", "sglang", {"markov_rank": 8, "mask_token_id": 290, "kept": torch.arange(300)}),
+    ("domino", "sglang", {**DOMINO, "mask_token_id": 290, "kept": torch.arange(300)}),
+    (
+        "domino",
+        "sglang",
+        {**DOMINO, "mask_token_id": 290, "kept": torch.arange(300), "sample_from_anchor": True},
+    ),
 ]
 
 
@@ -71,7 +82,7 @@ def target(tmp_path_factory):
 
 
 def exported(target, tmp_path, kind, form, dtype=torch.bfloat16, **options):
-    if kind in ("dflash", "dspark", "dflash2"):
+    if kind in BLOCK_KINDS:
         drafter = shaken(kind_class(kind), target, feature_layers=(1, 2, 3), **options)
     elif kind in ("medusa", "mlp_speculator"):
         drafter = make_heads(target, kind, KEPT, **options)

@@ -19,7 +19,7 @@ from drafttrain.formats.engines import ENGINES
 from drafttrain.target import Target
 from tests import engine_arithmetic
 from tests.conftest import make_target
-from tests.drafters.block_kinds import shaken
+from tests.drafters.block_kinds import BLOCK_KINDS, shaken
 from tests.drafters.layer_kinds import make_kind
 
 WHEEL = os.environ.get("SGLANG_WHEEL", "")
@@ -32,6 +32,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("eagle3", {"kept": KEPT}), ("eagle3", {"kept": KEPT, "fc_norm": True, "norm_output": True, "num_hidden_layers": 3}),
     ("eagle3", {"kept": KEPT, "feature_layers": (1, 3, 5, 6)}), ("dflash", BLOCK), ("dspark", {**BLOCK, "markov_rank": 8}),
     ("dspark", {**BLOCK, "markov_rank": 8, "sample_from_anchor": True}),
+    ("domino", {**BLOCK, "gru_hidden_dim": 24, "emb_dim": 16}),
+    ("domino", {**BLOCK, "gru_hidden_dim": 24, "emb_dim": 16, "sample_from_anchor": True}),
 ]  # fmt: skip
 # What SGLang lends from the target.
 LENT = {"embed_tokens.weight", "lm_head.weight", "model.embed_tokens.weight"}
@@ -48,7 +50,7 @@ def test_sglang_takes_every_tensor_of_what_its_release_supports(tmp_path):
     folders = []
     for number, (kind, options) in enumerate(CASES):
         own = dict(options)
-        block = kind in ("dflash", "dspark")
+        block = kind in BLOCK_KINDS
         drafter = (
             shaken(shipping(kind).drafter_class, target, **own)
             if block

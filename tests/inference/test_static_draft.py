@@ -21,6 +21,7 @@ OPTIONS = {
     "dflash": {"block_size": 4, "num_hidden_layers": 2},
     "dspark": {"block_size": 4, "markov_rank": 8, "causal": True, "sliding_window": 6},
     "dflash2": {"block_size": 4, "markov_rank": 8, "selector_top_k": 20},
+    "domino": {"block_size": 4, "gru_hidden_dim": 8, "emb_dim": 8},
     "medusa": {},
     "hydra": {},
     "mlp_speculator": {},

@@ -30,6 +30,7 @@ KINDS: dict[str, dict] = {
     "dflash": {"block_size": 4, "anchor_share": 0.5, "num_hidden_layers": 2},
     "dspark": {"block_size": 4, "weighting": "dpace"},
     "dflash2": {"block_size": 4},
+    "domino": {"block_size": 4},
 }
 
 

@@ -75,6 +75,11 @@ class BlockDrafter(DecoderDrafter):
     def sequence_reach(self) -> int:
         return self.config.depth
 
+    @property
+    def loss_share(self) -> float:
+        """Weight of the predictions' own loss, beside that of `other_loss`."""
+        return 1.0
+
     def __init__(self, config: BlockConfig):
         super().__init__(config)
         h = config.hidden_size
@@ -230,6 +235,22 @@ class BlockDrafter(DecoderDrafter):
         """
         return reads, self.head.weight
 
+    def readout_of_blocks(
+        self,
+        reads: Tensor,
+        ids: Tensor,
+        roots: Tensor,
+        live: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """`readout` of all predictions of a step, for kinds that depend on more tokens of a block.
+
+        Args:
+            reads: [t, h] in the order of live [m, depth] bool, predictions that count.
+            ids: tokens, flat. roots: [m] positions of the blocks' first tokens.
+        """
+        block_of, depth_of = live.nonzero(as_tuple=True)  # [t] each
+        return self.readout(reads, ids[roots[block_of] + depth_of])
+
     def other_loss(
         self,
         hidden: Tensor,
@@ -290,8 +311,8 @@ class BlockDrafter(DecoderDrafter):
         # The loss.
         before = anchors[block_of] + 1 + depth_of  # [t] flat positions before the predicted tokens
         at = inputs.row_of.flatten()[before]  # [t] rows of the target's distributions
-        parents = batch.input_ids.flatten()[before]
-        hidden, head = self.readout(reads, parents)
+        ids = batch.input_ids.flatten()
+        hidden, head = self.readout_of_blocks(reads, ids, anchors + 1, live)
         weight = self.weigh(
             live,
             scale,
@@ -305,7 +326,7 @@ class BlockDrafter(DecoderDrafter):
             head,
             inputs.rows,
             at,
-            weight,
+            weight * self.loss_share,
             config.loss,
             measure=inputs.measure or bool(self.measures),
         )
@@ -417,8 +438,10 @@ class BlockDrafter(DecoderDrafter):
         """[t] float32, weight of each prediction in the loss; see `BlockConfig.weighting`."""
         config = self.config
         depths = torch.arange(config.depth, device=at.device)
-        if config.weighting == "exp":
+        if config.weighting != "dpace":
             decay = torch.exp(-depths / config.gamma)  # [depth]
+            if config.weighting == "equal":
+                decay = torch.ones_like(decay)
             return (decay / decay.sum() * scale).expand_as(live)[live]
         with torch.no_grad():
             ones = torch.ones(len(at), device=at.device)

@@ -290,6 +290,9 @@ class LastStateConfig(LayerConfig):
     target_width = True
 
 
+BlockWeighting = Literal["exp", "dpace", "equal"]
+
+
 class BlockConfig(DecoderConfig):
     """Block-parallel drafters, which use the target's embedding and head.
 
@@ -307,9 +310,9 @@ class BlockConfig(DecoderConfig):
             frozen.
         anchor_share: share of the possible blocks that a step trains on; their losses keep their
             weight in expectation.
-        weighting: `exp` weights depth k (from 0) by exp(-k / gamma); `dpace` by how likely the
-            block is right there and deeper, with the drafter's probabilities q of the data's tokens
-            smoothed to (1 - dpace_alpha) q + dpace_alpha.
+        weighting: `exp` weights depth k (from 0) by exp(-k / gamma); `equal` all depths alike;
+            `dpace` by how likely the block is right there and deeper, with the drafter's
+            probabilities q of the data's tokens smoothed to (1 - dpace_alpha) q + dpace_alpha.
         gamma: of `exp`. dpace_alpha: of `dpace`.
     """
 
@@ -330,7 +333,7 @@ class BlockConfig(DecoderConfig):
     mask_token_id: Size | None = None
     train_head: bool = False
     anchor_share: PositiveFraction = 1.0
-    weighting: Literal["exp", "dpace"] = "exp"
+    weighting: BlockWeighting = "exp"
     gamma: PositiveAmount = 4.0
     dpace_alpha: Smoothing = 0.5
 

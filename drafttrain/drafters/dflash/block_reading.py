@@ -1,6 +1,7 @@
 """Reading block drafters' checkpoints, in export.py's form and other trainers' spellings of it.
 
     DFlashDraftModel (z-lab; SpecForge and AngelSlim's QwenDFlashDraftModel; ModelOpt)   keys in dflash_config
+    DominoDraftModel (SpecForge, verl-SpeCo)   as DFlashDraftModel with projector_type domino, keys outside or in dflash_config
     DFlash2DraftModel (inco.ai, z-lab)   as DFlashDraftModel, windows in all layers or none
     Qwen3DSparkModel (DeepSpec), DSparkDraftModel (SpecForge; ModelOpt's is named DFlash)  keys outside or in dflash_config
     speculators_model_type dflash, dspark (speculators)   layer keys in transformer_layer_config; layers as ours, not one less
@@ -72,6 +73,7 @@ class _PublishedBlock(TypedDict, total=False):
     swa_window_size: int | None
     sliding_window_non_causal: bool | None
     causal: bool | None
+    causal_head: bool | None
     is_causal: bool | None
     dflash_query_causal: bool | None
 
@@ -119,6 +121,21 @@ def is_dspark(config: Mapping[str, object]) -> bool:
         default = 256
     rank = own_keys(config).get("markov_rank", default)
     return isinstance(rank, int) and rank > 0
+
+
+def block_kind(config: Mapping[str, object]) -> str:
+    """The kind of a published block drafter; its parts, not its name, tell them apart."""
+    if own_keys(config).get("projector_type") == "domino":
+        return "domino"
+    if "DominoDraftModel" in architectures_in(config):
+        return "domino"
+    if is_dspark(config):
+        return "dspark"
+    keys = own_keys(config)
+    nemo = "Qwen3DFlashDraftModel" in architectures_in(config)
+    if keys.get("causal_head") or (nemo and keys.get("causal")):
+        return "jetspec"
+    return "dflash"
 
 
 def foreign_block(checkpoint: Exported) -> list[str]:
@@ -205,9 +222,9 @@ def _causal(keys: Json, layer: Json) -> bool:
     """Whether a block's tokens see earlier ones of it alone.
 
     Layers with a window do unless a key says otherwise, layers without one only if a key says so
-    (vLLM's names and ModelOpt's, and speculators').
+    (vLLM's names, ModelOpt's, JetSpec's and speculators').
     """
-    for name in ("dflash_query_causal", "causal", "is_causal"):
+    for name in ("dflash_query_causal", "causal_head", "causal", "is_causal"):
         if keys.get(name) is not None:
             return bool(keys[name])
     return bool(_window(keys, layer)) and not keys.get("sliding_window_non_causal")

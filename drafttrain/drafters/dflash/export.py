@@ -19,7 +19,7 @@ generation/candidate_generator.py.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,8 +32,8 @@ from drafttrain.drafters.dflash.block_reading import (
     FIXED_KEYS,
     PUBLISHED_KEYS,
     block_fields,
+    block_kind,
     foreign_block,
-    is_dspark,
     named,
     own_keys,
     without_copies,
@@ -62,9 +62,10 @@ _ENCODER = {
     "fc.weight": "encoder.fc.weight",
     "hidden_norm.weight": "encoder.output_norm_enc.weight",
 }
-# Architectures of published block drafters; a Markov head, not the name, tells DSpark from DFlash.
+# Architectures of published block drafters, whose keys tell their kinds (`block_kind`).
 PUBLISHED_BLOCKS = {
-    "DFlashDraftModel", "QwenDFlashDraftModel", "Qwen3DSparkModel", "DSparkDraftModel", "LingDSparkModel",
+    "DFlashDraftModel", "QwenDFlashDraftModel", "Qwen3DFlashDraftModel", "Qwen3DSparkModel", "DSparkDraftModel",
+    "LingDSparkModel", "DominoDraftModel",
 }  # fmt: skip
 _SAME = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -82,8 +83,8 @@ class BlockFiles(GgufHeads[Block]):
     """
 
     formats = {"gguf": Format("a block drafter as GGUF file", ("llama.cpp",))}
-    verifiable = {"llama.cpp": "gguf"}
-    in_root = ("gguf",)
+    verifiable: Mapping[str, str] = {"llama.cpp": "gguf"}
+    in_root: Sequence[str] = ("gguf",)
     gguf_arch = "dflash"
     gguf_layers = "QWEN3"
     gguf_names = {"fc.weight": "fc.weight", "hidden_norm.weight": "enc.output_norm.weight"}
@@ -146,7 +147,7 @@ class EngineBlocks(BlockFiles[Block]):
         name = engine.name
         config = trained.config
         found = []
-        if config.get("causal"):
+        if config.get("causal") and form != "vllm":
             found.append(
                 f"causal=true: blocks whose tokens see earlier ones alone were not tried with {name}"
             )
@@ -246,9 +247,9 @@ class EngineBlocks(BlockFiles[Block]):
         if config.sliding_window:
             own["use_swa"] = True
             own["swa_window_size"] = config.sliding_window
-            # Without this vLLM would take a windowed layer for one that hides a block's later
-            # tokens.
-            own["causal"] = False
+        if config.sliding_window or config.causal:
+            # vLLM takes a windowed layer for a causal one, and others not, unless a key says so.
+            own["causal"] = config.causal
         return {"block_size": config.block_size, "dflash_config": own}
 
     def form(self, drafter: Block, config: Json) -> Form:
@@ -323,8 +324,7 @@ class EngineBlocks(BlockFiles[Block]):
         known = config.get("speculators_model_type") in ("dflash", "dspark")
         if PUBLISHED_BLOCKS.intersection(architectures_in(config)):
             known = True
-        # A Markov head, not the name, tells DSpark from DFlash.
-        return known and is_dspark(config) == (self.drafter_class.kind == "dspark")
+        return known and block_kind(config) == self.drafter_class.kind
 
     def foreign(self, checkpoint: Exported) -> list[str]:
         return foreign_block(checkpoint)

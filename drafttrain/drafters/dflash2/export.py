@@ -109,7 +109,7 @@ class DFlash2Shipping(EngineBlocks[DFlash2]):
         return form
 
     def recognizes(self, config: Mapping[str, object]) -> bool:
-        return _ARCHITECTURE in architectures_in(config)
+        return any("DFlash2DraftModel" in name for name in architectures_in(config))
 
     def more_fields(self, original: DFlash2, export: Exported) -> Json:
         keys = own_keys(export.config)

@@ -1,0 +1,191 @@
+"""Domino: DFlash's block with a small recurrent network that reads the drafted path.
+
+    anchor t, block of 4            x_{t+1}   mask      mask      mask
+    predicts                                  x_{t+2}   x_{t+3}   x_{t+4}
+    depth k                                   0         1         2
+    the path's state g_k read                 x_{t+1}   x_{t+2}   x_{t+3}      and the tokens before, from x_{t+1} on
+
+    logits at depth k  =  head(z_k) + out(silu(in([z_k, g_k])))         z_k [h] the block's state, g_k [g] a GRU's
+
+The GRU reads the target's embeddings. DSpark and DFlash 2 read the last token of a path alone. The
+first `pure_draft_prefix_len` depths are the block's own. Without the second term a fresh drafter
+drafts what DFlash does, because `out` starts near zero.
+
+Training starts at the block's own loss and moves to the corrected one:
+
+    loss = (1 - l) corrected + l block's own        l from lambda_base_start to 0 over a share of the training
+
+Sources: Domino, arXiv 2605.29707; SpecForge modeling/draft/domino.py (August 2026); NeMo Automodel
+0.7 components/speculative/dflash/domino_core.py; SGLang 0.5.23 speculative/domino_utils.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drafttrain.drafters.common.block import Aligned, BlockDrafter
+from drafttrain.drafters.common.configs import BlockConfig
+from drafttrain.drafters.common.rows import Ask, Children, Nodes, Places
+from drafttrain.losses import linear_divergence
+from drafttrain.values import Count, Fraction, PositiveFraction, Size
+
+
+class DominoConfig(BlockConfig):
+    """Config of a Domino drafter; names are those of published checkpoints where they have one.
+
+    Attributes:
+        emb_dim: rank of the correction. gru_hidden_dim: width of the path's state (g).
+        pure_draft_prefix_len: first depths that are not corrected; SGLang reads 1 alone.
+        lambda_base_start: share of the block's own loss at the start of training.
+        lambda_base_decay_ratio: share of the training over which that share falls to 0.
+    """
+
+    model_type = "drafttrain_domino"
+    recipe_keys = (*BlockConfig.recipe_keys, "lambda_base_start", "lambda_base_decay_ratio")
+    loss: str = "ce"
+    emb_dim: Count = 256
+    gru_hidden_dim: Count = 1024
+    pure_draft_prefix_len: Size = 1
+    lambda_base_start: Fraction = 1.0
+    lambda_base_decay_ratio: PositiveFraction = 1.0
+
+
+class PathGru(nn.Module):
+    """A GRU without biases. Rows of its weights: reset gate, update gate, new state, as torch's."""
+
+    def __init__(self, width: int, size: int):
+        super().__init__()
+        self.size = size
+        self.reads = nn.Linear(width, 3 * size, bias=False)
+        self.keeps = nn.Linear(size, 3 * size, bias=False)
+
+    def first(self, count: int) -> Tensor:
+        """[count, g], states before the first token."""
+        return self.keeps.weight.new_zeros(count, self.size)
+
+    def forward(self, read: Tensor, state: Tensor) -> Tensor:
+        """The state after one more token.
+
+        read: [n, 3g], `reads` of the token's embedding. state: [n, g] before it.
+        """
+        reset, update, new = read.chunk(3, dim=-1)  # [n, g] each
+        old_reset, old_update, old_new = self.keeps(state).chunk(3, dim=-1)
+        new = torch.tanh(new + torch.sigmoid(reset + old_reset) * old_new)
+        return new + torch.sigmoid(update + old_update) * (state - new)
+
+
+class Domino(BlockDrafter):
+    """A Domino drafter: the block-parallel backbone with a correction by the path."""
+
+    config_class = DominoConfig
+    kind = "domino"
+    config: DominoConfig
+
+    def __init__(self, config: DominoConfig):
+        super().__init__(config)
+        h = config.hidden_size
+        self.gru = PathGru(h, config.gru_hidden_dim)
+        self.correction_in = nn.Linear(h + config.gru_hidden_dim, config.emb_dim, bias=False)
+        self.correction_out = nn.Linear(config.emb_dim, config.draft_vocab_size, bias=False)
+        self.post_init()
+        # Not zero, which would keep the gradient from the other factors.
+        nn.init.normal_(self.correction_out.weight, std=1e-3)
+
+    def bend(self, reads: Tensor, states: Tensor) -> Tensor:
+        """Input of `correction_out` [n, r], from block states [n, h] and paths' states [n, g]."""
+        return F.silu(self.correction_in(torch.cat((reads, states.to(reads.dtype)), dim=-1)))
+
+    # -- training half -----------------------------------------------------------------------------
+
+    @property
+    def base_share(self) -> float:
+        """Share of the block's own loss at this point of the training."""
+        config = self.config
+        if not self.training:
+            return 0.0
+        done = self.progress / config.lambda_base_decay_ratio
+        return config.lambda_base_start * max(0.0, 1.0 - done)
+
+    @property
+    def loss_share(self) -> float:
+        return 1.0 - self.base_share
+
+    def readout_of_blocks(
+        self,
+        reads: Tensor,
+        ids: Tensor,
+        roots: Tensor,
+        live: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        depths = torch.arange(self.config.depth, device=roots.device)
+        # The data's tokens stand for drafted ones. Behind the last text there are none, nor live predictions.
+        path = (roots[:, None] + depths).clamp(max=len(ids) - 1)  # [m, depth]
+        embeds = self.embed(ids[path]).to(reads.dtype)  # [m, depth, h]
+        state = self.gru.first(len(roots))
+        states = []
+        for read in self.gru.reads(embeds).unbind(1):
+            state = self.gru(read, state)
+            states.append(state)
+        along = torch.stack(states, dim=1)[live]  # [t, g]
+
+        corrected = depths >= self.config.pure_draft_prefix_len  # [depth]
+        bent = self.bend(reads, along) * corrected.expand_as(live)[live][:, None]  # [t, r]
+        head = torch.cat((self.head.weight.to(reads.dtype), self.correction_out.weight), dim=1)
+        return torch.cat((reads, bent), dim=-1), head
+
+    def other_loss(
+        self,
+        hidden: Tensor,
+        aligned: Aligned,
+        alpha: Tensor | None,
+    ) -> tuple[Tensor | float, list[Tensor]]:
+        """The block's own loss, without the correction."""
+        share = self.base_share
+        if not share:
+            return 0.0, []
+        reads = hidden[:, : self.config.hidden_size]
+        head = self.head.weight.to(reads.dtype)
+        return share * linear_divergence(reads, head, *aligned, self.config.loss).loss, []
+
+    # -- proposal half -----------------------------------------------------------------------------
+
+    def draft(
+        self,
+        roots: Tensor,
+        places: Places,
+        width: int | None,
+    ) -> tuple[Children, Ask]:
+        """One pass over all blocks, then a step of the GRU and a small product per depth."""
+        first, ask_block = super().draft(roots, places, None)  # all nodes of a depth share a row
+        states = self.gru.first(len(roots))
+
+        def children(
+            block: Children,
+            depth: int,
+            rows: Tensor,
+            tokens: Tensor,
+            before: Tensor,
+        ) -> Children:
+            """Of nodes [n] of sequences rows [n], with target ids and their parents' states."""
+            nonlocal states
+            states = self.gru(self.gru.reads(self.embed(tokens).to(before.dtype)), before)
+            if depth < self.config.pure_draft_prefix_len:
+                return block
+            assert isinstance(block.logits, Tensor) and block.reads is not None
+            reads = block.reads[rows]  # [n, h]
+            bent = self.bend(reads, states)
+            logits = block.logits[rows]  # [n, d]
+            return Children(logits + self.correction_out(bent).to(logits.dtype), reads)
+
+        def ask(nodes: Nodes) -> Children:
+            rows = torch.as_tensor(nodes.rows, device=roots.device)
+            block = ask_block(nodes)
+            return children(block, nodes.depth, rows, nodes.tokens(), states[nodes.above()])
+
+        every = torch.arange(len(roots), device=roots.device)
+        return children(first, 0, every, roots, states), ask
+
+
+KIND = Domino
