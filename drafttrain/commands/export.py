@@ -65,10 +65,11 @@ def export(
     Args:
         drafter: a trained drafter's folder or Hub id, or a kind without weights, to print its
             recipes only; from Python also a loaded drafter
-        format: format to write, named after its engine
+        format: format to write, named after its engine, or speculators for that trainer
         output: folder to write
         engine_version: release of the engine that is to load it (default: vllm: vLLM 0.32.0,
-            sglang: SGLang 0.5.23, transformers: transformers 5.23, gguf: llama.cpp 11549)
+            sglang: SGLang 0.5.23, transformers: transformers 5.23, gguf: llama.cpp 11549,
+            speculators: speculators 0.9.0)
         dtype: type of the weights
         target: name of the target in recipes; has the tokenizer (default: the recorded one)
         target_gguf: with --format gguf: also write the target, as target.gguf of this type

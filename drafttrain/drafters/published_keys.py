@@ -22,8 +22,10 @@ _REASONS = {
         begin_suppress_tokens bos_token_id decoder_start_token_id eos_token_id forced_bos_token_id forced_eos_token_id
         pad_token_id sep_token_id suppress_tokens tokenizer_class""",
     "settings of training alone": """
-        attention_backend attention_dropout confidence_head_alpha gradient_checkpointing hidden_dropout
-        initializer_range lambda_base_decay_steps lambda_base_start loss_decay_gamma num_anchors resid_pdrop""",
+        attention_backend attention_dropout confidence_head_alpha down_sample_ratio down_sample_ratio_min
+        gradient_checkpointing hidden_dropout
+        initializer_range lambda_base_decay_steps lambda_base_start loss_decay_gamma num_anchors num_depths
+        resid_pdrop""",
     "settings of generation, which the engine makes": """
         bad_words_ids diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
         exponential_decay_length_penalty length_penalty max_length min_length n_candidates no_repeat_ngram_size

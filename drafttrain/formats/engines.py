@@ -1,4 +1,4 @@
-"""The inference engines: the files that each loads, and the release whose rules the files follow."""
+"""The inference engines and a trainer: the files that each loads, and the release whose rules the files follow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from packaging.version import InvalidVersion, Version
 
 from drafttrain.errors import UserError
 
-FORMATS = ("vllm", "sglang", "transformers", "gguf")
+ENGINE_FORMATS = ("vllm", "sglang", "transformers", "gguf")
+FORMATS = (*ENGINE_FORMATS, "speculators")
 
 
 class EngineRelease(NamedTuple):
@@ -50,6 +51,8 @@ ENGINES: dict[str, EngineRelease] = {
     # On Apple's GPUs, by mlx-dspark, whose release this is.
     "MLX": EngineRelease("MLX", "vllm", "0.20.3"),
 }
+# A trainer, which loads what it continues.
+SPECULATORS = EngineRelease("speculators", "speculators", "0.9.0")
 # Engines that can be run, and the package of each in its environment.
 PACKAGES = {
     "vllm": "vllm",
@@ -62,4 +65,5 @@ GGUF_TYPES = ("float32", "float16", "bfloat16", "q8_0")  # of a GGUF file's matr
 
 def engine_of(form: str) -> EngineRelease:
     """The engine that a format is written for."""
-    return next(engine for engine in ENGINES.values() if engine.form == form)
+    every = (*ENGINES.values(), SPECULATORS)
+    return next(engine for engine in every if engine.form == form)

@@ -15,7 +15,7 @@ from drafttrain.drafters import shipping as module
 from drafttrain.drafters.registry import kind_class, kinds, load_trained
 from drafttrain.drafters.shipping import find_drafter, format_lines, shipped_kinds, shipping
 from drafttrain.export.serving_recipes import recipes
-from drafttrain.formats.engines import ENGINES, FORMATS
+from drafttrain.formats.engines import ENGINES, FORMATS, SPECULATORS
 from tests.conftest import make_target
 from tests.drafters.eagle3_files import make_head
 
@@ -37,7 +37,7 @@ def test_every_module_is_of_a_trained_kind_and_names_known_formats_and_engines()
         assert kind.formats.keys() <= set(FORMATS) and set(kind.in_root) <= kind.formats.keys()
         assert set(kind.verifiable.values()) <= kind.formats.keys()
         for form, described in kind.formats.items():
-            assert described.engines and set(described.engines) <= ENGINES.keys()
+            assert described.engines and set(described.engines) <= {*ENGINES, SPECULATORS.name}
             line = next(line for line in format_lines(name) if described.text in line)
             assert form in line.partition(described.text)[0]
 

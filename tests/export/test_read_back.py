@@ -53,6 +53,13 @@ CASES = [
     ("dflash", "vllm", {}),
     ("dflash", "sglang", {"mask_token_id": 290, "kept": torch.arange(300)}),
     ("dflash", "vllm", {"train_head": True, "mask_token_id": 290}),
+    ("dflash", "speculators", {"mask_token_id": 290, "sliding_window": 12, "causal": True}),
+    ("dspark", "speculators", {"markov_rank": 8, "mask_token_id": 290, "sample_from_anchor": True}),
+    (
+        "dflash2",
+        "speculators",
+        {"markov_rank": 8, "mask_token_id": 290, "kept": torch.arange(300), "selector_top_k": 9},
+    ),
     ("jetspec", "vllm", {}),
     ("jetspec", "vllm", {"mask_token_id": 290, "sliding_window": 12}),
     ("dspark", "vllm", {"markov_rank": 8, "sample_from_anchor": True}),

@@ -56,6 +56,15 @@ _PREFIXES = {
 }  # fmt: skip
 
 
+# Other spellings, in the order in which vLLM looks for them.
+_ALIASES = {
+    "dspark_noise_token_id": "mask_token_id",
+    "pard_token": "mask_token_id",
+    "ptd_token_id": "mask_token_id",
+    "dspark_markov_rank": "markov_rank",
+}
+
+
 class _PublishedBlock(TypedDict, total=False):
     """Keys whose place or type others choose; sizes and flags are checked by `BlockConfig`."""
 
@@ -96,7 +105,7 @@ FIXED_KEYS = {
     "attention_value_scale": Fixed((1,)),
 }
 PUBLISHED_KEYS = {
-    *_SIZES, *LAYER_FORMS, *_PublishedBlock.__annotations__, "draft_vocab_size", "shift_label", "target_hidden_size",
+    *_SIZES, *LAYER_FORMS, *_ALIASES, *_PublishedBlock.__annotations__, "draft_vocab_size", "shift_label", "target_hidden_size",
 }  # fmt: skip
 
 
@@ -106,12 +115,17 @@ def own_keys(config: Mapping[str, object]) -> Json:
     Keys without a value are left out.
     """
     keys: Json = {}
+    spelled: Json = {}  # under an alias
     for place in (config, config.get("dflash_config"), config.get("dspark_config")):
         if isinstance(place, Mapping):
             for key, value in place.items():
-                if value is not None:
+                if value is None:
+                    continue
+                if key in _ALIASES:
+                    spelled.setdefault(_ALIASES[key], value)
+                else:
                     keys[key] = value
-    return keys
+    return spelled | keys
 
 
 def is_dspark(config: Mapping[str, object]) -> bool:

@@ -39,6 +39,7 @@ from drafttrain.drafters.dflash.block_reading import (
     without_copies,
 )
 from drafttrain.drafters.dflash.model import DFlash
+from drafttrain.drafters.eagle3.export import speculators_proposal
 from drafttrain.drafters.form import Form, Weight, kept_tables
 from drafttrain.drafters.gguf_heads import GgufHeads
 from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Trained
@@ -131,6 +132,7 @@ class EngineBlocks(BlockFiles[Block]):
     Attributes:
         architecture: the engines' name of the kind's class.
         own_names: the form's name of a tensor of ours, where it differs.
+        speculators_class: speculators' name of the class. causal_in: where causal blocks were tried.
         since: SGLang's first release that drafts with the kind, and the first that predicts at the
             masks alone, as ours do by default.
         mlx_has_head: mlx-dspark reads the drafter's own embedding, head and map of tokens.
@@ -142,17 +144,21 @@ class EngineBlocks(BlockFiles[Block]):
     own_names: Mapping[str, str] = {}
     since = ("", "")
     mlx_has_head = False
+    speculators_class = ""
+    causal_in: tuple[str, ...] = ("speculators",)
 
     def lacking(self, trained: Trained, form: str, engine: EngineRelease) -> list[str]:
         name = engine.name
         config = trained.config
         found = []
-        if config.get("causal") and form != "vllm":
+        if config.get("causal") and name not in self.causal_in:
             found.append(
                 f"causal=true: blocks whose tokens see earlier ones alone were not tried with {name}"
             )
         if form == "gguf":
             return found + super().lacking(trained, form, engine)
+        if form == "speculators":
+            return found + self._lacking_in_speculators(config)
         layers = list(config.get("feature_layers", ()))
         provides = f"feature_layers={layers}: {name} provides"
         last = trained.target.get("num_layers", 0)
@@ -185,6 +191,22 @@ class EngineBlocks(BlockFiles[Block]):
                 found.append(f"SGLang has {trained.kind} since {first}")
             elif engine.before(masks) and not config.get("sample_from_anchor"):
                 found.append(f"sample_from_anchor=false: SGLang reads it since {masks}")
+        return found
+
+    def _lacking_in_speculators(self, config: Json) -> list[str]:
+        """What speculators' classes do not compute."""
+        found = []
+        whole = config.get("draft_vocab_size") == config.get("vocab_size")
+        if config.get("mask_token_id") is None:
+            found.append(
+                "mask_token_id=null, a learned mask: speculators takes a token's embedding"
+            )
+        if config.get("train_head") and whole:
+            found.append("train_head=true: speculators takes the target's head for all tokens")
+        if config.get("causal") and not config.get("sliding_window"):
+            found.append(
+                "causal=true without a window: speculators hides later tokens in windows only"
+            )
         return found
 
     def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
@@ -223,10 +245,42 @@ class EngineBlocks(BlockFiles[Block]):
         keys["hidden_act"] = "silu"
         keys["attention_bias"] = False
         keys["tie_word_embeddings"] = False
+        if form == "speculators":
+            return self._speculators_config(drafter, keys, request)
         keys["num_target_layers"] = drafter.config.target["num_layers"]
         keys |= self.block_keys(drafter)
         keys["torch_dtype"] = dtype_name(request.dtype)
         return keys
+
+    def _speculators_config(self, drafter: Block, layer: Json, request: ExportRequest) -> Json:
+        """The config in speculators' form. layer: keys of the layers."""
+        config = drafter.config
+        window = config.sliding_window
+        kind = "sliding_attention" if window else "full_attention"
+        del layer["architectures"]
+        layer["num_hidden_layers"] = config.num_hidden_layers
+        layer["layer_types"] = [kind] * config.num_hidden_layers
+        layer["use_sliding_window"] = bool(window)
+        layer["sliding_window"] = window or None
+        algorithm = drafter.kind
+        return {
+            "architectures": [self.speculators_class],
+            "speculators_model_type": algorithm,
+            "transformer_layer_config": layer,
+            "draft_vocab_size": layer.pop("draft_vocab_size"),
+            "block_size": config.block_size,
+            "aux_hidden_state_layer_ids": list(config.feature_layers),
+            "mask_token_id": config.mask_token_id,
+            "sliding_window_non_causal": not config.causal,
+            "sample_from_anchor": config.sample_from_anchor,
+            **self.speculators_keys(drafter),
+            "speculators_config": speculators_proposal(algorithm, config.depth, request),
+            "torch_dtype": dtype_name(request.dtype),
+        }
+
+    def speculators_keys(self, drafter: Block) -> Json:
+        """A kind's own keys in speculators' form."""
+        return {}
 
     def block_keys(self, drafter: Block) -> Json:
         """Keys beside those of the layers: block, mask, target layers."""
@@ -257,7 +311,8 @@ class EngineBlocks(BlockFiles[Block]):
         for own, weight in super().form(drafter, config).items():
             form[self.own_names.get(own, own)] = weight
         kept = drafter.config.draft_vocab_size
-        tables = kept_tables(kept, drafter.config.vocab_size, mask=False)
+        trainer = "speculators_model_type" in config
+        tables = kept_tables(kept, drafter.config.vocab_size, mask=trainer)
         if tables and drafter.lm_head is None:
             tables["lm_head.weight"] = drafter.head.weight
         return form | tables
@@ -355,6 +410,7 @@ class DFlashShipping(EngineBlocks[DFlash]):
             "DFlash without head and mask of its own", ("SGLang", "TensorRT-LLM, Triton")
         ),
         "transformers": Format("DFlash as MuseGlimmerAssistantModel", ("transformers",)),
+        "speculators": Format("DFlash in speculators' form", ("speculators",)),
         **BlockFiles.formats,
     }
     verifiable = {
@@ -369,6 +425,8 @@ class DFlashShipping(EngineBlocks[DFlash]):
         "block_size": 4,
     }
     drafter_class = DFlash
+    speculators_class = "DFlashSpeculator"
+    causal_in = ("vLLM", "speculators")
     architecture = "DFlashDraftModel"
     since = ("0.5.11", "0.5.11")
     reads = "DFlash drafters (DFlashDraftModel, speculators' form, DeepSpec's)"
@@ -378,7 +436,7 @@ class DFlashShipping(EngineBlocks[DFlash]):
         if form == "transformers" and engine.before(_TRANSFORMERS):
             found.append(f"transformers has DFlash since {_TRANSFORMERS}")
         anchor = trained.config.get("sample_from_anchor")
-        if anchor and form != "gguf":
+        if anchor and form not in ("gguf", "speculators"):
             found.append(
                 f"sample_from_anchor=true: {engine.name} predicts at masks only, for kind dflash"
             )

@@ -49,6 +49,7 @@ class DFlash2Shipping(EngineBlocks[DFlash2]):
     formats = {
         "vllm": Format("DFlash 2 as vLLM's DFlash2DraftModel", ("vLLM",)),
         "sglang": Format("DFlash 2 as SGLang's DFlash2DraftModel", ("SGLang",)),
+        "speculators": Format("DFlash 2 in speculators' form", ("speculators",)),
         **BlockFiles.formats,
     }
     needs_gpu = ("vLLM",)
@@ -60,6 +61,7 @@ class DFlash2Shipping(EngineBlocks[DFlash2]):
         "selector_top_k": 4,
     }
     drafter_class = DFlash2
+    speculators_class = _ARCHITECTURE
     published_keys = {*EngineBlocks.published_keys, *_NEED}
     architecture = _ARCHITECTURE
     verifiable = {"mlx": "vllm", **BlockFiles.verifiable}
@@ -84,6 +86,8 @@ class DFlash2Shipping(EngineBlocks[DFlash2]):
         config = trained.config
         if config.get("sample_from_anchor"):
             found.append(_MASKS)
+        if form == "speculators" and config.get("draft_vocab_size") != config.get("vocab_size"):
+            found.append("draft_vocab_size: speculators selects among all of the target's tokens")
         if form == "vllm":
             kept = config.get("draft_vocab_size")
             v = config.get("vocab_size")
@@ -98,6 +102,9 @@ class DFlash2Shipping(EngineBlocks[DFlash2]):
         keys["dflash_config"] |= _numbers(drafter.config)
         keys["dflash_config"]["block_size"] = drafter.config.block_size
         return keys
+
+    def speculators_keys(self, drafter: DFlash2) -> Json:
+        return _numbers(drafter.config)
 
     def form(self, drafter: DFlash2, config: Json) -> Form:
         rows = drafter.file_rows()  # of `markov_in`, per token of the file

@@ -21,7 +21,7 @@ from drafttrain.drafters.shipping import (
 )
 from drafttrain.errors import UserError
 from drafttrain.files import Json
-from drafttrain.formats.engines import FORMATS, EngineRelease
+from drafttrain.formats.engines import ENGINE_FORMATS, EngineRelease
 from drafttrain.formats.public_names import write_clean_json
 from drafttrain.formats.weights import dtype_name, read_config
 from drafttrain.formats.write_gguf import write_gguf
@@ -43,7 +43,7 @@ class DraftModelShipping(Shipping[DraftModel]):
     """One checkpoint for every engine but llama.cpp, written without our own keys."""
 
     description = "a small language model of {parameters} parameters with the same tokenizer, trained to predict what it writes"
-    formats = dict.fromkeys(FORMATS, _PLAIN) | {
+    formats = dict.fromkeys(ENGINE_FORMATS, _PLAIN) | {
         "gguf": Format("a draft model as GGUF file", ("llama.cpp",))
     }
     verifiable = {
@@ -51,7 +51,7 @@ class DraftModelShipping(Shipping[DraftModel]):
         "transformers": "transformers",
         "llama.cpp": "gguf",
     }
-    in_root = FORMATS
+    in_root = ENGINE_FORMATS
     tiny = {"layers": (0, 1, 6, 7)}
     serving = {
         "vLLM": {"method": "draft_model"},

@@ -46,6 +46,7 @@ class DSparkShipping(EngineBlocks[DSpark]):
     formats = {
         "vllm": Format("DSpark as Qwen3DSparkModel", ("vLLM",)),
         "sglang": Format("DSpark without head and mask of its own", ("SGLang",)),
+        "speculators": Format("DSpark in speculators' form", ("speculators",)),
         **BlockFiles.formats,
     }
     needs_gpu = ("vLLM",)
@@ -56,6 +57,7 @@ class DSparkShipping(EngineBlocks[DSpark]):
         "markov_rank": 16,
     }
     drafter_class = DSpark
+    speculators_class = "DSparkSpeculator"
     architecture = "Qwen3DSparkModel"
     since = ("0.5.16", "0.5.19")
     mlx_has_head = True
@@ -107,14 +109,20 @@ class DSparkShipping(EngineBlocks[DSpark]):
             "mask_token_id": mask_token,
             "block_size": config.depth,
             "sample_from_anchor": config.sample_from_anchor,
-            "markov_rank": config.markov_rank,
+            **self.speculators_keys(drafter),
+        }
+
+    def speculators_keys(self, drafter: DSpark) -> Json:
+        return {
+            "markov_rank": drafter.config.markov_rank,
             "markov_head_type": "vanilla",
             "enable_confidence_head": True,
             "confidence_head_with_markov": True,
         }
 
     def checked_depth(self, config: Json) -> int:
-        if "markov_head_type" in config:  # an export's block_size counts predicted tokens
+        flat = "speculators_model_type" not in config
+        if flat and "markov_head_type" in config:  # an export's block_size counts predicted tokens
             return config["block_size"]
         return super().checked_depth(config)
 

@@ -117,13 +117,6 @@ def _speculators_config(
     request: ExportRequest,
 ) -> Json:
     """The config in speculators' form, of the keys of the head and of its layers."""
-    target = public_name(request.target) if request.target else ""
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": request.depth,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -132,14 +125,29 @@ def _speculators_config(
         "tie_word_embeddings": False,
         "eagle_aux_hidden_state_layer_ids": list(config.feature_layers),
         "transformer_layer_config": decoder,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": {
-                "name_or_path": target,
-                "architectures": architectures_of(request.target_files),
-            },
+        "speculators_config": speculators_proposal("eagle3", request.depth, request),
+    }
+
+
+def speculators_proposal(algorithm: str, depth: int, request: ExportRequest) -> Json:
+    """The key speculators_config: how a drafter of speculators' form drafts, and its target.
+
+    depth: tokens that it drafts per round.
+    """
+    target = public_name(request.target) if request.target else ""
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": depth,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [proposal],
+        "verifier": {
+            "name_or_path": target,
+            "architectures": architectures_of(request.target_files),
         },
     }
 

@@ -3,7 +3,7 @@
 The form is EAGLE-3's with `mask_hidden` and `mask_token_id`.
 
 Sources: vLLM 0.32 transformers_utils/configs/speculators/algos.py (update_peagle) and
-models/llama_eagle3.py; SpecForge 0.3 modeling/draft/peagle.py.
+models/llama_eagle3.py; SpecForge 0.3 modeling/draft/peagle.py; verl-SpeCo 0.1 models/peagle.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class PEagleShipping(Eagle3Files[PEagle]):
     formats = {"vllm": Format("P-EAGLE in speculators' form", ("vLLM",))}
     verifiable = {"vllm": "vllm"}
     drafter_class = PEagle
-    reads = "P-EAGLE heads (speculators' form, PEagleDraftModel, parallel_drafting)"
+    published_keys = {*Eagle3Files.published_keys, "num_draft_layers"}
+    reads = "P-EAGLE heads (speculators' form, PEagleDraftModel, LlamaForCausalLMPeagle, parallel_drafting)"
     serving = {"vLLM": {"method": "eagle3", "parallel_drafting": True}}
 
     def lacking(self, trained: Trained, form: str, engine: EngineRelease) -> list[str]:
@@ -65,8 +66,11 @@ class PEagleShipping(Eagle3Files[PEagle]):
         masks = [config[key] for key in _MASK_KEYS if config.get(key) is not None]
         if not masks:
             raise UserError(f"{checkpoint.where}: config.json has no mask_token_id; it is needed")
-        found = super().published(checkpoint, target)
-        return found._replace(config={**config, "mask_token_id": masks[0]})
+        config = {**config, "mask_token_id": masks[0]}
+        layers = config.get("num_draft_layers")
+        if layers is not None:  # verl-SpeCo's number; its num_hidden_layers may be the target's
+            config["num_hidden_layers"] = layers
+        return super().published(checkpoint._replace(config=config), target)
 
     def more_fields(self, original: PEagle, export: Exported) -> Json:
         return {"mask_token_id": export.config["mask_token_id"]}

@@ -1,0 +1,109 @@
+"""speculators' own classes on exported folders: they load every tensor and compute what the drafter computes.
+
+SPECULATORS_PYTHON names the interpreter of an environment with speculators 0.9.0 (beside a torch for CPUs, without torchvision).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drafttrain.drafters.common.rows import HostPlaces
+from drafttrain.drafters.registry import kind_class
+from drafttrain.drafters.shipping import ExportRequest, check_expressible, find_drafter
+from drafttrain.errors import UserError
+from drafttrain.export.engine_runs import run_side
+from drafttrain.target import Target
+from tests import engine_arithmetic
+from tests.conftest import make_target
+from tests.drafters.block_kinds import shaken
+
+PYTHON = os.environ.get("SPECULATORS_PYTHON", "")
+SIDE = Path(engine_arithmetic.__file__).with_name("speculators_side.py")
+MASK = 290
+KEPT = {"kept": torch.arange(0, 300, 2), "mask_token_id": MASK}
+WHOLE = {"kept": torch.arange(300), "mask_token_id": MASK}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("dflash", WHOLE),
+    ("dflash", KEPT),
+    ("dflash", {**KEPT, "train_head": True}),
+    ("dflash", {**KEPT, "sliding_window": 12}),
+    ("dflash", {**KEPT, "sliding_window": 12, "causal": True}),
+    ("dspark", {**KEPT, "markov_rank": 8}),
+    ("dspark", {**WHOLE, "markov_rank": 8, "sample_from_anchor": True}),
+    ("dflash2", {**WHOLE, "markov_rank": 8, "selector_top_k": 16}),
+]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("target")
+    built = make_target(layers=8)
+    built.model.save_pretrained(folder)
+    built.tokenizer.save_pretrained(folder)
+    return Target.load(str(folder), "float32", "cpu")
+
+
+def written(target, folder, kind, options):
+    drafter = shaken(kind_class(kind), target, feature_layers=(1, 2, 3), **options)
+    drafter.save_pretrained(folder / "ours")
+    trained = find_drafter(str(folder / "ours"))
+    shipping = check_expressible(trained, "speculators")
+    shipping.write(
+        trained, "speculators", ExportRequest(folder / "out", torch.float32, target.name)
+    )
+    return drafter
+
+
+@torch.no_grad()
+def states(drafter, features, root):
+    """[depth, h] of the block behind a text with these features, as decoding computes them."""
+    session = drafter.start(torch.zeros(len(features), dtype=torch.long), 64)
+    session.extend(torch.tensor([7] * (len(features) - 1) + [root]), features)
+    size = drafter.config.block_size
+    places = HostPlaces([session], drafter.config.depth)
+    at = places.behind(size, drafter.computed, mutual=not drafter.config.causal)
+    return drafter.run(drafter.embed(session.root), at.positions[::size], at.attends)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON, reason="SPECULATORS_PYTHON is not set")
+def test_speculators_loads_and_computes_our_exports(target, tmp_path):
+    features = torch.randn(20, 96, generator=torch.Generator().manual_seed(0))
+    root = 5
+    drafters = []
+    folders = []
+    for number, (kind, options) in enumerate(CASES):
+        drafters.append(written(target, tmp_path / str(number), kind, options))
+        folders.append(str(tmp_path / str(number) / "out"))
+    job = {
+        "heads": folders,
+        "folder": str(Path(target.path).parent),
+        "features": features.tolist(),
+        "block": [root, MASK, MASK, MASK, MASK],
+    }
+    answer = run_side(PYTHON, SIDE, job, {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""})
+    for (kind, options), drafter, found in zip(CASES, drafters, answer["heads"], strict=True):
+        assert not found["error"] and not found["wrong"], (kind, options, found)
+        theirs = torch.tensor(found["states"])[-drafter.config.depth :]
+        difference = (theirs - states(drafter, features, root)).abs().max()
+        print(kind, sorted(options), f"{float(difference):.1e}")
+        assert difference < 1e-5, (kind, options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("dflash", {"kept": KEPT["kept"]}, "mask_token_id=null, a learned mask"),
+        ("dflash", {**WHOLE, "train_head": True}, "takes the target's head for all tokens"),
+        ("dflash", {**KEPT, "causal": True}, "causal=true without a window"),
+        ("dflash2", {**KEPT, "markov_rank": 8}, "selects among all of the target's tokens"),
+    ],
+)
+def test_what_speculators_does_not_compute_is_said(target, tmp_path, kind, options, message):
+    with pytest.raises(UserError, match=message):
+        written(target, tmp_path, kind, options)
