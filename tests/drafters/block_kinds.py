@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from drafttrain.drafters.common.rows import HostPlaces
+
 KEPT = torch.arange(40, 240)
 BLOCK_KINDS = ("dflash", "dspark", "dflash2", "domino", "jetspec")
 
@@ -40,3 +42,14 @@ def begun(drafter, target, prefix, max_length=64):
     for piece in (slice(0, 3), slice(3, 4), slice(4, None)):  # as prompts and rounds do
         session.extend(prefix[1:][piece], features[piece])
     return session
+
+
+@torch.no_grad()
+def block_states(drafter, features, root):
+    """[depth, h] of the block behind a text with these features [t, f*h], as decoding computes them."""
+    session = drafter.start(torch.zeros(len(features), dtype=torch.long), 64)
+    session.extend(torch.tensor([7] * (len(features) - 1) + [root]), features)
+    size = drafter.config.block_size
+    places = HostPlaces([session], drafter.config.depth)
+    at = places.behind(size, drafter.computed, mutual=not drafter.config.causal)
+    return drafter.run(drafter.embed(session.root), at.positions[::size], at.attends)[0]

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from drafttrain.drafters.common.rows import HostPlaces
 from drafttrain.drafters.registry import kind_class
 from drafttrain.drafters.shipping import ExportRequest, check_expressible, find_drafter
 from drafttrain.errors import UserError
@@ -20,7 +19,7 @@ from drafttrain.export.engine_runs import run_side
 from drafttrain.target import Target
 from tests import engine_arithmetic
 from tests.conftest import make_target
-from tests.drafters.block_kinds import shaken
+from tests.drafters.block_kinds import block_states, shaken
 
 PYTHON = os.environ.get("SPECULATORS_PYTHON", "")
 SIDE = Path(engine_arithmetic.__file__).with_name("speculators_side.py")
@@ -59,17 +58,6 @@ def written(target, folder, kind, options):
     return drafter
 
 
-@torch.no_grad()
-def states(drafter, features, root):
-    """[depth, h] of the block behind a text with these features, as decoding computes them."""
-    session = drafter.start(torch.zeros(len(features), dtype=torch.long), 64)
-    session.extend(torch.tensor([7] * (len(features) - 1) + [root]), features)
-    size = drafter.config.block_size
-    places = HostPlaces([session], drafter.config.depth)
-    at = places.behind(size, drafter.computed, mutual=not drafter.config.causal)
-    return drafter.run(drafter.embed(session.root), at.positions[::size], at.attends)[0]
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not PYTHON, reason="SPECULATORS_PYTHON is not set")
 def test_speculators_loads_and_computes_our_exports(target, tmp_path):
@@ -90,7 +78,7 @@ def test_speculators_loads_and_computes_our_exports(target, tmp_path):
     for (kind, options), drafter, found in zip(CASES, drafters, answer["heads"], strict=True):
         assert not found["error"] and not found["wrong"], (kind, options, found)
         theirs = torch.tensor(found["states"])[-drafter.config.depth :]
-        difference = (theirs - states(drafter, features, root)).abs().max()
+        difference = (theirs - block_states(drafter, features, root)).abs().max()
         print(kind, sorted(options), f"{float(difference):.1e}")
         assert difference < 1e-5, (kind, options)
 
