@@ -18,6 +18,7 @@ from drafttrain.drafters.shipping import (
     shipping,
 )
 from drafttrain.errors import UserError
+from drafttrain.formats.engines import ENGINES
 from drafttrain.formats.weights import write_checkpoint
 from drafttrain.target import Target
 from tests.conftest import make_target
@@ -275,3 +276,22 @@ def test_verify_writes_the_figures(target, tmp_path, capsys):
     )
     found = json.loads(report.read_text())
     assert KEYS["eagle3"] == found["files"].keys() and "versions" in found and "command" in found
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "tried"),
+    [
+        ("dflash", "vllm", True),
+        ("dflash", "sglang", False),
+        ("dspark", "vllm", False),
+        ("dflash2", "vllm", False),
+    ],
+)
+def test_causal_blocks_are_written_where_they_were_tried(target, tmp_path, kind, form, tried):
+    """DSpark's form has no key for them, so vLLM would show a block's later tokens."""
+    options = {"kept": torch.arange(300), "mask_token_id": 290, "causal": True}
+    drafter = shaken(kind_class(kind), target, feature_layers=(1, 2, 3), **options)
+    drafter.save_pretrained(tmp_path)
+    found = shipping(kind).unsupported(find_drafter(str(tmp_path)), form)
+    assert any("causal=true" in reason for reason in found) != tried
+    assert shipping(kind).unsupported(find_drafter(str(tmp_path)), form, ENGINES["MLX"])

@@ -32,6 +32,7 @@ class JetSpecShipping(EngineBlocks[JetSpec]):
         "block_size": 4,
     }
     drafter_class = JetSpec
+    causal_in = ("vLLM",)
     architecture = "DFlashDraftModel"
     reads = "JetSpec drafters (DFlashDraftModel with causal_head, NeMo's with causal)"
 
