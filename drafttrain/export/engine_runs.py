@@ -494,7 +494,7 @@ class Mlx(ServingEngine):
         described = {
             "target": job.target.path,
             "draft": str(exported),
-            "mode": shipping(job.trained.kind).options(job.trained)[self.name]["mode"],
+            **shipping(job.trained.kind).options(job.trained)[self.name],
             "exact": job.dtype == "float32",
             "prompts": job.prompts,
             "tokens": job.tokens,
@@ -508,7 +508,8 @@ class Mlx(ServingEngine):
         return answer
 
     def command(self, serving: Serving) -> str:
-        words = ["mlx-dspark", "serve", "--model", serving.target, "--drafter", serving.drafter]
+        program = str(serving.options["program"])
+        words = [program, "serve", "--model", serving.target, "--drafter", serving.drafter]
         return shlex.join([*words, "--mode", str(serving.options["mode"])])
 
 

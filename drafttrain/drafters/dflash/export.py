@@ -478,11 +478,18 @@ class DFlashShipping(EngineBlocks[DFlash]):
         }
 
 
+# mlx-dspark's functions, by its mode.
+_MLX = {
+    "dflash": {"load": "load_dflash", "generate": "dflash_generate"},
+    "dspark": {"load": "load_drafter", "generate": "speculative_generate"},
+}
+
+
 def block_options(vllm: str, sglang: str, depth: int) -> dict[str, Mapping[str, object]]:
     """Settings of vLLM and SGLang for blocks that predict `depth` tokens, whatever is asked."""
     return {
         "vLLM": {"method": vllm, "num_speculative_tokens": depth},
-        "MLX": {"mode": vllm},
+        "MLX": {"program": "mlx-dspark", "mode": vllm, **_MLX[vllm]},
         "SGLang": {
             "speculative-algorithm": sglang,
             "speculative-num-steps": None,

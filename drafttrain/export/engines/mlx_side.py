@@ -2,9 +2,9 @@
 
     python mlx_side.py JOB.json
 
-The job's keys: target and draft (folders), mode (dflash or dspark), exact (compute in float32),
-prompts (token ids), tokens, depth, ends (tokens that end an answer) and answer, the file to write:
-per prompt its tokens, and the rounds of all prompts.
+The job's keys: program (its package), load and generate (its functions for the kind), target and
+draft (folders), exact (compute in float32), prompts (token ids), tokens, depth, ends (tokens that
+end an answer) and answer, the file to write: per prompt its tokens, and the rounds of all prompts.
 """
 
 import json
@@ -23,13 +23,12 @@ def main() -> None:
     from mlx_dspark import generate, load
 
     target, tokenizer = load.load_target(job["target"], require_tap=True)
-    make = {"dflash": load.load_dflash, "dspark": load.load_drafter}[job["mode"]]
-    drafter, _ = make(job["draft"], quantize=False)
-    run = {"dflash": generate.dflash_generate, "dspark": generate.speculative_generate}[job["mode"]]
+    drafter, _ = getattr(load, job["load"])(job["draft"], quantize=False)
+    run = getattr(generate, job["generate"])
     if job["exact"]:
         target.model.set_dtype(mx.float32)
         drafter.set_dtype(mx.float32)
-    if job["mode"] == "dflash":
+    if hasattr(drafter, "bind"):
         drafter.bind(target.model)
     ends = set(job["ends"])
     generate.eos_token_ids = lambda tokenizer: ends  # it adds turn ends of its own
@@ -48,7 +47,7 @@ def main() -> None:
         )
         tokens.append(made.token_ids[: job["tokens"]])  # its last round may commit more
         rounds += made.num_rounds
-    version = importlib.metadata.version("mlx-dspark")
+    version = importlib.metadata.version(job["program"])
     with open(job["answer"], "w") as file:
         json.dump({"tokens": tokens, "rounds": rounds, "version": version}, file)
 
