@@ -8,8 +8,8 @@
 
 /* One sequence of a packed batch. slot: its first one on the cache's slot axis; prefix: committed keys; token: its first new
  * token; n: new tokens; held: tokens of its tree that earlier forwards stored behind the prefix; node: begin of its tree in ancestors
- * and depth. */
-struct part { long slot, prefix, token, n, held, node; };
+ * and depth; base: position of its first key, whose predecessors a window has dropped. */
+struct part { long slot, prefix, token, n, held, node, base; };
 
 /* Where the new tokens of a forward stand: a part per sequence, or several for a long chain, and per token of all trees its ancestors
  * (bit j: token j of its tree, or itself) and its depth. Mirrored in tree_attention.py. */
@@ -462,7 +462,7 @@ static void place(const struct plan *plan, const float *cosine, const float *sin
     for (long p = 0; p < plan->count; p++) {
         const struct part *part = plan->parts + p;
         for (long r = 0; r < part->n; r++) {
-            long at = part->prefix + plan->depth[part->node + part->held + r], to = (part->token + r) * rotated;
+            long at = part->base + part->prefix + plan->depth[part->node + part->held + r], to = (part->token + r) * rotated;
             memcpy(cosines + to, cosine + at * rotated, rotated * sizeof(float));
             memcpy(sines + to, sine + at * rotated, rotated * sizeof(float));
         }
