@@ -318,7 +318,8 @@ struct tree {
     int *parents, *order;
     double *scores, *sorted;
     uint64_t ancestors[OPENED]; /* of the root and the opened nodes */
-    int depth[OPENED], row[OPENED], level[OPENED], size; /* row: of a token's state in the last step; level: nodes to open next */
+    long depth[OPENED];
+    int row[OPENED], level[OPENED], size; /* row: of a token's state in the last step; level: nodes to open next */
     long count, opened, done;
 };
 
@@ -415,7 +416,7 @@ void draft_trees(const struct draft *d, const struct head *head, const struct sh
     struct part *parts = malloc(count * sizeof *parts);
     const struct buffers **own = malloc(count * sizeof *own);
     uint64_t *ancestors = malloc(most * sizeof *ancestors);
-    int *depths = malloc(most * sizeof *depths);
+    long *depths = malloc(most * sizeof *depths);
     head_top(head, reads, count, k, ids, log_probs, sums, threads);
     for (long s = 0; s < count; s++) {
         struct tree *t = trees + s;

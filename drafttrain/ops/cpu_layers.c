@@ -17,7 +17,7 @@ struct plan {
     const struct part *parts;
     long count;
     const uint64_t *ancestors;
-    const int *depth;
+    const long *depth;
 };
 
 /* A row is a query head of one new token. What it sees stands in the order of positions: the prefix, then its ancestors, whatever
@@ -208,7 +208,7 @@ static void soften(const struct attention *a, float *scores, long first, long en
 static void attend_stretch(const struct attention *a, const struct part *part, long kv, long stretch, long begin, int rows,
                            const struct room *room, struct gathered *const *gathered) {
     const uint64_t *ancestors = a->plan->ancestors + part->node;
-    const int *depth = a->plan->depth + part->node;
+    const long *depth = a->plan->depth + part->node;
     long prefix = part->prefix, base = stretch * STRETCH, key_size = a->e * size_of(a), value_size = a->ve * size_of(a);
     const char *key = a->keys + kv * a->key_stride * size_of(a) + part->slot * key_size;
     const char *value = a->values + kv * a->value_stride * size_of(a) + part->slot * value_size;

@@ -338,56 +338,49 @@ class CpuPlan:
 
     def __init__(self, parts: Sequence[tuple[int, TreeLayout]]):
         self.positions = 0
-        self.counts = [layout.count for _, layout in parts]
+        self.counts: list[int] = []
         self.ends: list[int] = []
         numbers: list[int] = []  # seven of each part
         ancestors: list[int] = []
         depths: list[int] = []
         begin = 0  # new tokens of earlier sequences
         for slot, layout in parts:
-            tree = layout.held + layout.count
+            count = layout.count
+            held = layout.held
+            prefix = layout.prefix_len
+            base = layout.base
             node = len(ancestors)  # tokens of earlier trees, held ones included
-            if slot < 0 or not _fits(layout):
+            tree = layout.parents is not None
+            if slot < 0 or (tree and held + count > _KERNEL_TOKENS):
                 raise ValueError(
-                    f"slot={slot}, {tree} tokens: slots begin at 0, a tree has {_KERNEL_TOKENS} at most"
+                    f"slot={slot}, {held + count} tokens: slots begin at 0, a tree has {_KERNEL_TOKENS} at most"
                 )
-            if tree <= _KERNEL_TOKENS:
-                numbers += (
-                    slot,
-                    layout.prefix_len,
-                    begin,
-                    layout.count,
-                    layout.held,
-                    node,
-                    layout.base,
-                )
+            if not tree:
+                # Pieces of a chain, each behind all tokens before it, which are stored first.
+                for start in range(0, count, _KERNEL_TOKENS):
+                    piece = min(count - start, _KERNEL_TOKENS)
+                    numbers += (slot, prefix + start, begin + start, piece, 0, node, base)
+                ancestors += _CHAIN[:count]  # shared by all pieces
+                depths += layout.tree_depths[:_KERNEL_TOKENS]
+            else:
+                numbers += (slot, prefix, begin, count, held, node, base)
                 ancestors += layout.ancestors
                 depths += layout.tree_depths
-            else:
-                # Pieces of a chain, each behind all tokens before it, which are stored first.
-                for start in range(0, layout.count, _KERNEL_TOKENS):
-                    count = min(layout.count - start, _KERNEL_TOKENS)
-                    prefix = layout.prefix_len + start
-                    numbers += (slot, prefix, begin + start, count, 0, node, layout.base)
-                ancestors += _CHAIN  # shared by all pieces
-                depths += range(_KERNEL_TOKENS)
-            begin += layout.count
-            self.ends.append(slot + layout.end)
-            self.positions = max(self.positions, layout.base + layout.reach)
+            begin += count
+            self.counts.append(count)
+            self.ends.append(slot + prefix + held + count)
+            self.positions = max(self.positions, base + layout.reach)
         self.tokens = begin
         self.parts = len(numbers) // 7
         self.slots = max(self.ends, default=0)
-        self._parts = array("q", numbers)
-        self._ancestors = array("Q", ancestors)
-        self._depths = array("i", depths)
-        pointers = (  # struct plan of cpu_layers.c
-            address_of(self._parts),
-            self.parts,
-            address_of(self._ancestors),
-            address_of(self._depths),
-        )
-        self._plan = array("Q", pointers)
+        # struct plan of cpu_layers.c, and behind it what it points to: one array is made faster than
+        # four.
+        self._plan = array("Q", (0, self.parts, 0, 0, *numbers, *ancestors, *depths))
         self.address = address_of(self._plan)
+        at = self.address + 8 * 4  # bytes, as in the next two
+        self._plan[0] = at
+        self._plan[2] = at + 8 * len(numbers)
+        self._plan[3] = at + 8 * (len(numbers) + len(ancestors))
 
     @staticmethod
     def build(parts: Sequence[tuple[int, TreeLayout]]) -> CpuPlan | None:

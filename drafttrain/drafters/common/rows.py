@@ -13,8 +13,9 @@ A `DraftPass` says where the new tokens stand and what they see: `HostPass` over
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol, Unpack
 
@@ -217,15 +218,24 @@ class HostPass(DraftPass):
 
     @cached_property
     def layouts(self) -> Sequence[TreeLayout]:
-        """Those of the tokens, which are announced to the caches."""
+        """Those of the tokens, for which the caches have room."""
         layouts = self._given
         if layouts is None:
             pairs = zip(self.sessions, self.counts, strict=True)
             layouts = [TreeLayout(session.length, count=count) for session, count in pairs]
         for session, layout in zip(self.sessions, layouts, strict=True):
-            session.cache.reserve(layout.end)  # a tree may reach beyond the longest sequence
-            session.cache.open([(0, layout)])
+            cache = session.cache
+            cache.reserve(layout.end)  # a tree may reach beyond the longest sequence
+            layout.base = cache.base
         return layouts
+
+    @cached_property
+    def caches(self) -> list[TreeCache]:
+        """Those of the sessions, to which the tokens are announced; kernels need no announcement."""
+        caches = [session.cache for session in self.sessions]
+        for cache, layout in zip(caches, self.layouts, strict=True):
+            cache.open([(0, layout)])
+        return caches
 
     @cached_property
     def ends(self) -> Tensor:  # type: ignore[override]
@@ -244,8 +254,8 @@ class HostPass(DraftPass):
     @property
     def context(self) -> Any:
         """A single sequence's cache, whose kernels serve all layers in one call."""
-        if len(self.layouts) == 1:
-            return self.sessions[0].cache
+        if len(self.caches) == 1:
+            return self.caches[0]
         return self
 
     def attend(
@@ -256,7 +266,7 @@ class HostPass(DraftPass):
         value: Tensor,
         **form: Unpack[AttentionForm],
     ) -> Tensor:
-        counts = [layout.count for layout in self.layouts]
+        counts = self.counts
         asked = counts
         if query.shape[2] < key.shape[2]:
             asked = [query.shape[2] // len(counts)] * len(counts)
@@ -264,8 +274,8 @@ class HostPass(DraftPass):
         keys = split(key, counts, 2)
         values = split(value, counts, 2)
         outs = []
-        for i, session in enumerate(self.sessions):
-            outs.append(session.cache.attend(layer, queries[i], keys[i], values[i], **form))
+        for i, cache in enumerate(self.caches):
+            outs.append(cache.attend(layer, queries[i], keys[i], values[i], **form))
         return cat(outs, 1)
 
     def write(
@@ -274,11 +284,10 @@ class HostPass(DraftPass):
         key: Tensor,
         value: Tensor,
     ) -> None:
-        counts = [layout.count for layout in self.layouts]
-        keys = split(key, counts, 2)
-        values = split(value, counts, 2)
-        for i, session in enumerate(self.sessions):
-            session.cache.write(layer, keys[i], values[i])
+        keys = split(key, self.counts, 2)
+        values = split(value, self.counts, 2)
+        for i, cache in enumerate(self.caches):
+            cache.write(layer, keys[i], values[i])
 
     def placed(self, step: DraftStep | None, room: int = 0) -> Placed | None:
         """See `DraftPass.placed`; room: further slots and positions behind the tokens."""
@@ -290,7 +299,8 @@ class HostPass(DraftPass):
             return None
         caches = []
         for session, end in zip(self.sessions, plan.ends, strict=True):
-            session.cache.reserve(end + room)
+            if room:
+                session.cache.reserve(end + room)
             caches.append(session.cache.addresses(step.shapes))
         tables = self.sessions[0].drafter.rotary.up_to(plan.positions + room)
         return Placed(plan, caches, tables, self.shape.window)
@@ -494,7 +504,7 @@ class HostPlaces:
 
     def roots(self) -> HostPass:
         """The pass over each sequence's last committed token, which is stored already."""
-        layouts = [TreeLayout(session.length - 1, ()) for session in self.sessions]
+        layouts = [TreeLayout(session.length - 1, count=1) for session in self.sessions]
         return HostPass(self.sessions, [1] * len(layouts), layouts=layouts)
 
     def open(self, growing: Sequence[GrowingTree]) -> HostPass:
@@ -658,7 +668,7 @@ def tree_shape(specs: Sequence[TreeSpec]) -> TreeShape | None:
     return None
 
 
-@cache
+@functools.cache
 def _shape_of(spec: TreeSpec) -> TreeShape | None:
     if spec.sampled or spec.shape not in ("chain", "fanout", "dynamic"):
         return None
