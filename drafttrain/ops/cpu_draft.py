@@ -418,7 +418,7 @@ class DraftStep:
         check("tokens", tokens, (n,), torch.long)
         check("features", features, (n, self.features))
         check_rows("table", table, self.embed_width)
-        if not all(at.plan.counts) or not self.reads_features:
+        if 0 in at.plan.counts or not self.reads_features:
             raise ValueError(
                 f"counts={at.plan.counts}: each sequence has a token, and the drafter reads features"
             )
@@ -500,8 +500,7 @@ class DraftStep:
         check("reads", reads, (count, self.hidden))
         check_rows("table", table, self.embed_width)
         check("kept_ids", kept_ids, (head.vocabulary,), torch.long)
-        single = all(size == 1 for size in at.plan.counts)
-        if head.width != self.hidden or shape.opens > OPENED or not single:
+        if head.width != self.hidden or shape.opens > OPENED or at.plan.counts != [1] * count:
             found = f"head of {head.width}, {shape.opens} opened, counts={at.plan.counts}"
             raise ValueError(f"{found}: must be {self.hidden}, at most {OPENED}, and 1 each")
         self._check(at, shape.opens - 1, shape.depth - 1)  # nodes of the last depth are not read

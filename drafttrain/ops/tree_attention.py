@@ -385,8 +385,11 @@ class CpuPlan:
     @staticmethod
     def build(parts: Sequence[tuple[int, TreeLayout]]) -> CpuPlan | None:
         """A plan; None if a tree is too large for the kernel."""
-        if cpu_kernels() is None or not all(_fits(layout) for _, layout in parts):
+        if cpu_kernels() is None:
             return None
+        for _, layout in parts:
+            if not _fits(layout):
+                return None
         return CpuPlan(parts)
 
     def serves(
