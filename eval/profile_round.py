@@ -23,11 +23,11 @@ from benchmark import result_path, write_result
 
 from drafttrain.drafters.combined import CombinedDrafter
 from drafttrain.drafters.common.layer_model import LayerDrafter
-from drafttrain.drafters.common.rows import HostPass
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.evaluation.suites import load_suite, take_evenly
 from drafttrain.inference import SamplingParams, engine, generate
+from drafttrain.ops.cpu_draft import DraftStep
 from drafttrain.ops.native import _ARGUMENTS, cpu_kernels
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
@@ -105,8 +105,8 @@ def profile(
     stepping = drafter.main if isinstance(drafter, CombinedDrafter) else drafter
     if isinstance(stepping, LayerDrafter):
         owned += [(stepping, name, "draft steps") for name in ("advance", "grow_by_kernel")]
-    read = HostPass.read
-    parts.wrap(HostPass, "read", "draft steps")
+    read = DraftStep.read
+    parts.wrap(DraftStep, "read", "draft steps")
     parts.wrap(engine.Engine, "_draft", "tree building")
     parts.wrap(engine.Engine, "_read_pending", "extend")
     parts.wrap(engine, "verify_batch", "verify")
@@ -147,7 +147,7 @@ def profile(
         for owner, name, method in saved:
             setattr(owner, name, method)
         engine.verify_batch = verify
-        HostPass.read = read  # type: ignore[method-assign]
+        DraftStep.read = read  # type: ignore[method-assign]
         for name, function in kernels.items():
             if function is not None:
                 setattr(cpu_kernels(), name, function)

@@ -78,7 +78,7 @@ class StaticStep:
         self.choose = choose
         self.ids = torch.zeros(1, shape.tokens, dtype=torch.long, device=target.device)
         self.places = PlanBuffers(shape, target.device)
-        self.context = SlotAttention(cache, self.places.slots, self.places.plan)
+        self.context = SlotAttention(cache, self.places.slots, [self.places.plan])
         # Hooks collect the features; they must be in place before the pass is captured.
         target.hook(self.feature_layers)
 

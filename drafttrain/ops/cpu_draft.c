@@ -221,14 +221,11 @@ struct draft {
     float eps;
 };
 
-/* A sequence's keys and values [kv_heads, slots, e] of each layer, with a stride per head. */
-struct store { char *const *keys, *const *values; long stride, half; };
-
 /* One depth for n tokens: embeds [n, embed_width] and states [n, hidden] -> out [n, hidden], which the next depth reads, and read
  * [n, hidden], the head's input. Without `project` the first layer reads embedding and state joined. cosine, sine [positions,
- * rotary_dim]; a store per part of the plan. */
+ * rotary_dim]; caches: the buffers of each layer, per part of the plan. */
 void draft_step(const struct draft *d, const float *embeds, const float *states, long n, const float *cosine, const float *sine,
-                const struct store *stores, const struct plan *plan, long window, float *out, float *read, int threads) {
+                const struct buffers *const *caches, const struct plan *plan, long window, float *out, float *read, int threads) {
     long e = d->layers[0]->head_dim, heads = d->layers[0]->heads, kv_heads = d->layers[0]->kv_heads;
     long rotated = d->layers[0]->rotary_dim, hidden = d->hidden, joined = d->embed_width + hidden;
     long width = (heads + 2 * kv_heads) * e;
@@ -251,9 +248,9 @@ void draft_step(const struct draft *d, const float *embeds, const float *states,
         layer_before_attention(d->layers[i], i || d->project ? out : input, n, cosines, sines, qkv, threads);
         for (long p = 0; p < plan->count; p++) {
             struct plan own = {plan->parts + p, 1, plan->ancestors, plan->depth};
-            tree_attention(qkv, e, width, key, e, width, value, e, width, stores[p].keys[i], stores[p].stride, stores[p].values[i],
-                           stores[p].stride, stores[p].half, attended, heads, kv_heads, e, e, &own, 1 / sqrtf(e), window, 0, NULL,
-                           threads);
+            const struct buffers *b = caches[p] + i;
+            tree_attention(qkv, e, width, key, e, width, value, e, width, b->keys, b->key_stride, b->values, b->value_stride, b->half,
+                           attended, heads, kv_heads, e, e, &own, 1 / sqrtf(e), window, 0, NULL, threads);
         }
         layer_after_attention(d->layers[i], out, attended, n, threads);
     }
@@ -264,40 +261,30 @@ void draft_step(const struct draft *d, const float *embeds, const float *states,
 }
 
 /* The depth 0 of committed tokens: what sequences read between two trees. tokens [n] target ids and features [n, features] of all
- * sequences; counts (at most OPENED) and lengths [count]: their numbers of tokens, and of those stored before. table [., embed_width]:
- * the target's embedding. states and reads [count, hidden]: `out` and `read` of each sequence's last token. */
-void draft_read(const struct draft *d, long count, const int64_t *counts, const int64_t *lengths, const int64_t *tokens,
-                const float *features, const float *table, const float *cosine, const float *sine, const struct store *stores,
-                long window, float *states, float *reads, int threads) {
-    long hidden = d->hidden, n = 0;
-    struct part *parts = malloc(count * sizeof *parts);
-    for (long s = 0; s < count; n += counts[s++]) parts[s] = (struct part){0, lengths[s], n, counts[s], 0, n};
+ * sequences, a part of the plan each. table [., embed_width]: the target's embedding. states and reads [parts, hidden]: `out` and
+ * `read` of each sequence's last token. */
+void draft_read(const struct draft *d, const int64_t *tokens, const float *features, long n, const float *table, const float *cosine,
+                const float *sine, const struct buffers *const *caches, const struct plan *plan, long window, float *states, float *reads,
+                int threads) {
+    long hidden = d->hidden;
     float *fused = malloc(n * (3 * hidden + d->embed_width) * sizeof(float)), *out = fused + n * hidden, *read = out + n * hidden;
     float *embeds = read + n * hidden;
-    uint64_t *ancestors = malloc(n * sizeof *ancestors);
-    int *depths = malloc(n * sizeof *depths);
-    for (long s = 0; s < count; s++)
-        for (long i = 0; i < counts[s]; i++) {
-            ancestors[parts[s].token + i] = ~0ull >> (63 - i);
-            depths[parts[s].token + i] = (int)i;
-        }
     for (long r = 0; r < n; r++)
         memcpy(embeds + r * d->embed_width, table + tokens[r] * d->embed_width, d->embed_width * sizeof(float));
     if (d->fuse) skinny_linear(features, n, d->features, d->fuse, d->fuse_format, fused, hidden, threads);
-    struct plan plan = {parts, count, ancestors, depths};
-    draft_step(d, embeds, d->fuse ? fused : features, n, cosine, sine, stores, &plan, window, out, read, threads);
-    for (long s = 0; s < count; s++) {
-        long last = parts[s].token + counts[s] - 1;
+    draft_step(d, embeds, d->fuse ? fused : features, n, cosine, sine, caches, plan, window, out, read, threads);
+    for (long s = 0; s < plan->count; s++) {
+        long last = plan->parts[s].token + plan->parts[s].n - 1;
         memcpy(states + s * hidden, out + last * hidden, hidden * sizeof(float));
         memcpy(reads + s * hidden, read + last * hidden, hidden * sizeof(float));
     }
-    free(parts), free(fused), free(ancestors), free(depths);
+    free(fused);
 }
 
 /* Stores keys and values of states [n, hidden] in every layer, as a block drafter's context: no queries, no norm before. The query
  * rows of a layer's first panels must be whole panels. */
 void draft_context(const struct draft *d, const float *states, long n, const float *cosine, const float *sine,
-                   const struct store *stores, const struct plan *plan, int threads) {
+                   const struct buffers *const *caches, const struct plan *plan, int threads) {
     long e = d->layers[0]->head_dim, kv_heads = d->layers[0]->kv_heads, rotated = d->layers[0]->rotary_dim, width = 2 * kv_heads * e;
     float *cosines = malloc(n * (2 * rotated + width) * sizeof(float)), *sines = cosines + n * rotated, *kv = sines + n * rotated;
     place(plan, cosine, sine, rotated, cosines, sines);
@@ -312,8 +299,9 @@ void draft_context(const struct draft *d, const float *states, long n, const flo
                 rotate(key + head * e, cosines + r * rotated, sines + r * rotated, (int)rotated);
         }
         for (long p = 0; p < plan->count; p++) {
-            append(stores[p].keys[i], stores[p].half, stores[p].stride, kv, e, width, kv_heads, plan->parts + p, e);
-            append(stores[p].values[i], stores[p].half, stores[p].stride, kv + kv_heads * e, e, width, kv_heads, plan->parts + p, e);
+            const struct buffers *b = caches[p] + i;
+            append(b->keys, (int)b->half, b->key_stride, kv, e, width, kv_heads, plan->parts + p, e);
+            append(b->values, (int)b->half, b->value_stride, kv + kv_heads * e, e, width, kv_heads, plan->parts + p, e);
         }
     }
     free(cosines);
@@ -330,7 +318,8 @@ struct tree {
     int *parents, *order;
     double *scores, *sorted;
     uint64_t ancestors[OPENED]; /* of the root and the opened nodes */
-    int depth[OPENED], row[OPENED], level[OPENED], size; /* row: of a token's state in the last step; level: nodes to open next */
+    long depth[OPENED];
+    int row[OPENED], level[OPENED], size; /* row: of a token's state in the last step; level: nodes to open next */
     long count, opened, done;
 };
 
@@ -407,17 +396,17 @@ static long finish(struct tree *t, const int64_t *kept_ids, int64_t *tokens, int
     return n;
 }
 
-/* Trees of `count` sequences, a step per depth for the nodes that any of them opens. A sequence's root is its last committed
- * token, at lengths - 1.
+/* Trees of several sequences, a step per depth for the nodes that any of them opens. roots: a part per sequence, whose only new
+ * token is the root, which is stored already: the last committed one.
  *
  * shape: of all trees; at most OPENED - 1 nodes are opened, and `room` candidates made. table: the target's embedding [.,
- * embed_width]. states, reads [count, hidden]: what the roots' children read, and the head's input at the roots. tokens, parents
- * and scores [count, budget]; sizes [count]: how many of each. */
-void draft_trees(const struct draft *d, const struct head *head, const struct shape *shape, long count, long room, const float *table,
-                 const int64_t *kept_ids, const float *cosine, const float *sine, const struct store *stores, const int64_t *lengths,
-                 long window, const float *states, const float *reads, int64_t *tokens, int64_t *parents, float *scores,
-                 int64_t *sizes, int threads) {
-    long hidden = d->hidden, k = min(shape->width, head->vocabulary), most = count * OPENED;
+ * embed_width]. states, reads [sequences, hidden]: what the roots' children read, and the head's input at the roots. tokens, parents
+ * and scores [sequences, budget]; sizes [sequences]: how many of each. */
+void draft_trees(const struct draft *d, const struct head *head, const struct shape *shape, long room, const float *table,
+                 const int64_t *kept_ids, const float *cosine, const float *sine, const struct buffers *const *caches,
+                 const struct plan *roots, long window, const float *states, const float *reads, int64_t *tokens, int64_t *parents,
+                 float *scores, int64_t *sizes, int threads) {
+    long count = roots->count, hidden = d->hidden, k = min(shape->width, head->vocabulary), most = count * OPENED;
     struct tree *trees = calloc(count, sizeof *trees);
     int64_t *ids = malloc((most * k + count * room) * sizeof *ids), *candidates = ids + most * k;
     float *log_probs = malloc((most * (k + 1 + d->embed_width + 3 * hidden)) * sizeof(float)), *sums = log_probs + most * k;
@@ -425,9 +414,9 @@ void draft_trees(const struct draft *d, const struct head *head, const struct sh
     double *numbers = malloc(3 * count * room * sizeof *numbers);
     int *indices = malloc((2 * count + 1) * room * sizeof *indices), *scratch = indices + 2 * count * room;
     struct part *parts = malloc(count * sizeof *parts);
-    struct store *own = malloc(count * sizeof *own);
+    const struct buffers **own = malloc(count * sizeof *own);
     uint64_t *ancestors = malloc(most * sizeof *ancestors);
-    int *depths = malloc(most * sizeof *depths);
+    long *depths = malloc(most * sizeof *depths);
     head_top(head, reads, count, k, ids, log_probs, sums, threads);
     for (long s = 0; s < count; s++) {
         struct tree *t = trees + s;
@@ -443,8 +432,9 @@ void draft_trees(const struct draft *d, const struct head *head, const struct sh
             struct tree *t = trees + s;
             if (t->done) continue;
             long held = 1 + t->opened - t->size;
-            parts[plan.count] = (struct part){0, lengths[s] - 1, n, t->size, held, node};
-            own[plan.count++] = stores[s];
+            const struct part *root = roots->parts + s;
+            parts[plan.count] = (struct part){root->slot, root->prefix, n, t->size, held, node, root->base};
+            own[plan.count++] = caches[s];
             memcpy(ancestors + node, t->ancestors, (1 + t->opened) * sizeof *ancestors);
             memcpy(depths + node, t->depth, (1 + t->opened) * sizeof *depths);
             for (int i = 0; i < t->size; i++, n++) {

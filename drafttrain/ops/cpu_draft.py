@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +30,8 @@ from drafttrain.ops.packing import (
     check_rows,
     pack_panels,
 )
-from drafttrain.ops.tree_attention import STORED, CpuPlan
+from drafttrain.ops.tree_attention import CpuPlan
+from drafttrain.ops.tree_cache import Addresses
 
 _STRIP = 64  # as in cpu_draft.c
 _LEVELS = 15  # highest of the integers that weights are rounded to
@@ -218,38 +220,25 @@ class DraftWeights:
     residual_normed: bool = False  # the first layer's residual is the state behind `state_norm`
 
 
-class KeyStore:
-    """Addresses of a sequence's keys and values [kv_heads, slots, e] of each layer.
+class Placed(NamedTuple):
+    """Where the tokens of a call stand, and where their keys are.
 
-    Raises:
-        ValueError, TypeError: buffers that no kernel reads, or of different shapes.
+    Attributes:
+        plan: of the sequences' new tokens, whose slots begin at 0.
+        caches: of each sequence.
+        tables: cosine and sine [positions, 1, rotary_dim] of all positions from 0 on, float32.
+        window: visible positions, 0 for all.
     """
 
-    def __init__(self, layers: Sequence[tuple[Tensor, Tensor]]):
-        first = layers[0][0]
-        heads, self.slots, e = first.shape
-        self.shape = (heads, e)
-        self.count = len(layers)
-        pointers = np.empty((2, len(layers)), np.uint64)  # of keys, of values
-        for i, pair in enumerate(layers):
-            for part, buffer in enumerate(pair):
-                if buffer.dtype not in STORED or buffer.dtype != first.dtype or not buffer.is_cpu:
-                    raise TypeError(
-                        f"keys and values are {buffer.dtype} on {buffer.device}, must be all float32 or all bfloat16 "
-                        "on the CPU"
-                    )
-                if buffer.shape != first.shape or buffer.stride() != (first.stride(0), e, 1):
-                    raise ValueError(
-                        f"keys and values have shape {list(buffer.shape)} and strides {buffer.stride()}"
-                    )
-                pointers[part, i] = buffer.data_ptr()
-        # The addresses below are valid while these live.
-        self._kept = layers
-        self._pointers = pointers
-        keys = pointers.ctypes.data
-        values = keys + pointers.strides[0]  # the second row
-        half = first.dtype == torch.bfloat16
-        self.row = (keys, values, first.stride(0), half)  # struct store of cpu_draft.c
+    plan: CpuPlan
+    caches: Sequence[Addresses]
+    tables: tuple[Tensor, Tensor]
+    window: int
+
+    @property
+    def rows(self) -> array[int]:
+        """[sequences], the addresses of each one's struct buffers."""
+        return array("Q", [cache.address for cache in self.caches])
 
 
 @dataclass(frozen=True)
@@ -304,6 +293,9 @@ class DraftStep:
     A depth over a few tokens reads some megabytes of weights in half a millisecond; torch's forty
     operations took longer.
 
+    Attributes:
+        shapes: (kv_heads, head_dim) of each layer's keys and values.
+
     Raises:
         ValueError, TypeError: layers and weights that do not fit together.
     """
@@ -314,9 +306,8 @@ class DraftStep:
         joined = weights.embed_width + h
         self.embed_width = weights.embed_width
         self.hidden = h
-        self.kv_shape = (first.kv_heads, first.head_dim)
+        self.shapes = [(first.kv_heads, first.head_dim)] * len(layers)
         self.rotary_dim = first.rotary_dim
-        self.count = len(layers)
         self.features = h if weights.fuse is None else weights.fuse.shape[1]
         self.reads_features = weights.reads_features
         # The kernel computes keys and values alone where they begin at a panel of their own.
@@ -365,33 +356,29 @@ class DraftStep:
         self,
         embeds: Tensor | None,
         states: Tensor,
-        tables: tuple[Tensor, Tensor],
-        stores: Sequence[KeyStore],
-        plan: CpuPlan,
-        window: int,
+        at: Placed,
     ) -> Tensor:
-        """Stores the new keys and values and computes a depth; all tensors float32 and contiguous.
+        """Stores the new keys and values and computes a depth; all tensors float32.
 
         Args:
             embeds: [n, embed_width], None where the drafter reads none; states: [n, h].
-            tables: cosine and sine [positions, 1, rotary_dim] of all positions from 0 on.
-            stores: keys and values of each sequence of the plan, whose slots begin at 0.
-            plan: where the sequences' tokens stand. window: visible positions, 0 for all.
 
         Returns:
             [n, 2, h], what the next depth reads and the head's input of each token.
         """
-        n = plan.tokens
+        n = at.plan.tokens
+        states = states.contiguous()
         if embeds is not None:
+            embeds = embeds.contiguous()
             check("embeds", embeds, (n, self.embed_width))
         elif self.embed_width:
             check("embeds", states[:, :0], (n, self.embed_width))  # missing: the check refuses it
         check("states", states, (n, self.hidden))
-        self._check(tables, stores, plan, window)
+        self._check(at)
         made = states.new_empty(2, n, self.hidden)
         out = made.data_ptr()
-        own = _rows(stores)
-        cosine, sine = tables
+        rows = at.rows
+        cosine, sine = at.tables
         self._kernels.draft_step(
             self._address,
             None if embeds is None else embeds.data_ptr(),
@@ -399,9 +386,9 @@ class DraftStep:
             n,
             cosine.data_ptr(),
             sine.data_ptr(),
-            address_of(own),
-            plan.address,
-            window,
+            address_of(rows),
+            at.plan.address,
+            at.window,
             out,
             out + 4 * n * self.hidden,  # bytes
             torch.get_num_threads(),
@@ -412,12 +399,8 @@ class DraftStep:
         self,
         tokens: Tensor,
         features: Tensor,
-        counts: Sequence[int],
-        lengths: Sequence[int],
         table: Tensor,
-        tables: tuple[Tensor, Tensor],
-        stores: Sequence[KeyStore],
-        window: int,
+        at: Placed,
     ) -> Tensor:
         """Depth 0 of committed tokens, from the target's features to the roots of the next trees.
 
@@ -425,76 +408,67 @@ class DraftStep:
 
         Args:
             tokens: [n] int64 target ids, packed. features: [n, f * target h] before them.
-            counts: tokens of each sequence, 1 to `OPENED`. lengths: tokens that each store holds.
-            table: [v, embed_width], the target's embedding. tables, stores, window: as in `run`.
+            table: [v, embed_width], the target's embedding.
 
         Returns:
             [sequences, 2, h], as `run` of each sequence's last token.
         """
-        check("tokens", tokens, (sum(counts),), torch.long)
-        check("features", features, (tokens.shape[0], self.features))
+        n = at.plan.tokens
+        features = features.contiguous()
+        check("tokens", tokens, (n,), torch.long)
+        check("features", features, (n, self.features))
         check_rows("table", table, self.embed_width)
-        in_range = min(counts) >= 1 and max(counts) <= OPENED
-        if not in_range or min(lengths) < 0 or window < 0 or not self.reads_features:
+        if 0 in at.plan.counts or not self.reads_features:
             raise ValueError(
-                f"counts={list(counts)}, lengths={list(lengths)}, window={window}: 1 to {OPENED}, from 0 on"
+                f"counts={at.plan.counts}: each sequence has a token, and the drafter reads features"
             )
-        ends = [length + count for length, count in zip(lengths, counts, strict=True)]
-        self._check_places(tables, stores, ends, max(ends))
-        count = len(counts)
+        self._check(at)
+        count = len(at.caches)
         made = features.new_empty(2, count, self.hidden)
         out = made.data_ptr()
-        own = _rows(stores)
-        new = array("q", counts)
-        held = array("q", lengths)
-        cosine, sine = tables
+        rows = at.rows
+        cosine, sine = at.tables
         self._kernels.draft_read(
             self._address,
-            count,
-            address_of(new),
-            address_of(held),
             tokens.data_ptr(),
             features.data_ptr(),
+            n,
             table.data_ptr(),
             cosine.data_ptr(),
             sine.data_ptr(),
-            address_of(own),
-            window,
+            address_of(rows),
+            at.plan.address,
+            at.window,
             out,
             out + 4 * count * self.hidden,  # bytes
             torch.get_num_threads(),
         )
         return made.transpose(0, 1)
 
-    def store_context(
-        self,
-        states: Tensor,
-        tables: tuple[Tensor, Tensor],
-        stores: Sequence[KeyStore],
-        plan: CpuPlan,
-    ) -> None:
+    def store_context(self, states: Tensor, at: Placed) -> None:
         """Stores every layer's keys and values of context states, as block drafters read them.
 
         Args:
-            states: [n, h]. The others as in `run`.
+            states: [n, h].
 
         Raises:
             ValueError: `reads_context` is not set.
         """
-        check("states", states, (plan.tokens, self.hidden))
-        self._check(tables, stores, plan, 0)
+        states = states.contiguous()
+        check("states", states, (at.plan.tokens, self.hidden))
+        self._check(at)
         if not self.reads_context:
             raise ValueError("query rows that are not a multiple of 32 share a panel with keys")
-        own = _rows(stores)
-        cosine, sine = tables
+        rows = at.rows
+        cosine, sine = at.tables
         self._kernels.draft_context(
             self._address,
             states.data_ptr(),
-            plan.tokens,
+            at.plan.tokens,
             cosine.data_ptr(),
             sine.data_ptr(),
-            address_of(own),
-            plan.address,
+            address_of(rows),
+            at.plan.address,
             torch.get_num_threads(),
         )
 
@@ -504,50 +478,35 @@ class DraftStep:
         shape: TreeShape,
         table: Tensor,
         kept_ids: Tensor,
-        tables: tuple[Tensor, Tensor],
-        stores: Sequence[KeyStore],
-        lengths: Sequence[int],
-        window: int,
-        states: Tensor,
-        reads: Tensor,
+        at: Placed,
+        roots: Tensor,
     ) -> list[tuple[np.ndarray, list[int], np.ndarray]]:
         """Grows the trees of several sequences, one step per depth for all of them.
 
         Args:
             table: [v, embed_width], the target's embedding.
             kept_ids: [d] int64, target id of each drafter id.
-            tables, stores, window: as in `run`; a store holds lengths + `shape.opens` - 1 slots.
-            lengths: committed tokens of each sequence.
-            states, reads: [sequences, h] of the last committed tokens, as `run` returns them.
+            at: of the roots alone, which are stored already; a cache has `shape.opens` - 1 slots
+                behind them.
+            roots: [sequences, 2, h] of the last committed tokens, as `read` returns them.
 
         Returns:
             Per sequence the tree's tokens [n] int64 in target ids, parents and log-probabilities
             [n] float32.
         """
-        count = len(lengths)
-        # The root is the last committed token: it has a slot already, and is opened too.
-        ends = [length - 1 + shape.opens for length in lengths]
+        count = len(at.caches)
+        states, reads = roots.transpose(0, 1).contiguous().unbind()
         check("states", states, (count, self.hidden))
         check("reads", reads, (count, self.hidden))
         check_rows("table", table, self.embed_width)
         check("kept_ids", kept_ids, (head.vocabulary,), torch.long)
-        if (
-            head.width != self.hidden
-            or shape.opens > OPENED
-            or min(lengths) < 1
-            or window < 0
-            or len(stores) != count
-        ):
-            found = f"head of {head.width}, {shape.opens} opened, lengths={list(lengths)}, window={window}"
-            raise ValueError(
-                f"{found}: must be {self.hidden}, at most {OPENED}, from 1 on, and from 0 on"
-            )
-        reach = max(lengths) - 1 + shape.depth  # nodes of the last depth are not read
-        self._check_places(tables, stores, ends, reach)
-        own = _rows(stores)
-        long = array("q", lengths)
+        if head.width != self.hidden or shape.opens > OPENED or at.plan.counts != [1] * count:
+            found = f"head of {head.width}, {shape.opens} opened, counts={at.plan.counts}"
+            raise ValueError(f"{found}: must be {self.hidden}, at most {OPENED}, and 1 each")
+        self._check(at, shape.opens - 1, shape.depth - 1)  # nodes of the last depth are not read
+        rows = at.rows
         form, _ = shape.form
-        cosine, sine = tables
+        cosine, sine = at.tables
         # What the kernel writes: nodes of each tree, and their numbers [sequences, budget].
         sizes = array("q", bytes(8 * count))
         # Rows have room for a full tree; a smaller one leaves the rest unwritten.
@@ -557,15 +516,14 @@ class DraftStep:
             self._address,
             head.address,
             ctypes.addressof(form),
-            count,
             shape.room,
             table.data_ptr(),
             kept_ids.data_ptr(),
             cosine.data_ptr(),
             sine.data_ptr(),
-            address_of(own),
-            address_of(long),
-            window,
+            address_of(rows),
+            at.plan.address,
+            at.window,
             states.data_ptr(),
             reads.data_ptr(),
             tokens.ctypes.data,
@@ -580,49 +538,33 @@ class DraftStep:
 
     def _check(
         self,
-        tables: tuple[Tensor, Tensor],
-        stores: Sequence[KeyStore],
-        plan: CpuPlan,
-        window: int,
+        at: Placed,
+        slots: int = 0,
+        positions: int = 0,
     ) -> None:
-        if plan.sequences != len(stores) or window < 0:
-            raise ValueError(
-                f"sequences={plan.sequences}, stores={len(stores)}, window={window}: must be equal, and from 0 on"
-            )
-        # Siblings share a position, so a tree reaches fewer positions than it takes slots.
-        self._check_places(tables, stores, plan.ends, plan.positions)
-
-    def _check_places(
-        self,
-        tables: tuple[Tensor, Tensor],
-        stores: Sequence[KeyStore],
-        ends: Sequence[int],
-        reach: int,
-    ) -> None:
-        """Raises unless tables and stores are large enough.
+        """Raises unless caches and tables are large enough.
 
         Args:
-            ends: slots that each sequence needs.
-            reach: positions that its tokens need, from 0 on.
+            slots: that the call takes behind each sequence's tokens. positions: that it reaches
+                behind theirs.
         """
-        for name, table in zip(("cosine", "sine"), tables, strict=True):
+        plan = at.plan
+        if plan.parts != len(at.caches) or at.window < 0:
+            raise ValueError(
+                f"parts={plan.parts}, caches={len(at.caches)}, window={at.window}: must be equal, and from 0 on"
+            )
+        # Siblings share a position, so a tree reaches fewer positions than it takes slots.
+        reach = plan.positions + positions
+        for name, table in zip(("cosine", "sine"), at.tables, strict=True):
             count = check_rows(name, table, 1, self.rotary_dim)
             if count < reach:
                 raise ValueError(f"{name} has {count} positions, but the tokens reach {reach}")
-        for store, end in zip(stores, ends, strict=True):
-            if (store.count, store.shape) != (self.count, self.kv_shape) or store.slots < end:
-                found = f"{store.count} layers of {store.shape} with {store.slots} slots"
+        for cache, end in zip(at.caches, plan.ends, strict=True):
+            if cache.shapes != self.shapes or cache.slots < end + slots:
+                found = f"layers of {cache.shapes} with {cache.slots} slots"
                 raise ValueError(
-                    f"keys and values have {found}; {self.count} of {self.kv_shape} with {end} are needed"
+                    f"the cache has {found}; {self.shapes} with {end + slots} are needed"
                 )
-
-
-def _rows(stores: Sequence[KeyStore]) -> array[int]:
-    """[sequences] struct store of cpu_draft.c."""
-    rows = array("q")
-    for store in stores:
-        rows.extend(store.row)
-    return rows
 
 
 def kernel_of(

@@ -8,8 +8,8 @@
 
 /* One sequence of a packed batch. slot: its first one on the cache's slot axis; prefix: committed keys; token: its first new
  * token; n: new tokens; held: tokens of its tree that earlier forwards stored behind the prefix; node: begin of its tree in ancestors
- * and depth. */
-struct part { long slot, prefix, token, n, held, node; };
+ * and depth; base: position of its first key, whose predecessors a window has dropped. */
+struct part { long slot, prefix, token, n, held, node, base; };
 
 /* Where the new tokens of a forward stand: a part per sequence, or several for a long chain, and per token of all trees its ancestors
  * (bit j: token j of its tree, or itself) and its depth. Mirrored in tree_attention.py. */
@@ -17,7 +17,7 @@ struct plan {
     const struct part *parts;
     long count;
     const uint64_t *ancestors;
-    const int *depth;
+    const long *depth;
 };
 
 /* A row is a query head of one new token. What it sees stands in the order of positions: the prefix, then its ancestors, whatever
@@ -208,7 +208,7 @@ static void soften(const struct attention *a, float *scores, long first, long en
 static void attend_stretch(const struct attention *a, const struct part *part, long kv, long stretch, long begin, int rows,
                            const struct room *room, struct gathered *const *gathered) {
     const uint64_t *ancestors = a->plan->ancestors + part->node;
-    const int *depth = a->plan->depth + part->node;
+    const long *depth = a->plan->depth + part->node;
     long prefix = part->prefix, base = stretch * STRETCH, key_size = a->e * size_of(a), value_size = a->ve * size_of(a);
     const char *key = a->keys + kv * a->key_stride * size_of(a) + part->slot * key_size;
     const char *value = a->values + kv * a->value_stride * size_of(a) + part->slot * value_size;
@@ -462,7 +462,7 @@ static void place(const struct plan *plan, const float *cosine, const float *sin
     for (long p = 0; p < plan->count; p++) {
         const struct part *part = plan->parts + p;
         for (long r = 0; r < part->n; r++) {
-            long at = part->prefix + plan->depth[part->node + part->held + r], to = (part->token + r) * rotated;
+            long at = part->base + part->prefix + plan->depth[part->node + part->held + r], to = (part->token + r) * rotated;
             memcpy(cosines + to, cosine + at * rotated, rotated * sizeof(float));
             memcpy(sines + to, sine + at * rotated, rotated * sizeof(float));
         }

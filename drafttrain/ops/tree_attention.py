@@ -58,7 +58,7 @@ class TreeLayout:
     """Where the new tokens of one forward stand: behind which prefix, and below which ancestors.
 
     Attributes:
-        prefix_len: L, committed positions; slot and position agree there.
+        prefix_len: L, committed tokens in the cache, at slots 0 to L - 1.
         parents: per tree node the index of its parent among the nodes, -1 below the root; None for
             a chain.
         held: tokens of the tree whose keys earlier forwards stored behind the prefix; the tree
@@ -66,11 +66,12 @@ class TreeLayout:
         count: n, new tokens. With parents, token 0 of a tree is the root and token i+1 is node i.
         tree_depths: [held + n], depths of all tokens. reach: positions up to the deepest one's,
             from 0 on.
-        depths: [n] int array, those of the new tokens; new token i stands at position L + depths[i].
-        causal: whether a chain's tokens see no later ones.
+        depths: [n] int array, those of the new tokens.
+        base: position of slot 0, set by the cache that the forward is announced to; earlier
+            positions are beyond its window. New token i stands at position base + L + depths[i].
     """
 
-    causal = True
+    base = 0
 
     def __init__(
         self,
@@ -108,6 +109,17 @@ class TreeLayout:
         self.reach = prefix_len + deepest + 1
         self._masks: dict[tuple[object, ...], Tensor] = {}
 
+    @property
+    def end(self) -> int:
+        """Slots of the prefix and of all tokens of the tree."""
+        return self.prefix_len + self.held + self.count
+
+    def last(self, count: int) -> TreeLayout:
+        """The layout of a chain's last tokens, behind those before them."""
+        if self.parents is not None:
+            raise ValueError(f"count={count}: only a chain's last tokens can be laid out alone")
+        return TreeLayout(self.end - count, count=count)
+
     @cached_property
     def depths(self) -> np.ndarray:
         return np.asarray(self.tree_depths[self.held :])
@@ -138,7 +150,7 @@ class TreeLayout:
 
     def positions(self) -> Tensor:
         """[1, n] int64 position ids."""
-        return torch.from_numpy((self.depths + self.prefix_len)[None])
+        return torch.from_numpy((self.depths + (self.base + self.prefix_len))[None])
 
     def mask(
         self,
@@ -224,6 +236,39 @@ class TreeLayout:
         return bias[self.held :]
 
 
+class BlockLayout(TreeLayout):
+    """A block behind a prefix, whose tokens see each other in both directions.
+
+    It is a tree of one path, whose tokens have later ones among their `ancestors`.
+
+    Args:
+        size: tokens of the block. held: its first tokens, whose keys are stored already.
+    """
+
+    def __init__(
+        self,
+        prefix_len: int,
+        size: int,
+        held: int = 0,
+    ):
+        super().__init__(prefix_len, range(-1, size - 2), held=held)
+        self.ancestors = [(1 << size) - 1] * size
+
+    def last(self, count: int) -> BlockLayout:
+        size = self.held + self.count
+        return BlockLayout(self.prefix_len, size, size - count)
+
+    def mask(
+        self,
+        window: int | None,
+        repeats: int,
+        like: Tensor,
+    ) -> tuple[int, Tensor | None]:
+        if window is None or window >= self.reach:
+            return 0, None
+        return super().mask(window, repeats, like)
+
+
 def tree_attention(
     query: Tensor,
     key: Tensor,
@@ -285,59 +330,66 @@ class CpuPlan:
 
     Attributes:
         address: of the kernel's struct plan, which no call writes to.
-        tokens: N, new tokens of all sequences.
+        counts: new tokens of each sequence. tokens: N, of all.
+        parts: struct parts, one per sequence or several for a long chain.
         slots, positions: how many the kernel reads or writes, from 0 on.
         ends: slots of each sequence, from 0 on.
     """
 
     def __init__(self, parts: Sequence[tuple[int, TreeLayout]]):
         self.positions = 0
+        self.counts: list[int] = []
         self.ends: list[int] = []
-        numbers: list[int] = []  # six of each part
+        numbers: list[int] = []  # seven of each part
         ancestors: list[int] = []
         depths: list[int] = []
         begin = 0  # new tokens of earlier sequences
         for slot, layout in parts:
-            tree = layout.held + layout.count
+            count = layout.count
+            held = layout.held
+            prefix = layout.prefix_len
+            base = layout.base
             node = len(ancestors)  # tokens of earlier trees, held ones included
-            if slot < 0 or not _fits(layout):
+            tree = layout.parents is not None
+            if slot < 0 or (tree and held + count > _KERNEL_TOKENS):
                 raise ValueError(
-                    f"slot={slot}, {tree} tokens: slots begin at 0, a tree has {_KERNEL_TOKENS} at most"
+                    f"slot={slot}, {held + count} tokens: slots begin at 0, a tree has {_KERNEL_TOKENS} at most"
                 )
-            if tree <= _KERNEL_TOKENS:
-                numbers += (slot, layout.prefix_len, begin, layout.count, layout.held, node)
+            if not tree:
+                # Pieces of a chain, each behind all tokens before it, which are stored first.
+                for start in range(0, count, _KERNEL_TOKENS):
+                    piece = min(count - start, _KERNEL_TOKENS)
+                    numbers += (slot, prefix + start, begin + start, piece, 0, node, base)
+                ancestors += _CHAIN[:count]  # shared by all pieces
+                depths += layout.tree_depths[:_KERNEL_TOKENS]
+            else:
+                numbers += (slot, prefix, begin, count, held, node, base)
                 ancestors += layout.ancestors
                 depths += layout.tree_depths
-            else:
-                # Pieces of a chain, each behind all tokens before it, which are stored first.
-                for start in range(0, layout.count, _KERNEL_TOKENS):
-                    count = min(layout.count - start, _KERNEL_TOKENS)
-                    numbers += (slot, layout.prefix_len + start, begin + start, count, 0, node)
-                ancestors += _CHAIN  # shared by all pieces
-                depths += range(_KERNEL_TOKENS)
-            begin += layout.count
-            self.ends.append(slot + layout.prefix_len + tree)
-            self.positions = max(self.positions, layout.reach)
+            begin += count
+            self.counts.append(count)
+            self.ends.append(slot + prefix + held + count)
+            self.positions = max(self.positions, base + layout.reach)
         self.tokens = begin
-        self.sequences = len(parts)
+        self.parts = len(numbers) // 7
         self.slots = max(self.ends, default=0)
-        self._parts = array("q", numbers)
-        self._ancestors = array("Q", ancestors)
-        self._depths = array("i", depths)
-        pointers = (  # struct plan of cpu_layers.c
-            address_of(self._parts),
-            len(numbers) // 6,
-            address_of(self._ancestors),
-            address_of(self._depths),
-        )
-        self._plan = array("Q", pointers)
+        # struct plan of cpu_layers.c, and behind it what it points to: one array is made faster than
+        # four.
+        self._plan = array("Q", (0, self.parts, 0, 0, *numbers, *ancestors, *depths))
         self.address = address_of(self._plan)
+        at = self.address + 8 * 4  # bytes, as in the next two
+        self._plan[0] = at
+        self._plan[2] = at + 8 * len(numbers)
+        self._plan[3] = at + 8 * (len(numbers) + len(ancestors))
 
     @staticmethod
     def build(parts: Sequence[tuple[int, TreeLayout]]) -> CpuPlan | None:
         """A plan; None if a tree is too large for the kernel."""
-        if cpu_kernels() is None or not all(_fits(layout) for _, layout in parts):
+        if cpu_kernels() is None:
             return None
+        for _, layout in parts:
+            if not _fits(layout):
+                return None
         return CpuPlan(parts)
 
     def serves(
@@ -371,10 +423,9 @@ class CpuPlan:
         """Stores the new keys and values, if any are given, and attends.
 
         Args:
-            query: [1, heads, N, e] or [N, heads, e]; keys, values: [kv_heads, slots, e], float32 or
-                bfloat16.
-            new: keys and values of the new tokens, [1, kv_heads, N, e] or as the query; None if
-                they are stored already.
+            query: [1, heads, N, e]; keys, values: [kv_heads, slots, e], float32 or bfloat16.
+            new: keys and values [1, kv_heads, N, e] of the new tokens; None if they are stored
+                already.
 
         Returns:
             [1, N, heads, value_dim].
@@ -384,10 +435,7 @@ class CpuPlan:
                 see `serves`.
         """
         self._check(query, keys, values, new, form)
-        axis = 0 if query.dim() == 3 else 2  # of tokens
-        heads = query.shape[1]
-        n = query.shape[axis]
-        e = query.shape[-1]
+        _, heads, n, e = query.shape
         ve = values.shape[-1]
         out = query.new_empty((1, n, heads, ve))
         sinks = form["sinks"]
@@ -404,15 +452,15 @@ class CpuPlan:
             fresh = (
                 key.data_ptr(),
                 key.stride(1),
-                key.stride(axis),
+                key.stride(2),
                 value.data_ptr(),
                 value.stride(1),
-                value.stride(axis),
+                value.stride(2),
             )
         built_kernels().tree_attention(
             query.data_ptr(),
             query.stride(1),
-            query.stride(axis),
+            query.stride(2),
             *fresh,
             keys.data_ptr(),
             keys.stride(0),
@@ -452,10 +500,8 @@ class CpuPlan:
                 raise TypeError(
                     f"{name} is {tensor.dtype} on {tensor.device}, must be {wanted} on the CPU"
                 )
-        if query.dim() not in (3, 4) or keys.dim() != 3 or values.dim() != 3:
-            raise ValueError(
-                "query must be [1, heads, N, e] or [N, heads, e], keys and values [kv_heads, slots, e]"
-            )
+        if query.dim() != 4 or keys.dim() != 3 or values.dim() != 3:
+            raise ValueError("query must be [1, heads, N, e], keys and values [kv_heads, slots, e]")
         heads = query.shape[1]
         kv_heads, slots, e = keys.shape
         ve = values.shape[2]
@@ -464,7 +510,7 @@ class CpuPlan:
         for name, (count, width) in served.items():
             if name not in tensors:
                 continue
-            sizes = (1, count, n, width) if query.dim() == 4 else (n, count, width)
+            sizes = (1, count, n, width)
             if tensors[name].shape != sizes:
                 raise ValueError(
                     f"{name} has shape {list(tensors[name].shape)}, must have {list(sizes)}"
@@ -494,8 +540,7 @@ class CpuPlan:
 
 def _fits(layout: TreeLayout) -> bool:
     """Whether the CPU kernel serves a tree of this size."""
-    chain = layout.parents is None and layout.causal
-    return chain or layout.held + layout.count <= _KERNEL_TOKENS
+    return layout.parents is None or layout.held + layout.count <= _KERNEL_TOKENS
 
 
 def _in_blocks(

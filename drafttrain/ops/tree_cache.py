@@ -34,6 +34,7 @@ from drafttrain.ops.tree_attention_triton import (
 
 # Longer pieces are prompts. Fused causal attention reads them faster than a kernel for few tokens.
 _KERNEL_TOKENS = 256
+ROOM = 64  # slots behind a sequence for a round's tokens; caches that grow take more where needed
 Moves = Sequence[tuple[int, Sequence[int]]]  # first goal and sources of each path
 
 
@@ -74,16 +75,20 @@ class TreeCache:
         forward     committed   root  a     b     a1    b1         (a, b: children of the root)
         commit      committed   root  b     b1                     kept = [0, 2, 4], L += 3
 
+    A window bounds the cache of one sequence: `trim` drops positions that no later token sees.
+
     On a CPU attention computes in float32. Its buffers are float32 too, but those of a bfloat16
     target bfloat16, as they are on a GPU: behind a long prefix a step takes as long as reading them.
 
     Args:
         capacity: slots per row and layer: the longest sequence plus one round's new tokens.
         rows: sequences held at a time.
-        dtype: of the target's weights.
+        dtype: of the weights.
+        window: positions that a token sees, its own included; 0 for all. Only for one row.
 
     Attributes:
         lengths: L of each row.
+        base: positions that are dropped; slot 0 holds the next one.
         nbytes: bytes of all buffers, which the first forward allocates.
     """
 
@@ -92,11 +97,16 @@ class TreeCache:
         capacity: int,
         rows: int = 1,
         dtype: torch.dtype = torch.float32,
+        window: int = 0,
     ):
+        if window:
+            capacity = min(capacity, 2 * window + ROOM)
         self.capacity = capacity
         self.rows = rows
         self.dtype = dtype
+        self.window = window
         self.lengths = [0] * rows
+        self.base = 0
         # Per layer keys and values [kv_heads, rows * capacity, e]: one slot axis, so that all rows
         # move in one gather.
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -156,24 +166,37 @@ class TreeCache:
     def clear(self, row: int) -> None:
         """Empties a row for its next sequence."""
         self.lengths[row] = 0
+        self.base = 0
 
     def reserve(self, capacity: int) -> None:
         """Grows every row to `capacity` positions and keeps the contents."""
-        if capacity <= self.capacity:
+        if capacity > self.capacity:
+            self._resize(capacity, slice(self.capacity))
+
+    def trim(self) -> None:
+        """Keeps the last window of committed positions once there are two windows of them."""
+        window = self.window
+        length = self.lengths[0]
+        if not window or length <= 2 * window:
             return
-        held = self.capacity
+        self._resize(2 * window + ROOM, slice(length - window, length))
+        self.base += length - window
+        self.lengths[0] = window
+
+    # Slots behind the kept ones stay uninitialized: no token sees them before it is written.
+    def _resize(self, capacity: int, kept: slice) -> None:
+        """Moves each row's slots `kept` to the front of buffers of another capacity."""
+        sizes = (self.rows, self.capacity)
         self.capacity = capacity
         self._addresses = None
-        for layer, (keys, values) in self._layers.items():
-            self._layers[layer] = (self._grown(keys, held), self._grown(values, held))
-
-    # Slots behind the committed ones stay uninitialized: no token sees them before it is written.
-    def _grown(self, old: Tensor, held: int) -> Tensor:
-        """A buffer of the present capacity with the contents of one of `held` positions per row."""
-        new = self._allocate(old[None])
-        by_row = new.unflatten(1, (self.rows, self.capacity))  # [kv_heads, rows, capacity, e]
-        by_row[:, :, :held] = old.unflatten(1, (self.rows, held))
-        return new
+        for layer, pair in self._layers.items():
+            moved = []
+            for old in pair:
+                new = self._allocate(old[None])
+                held = old.unflatten(1, sizes)[:, :, kept]  # [kv_heads, rows, kept, e]
+                new.unflatten(1, (self.rows, capacity))[:, :, : held.shape[2]] = held
+                moved.append(new)
+            self._layers[layer] = (moved[0], moved[1])
 
     def copy(
         self,
@@ -222,11 +245,12 @@ class TreeCache:
                 layout = TreeLayout(length, count=shape)
             else:
                 layout = TreeLayout(length, shape)
-            if layout.prefix_len + layout.held + layout.count > self.capacity:
+            if layout.end > self.capacity:
                 raise UserError(
                     f"the key/value cache holds {self.capacity} positions, but {layout.prefix_len} + "
                     f"{layout.held + layout.count} are needed; use a smaller tree or fewer new tokens"
                 )
+            layout.base = self.base
             self._open.append((row, layout))
         return [layout for _, layout in self._open]
 
@@ -246,7 +270,8 @@ class TreeCache:
     ) -> Tensor:
         """Stores the new keys and values of a layer and attends; see `AttentionContext.attend`.
 
-        All tensors are packed: [1, heads, N, e].
+        All tensors are packed: [1, heads, N, e]. Of a single part there may be fewer queries: its
+        last tokens'.
         """
         fresh = (query, key, value)  # in their own dtype
         if not query.dtype == key.dtype == value.dtype or not query.is_floating_point():
@@ -258,12 +283,16 @@ class TreeCache:
             query = query.float()
             key = key.float()
             value = value.float()
-        if layer not in self._layers:
-            self._layers[layer] = (self._allocate(key), self._allocate(value))
-        keys, values = self._layers[layer]
+        keys, values = self._buffers(layer, key, value)
 
+        if query.shape[2] != key.shape[2]:
+            counts = [layout.count for _, layout in self._open]
+            if counts != [key.shape[2]] or query.shape[2] > key.shape[2]:
+                raise ValueError(
+                    f"{query.shape[2]} queries of {key.shape[2]} keys: parts have {counts} new tokens"
+                )
         # The CPU kernel stores and attends in one call.
-        if query.device.type == "cpu":
+        elif query.device.type == "cpu":
             plan = self.cpu_plan()
             if plan is not None and plan.serves(query, keys, values):
                 out = plan.attend(
@@ -275,15 +304,36 @@ class TreeCache:
                 )
                 return out.to(fresh[0].dtype)
 
+        self.write(layer, key, value)
+        return self._attend_rows(layer, fresh, form).transpose(1, 2)
+
+    def write(
+        self,
+        layer: int,
+        key: Tensor,
+        value: Tensor,
+    ) -> None:
+        """Stores keys and values [1, kv_heads, N, e] of the announced tokens."""
+        keys, values = self._buffers(layer, key, value)
         if len(self._open) == 1:
             row, layout = self._open[0]
-            begin = row * self.capacity + layout.prefix_len + layout.held
-            end = begin + layout.count
+            end = row * self.capacity + layout.end
+            begin = end - layout.count
             keys[:, begin:end] = key[0]
             values[:, begin:end] = value[0]
         else:
             self.store(layer, self._new_slots(key.device), key, value)
-        return self._attend_rows(layer, fresh, form).transpose(1, 2)
+
+    def _buffers(
+        self,
+        layer: int,
+        key: Tensor,
+        value: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values, allocated for the first ones [1, kv_heads, n, e]."""
+        if layer not in self._layers:
+            self._layers[layer] = (self._allocate(key), self._allocate(value))
+        return self._layers[layer]
 
     def cpu_plan(self) -> CpuPlan | None:
         """The CPU kernel's plan of the announced forward; None if the kernel does not serve it."""
@@ -307,12 +357,13 @@ class TreeCache:
             table = np.empty((len(shapes), 5), dtype=np.int64)
             pairs: list[tuple[Tensor, Tensor]] = []
             for layer, (heads, width) in enumerate(shapes):
-                if layer not in self._layers:
-                    like = torch.empty((1, heads, 0, width))
-                    self._layers[layer] = (self._allocate(like), self._allocate(like))
-                keys, values = self._layers[layer]
+                like = torch.empty((1, heads, 0, width))
+                keys, values = self._buffers(layer, like, like)
                 for buffer in (keys, values):
-                    check("keys and values", buffer, (heads, slots, width), self._stored(buffer))
+                    if len(buffer) != heads:
+                        raise ValueError(f"keys and values have {len(buffer)} heads, not {heads}")
+                    # Of a view the heads may stand apart.
+                    check("keys and values", buffer[0], (slots, width), self._stored(like))
                 table[layer] = (
                     keys.data_ptr(),
                     values.data_ptr(),
@@ -370,8 +421,12 @@ class TreeCache:
         query, new_keys, new_values = new
         dtype = query.dtype
         keys, values = self._layers[layer]
-        few = all(layout.count <= _KERNEL_TOKENS and not layout.held for _, layout in self._open)
-        if _on_gpu(query) and few:
+        opened = self._open
+        few = all(layout.count <= _KERNEL_TOKENS and not layout.held for _, layout in opened)
+        if query.shape[2] < new_keys.shape[2]:
+            ((row, layout),) = opened
+            opened = [(row, layout.last(query.shape[2]))]
+        elif _on_gpu(query) and few:
             # A spread target has layers on several devices.
             if self._plan is None or self._plan_device != query.device:
                 rows = [row for row, _ in self._open]
@@ -389,7 +444,7 @@ class TreeCache:
 
         outs = []
         begin = 0  # of the row's tokens among the packed ones
-        for row, layout in self._open:
+        for row, layout in opened:
             own = slice(begin, begin + layout.count)
             begin += layout.count
             queries = query[:, :, own]
@@ -398,7 +453,7 @@ class TreeCache:
             # Without a prefix the new tokens see only each other: no copy, no other dtype.
             if layout.prefix_len + layout.held > 0:
                 first = row * self.capacity
-                seen = slice(first, first + layout.prefix_len + layout.held + layout.count)
+                seen = slice(first, first + layout.end)
                 wide = torch.float32 if keys.is_cpu else keys.dtype
                 queries = queries.to(wide)
                 key = keys[None, :, seen].to(wide)
@@ -431,9 +486,11 @@ class TreeCache:
 
     def _stored(self, key: Tensor) -> torch.dtype:
         """The dtype of buffers for keys like this one."""
-        if key.is_cpu and self.dtype == torch.bfloat16:
+        if not key.is_cpu:
+            return key.dtype
+        if self.dtype == torch.bfloat16:
             return self.dtype
-        return key.dtype
+        return key.dtype if key.dtype.itemsize > 2 else torch.float32
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """Keeps the given tokens of each part of the last forward behind L, in path order.

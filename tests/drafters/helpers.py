@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import torch
 
 from drafttrain.batch import Batch, TokenTree, anchors_by_depth
@@ -106,12 +108,31 @@ def session_after(drafter, ids, pieces=1):
     return session
 
 
+def random_path(tree: TokenTree, random: Random) -> list[int]:
+    """Tokens of a random path from the root down, often to a leaf."""
+    node = -1
+    path: list[int] = []
+    while children := [i for i, parent in enumerate(tree.parents) if parent == node]:
+        if path and random.random() < 0.3:
+            break
+        node = random.choice(children)
+        path.append(int(tree.tokens[node]))
+    return path
+
+
 def paths(tree: TokenTree) -> set[tuple[int, ...]]:
     """A tree's nodes by the tokens on their paths."""
     found: list[tuple[int, ...]] = []
     for parent, token in zip(tree.parents, tree.tokens.tolist(), strict=True):
         found.append((*(found[parent] if parent >= 0 else ()), token))
     return set(found)
+
+
+def check_same_trees(trees, others, rtol: float = 1e-4, atol: float = 1e-4) -> None:
+    """Trees drafted in two ways have the same nodes, and nearly the same probabilities."""
+    for tree, other in zip(trees, others, strict=True):
+        assert (tree.tokens.tolist(), tree.parents) == (other.tokens.tolist(), other.parents)
+        torch.testing.assert_close(tree.log_probs, other.log_probs, rtol=rtol, atol=atol)
 
 
 def check_tree(tree: TokenTree, spec: TreeSpec, tolerance: float = 0.0) -> None:

@@ -50,7 +50,7 @@ def test_a_training_step_runs_three_files():
     cpu_kernels() is None, reason="without a C compiler a depth runs the layers in torch"
 )
 @pytest.mark.parametrize("tree", ["chain:3", "dynamic:4,3,8"])
-def test_a_decoding_round_runs_four_files(tmp_path, tree):
+def test_a_decoding_round_runs_three_files(tmp_path, tree):
     target = make_target(hidden=64)
     make_kind("eagle3", target).save_pretrained(tmp_path)
     decoder = Decoder(
@@ -60,6 +60,4 @@ def test_a_decoding_round_runs_four_files(tmp_path, tree):
     next(rounds), next(rounds)  # the prompt, and the first round, which allocates
     with files_run() as found:
         next(rounds)
-    assert found == {
-        f"common/{name}.py" for name in ("layer_model", "layer_session", "layers", "rows")
-    }
+    assert found == {f"common/{name}.py" for name in ("layer_model", "layers", "rows")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from random import Random
 
 import pytest
 import torch
@@ -27,7 +28,14 @@ from drafttrain.ops.sampling import Sampler
 from drafttrain.states.source import NoTarget
 from tests.conftest import make_target, make_tokenizer
 from tests.drafters.draft_models import BEGINNINGS, SHAPES, make_drafter
-from tests.drafters.helpers import make_batch, packed_batch, run_step, session_after, step_inputs
+from tests.drafters.helpers import (
+    make_batch,
+    packed_batch,
+    random_path,
+    run_step,
+    session_after,
+    step_inputs,
+)
 from tests.drafters.layer_kinds import check_padding
 from tests.drafters.overfitting import overfit
 from tests.inference.fakes import FAMILIES, VOCAB, family
@@ -281,7 +289,7 @@ def test_rounds_leave_what_a_fresh_reading_gives(window):
         drafter = make_drafter(target).eval()
     text = make_batch((12,)).input_ids[0]
     session = session_after(drafter, text)
-    generator = torch.Generator().manual_seed(0)
+    random = Random(0)
     for spec in (
         "fanout:3x2x2",
         "chain:3",
@@ -291,19 +299,11 @@ def test_rounds_leave_what_a_fresh_reading_gives(window):
         "dynamic:4,3,12",
     ):
         tree = session.propose(TreeSpec.parse(spec))
-        node = -1
-        new = []
-        while True:  # a random path down the tree, then some other token
-            children = [i for i, parent in enumerate(tree.parents) if parent == node]
-            if not children or (new and torch.rand(1, generator=generator) < 0.3):
-                break
-            node = children[int(torch.randint(len(children), (1,), generator=generator))]
-            new.append(int(tree.tokens[node]))
-        new.append(int(torch.randint(250, (1,), generator=generator)))
+        new = [*random_path(tree, random), random.randrange(250)]
         session.extend(torch.tensor(new), torch.empty(len(new), 0))
         text = torch.cat((text, torch.tensor(new)))
         fresh = session_after(drafter, text)
-        assert session.cache.lengths == fresh.cache.lengths == [len(text) - 1]
+        assert session.length == fresh.length == len(text)
         torch.testing.assert_close(session.root, fresh.root, rtol=1e-4, atol=1e-4)
         for layer in range(drafter.runner.num_layers):
             for ours, theirs in zip(

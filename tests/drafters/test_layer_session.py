@@ -1,18 +1,19 @@
-"""Sessions of kinds with decoder layers: the attention of growing trees, alone and together."""
+"""Kinds with decoder layers: the attention of growing trees, alone and together, and the cache behind it."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from drafttrain.drafters.common.layer_model import LayerSession
+from drafttrain.drafters.common.rows import HostPass
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.ops import tree_attention
 from drafttrain.ops.cpu_draft import DraftStep
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.tree_attention import CpuPlan
+from drafttrain.ops.tree_cache import TreeCache
 from tests.conftest import make_target
-from tests.drafters.helpers import make_batch, make_drafter
+from tests.drafters.helpers import check_same_trees, make_batch, make_drafter
 from tests.drafters.layer_kinds import check_parity, make_kind
 
 
@@ -55,11 +56,7 @@ def test_kernel_and_torch_draft_the_same_trees_alone_and_together(monkeypatch, o
             kinds.append(draft(text, range(3)))
         assert len(served) == calls > 0
         for trees in kinds[1:]:
-            for tree, other in zip(kinds[0], trees, strict=True):
-                assert (
-                    tree.tokens.tolist() == other.tokens.tolist() and tree.parents == other.parents
-                )
-                torch.testing.assert_close(tree.log_probs, other.log_probs, rtol=1e-4, atol=1e-4)
+            check_same_trees(kinds[0], trees)
 
 
 @pytest.mark.thorough
@@ -99,50 +96,69 @@ def test_the_kernel_for_a_depth_is_the_one_forward(monkeypatch, kind, options, e
     assert " ".join(calls) == expected, "both times that tokens were committed, and the tree"
 
 
+WINDOWS = {
+    "eagle3": {"sliding_window": 6, "num_hidden_layers": 2},
+    "peagle": {"sliding_window": 8},
+    "dflash2": {"sliding_window": 9, "block_size": 5},
+    "dspark": {"sliding_window": 6, "block_size": 4, "causal": True},
+}
+# Tokens that each of two sequences reads in a round.
+COUNTS = [[36, *[1, 4, 2, 3] * 10], [24, *[2, 1, 4, 3] * 10]]
+
+
 @pytest.mark.parametrize(
-    ("kind", "options", "packed"),
+    ("kind", "stored"),
     [
-        ("eagle3", {"sliding_window": 6, "num_hidden_layers": 2}, False),
-        ("eagle3", {"sliding_window": 6, "num_hidden_layers": 2}, True),
-        ("peagle", {"sliding_window": 8}, True),
-        ("dflash2", {"sliding_window": 9, "block_size": 5}, True),
+        ("eagle3", None),
+        ("eagle3", torch.float32),
+        ("peagle", torch.float32),
+        ("dflash2", torch.float32),
+        ("dflash2", torch.bfloat16),
+        ("dspark", torch.bfloat16),
     ],
 )
-def test_a_window_bounds_the_cache_and_changes_no_tree(monkeypatch, kind, options, packed):
-    """Two sequences of different lengths, in rounds of one to four tokens, against sessions that keep every key."""
+def test_a_window_bounds_the_cache_and_changes_no_tree(monkeypatch, kind, stored):
+    """Two sequences in rounds of one to four tokens, against sessions that keep every key.
+
+    stored: dtype of the keys of a packed drafter; None: it is not packed. Windows of different beginnings draft together.
+    """
     target = make_target(hidden=64)
+    options = WINDOWS[kind]
     drafter = make_kind(kind, target, shake=True, **options)
-    if packed:
+    if stored is not None:
         if cpu_kernels() is None:
             pytest.skip("no C compiler here")
+        drafter.stored = stored
         drafter.pack()
-    rows = make_batch((300, 150)).input_ids
-    features = [target.forward(row[None], drafter.feature_layers).features[0] for row in rows]
+    placed = HostPass.placed
+    served = []
+    monkeypatch.setattr(
+        HostPass, "placed", lambda *args, **room: served.append(placed(*args, **room)) or served[-1]
+    )
+    read = []  # of each row the tokens and the features before them, by round
+    for row, counts in zip(make_batch((300, 150)).input_ids, COUNTS, strict=True):
+        states = target.forward(row[None], drafter.feature_layers).features[0, : sum(counts)]
+        read.append((row[1 : 1 + sum(counts)].split(counts), states.split(counts)))
 
     def draft():
-        sessions = [drafter.start(row[:5], 400) for row in rows]
+        sessions = [drafter.start(tokens[0][:5], 400) for tokens, _ in read]
         trees = []
-        at = 0
-        for count in (40, *[1, 4, 2, 3] * 10):
-            new = (
-                [row[at + 1 : at + 1 + count] for row in rows],
-                [part[at : at + count] for part in features],
-            )
-            drafter.extend_all(sessions, *new)
-            at += count
+        for i in range(len(COUNTS[0])):
+            tokens, states = zip(*((row[0][i], row[1][i]) for row in read), strict=True)
+            drafter.extend_all(sessions, tokens, states)
             trees += drafter.propose_all(sessions, [TreeSpec.parse("fanout:2x2")] * 2, [None] * 2)
             trees.append(sessions[1].propose(TreeSpec.parse("chain:4")))
         return sessions, trees
 
     sessions, trees = draft()
-    for session in sessions:
-        assert session.dropped > 90 and session.length + session.dropped == 140
-        assert (
-            session.capacity == session.layers[0][0].shape[1] <= 2 * options["sliding_window"] + 64
-        )
-    monkeypatch.setattr(LayerSession, "trim", lambda session: None)
+    for session, counts in zip(sessions, COUNTS, strict=True):
+        cache = session.cache
+        assert cache.base > 90 and session.length + cache.base == sum(counts)
+        keys, _ = cache.by_row(0)
+        assert cache.capacity == keys.shape[2] <= 2 * options["sliding_window"] + 64
+    if stored is not None and kind != "dflash2":
+        assert None not in served, "the kernels serve windows of different beginnings together"
+    monkeypatch.setattr(TreeCache, "trim", lambda cache: None)
     whole, others = draft()
-    assert whole[0].length == 140 and not whole[0].dropped
-    for tree, other in zip(trees, others, strict=True):
-        assert tree.tokens.tolist() == other.tokens.tolist() and tree.parents == other.parents
-        torch.testing.assert_close(tree.log_probs, other.log_probs, rtol=1e-3, atol=1e-4)
+    assert whole[0].length == sum(COUNTS[0]) and not whole[0].cache.base
+    check_same_trees(trees, others, rtol=1e-3)

@@ -34,7 +34,7 @@ from drafttrain.ops.sampling import Sampler, probabilities
 from drafttrain.states.source import NoTarget, TargetSource
 from drafttrain.target import Target
 from tests.conftest import make_target, make_tokenizer
-from tests.drafters.helpers import make_batch, session_after
+from tests.drafters.helpers import make_batch, random_path, session_after
 
 PROSE = (
     "The keeper of the lighthouse counted the waves and the ships. In 1998 the committee didn't mention the naïve café, "
@@ -250,19 +250,12 @@ def test_rounds_leave_what_a_fresh_reading_gives(tokenizers, theirs, own, mode):
     session = session_after(drafter, ids, pieces=3)
     for spec in ("chain:3", "fanout:3x2", "dynamic:3,3,8", "none", "chain:4", "dynamic:4,3,12"):
         tree = session.propose(TreeSpec.parse(spec))
-        node = -1
-        new = []
-        while children := [
-            i for i, parent in enumerate(tree.parents) if parent == node
-        ]:  # a path down the tree
-            node = draw.choice(children)
-            new.append(int(tree.tokens[node]))
-        new.append(draw.randrange(len(tokenizers[theirs])))
+        new = [*random_path(tree, draw), draw.randrange(len(tokenizers[theirs]))]
         session.extend(torch.tensor(new), torch.empty(len(new), 0))
         ids = torch.cat((ids, torch.tensor(new)))
-        assert session.text.ids == session_after(drafter, ids).text.ids
-        assert session.cache.lengths == [len(session.text.ids) - 1]
-        want = drafter.lm(torch.tensor([session.text.ids])).logits[0, -1]
+        assert session.committed.ids == session_after(drafter, ids).committed.ids
+        assert session.length == len(session.committed.ids)
+        want = drafter.lm(torch.tensor([session.committed.ids])).logits[0, -1]
         torch.testing.assert_close(session.root[0], want, rtol=1e-4, atol=1e-4)
 
 
@@ -277,13 +270,15 @@ def test_drafts_by_tokens_are_the_shared_ones_with_the_restricted_distribution(t
     session = session_after(drafter, ids)
     tree = session.propose(TreeSpec.parse("fanout:4x2"))
     logits = (
-        drafter.lm(torch.tensor([session.text.ids])).logits[0, -1][pair.own_ids].log_softmax(-1)
+        drafter.lm(torch.tensor([session.committed.ids]))
+        .logits[0, -1][pair.own_ids]
+        .log_softmax(-1)
     )
     best = logits.topk(4)
     assert tree.tokens[:4].tolist() == pair.kept_ids[best.indices].tolist()
     torch.testing.assert_close(tree.log_probs[:4], best.values, rtol=1e-4, atol=1e-4)
     below = drafter.lm(
-        torch.tensor([[*session.text.ids, int(pair.own_ids[best.indices[0]])]])
+        torch.tensor([[*session.committed.ids, int(pair.own_ids[best.indices[0]])]])
     ).logits[0, -1]
     assert int(tree.tokens[4]) == int(pair.kept_ids[below[pair.own_ids].argmax()])
 
@@ -505,7 +500,7 @@ def test_the_choice_is_stated_with_the_overlap(tokenizers, caplog):
     assert torch.equal(drawn.proposal.kept_ids, few.kept_ids) and set(drawn.tokens.tolist()) <= set(
         few.kept_ids.tolist()
     )
-    q = few.lm(torch.tensor([session.text.ids])).logits[0, -1][few.pair.own_ids].softmax(-1)
+    q = few.lm(torch.tensor([session.committed.ids])).logits[0, -1][few.pair.own_ids].softmax(-1)
     torch.testing.assert_close(drawn.proposal.probs[0], q, rtol=1e-4, atol=1e-5)
     assert session.propose(TreeSpec.parse("fanout:2x1"), sampler).proposal is None
     many = permuted(make_target(), "auto")

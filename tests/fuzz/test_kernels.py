@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from drafttrain.errors import UserError, first_line
 from drafttrain.inference.verify import argmax_at
 from drafttrain.ops import tree_attention, tree_cache
-from drafttrain.ops.cpu_draft import DraftHead, DraftStep, DraftWeights, KeyStore, TreeShape
+from drafttrain.ops.cpu_draft import DraftHead, DraftStep, DraftWeights, Placed, TreeShape
 from drafttrain.ops.cpu_layers import DecoderLayer, LayerStack
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import PackedLinear, PackedRMSNorm, pack_panels, skinny_linear
@@ -230,9 +230,9 @@ def attention(random: Random):
     n = len(parents) + 1
     heads = kv_heads * group
     prefix = random.choice([0, 5, 20])
-    new = [draw(random, n, kv_heads, e), draw(random, n, kv_heads, ve)]
+    new = [draw(random, 1, kv_heads, n, e), draw(random, 1, kv_heads, n, ve)]
     args = {
-        "query": draw(random, n, heads, e),
+        "query": draw(random, 1, heads, n, e),
         "new": new,
         "slot": 2,
         "prefix": prefix,
@@ -256,11 +256,11 @@ def attention(random: Random):
         assert slot >= 0 and window >= 0
         rows = [buffer[:, slot:end].clone() for buffer in (keys, values)]
         for row, fresh in zip(rows, new, strict=True):
-            row[:, prefix:] = fresh.transpose(0, 1)
+            row[:, prefix:] = fresh[0]
         first, mask = layout.mask(window or None, query.shape[1] // len(keys), query)
         form = {"scaling": 0.25, "window": None, "softcap": None, "sinks": sinks}
         out = tree_attention.masked_attention(
-            query.transpose(0, 1)[None], *(row[None, :, first:] for row in rows), mask, form
+            query, *(row[None, :, first:] for row in rows), mask, form
         )
         return out.transpose(1, 2)
 
@@ -384,6 +384,13 @@ def layers(random: Random):
     return args, call, reference
 
 
+def placed(buffers: list[Tensor], layout: TreeLayout, tables: list[Tensor], window: int) -> Placed:
+    """The new tokens of a sequence whose cache has these buffers, of one layer with one key head of 16."""
+    held = TreeCache(buffers[0].shape[1])
+    held._layers[0] = tuple(buffers)
+    return Placed(CpuPlan([(0, layout)]), [held.addresses([(1, 16)])], tuple(tables), window)
+
+
 def draft(random: Random):
     weights = DraftWeights(32, 32, 1e-5, norm=torch.ones(32), project=draw(random, 32, 64))
     step = DraftStep([layer := make_layer(random)], weights)
@@ -392,9 +399,8 @@ def draft(random: Random):
     args |= {"buffers": [guarded(random, 1, 9, 16), guarded(random, 1, 9, 16)]}
 
     def call(embeds, states, prefix, window, tables, parents, buffers):
-        plan = CpuPlan([(0, TreeLayout(prefix, parents))])
-        stores = [KeyStore([tuple(buffers)])]
-        return list(step.run(embeds, states, tuple(tables), stores, plan, window).unbind(1))
+        at = placed(buffers, TreeLayout(prefix, parents), tables, window)
+        return list(step.run(embeds, states, at).unbind(1))
 
     def reference(embeds, states, prefix, window, tables, parents, buffers):
         layout = TreeLayout(prefix, parents)
@@ -448,14 +454,12 @@ def draft_trees(random: Random):
     args |= {"buffers": [guarded(random, 1, 11, 16), guarded(random, 1, 11, 16)]}
 
     def call(table, kept_ids, features, tokens, tables, buffers):
-        stores = [KeyStore([tuple(buffers)])]
-        tables = tuple(tables)
-        roots = step.read(tokens, features, [4], [2], table, tables, stores, 0)
-        states, reads = roots.transpose(0, 1).contiguous().unbind()
-        made = step.trees(head, shape, table, kept_ids, tables, stores, [6], 0, states, reads)
+        at = placed(buffers, TreeLayout(2, count=4), tables, 0)
+        roots = step.read(tokens, features, table, at)
+        at = placed(buffers, TreeLayout(5, ()), tables, 0)
+        made = step.trees(head, shape, table, kept_ids, at, roots)
         return [
-            states,
-            reads,
+            roots,
             *((torch.from_numpy(ids), above, torch.from_numpy(p)) for ids, above, p in made),
         ]
 

@@ -21,14 +21,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafttrain.batch import Attend, Part, StepOutput, anchors_by_depth
 from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.common import starts
 from drafttrain.drafters.common.configs import BlockConfig
-from drafttrain.drafters.common.layer_session import LayerSession
 from drafttrain.drafters.common.layers import DraftLayer, RMSNorm, moved
 from drafttrain.drafters.common.rows import Ask, Children, DraftPass, Nodes, Places, top_or_all
 from drafttrain.drafters.common.trainable import DecoderDrafter
@@ -37,7 +35,6 @@ from drafttrain.losses import TargetRows, linear_divergence
 from drafttrain.ops.cpu_draft import DraftStep, DraftWeights, kernel_of
 from drafttrain.ops.packing import PackedLinear
 from drafttrain.ops.path_attention import Spans, block_attention
-from drafttrain.ops.tree_attention import TreeLayout
 from drafttrain.sequence_parallel import SharedPart
 from drafttrain.target import Target
 
@@ -466,14 +463,17 @@ class BlockDrafter(DecoderDrafter):
 
     # -- proposal half -----------------------------------------------------------------------------
 
-    def start(self, prompt_ids: Tensor, max_length: int) -> BlockSession:
-        text = self.open_text()
-        return BlockSession(self, self.cache_shape, max_length + self.config.block_size, text)
-
     def read_committed(self, ids: Tensor, features: Tensor, at: DraftPass) -> Tensor:
-        """Stores keys and values of the new context; roots [R] are the last tokens."""
+        """Stores keys and values of the new context; roots [R] are the last tokens.
+
+        A round's block stands behind it, and the next context overwrites the block's.
+        """
         context = self.fuse(features)  # [n, h]
-        if self.draft_step is None or not at.store_context(self.draft_step, context):
+        step = self.draft_step
+        placed = at.placed(step)
+        if step is not None and step.reads_context and placed is not None:
+            step.store_context(context, placed)
+        else:
             cos, sin = self.rotary.tables(at.positions, context.dtype)
             for i, layer in enumerate(self.decoder_layers):
                 key, value = layer.self_attn.keys_values(context, cos, sin)
@@ -490,12 +490,11 @@ class BlockDrafter(DecoderDrafter):
         size = self.config.block_size
         at = places.behind(size, self.computed, mutual=not self.config.causal)
         embeds = self.embed(roots)
-        made = None
-        if self.draft_step is not None:
-            made = at.run(self.draft_step, None, self.enter(embeds.to(self.fc.weight.dtype)))
-        if made is None:
+        placed = at.placed(self.draft_step)
+        if self.draft_step is None or placed is None:
             reads = self.run(embeds, at.positions[::size], at.attends)  # [R, depth, h]
         else:
+            made = self.draft_step.run(None, self.enter(embeds.to(self.fc.weight.dtype)), placed)
             blocks = made[:, 1].unflatten(0, (len(roots), -1))  # [R, tokens, h] the head's inputs
             reads = blocks[:, -self.config.depth :]
 
@@ -520,51 +519,3 @@ class BlockDrafter(DecoderDrafter):
             return children(nodes.depth, rows, nodes.tokens())
 
         return children(0, slice(None), roots), ask
-
-
-class BlockSession(LayerSession):
-    """One sequence's context.
-
-    A round's block stores its keys and values behind it, and the next context overwrites them.
-
-    Its root, [1] int64, is the last committed token.
-    """
-
-    def attend(
-        self,
-        layer: int,
-        layout: TreeLayout,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-    ) -> Tensor:
-        """Attention of a block over the context and the block.
-
-        query [m, heads, e], key and value [block, kv_heads, e] -> [m, heads * e].
-        """
-        m, heads, e = query.shape
-        kv = self.shape.kv_heads
-        group = heads // kv
-        end = self.length + len(key)
-        self.store(layer, self.length, key, value)
-        begin = 0
-        mask = None
-        window = self.shape.window
-        causal = self.drafter.config.causal
-        if window or causal:
-            last = torch.arange(end - m, end, device=key.device)[:, None]  # the queries' positions
-            if window:
-                begin = max(0, end - m + 1 - window)
-            at = torch.arange(begin, end, device=key.device)
-            seen = at > last - (window or end)
-            if causal:
-                seen &= at <= last
-            mask = seen.repeat(group, 1)  # [group * m, end - begin]
-        keys, values = self.layers[layer]  # [kv_heads, capacity, e] each
-        keys = keys[None, :, begin:end]
-        values = values[None, :, begin:end]
-        # Query heads of a group become rows, so that keys and values are read once and never
-        # repeated.
-        folded = query.view(m, kv, group, e).permute(1, 2, 0, 3).reshape(1, kv, -1, e)
-        out = F.scaled_dot_product_attention(folded, keys, values, mask)
-        return out.view(kv, group, m, e).permute(2, 0, 1, 3).reshape(m, heads * e)

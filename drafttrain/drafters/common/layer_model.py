@@ -29,16 +29,15 @@ from drafttrain.batch import (
     sums_by_depth,
 )
 from drafttrain.drafters.base import Specs, StepInputs
-from drafttrain.drafters.common.layer_session import LayerSession
 from drafttrain.drafters.common.layers import DraftLayer, moved
 from drafttrain.drafters.common.rows import (
     Ask,
     Children,
     DraftPass,
+    HostPlaces,
     Nodes,
     Places,
-    stores_of,
-    tables_of,
+    Sessions,
     top_or_all,
     tree_shape,
 )
@@ -400,9 +399,6 @@ class LayerDrafter(DecoderDrafter):
 
     # -- proposal half -----------------------------------------------------------------------------
 
-    def start(self, prompt_ids: Tensor, max_length: int) -> LayerSession:
-        return LayerSession(self, self.cache_shape, max_length, self.open_text())
-
     def advance(
         self,
         states: Tensor,
@@ -415,9 +411,11 @@ class LayerDrafter(DecoderDrafter):
         Those of `at.queries` only, if there are any.
         """
         if self.draft_steps:
-            made = at.run(self._step_at(depth), embeds, states)
-            if made is not None:
-                return made
+            step = self._step_at(depth)
+            placed = at.placed(step)
+            if placed is not None:
+                made = step.run(embeds.to(states.dtype), states, placed)
+                return made if at.queries is None else made[at.queries]
         out = self.step(
             states,
             embeds,
@@ -430,10 +428,12 @@ class LayerDrafter(DecoderDrafter):
 
     def read_committed(self, ids: Tensor, features: Tensor, at: DraftPass) -> Tensor:
         """Roots [R, 2, h]: what the next depth reads, and the head's input."""
-        if self.draft_steps and self.embed_table is not None:
-            roots = at.read(self.draft_steps[0], self.embed_table, ids, features)
-            if roots is not None:
-                return roots
+        step = self.draft_steps[0] if self.draft_steps else None
+        if step is not None and step.reads_features and self.embed_table is not None:
+            placed = at.placed(step)
+            if placed is not None:
+                read = features.to(self.embed_table.dtype)  # [n, f*h]
+                return step.read(ids, read, self.embed_table, placed)
         made = self.advance(self.fuse(features), self.embed(ids), at, 0)
         if at.queries is None:  # static passes compute every token
             return made[at.ends]
@@ -458,7 +458,7 @@ class LayerDrafter(DecoderDrafter):
 
     def grow_by_kernel(
         self,
-        sessions: Sequence[LayerSession],
+        sessions: Sessions,
         specs: Specs,
         roots: Tensor,
     ) -> list[TokenTree] | None:
@@ -467,28 +467,14 @@ class LayerDrafter(DecoderDrafter):
         if shape is None or table is None or len(self.draft_steps) != 1 or shape.opens > OPENED:
             return None
         head = DraftHead.of(self.head)
-        lengths = [session.length for session in sessions]
         if head is None or any(session.text for session in sessions):
             return None
-        tables = tables_of(sessions, max(lengths) - 1 + shape.depth)
-        if tables is None:
+        step = self.draft_steps[0]
+        placed = HostPlaces(sessions, shape.depth).roots().placed(step, room=shape.opens - 1)
+        if placed is None:
             return None
-        ends = [length - 1 + shape.opens for length in lengths]  # slots of root and opened nodes
-        states, reads = roots.transpose(0, 1).contiguous().unbind()  # [R, h] each
-        made = self.draft_steps[0].trees(
-            head,
-            shape,
-            table,
-            self.kept_ids,
-            tables,
-            stores_of(sessions, ends, roots),
-            lengths,
-            self.cache_shape.window,
-            states,
-            reads,
-        )
         trees = []
-        for tokens, parents, scores in made:
+        for tokens, parents, scores in step.trees(head, shape, table, self.kept_ids, placed, roots):
             trees.append(TokenTree(torch.from_numpy(tokens), parents, torch.from_numpy(scores)))
         return trees
 

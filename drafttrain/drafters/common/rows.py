@@ -7,21 +7,23 @@ The same two functions serve three ways to run a round. `propose` is the only do
 that applies: static steps in CUDA graphs (static_draft.py), one C call that grows greedy trees, and
 growth on the host (tree_growth.py) with one pass per depth.
 
-A `DraftPass` says where the new tokens stand and what they see: `HostPass` over the sessions' own caches,
-`StaticPass` over slots of the one cache that static steps share.
+A `DraftPass` says where the new tokens stand and what they see: `HostPass` over the sessions' own caches (`TreeCache`),
+`StaticPass` over the cache that static steps share, of which a session's own is a view.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Unpack
 
 import torch
 from torch import Tensor
 
 from drafttrain.batch import Attend, TokenTree
+from drafttrain.drafters.common.layers import CacheShape
 from drafttrain.drafters.common.tree_growth import (
     GrowingTree,
     Likeliest,
@@ -31,10 +33,10 @@ from drafttrain.drafters.common.tree_growth import (
     widest,
 )
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.ops.cpu_draft import DraftHead, DraftStep, TreeShape
+from drafttrain.ops.cpu_draft import DraftHead, DraftStep, Placed, TreeShape
 from drafttrain.ops.packing import SKINNY_ROWS, without_grad
 from drafttrain.ops.sampling import Sampler
-from drafttrain.ops.tree_attention import CpuPlan, TreeLayout
+from drafttrain.ops.tree_attention import AttentionForm, BlockLayout, CpuPlan, TreeLayout
 from drafttrain.ops.tree_cache import TreeCache
 
 Sessions = Sequence[Any]  # of one drafter; the kind's own class
@@ -43,51 +45,72 @@ Predictions = tuple[list[int], list[float]]
 
 
 class DraftPass:
-    """The new tokens of a forward of all sequences, one after the other.
-
-    The CPU kernels serve a `HostPass` only, and not every one.
+    """The new tokens of a forward of all sequences, one after the other: an `AttentionContext`.
 
     Attributes:
+        shape: of the drafter's cache; its layers are none for a language model's.
         positions: [n] int64. ends: [R] int64, number of each sequence's last token.
-        attends: attention of each layer. queries: [q] int64 tokens that the last layer computes;
-            None for all.
-        contexts: the same attention for a language model, which has its own layers.
+        queries: [q] int64 tokens that the last layer computes; None for all.
     """
 
+    shape: CacheShape
     positions: Tensor
     ends: Tensor
-    attends: Sequence[Attend]
     queries: Tensor | None = None
-    contexts: Sequence[Any] = ()
 
-    def run(
+    def attend(
         self,
-        step: DraftStep,
-        embeds: Tensor | None,
-        states: Tensor,
-    ) -> Tensor | None:
-        """`DraftStep.run` of all tokens, and the outputs of `queries`.
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        **form: Unpack[AttentionForm],
+    ) -> Tensor:
+        """See `AttentionContext.attend`; queries may be fewer: each sequence's last tokens."""
+        raise NotImplementedError(f"{type(self).__name__}.attend")
 
-        None where the CPU kernel does not apply.
-        """
+    def write(
+        self,
+        layer: int,
+        key: Tensor,
+        value: Tensor,
+    ) -> None:
+        """Stores a layer's keys and values [1, kv_heads, n, e] without attending."""
+        raise NotImplementedError(f"{type(self).__name__}.write")
+
+    def placed(self, step: DraftStep | None) -> Placed | None:
+        """Where the CPU kernels find the tokens; None where they do not apply."""
         return None
 
-    def read(
+    @property
+    def context(self) -> Any:
+        """The same `AttentionContext` for a language model."""
+        return self
+
+    @property
+    def attends(self) -> list[Attend]:
+        """Attention of each of the drafter's layers."""
+        return [partial(self._attend_flat, layer) for layer in range(self.shape.layers)]
+
+    def _attend_flat(
         self,
-        step: DraftStep,
-        table: Tensor,
-        ids: Tensor,
-        features: Tensor,
-    ) -> Tensor | None:
-        """`DraftStep.read` of committed tokens; None where the CPU kernel does not apply.
-
-        table: [v, h] the target's embedding.
-        """
-        return None
-
-    def store_context(self, step: DraftStep, states: Tensor) -> bool:
-        """`DraftStep.store_context`; False where the CPU kernel does not apply."""
-        return False
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+    ) -> Tensor:
+        """query [q, heads, e], key and value [n, kv_heads, e] -> [q, heads * e]."""
+        out = self.attend(
+            layer,
+            query.transpose(0, 1)[None],
+            key.transpose(0, 1)[None],
+            value.transpose(0, 1)[None],
+            scaling=query.shape[-1] ** -0.5,
+            window=self.shape.window or None,
+            softcap=None,
+            sinks=None,
+        )  # [1, q, heads, e]
+        return out[0].flatten(1)
 
     def store(
         self,
@@ -96,7 +119,7 @@ class DraftPass:
         value: Tensor,
     ) -> None:
         """Stores a layer's keys and values [n, kv_heads, e] without attending."""
-        raise NotImplementedError(f"{type(self).__name__}.store")
+        self.write(layer, key.transpose(0, 1)[None], value.transpose(0, 1)[None])
 
 
 class Nodes(NamedTuple):
@@ -175,8 +198,8 @@ class HostPass(DraftPass):
     """A pass over the sessions' own caches.
 
     Args:
-        counts: new tokens of each session. computed: how many last tokens of a session each layer
-            computes, 0 for all; None: all in every layer.
+        counts: new tokens of each session. last: the last layer computes each session's last token
+            only.
         layouts: where the tokens stand; None: in a row behind the committed ones.
     """
 
@@ -184,22 +207,35 @@ class HostPass(DraftPass):
         self,
         sessions: Sessions,
         counts: Sequence[int],
-        computed: Sequence[int] | None = None,
+        last: bool = False,
         layouts: Sequence[TreeLayout] | None = None,
     ):
         self.sessions = sessions
         self.counts = counts
+        self.last = last
         self.shape = sessions[0].drafter.cache_shape
-        if layouts is not None:
-            self.layouts = layouts
-        if computed is None:
-            computed = [0] * self.shape.layers
-        self.computed = computed
+        self._given = layouts
 
     @cached_property
     def layouts(self) -> Sequence[TreeLayout]:
-        pairs = zip(self.sessions, self.counts, strict=True)
-        return [TreeLayout(session.length, count=count) for session, count in pairs]
+        """Those of the tokens, for which the caches have room."""
+        layouts = self._given
+        if layouts is None:
+            pairs = zip(self.sessions, self.counts, strict=True)
+            layouts = [TreeLayout(session.length, count=count) for session, count in pairs]
+        for session, layout in zip(self.sessions, layouts, strict=True):
+            cache = session.cache
+            cache.reserve(layout.end)  # a tree may reach beyond the longest sequence
+            layout.base = cache.base
+        return layouts
+
+    @cached_property
+    def caches(self) -> list[TreeCache]:
+        """Those of the sessions, to which the tokens are announced; kernels need no announcement."""
+        caches = [session.cache for session in self.sessions]
+        for cache, layout in zip(caches, self.layouts, strict=True):
+            cache.open([(0, layout)])
+        return caches
 
     @cached_property
     def ends(self) -> Tensor:  # type: ignore[override]
@@ -208,119 +244,66 @@ class HostPass(DraftPass):
 
     @property
     def queries(self) -> Tensor | None:  # type: ignore[override]
-        return self.ends if self.computed[-1] == 1 else None
+        return self.ends if self.last else None
 
     @cached_property
     def positions(self) -> Tensor:  # type: ignore[override]
-        each = []
-        for session, layout in zip(self.sessions, self.layouts, strict=True):
-            each.append(layout.positions()[0] + session.dropped)
+        each = [layout.positions()[0] for layout in self.layouts]
         return cat(each).to(self.sessions[0].drafter.kept_ids.device)
 
     @property
-    def attends(self) -> list[Attend]:  # type: ignore[override]
-        attends: list[Attend] = []
-        for layer, count in enumerate(self.computed):
-            own = []
-            queries = []
-            for session, layout in zip(self.sessions, self.layouts, strict=True):
-                # Earlier new tokens, whose keys are stored first, count as prefix of those that
-                # attend.
-                if 0 < count < layout.count:
-                    begin = layout.prefix_len + layout.count - count
-                    layout = TreeLayout(begin, count=count)
-                own.append(partial(session.attend, layer, layout))
-                queries.append(layout.count)
-            attends.append(attend_packed(own, queries, self.counts))
-        return attends
+    def context(self) -> Any:
+        """A single sequence's cache, whose kernels serve all layers in one call."""
+        if len(self.caches) == 1:
+            return self.caches[0]
+        return self
 
-    def run(
+    def attend(
         self,
-        step: DraftStep,
-        embeds: Tensor | None,
-        states: Tensor,
-    ) -> Tensor | None:
-        found = self._for_kernel(states)
-        if found is None:
-            return None
-        plan, tables, stores = found
-        if embeds is not None:
-            embeds = embeds.to(states.dtype).contiguous()
-        made = step.run(
-            embeds,
-            states.contiguous(),
-            tables,
-            stores,
-            plan,
-            self.shape.window,
-        )
-        if self.computed[-1] == 1:
-            return made[self.ends]
-        return made
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        **form: Unpack[AttentionForm],
+    ) -> Tensor:
+        counts = self.counts
+        asked = counts
+        if query.shape[2] < key.shape[2]:
+            asked = [query.shape[2] // len(counts)] * len(counts)
+        queries = split(query, asked, 2)
+        keys = split(key, counts, 2)
+        values = split(value, counts, 2)
+        outs = []
+        for i, cache in enumerate(self.caches):
+            outs.append(cache.attend(layer, queries[i], keys[i], values[i], **form))
+        return cat(outs, 1)
 
-    def read(
-        self,
-        step: DraftStep,
-        table: Tensor,
-        ids: Tensor,
-        features: Tensor,
-    ) -> Tensor | None:
-        lengths = [session.length for session in self.sessions]
-        # Many tokens, as of a prompt, are read faster by torch's layers.
-        if not step.reads_features or ids.shape[0] > SKINNY_ROWS:
-            return None
-        ends = [length + count for length, count in zip(lengths, self.counts, strict=True)]
-        tables = tables_of(self.sessions, max(ends))
-        if tables is None:
-            return None
-        read = features.to(table.dtype).contiguous()  # [n, f*h]
-        return step.read(
-            ids,
-            read,
-            self.counts,
-            lengths,
-            table,
-            tables,
-            stores_of(self.sessions, ends, read),
-            self.shape.window,
-        )
-
-    def store_context(self, step: DraftStep, states: Tensor) -> bool:
-        if not step.reads_context:
-            return False
-        found = self._for_kernel(states)
-        if found is None:
-            return False
-        plan, tables, stores = found
-        step.store_context(states.contiguous(), tables, stores, plan)
-        return True
-
-    def _for_kernel(self, states: Tensor) -> Any:
-        """Plan, rotary tables and key stores of the CPU kernel, for states [n, h].
-
-        None where it does not apply: too many tokens, or sequences that no plan or pair of tables
-        serves together.
-        """
-        if states.shape[0] > SKINNY_ROWS:
-            return None
-        plan = CpuPlan.build([(0, layout) for layout in self.layouts])
-        if plan is None:
-            return None
-        tables = tables_of(self.sessions, plan.positions)  # cos, sin [., 1, r]
-        if tables is None:
-            return None
-        return plan, tables, stores_of(self.sessions, plan.ends, states)
-
-    def store(
+    def write(
         self,
         layer: int,
         key: Tensor,
         value: Tensor,
     ) -> None:
-        keys = split(key, self.counts)
-        values = split(value, self.counts)
-        for i, session in enumerate(self.sessions):
-            session.store(layer, session.length, keys[i], values[i])
+        keys = split(key, self.counts, 2)
+        values = split(value, self.counts, 2)
+        for i, cache in enumerate(self.caches):
+            cache.write(layer, keys[i], values[i])
+
+    def placed(self, step: DraftStep | None, room: int = 0) -> Placed | None:
+        """See `DraftPass.placed`; room: further slots and positions behind the tokens."""
+        # Many tokens, as of a prompt, are read faster by torch's layers.
+        if step is None or sum(self.counts) > SKINNY_ROWS:
+            return None
+        plan = CpuPlan.build([(0, layout) for layout in self.layouts])
+        if plan is None:
+            return None
+        caches = []
+        for session, end in zip(self.sessions, plan.ends, strict=True):
+            if room:
+                session.cache.reserve(end + room)
+            caches.append(session.cache.addresses(step.shapes))
+        tables = self.sessions[0].drafter.rotary.up_to(plan.positions + room)
+        return Placed(plan, caches, tables, self.shape.window)
 
 
 class Steps(Protocol):
@@ -409,20 +392,30 @@ class JointSession(Session):
             first `extend`.
         steps, row: static steps that serve the session, and its row there; None: all its passes are
             dynamic.
-        length: committed positions in a cache of its own. dropped: those before them that a window
-            no longer needs.
-        text: `ContextTokens`, tokens that joined the vocabulary; None where none may.
+        cache: keys and values of the committed tokens, then of this round's nodes in the order they
+            were opened; without layers in kinds that keep none.
+        text: `ContextTokens`, tokens that joined the vocabulary; None where none may, as with
+            static steps.
     """
 
     root: Any = None
     steps: Steps | None = None
     row = 0
-    length = 0
-    dropped = 0
-    text: Any = None
 
-    def __init__(self, drafter: Any):
+    def __init__(
+        self,
+        drafter: Any,
+        cache: TreeCache,
+        text: Any = None,
+    ):
         self.drafter = drafter
+        self.cache = cache
+        self.text = text
+
+    @property
+    def length(self) -> int:
+        """Committed tokens in the cache."""
+        return self.cache.lengths[0]
 
     @property
     def ids(self) -> Tensor:
@@ -440,6 +433,10 @@ class JointSession(Session):
     def commit(self, tokens: Tensor, root: Tensor) -> None:
         """Notes that a pass has read committed tokens [m]; root: [1, ...] of the last one."""
         self.root = root
+        self.advance(len(tokens))
+        self.cache.trim()
+        if self.text is not None:
+            self.text.read(tokens.tolist())
 
     def reads_to(self, spec: TreeSpec) -> bool:
         """Whether a tree can be drafted."""
@@ -466,21 +463,19 @@ class JointSession(Session):
         """The grown tree in the target's ids."""
         return tree
 
-    @property
-    def held(self) -> int:
-        """Committed tokens whose keys are in the cache; a static read may write them again."""
-        return 0
-
-    def reaches(self, depth: int) -> bool:
+    def reaches(self, count: int) -> bool:
         """Whether the drafter can read this many tokens behind the committed ones."""
         return True
 
     def advance(self, count: int) -> None:
-        """Notes that a static step has read `count` committed tokens and stored the new root."""
+        """Notes that `count` committed tokens are read and their keys stored."""
+        self.cache.lengths[0] += count
 
     def place(self, steps: Steps, row: int) -> None:
         self.steps = steps
         self.row = row
+        self.cache = steps.cache.view(row)
+        self.text = None
 
     def extend(self, tokens: Tensor, features: Tensor) -> None:
         self.drafter.extend_all([self], [tokens], [features])
@@ -489,23 +484,12 @@ class JointSession(Session):
         return self.drafter.propose_all([self], [spec], [sampler])[0]
 
 
-class BlockLayout(TreeLayout):
-    """A block behind a prefix, whose tokens see each other in both directions."""
-
-    causal = False
-
-    def __init__(self, prefix_len: int, count: int):
-        super().__init__(prefix_len, count=count)
-        self.ancestors = [(1 << count) - 1] * count
-
-
 class HostPlaces:
     """`Places` of growth on the host."""
 
     def __init__(self, sessions: Sessions, depth: int):
         self.sessions = sessions
         self.depth = depth
-        self.form = sessions[0].drafter.host_pass
 
     def behind(
         self,
@@ -516,7 +500,12 @@ class HostPlaces:
         layouts = None
         if mutual:
             layouts = [BlockLayout(session.length, count) for session in self.sessions]
-        return self.form(self.sessions, [count] * len(self.sessions), computed, layouts)
+        return HostPass(self.sessions, [count] * len(self.sessions), layouts=layouts)
+
+    def roots(self) -> HostPass:
+        """The pass over each sequence's last committed token, which is stored already."""
+        layouts = [TreeLayout(session.length - 1, count=1) for session in self.sessions]
+        return HostPass(self.sessions, [1] * len(layouts), layouts=layouts)
 
     def open(self, growing: Sequence[GrowingTree]) -> HostPass:
         """The pass over the nodes that trees open."""
@@ -530,7 +519,7 @@ class HostPlaces:
             held = 1 + len(tree.opened) - count
             own.append(session)
             layouts.append(TreeLayout(session.length - 1, tree.opened, held=held))
-        return self.form(own, counts, layouts=layouts)
+        return HostPass(own, counts, layouts=layouts)
 
 
 @without_grad
@@ -663,8 +652,7 @@ def extend(
     if not reading:
         return
     # Only each last token needs an output, the root of the next tree.
-    computed = [0] * (drafter.cache_shape.layers - 1) + [1]
-    at = drafter.host_pass(reading, counts, computed)
+    at = HostPass(reading, counts, last=True)
     roots = drafter.read_committed(cat(unread), cat(states), at)
     for row, (session, rest) in enumerate(zip(reading, unread, strict=True)):
         session.commit(rest, roots[row : row + 1])
@@ -680,7 +668,7 @@ def tree_shape(specs: Sequence[TreeSpec]) -> TreeShape | None:
     return None
 
 
-@cache
+@functools.cache
 def _shape_of(spec: TreeSpec) -> TreeShape | None:
     if spec.sampled or spec.shape not in ("chain", "fanout", "dynamic"):
         return None
@@ -707,49 +695,15 @@ def top_or_all(
     return Likeliest(ids, log_probs)
 
 
-def stores_of(sessions: Sessions, ends: Sequence[int], like: Tensor) -> list[Any]:
-    """The sessions' buffers for a CPU kernel, each with slots up to its end."""
-    return [session.store_of(end, like) for session, end in zip(sessions, ends, strict=True)]
-
-
-def tables_of(sessions: Sessions, end: int) -> tuple[Tensor, Tensor] | None:
-    """Cosine and sine [end, 1, r] of the positions of slots 0 to `end`.
-
-    None where the sequences' windows have dropped different numbers of positions.
-    """
-    dropped = sessions[0].dropped
-    if any(session.dropped != dropped for session in sessions):
-        return None
-    cos, sin = sessions[0].drafter.rotary.up_to(dropped + end)
-    if dropped:
-        return (cos[dropped:], sin[dropped:])
-    return (cos, sin)
-
-
-def cat(parts: Sequence[Tensor]) -> Tensor:
+def cat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Packs the sessions' tensors; no copy for a single session."""
     if len(parts) == 1:
         return parts[0]
-    return torch.cat(list(parts))
+    return torch.cat(list(parts), dim)
 
 
-def split(packed: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+def split(packed: Tensor, sizes: Sequence[int], dim: int) -> Sequence[Tensor]:
     """Unpacks what `cat` packed; no call for a single session."""
     if len(sizes) == 1:
         return [packed]
-    return packed.split(sizes)
-
-
-def attend_packed(attends: Sequence[Attend], queries: Sequence[int], keys: Sequence[int]) -> Attend:
-    """Attention of packed tokens, each session's by its own function.
-
-    queries, keys: numbers of them per session.
-    """
-
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        each = split(query, queries)
-        new_keys = split(key, keys)
-        values = split(value, keys)
-        return cat([own(each[i], new_keys[i], values[i]) for i, own in enumerate(attends)])
-
-    return attend
+    return packed.split(sizes, dim)

@@ -5,8 +5,8 @@
 
 The launches of a depth take a GPU longer than its work, and a tree that the host chooses waits for
 the device at every depth. `DraftSteps` holds the steps of a drafter and the cache that its sessions
-share. A session's buffers are views of its row there, so prompts, and what no step serves, take the
-passes of rows.py.
+share. A session's own is a view of its row there, so prompts, and what no step serves, take the passes
+of rows.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafttrain.batch import Attend, Proposal, TokenTree
+from drafttrain.batch import Proposal, TokenTree
 from drafttrain.drafters.common.layers import CacheShape
 from drafttrain.drafters.common.rows import Ask, Children, DraftPass, Nodes, Places
 from drafttrain.drafters.common.tensor_growth import Grown, TensorGrowth
@@ -48,14 +48,19 @@ class SlotAttention:
     """Attention of new tokens, stored at given slots of a cache (an `AttentionContext`).
 
     Args:
-        slots: [n] int64 of the new keys, on the cache's common axis. plan: of the queries, perhaps
-            each row's last ones only.
+        slots: [n] int64 of the new keys, on the cache's common axis. plans: by their number of
+            queries, which are all tokens or each row's last ones.
     """
 
-    def __init__(self, cache: TreeCache, slots: Tensor, plan: PackedPlan):
+    def __init__(
+        self,
+        cache: TreeCache,
+        slots: Tensor,
+        plans: Sequence[PackedPlan],
+    ):
         self.cache = cache
         self.slots = slots
-        self.plan = plan
+        self.plans = {plan.queries: plan for plan in plans}
 
     def attend(
         self,
@@ -66,81 +71,42 @@ class SlotAttention:
         **form: Unpack[AttentionForm],
     ) -> Tensor:
         """See `AttentionContext.attend`."""
-        self.cache.store(layer, self.slots, key, value)
+        self.write(layer, key, value)
         keys, values = self.cache.by_row(layer)
         return packed_tree_attention(
             query,
             keys,
             values,
-            self.plan,
+            self.plans[query.shape[2]],
             **form,
         ).transpose(1, 2)
 
-    def attend_flat(
-        self,
-        layer: int,
-        window: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-    ) -> Tensor:
-        """The same for a drafter's layers, whose tokens are flat.
-
-        window: positions that a token sees, 0 for all.
-        query [n, heads, e], key and value [n, kv_heads, e] -> [n, heads * e].
-        """
-        out = self.attend(
-            layer,
-            query.transpose(0, 1)[None],
-            key.transpose(0, 1)[None],
-            value.transpose(0, 1)[None],
-            scaling=query.shape[-1] ** -0.5,
-            window=window or None,
-            softcap=None,
-            sinks=None,
-        )  # [1, n, heads, e]
-        return out[0].flatten(1)
-
-
-class StaticPass(DraftPass):
-    """A pass over slots of the cache that static steps share; see `DraftPass`.
-
-    Args:
-        contexts: attention of the tokens that each layer computes. window: positions that a token
-            sees, 0 for all.
-    """
-
-    contexts: Sequence[SlotAttention]
-
-    def __init__(
-        self,
-        positions: Tensor,
-        contexts: Sequence[SlotAttention],
-        window: int,
-        ends: Tensor,
-    ):
-        self.positions = positions
-        self.contexts = contexts
-        self.window = window
-        self.ends = ends
-
-    @property
-    def attends(self) -> list[Attend]:  # type: ignore[override]
-        attends: list[Attend] = []
-        for layer, context in enumerate(self.contexts):
-            attends.append(partial(context.attend_flat, layer, self.window))
-        return attends
-
-    def store(
+    def write(
         self,
         layer: int,
         key: Tensor,
         value: Tensor,
     ) -> None:
-        context = self.contexts[layer]
-        key = key.transpose(0, 1)[None]
-        value = value.transpose(0, 1)[None]
-        context.cache.store(layer, context.slots, key, value)
+        """Stores a layer's keys and values [1, kv_heads, n, e] without attending."""
+        self.cache.store(layer, self.slots, key, value)
+
+
+class StaticPass(SlotAttention, DraftPass):
+    """A pass over slots of the cache that static steps share."""
+
+    def __init__(
+        self,
+        cache: TreeCache,
+        slots: Tensor,
+        plans: Sequence[PackedPlan],
+        positions: Tensor,
+        ends: Tensor,
+        shape: CacheShape,
+    ):
+        super().__init__(cache, slots, plans)
+        self.positions = positions
+        self.ends = ends
+        self.shape = shape
 
 
 class StaticPlaces:
@@ -211,7 +177,7 @@ class StaticPlaces:
         return self._attention(
             self.held - 1,
             own,
-            [m] * max(1, self.shape.layers),
+            {m},
             self._positions,
             self._ancestors,
             self.chain,
@@ -228,12 +194,10 @@ class StaticPlaces:
         positions = (self.held[:, None] + own).to(torch.int32)  # [R, count]
         shape = (len(positions), count, -(-count // _WORD))
         every = torch.full(shape, -1, dtype=torch.int32, device=own.device)  # all bits are set
-        if computed is None:
-            computed = [count] * self.shape.layers
         return self._attention(
             self.held,
             own,
-            computed,
+            set(computed or [count]),
             positions,
             every,
             not mutual,
@@ -243,22 +207,22 @@ class StaticPlaces:
         self,
         prefix: Tensor,
         own: Tensor,
-        computed: Sequence[int],
+        computed: set[int],
         positions: Tensor,
         ancestors: Tensor,
         chain: bool,
     ) -> StaticPass:
         """The pass over tokens `own` [n] of each tree, behind `prefix` [R] slots.
 
-        computed: how many last ones attend in each layer.
+        computed: how many last ones attend, in some layer each.
         """
         rows = len(self.rows)
         slots = (self.rows * self.cache.capacity + prefix)[:, None] + own  # [R, n]
         each = torch.arange(rows + 1, dtype=torch.int32, device=own.device)
         # Numbers of a growing tree's tokens begin at its level; those of a block at 0.
         begin = self._level if positions is self._positions else 0
-        contexts: dict[int, SlotAttention] = {}  # by the number that attends
-        for queries in set(computed):
+        plans = []
+        for queries in computed:
             plan = PackedPlan(
                 rows=self.rows.to(torch.int32),
                 offsets=each * queries,
@@ -272,10 +236,10 @@ class StaticPlaces:
                 max_new=queries,
                 queries=rows * queries,
             )
-            contexts[queries] = SlotAttention(self.cache, slots.flatten(), plan)
+            plans.append(plan)
         at = positions[:, begin : begin + len(own)].flatten().long()
         ends = each[1:].long() * len(own) - 1
-        return StaticPass(at, [contexts[count] for count in computed], self.shape.window, ends)
+        return StaticPass(self.cache, slots.flatten(), plans, at, ends, self.shape)
 
 
 class StaticDrafter(Protocol):
@@ -303,8 +267,8 @@ class PlacedSession(Protocol):
     row: int
 
     @property
-    def held(self) -> int: ...
-    def reaches(self, depth: int) -> bool: ...
+    def length(self) -> int: ...
+    def reaches(self, count: int) -> bool: ...
     def advance(self, count: int) -> None: ...
 
 
@@ -344,13 +308,13 @@ class ReadStep:
     def forward(self) -> None:
         drafter = self.steps.drafter
         places = self.places
-        context = SlotAttention(self.steps.cache, places.slots, places.plan)
-        layers = max(1, drafter.cache_shape.layers)
         at = StaticPass(
+            self.steps.cache,
+            places.slots,
+            [places.plan],
             places.plan.positions.long(),
-            [context] * layers,
-            drafter.cache_shape.window,
             self.ends,
+            drafter.cache_shape,
         )
         roots = drafter.read_committed(self.ids, self.features, at)
         self.steps.roots.index_copy_(0, self.rows, roots.to(self.steps.roots.dtype))
@@ -535,7 +499,7 @@ class DraftSteps:
         for session, count in zip(sessions, counts, strict=True):
             if session.root is None or not session.reaches(count):
                 return False
-            end = session.held + count
+            end = session.length + count
             if end > self.cache.capacity:
                 return False
         if end + padding > self.cache.capacity:
@@ -546,7 +510,7 @@ class DraftSteps:
         for session, count in zip(sessions, counts, strict=True):
             self._take_root(session)
             rows.append(session.row)
-            layouts.append(TreeLayout(session.held, count=count))
+            layouts.append(TreeLayout(session.length, count=count))
         ids = torch.cat(list(tokens))  # [n]
         states = torch.cat(list(features))  # [n, f*h]
         run = self._captured.step(
@@ -579,7 +543,7 @@ class DraftSteps:
         for session in sessions:
             if session.root is None or not session.reaches(spec.depth):
                 return None
-            if session.held + most > self.cache.capacity:
+            if session.length + most > self.cache.capacity:
                 return None
 
         at = []  # cache rows
@@ -587,7 +551,7 @@ class DraftSteps:
         for session in sessions:
             self._take_root(session)
             at.append(session.row)
-            held.append(session.held)
+            held.append(session.length)
         params = None
         sampler = samplers[0]
         if spec.sampled and sampler is not None:

@@ -23,7 +23,7 @@ from drafttrain.drafters.base import (
 from drafttrain.drafters.common import rows
 from drafttrain.drafters.common.context_tokens import ContextTokens, ContextVocabulary
 from drafttrain.drafters.common.layers import CacheShape, DraftLayer, Rotary
-from drafttrain.drafters.common.rows import Ask, Children, DraftPass, HostPass, JointSession, Places
+from drafttrain.drafters.common.rows import Ask, Children, DraftPass, JointSession, Places
 from drafttrain.drafters.common.saving import NamedDrafter, SavedWeights
 from drafttrain.drafters.common.static_draft import DraftSteps
 from drafttrain.drafters.common.tree_spec import TreeSpec
@@ -40,6 +40,7 @@ from drafttrain.formats.weights import (
 from drafttrain.ops.graphs import GraphPool
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import pack
+from drafttrain.ops.tree_cache import ROOM, TreeCache
 from drafttrain.target import Target
 from drafttrain.target.loading import check_finite, loading
 from drafttrain.values import check, kinds_of
@@ -65,7 +66,7 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
         kept_ids: [d] int64, the target id of each drafter id.
         static: rounds may be captured in CUDA graphs. static_depth: the deepest node that the kind
             predicts; None for any.
-        cache_shape: of a session's keys and values. host_pass: the pass over sessions' own caches.
+        cache_shape: of a session's keys and values.
         embed: the target's embedding, ids [...] -> [..., h]; attached by `bind` as a plain
             function, so that it is neither trained, saved nor sharded with the drafter.
         embed_table: its rows [v, h], if the embedding does nothing else and a kernel reads them.
@@ -80,7 +81,6 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
     embed: Callable[[Tensor], Tensor]
     embed_table: Tensor | None = None
     static = False
-    host_pass: type[HostPass] = HostPass
     cache_shape = CacheShape(0, 0, 0)
     static_depth: int | None = None
 
@@ -365,7 +365,7 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
         return None
 
     def start(self, prompt_ids: Tensor, max_length: int) -> Session:
-        return JointSession(self)
+        return JointSession(self, TreeCache(0))
 
     extend_all = rows.extend
     propose_all = rows.propose
@@ -378,7 +378,7 @@ class DecoderDrafter(TrainableDrafter):
     """
 
     packed = False
-    stored: torch.dtype | None = None  # of cached keys and values; None: that of the states
+    stored = torch.float32  # of cached keys and values on a CPU
     name_options = ("extra_vocab_size",)
     context: ContextVocabulary | None = None  # set by `bind`
 
@@ -415,6 +415,10 @@ class DecoderDrafter(TrainableDrafter):
         if self.uses_text and self.context is not None:
             return self.context.open(self.head_weight)
         return None
+
+    def start(self, prompt_ids: Tensor, max_length: int) -> JointSession:
+        cache = TreeCache(max_length + ROOM, dtype=self.stored, window=self.cache_shape.window)
+        return JointSession(self, cache, self.open_text())
 
     @property
     def decoder_layers(self) -> list[DraftLayer]:

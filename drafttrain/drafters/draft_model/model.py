@@ -38,7 +38,6 @@ from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.draft_model import start as language_models
 from drafttrain.drafters.draft_model.draft_sessions import (
-    CachePass,
     DraftModelSession,
     OwnVocabularySession,
 )
@@ -123,7 +122,6 @@ class DraftModel(TrainableDrafter):
     config_class = DraftModelConfig
     kind = "draft_model"
     static = True
-    host_pass = CachePass
     pretrains = True
     writes_responses = True
     loads_language_models = True
@@ -530,7 +528,7 @@ class DraftModel(TrainableDrafter):
     def _pass(self, ids: Tensor, at: DraftPass) -> Tensor:
         """States [n, h] of new tokens."""
         read = self._readable(ids)[None]
-        out = self.runner.forward(read, (), at.positions[None], at.contexts[0])
+        out = self.runner.forward(read, (), at.positions[None], at.context)
         return out.last_hidden[0]
 
     def choice_of(self, spec: TreeSpec) -> tuple[slice | Tensor, Tensor | None]:

@@ -18,13 +18,13 @@ from collections.abc import Mapping
 
 import torch
 
-from drafttrain.drafters.common.layer_model import LayerSession
 from drafttrain.drafters.common.llama_layers import (
     ENGINE_KEYS,
     LAYER_KEYS,
     layer_keys,
     unsupported_by_llama,
 )
+from drafttrain.drafters.common.rows import JointSession
 from drafttrain.drafters.eagle1.model import Eagle1, Eagle1Config
 from drafttrain.drafters.eagle3.reading import check_embedding, published_rope
 from drafttrain.drafters.form import Form
@@ -155,7 +155,7 @@ class Eagle1Shipping(Shipping[Eagle1]):
         states = []
         for drafter in (original, back):
             session, _ = draft_chains(drafter, target, depth)
-            assert isinstance(session, LayerSession), "kinds of decoder layers have such sessions"
+            assert isinstance(session, JointSession), "trained kinds have such sessions"
             states.append(session.root[:, 0])  # [1, h]
         ours, theirs = states
         difference = float((ours - theirs).abs().max() / ours.abs().max())
