@@ -38,7 +38,7 @@ LANGUAGES = {"bash", "python", "json", "yaml", "text", "jinja", "dockerfile", "c
 # Programs of others, whose flags this test does not know.
 OTHERS = {
     "apt", "apt-get", "cd", "cmake", "cp", "curl", "docker", "echo", "export", "git", "hf", "jq", "llama-server", "ls", "mkdir",
-    "mooncake_master", "nvidia-smi", "pip", "printf", "pre-commit", "python3", "ray", "source", "vllm",
+    "mlx-dspark", "mooncake_master", "nvidia-smi", "pip", "printf", "pre-commit", "python3", "ray", "source", "vllm",
 }  # fmt: skip
 # Pages whose blocks run in tests, in order, in one process and folder; the first ones by default.
 QUICK = ["how-to/diagnose.md", "how-to/trace.md"]

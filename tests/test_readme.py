@@ -11,6 +11,7 @@ import pytest
 
 from drafttrain.drafters.registry import kind_class, kinds
 from drafttrain.drafters.shipping import shipped_kinds, shipping
+from drafttrain.formats.engines import ENGINES
 
 UNDRAFTED = {"mlp_speculator": {"vLLM"}}  # vLLM 0.32 has its class but no longer drafts with it
 
@@ -20,7 +21,20 @@ MEASURED = json.loads((ROOT / "eval" / "results" / "quickstart_smollm2-135m_cpu.
 
 
 def test_the_number_of_kinds_is_counted():
-    words = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+    words = (
+        "zero",
+        "one",
+        "two",
+        "three",
+        "four",
+        "five",
+        "six",
+        "seven",
+        "eight",
+        "nine",
+        "ten",
+        "eleven",
+    )
     trained = [kind for kind in kinds() if kind_class(kind).trainable]
     others = words[len(set(trained) - {"eagle3", "draft_model"})]
     assert f"any of [{others} other kinds](docs/choosing.md)" in README
@@ -114,6 +128,9 @@ def test_the_engines_of_each_kind_are_those_of_its_exports():
         kind for kind in shipped_kinds() if shipping(kind).formats
     ):  # ngram has recipes only
         engines = {
-            name.split(",")[0] for form in shipping(kind).formats.values() for name in form.engines
+            name.split(",")[0]
+            for form in shipping(kind).formats.values()
+            for name in form.engines
+            if name in ENGINES
         }
         assert shown[kind] == engines - UNDRAFTED.get(kind, set()), kind

@@ -432,20 +432,19 @@ def print_results(results: Json) -> None:
         if not all(cell["tokens_counted"] for cell in server["cells"] if cell["completed"]):
             console.print("this server does not count tokens: each piece of text counts as one")
 
-    if not results["comparison"]:
-        return
-    rows = []
+    tables: dict[str, list[list[str]]] = {}  # rows by pair of servers
     for row in results["comparison"]:
-        cells = [f"{row['server']} over {row['over']}, {_step(row)}"]
+        cells = [_step(row)]
         for key in ("tokens_per_second", "ttft_ms", "tpot_ms", "latency_ms"):
             cells.append("\u2013" if row[key] is None else f"{row[key]:.2f}x")
         if row["interval"]:
             low, high = row["interval"]
             cells[1] += f" ({low:.2f} to {high:.2f})"
-        rows.append(cells)
-    title = "above 1, the first is better; in brackets the 95 % interval over repeats"
-    headings = ["servers, load", "tokens/s", "TTFT", "TPOT", "whole"]
-    console.print(table_of(headings, rows, title, right=True))
+        tables.setdefault(f"{row['server']} over {row['over']}", []).append(cells)
+    headings = ["load", "tokens/s", "TTFT", "TPOT", "whole"]
+    for pair, rows in tables.items():
+        title = f"{pair} (above 1, the first is better; in brackets the 95 % interval over repeats)"
+        console.print(table_of(headings, rows, title, right=True))
 
 
 def _row(cell: Json) -> list[str]:

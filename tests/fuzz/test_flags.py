@@ -81,7 +81,8 @@ LOADERS = (
     "reports.report.print_results",
     "reports.terminal_chat.load_target",
     "reports.trace.load_target",
-    "serving.bench.measure",
+    "serving.bench.connect",
+    "serving.bench.measure_lengths",
 )
 
 

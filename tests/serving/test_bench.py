@@ -124,7 +124,7 @@ def test_two_servers_take_turns(bench, capsys):
     }
     assert "speculation" not in results["servers"]["url2"]["cells"][0]
     shown = capsys.readouterr().out
-    assert "url over url2, 1 at once" in shown
+    assert "url over url2 (above 1" in shown
     for row in results["comparison"]:
         assert (row["server"], row["over"]) == ("url", "url2")
         assert min(row["tokens_per_second"], row["ttft_ms"], row["tpot_ms"], row["latency_ms"]) > 1
@@ -410,7 +410,7 @@ def test_each_draft_length_is_served_and_compared_with_the_first(bench, head, ca
     assert results["servers"]["3 drafted"]["cells"][0]["speculation"]["accepted_length"] == 1.75
     assert "speculation" not in results["servers"]["0 drafted"]["cells"][0]
     shown = capsys.readouterr().out
-    assert "3 drafted over 0 drafted, 1 at once" in shown
+    assert "3 drafted over 0 drafted (above 1" in shown
     # Every server had the user's flag, one address, and the exported head but for plain decoding.
     started = [json.loads(line) for line in (head / "log").read_text().splitlines()]
     drafted = []

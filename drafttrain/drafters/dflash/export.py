@@ -480,8 +480,8 @@ class DFlashShipping(EngineBlocks[DFlash]):
 
 # mlx-dspark's functions, by its mode.
 _MLX = {
-    "dflash": {"load": "load_dflash", "generate": "dflash_generate"},
-    "dspark": {"load": "load_drafter", "generate": "speculative_generate"},
+    "dflash": {"load": "load_dflash", "generate": "dflash_generate", "binds": True},
+    "dspark": {"load": "load_drafter", "generate": "speculative_generate", "binds": False},
 }
 
 

@@ -2,9 +2,10 @@
 
     python mlx_side.py JOB.json
 
-The job's keys: program (its package), load and generate (its functions for the kind), target and
-draft (folders), exact (compute in float32), prompts (token ids), tokens, depth, ends (tokens that
-end an answer) and answer, the file to write: per prompt its tokens, and the rounds of all prompts.
+The job's keys: program (its package), load and generate (its functions for the kind), binds (whether
+the draft borrows the target's head), target and draft (folders), exact (compute in float32),
+prompts (token ids), tokens, depth, ends (tokens that end an answer) and answer, the file to write:
+per prompt its tokens, and the rounds of all prompts.
 """
 
 import json
@@ -23,13 +24,13 @@ def main() -> None:
     from mlx_dspark import generate, load
 
     target, tokenizer = load.load_target(job["target"], require_tap=True)
-    drafter, _ = getattr(load, job["load"])(job["draft"], quantize=False)
+    draft, _ = getattr(load, job["load"])(job["draft"], quantize=False)
     run = getattr(generate, job["generate"])
     if job["exact"]:
         target.model.set_dtype(mx.float32)
-        drafter.set_dtype(mx.float32)
-    if hasattr(drafter, "bind"):
-        drafter.bind(target.model)
+        draft.set_dtype(mx.float32)
+    if job["binds"]:
+        draft.bind(target.model)
     ends = set(job["ends"])
     generate.eos_token_ids = lambda tokenizer: ends  # it adds turn ends of its own
     tokens = []
@@ -38,7 +39,7 @@ def main() -> None:
         made = run(
             target,
             tokenizer,
-            drafter,
+            draft,
             prompt_ids=prompt,
             max_new_tokens=job["tokens"],
             max_draft_tokens=job["depth"],
