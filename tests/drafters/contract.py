@@ -22,8 +22,11 @@ from tests.drafters import helpers
 
 KINDS = kinds()
 TRAINED = [kind for kind in KINDS if kind_class(kind).trainable]
-# What a kind cannot do without; all others are built from their defaults.
-NEEDED: dict[str, dict[str, Any]] = {"draft_model": {"layers": [0, 3]}}
+# What a kind cannot do without, or what its default makes large; all others are built from their defaults.
+NEEDED: dict[str, dict[str, Any]] = {
+    "draft_model": {"layers": [0, 3]},
+    "domino": {"gru_hidden_dim": 32, "emb_dim": 16},
+}
 PROMPTS = ([5, 9, 11, 9, 11, 30, 2, 9, 11, 4], [7, 8, 7, 8, 7], [60, 3, 90, 14, 15, 92, 65])
 NEW = 14
 MOST_STEPS = 300
