@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import httpx
 import torch
@@ -97,7 +96,8 @@ def run(args: argparse.Namespace) -> int:
         named = {"url": connect(args.url, args.model, variable)}
         if args.url2:
             named["url2"] = connect(args.url2, args.model2, variable)
-        servers = asyncio.run(measure(args, named, steps, suite.questions, keep))
+        servers = {}
+        asyncio.run(measure(args, named, steps, suite.questions, servers, keep))
     content = results(servers)
     write_json(output, content)
     so_far.unlink(missing_ok=True)
@@ -145,19 +145,10 @@ def measure_lengths(
                 server.start()
                 server.wait_until_ready()
                 named = {name: connect(server.url, "", args.api_key_env or "")}
-                keep_all = partial(_keep_with, keep, dict(found))
-                found |= asyncio.run(measure(args, named, steps, questions, keep_all))
+                asyncio.run(measure(args, named, steps, questions, found, keep))
             finally:
                 server.stop(1.0)  # an interrupted command has little more
     return found
-
-
-def _keep_with(
-    keep: Callable[[dict[str, Json]], None],
-    before: dict[str, Json],
-    servers: dict[str, Json],
-) -> None:
-    keep({**before, **servers})
 
 
 async def measure(
@@ -165,17 +156,16 @@ async def measure(
     servers: dict[str, Server],
     steps: Sequence[dict[str, float]],
     questions: Sequence[Question],
+    found: dict[str, Json],
     keep: Callable[[dict[str, Json]], None],
-) -> dict[str, Json]:
+) -> None:
     """Runs every repeat of every step on every server, alternating.
 
     Args:
         servers: by their names in the results.
+        found: the `servers` of the results, by name, which get these.
         keep: called with the servers so far after each repeat, so that an interruption loses only the
             running one.
-
-    Returns:
-        The `servers` of the results, by name.
     """
     body = {"max_tokens": args.max_tokens, "temperature": args.temperature}
     if args.ignore_eos:
@@ -184,7 +174,6 @@ async def measure(
     timeout = httpx.Timeout(args.timeout, connect=min(10.0, args.timeout))
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(timeout=timeout, limits=limits) as client:
-        found: dict[str, Json] = {}
         for name, server in servers.items():
             found[name] = {"url": redact(server.url), "model": server.model, "cells": []}
             await _warm_up(args, client, server, bodies)
@@ -212,7 +201,6 @@ async def measure(
                         found[name]["cells"][number:] = [load.cell()]
                         keep(found)
                         meter.advance(note=f"{rate:.1f} tokens/s{load.failures()}")
-    return found
 
 
 def repeats_of(args: argparse.Namespace) -> int:

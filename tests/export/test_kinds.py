@@ -18,6 +18,7 @@ from drafttrain.export.serving_recipes import recipes
 from drafttrain.formats.engines import ENGINES, FORMATS, SPECULATORS
 from tests.conftest import make_target
 from tests.drafters.eagle3_files import make_head
+from tests.drafters.layer_kinds import make_kind
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -108,6 +109,14 @@ def test_formats_beside_our_own_are_fetched_from_their_folder(drafter, monkeypat
         and '"method": "medusa"' in second
     )
     assert by_engine["SGLang"].reasons == ["it knows no drafter of kind eagle3"]
+
+
+@pytest.mark.parametrize(("kind", "engine"), [("domino", "SGLang"), ("jetspec", "vLLM")])
+def test_a_kind_of_one_engine_has_its_command(tmp_path, kind, engine):
+    head = make_kind(kind, make_target(layers=8), torch.arange(300), mask_token_id=299)
+    head.save_pretrained(tmp_path)
+    made = {each.engine: each.commands for each in recipes(find_drafter(str(tmp_path)), "D", "T")}
+    assert made[engine]
 
 
 def test_engines_that_draft_chains_get_the_best_chain(drafter):

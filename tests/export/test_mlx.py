@@ -24,10 +24,8 @@ PYTHON = os.environ.get("MLX_PYTHON", "")
     [
         ("dflash", {}),
         ("dflash2", {}),
-        ("dspark", {"sample_from_anchor": True}),
         ("dspark", {"sample_from_anchor": True, "draft_vocab_size": 200}),
     ],
-    ids=["dflash", "dflash2", "dspark", "dspark-pruned"],
 )
 def test_it_drafts_what_we_draft(tmp_path, monkeypatch, kind, options):
     described = shipping(kind)

@@ -485,18 +485,28 @@ _MLX = {
 }
 
 
-def block_options(vllm: str, sglang: str, depth: int) -> dict[str, Mapping[str, object]]:
-    """Settings of vLLM and SGLang for blocks that predict `depth` tokens, whatever is asked."""
+def block_options(method: str, algorithm: str, depth: int) -> dict[str, Mapping[str, object]]:
+    """Settings of engines for blocks that predict `depth` tokens, whatever is asked."""
     return {
-        "vLLM": {"method": vllm, "num_speculative_tokens": depth},
-        "MLX": {"program": "mlx-dspark", "mode": vllm, **_MLX[vllm]},
-        "SGLang": {
-            "speculative-algorithm": sglang,
-            "speculative-num-steps": None,
-            "speculative-eagle-topk": None,
-            # its block, the last committed token included
-            "speculative-num-draft-tokens": depth + 1,
-        },
+        "vLLM": vllm_block(method, depth),
+        "MLX": {"program": "mlx-dspark", "mode": method, **_MLX[method]},
+        "SGLang": sglang_block(algorithm, depth),
+    }
+
+
+def vllm_block(method: str, depth: int) -> Mapping[str, object]:
+    """As `block_options`, of vLLM alone."""
+    return {"method": method, "num_speculative_tokens": depth}
+
+
+def sglang_block(algorithm: str, depth: int) -> Mapping[str, object]:
+    """As `block_options`, of SGLang alone."""
+    return {
+        "speculative-algorithm": algorithm,
+        "speculative-num-steps": None,
+        "speculative-eagle-topk": None,
+        # its block, the last committed token included
+        "speculative-num-draft-tokens": depth + 1,
     }
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from drafttrain.drafters.dflash.block_reading import FIXED_KEYS, own_keys
-from drafttrain.drafters.dflash.export import EngineBlocks, block_options
+from drafttrain.drafters.dflash.export import EngineBlocks, sglang_block
 from drafttrain.drafters.domino.model import Domino
 from drafttrain.drafters.published_keys import Fixed
 from drafttrain.drafters.shipping import Exported, Format, Trained
@@ -95,8 +95,7 @@ class DominoShipping(EngineBlocks[Domino]):
         }
 
     def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
-        known = block_options("", "DFLASH", self.block_depth(trained))
-        return {"SGLang": known["SGLang"]}
+        return {"SGLang": sglang_block("DFLASH", self.block_depth(trained))}
 
 
 SHIPPING = DominoShipping()

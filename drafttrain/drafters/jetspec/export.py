@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from drafttrain.drafters.dflash.export import EngineBlocks, block_options
+from drafttrain.drafters.dflash.export import EngineBlocks, vllm_block
 from drafttrain.drafters.jetspec.model import JetSpec
 from drafttrain.drafters.shipping import Format, Trained
 from drafttrain.files import Json
@@ -50,8 +50,7 @@ class JetSpecShipping(EngineBlocks[JetSpec]):
         return keys
 
     def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
-        known = block_options("dflash", "", self.block_depth(trained))
-        return {"vLLM": known["vLLM"]}
+        return {"vLLM": vllm_block("dflash", self.block_depth(trained))}
 
 
 SHIPPING = JetSpecShipping()
