@@ -32,9 +32,17 @@ def test_it_drafts_what_we_draft(tmp_path, monkeypatch, kind, options):
     monkeypatch.setattr(tiny_drafters, "shipped_kinds", lambda: [kind])
     monkeypatch.setattr(type(described), "tiny", {**described.tiny, **options})
     output = tmp_path / "mlx.json"
-    words = (
-        "verify --all-kinds --engine mlx --prompts 6 --max-new-tokens 32 --engine-python".split()
-    )
+    words = [
+        "verify",
+        "--all-kinds",
+        "--engine",
+        "mlx",
+        "--prompts",
+        "6",
+        "--max-new-tokens",
+        "32",
+        "--engine-python",
+    ]
     assert main([*words, PYTHON, "--output", str(output)]) == 0
     (row,) = json.loads(output.read_text())["rows"]
     assert row["verdict"] == "same" and row["same_text"] == 6
