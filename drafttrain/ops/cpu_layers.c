@@ -25,6 +25,14 @@ struct plan {
  * the others and merged in order. So a row gets the bits that plain decoding gives it, with any number of rows, siblings or threads. */
 #define STRETCH 256
 #define TILE 32 /* keys whose products are computed at once, a lane per key */
+/* Keys and values in bfloat16 are multiplied as such where the processor can (AVX512-BF16): queries and weights are rounded to bfloat16
+ * and go in pairs, a pair of numbers of a key or the weights of two positions 2 i and 2 i + 1; sums are float32. Otherwise they are
+ * widened. PAIRS, a constant: whether it can. */
+#if defined(__AVX512BF16__)
+#define PAIRS 1
+#else
+#define PAIRS 0
+#endif
 #define MOST_ROWS 48 /* of a task */
 typedef uint16_t words __attribute__((vector_size(2 * LANES)));
 #ifdef __AVX512F__
@@ -48,15 +56,30 @@ struct attention {
 /* What a row has gathered: its highest score, the sum of its weights below that, and its weighted values [ve]. */
 struct gathered { float highest, total, out[]; };
 
-/* A thread's room for a task. */
+/* A thread's room for a task. In pairs, a word of two numbers stands where a float stands otherwise. */
 struct room {
-    float *queries; /* [MOST_ROWS, e], scaled */
-    float *scores;  /* [MOST_ROWS, STRETCH] by position */
+    float *queries; /* [MOST_ROWS, e], scaled; in pairs [MOST_ROWS, e / 2] */
+    float *scores;  /* [MOST_ROWS, STRETCH] by position; then weights, in pairs the first STRETCH / 2 words of a row */
     float *fresh;   /* [MOST_ROWS, 64]: products with the tree's tokens */
-    float *tile;    /* [e, TILE] of keys, or [TILE, ve] of values */
+    float *tile;    /* [e, TILE] of keys, or [TILE, ve] of values; in pairs half as many words */
+    char *nothing;  /* [ve] zeros: the value of a position that a row does not see */
 };
 
 static inline long size_of(const struct attention *a) { return a->half ? 2 : 4; }
+
+static inline int in_pairs(const struct attention *a) { return PAIRS && a->half; }
+
+/* sum + a * b, b the same in all lanes; of pairs, sum + the products of both numbers of each word. */
+static inline __attribute__((always_inline)) vec add_product(vec sum, vec a, const float *b, int pairs) {
+#if PAIRS
+    if (pairs) {
+        int32_t word;
+        memcpy(&word, b, sizeof word);
+        return (vec)dot((reg)sum, (reg_words)a, (reg_words)((ints){0} + word));
+    }
+#endif
+    return sum + a * *b;
+}
 
 /* LANES numbers of keys or values. */
 static inline __attribute__((always_inline)) vec load_numbers(const char *at, int half) {
@@ -80,19 +103,19 @@ static inline void turn(const char *const *key, long at, quad *out) {
     out[2] = shuffle(high, next_high, 0, 1, 4, 5), out[3] = shuffle(high, next_high, 2, 3, 6, 7);
 }
 
-/* TILE keys side by side: tile [e, TILE] in float32. Meanwhile the next keys come from memory. */
-static inline __attribute__((always_inline)) void lay_side_by_side(const char *const *key, long e, int half, float *tile) {
-    long size = half ? 2 * e : 4 * e;
+/* TILE keys side by side: tile [e, TILE] in float32, or their words of two numbers [e / 2, TILE]. Meanwhile the next keys come from
+ * memory. widened: bfloat16 numbers become float32. */
+static inline __attribute__((always_inline)) void lay_side_by_side(const char *const *key, long size, int widened, float *tile) {
     quad turned[4];
     for (int t = 0; t < TILE; t += 4)
         for (long at = 0; at < size; at += 16) {
             if (at % 64 < 16) for (int i = 0; i < 4; i++) __builtin_prefetch(key[t + i] + TILE * size + at);
             turn(key + t, at, turned);
             for (int i = 0; i < 4; i++) {
-                float *out = tile + (half ? at / 2 + 2 * i : at / 4 + i) * TILE + t;
-                quad low = turned[i] << 16, high = half ? turned[i] & 0xffff0000 : turned[i];
-                if (half) memcpy(out, &low, sizeof low);
-                memcpy(out + half * TILE, &high, sizeof high);
+                float *out = tile + (at / 4 + i) * (widened ? 2 : 1) * TILE + t;
+                quad low = turned[i] << 16, high = turned[i] & 0xffff0000;
+                memcpy(out, widened ? &low : turned + i, sizeof low);
+                if (widened) memcpy(out + TILE, &high, sizeof high);
             }
         }
 }
@@ -106,61 +129,88 @@ static inline __attribute__((always_inline)) void lay_side_by_side(const char *c
 #define BY_ROWS(FUNCTION, n, ...) switch (n) { ONE_ROW(FUNCTION, 2, __VA_ARGS__) ONE_ROW(FUNCTION, 1, __VA_ARGS__) }
 #endif
 
-/* scores [rows, TILE] by `stride` = queries [rows, e] . keys of a tile. */
-static inline __attribute__((always_inline)) void score_rows(int rows, const float *queries, const float *tile, long e, float *scores,
-                                                             long stride) {
+/* scores [rows, TILE] by `stride` = queries [rows, width] . keys of a tile; `rows` and `pairs` are constants. */
+static inline __attribute__((always_inline)) void score_rows(int rows, int pairs, const float *queries, const float *tile, long width,
+                                                             float *scores, long stride) {
     vec sum[HIGH][TILE / LANES] = {{{0}}};
-    for (long c = 0; c < e; c++, tile += TILE)
+    for (long c = 0; c < width; c++, tile += TILE)
         for (int i = 0; i < rows; i++)
-            for (int j = 0; j < TILE / LANES; j++) sum[i][j] += load(tile + j * LANES) * queries[i * e + c];
+            for (int j = 0; j < TILE / LANES; j++) sum[i][j] = add_product(sum[i][j], load(tile + j * LANES), queries + i * width + c, pairs);
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < TILE / LANES; j++) store(scores + i * stride + j * LANES, sum[i][j]);
 }
 
 /* Products of all rows with up to TILE keys. */
 static void score_keys(const struct attention *a, const struct room *room, int rows, const char *const *key, float *scores, long stride) {
-    if (a->half) lay_side_by_side(key, a->e, 1, room->tile);
-    else lay_side_by_side(key, a->e, 0, room->tile);
-    for (int r = 0; r < rows; r += HIGH)
-        BY_ROWS(score_rows, (int)min(rows - r, HIGH), room->queries + r * a->e, room->tile, a->e, scores + r * stride, stride)
+    long width = in_pairs(a) ? a->e / 2 : a->e;
+    if (a->half && !in_pairs(a)) lay_side_by_side(key, 2 * a->e, 1, room->tile);
+    else lay_side_by_side(key, 4 * width, 0, room->tile);
+    for (int r = 0; r < rows; r += HIGH) {
+        const float *queries = room->queries + r * width;
+        int high = (int)min(rows - r, HIGH);
+        if (in_pairs(a)) BY_ROWS(score_rows, high, 1, queries, room->tile, width, scores + r * stride, stride)
+        else BY_ROWS(score_rows, high, 0, queries, room->tile, width, scores + r * stride, stride)
+    }
 }
 
-/* out[i][c ..] += sum over t of weights[i][t] * value[t], of rows i; `wide` vectors, a constant as `rows` is. */
-static inline __attribute__((always_inline)) void weigh(int rows, int wide, const float *weights, const float *value, long count, long ve,
-                                                        struct gathered *const *out, long c) {
+/* out[i][c ..] += sum over t of weights[i][t] * value[t], of rows i; `rows`, `wide` vectors and `pairs` are constants. */
+static inline __attribute__((always_inline)) void weigh(int rows, int wide, int pairs, const float *weights, const float *value, long count,
+                                                        long ve, struct gathered *const *out, long c) {
     vec sum[HIGH][4];
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < wide; j++) sum[i][j] = load(out[i]->out + c + j * LANES);
     for (long t = 0; t < count; t++, value += ve)
-        for (int j = 0; j < wide; j++)
-            for (int i = 0; i < rows; i++) sum[i][j] += load(value + j * LANES) * weights[i * STRETCH + t];
+        for (int i = 0; i < rows; i++)
+            for (int j = 0; j < wide; j++) sum[i][j] = add_product(sum[i][j], load(value + j * LANES), weights + i * STRETCH + t, pairs);
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < wide; j++) store(out[i]->out + c + j * LANES, sum[i][j]);
 }
 
-static inline __attribute__((always_inline)) void weigh_rows(int rows, const float *weights, const float *value, long count, long ve,
-                                                             struct gathered *const *out) {
+static inline __attribute__((always_inline)) void weigh_rows(int rows, int pairs, const float *weights, const float *value, long count,
+                                                             long ve, struct gathered *const *out) {
     long c = 0;
-    for (; c + 4 * LANES <= ve; c += 4 * LANES) weigh(rows, 4, weights, value + c, count, ve, out, c);
-    for (; c < ve; c += LANES) weigh(rows, 1, weights, value + c, count, ve, out, c);
+    for (; c + 4 * LANES <= ve; c += 4 * LANES) weigh(rows, 4, pairs, weights, value + c, count, ve, out, c);
+    for (; c < ve; c += LANES) weigh(rows, 1, pairs, weights, value + c, count, ve, out, c);
 }
 
-/* Adds up to TILE values to the outputs of all rows. */
+/* The values of two positions in words: number c of the first and of the second. */
+static inline vec pair_up(const char *first, const char *second) {
+    words a, b;
+    memcpy(&a, first, sizeof a);
+    memcpy(&b, second, sizeof b);
+#ifdef __AVX512F__
+    return (vec)_mm512_or_si512(_mm512_cvtepu16_epi32((__m256i)a), _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)b), 16));
+#else
+    return (vec)(__builtin_convertvector(a, ints) | __builtin_convertvector(b, ints) << 16);
+#endif
+}
+
+/* Adds up to TILE values, in pairs an even number, to the outputs of all rows. */
 static void weigh_values(const struct attention *a, const struct room *room, int rows, const float *weights, const char *value, long count,
                          struct gathered *const *out) {
+    long ve = a->ve, size = ve * size_of(a);
     const float *numbers = a->half ? room->tile : (const float *)value;
-    for (long c = 0; c < count * a->ve; c += LANES) {
-        __builtin_prefetch(value + (TILE * a->ve + c) * size_of(a));
-        if (a->half) store(room->tile + c, load_numbers(value + 2 * c, 1));
+    for (long c = 0; c < count * size; c += 64) __builtin_prefetch(value + TILE * size + c);
+    if (in_pairs(a)) {
+        count /= 2;
+        for (long t = 0; t < count; t++, value += 2 * size)
+            for (long c = 0; c < ve; c += LANES) store(room->tile + t * ve + c, pair_up(value + 2 * c, value + size + 2 * c));
+    } else if (a->half)
+        for (long c = 0; c < count * ve; c += LANES) store(room->tile + c, load_numbers(value + 2 * c, 1));
+    for (int r = 0; r < rows; r += HIGH) {
+        int high = (int)min(rows - r, HIGH);
+        if (in_pairs(a)) BY_ROWS(weigh_rows, high, 1, weights + r * STRETCH, numbers, count, ve, out + r)
+        else BY_ROWS(weigh_rows, high, 0, weights + r * STRETCH, numbers, count, ve, out + r)
     }
-    for (int r = 0; r < rows; r += HIGH)
-        BY_ROWS(weigh_rows, (int)min(rows - r, HIGH), weights + r * STRETCH, numbers, count, a->ve, out + r)
 }
 
-/* Adds one token's value to a row's output. */
-static void weigh_token(const char *value, int half, float weight, long ve, float *out) {
-    for (long c = 0; c < ve; c += LANES)
-        store(out + c, load(out + c) + load_numbers(value + c * (half ? 2 : 4), half) * weight);
+/* Adds the values of one or two tokens, a pair, to a row's output. */
+static void weigh_tokens(const struct attention *a, const char *value, const char *second, const float *weight, float *out) {
+    for (long c = 0; c < a->ve; c += LANES) {
+        const char *at = value + c * size_of(a);
+        vec numbers = in_pairs(a) ? pair_up(at, second + c * size_of(a)) : load_numbers(at, a->half);
+        store(out + c, add_product(load(out + c), numbers, weight, in_pairs(a)));
+    }
 }
 
 /* The stretches [from, to) in which a part's rows see anything. */
@@ -173,11 +223,28 @@ static struct stretches stretches_of(const struct attention *a, const struct par
 
 /* The scaled queries of rows (row = query head of the group, new token) from `begin` on. */
 static void scale_queries(const struct attention *a, const struct part *part, long kv, long begin, int rows, float *queries) {
-    for (int r = 0; r < rows; r++, queries += a->e) {
+    for (int r = 0; r < rows; r++, queries += in_pairs(a) ? a->e / 2 : a->e) {
         long head = kv * (a->heads / a->kv_heads) + (begin + r) / part->n, fresh = (begin + r) % part->n;
         const float *query = a->query + head * a->head_stride + (part->token + fresh) * a->token_stride;
-        for (long c = 0; c < a->e; c++) queries[c] = query[c] * a->scaling;
+        for (long c = 0; c < a->e; c++) {
+            float scaled = query[c] * a->scaling;
+            if (in_pairs(a)) ((uint16_t *)queries)[c] = (uint16_t)bfloat16(scaled);
+            else queries[c] = scaled;
+        }
     }
+}
+
+/* Stores weights at position t of a row's scores; returns them, in pairs as they were rounded. */
+static inline vec store_weights(float *scores, long t, vec weights, int pairs) {
+#if PAIRS
+    if (pairs) {
+        __m256i rounded = (__m256i)_mm512_cvtneps_pbh((__m512)weights);
+        memcpy((uint16_t *)scores + t, &rounded, sizeof rounded);
+        return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16);
+    }
+#endif
+    store(scores + t, weights);
+    return weights;
 }
 
 /* Scores [first, end), whole vectors, become weights e^(score - highest). */
@@ -195,8 +262,7 @@ static void soften(const struct attention *a, float *scores, long first, long en
     float below = most[0] == -INFINITY ? 0 : most[0]; /* a row may see nothing here */
     for (long t = first; t < end; t += LANES) {
         vec weight = exponential(load(scores + t) - below);
-        store(scores + t, weight);
-        total += weight;
+        total += store_weights(scores, t, weight, in_pairs(a));
     }
     store(sum, total);
     for (int width = LANES / 2; width; width /= 2)
@@ -252,14 +318,21 @@ static void attend_stretch(const struct attention *a, const struct part *part, l
         soften(a, scores, first, last, gathered[r]);
     }
     for (int r = 0; r < rows; r++) memset(gathered[r]->out, 0, a->ve * sizeof(float));
-    for (long t = from; t < to; t += TILE)
-        weigh_values(a, room, rows, room->scores + t, value + (base + t) * value_size, min(to - t, TILE), gathered);
-    for (int r = 0; r < rows; r++)
-        for (uint64_t rest = seen[r]; rest; rest &= rest - 1) {
-            int j = __builtin_ctzll(rest);
-            weigh_token(value + (prefix + j) * value_size, a->half, room->scores[r * STRETCH + prefix + depth[j] - base], a->ve,
-                        gathered[r]->out);
+    long step = in_pairs(a) ? 2 : 1, whole = to / step * step; /* the prefix in whole pairs */
+    for (long t = from / step * step; t < whole; t += TILE)
+        weigh_values(a, room, rows, room->scores + t / step, value + (base + t) * value_size, min(whole - t, TILE), gathered);
+    for (int r = 0; r < rows; r++) {
+        const char *rest[64 + 2]; /* the values of the positions from `whole` on that the row sees */
+        for (int i = 0; i < 64 + 2; i++) rest[i] = room->nothing;
+        if (whole < to) rest[0] = value + (base + whole) * value_size;
+        for (uint64_t left = seen[r]; left; left &= left - 1) {
+            int j = __builtin_ctzll(left);
+            rest[prefix + depth[j] - base - whole] = value + (prefix + j) * value_size;
         }
+        for (long i = 0; i < end - whole; i += step)
+            if (rest[i] != room->nothing || rest[i + 1] != room->nothing)
+                weigh_tokens(a, rest[i], rest[i + 1], room->scores + r * STRETCH + (whole + i) / step, gathered[r]->out);
+    }
 }
 
 /* Adds a stretch to what a row gathered of those before it. */
@@ -328,11 +401,12 @@ void tree_attention(const float *query, long head_stride, long token_stride, con
     float *kept = apart ? aligned_alloc(sizeof(vec), tasks * stretches * high * size * sizeof(float)) : NULL;
 #pragma omp parallel num_threads(threads) if (tasks * steps > 1)
     {
-        long floats = high * (e + STRETCH + 64 + 2 * size) + max(e, ve) * TILE;
+        long floats = high * (e + STRETCH + 64 + 2 * size) + max(e, ve) * TILE + ve;
         float *own_room = aligned_alloc(sizeof(vec), (floats + LANES - 1) / LANES * sizeof(vec));
         struct room room = {.tile = own_room, .scores = own_room + max(e, ve) * TILE};
         room.fresh = room.scores + high * STRETCH, room.queries = room.fresh + high * 64;
         float *one = room.queries + high * e, *all = one + high * size; /* of a block's rows: a stretch, and all before it */
+        room.nothing = memset(all + high * size, 0, ve * sizeof(float));
 #pragma omp for schedule(dynamic)
         for (long task = 0; task < tasks * steps; task++) {
             long block = task / steps, begin = block % blocks * high, kv = block / blocks % kv_heads;

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from drafttrain.errors import UserError
-from drafttrain.ops.native import cpu_kernels
+from drafttrain.ops.native import cpu_kernels, multiplies_bfloat16
 from drafttrain.ops.tree_cache import SlotMover, TreeCache
 
 FORM = {"scaling": 0.2, "window": None, "softcap": None, "sinks": None}
@@ -231,7 +231,9 @@ def test_keys_of_a_bfloat16_target_are_stored_in_half_the_bytes():
     half = TreeCache(100, dtype=torch.bfloat16)
     full = TreeCache(100)
     got = read(half, [(0, 70)], tokens)
-    assert torch.equal(got, read(full, [(0, 70)], rounded))
+    # Where the processor multiplies bfloat16, queries and weights are rounded too.
+    tolerance = 2e-2 if multiplies_bfloat16() else 0
+    torch.testing.assert_close(got, read(full, [(0, 70)], rounded), atol=tolerance, rtol=0)
     assert half.nbytes * 2 == full.nbytes
     # A tree that the kernel does not serve reads the same keys.
     for cache in (half, full):
