@@ -36,7 +36,7 @@ class Variant(NamedTuple):
 
     name: str
     kind: str
-    keys: list[str]
+    keys: tuple[str, ...]
 
 
 class Run(NamedTuple):
@@ -91,7 +91,7 @@ def read_variant(words: Sequence[str], kind: str) -> Variant:
             kind = key.removeprefix("kind=")
         else:
             own.append(key)
-    return Variant(name, kind, own)
+    return Variant(name, kind, tuple(own))
 
 
 def settings(args: argparse.Namespace, run: Run) -> argparse.Namespace:
@@ -154,7 +154,7 @@ def summary(args: argparse.Namespace, done: dict[Run, tuple[Json, Json]]) -> Jso
             base = rows
         variants[variant.name] = {
             "kind": variant.kind,
-            "keys": variant.keys,
+            "keys": list(variant.keys),
             "accepted_length": accepted(rows),
             "beyond": beyond(rows, base) if complete and base is not None else None,
             "seeds": {
@@ -221,8 +221,8 @@ def main() -> int:
     try:
         args = arguments()
         inputs = [*inputs_of(args, "folder")]
-        args.output = output_file(args.output, "ablate", inputs)
-        with OutputFolder(args.folder, "ablate", inputs, "folder"):
+        args.output = output_file(args.output, "compare", inputs)
+        with OutputFolder(args.folder, "compare", inputs, "folder"):
             done = run_all(args)
     except (UserError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)

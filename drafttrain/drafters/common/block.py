@@ -436,9 +436,10 @@ class BlockDrafter(DecoderDrafter):
         config = self.config
         depths = torch.arange(config.depth, device=at.device)
         if config.weighting != "dpace":
-            decay = torch.exp(-depths / config.gamma)  # [depth]
             if config.weighting == "equal":
-                decay = torch.ones_like(decay)
+                decay = torch.ones(config.depth, device=at.device)
+            else:
+                decay = torch.exp(-depths / config.gamma)  # [depth]
             return (decay / decay.sum() * scale).expand_as(live)[live]
         with torch.no_grad():
             ones = torch.ones(len(at), device=at.device)
