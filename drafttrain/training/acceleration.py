@@ -24,6 +24,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.errors import UserError
 from drafttrain.files import Json
+from drafttrain.training import muon
 from drafttrain.training.arguments import one_line
 from drafttrain.training.column_rates import set_column_rates
 from drafttrain.training.limits import TimeBudget
@@ -139,6 +140,12 @@ def optimizer_of(
         {"params": with_decay, "weight_decay": args.weight_decay},
         {"params": without, "weight_decay": 0.0},
     ]
+    if args.optim == muon.NAME:
+        vocabulary = (len(drafter.kept_ids), drafter.config.vocab_size)
+        matrices = muon.matrices_of(drafter, vocabulary)
+        stepped = [parameter for parameter in with_decay if parameter in matrices]
+        groups[0]["params"] = [parameter for parameter in with_decay if parameter not in matrices]
+        return muon.MuonAndAdamW([{"params": stepped}], groups, args)
     with one_line("optim, optim_args, optim_target_modules"):
         make, options = Trainer.get_optimizer_cls_and_kwargs(args, drafter)
         if is_optimizer_factory(make):

@@ -32,6 +32,7 @@ from drafttrain.ops.packing import cpu_has_bfloat16
 from drafttrain.sequence_parallel import SequenceGroup
 from drafttrain.target import Target
 from drafttrain.target.devices import has_bfloat16, usual_device
+from drafttrain.training import muon
 from drafttrain.training.on_policy import OnPolicyOptions
 from drafttrain.values import check, kinds_of
 
@@ -171,8 +172,14 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
     _check_launch(config, options)
     if config.max_minutes > 0:
         options["num_train_epochs"] = 10_000  # TimeBudget ends the run, so epochs must not
+    orthogonal = options.get("optim") == muon.NAME
+    if orthogonal:  # transformers does not know it
+        _check_muon(config, options)
+        del options["optim"]
     with one_line("TrainingArguments"):
         args = TrainingArguments(**options)
+    if orthogonal:
+        args.optim = muon.NAME
     _check_pairs(config, args)
     if args.n_gpu > 1:
         if not config.target_device_map:
@@ -259,6 +266,23 @@ def _check_launch(config: TrainConfig, options: Json) -> None:
         raise UserError(
             "feature_rates=true: the optimizer of DeepSpeed's file has one rate for all of a weight; leave it out of the file, "
             "so that optim of the recipe counts"
+        )
+
+
+def _check_muon(config: TrainConfig, options: Json) -> None:
+    """Raises UserError for what does not go with optim=muon."""
+    if _deepspeed_settings(options):
+        raise UserError(
+            "optim='muon' steps whole matrices, which DeepSpeed cuts; name Muon in DeepSpeed's own file, or launch without it"
+        )
+    for key in ("optim_args", "optim_target_modules"):
+        if options.get(key):
+            raise UserError(
+                f"{key}={shown(options[key])}: optim='muon' has no such options; leave it out"
+            )
+    if config.feature_rates:
+        raise UserError(
+            "feature_rates=true: Muon makes the steps of all columns alike by itself; set it to false"
         )
 
 

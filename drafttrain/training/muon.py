@@ -1,0 +1,90 @@
+"""Muon for the matrices of a drafter's layers, AdamW for its other weights.
+
+Muon (Jordan et al. 2024) steps a matrix by its momentum made orthogonal, so that all directions
+learn alike. It is meant for hidden layers: embeddings, heads over a vocabulary, norms and biases
+keep AdamW. Both share one learning rate, since Muon's steps are scaled to the size of AdamW's
+(arXiv 2502.16982).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Muon, Optimizer
+from transformers import TrainingArguments
+
+from drafttrain.files import Json
+
+NAME = "muon"  # value of a recipe's `optim`
+
+
+class MuonAndAdamW(Optimizer):
+    """One optimizer of both, with the parameter groups and the state of both.
+
+    Args:
+        matrices: parameter groups of [o, i] weights, which Muon steps.
+        others: parameter groups for AdamW.
+        args: learning rate, betas and epsilon.
+    """
+
+    def __init__(
+        self,
+        matrices: list[Json],
+        others: list[Json],
+        args: TrainingArguments,
+    ):
+        self._muon = Muon(
+            matrices,
+            lr=args.learning_rate,
+            weight_decay=args.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        self._adamw = AdamW(
+            others,
+            lr=args.learning_rate,
+            betas=(args.adam_beta1, args.adam_beta2),
+            eps=args.adam_epsilon,
+        )
+        groups = [*self._muon.param_groups, *self._adamw.param_groups]
+        self._matrices = len(self._muon.param_groups)
+        super().__init__(groups, {})
+        self._share()
+
+    def _share(self) -> None:
+        """Lets both step these groups, and keep their momenta here, where checkpoints find them."""
+        self._muon.param_groups = self.param_groups[: self._matrices]
+        self._adamw.param_groups = self.param_groups[self._matrices :]
+        for optimizer in (self._muon, self._adamw):
+            optimizer.state = self.state
+
+    def load_state_dict(self, state_dict: Json) -> None:
+        super().load_state_dict(state_dict)
+        self._share()  # the groups and the state are new objects
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._muon.step()
+        self._adamw.step()
+        return loss
+
+
+def matrices_of(model: nn.Module, words: Iterable[int]) -> set[Tensor]:
+    """The trained weights of linear layers, but for heads, whose outputs are a vocabulary.
+
+    Args:
+        words: sizes of vocabularies.
+    """
+    sizes = set(words)
+    found = set()
+    for module in model.modules():
+        if not isinstance(module, nn.Linear) or module.out_features in sizes:
+            continue
+        if module.weight.requires_grad:
+            found.add(module.weight)
+    return found
