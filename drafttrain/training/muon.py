@@ -8,7 +8,7 @@ keep AdamW. Both share one learning rate, since Muon's steps are scaled to the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -74,16 +74,15 @@ class MuonAndAdamW(Optimizer):
         return loss
 
 
-def matrices_of(model: nn.Module, words: Iterable[int]) -> set[Tensor]:
+def matrices_of(model: nn.Module, words: tuple[int, ...]) -> set[Tensor]:
     """The trained weights of linear layers, but for heads, whose outputs are a vocabulary.
 
     Args:
         words: sizes of vocabularies.
     """
-    sizes = set(words)
     found = set()
     for module in model.modules():
-        if not isinstance(module, nn.Linear) or module.out_features in sizes:
+        if not isinstance(module, nn.Linear) or module.out_features in words:
             continue
         if module.weight.requires_grad:
             found.add(module.weight)
