@@ -37,6 +37,9 @@ from drafttrain.outcome import next_command
 from drafttrain.reports.report import draw, identity_line
 from drafttrain.target import resolve_dtype, resolve_target
 
+# Temperatures that readers of a card compare: greedy, and the target's own distribution.
+_TEMPERATURES = (0.0, 1.0)
+
 
 class _VerifyFile(TypedDict):
     rows: list[VerifyRow]
@@ -122,6 +125,9 @@ def prepare(
     """
     base_model = base_model_name(trained, args.base_model)
     kind = shipping(trained.kind)
+    unmeasured = _unmeasured(results, base_model, args.repo)
+    for temperature, command in unmeasured:
+        print(f"note: no results at temperature {temperature:g}, and the card says so: {command}")
 
     # The drafter, in our form and in the engines'.
     tree = tuned_tree(trained.folder, results)
@@ -207,8 +213,31 @@ def prepare(
         sources=_prompt_sources(place),
         verified=_verified(args.verified, trained),
         measure=next_command("eval", target=base_model, drafter=args.repo),
+        unmeasured=unmeasured,
         dataset=args.dataset,
     )
+
+
+def _unmeasured(
+    results: Sequence[Json],
+    base_model: str,
+    drafter: str,
+) -> list[tuple[float, str]]:
+    """Temperatures that lack results, each with the command that measures it; none without any results."""
+    measured = [run["decoding"]["temperature"] for run in results]
+    if not measured:
+        return []
+    missing = []
+    for temperature in _TEMPERATURES:
+        if temperature not in measured:
+            command = next_command(
+                "eval",
+                target=base_model,
+                drafter=drafter,
+                temperature=f"{temperature:g}",
+            )
+            missing.append((temperature, command))
+    return missing
 
 
 def _recorded_data(training: Json) -> str:

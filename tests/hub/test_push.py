@@ -200,6 +200,22 @@ def test_a_card_shows_what_the_drafter_accepts_alone(work, tmp_path):
     )
 
 
+def test_a_card_says_which_temperature_was_not_measured(work, tmp_path, capsys):
+    greedy = json.loads((work / "results.json").read_text())
+    sampled = {**greedy, "decoding": {**greedy["decoding"], "temperature": 1.0}}
+    file = tmp_path / "sampled.json"
+    file.write_text(json.dumps(sampled))
+    push = push_command(work, "--dry-run", "--output", str(tmp_path / "greedy"))
+    assert main(push) == 0
+    said = "Temperature 1 has not been measured: `drafttrain eval --target"
+    assert said in (tmp_path / "greedy" / "README.md").read_text()
+    assert "note: no results at temperature 1, and the card says so" in capsys.readouterr().out
+    both = push_command(work, "--dry-run", "--output", str(tmp_path / "both"))
+    at = both.index("--results") + 2
+    assert main([*both[:at], str(file), *both[at:]]) == 0
+    assert "has not been measured" not in (tmp_path / "both" / "README.md").read_text()
+
+
 @pytest.mark.thorough
 def test_a_dry_run_writes_what_would_go_up_and_no_local_path(work, tmp_path, capsys):
     out = tmp_path / "out"
