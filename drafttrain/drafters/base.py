@@ -308,6 +308,31 @@ class Drafter(NamedDrafter):
         """
         raise NotImplementedError(f"{type(self).__name__}.start")
 
+    def rewind(
+        self,
+        session: Any,
+        prompt_ids: Tensor,
+        read: int,
+        max_length: int,
+    ) -> Session | None:
+        """Returns a session for a prompt whose beginning another one has read.
+
+        Args:
+            session: of a text that begins with the prompt's first `read + 1` tokens; it is used up.
+            read: features that the returned session has read, each with the token behind it.
+            prompt_ids, max_length: see `start`.
+
+        Returns:
+            None where the session cannot go back and its features are needed again.
+        """
+        tokens = prompt_ids[1 : read + 1]
+        if self.feature_layers:
+            return session if session.go_back(tokens) else None
+        # Tokens alone can be read again.
+        session = self.start(prompt_ids, max_length)
+        session.extend(tokens, prompt_ids.new_empty(read, 0))
+        return session
+
     def extend_all(
         self,
         sessions: Sequence[Any],

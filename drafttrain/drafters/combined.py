@@ -106,6 +106,19 @@ class CombinedDrafter(Drafter):
             self.side.start(prompt_ids, max_length),
         )
 
+    def rewind(
+        self,
+        session: CombinedSession,
+        prompt_ids: Tensor,
+        read: int,
+        max_length: int,
+    ) -> CombinedSession | None:
+        main = self.main.rewind(session.main, prompt_ids, read, max_length)
+        side = self.side.rewind(session.side, prompt_ids, read, max_length)
+        if main is None or side is None:
+            return None
+        return CombinedSession(self, main, side)
+
     def open_steps(
         self,
         pool: GraphPool,

@@ -111,7 +111,7 @@ class Engine:
         drafter, spec, pace: as in `Decoder`; nothing is drafted without a drafter.
         graphs: see `TargetSteps.lease`.
         observer: see `Decoder`.
-        keep: sessions read the last tokens of finished sequences too, which `resume` continues.
+        keep: sessions read the last tokens of finished sequences too, from which `resume` goes on.
         capture: without a drafter, target states that `Sequence.states` collects; see
             `Target.forward`.
 
@@ -220,16 +220,16 @@ class Engine:
         self.cache.clear(sequence.row)
 
     def resume(self, kept: Kept, sequence: Sequence, capacity: int) -> bool:
-        """Gives a sequence the row of a finished one whose tokens its prompt continues.
+        """Gives a sequence the row of a finished one whose text begins as its prompt does.
 
-        `prefill` must follow, and reads the rest of the prompt. A drafter's session continues too:
-        it cannot go back, so its tokens must all begin the prompt.
+        `prefill` must follow, and reads the rest of the prompt. A drafter's session continues too,
+        or goes back to where the texts part.
 
         Args:
             capacity: positions that the sequence needs.
 
         Returns:
-            False, with nothing done, if the prompt does not continue those tokens.
+            False, with nothing done, if they begin differently, or what is held cannot go back.
         """
         prompt = sequence.prompt
         equal = kept.tokens[: len(prompt)] == prompt[: len(kept.tokens)]
@@ -238,12 +238,23 @@ class Engine:
         stored = self.cache.lengths[row]
         # The prefill predicts from the prompt's last token, so it must read at least that one.
         held = min(shared, stored, len(prompt) - 1)
-        if self.drafter is not None:
-            held = len(kept.tokens) - 1  # the session has read the features of so many
-            if kept.sequence.session is None or shared <= held:
-                return False
+        whole = len(kept.tokens) - 1  # tokens whose features are known
+        if self.drafter is not None and shared > whole:
+            held = whole
+        elif self.drafter is not None:
+            # Each feature is read with the token behind it.
+            held = min(held, shared - 1, whole - kept.sequence.behind)
         exact = isinstance(self.cache, SnapshotCache)  # states that cannot go back
         if held < 1 or (held < stored and exact):
+            return False
+        session = kept.sequence.session
+        pending = kept.sequence.pending
+        if self.drafter is not None and held < whole:
+            pending = []
+            if session is not None:
+                longest = len(prompt) + sequence.limit
+                session = self.drafter.rewind(session, prompt, held, longest)
+        if self.drafter is not None and session is None:
             return False
         self.reserve(capacity)
         self.free.remove(row)
@@ -251,8 +262,8 @@ class Engine:
         sequence.row = row
         sequence.prompt = prompt[held:]
         if sequence.drafts:
-            sequence.session = kept.sequence.session
-            sequence.pending = kept.sequence.pending
+            sequence.session = session
+            sequence.pending = pending
         return True
 
     def release(self, sequence: Sequence) -> None:
@@ -703,8 +714,9 @@ class Decoder:
         rules: how logits are processed; as the target's generation_config says unless given. A
             repetition penalty in `sampling` replaces theirs.
         keep: after a call with one prompt, keep its keys and values and its drafter's, so that a
-            next call whose prompt continues that text (the next turn of a chat) reads only what is
-            new. For one thread; no effect where passes are captured in CUDA graphs.
+            next call whose prompt begins as that text does (the next turn of a chat, another
+            request behind one system prompt) reads only what is new. For one thread; no effect
+            where passes are captured in CUDA graphs.
 
     Attributes:
         cache: of the latest call.

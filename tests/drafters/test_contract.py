@@ -23,6 +23,7 @@ from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import kind_class, load_drafter, untrained
 from drafttrain.errors import UserError
 from drafttrain.inference import Decoder, SamplingParams, generate, generate_batch
+from drafttrain.inference.engine import Engine
 from drafttrain.ops.sampling import Sampler
 from drafttrain.train import build_drafter
 from tests.conftest import make_target
@@ -42,7 +43,7 @@ from tests.drafters.contract import (
     session_at,
     the_target,
 )
-from tests.inference.turns import talk
+from tests.inference.turns import OPENING, talk
 from tests.ops.transformers_sampling import p_value
 
 RECIPES = Path(__file__).parents[2] / "configs" / "smollm2-135m"
@@ -281,3 +282,27 @@ def test_a_text_that_continues_is_drafted_as_if_it_were_new(kind, decoding):
         if kind in TRAINED:  # others may learn from a text that they read twice
             assert own.stats.accepted == other.stats.accepted
         assert own.stats.prompt_tokens == other.stats.prompt_tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_that_parts_from_the_last_is_drafted_as_if_it_were_new(kind, decoding, monkeypatch):
+    """As requests behind one system prompt do: what they share is read once."""
+    spec = TreeSpec.parse("dynamic:4,3,8")
+    target = the_target(packed=True)
+    kept = Decoder(target, decoding(kind), spec=spec, eos_ids=(), keep=True)
+    read = []
+    append = Engine._append
+    monkeypatch.setattr(
+        Engine, "_append", lambda *args: read.append(len(args[2][0])) or append(*args)
+    )
+    for question in ([7, 8, 7], [50], [7, 8, 4, 9]):
+        prompt = [OPENING + question]
+        anew = Decoder(target, decoding(kind), spec=spec, eos_ids=())
+        (want,) = anew.generate(prompt, max_new_tokens=NEW)
+        (found,) = kept.generate(prompt, max_new_tokens=NEW)
+        assert found.tokens == want.tokens
+        if kind in TRAINED:  # others may learn from a text that they read twice
+            assert found.stats.accepted == want.stats.accepted
+    first = len(OPENING) + 3
+    # The last shared token is read again: its feature is drafted from with the token behind it.
+    assert read == [first, first, first - 2, 2, first + 1, 5]

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.batch import Attend, TokenTree
+from drafttrain.drafters.common.context_tokens import ContextTokens
 from drafttrain.drafters.common.layers import CacheShape
 from drafttrain.drafters.common.tree_growth import (
     GrowingTree,
@@ -353,6 +354,14 @@ class Session:
         """
         raise NotImplementedError(f"{type(self).__name__}.propose")
 
+    def go_back(self, tokens: Tensor) -> bool:
+        """Forgets all that it has read behind `tokens` [m] and their features.
+
+        Returns:
+            False, with nothing done, where that is not possible (the default).
+        """
+        return False
+
     def probe(self) -> tuple[list[int], list[int]]:
         """Returns the tokens of this round's probes and their parents (-1: the root).
 
@@ -423,6 +432,16 @@ class JointSession(Session):
         if self.text is None:
             return self.drafter.kept_ids
         return self.text.ids
+
+    def go_back(self, tokens: Tensor) -> bool:
+        # Windows drop keys, and static steps have rows of their own.
+        if self.steps is not None or self.cache.base or len(tokens) > self.length:
+            return False
+        self.cache.lengths[0] = len(tokens)
+        if self.text is not None:
+            self.text = ContextTokens(self.text.source)
+            self.text.read(tokens.tolist())
+        return True
 
     # What rows.py asks of a session; most kinds need the defaults.
 
