@@ -116,6 +116,7 @@ KINDS = {
             "part-*.jsonl",
             "features/part-*.safetensors",
             "features/features.json",
+            "images",
             "arrow",
         ),
         {"meta.json": '"format"', "part-*.jsonl": '"spans"'},

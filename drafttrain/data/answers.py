@@ -27,6 +27,8 @@ from drafttrain.data.chat import (
     leading_special,
     marked_calls,
     render_text,
+    shared_length,
+    template_of,
     text_ids,
 )
 from drafttrain.files import Json
@@ -189,29 +191,30 @@ def without_spaces(text: str) -> str:
     return "".join(text.split())
 
 
-def _shared(one: str, other: str) -> int:
-    """Length of the beginning that two texts share."""
-    for length, pair in enumerate(zip(one, other, strict=False)):
-        if pair[0] != pair[1]:
-            return length
-    return min(len(one), len(other))
-
-
 def answer_format(tokenizer: PreTrainedTokenizerBase, inputs: ChatInputs) -> AnswerFormat:
     """The format of the target's answers under these inputs.
 
     Raises TemplateRefuses: the template does not read them.
     """
-    if not has_template(tokenizer):
+    if not has_template(tokenizer, inputs):
         return AnswerFormat()
-    template = tokenizer.get_chat_template(tools=inputs.tool_list)
-    return _derived(tokenizer, template, json.dumps(inputs.kwargs, sort_keys=True))
+    kwargs = json.dumps(inputs.kwargs, sort_keys=True)
+    return _derived(tokenizer, template_of(tokenizer, inputs), kwargs, inputs.template)
 
 
 @lru_cache(maxsize=256)
-def _derived(tokenizer: PreTrainedTokenizerBase, template: str, kwargs: str) -> AnswerFormat:
-    """The format under the variables `kwargs`, as JSON; from the template without tools."""
-    inputs = ChatInputs((), json.loads(kwargs))
+def _derived(
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    kwargs: str,
+    own: str,
+) -> AnswerFormat:
+    """The format under the variables `kwargs`, as JSON; from the template without tools.
+
+    Args:
+        own: the template that the inputs bring; '' for the tokenizer's.
+    """
+    inputs = ChatInputs((), json.loads(kwargs), own)
     before = render_text(tokenizer, _HELLO, True, inputs)
     # Reasoning: from history, or where the prompt opens it.
     reasoning = _reasoning_frame(tokenizer, before, inputs)
@@ -304,14 +307,14 @@ def _call_frame(
             except TemplateRefuses:
                 continue
             # What the prompt and the content hold is not part of a call.
-            text = text[_shared(before, text) :].rpartition(_CONTENT)[2]
+            text = text[shared_length(before, text) :].rpartition(_CONTENT)[2]
             pieces = [without_spaces(part) for part in text.split(MARKED_NAME)]
             if len(pieces) == count + 1:
                 leads += pieces[:-1]
                 follow = pieces[-1][:1]
         if leads:
             # The end that all of them share: reversed, it is a beginning.
-            alike = min(_shared(leads[0][::-1], lead[::-1]) for lead in leads)
+            alike = min(shared_length(leads[0][::-1], lead[::-1]) for lead in leads)
             return leads[0][len(leads[0]) - alike :], follow
     return "", ""
 
@@ -395,7 +398,7 @@ def rendered_answer(
     for token in special:
         if token.strip() and text.endswith(token) and len(token) > len(stop):
             stop = token
-    if stop or not has_template(tokenizer):
+    if stop or not has_template(tokenizer, inputs):
         return text, stop
 
     # Otherwise the first token of the next turn ends this one, if the target stops at it.

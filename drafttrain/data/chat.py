@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from drafttrain.data.image_parts import any_image, content_text, image_part, text_part
 from drafttrain.data.template_bounds import bounded, environment
 from drafttrain.errors import UserError, first_line
 from drafttrain.files import Json
@@ -38,10 +39,13 @@ class ChatInputs:
             "function": {...}}.
         kwargs: the template's own variables, such as enable_thinking, reasoning_effort or
             documents.
+        template: the chat template itself, where it is not the tokenizer's: that of a processor
+            of images; '' for the tokenizer's.
     """
 
     tools: Sequence[Json] = ()
     kwargs: Json = field(default_factory=dict)
+    template: str = ""
 
     @staticmethod
     def of(row: Json, defaults: Json | None = None) -> ChatInputs:
@@ -75,9 +79,17 @@ class TemplateRefuses(UserError):
     """The chat template cannot render a conversation, or would leave out part of it."""
 
 
-def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer has a chat template."""
-    return bool(getattr(tokenizer, "chat_template", None))
+def has_template(tokenizer: PreTrainedTokenizerBase, inputs: ChatInputs = NO_INPUTS) -> bool:
+    """Whether the tokenizer has a chat template, or the inputs bring one."""
+    return bool(inputs.template or getattr(tokenizer, "chat_template", None))
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase, inputs: ChatInputs) -> str:
+    """The chat template under these inputs."""
+    if inputs.template:
+        return inputs.template
+    found: str = tokenizer.get_chat_template(tools=inputs.tool_list)
+    return found
 
 
 def render_text(
@@ -98,28 +110,105 @@ def render_text(
             role, ...), or ignores the tools, a variable or the calls.
     """
     calls = any(message.get("tool_calls") for message in messages)
-    if not has_template(tokenizer):
+    if not has_template(tokenizer, inputs):
         if inputs.tools or inputs.kwargs or calls:
             raise TemplateRefuses(
                 "tools and chat_template_kwargs need a target with a chat template"
             )
-        text = "\n\n".join(_content(message) for message in messages)
+        if any_image(messages):
+            raise TemplateRefuses("images need a target with a chat template")
+        text = "\n\n".join(content_text(message.get("content")) for message in messages)
         if generation:
             return text + "\n\n"
         return text
 
-    template = tokenizer.get_chat_template(tools=inputs.tool_list)
+    template = template_of(tokenizer, inputs)
     check_inputs(template, inputs)
     as_text = False
     if calls:
         as_text = _wants_text(tokenizer, template)
     readable = [_for_template(message, as_text) for message in messages]
+    if _wants_parts(tokenizer, template):
+        readable = [_in_parts(message) for message in readable]
+    if any_image(messages):
+        _check_texts(tokenizer, template, messages)
     return _render(tokenizer, readable, generation, inputs)
 
 
-def _content(message: Message) -> str:
-    """The message's text; '' beside calls."""
-    content: str | None = message.get("content")
+@lru_cache(maxsize=64)
+def _wants_parts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Whether a template reads text in parts only, and would leave out a plain string."""
+    message: Json = {"role": "user", "content": _MARKER}
+    bare = ChatInputs(template=template)
+    for wants, asked in ((False, message), (True, _in_parts(message))):
+        try:
+            if _MARKER in _render(tokenizer, [asked], True, bare):
+                return wants
+        except TemplateRefuses:
+            continue
+    return False
+
+
+def _in_parts(message: Message) -> Message:
+    """The message with its text as a part."""
+    if isinstance(message["content"], str):
+        return {**message, "content": [text_part(message["content"])]}
+    return message
+
+
+def _image_marker(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
+    """What a template writes for an image; '' for nothing."""
+    bare = ChatInputs(template=template)
+    texts = []
+    for parts in ([text_part(_MARKER)], [image_part("image"), text_part(_MARKER)]):
+        try:
+            texts.append(_render(tokenizer, [{"role": "user", "content": parts}], True, bare))
+        except TemplateRefuses:
+            return ""
+    plain, seen = texts
+    start = shared_length(plain, seen)
+    end = shared_length(plain[start:][::-1], seen[start:][::-1])
+    return seen[start : len(seen) - end]
+
+
+def shared_length(one: str, other: str) -> int:
+    """Length of the beginning that two texts share."""
+    for length, pair in enumerate(zip(one, other, strict=False)):
+        if pair[0] != pair[1]:
+            return length
+    return min(len(one), len(other))
+
+
+@lru_cache(maxsize=16)
+def _image_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, ...]:
+    """The added tokens that a template writes for an image.
+
+    Raises TemplateRefuses: it writes nothing.
+    """
+    marker = _image_marker(tokenizer, template)
+    if not marker.strip():
+        raise TemplateRefuses("the chat template writes no images; choose a target that reads them")
+    # Line breaks may be added tokens too.
+    return tuple(
+        token for token in tokenizer.get_added_vocab() if token.strip() and token in marker
+    )
+
+
+def _check_texts(
+    tokenizer: PreTrainedTokenizerBase, template: str, messages: Sequence[Message]
+) -> None:
+    """Checks that no text of messages with images reads as an image. Raises TemplateRefuses."""
+    for token in _image_tokens(tokenizer, template):
+        for message in messages:
+            if token in content_text(message.get("content")):
+                raise TemplateRefuses(
+                    f"the text of a message holds {token!r}, which stands for an image; drop it"
+                )
+
+
+def _content(message: Message) -> str | list[Json]:
+    """The message's text, or its parts; '' beside calls."""
+    content: str | list[Json] | None = message.get("content")
     if content:
         return content
     return ""
@@ -136,6 +225,8 @@ def _render(
         "tokenize": False,
         "add_generation_prompt": generation,
     }
+    if inputs.template:
+        options["chat_template"] = inputs.template
     plain = [dict(message) for message in messages]
     try:
         with bounded(plain, options, inputs.kwargs):
@@ -253,7 +344,7 @@ def prompt_ids(
     Text gets the special tokens that the tokenizer adds. Messages are rendered up to where the
     assistant answers (without a template: joined by blank lines, as text).
     """
-    if not isinstance(prompt, str) and has_template(tokenizer):
+    if not isinstance(prompt, str) and has_template(tokenizer, inputs):
         return encode(tokenizer, render_text(tokenizer, prompt, generation=True, inputs=inputs))
     if isinstance(prompt, str):
         text = prompt

@@ -28,6 +28,8 @@ from drafttrain.data.chat import (
     render_text,
     text_ids,
 )
+from drafttrain.data.image_parts import any_image, content_text, image_sources
+from drafttrain.data.image_prompts import PromptPictures
 from drafttrain.data.row_formats import parse_row, row_id
 from drafttrain.data.transcript import Transcript
 from drafttrain.errors import UserError
@@ -47,6 +49,7 @@ class RecordedTranscript(Transcript):
     Args:
         messages: of the whole conversation.
         stops: tokens that end the target's responses, besides the tokenizer's special ones.
+        pictures: reads the images of the messages; None where there must be none.
     """
 
     def __init__(
@@ -55,9 +58,11 @@ class RecordedTranscript(Transcript):
         messages: Sequence[Message],
         inputs: ChatInputs,
         stops: Collection[int],
+        pictures: PromptPictures | None = None,
     ):
         super().__init__(inputs=inputs)
         self.tokenizer = tokenizer
+        self.pictures = pictures
         self.messages = messages
         self.stops = stops
         self.text = ""  # that the tokens stand for
@@ -65,7 +70,7 @@ class RecordedTranscript(Transcript):
     def add(self, i: int, id: str) -> None:
         """Appends the prompt before message i, and the message.
 
-        Raises TemplateRewrites, which leaves the row as it is; UserError.
+        Raises TemplateRewrites, which leaves the row as it is; UserError, BadPicture.
         """
         where = f"row id={id!r}, message {i}"
         answer = self.messages[i]
@@ -86,6 +91,9 @@ class RecordedTranscript(Transcript):
             prompt = render_text(self.tokenizer, before, True, self.inputs)
         except TemplateRefuses as error:
             raise UserError(f"{where}: {error}") from error
+        sources = list(image_sources(before))
+        if self.text and len(sources) > len(self.images):
+            raise TemplateRewrites(f"{where}: the turns before it bring new images")
         if not prompt.startswith(self.text):
             raise TemplateRewrites(
                 f"{where}: the chat template renders the turns before it differently from here on"
@@ -108,6 +116,8 @@ class RecordedTranscript(Transcript):
             )
 
         # Prompt and answer are encoded one after the other, as the target meets them.
+        if sources and not self.text:
+            self._see(prompt, sources)
         self._extend(prompt)
         start = len(self.tokens)
         self._extend(prompt + text)
@@ -124,11 +134,25 @@ class RecordedTranscript(Transcript):
         answer. The rest is then encoded separately, because the target generates its answer after a
         complete prompt.
         """
-        ids = encode(self.tokenizer, text)
-        if ids[: len(self.tokens)] != self.tokens:
+        if self.images:  # whose placeholders the text does not repeat
+            ids = self.tokens
+        else:
+            ids = encode(self.tokenizer, text)
+        if self.images or ids[: len(self.tokens)] != self.tokens:
             ids = self.tokens + text_ids(self.tokenizer, text[len(self.text) :])
         self.tokens = ids
         self.text = text
+
+    def _see(self, text: str, sources: Sequence[object]) -> None:
+        """Begins the row with a prompt with images. Raises BadPicture, UserError."""
+        if self.pictures is None:
+            raise UserError("images in these conversations are not read; give text only")
+        read = [self.pictures.store.read(each, self.pictures.allow_urls) for each in sources]
+        self.tokens = self.pictures.expanded(text, read).ids.tolist()
+        self.images = [picture.name for picture in read]
+        self.pictures.seen.update({picture.name: picture for picture in read})
+        self.text = text
+        self.shown = (text, len(self.tokens))
 
     def record(self, id: str) -> Json:
         """The stored record."""
@@ -163,6 +187,7 @@ def recorded_conversations(
     kwargs: Json | None = None,
     stop_ids: Collection[int] = (),
     max_length: int | None = None,
+    pictures: PromptPictures | None = None,
 ) -> Iterator[tuple[str, list[Json] | UserError]]:
     """Conversations of a JSONL file: OpenAI, ShareGPT, instruction and answer, or with tools.
 
@@ -174,6 +199,7 @@ def recorded_conversations(
         kwargs: chat_template_kwargs for rows that do not set them. stop_ids: as in
             `answer_record`.
         max_length: tokens of a record that are used; what is far behind them is not read.
+        pictures: reads the images of the file, and holds those of a row that is yielded.
 
     Yields:
         A row's id with its records, or with the reason why it cannot be used: an error of
@@ -190,6 +216,7 @@ def recorded_conversations(
                 kwargs,
                 stop_ids,
                 max_length,
+                pictures,
             )
         except UserError as error:
             records = error
@@ -204,6 +231,7 @@ def _records_of(
     kwargs: Json | None,
     stop_ids: Collection[int],
     max_length: int | None,
+    pictures: PromptPictures | None,
 ) -> list[Json]:
     """The records of a row. Raises UserError."""
     parsed = parse_row(row)
@@ -218,15 +246,17 @@ def _records_of(
     if max_length is not None:
         messages = _beginning(messages, max_length * longest_token(tokenizer))
     inputs = ChatInputs.of(parsed, kwargs)
+    if pictures is not None and any_image(messages):
+        inputs = pictures.inputs(inputs)
 
     # A row grows until the template rewrites its turns; then another one begins.
     rows: dict[int, RecordedTranscript] = {}  # by the message that is the first answer
-    current = RecordedTranscript(tokenizer, messages, inputs, stop_ids)
+    current = RecordedTranscript(tokenizer, messages, inputs, stop_ids, pictures)
     for i in assistant_turns(messages, id):
         try:
             current.add(i, id)
         except TemplateRewrites:
-            current = RecordedTranscript(tokenizer, messages, inputs, stop_ids)
+            current = RecordedTranscript(tokenizer, messages, inputs, stop_ids, pictures)
             current.add(i, id)
         if len(current.spans) == 1:
             rows[i] = current
@@ -260,7 +290,7 @@ def _beginning(messages: Sequence[Message], letters: int) -> list[Message]:
             if isinstance(message.get(key), str):  # None beside calls of tools
                 shorter[key] = message[key][: letters + 1]
         kept.append(shorter)
-        read += len(shorter.get("content") or "")
+        read += len(content_text(shorter.get("content")))
         if read > letters and message["role"] == "assistant":
             break
     return kept

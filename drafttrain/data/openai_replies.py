@@ -39,6 +39,7 @@ class _ChatChoice(TypedDict):
     # No tool_choice is sent, so calls are the target's text too.
     finish_reason: Finish | Literal["tool_calls"]
     stop_reason: NotRequired[int | str | None]
+    token_ids: NotRequired[_Items[int] | None]  # of servers that were asked for them
 
 
 class _TextChoice(TypedDict):
@@ -55,6 +56,7 @@ class _IdsChoice(TypedDict):
 
 class ChatReply(TypedDict):
     choices: Annotated[_Items[_ChatChoice], Field(min_length=1)]
+    prompt_token_ids: NotRequired[_Items[int] | None]
 
 
 class TextReply(TypedDict):

@@ -1,4 +1,4 @@
-"""Sources of prompts by name: a file, a data set, and prompts that the target writes itself.
+"""Sources of prompts by name: a file, a data set, a package, and prompts that the target writes itself.
 
 A source is a function of a `Request` that yields prompts, as lines of the output:
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import random
 import time
@@ -25,11 +26,13 @@ from typing_extensions import TypedDict
 
 from drafttrain.data.failures import BadReply
 from drafttrain.data.filters import Filter, stable_id
+from drafttrain.data.image_parts import any_image, image_part, with_sources
 from drafttrain.data.row_file import RowFile, check_row_file, line_starts
 from drafttrain.data.row_formats import Prompt, parse_row, row_id
 from drafttrain.errors import UserError, shown
 from drafttrain.files import Json, JsonlLog, hub_problem, reading
 from drafttrain.flags import load_target
+from drafttrain.images import BadPicture, Picture, PictureStore
 from drafttrain.progress import Progress
 
 if TYPE_CHECKING:
@@ -43,6 +46,35 @@ _SERVED = 128  # prompts that a server writes at a time
 
 
 @dataclass(frozen=True)
+class Intake:
+    """Takes the images of rows into the output's store.
+
+    Attributes:
+        store: beside the output.
+        folder: where relative paths in rows begin.
+        allow_urls: download images.
+    """
+
+    store: PictureStore
+    folder: Path
+    allow_urls: bool = False
+
+    def named(self, prompt: Prompt) -> tuple[Prompt, dict[str, Picture]]:
+        """The prompt with its images by name, and the pictures by name. Raises BadPicture."""
+        if not any_image(prompt.get("messages", ())):
+            return prompt, {}
+        pictures: dict[str, Picture] = {}
+        given = PictureStore(self.folder)
+
+        def name(source: object) -> Json:
+            picture = given.read(source, self.allow_urls)
+            pictures[picture.name] = picture
+            return image_part(picture.name)
+
+        return {**prompt, "messages": with_sources(prompt["messages"], name)}, pictures
+
+
+@dataclass(frozen=True)
 class Request:
     """What the command asks of a source.
 
@@ -51,12 +83,14 @@ class Request:
         keep: decides which prompts are kept, and counts the others by reason.
         partial: a file for results of an interrupted run; deleted when the output is complete.
         settings: the flags that determine the prompts, except for their number.
+        intake: takes the images.
     """
 
     args: argparse.Namespace
     keep: Filter
     partial: Path
     settings: Json
+    intake: Intake
 
 
 @dataclass(frozen=True)
@@ -108,6 +142,7 @@ def collect(
     count: int | None,
     source: str,
     total: int = 0,
+    intake: Intake | None = None,
 ) -> Iterator[Json]:
     """Yields the kept prompts of rows in any format of row_formats.py, at most `count`.
 
@@ -115,6 +150,8 @@ def collect(
         rows: a row's own "id" stays.
         source: name of the source, which every prompt carries.
         total: number of rows; 0 if unknown.
+        intake: takes the images; a row with one that cannot be used is dropped, and counted by the
+            reason. Without it, so are all rows with images.
 
     Raises:
         UserError: an id that is neither text nor a number, or that two prompts have.
@@ -123,14 +160,29 @@ def collect(
     ids = set[str]()
     with Progress("prompts", count, "prompts") as progress:
         for read, row in enumerate(rows, 1):
-            prompt = parse_row(row)
+            prompt = None
+            pictures: dict[str, Picture] = {}
+            reason = "unknown format"
+            unread = f"row {read} has {', '.join(map(str, row)) or 'no keys':.200}"
+            try:
+                prompt = parse_row(row)
+                if prompt is not None and intake is not None:
+                    prompt, pictures = intake.named(prompt)
+                elif prompt is not None and any_image(prompt.get("messages", ())):
+                    raise BadPicture("image: no intake", f"source={source} takes text only")
+            except BadPicture as bad:
+                prompt = None
+                reason = bad.reason
+                unread = f"row {read}: {bad}"
             if prompt is None:
-                keep.dropped["unknown format"] += 1
+                keep.dropped[reason] += 1
                 if not keep.unread:
-                    keys = ", ".join(map(str, row)) or "no keys"
-                    keep.unread = f"row {read} has {keys:.200}"
+                    keep.unread = unread
             elif keep.keeps(prompt):
                 kept += 1
+                for picture in pictures.values():
+                    assert intake is not None
+                    intake.store.add(picture)
                 key = _id_of(row, prompt, source)
                 if key in ids:
                     raise UserError(
@@ -167,7 +219,14 @@ def file_prompts(request: Request) -> Iterator[Json]:
     check_row_file(args.input, "input", "give its folder as the data set: --source DIR")
     rows = RowFile(args.input, lambda row, _: row, line_starts(args.input))
     shuffled = rows.shuffled(args.seed)
-    return collect(shuffled, request.keep, args.count, args.input.name, len(rows))
+    return collect(
+        shuffled,
+        request.keep,
+        args.count,
+        args.input.name,
+        len(rows),
+        request.intake,
+    )
 
 
 def data_set_prompts(request: Request) -> Iterator[Json]:
@@ -175,7 +234,7 @@ def data_set_prompts(request: Request) -> Iterator[Json]:
     args = request.args
     columns = parse_columns(args.columns)
     rows = data_set_rows(args.source, args.subset, args.split, columns, args.seed)
-    return collect(rows, request.keep, args.count, args.source)
+    return collect(rows, request.keep, args.count, args.source, intake=request.intake)
 
 
 def data_set_rows(
@@ -201,7 +260,7 @@ def data_set_rows(
         hub_problem()
     with reading(name, "source", fix):
         # Streamed: a few prompts do not need all of a large data set.
-        stream = load_dataset(name, subset, split=split, streaming=True)
+        stream = load_dataset(name, subset, split=split, streaming=True).decode(False)
         rows = iter(stream.shuffle(seed=seed, buffer_size=_READ_AHEAD))
     while True:
         # Every row is read within it: a library may fail at any of them.
@@ -239,6 +298,67 @@ def parse_columns(text: str) -> dict[str, str]:
             )
         columns[ours.strip()] = theirs.strip()
     return columns
+
+
+# -- easy-vqa: questions about drawn shapes ---------------------------------------------------------
+
+
+def easy_vqa_prompts(request: Request) -> Iterator[Json]:
+    """The questions of easy-vqa's training split, in random order, with its answers.
+
+    The split `test` is the suite easy_vqa of `drafttrain eval`.
+    """
+    args = request.args
+    if args.split != "train":
+        raise UserError(
+            f"split={args.split!r}: prompts of easy-vqa come from train; test is the suite easy_vqa"
+        )
+    rows = easy_vqa_rows("train")
+    random.Random(args.seed).shuffle(rows)
+    return collect(
+        rows,
+        request.keep,
+        args.count,
+        args.source,
+        len(rows),
+        request.intake,
+    )
+
+
+def easy_vqa_rows(split: str) -> list[Json]:
+    """The rows of the package easy-vqa: 64 x 64 pictures of a shape, with questions of one word's
+    answer.
+
+    Args:
+        split: train (4,000 pictures, 38,575 questions) or test (1,000 and 9,673).
+
+    Raises UserError: it is not installed.
+    """
+    try:
+        package = importlib.import_module("easy_vqa")
+    except ImportError as error:
+        raise UserError(
+            "easy-vqa needs the package easy-vqa (5,000 images, 23 MB): pip install easy-vqa"
+        ) from error
+    if split == "train":
+        questions, answers, numbers = package.get_train_questions()
+        paths = package.get_train_image_paths()
+    else:
+        questions, answers, numbers = package.get_test_questions()
+        paths = package.get_test_image_paths()
+    rows = []
+    for place, (question, answer, number) in enumerate(
+        zip(questions, answers, numbers, strict=True)
+    ):
+        rows.append(
+            {
+                "id": f"easy-vqa-{split}-{place}",
+                "question": question,
+                "answer": answer,
+                "image": paths[number],
+            }
+        )
+    return rows
 
 
 # -- magpie: the target writes the prompts ---------------------------------------------------------
@@ -423,5 +543,6 @@ def served_answers(
 DATA_SET = Source(data_set_prompts)  # for every name that SOURCES does not have
 SOURCES = {
     "file": Source(file_prompts),
+    "easy-vqa": Source(easy_vqa_prompts),
     "magpie": Source(magpie_prompts, default_count=1000),
 }

@@ -4,13 +4,15 @@
     DIR/part-0003.jsonl                     one line per conversation, written by process 3
     DIR/features/part-0003-00012.safetensors  states of some of them, complete or absent
     DIR/features/features.json              their settings, if `drafttrain features` wrote them
+    DIR/images/                             pictures of the prompts, `<SHA-256>.png`
     DIR/arrow/                              the cache of `load_records`, see record_cache.py
 
 A line {"id", "tokens", "spans": [[start, end], ...], "finish": ["stop" | "length", ...], "source",
-"reasoning", "part"}: spans are the responses' token ranges, end exclusive, stop token included;
+"reasoning", "part", "images"}: spans are the responses' token ranges, end exclusive, stop token included;
 finish names per span how it ended; reasoning counts per span the first tokens that are reasoning
 (absent if unknown); part numbers the rows of a conversation that another row continues, because the
-chat template rewrites earlier turns. Lines are only appended, each by one write; an incomplete last
+chat template rewrites earlier turns; images names the pictures of the prompt before the first span, in
+order, whose placeholders are among the tokens. Lines are only appended, each by one write; an incomplete last
 line of a killed process is cut off when its part is opened again. All parts together determine
 which conversations are done, so any number of processes can continue the work of any other.
 """
