@@ -25,6 +25,7 @@ from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.data.failures import BadReply
 from drafttrain.data.image_prompts import with_uris
 from drafttrain.data.openai_replies import (
+    ChatIdsReply,
     ChatReply,
     IdsReply,
     TextReply,
@@ -487,7 +488,7 @@ class OpenAIBackend(Backend):
             return self._text(it, number)
         renderer = self.settings.renderer
         body = {**self._chat_body(it), **self._ids_options()}
-        reply = self._query(it, number, "chat/completions", body, ChatReply)
+        reply = self._query(it, number, "chat/completions", body, ChatIdsReply)
         choice = reply["choices"][0]
         if choice.get("token_ids") is None or reply.get("prompt_token_ids") is None:
             return self._chat_text(it, choice)

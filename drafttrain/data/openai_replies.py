@@ -39,7 +39,6 @@ class _ChatChoice(TypedDict):
     # No tool_choice is sent, so calls are the target's text too.
     finish_reason: Finish | Literal["tool_calls"]
     stop_reason: NotRequired[int | str | None]
-    token_ids: NotRequired[_Items[int] | None]  # of servers that were asked for them
 
 
 class _TextChoice(TypedDict):
@@ -56,6 +55,16 @@ class _IdsChoice(TypedDict):
 
 class ChatReply(TypedDict):
     choices: Annotated[_Items[_ChatChoice], Field(min_length=1)]
+
+
+class _ChatIdsChoice(_ChatChoice):
+    token_ids: NotRequired[_Items[int] | None]
+
+
+class ChatIdsReply(TypedDict):
+    """A chat's reply to a request for token ids, which a server may ignore."""
+
+    choices: Annotated[_Items[_ChatIdsChoice], Field(min_length=1)]
     prompt_token_ids: NotRequired[_Items[int] | None]
 
 
