@@ -12,10 +12,12 @@ from drafttrain.errors import UserError, first_line
 
 # Package -> extra that brings it.
 EXTRAS = {
+    "PIL": "vision",
     "deepspeed": "deepspeed",
     "gguf": "gguf",
     "matplotlib": "plots",
     "peft": "peft",
+    "torchvision": "vision",
     "wandb": "wandb",
 }
 
@@ -31,11 +33,13 @@ def require(package: str, purpose: str = "this") -> ModuleType:
     """
     try:
         return importlib.import_module(package)
-    except ImportError as error:
+    # torchvision for another build of torch raises RuntimeError.
+    except (ImportError, RuntimeError) as error:
         missing = "is not installed"
-        if error.name != package:
-            missing = f"cannot be imported ({first_line(error)})"
         fix = f"pip install 'drafttrain[{EXTRAS[package]}]'"
+        if getattr(error, "name", None) != package:
+            missing = f"cannot be imported ({first_line(error)})"
+            fix = f"install it from where your torch came from, or {fix}"
         raise UserError(f"{purpose} needs {package}, which {missing}: {fix}") from error
 
 

@@ -19,7 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -30,6 +35,7 @@ from transformers.utils import logging as logs
 from drafttrain.errors import UserError, without_xet
 from drafttrain.files import Json, hub_snapshot, open_tensors, read_json
 from drafttrain.target.fetch import resolve_target
+from drafttrain.target.parts import Parts, build_language_model, image_class, part_class, whole_again
 from drafttrain.values import ShardIndex
 
 # Buffers that earlier versions of transformers stored, and parts that are not the language model's.
@@ -48,6 +54,8 @@ _SIZES = ("hidden_size", "vocab_size", "num_attention_heads")
 # transformers' modules that log reports of a load.
 _REPORTERS = ("modeling_utils", "utils.loading_report", "distributed.tensor_parallel")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "tok_embeddings.weight")
+# Options of `from_pretrained`. Weights of another shape are reported by name with the others.
+_CHECKED = {"use_safetensors": True, "ignore_mismatched_sizes": True}
 # Weights per byte of the files: 4 bits each, and some that are tied.
 _MOST_PER_BYTE = 4
 
@@ -100,6 +108,8 @@ def loading(what: str, fix: str) -> Iterator[None]:
 def load_language_model(where: str, what: str, fix: str, **options: Any) -> Any:
     """A causal language model with exactly the weights that its config promises.
 
+    Of a model that reads images too, it is the text part: towers are neither built nor read.
+
     Args:
         where: folder or Hub id.
         what: names the model in errors (`target='...'`).
@@ -109,19 +119,57 @@ def load_language_model(where: str, what: str, fix: str, **options: Any) -> Any:
     Raises:
         UserError: not loadable; weights that are missing, unknown, of another shape or not finite.
     """
+    config = None
     with loading(what, fix):
         if "gguf_file" not in options:
-            options["use_safetensors"] = True
-            # Weights of another shape are reported by name with the others.
-            options["ignore_mismatched_sizes"] = True
             config = model_config(where, options.get("trust_remote_code", False))
             check_sizes(config, where, what, fix)
             options["config"] = config
+        whole = None if config is None else image_class(config)
+        if whole is not None:
+            model, _ = load_part(whole, where, what, fix, text=True, **options)
+            return model
+        if config is not None:
+            options |= _CHECKED
         options["output_loading_info"] = True
         loaded: Any = AutoModelForCausalLM.from_pretrained(where, **options)
     model, info = loaded
     check_loaded(model, info, what, fix)
     return model
+
+
+def load_part(
+    whole: Any,
+    where: str,
+    what: str,
+    fix: str,
+    *,
+    text: bool,
+    **options: Any,
+) -> tuple[Any, Parts]:
+    """The text part of a model that reads images, or all but its text part, checked as a whole model is.
+
+    Args:
+        whole: its class. text: which part.
+
+    Raises:
+        UserError: as `load_language_model`.
+    """
+    options.pop("trust_remote_code", None)  # the class is transformers' own
+    with loading(what, fix):
+        loaded: Any = part_class(whole, text).from_pretrained(
+            where,
+            output_loading_info=True,
+            **_CHECKED,
+            **options,
+        )
+    model, info = loaded
+    parts = whole_again(model)
+    # Each part is checked for its own weights, and does not know the other's.
+    unknown = [str(name) for name in info.get("unexpected_keys") or ()]
+    info["unexpected_keys"] = [name for name in unknown if parts.is_tower(name) != text]
+    check_loaded(model, info, what, fix, apart=text)
+    return model, parts
 
 
 def model_config(where: str, trust_remote_code: bool) -> PreTrainedConfig:
@@ -208,7 +256,7 @@ def check_sizes(
     # On the meta device weights have shapes and no memory.
     if stored and is_known(config):  # a Hub id has no files here
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = build_language_model(config)
         count = sum(weight.numel() for weight in model.parameters())
         if count > _MOST_PER_BYTE * stored:
             raise UserError(
@@ -226,11 +274,13 @@ def check_loaded(
     info: Mapping[str, Any],
     what: str,
     fix: str,
+    apart: bool = True,
 ) -> None:
     """Checks a loader's report and the loaded values.
 
     Args:
         info: of `from_pretrained(output_loading_info=True)`.
+        apart: whether towers and prediction modules may be unknown.
 
     Raises:
         UserError: names the first weights that are missing, unknown, of another shape or not
@@ -245,7 +295,7 @@ def check_loaded(
         lacking -= set(tied)
     names = {
         "lack": lacking,
-        "have unknown": set(_not_apart(unknown)),
+        "have unknown": set(_not_apart(unknown) if apart else unknown),
         "have another shape of": {str(entry[0]) for entry in info.get("mismatched_keys") or ()},
     }
     for word, wrong in names.items():

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -47,6 +47,7 @@ from drafttrain.target.loading import (
     text_part,
     weights_folder,
 )
+from drafttrain.target.parts import build_language_model
 from drafttrain.target.proof import LOGITS, LOGITS_HALF, described, find_scale, unsupported
 from drafttrain.target.target import Target, Tokenizer, resolve_target
 
@@ -84,11 +85,7 @@ def load_shell(
         check_sizes(config, "", what, _FIX)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config,
-                trust_remote_code=trust_remote_code,
-                **options,
-            )
+            model = build_language_model(config, trust_remote_code=trust_remote_code, **options)
     # Many targets have none; config and tokenizer name the end of sequence too.
     if generation is not None:
         model.generation_config = generation

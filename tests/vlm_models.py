@@ -1,0 +1,455 @@
+"""Tiny random checkpoints of models that read images, with their processors, built on the spot."""
+
+from __future__ import annotations
+
+import functools
+import io
+import random
+
+import numpy as np
+import torch
+import transformers as hf
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+from drafttrain.images import Picture
+
+VOCAB = 300  # 256 bytes, then special tokens
+SEEN = 28  # pixels of the images' sides, in most families
+TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "vocab_size": VOCAB,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "pad_token_id": 258,
+    "initializer_range": 0.2,  # large enough that images change the text
+}
+TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": SEEN,
+    "patch_size": 14,
+    "initializer_range": 0.2,
+}
+WINDOWED = {
+    "sliding_window": 12,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+SQUARE = {"height": SEEN, "width": SEEN}
+
+
+def _qwen(family, token):
+    old = family in ("qwen2_vl", "qwen2_5_vl", "glm4v")
+    patch = 14 if old else 16
+    vision = {
+        "depth": 1,
+        "num_heads": 2,
+        "patch_size": patch,
+        "spatial_merge_size": 2,
+        "hidden_size": 32,
+        "out_hidden_size": 32,
+        "intermediate_size": 48,
+        "initializer_range": 0.2,
+    }
+    vision |= {
+        "qwen2_vl": {"embed_dim": 32, "mlp_ratio": 2},
+        "qwen2_5_vl": {"fullatt_block_indexes": [0]},
+        "qwen3_vl": {"depth": 2, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+        "qwen3_5": {"num_position_embeddings": 16},
+        "glm4v": {"image_size": 56},
+    }[family]
+    text = dict(TEXT, rope_parameters=MROPE | ({} if old else {"mrope_interleaved": True}))
+    if family == "glm4v":
+        text["rope_parameters"] = {**MROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
+    if family == "qwen3_5":
+        text["rope_parameters"]["partial_rotary_factor"] = 1.0
+        text |= {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        }
+    sizes = {"patch_size": patch, "merge_size": 2}
+    config = {
+        "text_config": text,
+        "vision_config": vision,
+        "image_token_id": token("<|image|>"),
+        "video_token_id": token("<|video|>"),
+    }
+    if family == "glm4v":
+        config |= {"image_start_token_id": token("<|begin|>"), "image_end_token_id": token("<|end|>")}
+        images = hf.Glm4vImageProcessorPil(size=_edges(28, 84), **sizes)
+        videos = hf.Glm4vVideoProcessor(size=_edges(28, 84), **sizes)
+    else:
+        config |= {
+            "vision_start_token_id": token("<|begin|>"),
+            "vision_end_token_id": token("<|end|>"),
+        }
+        images = hf.Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=84 * 84, **sizes)
+        kind = hf.Qwen2VLVideoProcessor if old else hf.Qwen3VLVideoProcessor
+        videos = kind(size=_edges(56, 112), **sizes)
+    return config, {"image_processor": images, "video_processor": videos}
+
+
+def _edges(least, most):
+    return {"shortest_edge": least * least, "longest_edge": most * most}
+
+
+def _gemma3(family, token):
+    # Norms after each part make its weights scale-free; a small embedding keeps the last token from winning.
+    text = {**TEXT, "query_pre_attn_scalar": 16, **WINDOWED, "initializer_range": 0.02}
+    return {
+        "text_config": text,
+        "vision_config": {**TOWER, "vision_use_head": False},
+        "mm_tokens_per_image": 4,
+        "image_token_index": token("<|image|>"),
+        "boi_token_index": token("<|begin|>"),
+        "eoi_token_index": token("<|end|>"),
+    }, {"image_processor": hf.Gemma3ImageProcessorPil(size=SQUARE), "image_seq_length": 4}
+
+
+def _gemma4(family, token):
+    text = {
+        **TEXT,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": VOCAB,
+        "global_head_dim": 16,
+        **WINDOWED,
+        "initializer_range": 0.05,
+        "use_bidirectional_attention": "vision",
+    }
+    vision = {
+        **TOWER,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "pooling_kernel_size": 2,
+        "position_embedding_size": 64,
+        "default_output_length": 70,
+    }
+    return {
+        "text_config": text,
+        "vision_config": vision,
+        "audio_config": None,
+        "image_token_id": token("<|image|>"),
+        "boi_token_id": token("<|begin|>"),
+        "eoi_token_id": token("<|end|>"),
+        "video_token_id": token("<pad>"),
+    }, {
+        "image_processor": hf.Gemma4ImageProcessorPil(
+            patch_size=14, max_soft_tokens=70, pooling_kernel_size=2
+        ),
+        "video_processor": hf.Gemma4VideoProcessor(),
+        "feature_extractor": hf.Gemma4AudioFeatureExtractor(),
+    }
+
+
+def _clip(**more):
+    return {**TOWER, "model_type": "clip_vision_model", "projection_dim": 32, **more}
+
+
+def _siglip(**more):
+    return {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False, **more}
+
+
+def _llama(**more):
+    return {**TEXT, "model_type": "llama", **more}
+
+
+def _qwen2(**more):
+    return {**TEXT, "model_type": "qwen2", **more}
+
+
+def _llava(family, token):
+    config = {
+        "text_config": _llama(),
+        "vision_config": _clip(num_hidden_layers=2),
+        "image_token_index": token("<|image|>"),
+    }
+    return config, {
+        "image_processor": hf.CLIPImageProcessorPil(size={"shortest_edge": SEEN}, crop_size=SQUARE),
+        "patch_size": 14,
+        "vision_feature_select_strategy": "default",
+        "num_additional_image_tokens": 1,
+    }
+
+
+def _llava_next(family, token):
+    pinpoints = [[SEEN, 2 * SEEN], [2 * SEEN, SEEN], [2 * SEEN, 2 * SEEN]]
+    config = {
+        "text_config": _llama(),
+        "vision_config": _clip(num_hidden_layers=2),
+        "image_token_index": token("<|image|>"),
+        "image_grid_pinpoints": pinpoints,
+    }
+    return config, {
+        "image_processor": hf.LlavaNextImageProcessorPil(
+            size={"shortest_edge": SEEN}, crop_size=SQUARE, image_grid_pinpoints=pinpoints
+        ),
+        "patch_size": 14,
+        "vision_feature_select_strategy": "default",
+        "num_additional_image_tokens": 1,
+    }
+
+
+def _llava_onevision(family, token):
+    pinpoints = [[SEEN, 2 * SEEN], [2 * SEEN, SEEN]]
+    config = {
+        "text_config": _qwen2(),
+        "vision_config": _siglip(),
+        "image_token_index": token("<|image|>"),
+        "video_token_index": token("<|video|>"),
+        "image_grid_pinpoints": pinpoints,
+    }
+    return config, {
+        "image_processor": hf.LlavaOnevisionImageProcessorPil(
+            size=SQUARE, image_grid_pinpoints=pinpoints
+        ),
+        "video_processor": hf.LlavaOnevisionVideoProcessor(size=SQUARE),
+        "num_image_tokens": 4,
+        "vision_feature_select_strategy": "full",
+    }
+
+
+def _mistral3(family, token):
+    config = {
+        "text_config": {**TEXT, "model_type": "mistral"},
+        "vision_config": {**TOWER, "model_type": "pixtral", "head_dim": 16},
+        "spatial_merge_size": 2,
+        "image_token_index": token("<|image|>"),
+        "tie_word_embeddings": False,
+    }
+    if family == "mistral3":
+        config["image_token_index"] = token("[IMG]")
+    else:
+        config["text_config"] = {**TEXT, "model_type": "qwen3"}
+        config["image_token_id"] = config.pop("image_token_index")
+    return config, {
+        "image_processor": hf.PixtralImageProcessorPil(
+            size={"longest_edge": 56}, patch_size={"height": 28, "width": 28}
+        ),
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+    }
+
+
+def _idefics3(family, token):
+    images = hf.Idefics3ImageProcessorPil(
+        size={"longest_edge": 2 * SEEN}, max_image_size={"longest_edge": SEEN}
+    )
+    config = {
+        "text_config": _llama(),
+        "vision_config": {**TOWER},
+        "scale_factor": 2,
+        "image_token_id": token("<image>"),
+    }
+    return config, {"image_processor": images, "image_seq_len": 1}
+
+
+def _internvl(family, token):
+    return {
+        "text_config": _qwen2(),
+        "vision_config": {**TOWER, "image_size": [SEEN, SEEN], "patch_size": [14, 14]},
+        "image_token_id": token("<IMG_CONTEXT>"),
+        "downsample_ratio": 0.5,
+    }, {
+        "image_processor": hf.GotOcr2ImageProcessorPil(
+            size=SQUARE, crop_to_patches=True, min_patches=1, max_patches=2
+        ),
+        "video_processor": hf.InternVLVideoProcessor(size=SQUARE),
+        "image_seq_length": 1,
+    }
+
+
+def _paligemma(family, token):
+    text = {**TEXT, "model_type": "gemma", "initializer_range": 0.1}
+    return {
+        "text_config": text,
+        "vision_config": {**_siglip(), "projection_dim": 32},
+        "projection_dim": 32,
+        "image_token_index": token("<image>"),
+    }, {"image_processor": _with(hf.SiglipImageProcessorPil(size=SQUARE), image_seq_length=4)}
+
+
+def _with(made, **more):
+    for name, value in more.items():
+        setattr(made, name, value)
+    return made
+
+
+def _aya_vision(family, token):
+    text = {**TEXT, "model_type": "cohere2", **WINDOWED}
+    return {
+        "text_config": text,
+        "vision_config": _siglip(),
+        "image_token_index": token("<|IMG_PATCH|>"),
+        "downsample_factor": 2,
+        "vision_feature_select_strategy": "full",
+    }, {
+        "image_processor": hf.GotOcr2ImageProcessorPil(
+            size=SQUARE, crop_to_patches=True, min_patches=1, max_patches=2
+        ),
+        "patch_size": 14,
+        "img_size": SEEN,
+        "downsample_factor": 2,
+    }
+
+
+def _cohere2_vision(family, token):
+    text = {**TEXT, "model_type": "cohere2", **WINDOWED}
+    return {
+        "text_config": text,
+        "vision_config": _siglip(),
+        "image_token_id": token("<|IMG_PATCH|>"),
+        "downsample_factor": 2,
+        "alignment_intermediate_size": 64,
+    }, {
+        "image_processor": hf.Cohere2VisionImageProcessor(
+            size=SQUARE, crop_to_patches=True, min_patches=1, max_patches=2, patch_size=1
+        ),
+    }
+
+
+def _ovis2(family, token):
+    return {
+        "text_config": _qwen2(),
+        "vision_config": {**TOWER, "vocab_size": 40, "hidden_stride": 2, "num_visual_indicator_tokens": 5},
+        "image_token_id": token("<IMG_ATOM>"),
+        "visual_indicator_token_ids": [token(word) for word in OVIS2[1:6]],
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+    }, {
+        "image_processor": hf.Ovis2ImageProcessorPil(
+            size=SQUARE, crop_to_patches=True, min_patches=1, max_patches=2
+        ),
+        "image_seq_length": 1,
+        "image_token": "<image>",
+    }
+
+
+def _deepseek_vl(family, token):
+    return {
+        "text_config": _llama(),
+        "vision_config": _siglip(),
+        "image_token_id": token("<image_placeholder>"),
+    }, {
+        "image_processor": hf.DeepseekVLImageProcessorPil(size=SQUARE),
+        "num_image_tokens": 4,
+    }
+
+
+MARKS = ["<|image|>", "<|video|>", "<|begin|>", "<|end|>"]
+OVIS2 = ["<IMG_ATOM>", "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>", "<image>"]
+IDEFICS = ["<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>"]
+IDEFICS += [f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2)]
+COHERE = ["<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "<|IMG_LINE_BREAK|>", "<image>"]
+COHERE += ["TILE_1", "TILE_2", "TILE_GLOBAL"]
+INTERN = ["<img>", "</img>", "<IMG_CONTEXT>", "<video>"]
+_QWEN_TOKENS = {
+    "image_token": "<|image|>",
+    "video_token": "<|video|>",
+    "vision_bos_token": "<|begin|>",
+    "vision_eos_token": "<|end|>",
+}
+_GEMMA = {"image_token": "<|image|>", "boi_token": "<|begin|>", "eoi_token": "<|end|>"}
+_GEMMA4 = _GEMMA | {"audio_token": "<|video|>", "boa_token": "<a>", "eoa_token": "</a>"}
+_PIXTRAL = {"image_token": "<|image|>", "image_break_token": "<|video|>", "image_end_token": "<|end|>"}
+# Family: what builds config and processor parts, special tokens beside MARKS, those that the tokenizer names, and an
+# image's marker in a prompt.
+_IN_QWEN = (_qwen, [], _QWEN_TOKENS, "<|begin|><|image|><|end|>")
+FAMILIES = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"), _IN_QWEN),
+    "gemma3": (_gemma3, [], _GEMMA, "<|begin|>"),
+    "gemma4": (_gemma4, ["<a>", "</a>"], _GEMMA4, "<|image|>"),
+    "llava": (_llava, [], {"image_token": "<|image|>"}, "<|image|>"),
+    "llava_next": (_llava_next, [], {"image_token": "<|image|>"}, "<|image|>"),
+    "llava_onevision": (
+        _llava_onevision,
+        [],
+        {"image_token": "<|image|>", "video_token": "<|video|>"},
+        "<|image|>",
+    ),
+    "mistral3": (_mistral3, ["[IMG]", "[IMG_BREAK]", "[IMG_END]"], {}, "[IMG]"),
+    "lighton_ocr": (_mistral3, [], _PIXTRAL, "<|image|>"),
+    "idefics3": (_idefics3, IDEFICS, {}, "<image>"),
+    "internvl": (
+        _internvl,
+        INTERN,
+        {
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
+        },
+        "<IMG_CONTEXT>",
+    ),
+    "paligemma": (_paligemma, ["<image>"], {"image_token": "<image>"}, "<image>"),
+    "aya_vision": (_aya_vision, COHERE, {}, "<image>"),
+    "cohere2_vision": (
+        _cohere2_vision,
+        COHERE,
+        {
+            "boi_token": "<|START_OF_IMG|>",
+            "eoi_token": "<|END_OF_IMG|>",
+            "image_token": "<|IMG_PATCH|>",
+            "img_line_break_token": "<|IMG_LINE_BREAK|>",
+        },
+        "<|IMG_PATCH|>",
+    ),
+    "ovis2": (_ovis2, OVIS2, {}, "<image>"),
+    "deepseek_vl": (
+        _deepseek_vl,
+        ["<image_placeholder>"],
+        {"image_token": "<image_placeholder>"},
+        "<image_placeholder>",
+    ),
+}
+
+
+def build(family, folder):
+    """Writes a checkpoint of a family with its processor; returns the marker of an image in a prompt."""
+    make, more, named, marker = FAMILIES[family]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(["<s>", "</s>", "<pad>", *MARKS, *more])  # ids from 256
+    tokenizer = hf.PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        extra_special_tokens=named,
+    )
+    config, parts = make(family, tokenizer.convert_tokens_to_ids)
+    torch.manual_seed(0)
+    made = hf.AutoConfig.for_model(family, **config)
+    model = hf.AutoModelForImageTextToText.from_config(made, dtype=torch.float32)
+    for weight in model.parameters():
+        if weight.ndim > 1 and not weight.any():
+            torch.nn.init.normal_(weight, std=0.5)  # Gemma 3's projector would hide all images
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    kind = getattr(hf, PROCESSOR_MAPPING_NAMES[family])
+    kind(tokenizer=tokenizer, **parts).save_pretrained(folder)
+    return marker
+
+
+@functools.cache
+def picture(seed, width=84, height=70):
+    """Coloured squares."""
+    numbers = np.random.default_rng(seed).integers(0, 255, (3, 4, 3), dtype=np.uint8)
+    from PIL import Image
+
+    data = io.BytesIO()
+    Image.fromarray(numbers).resize((width, height), Image.NEAREST).save(data, "PNG")
+    return Picture(data.getvalue())
