@@ -47,8 +47,9 @@ from drafttrain.target.loading import (
     text_part,
     weights_folder,
 )
-from drafttrain.target.parts import build_language_model
+from drafttrain.target.parts import build_language_model, image_class
 from drafttrain.target.proof import LOGITS, LOGITS_HALF, described, find_scale, unsupported
+from drafttrain.target.sight import Sight
 from drafttrain.target.target import Target, Tokenizer, resolve_target
 
 _FIX = "give a folder with config.json, safetensors and tokenizer, or a Hub id"
@@ -81,7 +82,8 @@ def load_shell(
         options["dtype"] = resolve_dtype(dtype, place)
     generation = read_generation_config(path, name)
     with loading(f"{what}: config and tokenizer", _FIX):
-        config = text_part(model_config(path, trust_remote_code))
+        whole = model_config(path, trust_remote_code)
+        config = text_part(whole)
         check_sizes(config, "", what, _FIX)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
@@ -91,6 +93,9 @@ def load_shell(
         model.generation_config = generation
     model.eval().requires_grad_(False)
     shell = TargetShell(model, tokenizer, name, path, model.dtype)
+    if image_class(whole) is not None:
+        shell.sight = Sight(shell)  # for its processor
+        shell.sight.trust_remote_code = trust_remote_code
     shell._choose_path(packed_only=False)
     if weights:
         shell.read_weights(place)

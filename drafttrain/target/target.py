@@ -609,7 +609,7 @@ class Target:
             UserError: the target reads no images or has no processor, or torchvision or Pillow is
                 missing.
         """
-        return self._seeing().processor
+        return self._eyes().processor
 
     def image_prompt(self, text: str, pictures: Sequence[Picture]) -> ImagePrompt:
         """A prompt with images.
@@ -621,7 +621,7 @@ class Target:
         Raises:
             UserError: as `processor`; text and pictures that do not go together.
         """
-        return self._seeing().prompt(text, pictures)
+        return self._eyes().prompt(text, pictures)
 
     def read_images(self, prompt: ImagePrompt, feature_layers: Sequence[int]) -> TargetOutput:
         """`forward` of a whole conversation with images: states of all its L positions.
@@ -650,6 +650,9 @@ class Target:
 
     def _seeing(self) -> Sight:
         self.require_layers()
+        return self._eyes()
+
+    def _eyes(self) -> Sight:
         if self.sight is None:
             fault = "reads no images; use a target that does, or text only"
             raise unsupported(self.name, self.model, fault)
