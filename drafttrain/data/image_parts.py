@@ -112,7 +112,7 @@ def place_images(messages: Sequence[Json], images: Sequence[object]) -> list[Jso
         placed.append({**message, "content": content})
 
     if not places and waiting:
-        return _in_front(messages, images)
+        return in_front(messages, images)
     if waiting or places > len(images):
         raise BadPicture("image: no place", f"{len(images)} images in the row and {places} places")
     return placed
@@ -132,9 +132,11 @@ def _at_markers(text: str) -> str | list[Json]:
     return parts
 
 
-def _in_front(messages: Sequence[Json], images: Sequence[object]) -> list[Json]:
+def in_front(messages: Sequence[Json], images: Sequence[object]) -> list[Json]:
     """The messages with all images before the text of the first question."""
     made = list(messages)
+    if not images:
+        return made
     for number, message in enumerate(messages):
         if message["role"] == "user":
             content = message["content"]

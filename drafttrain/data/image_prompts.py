@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from drafttrain.data.chat import ChatInputs, Message, prompt_ids, render_text
@@ -92,14 +93,17 @@ def too_long(tokens: int, images: int, max_length: int) -> BadReply:
     return BadReply(TOO_LONG, f"{held}, --max-length {max_length}")
 
 
-def with_uris(messages: Sequence[Json], pictures: Mapping[str, Picture]) -> list[Json]:
+def with_uris(
+    messages: Sequence[Json], pictures: Mapping[str, Picture] = MappingProxyType({})
+) -> list[Json]:
     """The messages as OpenAI's API takes them: images as data URIs.
 
     Args:
-        pictures: by name.
+        pictures: by name, of images that are not read yet.
     """
 
     def sent(source: object) -> Json:
-        return {"type": "image_url", "image_url": {"url": pictures[str(source)].uri}}
+        picture = source if isinstance(source, Picture) else pictures[str(source)]
+        return {"type": "image_url", "image_url": {"url": picture.uri}}
 
     return with_sources(messages, sent)

@@ -21,13 +21,20 @@ from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
 from drafttrain.data.chat import NO_INPUTS, ChatInputs, Message, prompt_ids
+from drafttrain.data.image_parts import in_front, row_images
+from drafttrain.data.image_prompts import PromptPictures, with_uris
 from drafttrain.environment import suites_folder
 from drafttrain.errors import UserError
 from drafttrain.evaluation import bfcl
+from drafttrain.evaluation.drawn_suite import drawn_rows
 from drafttrain.files import Json, check_json, hub_problem, parse_json, read_jsonl, reading
+from drafttrain.images import BadPicture, Picture, read_picture
+from drafttrain.target import Target
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from drafttrain.target.sight import ImagePrompt
 
 # SPEED-Bench replaces texts that NVIDIA may not redistribute by this note; NVIDIA's script fetches
 # them.
@@ -94,6 +101,7 @@ class SuiteRow(TypedDict):
     question_id: NotRequired[str | int | None]
     category: NotRequired[Category | None]
     turns: Annotated[list[Annotated[str, Field(pattern=r"\S")]], Field(min_length=1)]
+    images: NotRequired[list[str]]
     opening: NotRequired[list[OpeningMessage]]
     tools: NotRequired[list[SuiteTool]]
     chat_template_kwargs: NotRequired[Json]
@@ -107,6 +115,7 @@ class Question:
         turns: of the user; each after the first follows the answer to the turn before. opening:
             messages before them.
         inputs: tools and chat_template_kwargs.
+        images: before the text of the first turn.
     """
 
     question_id: str
@@ -114,6 +123,7 @@ class Question:
     turns: tuple[str, ...]
     opening: tuple[Message, ...] = ()
     inputs: ChatInputs = NO_INPUTS
+    images: tuple[Picture, ...] = ()
 
     @staticmethod
     def from_row(
@@ -121,11 +131,13 @@ class Question:
         index: int,
         category: str,
         defaults: Json | None = None,
+        images: Sequence[Picture] = (),
     ) -> Question:
         """Reads a checked row.
 
         Args:
             index: its id if it has none. category: if it names none. defaults: chat_template_kwargs.
+            images: of the row, which have been read.
         """
         key = row.get("question_id")
         if key is None:
@@ -136,21 +148,23 @@ class Question:
             turns=tuple(row["turns"]),
             opening=tuple(dict(message) for message in row.get("opening", ())),
             inputs=ChatInputs.of(dict(row), defaults),
+            images=tuple(images),
         )
 
     def messages(self, answers: Sequence[str] = ()) -> list[Message]:
-        """The conversation up to the turn after these answers."""
-        made = list(self.opening)
+        """The conversation up to the turn after these answers; images as pictures."""
+        made: list[Json] = [dict(message) for message in self.opening]
         for turn, answer in zip(self.turns, answers, strict=False):
             made.append({"role": "user", "content": turn})
             made.append({"role": "assistant", "content": answer})
         if len(answers) < len(self.turns):
             made.append({"role": "user", "content": self.turns[len(answers)]})
-        return made
+        return list(in_front(made, self.images))
 
     def request(self) -> Json:
         """The first turn as the body of a chat completion."""
-        body: Json = {"messages": self.messages()}
+        messages = [dict(message) for message in self.messages()]
+        body: Json = {"messages": with_uris(messages)}
         if self.inputs.tools:
             body["tools"] = list(self.inputs.tools)
         if self.inputs.kwargs:
@@ -158,10 +172,19 @@ class Question:
         return body
 
     def prompt(self, tokenizer: PreTrainedTokenizerBase, answers: Sequence[str] = ()) -> list[int]:
-        """Token ids of `messages` up to where the target answers. Raises UserError: the chat
-        template refuses them.
+        """Token ids of `messages` up to where the target answers.
+
+        Raises UserError: the chat template refuses them, or there are images, which ids cannot show.
         """
+        if self.images:
+            raise UserError(
+                f"question {self.question_id!r} shows images, which are not read here; choose a suite of text"
+            )
         return prompt_ids(tokenizer, self.messages(answers), self.inputs)
+
+    def prompt_for(self, target: Target, answers: Sequence[str] = ()) -> list[int] | ImagePrompt:
+        """`prompt`, with its images. Raises UserError: also a target that does not read them."""
+        return PromptPictures(target).prompt(self.messages(answers), self.inputs)
 
 
 @dataclass(frozen=True)
@@ -189,6 +212,8 @@ class PublicSuite(NamedTuple):
         more: reads other keys of a `SuiteRow` from a row and its file.
         files: patterns of the Hub's files, for sets that `datasets` cannot read. beside: of files
             that `more` reads.
+        sees: whether the column `image` or `images` belongs to the prompt.
+        rows: makes the rows, where they come from a package or are drawn.
     """
 
     source: str
@@ -201,6 +226,8 @@ class PublicSuite(NamedTuple):
     more: Callable[[Json, Path], Json] = lambda row, file: {}
     files: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
+    sees: bool = False
+    rows: Callable[[], Iterable[Json]] | None = None
 
 
 def _humaneval(row: Json) -> list[str]:
@@ -241,6 +268,37 @@ def _gpqa(row: Json) -> list[str]:
     return [
         f"{row['Question'].strip()}\n\n{choices}\n\nReason step by step, then answer with a letter."
     ]
+
+
+def _chartqa(row: Json) -> list[str]:
+    question = row["query"] if "query" in row else row["question"]
+    return [f"{question}\n\nSay what the chart shows about it, then give the answer."]
+
+
+def _chartqa_category(row: Json) -> str | None:
+    if "human_or_machine" in row:
+        return ("human", "machine")[row["human_or_machine"]]
+    return row.get("type")
+
+
+def _coco(row: Json) -> list[str]:
+    row["image"]  # an error where it is another format
+    return ["Describe this image in a paragraph."]
+
+
+def _easy_vqa_rows() -> list[Json]:
+    from drafttrain.data.sources import easy_vqa_rows
+
+    return easy_vqa_rows("test")
+
+
+def _easy_vqa_category(row: Json) -> str:
+    """What is asked for, by the answer."""
+    if row["answer"] in ("yes", "no"):
+        return "yes or no"
+    if row["answer"] in ("circle", "rectangle", "triangle"):
+        return "shape"
+    return "color"
 
 
 def _prepared_turns(row: Json) -> list[str]:
@@ -363,6 +421,53 @@ PUBLIC: dict[str, PublicSuite] = {
         more=lambda row, file: {"category": file.stem},
         files=tuple(f"{name}.jsonl" for name in _SPECULATOR_SUBSETS),
     ),
+    "mmstar": PublicSuite(
+        "Lin-Chen/MMStar",
+        "not stated",
+        lambda row: [row["question"]],
+        "val",
+        split="val",
+        id_key="index",
+        sees=True,
+    ),
+    "chartqa": PublicSuite(
+        "HuggingFaceM4/ChartQA",
+        "GPL-3.0",
+        _chartqa,
+        category=_chartqa_category,
+        sees=True,
+    ),
+    "ocrbench": PublicSuite(
+        "echo840/OCRBench",
+        "not stated",
+        lambda row: [row["question"]],
+        category=lambda row: row.get("question_type"),
+        sees=True,
+    ),
+    "coco_captions": PublicSuite(
+        "lmms-lab/COCO-Caption2017",
+        "CC BY 4.0",
+        _coco,
+        split="val",
+        sees=True,
+    ),
+    "easy_vqa": PublicSuite(
+        "the package easy-vqa",
+        "MIT",
+        lambda row: [row["question"]],
+        id_key="id",
+        category=_easy_vqa_category,
+        sees=True,
+        rows=_easy_vqa_rows,
+    ),
+    "drawn": PublicSuite(
+        "drafttrain",
+        "Apache-2.0",
+        lambda row: [row["question"]],
+        id_key="id",
+        sees=True,
+        rows=drawn_rows,
+    ),
     "speed_bench": _speed_bench("qualitative"),
     "speed_bench_1k": _speed_bench("throughput_1k"),
     "speed_bench_2k": _speed_bench("throughput_2k"),
@@ -399,8 +504,12 @@ def load_suite(name: str, defaults: Json | None = None) -> Suite:
     license_name = ""
     if path.is_file():
         for index, (_, row) in enumerate(read_jsonl(path, fix=_ROW_FIX, schema=SuiteRow)):
-            questions.append(Question.from_row(row, index, "all", defaults))
+            place = f"{path} row {index + 1}"
+            pictures = _pictures(row.get("images", ()), path.parent, place)
+            questions.append(Question.from_row(row, index, "all", defaults, pictures))
         content = path.read_bytes()
+        for question in questions:
+            content += "".join(picture.digest for picture in question.images).encode()
         # Other variables of the template make other prompts.
         if defaults:
             content += json.dumps(defaults).encode()
@@ -447,7 +556,17 @@ def _content(question: Question) -> list[object]:
     more = [question.opening, question.inputs.tools, question.inputs.kwargs]
     if any(more):
         content += more
+    if question.images:
+        content.append([picture.digest for picture in question.images])
     return content
+
+
+def _pictures(sources: Iterable[object], folder: Path, place: str) -> list[Picture]:
+    """The pictures of a row. Raises UserError, which names the place."""
+    try:
+        return [read_picture(source, folder) for source in sources]
+    except BadPicture as bad:
+        raise UserError(f"{place}: {bad}") from bad
 
 
 # -- public benchmarks -----------------------------------------------------------------------------
@@ -492,7 +611,12 @@ def _read_public(name: str, path: str, defaults: Json | None) -> Iterator[Questi
         read["question_id"] = row.get("question_id", row.get(suite.id_key))
         check_json(read, place, _ROW_FIX, SuiteRow)
         masked += any(turn.startswith(_MASKED) for turn in read["turns"])
-        yield Question.from_row(read, index, name, defaults)
+        pictures = []
+        if suite.sees:
+            pictures = _pictures(row_images(row), file.parent, place)
+            if not pictures:
+                raise UserError(f"{place} has no image, which the questions of {name} are about")
+        yield Question.from_row(read, index, name, defaults, pictures)
     if masked:
         raise UserError(
             f"{where}: {masked} rows hold only a note that their text must be fetched "
@@ -506,6 +630,10 @@ def _hub_rows(name: str, suite: PublicSuite) -> Iterator[tuple[Json, Path]]:
     from datasets import load_dataset
     from huggingface_hub import snapshot_download
 
+    if suite.rows is not None:
+        for made in suite.rows():
+            yield made, Path()
+        return
     what = f"suite={name!r}: source"
     hub_problem()
     with reading(suite.source, what, f"go online once, or give its file as {name}:FILE"):
@@ -518,6 +646,8 @@ def _hub_rows(name: str, suite: PublicSuite) -> Iterator[tuple[Json, Path]]:
                 loaded = load_dataset("json", data_files=suite.source, split=suite.split)
             else:
                 loaded = load_dataset(suite.source, suite.config, split=suite.split)
+            if suite.sees:  # images as their encoded bytes
+                loaded = loaded.to_iterable_dataset().decode(False)
             rows = ((row, Path()) for row in loaded)
     yield from rows
 
