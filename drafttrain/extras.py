@@ -21,6 +21,11 @@ EXTRAS = {
     "wandb": "wandb",
 }
 
+# What the command of an extra does not know: the build must be torch's own.
+_BUILDS = {
+    "torchvision": " (beside a torch for CPUs: pip install torchvision --index-url https://download.pytorch.org/whl/cpu)"
+}
+
 
 def require(package: str, purpose: str = "this") -> ModuleType:
     """Imports a package of an extra.
@@ -36,10 +41,10 @@ def require(package: str, purpose: str = "this") -> ModuleType:
     # torchvision for another build of torch raises RuntimeError.
     except (ImportError, RuntimeError) as error:
         missing = "is not installed"
-        fix = f"pip install 'drafttrain[{EXTRAS[package]}]'"
         if getattr(error, "name", None) != package:
             missing = f"cannot be imported ({first_line(error)})"
-            fix = f"install it from where your torch came from, or {fix}"
+        fix = f"pip install 'drafttrain[{EXTRAS[package]}]'"
+        fix += _BUILDS.get(package, "")
         raise UserError(f"{purpose} needs {package}, which {missing}: {fix}") from error
 
 

@@ -34,10 +34,6 @@ def has_gpu() -> bool:
 if not has_gpu():  # before anything imports triton: its kernels then run as numpy programs
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import importlib.abc
-import importlib.metadata
-import sys
-
 import pytest
 
 # torch, transformers and drafttrain are imported where they are used: pytest-xdist's first process, which only hands tests
@@ -47,31 +43,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from drafttrain.target import Target
-
-class DeclareOperators(importlib.abc.MetaPathFinder):
-    """Lets the registry's torchvision, which is built for CUDA, be imported beside a torch without CUDA.
-
-    Its compiled library does not load there, and its import stops at two operators that it only describes. Image processors
-    call neither.
-    """
-
-    def find_spec(self, name, path=None, target=None):
-        if name == "torchvision":
-            sys.meta_path.remove(self)
-            import torch
-
-            try:
-                built = importlib.metadata.version("torchvision")
-            except importlib.metadata.PackageNotFoundError:
-                return None
-            if torch.version.cuda is None and "+cpu" not in built:
-                form = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-                for operator in ("nms", "qnms"):
-                    torch.library.define(f"torchvision::{operator}", form)
-        return None
-
-
-sys.meta_path.insert(0, DeclareOperators())
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"

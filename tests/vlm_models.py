@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
-import random
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from drafttrain.images import Picture
+from drafttrain.target import Target
 
 VOCAB = 300  # 256 bytes, then special tokens
 SEEN = 28  # pixels of the images' sides, in most families
@@ -88,17 +89,14 @@ def _qwen(family, token):
     }
     if family == "glm4v":
         config |= {"image_start_token_id": token("<|begin|>"), "image_end_token_id": token("<|end|>")}
-        images = hf.Glm4vImageProcessorPil(size=_edges(28, 84), **sizes)
-        videos = hf.Glm4vVideoProcessor(size=_edges(28, 84), **sizes)
+        images = hf.Glm4vImageProcessorPil(size=_edges(28, 150), **sizes)
     else:
         config |= {
             "vision_start_token_id": token("<|begin|>"),
             "vision_end_token_id": token("<|end|>"),
         }
         images = hf.Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=84 * 84, **sizes)
-        kind = hf.Qwen2VLVideoProcessor if old else hf.Qwen3VLVideoProcessor
-        videos = kind(size=_edges(56, 112), **sizes)
-    return config, {"image_processor": images, "video_processor": videos}
+    return config, {"image_processor": images, "video_processor": Video()}
 
 
 def _edges(least, most):
@@ -148,7 +146,7 @@ def _gemma4(family, token):
         "image_processor": hf.Gemma4ImageProcessorPil(
             patch_size=14, max_soft_tokens=70, pooling_kernel_size=2
         ),
-        "video_processor": hf.Gemma4VideoProcessor(),
+        "video_processor": Video(),
         "feature_extractor": hf.Gemma4AudioFeatureExtractor(),
     }
 
@@ -214,7 +212,7 @@ def _llava_onevision(family, token):
         "image_processor": hf.LlavaOnevisionImageProcessorPil(
             size=SQUARE, image_grid_pinpoints=pinpoints
         ),
-        "video_processor": hf.LlavaOnevisionVideoProcessor(size=SQUARE),
+        "video_processor": Video(),
         "num_image_tokens": 4,
         "vision_feature_select_strategy": "full",
     }
@@ -265,7 +263,7 @@ def _internvl(family, token):
         "image_processor": hf.GotOcr2ImageProcessorPil(
             size=SQUARE, crop_to_patches=True, min_patches=1, max_patches=2
         ),
-        "video_processor": hf.InternVLVideoProcessor(size=SQUARE),
+        "video_processor": Video(),
         "image_seq_length": 1,
     }
 
@@ -301,21 +299,6 @@ def _aya_vision(family, token):
         "patch_size": 14,
         "img_size": SEEN,
         "downsample_factor": 2,
-    }
-
-
-def _cohere2_vision(family, token):
-    text = {**TEXT, "model_type": "cohere2", **WINDOWED}
-    return {
-        "text_config": text,
-        "vision_config": _siglip(),
-        "image_token_id": token("<|IMG_PATCH|>"),
-        "downsample_factor": 2,
-        "alignment_intermediate_size": 64,
-    }, {
-        "image_processor": hf.Cohere2VisionImageProcessor(
-            size=SQUARE, crop_to_patches=True, min_patches=1, max_patches=2, patch_size=1
-        ),
     }
 
 
@@ -378,7 +361,6 @@ FAMILIES = {
         {"image_token": "<|image|>", "video_token": "<|video|>"},
         "<|image|>",
     ),
-    "mistral3": (_mistral3, ["[IMG]", "[IMG_BREAK]", "[IMG_END]"], {}, "[IMG]"),
     "lighton_ocr": (_mistral3, [], _PIXTRAL, "<|image|>"),
     "idefics3": (_idefics3, IDEFICS, {}, "<image>"),
     "internvl": (
@@ -394,17 +376,6 @@ FAMILIES = {
     ),
     "paligemma": (_paligemma, ["<image>"], {"image_token": "<image>"}, "<image>"),
     "aya_vision": (_aya_vision, COHERE, {}, "<image>"),
-    "cohere2_vision": (
-        _cohere2_vision,
-        COHERE,
-        {
-            "boi_token": "<|START_OF_IMG|>",
-            "eoi_token": "<|END_OF_IMG|>",
-            "image_token": "<|IMG_PATCH|>",
-            "img_line_break_token": "<|IMG_LINE_BREAK|>",
-        },
-        "<|IMG_PATCH|>",
-    ),
     "ovis2": (_ovis2, OVIS2, {}, "<image>"),
     "deepseek_vl": (
         _deepseek_vl,
@@ -415,8 +386,41 @@ FAMILIES = {
 }
 
 
+class Video:
+    """Stands for a video processor, which needs torchvision."""
+
+    temporal_patch_size = 2
+
+
+class Built(NamedTuple):
+    """A checkpoint on the disk."""
+
+    folder: str
+    marker: str  # of an image in a prompt
+    processor: Any
+    model: Any  # transformers' own
+
+    def load(self):
+        """The target, with its processor as if it had loaded that."""
+        target = Target.load(self.folder, dtype="float32", device="cpu")
+        target.sight._processor = self.processor
+        return target
+
+    def generate(self, prompt, count):
+        """The tokens that transformers writes greedily."""
+        with torch.no_grad():
+            out = self.model.generate(
+                input_ids=prompt.ids[None],
+                attention_mask=torch.ones_like(prompt.ids[None]),
+                **prompt.tensors,
+                max_new_tokens=count,
+                do_sample=False,
+            )
+        return out[0, len(prompt) :].tolist()
+
+
 def build(family, folder):
-    """Writes a checkpoint of a family with its processor; returns the marker of an image in a prompt."""
+    """Writes a checkpoint of a family; its processor reads images without torchvision."""
     make, more, named, marker = FAMILIES[family]
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
@@ -433,15 +437,20 @@ def build(family, folder):
     config, parts = make(family, tokenizer.convert_tokens_to_ids)
     torch.manual_seed(0)
     made = hf.AutoConfig.for_model(family, **config)
-    model = hf.AutoModelForImageTextToText.from_config(made, dtype=torch.float32)
+    model = hf.AutoModelForImageTextToText.from_config(made, dtype=torch.float32).eval()
     for weight in model.parameters():
         if weight.ndim > 1 and not weight.any():
             torch.nn.init.normal_(weight, std=0.5)  # Gemma 3's projector would hide all images
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     kind = getattr(hf, PROCESSOR_MAPPING_NAMES[family])
-    kind(tokenizer=tokenizer, **parts).save_pretrained(folder)
-    return marker
+
+    class Bare(kind):
+        def check_argument_for_proper_class(self, _name, argument):  # refuses `Video`
+            return type(argument)
+
+    return Built(str(folder), marker, Bare(tokenizer=tokenizer, **parts), model)
 
 
 @functools.cache

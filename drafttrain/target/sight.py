@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import AutoProcessor
 
 from drafttrain.batch import TargetOutput
 from drafttrain.errors import UserError
@@ -99,25 +100,28 @@ class Sight:
         """transformers' processor of the target, loaded on first use.
 
         Raises:
-            UserError: the target has none, or torchvision or Pillow is missing.
+            UserError: the target has none, or Pillow or a torchvision that it needs is missing.
         """
         with _loading:
             if self._processor is None:
-                purpose = f"target={self.target.name!r}: a prompt with images"
-                for package in ("PIL", "torchvision"):
-                    require(package, purpose)
-                from transformers import AutoProcessor
-
-                what = f"target={self.target.name!r}: its processor"
-                with loading(what, _FIX):
-                    found = AutoProcessor.from_pretrained(
-                        self.target.path,
-                        trust_remote_code=self.trust_remote_code,
-                    )
-                if getattr(found, "image_processor", None) is None:
-                    raise UserError(f"{what} reads no images ({type(found).__name__}); {_FIX}")
-                self._processor = found
+                self._processor = self._load_processor()
         return self._processor
+
+    def _load_processor(self) -> Any:
+        what = f"target={self.target.name!r}: its processor"
+        require("PIL", what)
+        try:
+            with loading(what, _FIX):
+                found: Any = AutoProcessor.from_pretrained(
+                    self.target.path,
+                    trust_remote_code=self.trust_remote_code,
+                )
+        except UserError:
+            require("torchvision", what)  # most need it, and say so in many lines
+            raise
+        if getattr(found, "image_processor", None) is None:
+            raise UserError(f"{what} reads no images ({type(found).__name__}); {_FIX}")
+        return found
 
     def prompt(self, text: str, pictures: Sequence[Picture]) -> ImagePrompt:
         """See `Target.image_prompt`."""
