@@ -22,7 +22,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from drafttrain.errors import UserError, first_line, reason_of, shown
 from drafttrain.extras import require
@@ -280,8 +279,7 @@ def _downloaded(url: str, allowed: bool) -> bytes:
                         "image: too large", f"{shown(url)} has over {MOST_BYTES} bytes"
                     )
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        place = urlsplit(url).netloc
-        raise BadPicture("image: not downloaded", f"{place}: {first_line(error)}") from error
+        raise BadPicture("image: not downloaded", f"{shown(url)}: {first_line(error)}") from error
     return bytes(content)
 
 

@@ -88,8 +88,8 @@ def row_images(row: Mapping[str, object]) -> list[object]:
 def place_images(messages: Sequence[Json], images: Sequence[object]) -> list[Json]:
     """The messages with the images of the row's column at their places.
 
-    Places are parts without a source, and LLaVA's markers in texts. Without any, the images stand
-    before the first question.
+    Places are parts without a source, and LLaVA's markers in texts. Without any, and without images
+    of the messages' own, the images stand before the first question.
 
     Raises BadPicture: more images than places, or fewer.
     """
@@ -111,7 +111,7 @@ def place_images(messages: Sequence[Json], images: Sequence[object]) -> list[Jso
             content = parts
         placed.append({**message, "content": content})
 
-    if not places and waiting:
+    if not places and waiting and not any_image(messages):
         return in_front(messages, images)
     if waiting or places > len(images):
         raise BadPicture("image: no place", f"{len(images)} images in the row and {places} places")
