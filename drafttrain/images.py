@@ -12,7 +12,6 @@ picture as these pixels, so that every engine sees what the target sees here.
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import io
 import re
@@ -27,24 +26,22 @@ from drafttrain.errors import UserError, first_line, reason_of, shown
 from drafttrain.extras import require
 from drafttrain.files import writing
 
-FOLDER = "images"  # beside a file of prompts or in a data set
 MOST_PIXELS = 89_478_485  # Pillow's limit, above which it warns of a decompression bomb
 MOST_BYTES = 32_000_000  # of an encoded picture
 _ORIENTATION = 0x0112  # the EXIF tag
 _SECONDS = 30.0  # of a download
 # Pillow's other formats are rare in data sets, and some start other programs.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-# The beginning of an encoded picture -> the end of its file's name.
-_SUFFIXES = {
+# The beginning of an encoded picture -> its format, as in media types and names of files.
+_KINDS = {
     b"\x89PNG": "png",
-    b"\xff\xd8": "jpg",
+    b"\xff\xd8": "jpeg",
     b"RIFF": "webp",
     b"GIF8": "gif",
     b"BM": "bmp",
     b"II": "tiff",
     b"MM": "tiff",
 }
-_MEDIA = {"jpg": "jpeg"}  # subtypes of media types that are no suffix
 _NAME = re.compile(r"[0-9a-f]{64}\.[a-z]{3,4}")
 
 
@@ -76,105 +73,65 @@ class Picture:
     def __post_init__(self) -> None:
         object.__setattr__(self, "digest", hashlib.sha256(self.data).hexdigest())
 
-    @staticmethod
-    def of(data: bytes, where: str = "picture") -> Picture:
-        """The picture of these bytes, decoded once to check it.
-
-        Raises BadPicture, which names `where`.
-        """
-        if len(data) > MOST_BYTES:
-            raise BadPicture(
-                "image: too large",
-                f"{where} has {len(data)} bytes; at most {MOST_BYTES} are read",
-            )
-        picture = Picture(data)
-        picture._upright(picture._decoded(where), where)
-        return picture
+    @property
+    def _kind(self) -> str:
+        for beginning, kind in _KINDS.items():
+            if self.data.startswith(beginning):
+                return kind
+        return "bin"
 
     @property
     def name(self) -> str:
         """The name of its file in a `PictureStore`."""
-        return f"{self.digest}.{self._suffix}"
-
-    @property
-    def _suffix(self) -> str:
-        for beginning, suffix in _SUFFIXES.items():
-            if self.data.startswith(beginning):
-                return suffix
-        return "bin"
+        return f"{self.digest}.{self._kind}"
 
     def pixels(self) -> Any:
         """The picture as a `PIL.Image` in RGB, upright. Raises BadPicture."""
-        return self._upright(self._decoded(self.digest), self.digest)
+        return self.read(self.digest)[1]
 
     @property
     def uri(self) -> str:
         """A data URI that every engine decodes to `pixels`."""
-        image = self._decoded(self.digest)
+        image, pixels = self.read(self.digest)
+        data = self.data
+        kind = self._kind
         plain = image.mode in ("RGB", "L") and "transparency" not in image.info
-        if plain and image.getexif().get(_ORIENTATION, 1) == 1:
-            kind = _MEDIA.get(self._suffix, self._suffix)
-            content = self.data
-        else:
+        if not plain or image.getexif().get(_ORIENTATION, 1) != 1:
+            data = _png(pixels)
             kind = "png"
-            content = encoded(self.pixels())
-        return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+        return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
-    def _upright(self, image: Any, where: str) -> Any:
-        """A decoded picture in RGB, with its EXIF orientation applied. Raises BadPicture."""
-        from PIL import ImageOps
+    def read(self, where: str) -> tuple[Any, Any]:
+        """The picture as Pillow decodes it, and its `pixels`.
 
-        try:
-            return ImageOps.exif_transpose(image).convert("RGB")
-        except Exception as error:  # of metadata, or of a mode without a conversion
-            raise BadPicture("image: broken", f"{where}: {first_line(error)}") from error
-
-    def _decoded(self, where: str) -> Any:
-        """The picture as Pillow reads it. Raises BadPicture."""
+        Raises BadPicture, which names `where`; UserError: Pillow is not installed.
+        """
         require("PIL", "a prompt with images")
-        from PIL import Image
+        from PIL import Image, ImageOps, UnidentifiedImageError
 
         try:
             with warnings.catch_warnings():
-                # Its limit is an error below; other warnings are of odd metadata.
-                warnings.simplefilter("ignore")
+                warnings.simplefilter("ignore")  # of bombs, which are errors here, and odd metadata
                 image = Image.open(io.BytesIO(self.data), formats=_FORMATS)
+                if image.width * image.height > MOST_PIXELS:
+                    raise Image.DecompressionBombError(f"over {MOST_PIXELS} pixels")
+                # A phone's JPEG may hold a preview behind the picture, which is no animation.
+                if image.format != "MPO" and getattr(image, "n_frames", 1) > 1:
+                    raise BadPicture("image: animated", f"{where} has several frames; save one")
+                image.load()
+                return image, ImageOps.exif_transpose(image).convert("RGB")
+        except BadPicture:
+            raise
         except Image.DecompressionBombError as error:
             raise BadPicture("image: too large", f"{where}: {first_line(error)}") from error
-        # Decoders of broken files raise errors of many classes.
-        except Exception as error:
+        except UnidentifiedImageError as error:
             known = ", ".join(_FORMATS)
-            raise BadPicture(
-                "image: not an image", f"{where} holds no picture that Pillow reads ({known})"
-            ) from error
-
-        width, height = image.size
-        if width * height > MOST_PIXELS:
-            raise BadPicture(
-                "image: too large",
-                f"{where} has {width} x {height} pixels; at most {MOST_PIXELS} are decoded",
-            )
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                # A phone's JPEG may hold a preview behind the picture, which is no animation.
-                frames = 1
-                if image.format != "MPO":
-                    frames = getattr(image, "n_frames", 1)
-                image.load()
-                image.getexif()
-        except Exception as error:
-            raise BadPicture(
-                "image: broken", f"{where} cannot be decoded ({first_line(error)})"
-            ) from error
-        if frames > 1:
-            raise BadPicture(
-                "image: animated", f"{where} has {frames} frames; save the one that is meant"
-            )
-        return image
+            raise BadPicture("image: not an image", f"{where} is none of {known}") from error
+        except Exception as error:  # decoders of broken files raise errors of many classes
+            raise BadPicture("image: broken", f"{where}: {first_line(error)}") from error
 
 
-def encoded(image: Any) -> bytes:
+def _png(image: Any) -> bytes:
     """A PIL image as a PNG file, which keeps every pixel."""
     file = io.BytesIO()
     image.save(file, format="PNG")
@@ -182,7 +139,7 @@ def encoded(image: Any) -> bytes:
 
 
 def read_picture(source: object, folder: Path | None = None, allow_urls: bool = False) -> Picture:
-    """Reads a picture.
+    """Reads a picture, and decodes it once to check it.
 
     Args:
         source: a path, relative to `folder`; a data URI; an http(s) URL; a cell of an image column
@@ -195,91 +152,65 @@ def read_picture(source: object, folder: Path | None = None, allow_urls: bool = 
             allowed, or a source of another form.
         UserError: Pillow is not installed.
     """
+    picture = Picture(encoded(source, folder, allow_urls))
+    picture.read(shown(source)[:80])
+    return picture
+
+
+def encoded(source: object, folder: Path | None = None, allow_urls: bool = False) -> bytes:
+    """The bytes of a source of `read_picture`, unchecked but for their number. Raises BadPicture."""
     if isinstance(source, Mapping):
-        data = source.get("bytes")
-        if data is None:
-            data = source.get("path")
-        return read_picture(data, folder, allow_urls)
-    if isinstance(source, bytes | bytearray):
-        return Picture.of(bytes(source))
-    if isinstance(source, str | Path):
-        text = str(source)
-        scheme = text.partition(":")[0].lower()
-        if scheme == "data":
-            return Picture.of(_in_data_uri(text), shown(text))
-        if scheme in ("http", "https"):
-            return Picture.of(_downloaded(text, allow_urls), shown(text))
-        return Picture.of(_in_file(text, folder), shown(text))
-    if hasattr(source, "save") and hasattr(source, "convert"):
-        return _of_image(source)
-    raise BadPicture(
-        "image: unknown source", f"{shown(source)} is not a path, a data URI or an image"
-    )
-
-
-def _of_image(image: Any) -> Picture:
-    """The picture of a PIL image; the file that it was read from is not kept."""
+        source = source["path"] if source.get("bytes") is None else source["bytes"]
+    where = shown(source)
     try:
-        content = encoded(image)
-    except Exception as error:  # images may be read as late as here
-        raise BadPicture("image: broken", first_line(error)) from error
-    return Picture.of(content)
+        if isinstance(source, bytes | bytearray):
+            data = bytes(source)
+        elif isinstance(source, str | Path):
+            data = _at(str(source), folder, allow_urls)
+        elif hasattr(source, "convert"):
+            data = _png(source)
+        else:
+            raise BadPicture("image: unknown source", f"{where} is no path, data URI or image")
+    except UserError:
+        raise
+    except (
+        Exception
+    ) as error:  # of the disk, the network, odd paths, and images read as late as here
+        raise BadPicture("image: unreadable", f"{where}: {reason_of(error)}") from error
+    if len(data) > MOST_BYTES:
+        raise BadPicture("image: too large", f"{where} has over {MOST_BYTES} bytes")
+    return data
 
 
-def _in_file(text: str, folder: Path | None) -> bytes:
-    """The bytes of a file. Raises BadPicture."""
-    try:
-        path = Path(text.removeprefix("file://")).expanduser()
-        if folder is not None:
-            path = folder / path
-        if not path.is_file():  # nor a pipe, which would be waited for
-            raise BadPicture("image: no such file", shown(str(path)))
-        size = path.stat().st_size
-        if size > MOST_BYTES:
-            raise BadPicture(
-                "image: too large",
-                f"{shown(text)} has {size} bytes; at most {MOST_BYTES} are read",
-            )
-        return path.read_bytes()
-    except (OSError, ValueError, RuntimeError) as error:  # of the disk, or of odd paths
-        raise BadPicture("image: unreadable", f"{shown(text)}: {reason_of(error)}") from error
-
-
-def _in_data_uri(text: str) -> bytes:
-    """The bytes of a data URI. Raises BadPicture."""
-    head, comma, content = text.partition(",")
-    kind = head[len("data:") :].lower()
-    if not comma or not kind.startswith("image/") or not kind.endswith(";base64"):
-        raise BadPicture("image: unknown source", f"{shown(head)} is not data:image/...;base64,...")
-    if len(content) > 2 * MOST_BYTES:
-        raise BadPicture("image: too large", f"a data URI of {len(content)} characters")
-    try:
-        return base64.b64decode("".join(content.split()), validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise BadPicture("image: broken", f"base64 of a data URI: {first_line(error)}") from error
+def _at(source: str, folder: Path | None, allow_urls: bool) -> bytes:
+    """The bytes of a data URI, at a URL, or of a file; no more than one too many."""
+    scheme = source.partition(":")[0].lower()
+    if scheme == "data":
+        head, _, content = source.partition(",")
+        if not head.startswith("data:image/") or not head.endswith(";base64"):
+            raise BadPicture("image: unknown source", f"{shown(head)} is not data:image/...;base64")
+        return base64.b64decode(content[: 2 * MOST_BYTES], validate=True)
+    if scheme in ("http", "https"):
+        return _downloaded(source, allow_urls)
+    path = Path(folder or "", Path(source).expanduser())
+    if not path.is_file():  # nor a pipe, which would be waited for
+        raise BadPicture("image: no such file", shown(str(path)))
+    with path.open("rb") as file:
+        return file.read(MOST_BYTES + 1)
 
 
 def _downloaded(url: str, allowed: bool) -> bytes:
-    """The bytes at a URL. Raises BadPicture."""
     import httpx
 
     if not allowed:
-        raise BadPicture(
-            "image: URL",
-            f"{shown(url)} is not downloaded without --allow-urls; or give a local copy",
-        )
+        raise BadPicture("image: URL", f"{shown(url)} is not downloaded without --allow-urls")
     content = bytearray()
-    try:
-        with httpx.stream("GET", url, timeout=_SECONDS, follow_redirects=True) as reply:
-            reply.raise_for_status()
-            for piece in reply.iter_bytes():
-                content += piece
-                if len(content) > MOST_BYTES:
-                    raise BadPicture(
-                        "image: too large", f"{shown(url)} has over {MOST_BYTES} bytes"
-                    )
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        raise BadPicture("image: not downloaded", f"{shown(url)}: {first_line(error)}") from error
+    with httpx.stream("GET", url, timeout=_SECONDS, follow_redirects=True) as reply:
+        reply.raise_for_status()
+        for piece in reply.iter_bytes():
+            content += piece
+            if len(content) > MOST_BYTES:
+                break
     return bytes(content)
 
 
@@ -292,7 +223,7 @@ class PictureStore:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.images = folder / FOLDER
+        self.images = folder / "images"
 
     def add(self, picture: Picture) -> str:
         """Stores a picture, once; returns its name. Raises UserError: it cannot be written."""
@@ -308,12 +239,16 @@ class PictureStore:
 
     def get(self, name: str) -> Picture:
         """The picture of that name. Raises BadPicture: it is missing, or was changed."""
-        picture = Picture(_in_file(name, self.images))
+        picture = Picture(encoded(name, self.images))
         if picture.name != name:
-            raise BadPicture(
-                "image: broken", f"{self.images / name} was changed: its name is not its SHA-256"
-            )
+            raise BadPicture("image: broken", f"{self.images / name} was changed")
         return picture
+
+    def named(self, source: object) -> str:
+        """The name of the picture of a source, which is not decoded. Raises BadPicture."""
+        if isinstance(source, str) and _NAME.fullmatch(source):
+            return source
+        return Picture(encoded(source, self.folder)).name
 
     def read(self, source: object, allow_urls: bool = False) -> Picture:
         """The picture of a message's part: one that was read, a name, or a source of `read_picture`.

@@ -104,7 +104,7 @@ def test_reasons(tmp_path, monkeypatch):
     assert reason(b"") == reason(b"%!PS-Adobe") == reason(b"<svg/>") == "image: not an image"
     assert reason("data:text/html;base64,aaaa") == reason(3) == "image: unknown source"
     assert reason("data:image/png,abc") == reason({"bytes": None, "path": None})
-    assert reason("data:image/png;base64,!!!") == "image: broken"
+    assert reason("data:image/png;base64,!!!") == "image: unreadable"
     assert reason("http://127.0.0.1:9/a.png") == reason("HTTPS://a/b") == "image: URL"
 
     # A decompression bomb: few bytes, many pixels.
@@ -139,13 +139,13 @@ def test_urls_are_downloaded_where_allowed(monkeypatch):
     try:
         url = f"http://127.0.0.1:{server.server_port}"
         assert read_picture(f"{url}/a.png", allow_urls=True) == Picture(PNG)
-        assert reason(f"{url}/gone", allow_urls=True) == "image: not downloaded"
+        assert reason(f"{url}/gone", allow_urls=True) == "image: unreadable"
         assert reason(f"{url}/large", allow_urls=True) == "image: too large"
     finally:
         server.shutdown()
         server.server_close()
-    assert reason(f"{url}/a.png", allow_urls=True) == "image: not downloaded"
-    assert reason("http://[", allow_urls=True) == "image: not downloaded"
+    assert reason(f"{url}/a.png", allow_urls=True) == "image: unreadable"
+    assert reason("http://[", allow_urls=True) == "image: unreadable"
 
 
 def test_random_bytes_have_a_reason():

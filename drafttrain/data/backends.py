@@ -23,7 +23,7 @@ from drafttrain.credentials import redact
 from drafttrain.data.chat import decode, has_template, render_text, text_ids
 from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.data.failures import BadReply
-from drafttrain.data.image_prompts import with_uris
+from drafttrain.data.image_parts import with_uris
 from drafttrain.data.openai_replies import (
     ChatIdsReply,
     ChatReply,

@@ -35,7 +35,7 @@ from drafttrain.data.chat import (
     text_ids,
     turn_glue,
 )
-from drafttrain.data.image_parts import any_image, content_text, image_sources
+from drafttrain.data.image_parts import content_text, image_sources, named
 from drafttrain.data.image_prompts import PromptPictures
 from drafttrain.data.row_formats import checked_messages, row_id
 from drafttrain.data.transcript import Transcript
@@ -189,12 +189,12 @@ class Conversation(Transcript):
             UserError: the template refuses the turns, or the target reads no images.
         """
         if not self.pictures:
-            named = []
+            turns = []
             for turn in self.turns:
-                messages, pictures = renderer.pictures.named(turn)
-                named.append(messages)
+                messages, pictures = named(turn, renderer.pictures.read)
+                turns.append(messages)
                 self.pictures.update(pictures)
-            self.turns = named
+            self.turns = turns
         prompt: str | Turn = self.text
         if self.turns:
             prompt = self.history + self.turns[0]
@@ -288,7 +288,7 @@ class Conversation(Transcript):
 
         None if the template writes the row differently there, or the turn brings images.
         """
-        if any_image(self.turns[len(self.spans)]):
+        if image_sources(self.turns[len(self.spans)]):
             return None  # new images are read with a new row
         so_far = self.written(tokenizer)
         if prompt.startswith(so_far) and len(prompt) > len(so_far):

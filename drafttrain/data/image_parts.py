@@ -11,17 +11,25 @@ SOURCE is what `read_picture` reads. Text without images stays a string.
 
 from __future__ import annotations
 
+import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from drafttrain.files import Json
-from drafttrain.images import BadPicture
+from drafttrain.images import BadPicture, Picture
 
-MARKER = "<image>"  # of LLaVA's rows
+_MARKER = re.compile(r"\n?<image>\n?")  # of LLaVA's rows, which write a line break behind it
 _IMAGE = ("image", "image_url", "input_image")
 _SOURCES = ("image", "image_url", "path", "url")
-_OTHER = ("audio", "video", "input_audio", "audio_url", "video_url", "input_video")
-_COLUMNS = ("images", "image")
+_OTHER = {"audio", "video", "input_audio", "audio_url", "video_url", "input_video"}
+
+
+def text_part(text: str) -> Json:
+    return {"type": "text", "text": text}
+
+
+def image_part(source: object) -> Json:
+    return {"type": "image", "image": source}
 
 
 def read_parts(content: Iterable[object]) -> list[Json] | None:
@@ -33,161 +41,140 @@ def read_parts(content: Iterable[object]) -> list[Json] | None:
     """
     parts = []
     for given in content:
-        part = _part(given)
-        if part is None:
+        if isinstance(given, str):
+            given = text_part(given)
+        if not isinstance(given, Mapping):
             return None
-        if part != text_part(""):
-            parts.append(part)
+        held = {key: value for key, value in given.items() if value is not None}
+        kind = held.get("type")
+        if kind in _OTHER or _OTHER & held.keys():
+            raise BadPicture("audio or video", "messages may have text and images only")
+        sources = [held[key] for key in _SOURCES if key in held]
+        if kind in _IMAGE or (kind is None and sources):
+            source = sources[0] if sources else None
+            if isinstance(source, Mapping) and "url" in source:
+                source = source["url"]
+            parts.append(image_part(source))
+        elif not isinstance(held.get("text"), str):
+            return None
+        elif held["text"]:
+            parts.append(text_part(held["text"]))
     return parts
 
 
-def text_part(text: str) -> Json:
-    return {"type": "text", "text": text}
-
-
-def image_part(source: object) -> Json:
-    return {"type": "image", "image": source}
-
-
-def _part(given: object) -> Json | None:
-    """One part; None if it is neither text nor an image. Raises BadPicture."""
-    if isinstance(given, str):
-        return text_part(given)
-    if not isinstance(given, Mapping):
-        return None
-    kind = given.get("type")
-    if kind in _OTHER or any(given.get(key) is not None for key in _OTHER):
-        raise BadPicture("audio or video", "messages may have text and images only")
-    if kind in _IMAGE or (kind is None and any(given.get(key) is not None for key in _SOURCES)):
-        for key in _SOURCES:
-            source = given.get(key)
-            if key == "image_url" and isinstance(source, Mapping):
-                source = source.get("url")
-            if source is not None:
-                return image_part(source)
-        return image_part(None)
-    text = given.get("text")
-    if isinstance(text, str):
-        return text_part(text)
-    return None
-
-
 def row_images(row: Mapping[str, object]) -> list[object]:
-    """The images of a row's column."""
-    for key in _COLUMNS:
+    """The images of a row's column `images` or `image`."""
+    for key in ("images", "image"):
         held = row.get(key)
-        if isinstance(held, list | tuple):
-            found = [image for image in held if image is not None]
-            if found:
-                return found
-        elif held is not None and not (isinstance(held, str) and not held):
-            return [held]
+        if not isinstance(held, list | tuple):
+            held = [held]
+        found = [image for image in held if image is not None and image != ""]
+        if found:
+            return found
     return []
 
 
 def place_images(messages: Sequence[Json], images: Sequence[object]) -> list[Json]:
     """The messages with the images of the row's column at their places.
 
-    Places are parts without a source, and LLaVA's markers in texts. Without any, and without images
-    of the messages' own, the images stand before the first question.
+    Places are parts without a source, and LLaVA's markers in texts. Without any image among the
+    messages, those of the column stand before the first question.
 
     Raises BadPicture: more images than places, or fewer.
     """
-    waiting = deque(images)
-    placed = []
-    places = 0
-    for message in messages:
-        content = message.get("content")
-        if images and isinstance(content, str) and message["role"] in ("user", "system"):
-            content = _at_markers(content)
-        if isinstance(content, list):
-            parts = []
-            for part in content:
-                if part.get("type") == "image" and part["image"] is None:
-                    places += 1
-                    if waiting:
-                        part = image_part(waiting.popleft())
-                parts.append(part)
-            content = parts
-        placed.append({**message, "content": content})
-
-    if not places and waiting and not any_image(messages):
+    if images:
+        messages = [_at_markers(message) for message in messages]
+    sources = image_sources(messages)
+    if not sources:
         return in_front(messages, images)
-    if waiting or places > len(images):
+    places = sum(source is None for source in sources)
+    if places != len(images):
         raise BadPicture("image: no place", f"{len(images)} images in the row and {places} places")
-    return placed
+    waiting = deque(images)
+
+    def place(source: object) -> Json:
+        if source is None:
+            source = waiting.popleft()
+        return image_part(source)
+
+    return with_images(messages, place)
 
 
-def _at_markers(text: str) -> str | list[Json]:
-    """The text as parts where it holds markers."""
-    pieces = text.split(MARKER)
-    if len(pieces) == 1:
-        return text
-    parts = []
-    for number, piece in enumerate(pieces):
-        if number:
-            parts.append(image_part(None))
-        if piece.strip():  # LLaVA writes a line break between image and text
-            parts.append(text_part(piece.strip("\n")))
-    return parts
+def _at_markers(message: Json) -> Json:
+    """A message of the user or the system, in parts where its text holds markers."""
+    content = message["content"]
+    if message["role"] not in ("user", "system") or not isinstance(content, str):
+        return message
+    first, *others = _MARKER.split(content)
+    if not others:
+        return message
+    parts = [text_part(first)]
+    for text in others:
+        parts += [image_part(None), text_part(text)]
+    return {**message, "content": read_parts(parts)}
 
 
 def in_front(messages: Sequence[Json], images: Sequence[object]) -> list[Json]:
     """The messages with all images before the text of the first question."""
     made = list(messages)
-    if not images:
-        return made
     for number, message in enumerate(messages):
-        if message["role"] == "user":
-            content = message["content"]
-            if isinstance(content, str):
-                content = [text_part(content)]
+        if message["role"] == "user" and images:
             parts = [image_part(image) for image in images]
-            made[number] = {**message, "content": [*parts, *content]}
+            made[number] = {**message, "content": [*parts, text_part(message["content"])]}
             break
     return made
 
 
 def content_text(content: object) -> str:
     """The text of a message's content, its parts on lines of their own; '' for None."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        return ""
-    return "\n".join(part["text"] for part in content if part["type"] == "text")
+    if isinstance(content, list):
+        return "\n".join(part["text"] for part in content if part["type"] == "text")
+    return str(content or "")
 
 
-def image_sources(messages: Iterable[Mapping[str, object]]) -> Iterator[object]:
+def image_sources(messages: Iterable[Mapping[str, object]]) -> list[object]:
     """The sources of the images of messages, in order."""
+    found = []
     for message in messages:
         content = message.get("content")
         if isinstance(content, list):
-            for part in content:
-                if part["type"] == "image":
-                    yield part["image"]
+            found += [part["image"] for part in content if part["type"] == "image"]
+    return found
 
 
-def any_image(messages: Iterable[Mapping[str, object]]) -> bool:
-    """Whether a message shows an image."""
-    return next(iter(image_sources(messages)), None) is not None
-
-
-def has_images(parts: Iterable[Mapping[str, object]]) -> bool:
-    """Whether a part of a content is an image."""
-    return any(part["type"] == "image" for part in parts)
-
-
-def with_sources(messages: Sequence[Json], change: Callable[[object], Json]) -> list[Json]:
+def with_images(messages: Sequence[Json], change: Callable[[object], Json]) -> list[Json]:
     """The messages with the part that `change` makes of each image's source."""
     made = []
     for message in messages:
         content = message.get("content")
         if isinstance(content, list):
-            parts = []
-            for part in content:
-                if part["type"] == "image":
-                    part = change(part["image"])
-                parts.append(part)
+            parts = [change(part["image"]) if part["type"] == "image" else part for part in content]
             message = {**message, "content": parts}
         made.append(message)
     return made
+
+
+def named(
+    messages: Sequence[Json], read: Callable[[object], Picture]
+) -> tuple[list[Json], dict[str, Picture]]:
+    """The messages with their images by name, and the pictures by name.
+
+    Args:
+        read: reads a source. Raises BadPicture.
+    """
+    pictures: dict[str, Picture] = {}
+
+    def name(source: object) -> Json:
+        picture = read(source)
+        pictures[picture.name] = picture
+        return image_part(picture.name)
+
+    return with_images(messages, name), pictures
+
+
+def with_uris(messages: Sequence[Json], pictures: Mapping[str, Picture]) -> list[Json]:
+    """The messages as OpenAI's API takes them: images as data URIs. pictures: by name."""
+    return with_images(
+        messages,
+        lambda name: {"type": "image_url", "image_url": {"url": pictures[str(name)].uri}},
+    )

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from drafttrain.data.chat import ChatInputs, Message, prompt_ids, render_text
 from drafttrain.data.failures import BadReply
-from drafttrain.data.image_parts import image_part, image_sources, with_sources
+from drafttrain.data.image_parts import image_sources
 from drafttrain.errors import UserError
-from drafttrain.files import Json
 from drafttrain.images import BadPicture, Picture, PictureStore
 from drafttrain.progress import counted
 from drafttrain.target import Target
@@ -48,16 +46,9 @@ class PromptPictures:
             return inputs
         return replace(inputs, template=template)
 
-    def named(self, messages: Sequence[Json]) -> tuple[list[Json], dict[str, Picture]]:
-        """The messages with their images by name, and the pictures by name. Raises BadPicture."""
-        pictures: dict[str, Picture] = {}
-
-        def name(source: object) -> Json:
-            picture = self.store.read(source, self.allow_urls)
-            pictures[picture.name] = picture
-            return image_part(picture.name)
-
-        return with_sources(messages, name), pictures
+    def read(self, source: object) -> Picture:
+        """The picture of a part of a message. Raises BadPicture."""
+        return self.store.read(source, self.allow_urls)
 
     def expanded(self, text: str, pictures: Sequence[Picture]) -> ImagePrompt:
         """A rendered text with its pictures.
@@ -79,10 +70,9 @@ class PromptPictures:
             BadPicture: a picture that cannot be used.
             UserError: the chat template refuses the messages, or the target reads no images.
         """
-        sources = list(image_sources(messages))
-        if not sources:
+        pictures = [self.read(source) for source in image_sources(messages)]
+        if not pictures:
             return prompt_ids(self.target.tokenizer, messages, inputs)
-        pictures = [self.store.read(source, self.allow_urls) for source in sources]
         text = render_text(self.target.tokenizer, messages, True, self.inputs(inputs))
         return self.expanded(text, pictures)
 
@@ -91,19 +81,3 @@ def too_long(tokens: int, images: int, max_length: int) -> BadReply:
     """Why a row is not stored: its prompt does not fit, and images are never cut."""
     held = f"{counted(tokens, 'tokens')} with {counted(images, 'images')}"
     return BadReply(TOO_LONG, f"{held}, --max-length {max_length}")
-
-
-def with_uris(
-    messages: Sequence[Json], pictures: Mapping[str, Picture] = MappingProxyType({})
-) -> list[Json]:
-    """The messages as OpenAI's API takes them: images as data URIs.
-
-    Args:
-        pictures: by name, of images that are not read yet.
-    """
-
-    def sent(source: object) -> Json:
-        picture = source if isinstance(source, Picture) else pictures[str(source)]
-        return {"type": "image_url", "image_url": {"url": picture.uri}}
-
-    return with_sources(messages, sent)

@@ -28,7 +28,7 @@ from drafttrain.data.chat import (
     render_text,
     text_ids,
 )
-from drafttrain.data.image_parts import any_image, content_text, image_sources
+from drafttrain.data.image_parts import content_text, image_sources
 from drafttrain.data.image_prompts import PromptPictures
 from drafttrain.data.row_formats import parse_row, row_id
 from drafttrain.data.transcript import Transcript
@@ -91,7 +91,7 @@ class RecordedTranscript(Transcript):
             prompt = render_text(self.tokenizer, before, True, self.inputs)
         except TemplateRefuses as error:
             raise UserError(f"{where}: {error}") from error
-        sources = list(image_sources(before))
+        sources = image_sources(before)
         if self.text and len(sources) > len(self.images):
             raise TemplateRewrites(f"{where}: the turns before it bring new images")
         if not prompt.startswith(self.text):
@@ -147,7 +147,7 @@ class RecordedTranscript(Transcript):
         """Begins the row with a prompt with images. Raises BadPicture, UserError."""
         if self.pictures is None:
             raise UserError("images in these conversations are not read; give text only")
-        read = [self.pictures.store.read(each, self.pictures.allow_urls) for each in sources]
+        read = [self.pictures.read(source) for source in sources]
         self.tokens = self.pictures.expanded(text, read).ids.tolist()
         self.images = [picture.name for picture in read]
         self.pictures.seen.update({picture.name: picture for picture in read})
@@ -246,7 +246,7 @@ def _records_of(
     if max_length is not None:
         messages = _beginning(messages, max_length * longest_token(tokenizer))
     inputs = ChatInputs.of(parsed, kwargs)
-    if pictures is not None and any_image(messages):
+    if pictures is not None and image_sources(messages):
         inputs = pictures.inputs(inputs)
 
     # A row grows until the template rewrites its turns; then another one begins.

@@ -180,12 +180,12 @@ def evaluation_texts(files: Iterable[Path], own_suites: bool) -> Iterator[str]:
             if prompt is None:
                 continue
             found = True
-            pictures = list(image_sources(prompt.get("messages", ())))
+            pictures = image_sources(prompt.get("messages", ()))
             # Questions about images are alike; what must not be learned is the image.
             if not pictures:
                 yield from prompt_texts(prompt)
             for source in pictures:
-                yield EvaluationImage(PictureStore(path.parent).read(source).name)
+                yield EvaluationImage(PictureStore(path.parent).named(source))
         if not found:
             raise UserError(
                 f"exclude={path}: no row in a known format (see drafttrain prompts --help)"

@@ -23,7 +23,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from drafttrain.data.image_parts import (
     content_text,
-    has_images,
+    image_sources,
     place_images,
     read_parts,
     row_images,
@@ -337,7 +337,7 @@ def _message(role: str, content: object) -> Json | None:
         parts = read_parts(content)
         if parts is None:
             return None
-        if has_images(parts):
+        if image_sources([{"content": parts}]):
             if role not in ("user", "system"):
                 raise BadPicture("image: not in a prompt", f"a message of the role {role} has one")
             return {"role": role, "content": parts}
@@ -367,8 +367,8 @@ def _turn(turn: object) -> Json | None:
     if role == "tool":
         if content is None:
             return None
-        if isinstance(content, list) and has_images(read_parts(content) or ()):
-            raise BadPicture("image: not in a prompt", "a tool's result has one")
+        if isinstance(content, list):
+            _message(role, content)  # refuses images
         return {"role": role, "content": plain_result(content), **_named(turn)}
     if role is None:
         return None

@@ -26,7 +26,7 @@ from typing_extensions import TypedDict
 
 from drafttrain.data.failures import BadReply
 from drafttrain.data.filters import Filter, stable_id
-from drafttrain.data.image_parts import any_image, image_part, with_sources
+from drafttrain.data.image_parts import named
 from drafttrain.data.row_file import RowFile, check_row_file, line_starts
 from drafttrain.data.row_formats import Prompt, parse_row, row_id
 from drafttrain.errors import UserError, shown
@@ -50,28 +50,20 @@ class Intake:
     """Takes the images of rows into the output's store.
 
     Attributes:
-        store: beside the output.
+        store: beside the output; None for a source without images.
         folder: where relative paths in rows begin.
         allow_urls: download images.
     """
 
-    store: PictureStore
+    store: PictureStore | None
     folder: Path
     allow_urls: bool = False
 
-    def named(self, prompt: Prompt) -> tuple[Prompt, dict[str, Picture]]:
-        """The prompt with its images by name, and the pictures by name. Raises BadPicture."""
-        if not any_image(prompt.get("messages", ())):
-            return prompt, {}
-        pictures: dict[str, Picture] = {}
-        given = PictureStore(self.folder)
-
-        def name(source: object) -> Json:
-            picture = given.read(source, self.allow_urls)
-            pictures[picture.name] = picture
-            return image_part(picture.name)
-
-        return {**prompt, "messages": with_sources(prompt["messages"], name)}, pictures
+    def read(self, source: object) -> Picture:
+        """The picture of a row. Raises BadPicture."""
+        if self.store is None:
+            raise BadPicture("image: no intake", "this source takes text only")
+        return PictureStore(self.folder).read(source, self.allow_urls)
 
 
 @dataclass(frozen=True)
@@ -105,6 +97,9 @@ class Source:
 
     prompts: Callable[[Request], Iterator[Json]]
     default_count: int | None = None
+
+
+TEXT_ONLY = Intake(None, Path())
 
 
 class PromptMessage(TypedDict):
@@ -142,7 +137,7 @@ def collect(
     count: int | None,
     source: str,
     total: int = 0,
-    intake: Intake | None = None,
+    intake: Intake = TEXT_ONLY,
 ) -> Iterator[Json]:
     """Yields the kept prompts of rows in any format of row_formats.py, at most `count`.
 
@@ -150,8 +145,8 @@ def collect(
         rows: a row's own "id" stays.
         source: name of the source, which every prompt carries.
         total: number of rows; 0 if unknown.
-        intake: takes the images; a row with one that cannot be used is dropped, and counted by the
-            reason. Without it, so are all rows with images.
+        intake: takes the images of rows; a row with one that cannot be used is dropped, and counted
+            by the reason.
 
     Raises:
         UserError: an id that is neither text nor a number, or that two prompts have.
@@ -166,10 +161,9 @@ def collect(
             unread = f"row {read} has {', '.join(map(str, row)) or 'no keys':.200}"
             try:
                 prompt = parse_row(row)
-                if prompt is not None and intake is not None:
-                    prompt, pictures = intake.named(prompt)
-                elif prompt is not None and any_image(prompt.get("messages", ())):
-                    raise BadPicture("image: no intake", f"source={source} takes text only")
+                if prompt is not None and "messages" in prompt:
+                    messages, pictures = named(prompt["messages"], intake.read)
+                    prompt = {**prompt, "messages": messages}
             except BadPicture as bad:
                 prompt = None
                 reason = bad.reason
@@ -180,9 +174,9 @@ def collect(
                     keep.unread = unread
             elif keep.keeps(prompt):
                 kept += 1
-                for picture in pictures.values():
-                    assert intake is not None
-                    intake.store.add(picture)
+                if intake.store is not None:
+                    for picture in pictures.values():
+                        intake.store.add(picture)
                 key = _id_of(row, prompt, source)
                 if key in ids:
                     raise UserError(
@@ -340,24 +334,13 @@ def easy_vqa_rows(split: str) -> list[Json]:
         raise UserError(
             "easy-vqa needs the package easy-vqa (5,000 images, 23 MB): pip install easy-vqa"
         ) from error
-    if split == "train":
-        questions, answers, numbers = package.get_train_questions()
-        paths = package.get_train_image_paths()
-    else:
-        questions, answers, numbers = package.get_test_questions()
-        paths = package.get_test_image_paths()
+    paths = getattr(package, f"get_{split}_image_paths")()
     rows = []
-    for place, (question, answer, number) in enumerate(
-        zip(questions, answers, numbers, strict=True)
+    for number, (question, answer, image) in enumerate(
+        zip(*getattr(package, f"get_{split}_questions")(), strict=True)
     ):
-        rows.append(
-            {
-                "id": f"easy-vqa-{split}-{place}",
-                "question": question,
-                "answer": answer,
-                "image": paths[number],
-            }
-        )
+        row = {"question": question, "answer": answer, "image": paths[image]}
+        rows.append({"id": f"easy-vqa-{split}-{number}", **row})
     return rows
 
 

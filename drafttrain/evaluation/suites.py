@@ -21,14 +21,14 @@ from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
 from drafttrain.data.chat import NO_INPUTS, ChatInputs, Message, prompt_ids
-from drafttrain.data.image_parts import in_front, row_images
-from drafttrain.data.image_prompts import PromptPictures, with_uris
+from drafttrain.data.image_parts import in_front, named, row_images, with_uris
+from drafttrain.data.image_prompts import PromptPictures
 from drafttrain.environment import suites_folder
 from drafttrain.errors import UserError
 from drafttrain.evaluation import bfcl
 from drafttrain.evaluation.drawn_suite import drawn_rows
 from drafttrain.files import Json, check_json, hub_problem, parse_json, read_jsonl, reading
-from drafttrain.images import BadPicture, Picture, read_picture
+from drafttrain.images import BadPicture, Picture, PictureStore, read_picture
 from drafttrain.target import Target
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class Question:
             images=tuple(images),
         )
 
-    def messages(self, answers: Sequence[str] = ()) -> list[Message]:
+    def messages(self, answers: Sequence[str] = ()) -> list[Json]:
         """The conversation up to the turn after these answers; images as pictures."""
         made: list[Json] = [dict(message) for message in self.opening]
         for turn, answer in zip(self.turns, answers, strict=False):
@@ -159,12 +159,12 @@ class Question:
             made.append({"role": "assistant", "content": answer})
         if len(answers) < len(self.turns):
             made.append({"role": "user", "content": self.turns[len(answers)]})
-        return list(in_front(made, self.images))
+        return in_front(made, self.images)
 
     def request(self) -> Json:
         """The first turn as the body of a chat completion."""
-        messages = [dict(message) for message in self.messages()]
-        body: Json = {"messages": with_uris(messages)}
+        messages, pictures = named(self.messages(), PictureStore(Path()).read)
+        body: Json = {"messages": with_uris(messages, pictures)}
         if self.inputs.tools:
             body["tools"] = list(self.inputs.tools)
         if self.inputs.kwargs:

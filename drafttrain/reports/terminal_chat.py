@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 
 from rich.console import Console, Group
@@ -25,7 +26,7 @@ from rich.text import Text
 
 from drafttrain.batch import TokenTree
 from drafttrain.data.chat import NO_INPUTS, ChatInputs, Message, has_template
-from drafttrain.data.image_parts import image_part, in_front, with_sources
+from drafttrain.data.image_parts import in_front, named
 from drafttrain.data.image_prompts import PromptPictures
 from drafttrain.drafters.combined import parts_of
 from drafttrain.drafters.registry import chosen_tree, load_drafter
@@ -34,7 +35,7 @@ from drafttrain.errors import UserError
 from drafttrain.files import Json, write_json
 from drafttrain.flags import load_target, sampling_of
 from drafttrain.folders import inputs_of, output_file
-from drafttrain.images import Picture, read_picture
+from drafttrain.images import Picture, PictureStore, read_picture
 from drafttrain.inference import Decoder, Stats
 from drafttrain.inference.sequence import TextStream
 from drafttrain.inference.verify import Verdict
@@ -528,7 +529,7 @@ def respond(view: PlainView, line: str, args: argparse.Namespace) -> bool:
             "target": args.target,
             "drafter": args.drafter,
             "decoding": decoding,
-            "messages": with_sources(session.messages, _saved),
+            "messages": named(session.messages, PictureStore(Path()).read)[0],
             "turns": [session.record(turn) for turn in session.turns],
         }
         write_json(path, saved)
@@ -539,12 +540,6 @@ def respond(view: PlainView, line: str, args: argparse.Namespace) -> bool:
             f"{name} is not one of {known}; a leading space sends the line as a message"
         )
     return True
-
-
-def _saved(picture: object) -> Json:
-    """An image in a saved conversation: its hash, without the bytes."""
-    assert isinstance(picture, Picture)
-    return image_part(picture.name)
 
 
 def typed_lines(view: PlainView) -> Iterator[str]:
