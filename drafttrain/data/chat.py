@@ -140,13 +140,12 @@ def _wants_parts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     """Whether a template reads text in parts only, and would leave out a plain string."""
     message: Json = {"role": "user", "content": _MARKER}
     bare = ChatInputs(template=template)
-    for wants, asked in ((False, message), (True, _in_parts(message))):
-        try:
-            if _MARKER in _render(tokenizer, [asked], True, bare):
-                return wants
-        except TemplateRefuses:
-            continue
-    return False
+    try:
+        if _MARKER in _render(tokenizer, [message], True, bare):
+            return False
+        return _MARKER in _render(tokenizer, [_in_parts(message)], True, bare)
+    except TemplateRefuses:
+        return False
 
 
 def _in_parts(message: Message) -> Message:
@@ -156,42 +155,25 @@ def _in_parts(message: Message) -> Message:
     return message
 
 
-def _image_marker(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
-    """What a template writes for an image; '' for nothing."""
-    bare = ChatInputs(template=template)
-    texts = []
-    for parts in ([text_part(_MARKER)], [image_part("image"), text_part(_MARKER)]):
-        try:
-            texts.append(_render(tokenizer, [{"role": "user", "content": parts}], True, bare))
-        except TemplateRefuses:
-            return ""
-    plain, seen = texts
-    start = shared_length(plain, seen)
-    end = shared_length(plain[start:][::-1], seen[start:][::-1])
-    return seen[start : len(seen) - end]
-
-
-def shared_length(one: str, other: str) -> int:
-    """Length of the beginning that two texts share."""
-    for length, pair in enumerate(zip(one, other, strict=False)):
-        if pair[0] != pair[1]:
-            return length
-    return min(len(one), len(other))
-
-
 @lru_cache(maxsize=16)
-def _image_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, ...]:
+def _image_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> list[str]:
     """The added tokens that a template writes for an image.
 
-    Raises TemplateRefuses: it writes nothing.
+    Raises TemplateRefuses: it writes nothing, or reads no parts.
     """
-    marker = _image_marker(tokenizer, template)
-    if not marker.strip():
+    texts = []
+    for parts in ([text_part(_MARKER)], [image_part("image"), text_part(_MARKER)]):
+        asked = [{"role": "user", "content": parts}]
+        texts.append(_render(tokenizer, asked, True, ChatInputs(template=template)))
+    plain, seen = texts
+    if seen == plain:
         raise TemplateRefuses("the chat template writes no images; choose a target that reads them")
-    # Line breaks may be added tokens too.
-    return tuple(
-        token for token in tokenizer.get_added_vocab() if token.strip() and token in marker
-    )
+    found = []
+    for token in tokenizer.get_added_vocab():
+        # Line breaks may be added tokens too.
+        if token.strip() and seen.count(token) > plain.count(token):
+            found.append(token)
+    return found
 
 
 def _check_texts(

@@ -86,7 +86,8 @@ def run(args: argparse.Namespace) -> int:
     partial = args.output.with_name(args.output.name + ".partial")
     # A run with another --count continues the results so far.
     lasting = {key: value for key, value in settings.items() if key != "count"}
-    intake = Intake(PictureStore(args.output.parent), pictures_folder(args), args.allow_urls)
+    beside = args.input.parent if args.input is not None else Path(args.source)
+    intake = Intake(PictureStore(args.output.parent), args.images or beside, args.allow_urls)
     rows = source.prompts(Request(args, keep, partial, lasting, intake))
     counts: Json = {}
 
@@ -190,19 +191,6 @@ def evaluation_texts(files: Iterable[Path], own_suites: bool) -> Iterator[str]:
             raise UserError(
                 f"exclude={path}: no row in a known format (see drafttrain prompts --help)"
             )
-
-
-def pictures_folder(args: argparse.Namespace) -> Path:
-    """Where the relative paths of rows' images begin: --images, or where the rows are."""
-    if args.images is not None:
-        folder: Path = args.images
-        return folder
-    if args.input is not None:
-        beside: Path = args.input.parent
-        return beside
-    if Path(args.source).is_dir():
-        return Path(args.source)
-    return Path()
 
 
 def _reasons(keep: Filter) -> str:

@@ -26,7 +26,6 @@ from drafttrain.data.image_prompts import PromptPictures
 from drafttrain.environment import suites_folder
 from drafttrain.errors import UserError
 from drafttrain.evaluation import bfcl
-from drafttrain.evaluation.drawn_suite import drawn_rows
 from drafttrain.files import Json, check_json, hub_problem, parse_json, read_jsonl, reading
 from drafttrain.images import BadPicture, Picture, PictureStore, read_picture
 from drafttrain.target import Target
@@ -271,34 +270,13 @@ def _gpqa(row: Json) -> list[str]:
 
 
 def _chartqa(row: Json) -> list[str]:
-    question = row["query"] if "query" in row else row["question"]
-    return [f"{question}\n\nSay what the chart shows about it, then give the answer."]
-
-
-def _chartqa_category(row: Json) -> str | None:
-    if "human_or_machine" in row:
-        return ("human", "machine")[row["human_or_machine"]]
-    return row.get("type")
-
-
-def _coco(row: Json) -> list[str]:
-    row["image"]  # an error where it is another format
-    return ["Describe this image in a paragraph."]
+    return [f"{row['query']}\n\nSay what the chart shows about it, then give the answer."]
 
 
 def _easy_vqa_rows() -> list[Json]:
     from drafttrain.data.sources import easy_vqa_rows
 
     return easy_vqa_rows("test")
-
-
-def _easy_vqa_category(row: Json) -> str:
-    """What is asked for, by the answer."""
-    if row["answer"] in ("yes", "no"):
-        return "yes or no"
-    if row["answer"] in ("circle", "rectangle", "triangle"):
-        return "shape"
-    return "color"
 
 
 def _prepared_turns(row: Json) -> list[str]:
@@ -434,20 +412,13 @@ PUBLIC: dict[str, PublicSuite] = {
         "HuggingFaceM4/ChartQA",
         "GPL-3.0",
         _chartqa,
-        category=_chartqa_category,
-        sees=True,
-    ),
-    "ocrbench": PublicSuite(
-        "echo840/OCRBench",
-        "not stated",
-        lambda row: [row["question"]],
-        category=lambda row: row.get("question_type"),
+        category=lambda row: ("human", "machine")[row["human_or_machine"]],
         sees=True,
     ),
     "coco_captions": PublicSuite(
         "lmms-lab/COCO-Caption2017",
         "CC BY 4.0",
-        _coco,
+        lambda row: ["Describe this image in a paragraph."],
         split="val",
         sees=True,
     ),
@@ -456,17 +427,9 @@ PUBLIC: dict[str, PublicSuite] = {
         "MIT",
         lambda row: [row["question"]],
         id_key="id",
-        category=_easy_vqa_category,
+        category=lambda row: "yes or no" if row["answer"] in ("yes", "no") else "a word",
         sees=True,
         rows=_easy_vqa_rows,
-    ),
-    "drawn": PublicSuite(
-        "drafttrain",
-        "Apache-2.0",
-        lambda row: [row["question"]],
-        id_key="id",
-        sees=True,
-        rows=drawn_rows,
     ),
     "speed_bench": _speed_bench("qualitative"),
     "speed_bench_1k": _speed_bench("throughput_1k"),

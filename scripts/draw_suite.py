@@ -1,18 +1,22 @@
-"""The suite `drawn`: pictures that are drawn by code, with questions about them.
+"""Writes the suite `drawn`: pictures that are drawn by code, with questions about them.
 
-Every machine draws the same pixels: shapes have no smoothed edges, letters come from Pillow's bitmap
-font, and BMP files are not compressed.
+    python scripts/draw_suite.py eval/suites/drawn.jsonl
+
+Every machine draws the same pixels: shapes have no smoothed edges, and letters come from Pillow's
+bitmap font.
 """
 
 from __future__ import annotations
 
+import base64
 import io
+import json
 import random
+import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
 
-from drafttrain.extras import require
-from drafttrain.files import Json
+from PIL import Image, ImageDraw, ImageFont
 
 _EACH = 8  # pictures of a kind
 _SIZE = (336, 252)  # pixels
@@ -33,16 +37,11 @@ class _Sheet:
     """A white picture to draw on."""
 
     def __init__(self) -> None:
-        require("PIL", "the suite drawn")
-        from PIL import Image, ImageDraw
-
         self.image = Image.new("RGB", _SIZE, _WHITE)
         self.draw = ImageDraw.Draw(self.image)
 
     def write(self, place: tuple[int, int], text: str) -> None:
         """Writes text of twice the bitmap font's size, top left corner at the place."""
-        from PIL import Image, ImageDraw, ImageFont
-
         font = ImageFont.load_default_imagefont()
         left, top, right, bottom = font.getbbox(text)
         small = Image.new("RGB", (int(right - left) + 1, int(bottom - top) + 1), _WHITE)
@@ -50,10 +49,11 @@ class _Sheet:
         large = small.resize((2 * small.width, 2 * small.height), Image.Resampling.NEAREST)
         self.image.paste(large, place)
 
-    def encoded(self) -> bytes:
+    def uri(self) -> str:
+        """A data URI of a PNG file; few colors make it small."""
         file = io.BytesIO()
-        self.image.save(file, format="BMP")
-        return file.getvalue()
+        self.image.quantize(16).save(file, format="PNG", optimize=True)
+        return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def _shapes(sheet: _Sheet, rng: random.Random) -> str:
@@ -130,14 +130,19 @@ _KINDS: dict[str, Callable[[_Sheet, random.Random], str]] = {
 }
 
 
-def drawn_rows() -> Iterator[Json]:
-    """The rows of the suite: {"id", "category", "question", "image"}, the image as bytes.
-
-    Raises UserError: Pillow is not installed.
-    """
+def drawn_rows() -> Iterator[dict[str, object]]:
+    """The rows of the suite."""
     for kind, draw in _KINDS.items():
         for number in range(_EACH):
             sheet = _Sheet()
             question = draw(sheet, random.Random(f"{kind} {number}"))
-            row: dict[str, Any] = {"id": f"{kind} {number}", "category": kind}
-            yield {**row, "question": question, "image": sheet.encoded()}
+            yield {
+                "question_id": f"{kind} {number}",
+                "category": kind,
+                "turns": [question],
+                "images": [sheet.uri()],
+            }
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text("".join(json.dumps(row) + "\n" for row in drawn_rows()))
