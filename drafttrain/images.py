@@ -219,10 +219,12 @@ class PictureStore:
 
     Args:
         folder: of the prompts or of the data set; `images` is created with the first picture.
+        allow_urls: download pictures that `read` is given by URL.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, allow_urls: bool = False):
         self.folder = folder
+        self.allow_urls = allow_urls
         self.images = folder / "images"
 
     def add(self, picture: Picture) -> str:
@@ -250,7 +252,7 @@ class PictureStore:
             return source
         return Picture(encoded(source, self.folder)).name
 
-    def read(self, source: object, allow_urls: bool = False) -> Picture:
+    def read(self, source: object) -> Picture:
         """The picture of a message's part: one that was read, a name, or a source of `read_picture`.
 
         Relative paths begin in the store's folder. Raises as `read_picture`.
@@ -259,4 +261,4 @@ class PictureStore:
             return source
         if isinstance(source, str) and _NAME.fullmatch(source):
             return self.get(source)
-        return read_picture(source, self.folder, allow_urls)
+        return read_picture(source, self.folder, self.allow_urls)

@@ -515,7 +515,7 @@ class OpenAIBackend(Backend):
             body["top_k"] = sampling.top_k
         if sampling.min_p:
             body["min_p"] = sampling.min_p
-        messages = with_uris(it.messages, it.pictures)
+        messages = with_uris(it.messages)
         body["messages"] = [sent_message(message) for message in messages]
         if it.inputs.tools:
             body["tools"] = list(it.inputs.tools)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from drafttrain.data.image_parts import content_text, image_part, image_sources, text_part
+from drafttrain.data.image_parts import content_text, image_part, images_in, text_part, with_images
 from drafttrain.data.template_bounds import bounded, environment
 from drafttrain.errors import UserError, first_line
 from drafttrain.files import Json
@@ -115,7 +115,7 @@ def render_text(
             raise TemplateRefuses(
                 "tools and chat_template_kwargs need a target with a chat template"
             )
-        if image_sources(messages):
+        if images_in(messages):
             raise TemplateRefuses("images need a target with a chat template")
         text = "\n\n".join(content_text(message.get("content")) for message in messages)
         if generation:
@@ -130,8 +130,9 @@ def render_text(
     readable = [_for_template(message, as_text) for message in messages]
     if _wants_parts(tokenizer, template):
         readable = [_in_parts(message) for message in readable]
-    if image_sources(messages):
+    if images_in(messages):
         _check_texts(tokenizer, template, messages)
+        readable = with_images(readable, lambda _: image_part("image"))
     return _render(tokenizer, readable, generation, inputs)
 
 

@@ -35,13 +35,13 @@ from drafttrain.data.chat import (
     text_ids,
     turn_glue,
 )
-from drafttrain.data.image_parts import content_text, image_sources, named
-from drafttrain.data.image_prompts import PromptPictures
+from drafttrain.data.image_parts import content_text, images_in, read_images
+from drafttrain.data.image_prompts import seeing_inputs, shown_prompt
 from drafttrain.data.row_formats import checked_messages, row_id
 from drafttrain.data.transcript import Transcript
 from drafttrain.errors import UserError
 from drafttrain.files import Json
-from drafttrain.images import BadPicture, Picture, PictureStore
+from drafttrain.images import BadPicture, PictureStore
 from drafttrain.target import Target
 
 if TYPE_CHECKING:
@@ -55,11 +55,8 @@ Turn = list[Json]  # messages before a response: of the user, the system, or too
 class ChatRenderer:
     """What a target's conversations need of its tokenizer.
 
-    Args:
-        store: pictures beside the prompts. allow_urls: download pictures.
-
     Attributes:
-        pictures: reads the pictures of prompts.
+        store: reads the pictures of prompts, which lie beside them.
         stop_ids: tokens that end a response: the target's own, and the special token that closes
             the template's turns.
         closing_id: the stop token to append to a finished response of which only the text is known.
@@ -68,11 +65,9 @@ class ChatRenderer:
         UserError: no token ends the target's responses.
     """
 
-    def __init__(self, target: Target, store: PictureStore | None = None, allow_urls: bool = False):
+    def __init__(self, target: Target, store: PictureStore = PictureStore(Path())):  # noqa: B008
         self.target = target
-        if store is None:
-            store = PictureStore(Path())
-        self.pictures = PromptPictures(target, store, allow_urls)
+        self.store = store
         self.tokenizer = target.tokenizer
         closing = closing_token(self.tokenizer)
         self.stop_ids: set[int] = set(target.eos_ids) | closing
@@ -115,7 +110,6 @@ class Conversation(Transcript):
             of its own.
         part: number of rows before the present one; follows: whether another row continues it.
         recorded: the record of a row with the answers of a file; nothing is generated for it.
-        pictures: of all turns, by name, once the conversation is open.
         image_prompt: the first prompt with its images, until a backend has read it.
     """
 
@@ -131,7 +125,6 @@ class Conversation(Transcript):
     part: int = 0
     follows: bool = False
     recorded: Json | None = None
-    pictures: dict[str, Picture] = field(default_factory=dict)
     image_prompt: ImagePrompt | None = None
 
     @staticmethod
@@ -188,26 +181,21 @@ class Conversation(Transcript):
             BadPicture: a picture of any turn that cannot be used.
             UserError: the template refuses the turns, or the target reads no images.
         """
-        if not self.pictures:
-            turns = []
-            for turn in self.turns:
-                messages, pictures = named(turn, renderer.pictures.read)
-                turns.append(messages)
-                self.pictures.update(pictures)
-            self.turns = turns
+        if not self.part:
+            read = renderer.store.read
+            self.turns = [read_images(turn, read) for turn in self.turns]
         prompt: str | Turn = self.text
         if self.turns:
             prompt = self.history + self.turns[0]
-            self.images = [str(name) for name in image_sources(prompt)]
+            self.images = images_in(prompt)
         if not self.images:
             self.tokens = renderer.open(prompt, self.inputs)
             return self.tokens
 
         # The images of the first prompt; later turns with images begin rows of their own.
-        self.inputs = renderer.pictures.inputs(self.inputs)
+        self.inputs = seeing_inputs(renderer.target, self.inputs)
         text = render_text(renderer.tokenizer, prompt, True, self.inputs)
-        pictures = [self.pictures[name] for name in self.images]
-        self.image_prompt = renderer.pictures.expanded(text, pictures)
+        self.image_prompt = shown_prompt(renderer.target, text, prompt)
         self.tokens = self.image_prompt.ids.tolist()
         self.shown = (text, len(self.tokens))
         return self.tokens
@@ -288,7 +276,7 @@ class Conversation(Transcript):
 
         None if the template writes the row differently there, or the turn brings images.
         """
-        if image_sources(self.turns[len(self.spans)]):
+        if images_in(self.turns[len(self.spans)]):
             return None  # new images are read with a new row
         so_far = self.written(tokenizer)
         if prompt.startswith(so_far) and len(prompt) > len(so_far):
@@ -389,7 +377,6 @@ class Conversation(Transcript):
             called=self.called[done:],
             history=self.messages[: -len(self.turns[done])],
             part=self.part + 1,
-            pictures=self.pictures,
         )
         # A row without room for a response is not begun.
         try:

@@ -47,8 +47,7 @@ class ExistingBackend(Backend):
         done: set[str],
         share: Share,
     ):
-        self.target = renderer.target
-        self.pictures = renderer.pictures
+        self.renderer = renderer
         self.path = path
         self.kwargs = kwargs
         self.max_length = max_length
@@ -68,15 +67,13 @@ class ExistingBackend(Backend):
         unusable = 0
         last: BadReply | None = None
         for key, records in recorded_conversations(
-            self.target.tokenizer,
+            self.renderer.tokenizer,
             self.path,
             self.kwargs,
-            self.target.eos_ids,
+            self.renderer.target.eos_ids,
             self.max_length,
-            self.pictures,
+            self.renderer,
         ):
-            pictures = dict(self.pictures.seen)
-            self.pictures.seen.clear()
             if isinstance(records, UserError):
                 unusable += 1
                 last = BadReply(UNUSABLE, str(records))
@@ -98,10 +95,9 @@ class ExistingBackend(Backend):
                 kept = cut(record, self.max_length)
                 if kept is not None:
                     self._new_tokens += sum(end - start for start, end in kept["spans"])
-                    made = Conversation(row, "", spans=kept["spans"], recorded=kept)
-                    made.images = kept.get("images", [])
-                    made.pictures = pictures
-                    yield made, None
+                    pictures = kept.pop("pictures", ())
+                    spans = kept["spans"]
+                    yield Conversation(row, "", spans=spans, recorded=kept, images=pictures), None
                 elif record.get("images"):
                     first = record["spans"][0][0]
                     images = len(record["images"])

@@ -21,6 +21,7 @@ from drafttrain.data.chat import ChatInputs, TemplateRefuses, check_inputs, has_
 from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.data.existing_backend import UNUSABLE, UNUSABLE_FIX, ExistingBackend
 from drafttrain.data.failures import BadReply, Failures
+from drafttrain.data.image_parts import images_in
 from drafttrain.data.image_prompts import TOO_LONG, too_long
 from drafttrain.data.row_file import RowFile, check_row_file, line_starts
 from drafttrain.data.store import Share, Store, check_space
@@ -48,8 +49,8 @@ _FIXES = {
     UNUSABLE: UNUSABLE_FIX,
     TOO_LONG: "raise --max-length, or use smaller images",
     _NOT_SENT: "use --backend local, or serve the target and use --backend openai",
+    "image": "replace that image, or drop those rows",
 }
-_IMAGE_FIX = "replace that image, or drop those rows"
 _ROWS_FIX = "drafttrain prompts --source DIR writes them from a folder of such files"
 _LEAST_RESPONSE = 16  # response tokens that a prompt must leave below --max-length
 _STORING = 32  # finished conversations that wait for the disk
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     target = _load_target(args)
     layers = parse_layers(args.features, target)
     settings = ResponseSettings(
-        ChatRenderer(target, PictureStore(args.prompts.parent), args.allow_urls),
+        ChatRenderer(target, PictureStore(args.prompts.parent, args.allow_urls)),
         sampling_of(args),
         args.max_new_tokens,
         args.max_length,
@@ -402,7 +403,7 @@ def store_answers(
                 bad = BadReply(_TEMPLATE, str(error))
             except BadPicture as error:
                 bad = BadReply(error.reason, error.detail)
-            if bad is None and it.pictures and not backend.sees:
+            if bad is None and not backend.sees and any(map(images_in, it.turns)):
                 bad = BadReply(_NOT_SENT, f"--backend {args.backend} sends none")
             elif bad is None and it.images and length > settings.max_length - least:
                 # It may be one image of many tokens, which nobody would expect.
@@ -431,8 +432,8 @@ def store_answers(
                 if it.spans:
                     tokens += sum(end - start for start, end in it.spans)
                     record = it.record(settings.renderer)
-                    for name in it.images:
-                        pictures.add(it.pictures[name])
+                    for picture in it.images:
+                        pictures.add(picture)
                     rows.records.append(record)
                     if args.features != "none":
                         rows.states.append(_states_of(record, result))
@@ -565,9 +566,7 @@ def report(
 
 def _fix_of(reason: str) -> str:
     """What to do about rows that failed for a reason; '' for those that may be asked for again."""
-    if reason.startswith("image: "):
-        return _IMAGE_FIX
-    return _FIXES.get(reason, "")
+    return _FIXES.get(reason.partition(":")[0], "")
 
 
 def _print_failures(failed: dict[str, int], place: str) -> None:

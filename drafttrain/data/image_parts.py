@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from drafttrain.files import Json
 from drafttrain.images import BadPicture, Picture
@@ -84,7 +85,7 @@ def place_images(messages: Sequence[Json], images: Sequence[object]) -> list[Jso
     """
     if images:
         messages = [_at_markers(message) for message in messages]
-    sources = image_sources(messages)
+    sources = images_in(messages)
     if not sources:
         return in_front(messages, images)
     places = sum(source is None for source in sources)
@@ -132,8 +133,8 @@ def content_text(content: object) -> str:
     return str(content or "")
 
 
-def image_sources(messages: Iterable[Mapping[str, object]]) -> list[object]:
-    """The sources of the images of messages, in order."""
+def images_in(messages: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """The images of messages, in order: sources, or the pictures that were read."""
     found = []
     for message in messages:
         content = message.get("content")
@@ -142,8 +143,8 @@ def image_sources(messages: Iterable[Mapping[str, object]]) -> list[object]:
     return found
 
 
-def with_images(messages: Sequence[Json], change: Callable[[object], Json]) -> list[Json]:
-    """The messages with the part that `change` makes of each image's source."""
+def with_images(messages: Sequence[Json], change: Callable[[Any], Json]) -> list[Json]:
+    """The messages with the part that `change` makes of each image."""
     made = []
     for message in messages:
         content = message.get("content")
@@ -154,27 +155,19 @@ def with_images(messages: Sequence[Json], change: Callable[[object], Json]) -> l
     return made
 
 
-def named(
-    messages: Sequence[Json], read: Callable[[object], Picture]
-) -> tuple[list[Json], dict[str, Picture]]:
-    """The messages with their images by name, and the pictures by name.
-
-    Args:
-        read: reads a source. Raises BadPicture.
-    """
-    pictures: dict[str, Picture] = {}
-
-    def name(source: object) -> Json:
-        picture = read(source)
-        pictures[picture.name] = picture
-        return image_part(picture.name)
-
-    return with_images(messages, name), pictures
+def read_images(messages: Sequence[Json], read: Callable[[object], Picture]) -> list[Json]:
+    """The messages with their pictures. read: reads a source; raises BadPicture."""
+    return with_images(messages, lambda source: image_part(read(source)))
 
 
-def with_uris(messages: Sequence[Json], pictures: Mapping[str, Picture]) -> list[Json]:
-    """The messages as OpenAI's API takes them: images as data URIs. pictures: by name."""
+def with_names(messages: Sequence[Json]) -> list[Json]:
+    """The messages with the names of their pictures, as they are stored."""
+    return with_images(messages, lambda picture: image_part(picture.name))
+
+
+def with_uris(messages: Sequence[Json]) -> list[Json]:
+    """The messages as OpenAI's API takes them: pictures as data URIs."""
     return with_images(
         messages,
-        lambda name: {"type": "image_url", "image_url": {"url": pictures[str(name)].uri}},
+        lambda picture: {"type": "image_url", "image_url": {"url": picture.uri}},
     )

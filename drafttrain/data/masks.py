@@ -28,12 +28,14 @@ from drafttrain.data.chat import (
     render_text,
     text_ids,
 )
-from drafttrain.data.image_parts import content_text, image_sources
-from drafttrain.data.image_prompts import PromptPictures
+from drafttrain.data.conversation import ChatRenderer
+from drafttrain.data.image_parts import content_text, images_in, read_images
+from drafttrain.data.image_prompts import seeing_inputs, shown_prompt
 from drafttrain.data.row_formats import parse_row, row_id
 from drafttrain.data.transcript import Transcript
 from drafttrain.errors import UserError
 from drafttrain.files import Json, read_jsonl
+from drafttrain.target import Target
 
 
 class TemplateRewrites(UserError):
@@ -49,7 +51,7 @@ class RecordedTranscript(Transcript):
     Args:
         messages: of the whole conversation.
         stops: tokens that end the target's responses, besides the tokenizer's special ones.
-        pictures: reads the images of the messages; None where there must be none.
+        target: reads the pictures of the messages; None where there must be none.
     """
 
     def __init__(
@@ -58,11 +60,11 @@ class RecordedTranscript(Transcript):
         messages: Sequence[Message],
         inputs: ChatInputs,
         stops: Collection[int],
-        pictures: PromptPictures | None = None,
+        target: Target | None = None,
     ):
         super().__init__(inputs=inputs)
         self.tokenizer = tokenizer
-        self.pictures = pictures
+        self.target = target
         self.messages = messages
         self.stops = stops
         self.text = ""  # that the tokens stand for
@@ -91,8 +93,8 @@ class RecordedTranscript(Transcript):
             prompt = render_text(self.tokenizer, before, True, self.inputs)
         except TemplateRefuses as error:
             raise UserError(f"{where}: {error}") from error
-        sources = image_sources(before)
-        if self.text and len(sources) > len(self.images):
+        images = images_in(before)
+        if self.text and len(images) > len(self.images):
             raise TemplateRewrites(f"{where}: the turns before it bring new images")
         if not prompt.startswith(self.text):
             raise TemplateRewrites(
@@ -116,8 +118,8 @@ class RecordedTranscript(Transcript):
             )
 
         # Prompt and answer are encoded one after the other, as the target meets them.
-        if sources and not self.text:
-            self._see(prompt, sources)
+        if images and not self.text:
+            self._see(prompt, before)
         self._extend(prompt)
         start = len(self.tokens)
         self._extend(prompt + text)
@@ -143,14 +145,12 @@ class RecordedTranscript(Transcript):
         self.tokens = ids
         self.text = text
 
-    def _see(self, text: str, sources: Sequence[object]) -> None:
+    def _see(self, text: str, before: Sequence[Message]) -> None:
         """Begins the row with a prompt with images. Raises BadPicture, UserError."""
-        if self.pictures is None:
+        if self.target is None:
             raise UserError("images in these conversations are not read; give text only")
-        read = [self.pictures.read(source) for source in sources]
-        self.tokens = self.pictures.expanded(text, read).ids.tolist()
-        self.images = [picture.name for picture in read]
-        self.pictures.seen.update({picture.name: picture for picture in read})
+        self.tokens = shown_prompt(self.target, text, before).ids.tolist()
+        self.images = images_in(before)
         self.text = text
         self.shown = (text, len(self.tokens))
 
@@ -187,7 +187,7 @@ def recorded_conversations(
     kwargs: Json | None = None,
     stop_ids: Collection[int] = (),
     max_length: int | None = None,
-    pictures: PromptPictures | None = None,
+    renderer: ChatRenderer | None = None,
 ) -> Iterator[tuple[str, list[Json] | UserError]]:
     """Conversations of a JSONL file: OpenAI, ShareGPT, instruction and answer, or with tools.
 
@@ -199,7 +199,8 @@ def recorded_conversations(
         kwargs: chat_template_kwargs for rows that do not set them. stop_ids: as in
             `answer_record`.
         max_length: tokens of a record that are used; what is far behind them is not read.
-        pictures: reads the images of the file, and holds those of a row that is yielded.
+        renderer: of the target that reads the file's images, whose pictures a record holds; None
+            where there must be none.
 
     Yields:
         A row's id with its records, or with the reason why it cannot be used: an error of
@@ -216,7 +217,7 @@ def recorded_conversations(
                 kwargs,
                 stop_ids,
                 max_length,
-                pictures,
+                renderer,
             )
         except UserError as error:
             records = error
@@ -231,7 +232,7 @@ def _records_of(
     kwargs: Json | None,
     stop_ids: Collection[int],
     max_length: int | None,
-    pictures: PromptPictures | None,
+    renderer: ChatRenderer | None,
 ) -> list[Json]:
     """The records of a row. Raises UserError."""
     parsed = parse_row(row)
@@ -246,17 +247,20 @@ def _records_of(
     if max_length is not None:
         messages = _beginning(messages, max_length * longest_token(tokenizer))
     inputs = ChatInputs.of(parsed, kwargs)
-    if pictures is not None and image_sources(messages):
-        inputs = pictures.inputs(inputs)
+    target = None
+    if renderer is not None and images_in(messages):
+        target = renderer.target
+        messages = read_images(messages, renderer.store.read)
+        inputs = seeing_inputs(target, inputs)
 
     # A row grows until the template rewrites its turns; then another one begins.
     rows: dict[int, RecordedTranscript] = {}  # by the message that is the first answer
-    current = RecordedTranscript(tokenizer, messages, inputs, stop_ids, pictures)
+    current = RecordedTranscript(tokenizer, messages, inputs, stop_ids, target)
     for i in assistant_turns(messages, id):
         try:
             current.add(i, id)
         except TemplateRewrites:
-            current = RecordedTranscript(tokenizer, messages, inputs, stop_ids, pictures)
+            current = RecordedTranscript(tokenizer, messages, inputs, stop_ids, target)
             current.add(i, id)
         if len(current.spans) == 1:
             rows[i] = current
@@ -270,7 +274,10 @@ def _records_of(
         key = id
         if len(rows) > 1:
             key = f"{id}/{i}"
-        records.append({**made.record(key), "source": source})
+        record = {**made.record(key), "source": source}
+        if made.images:
+            record["pictures"] = made.images
+        records.append(record)
     # The last row has no part: it completes the conversation.
     for part, record in enumerate(records[:-1]):
         record["part"] = part

@@ -11,9 +11,9 @@ from rich.table import Table
 from typing_extensions import TypedDict
 
 from drafttrain.data.filters import EvaluationImage, Filter, PromptLimits
-from drafttrain.data.image_parts import image_sources
+from drafttrain.data.image_parts import images_in
 from drafttrain.data.row_formats import parse_row, prompt_texts
-from drafttrain.data.sources import DATA_SET, SOURCES, Intake, Request
+from drafttrain.data.sources import DATA_SET, SOURCES, Request
 from drafttrain.environment import suites_folder
 from drafttrain.errors import UserError
 from drafttrain.files import Json, differences, read_json, read_jsonl, write_json, write_jsonl
@@ -87,8 +87,9 @@ def run(args: argparse.Namespace) -> int:
     # A run with another --count continues the results so far.
     lasting = {key: value for key, value in settings.items() if key != "count"}
     beside = args.input.parent if args.input is not None else Path(args.source)
-    intake = Intake(PictureStore(args.output.parent), args.images or beside, args.allow_urls)
-    rows = source.prompts(Request(args, keep, partial, lasting, intake))
+    given = PictureStore(args.images or beside, args.allow_urls)
+    kept = PictureStore(args.output.parent)
+    rows = source.prompts(Request(args, keep, partial, lasting, given, kept))
     counts: Json = {}
 
     def kept_rows() -> Iterator[Json]:
@@ -181,7 +182,7 @@ def evaluation_texts(files: Iterable[Path], own_suites: bool) -> Iterator[str]:
             if prompt is None:
                 continue
             found = True
-            pictures = image_sources(prompt.get("messages", ()))
+            pictures = images_in(prompt.get("messages", ()))
             # Questions about images are alike; what must not be learned is the image.
             if not pictures:
                 yield from prompt_texts(prompt)

@@ -26,7 +26,7 @@ from typing_extensions import TypedDict
 
 from drafttrain.data.failures import BadReply
 from drafttrain.data.filters import Filter, stable_id
-from drafttrain.data.image_parts import named
+from drafttrain.data.image_parts import images_in, read_images, with_names
 from drafttrain.data.row_file import RowFile, check_row_file, line_starts
 from drafttrain.data.row_formats import Prompt, parse_row, row_id
 from drafttrain.errors import UserError, shown
@@ -46,27 +46,6 @@ _SERVED = 128  # prompts that a server writes at a time
 
 
 @dataclass(frozen=True)
-class Intake:
-    """Takes the images of rows into the output's store.
-
-    Attributes:
-        store: beside the output; None for a source without images.
-        folder: where relative paths in rows begin.
-        allow_urls: download images.
-    """
-
-    store: PictureStore | None
-    folder: Path
-    allow_urls: bool = False
-
-    def read(self, source: object) -> Picture:
-        """The picture of a row. Raises BadPicture."""
-        if self.store is None:
-            raise BadPicture("image: no intake", "this source takes text only")
-        return PictureStore(self.folder).read(source, self.allow_urls)
-
-
-@dataclass(frozen=True)
 class Request:
     """What the command asks of a source.
 
@@ -75,14 +54,15 @@ class Request:
         keep: decides which prompts are kept, and counts the others by reason.
         partial: a file for results of an interrupted run; deleted when the output is complete.
         settings: the flags that determine the prompts, except for their number.
-        intake: takes the images.
+        given: reads the images of rows. kept: takes those of kept prompts, beside the output.
     """
 
     args: argparse.Namespace
     keep: Filter
     partial: Path
     settings: Json
-    intake: Intake
+    given: PictureStore
+    kept: PictureStore
 
 
 @dataclass(frozen=True)
@@ -97,9 +77,6 @@ class Source:
 
     prompts: Callable[[Request], Iterator[Json]]
     default_count: int | None = None
-
-
-TEXT_ONLY = Intake(None, Path())
 
 
 class PromptMessage(TypedDict):
@@ -137,7 +114,7 @@ def collect(
     count: int | None,
     source: str,
     total: int = 0,
-    intake: Intake = TEXT_ONLY,
+    request: Request | None = None,
 ) -> Iterator[Json]:
     """Yields the kept prompts of rows in any format of row_formats.py, at most `count`.
 
@@ -145,8 +122,8 @@ def collect(
         rows: a row's own "id" stays.
         source: name of the source, which every prompt carries.
         total: number of rows; 0 if unknown.
-        intake: takes the images of rows; a row with one that cannot be used is dropped, and counted
-            by the reason.
+        request: has the stores of images; None for a source of text. A row with an image that
+            cannot be used is dropped, and counted by the reason.
 
     Raises:
         UserError: an id that is neither text nor a number, or that two prompts have.
@@ -156,14 +133,17 @@ def collect(
     with Progress("prompts", count, "prompts") as progress:
         for read, row in enumerate(rows, 1):
             prompt = None
-            pictures: dict[str, Picture] = {}
+            pictures: list[Picture] = []
             reason = "unknown format"
             unread = f"row {read} has {', '.join(map(str, row)) or 'no keys':.200}"
             try:
                 prompt = parse_row(row)
-                if prompt is not None and "messages" in prompt:
-                    messages, pictures = named(prompt["messages"], intake.read)
-                    prompt = {**prompt, "messages": messages}
+                if prompt is not None and images_in(prompt.get("messages", ())):
+                    if request is None:
+                        raise BadPicture("image: no place", "this source takes text only")
+                    messages = read_images(prompt["messages"], request.given.read)
+                    pictures = images_in(messages)
+                    prompt = {**prompt, "messages": with_names(messages)}
             except BadPicture as bad:
                 prompt = None
                 reason = bad.reason
@@ -174,9 +154,9 @@ def collect(
                     keep.unread = unread
             elif keep.keeps(prompt):
                 kept += 1
-                if intake.store is not None:
-                    for picture in pictures.values():
-                        intake.store.add(picture)
+                if request is not None:
+                    for picture in pictures:
+                        request.kept.add(picture)
                 key = _id_of(row, prompt, source)
                 if key in ids:
                     raise UserError(
@@ -219,7 +199,7 @@ def file_prompts(request: Request) -> Iterator[Json]:
         args.count,
         args.input.name,
         len(rows),
-        request.intake,
+        request,
     )
 
 
@@ -228,7 +208,7 @@ def data_set_prompts(request: Request) -> Iterator[Json]:
     args = request.args
     columns = parse_columns(args.columns)
     rows = data_set_rows(args.source, args.subset, args.split, columns, args.seed)
-    return collect(rows, request.keep, args.count, args.source, intake=request.intake)
+    return collect(rows, request.keep, args.count, args.source, request=request)
 
 
 def data_set_rows(
@@ -315,7 +295,7 @@ def easy_vqa_prompts(request: Request) -> Iterator[Json]:
         args.count,
         args.source,
         len(rows),
-        request.intake,
+        request,
     )
 
 

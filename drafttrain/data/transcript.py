@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from drafttrain.data.answers import AnswerFormat
 from drafttrain.data.chat import NO_INPUTS, ChatInputs, decode
 from drafttrain.files import Json
+from drafttrain.images import Picture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,7 +32,7 @@ class Transcript:
     Attributes:
         tokens, spans, finish: as in a stored record; see `store.py`.
         inputs: what the chat template reads besides the messages.
-        images: names of the images in the prompt before the first response, in order.
+        images: in the prompt before the first response, in order.
         shown: that prompt's text, in which the template marks each image once, and the number of
             its tokens; ("", 0) without images.
     """
@@ -40,7 +41,7 @@ class Transcript:
     spans: list[list[int]] = field(default_factory=list)
     finish: list[str] = field(default_factory=list)
     inputs: ChatInputs = NO_INPUTS
-    images: list[str] = field(default_factory=list)
+    images: Sequence[Picture] = ()
     shown: tuple[str, int] = ("", 0)
 
     def written(self, tokenizer: PreTrainedTokenizerBase, end: int | None = None) -> str:
@@ -76,7 +77,7 @@ class Transcript:
             "finish": self.finish,
         }
         if self.images:
-            record["images"] = list(self.images)
+            record["images"] = [picture.name for picture in self.images]
         if source is not None:
             record["source"] = source
 

@@ -21,13 +21,13 @@ from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
 from drafttrain.data.chat import NO_INPUTS, ChatInputs, Message, prompt_ids
-from drafttrain.data.image_parts import in_front, named, row_images, with_uris
-from drafttrain.data.image_prompts import PromptPictures
+from drafttrain.data.image_parts import in_front, row_images, with_uris
+from drafttrain.data.image_prompts import chat_prompt
 from drafttrain.environment import suites_folder
 from drafttrain.errors import UserError
 from drafttrain.evaluation import bfcl
 from drafttrain.files import Json, check_json, hub_problem, parse_json, read_jsonl, reading
-from drafttrain.images import BadPicture, Picture, PictureStore, read_picture
+from drafttrain.images import BadPicture, Picture, read_picture
 from drafttrain.target import Target
 
 if TYPE_CHECKING:
@@ -162,8 +162,7 @@ class Question:
 
     def request(self) -> Json:
         """The first turn as the body of a chat completion."""
-        messages, pictures = named(self.messages(), PictureStore(Path()).read)
-        body: Json = {"messages": with_uris(messages, pictures)}
+        body: Json = {"messages": with_uris(self.messages())}
         if self.inputs.tools:
             body["tools"] = list(self.inputs.tools)
         if self.inputs.kwargs:
@@ -183,7 +182,7 @@ class Question:
 
     def prompt_for(self, target: Target, answers: Sequence[str] = ()) -> list[int] | ImagePrompt:
         """`prompt`, with its images. Raises UserError: also a target that does not read them."""
-        return PromptPictures(target).prompt(self.messages(answers), self.inputs)
+        return chat_prompt(target, self.messages(answers), self.inputs)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ import time
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 
 from rich.console import Console, Group
@@ -26,8 +25,8 @@ from rich.text import Text
 
 from drafttrain.batch import TokenTree
 from drafttrain.data.chat import NO_INPUTS, ChatInputs, Message, has_template
-from drafttrain.data.image_parts import in_front, named
-from drafttrain.data.image_prompts import PromptPictures
+from drafttrain.data.image_parts import in_front, with_names
+from drafttrain.data.image_prompts import chat_prompt
 from drafttrain.drafters.combined import parts_of
 from drafttrain.drafters.registry import chosen_tree, load_drafter
 from drafttrain.environment import __version__
@@ -35,7 +34,7 @@ from drafttrain.errors import UserError
 from drafttrain.files import Json, write_json
 from drafttrain.flags import load_target, sampling_of
 from drafttrain.folders import inputs_of, output_file
-from drafttrain.images import Picture, PictureStore, read_picture
+from drafttrain.images import Picture, read_picture
 from drafttrain.inference import Decoder, Stats
 from drafttrain.inference.sequence import TextStream
 from drafttrain.inference.verify import Verdict
@@ -181,7 +180,7 @@ class ChatSession:
                 hold.
         """
         messages = [*self.messages, _asked(text, self.images)]
-        prompt = PromptPictures(self.target).prompt(messages, self.inputs)
+        prompt = chat_prompt(self.target, messages, self.inputs)
         # Each turn draws random numbers of its own.
         seed = (self.seed + len(self.turns)) % 2**32
         turn = ChatTurn(text, self.drafting, prompt, seed, tuple(self.images))
@@ -529,7 +528,7 @@ def respond(view: PlainView, line: str, args: argparse.Namespace) -> bool:
             "target": args.target,
             "drafter": args.drafter,
             "decoding": decoding,
-            "messages": named(session.messages, PictureStore(Path()).read)[0],
+            "messages": with_names(session.messages),
             "turns": [session.record(turn) for turn in session.turns],
         }
         write_json(path, saved)

@@ -10,7 +10,8 @@ import pytest
 
 from drafttrain.data.chat import ChatInputs, TemplateRefuses, render_text
 from drafttrain.data.conversation import ChatRenderer, Conversation
-from drafttrain.data.image_prompts import PromptPictures
+from drafttrain.data.image_parts import read_images
+from drafttrain.data.image_prompts import chat_prompt
 from drafttrain.data.masks import recorded_conversations
 from drafttrain.data.store import load_records, read_meta
 from drafttrain.errors import UserError
@@ -63,18 +64,21 @@ def images_of(text):
     return text.replace("<|image|>", "<|image|>" * TOKENS)
 
 
+def prompt_of(target, folder, *messages):
+    read = read_images(messages, PictureStore(folder).read)
+    return chat_prompt(target, read, ChatInputs())
+
+
 # -- rendering ------------------------------------------------------------------------------------
 
 
 def test_placeholders_are_expanded(target, tmp_path):
     names = stored(tmp_path)
-    reader = PromptPictures(target, PictureStore(tmp_path))
-    messages = [user(shown(names[0]), ASK, shown(names[1]))]
-    prompt = reader.prompt(messages, ChatInputs())
+    prompt = prompt_of(target, tmp_path, user(shown(names[0]), ASK, shown(names[1])))
     text = f"user: <|image|>{ASK}<|image|></s>assistant: "
     assert decoded(target, prompt.ids) == images_of(text)
     assert prompt.digests == (picture(0).digest, picture(1).digest)
-    plain = reader.prompt([{"role": "user", "content": "hi"}], ChatInputs())
+    plain = prompt_of(target, tmp_path, {"role": "user", "content": "hi"})
     assert plain == ids(target, "user: hi</s>assistant: ")
 
 
@@ -99,16 +103,14 @@ def test_text_that_looks_like_an_image_is_refused(target):
 def test_the_processors_template_comes_first(target, built, monkeypatch, tmp_path):
     names = stored(tmp_path)
     monkeypatch.setattr(built.processor, "chat_template", "<s>" + TEMPLATE)
-    reader = PromptPictures(target, PictureStore(tmp_path))
-    prompt = reader.prompt([user(shown(names[0]), ASK)], ChatInputs())
+    prompt = prompt_of(target, tmp_path, user(shown(names[0]), ASK))
     assert decoded(target, prompt.ids).startswith("<s>user: <|image|>")
 
 
 def test_a_target_that_reads_text_only(target_dir, tmp_path):
     names = stored(tmp_path)
-    reader = PromptPictures(load_shell(str(target_dir)), PictureStore(tmp_path))
     with pytest.raises(UserError, match="reads no images") as caught:
-        reader.prompt([user(shown(names[0]), ASK)], ChatInputs())
+        prompt_of(load_shell(str(target_dir)), tmp_path, user(shown(names[0]), ASK))
     assert not isinstance(caught.value, BadPicture)  # every row would fail
 
 
@@ -265,8 +267,8 @@ def test_recorded_turns_with_new_images(target, tmp_path):
     turns += [user(shown(names[1]), "e"), answer("f")]
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"id": "r", "messages": turns}) + "\n")
-    reader = PromptPictures(target, PictureStore(tmp_path))
-    ((_, records),) = recorded_conversations(target.tokenizer, path, pictures=reader)
+    renderer = ChatRenderer(target, PictureStore(tmp_path))
+    ((_, records),) = recorded_conversations(target.tokenizer, path, renderer=renderer)
     assert [record["images"] for record in records] == [names[:1], names[:2]]
     assert [len(record["spans"]) for record in records] == [2, 1]
     assert records[0]["part"] == 0 and "part" not in records[1]

@@ -239,7 +239,7 @@ def test_images_that_have_been_decoded(tmp_path):
 
     rows = [{"question": SEE, "image": picture(1).pixels()}]
     assert list(collect(rows, Kept(), None, "x")) == []
-    assert dict(Kept.dropped) == {"image: no intake": 1}
+    assert dict(Kept.dropped) == {"image: no place": 1}
 
 
 @pytest.fixture

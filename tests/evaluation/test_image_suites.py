@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import io
 import json
 import sys
@@ -14,12 +13,12 @@ from datasets import ClassLabel, Dataset, Features, Image, Value
 
 from drafttrain import cli
 from drafttrain.errors import UserError
-from drafttrain.evaluation.drawn_suite import drawn_rows
 from drafttrain.evaluation.runner import EvalSettings, check_sight
 from drafttrain.evaluation.suites import known_suites, load_suite
 from drafttrain.images import Picture, read_picture
 from drafttrain.target import load_shell
 from drafttrain.target.sight import Sight
+from scripts import draw_suite
 from tests.data.seeing import TOKENS, make_seeing, picture, shown
 
 KEPT = {"bytes": picture(1).data, "path": None}
@@ -60,26 +59,6 @@ def parquet(folder, row, **types):
             },
             "Which bar?\n\nSay what the chart shows about it, then give the answer.",
             "machine",
-        ),
-        (
-            "chartqa",
-            {"type": "human_test", "question": "Which bar?", "answer": "red", "image": KEPT},
-            {},
-            "Which bar?\n\nSay what the chart shows about it, then give the answer.",
-            "human_test",
-        ),
-        (
-            "ocrbench",
-            {
-                "dataset": "IIIT5K",
-                "question": "what is written in the image?",
-                "question_type": "Regular Text Recognition",
-                "answer": ["a"],
-                "image": KEPT,
-            },
-            {"answer": [Value("string")]},
-            "what is written in the image?",
-            "Regular Text Recognition",
         ),
         (
             "coco_captions",
@@ -136,18 +115,20 @@ def test_easy_vqa(monkeypatch, tmp_path):
     )
     monkeypatch.setitem(sys.modules, "easy_vqa", package)
     suite = load_suite("easy_vqa")
-    assert [question.category for question in suite.questions] == ["color", "yes or no", "shape"]
+    kinds = [question.category for question in suite.questions]
+    assert kinds == ["a word", "yes or no", "a word"]
     assert suite.questions[2].question_id == "easy-vqa-test-2" and suite.license == "MIT"
 
 
 def test_the_drawn_suite_is_the_same_everywhere():
-    rows = list(drawn_rows())
-    assert len(rows) == 40 and len({row["image"] for row in rows}) == 40
-    pixels = hashlib.sha256()
-    for row in rows:
-        pixels.update(read_picture(row["image"]).pixels().tobytes())
-    assert pixels.hexdigest()[:16] == "688ae21b1462d2b1"
+    made = list(draw_suite.drawn_rows())
     suite = load_suite("drawn")
+    assert len({question.images for question in suite.questions}) == len(made) == 40
+    for row, question in zip(made, suite.questions, strict=True):
+        (uri,) = row["images"]
+        pixels = read_picture(uri).pixels().tobytes()
+        assert pixels == question.images[0].pixels().tobytes()
+        assert question.turns == tuple(row["turns"])
     kinds = {question.category for question in suite.questions}
     assert kinds == {"shapes", "bar chart", "line chart", "table", "text"}
     assert {"drawn", "mmstar", "easy_vqa"} <= set(known_suites())
