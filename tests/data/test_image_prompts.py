@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -14,16 +12,13 @@ from drafttrain.data.image_parts import read_images
 from drafttrain.data.image_prompts import chat_prompt
 from drafttrain.data.masks import recorded_conversations
 from drafttrain.data.store import load_records, read_meta
-from drafttrain.errors import UserError
-from drafttrain.images import BadPicture, Picture, PictureStore
+from drafttrain.images import PictureStore, read_picture
 from drafttrain.target import load_shell
 from drafttrain.target.sight import Sight
 from tests.data.commands import generate
-from tests.data.faulty_server import Handler, LocalServer, chat, completion
+from tests.data.faulty_server import LocalServer, chat, completion
 from tests.data.seeing import (
-    PLACEHOLDER,
     TEMPLATE,
-    TOKENS,
     answer,
     make_seeing,
     picture,
@@ -52,16 +47,9 @@ def target(built):
     return load_shell(built.folder)
 
 
-def decoded(target, ids):
-    return target.tokenizer.decode(ids)
-
-
-def ids(target, text):
-    return target.tokenizer(text)["input_ids"]
-
-
-def images_of(text):
-    return text.replace("<|image|>", "<|image|>" * TOKENS)
+def tokens_of(target, text):
+    """Token ids of a text with a marker per image, expanded."""
+    return target.tokenizer(text.replace("<|image|>", "<|image|>" * 4))["input_ids"]
 
 
 def prompt_of(target, folder, *messages):
@@ -72,119 +60,73 @@ def prompt_of(target, folder, *messages):
 # -- rendering ------------------------------------------------------------------------------------
 
 
-def test_placeholders_are_expanded(target, tmp_path):
+def test_placeholders_are_expanded(target, built, tmp_path, monkeypatch):
     names = stored(tmp_path)
-    prompt = prompt_of(target, tmp_path, user(shown(names[0]), ASK, shown(names[1])))
+    asked = user(shown(names[0]), ASK, shown(names[1]))
+    prompt = prompt_of(target, tmp_path, asked)
     text = f"user: <|image|>{ASK}<|image|></s>assistant: "
-    assert decoded(target, prompt.ids) == images_of(text)
+    assert prompt.ids.tolist() == tokens_of(target, text)
     assert prompt.digests == (picture(0).digest, picture(1).digest)
-    plain = prompt_of(target, tmp_path, {"role": "user", "content": "hi"})
-    assert plain == ids(target, "user: hi</s>assistant: ")
+    # The processor's template comes first.
+    monkeypatch.setattr(built.processor, "chat_template", "<s>" + TEMPLATE)
+    assert prompt_of(target, tmp_path, asked).ids.tolist() == tokens_of(target, "<s>" + text)
 
 
-def test_a_template_that_reads_parts_only(target):
-    parts = (
-        "{% for m in messages %}{% for c in m['content'] | selectattr('type', 'equalto', 'text') %}"
+def test_templates_that_drop_a_part(target):
+    parts = ChatInputs(
+        template="{% for m in messages %}{% for c in m['content'] | selectattr('type', 'equalto', 'text') %}"
         "{{ c['text'] }}{% endfor %}{% endfor %}"
     )
-    messages = [{"role": "user", "content": ASK}]
-    assert render_text(target.tokenizer, messages, inputs=ChatInputs(template=parts)) == ASK
-    seen = [user(shown("a.png"), ASK)]
+    assert render_text(target.tokenizer, [{"role": "user", "content": ASK}], inputs=parts) == ASK
     with pytest.raises(TemplateRefuses, match="writes no images"):
-        render_text(target.tokenizer, seen, inputs=ChatInputs(template=parts))
-
-
-def test_text_that_looks_like_an_image_is_refused(target):
-    seen = [user(shown("a.png"), "what does <|image|> mean?")]
+        render_text(target.tokenizer, [user(shown("a"), ASK)], inputs=parts)
     with pytest.raises(TemplateRefuses, match=r"holds '<\|image\|>'"):
-        render_text(target.tokenizer, seen)
-
-
-def test_the_processors_template_comes_first(target, built, monkeypatch, tmp_path):
-    names = stored(tmp_path)
-    monkeypatch.setattr(built.processor, "chat_template", "<s>" + TEMPLATE)
-    prompt = prompt_of(target, tmp_path, user(shown(names[0]), ASK))
-    assert decoded(target, prompt.ids).startswith("<s>user: <|image|>")
-
-
-def test_a_target_that_reads_text_only(target_dir, tmp_path):
-    names = stored(tmp_path)
-    with pytest.raises(UserError, match="reads no images") as caught:
-        prompt_of(load_shell(str(target_dir)), tmp_path, user(shown(names[0]), ASK))
-    assert not isinstance(caught.value, BadPicture)  # every row would fail
+        render_text(target.tokenizer, [user(shown("a"), "<|image|>")])
 
 
 # -- conversations --------------------------------------------------------------------------------
 
 
-def opened(target, folder, *messages, **more):
-    row = {"id": "r", "messages": list(messages)}
-    renderer = ChatRenderer(target, PictureStore(folder))
-    it = Conversation.from_row(row, "p")
+def test_turns(target, tmp_path):
+    """A later turn goes on in the row; one with a new image begins another."""
+    names = stored(tmp_path)
+    messages = [user(shown(names[0]), ASK), answer("x"), user("and now?"), answer("x")]
+    messages.append(user("and", shown(names[1]), "?"))
+    renderer = ChatRenderer(target, PictureStore(tmp_path))
+    it = Conversation.from_row({"id": "r", "messages": messages}, "p")
     it.open(renderer)
-    return replace(it, **more) if more else it, renderer
-
-
-def test_turns_about_the_same_image(target, tmp_path):
-    names = stored(tmp_path)
-    it, renderer = opened(
-        target, tmp_path, user(shown(names[0]), ASK), answer("x"), user("and now?")
-    )
-    it.accept(ids(target, "red</s>"), "stop")
-    glue = it.next_turn(renderer, 200)
-    assert decoded(target, glue) == "user: and now?</s>assistant: "
-    it.accept(ids(target, "still red</s>"), "stop")
-    assert it.next_turn(renderer, 200) is None and it.rest(renderer, 200) is None
-    record = it.record(renderer)
-    assert record["images"] == [names[0]] and "part" not in record
-    assert [decoded(target, record["tokens"][a:b]) for a, b in record["spans"]] == [
-        "red</s>",
-        "still red</s>",
-    ]
-    text = f"user: <|image|>{ASK}</s>assistant: red</s>user: and now?</s>assistant: still red</s>"
-    assert decoded(target, record["tokens"]) == images_of(text)
-    assert PLACEHOLDER not in [
-        token for a, b in record["spans"] for token in record["tokens"][a:b]
-    ]
-
-
-def test_a_turn_with_a_new_image_begins_a_row(target, tmp_path):
-    names = stored(tmp_path)
-    it, renderer = opened(
-        target,
-        tmp_path,
-        user(shown(names[0]), ASK),
-        answer("x"),
-        user("and", shown(names[1]), "?"),
-    )
-    it.accept(ids(target, "red</s>"), "stop")
-    assert it.next_turn(renderer, 200) is None and it.follows
+    it.accept(tokens_of(target, "red</s>"), "stop")
+    glue = "user: and now?</s>assistant: "
+    assert it.next_turn(renderer, 200) == tokens_of(target, glue)
+    it.accept(tokens_of(target, "still</s>"), "stop")
+    assert it.next_turn(renderer, 200) is None
     later = it.rest(renderer, 200)
+    before = f"user: <|image|>{ASK}</s>assistant: red</s>{glue}still</s>"
     first = it.record(renderer)
-    assert first["images"] == [names[0]] and first["id"] == "r/0" and first["part"] == 0
-    text = f"user: <|image|>{ASK}</s>assistant: red</s>user: and<|image|>?</s>assistant: "
-    assert decoded(target, later.tokens) == images_of(text)
+    assert first["images"] == names[:1] and first["id"] == "r/0" and first["part"] == 0
+    assert first["tokens"] == tokens_of(target, before) and len(first["spans"]) == 2
+    assert later.tokens == tokens_of(target, f"{before}user: and<|image|>?</s>assistant: ")
     assert later.image_prompt.digests == (picture(0).digest, picture(1).digest)
-    later.accept(ids(target, "blue</s>"), "stop")
-    assert later.record(renderer)["images"] == names[:2]
-    assert later.record(renderer)["spans"] == [[len(later.tokens) - 5, len(later.tokens)]]
-
-    # Without room for it, the conversation ends.
+    later.accept(tokens_of(target, "blue</s>"), "stop")
+    record = later.record(renderer)
+    assert record["images"] == names[:2] and len(record["spans"]) == 1
     it.follows = True
-    assert it.rest(renderer, 20) is None
+    assert it.rest(renderer, 20) is None  # no room for it
+
+    # Recorded answers make the same rows.
+    texts = iter(["red", "still"])
+    said_by = [answer(next(texts)) if m["role"] == "assistant" else m for m in messages]
+    path = tmp_path / "rows.jsonl"
+    write_rows(path, [{"id": "r", "messages": [*said_by, answer("blue")]}])
+    ((_, rows),) = recorded_conversations(target.tokenizer, path, renderer=renderer)
+    assert [row["tokens"] for row in rows] == [first["tokens"], record["tokens"]]
+    assert [row["images"] for row in rows] == [names[:1], names[:2]]
+    assert [row["spans"] for row in rows] == [first["spans"], record["spans"]]
+    ((_, refused),) = recorded_conversations(target.tokenizer, path)
+    assert "images in these conversations are not read" in str(refused)
 
 
 # -- generate -------------------------------------------------------------------------------------
-
-
-def rows_of(names):
-    return [
-        {"id": "one", "messages": [user(shown(names[0]), ASK), answer("red")]},
-        {"id": "two", "messages": [user(shown(names[0]), "or", shown(names[1])), answer("blue")]},
-        {"id": "text", "messages": [{"role": "user", "content": ASK}, answer("green")]},
-        {"id": "gone", "messages": [user(shown("gone.png"), ASK), answer("x")]},
-        {"id": "many", "messages": [user(*[shown(names[2])] * 20, ASK), answer("x")]},
-    ]
 
 
 @pytest.fixture
@@ -192,180 +134,140 @@ def prompts(tmp_path):
     path = tmp_path / "p" / "prompts.jsonl"
     path.parent.mkdir()
     names = stored(path.parent)
-    write_rows(path, rows_of(names))
+    asked = {
+        "one": user(shown(names[0]), ASK),
+        "two": user(shown(names[0]), "or", shown(names[1])),
+        "text": {"role": "user", "content": ASK},
+        "gone": user(shown("gone.png"), ASK),
+        "many": user(*[shown(names[2])] * 20, ASK),
+    }
+    rows = [{"id": key, "messages": [message, answer("red")]} for key, message in asked.items()]
+    write_rows(path, rows)
     return path
 
 
 def listed(output):
     """Reasons of failed rows, by id."""
-    found = {}
-    for path in output.glob("failed-*.jsonl"):
-        for line in path.read_text().splitlines():
-            row = json.loads(line)
-            found[row["id"]] = row["reason"]
-    return found
+    rows = map(json.loads, (output / "failed-0000.jsonl").read_text().splitlines())
+    return {row["id"]: row["reason"] for row in rows}
 
 
 BAD = {"gone": "image: no such file", "many": "prompt with images too long"}
-SHORT = ("--max-length", "80", "--max-new-tokens", "6")
+SHORT = ("--max-length", "80", "--max-new-tokens", "9", "--temperature", "0", "--dtype", "float32")
+TWO = [picture(0).name, picture(1).name]
+
+
+def check_rows(output):
+    rows = {row["id"]: row for row in load_records(output)}
+    assert set(rows) == {"one", "two", "text"} and listed(output) == BAD
+    assert [rows[key]["images"] for key in ("one", "two", "text")] == [TWO[:1], TWO, None]
+    assert {path.name for path in (output / "images").iterdir()} == set(TWO)
+    assert read_meta(output)["counts"]["images"] == 3
+    return rows
 
 
 def test_the_target_here(built, target, prompts, tmp_path, capsys):
     output = tmp_path / "data"
-    words = ("--temperature", "0", "--dtype", "float32", "--features", "1", *SHORT)
-    assert generate(built.folder, prompts, output, *words) == 0
-    rows = {row["id"]: row for row in load_records(output)}
-    assert set(rows) == {"one", "two", "text"} and listed(output) == BAD
+    words = (built.folder, prompts, output, "--features", "1", *SHORT)
+    assert generate(*words) == 0
     out = capsys.readouterr().out
-    assert "prompt with images too long: raise --max-length" in out
-    assert "image: no such file: replace that image" in out
-    assert rows["text"]["images"] is None
-    assert rows["two"]["images"] == [picture(0).name, picture(1).name]
-    assert read_meta(output)["counts"]["images"] == 3
-    copies = {path.name for path in (output / "images").iterdir()}
-    assert copies == {picture(0).name, picture(1).name}
-    # The text is the model's own.
-    for key, digests in (("one", [0]), ("two", [0, 1])):
-        ids = rows[key]["tokens"]
-        (start, end), *_ = rows[key]["spans"]
-        seeing = built.load()
-        text = decoded(target, ids[:start]).replace("<|image|>" * TOKENS, "<|image|>")
-        prompt = seeing.image_prompt(text, [picture(number) for number in digests])
-        assert prompt.ids.tolist() == ids[:start]
-        assert built.generate(prompt, end - start) == ids[start:end]
+    assert "too long: raise --max-length" in out and "no such file: replace that image" in out
+    seeing = built.load()
+    for key, row in check_rows(output).items():
+        if key != "text":  # the text is the model's own
+            (start, end), *_ = row["spans"]
+            text = target.tokenizer.decode(row["tokens"][:start]).replace(
+                "<|image|>" * 4, "<|image|>"
+            )
+            prompt = seeing.image_prompt(text, [picture(0), picture(1)][: len(row["images"])])
+            assert prompt.ids.tolist() == row["tokens"][:start]
+            assert built.generate(prompt, end - start) == row["tokens"][start:end]
 
     # Run again: nothing is asked for twice, and a mended image is answered.
     (prompts.parent / "gone.png").write_bytes(picture(3).data)
-    assert generate(built.folder, prompts, output, *words) == 0
-    rows = {row["id"]: row for row in load_records(output)}
-    assert rows["gone"]["images"] == [picture(3).name]
-    assert listed(output) == {"many": BAD["many"]}
+    assert generate(*words) == 0
     assert "this run: 1 conversation," in capsys.readouterr().out
+    assert listed(output) == {"many": BAD["many"]}
 
 
 def test_recorded_answers(built, target, prompts, tmp_path):
     output = tmp_path / "data"
-    words = ("--backend", "existing", "--max-length", "80")
-    assert generate(built.folder, prompts, output, *words) == 0
-    rows = {row["id"]: row for row in load_records(output)}
-    assert set(rows) == {"one", "two", "text"} and listed(output) == BAD
-    text = "user: <|image|>or<|image|></s>assistant: blue</s>"
-    assert decoded(target, rows["two"]["tokens"]) == images_of(text)
-    (start, end), *_ = rows["two"]["spans"]
-    assert decoded(target, rows["two"]["tokens"][start:end]) == "blue</s>"
-    assert rows["two"]["images"] == [picture(0).name, picture(1).name]
-    assert (output / "images" / picture(1).name).is_file()
+    words = (built.folder, prompts, output, "--backend", "existing", "--max-length", "80")
+    assert generate(*words) == 0
+    row = check_rows(output)["two"]
+    text = "user: <|image|>or<|image|></s>assistant: "
+    assert row["tokens"] == tokens_of(target, f"{text}red</s>")
+    assert row["spans"] == [[len(tokens_of(target, text)), len(row["tokens"])]]
     # An overwritten set takes its pictures with it.
-    write_rows(prompts, [rows_of([picture(2).name] * 4)[0]])
-    assert generate(built.folder, prompts, output, *words, "--overwrite") == 0
+    asked = user(shown(picture(2).name), ASK)
+    write_rows(prompts, [{"id": "one", "messages": [asked, answer("red")]}])
+    assert generate(*words, "--overwrite") == 0
     assert [path.name for path in (output / "images").iterdir()] == [picture(2).name]
-
-
-def test_recorded_turns_with_new_images(target, tmp_path):
-    names = stored(tmp_path)
-    turns = [user(shown(names[0]), "a"), answer("b"), user("c"), answer("d")]
-    turns += [user(shown(names[1]), "e"), answer("f")]
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"id": "r", "messages": turns}) + "\n")
-    renderer = ChatRenderer(target, PictureStore(tmp_path))
-    ((_, records),) = recorded_conversations(target.tokenizer, path, renderer=renderer)
-    assert [record["images"] for record in records] == [names[:1], names[:2]]
-    assert [len(record["spans"]) for record in records] == [2, 1]
-    assert records[0]["part"] == 0 and "part" not in records[1]
-    assert records[1]["tokens"].count(PLACEHOLDER) == 2 * TOKENS
-    ((_, refused),) = recorded_conversations(target.tokenizer, path)
-    assert "images in these conversations are not read" in str(refused)
-
-
-# -- servers --------------------------------------------------------------------------------------
 
 
 class SeeingServer(LocalServer):
     """A server of the target that reads images in chats.
 
     Args:
-        by_ids: it exchanges token ids. expanded: placeholders of an image, as it counts them.
+        by_ids: it exchanges token ids. extra: text that it puts before a prompt with images.
     """
 
-    def __init__(self, tokenizer, by_ids, expanded=TOKENS):
-        self.tokenizer = tokenizer
+    def __init__(self, target, by_ids, extra=""):
+        self.target = target
         self.by_ids = by_ids
-        self.expanded = expanded
-        self.requests = []
+        self.extra = extra
         self.start()
 
-    def respond(self, handler: Handler, body: dict) -> None:
-        if handler.path.endswith("/completions") and "messages" not in body:
-            read = body["prompt"]
-            if isinstance(read, str):
-                read = self.tokenizer(read, add_special_tokens=False)["input_ids"]
-            assert PLACEHOLDER not in read, "ids of placeholders drop the images"
-            reply = completion("?", "length")
-            if self.by_ids:
-                reply["choices"][0] |= {
-                    "token_ids": self.tokenizer("text</s>")["input_ids"],
-                    "prompt_token_ids": read,
-                    "finish_reason": "stop",
-                }
-            handler.answer(reply)
-            return
-        self.requests.append(body)
-        pictures = []
-        messages = []
-        for message in body["messages"]:
-            parts = []
-            for part in message["content"] if isinstance(message["content"], list) else ():
-                if part["type"] == "image_url":
-                    data = base64.b64decode(part["image_url"]["url"].partition(",")[2])
-                    pictures.append(Picture(data).digest)
-                    part = shown("x")
-                parts.append(part)
-            messages.append({**message, "content": parts or message["content"]})
-        text = render_text(self.tokenizer, messages, True)
-        marks = text.replace("<|image|>", "<|image|>" * self.expanded)
-        reply = chat(f"seen {len(pictures)}")
-        del reply["choices"][0]["token_ids"]
+    def respond(self, handler, body):
+        if "prompt" in body:
+            reply = completion("seen 0")
+            text = body["prompt"]
+            ids = text if isinstance(text, list) else tokens_of(self.target, text)
+            assert 259 not in ids, "/v1/completions drops images"
+            more = {"prompt_token_ids": ids}
+        else:
+            pictures = []
+            messages = []
+            for message in body["messages"]:
+                parts = message["content"]
+                if isinstance(parts, str):
+                    parts = [said(parts)]
+                found = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
+                pictures += map(read_picture, found)
+                parts = [part if part["type"] == "text" else shown("a") for part in parts]
+                messages.append({"role": message["role"], "content": parts})
+            text = self.extra + render_text(self.target.tokenizer, messages, True)
+            reply = chat(f"seen {len(pictures)}")
+            reply["prompt_token_ids"] = tokens_of(self.target, text)
+            del reply["choices"][0]["token_ids"]
+            more = {}
         if self.by_ids:
-            assert body["return_token_ids"] and body["top_k"] == -1
-            reply["prompt_token_ids"] = self.tokenizer(marks)["input_ids"]
-            reply["choices"][0]["token_ids"] = self.tokenizer(f"seen {len(pictures)}")["input_ids"]
+            text = reply["choices"][0].get("text") or f"seen {len(pictures)}"
+            reply["choices"][0] |= {"token_ids": tokens_of(self.target, text), **more}
         handler.answer(reply)
 
 
 @pytest.mark.parametrize("by_ids", [True, False])
 def test_servers_get_images_in_chats(built, target, prompts, tmp_path, by_ids):
     output = tmp_path / "data"
-    with SeeingServer(target.tokenizer, by_ids) as server:
-        words = ("--backend", "openai", "--url", server.url, *SHORT)
-        assert generate(built.folder, prompts, output, *words, "--max-new-tokens", "12") == 0
-    rows = {row["id"]: row for row in load_records(output)}
-    assert set(rows) == {"one", "two", "text"} and listed(output) == BAD
+    with SeeingServer(target, by_ids) as server:
+        words = ("--backend", "openai", "--url", server.url, *SHORT[:-2])
+        assert generate(built.folder, prompts, output, *words) == 0
     text = "user: <|image|>or<|image|></s>assistant: seen 2</s>"
-    assert decoded(target, rows["two"]["tokens"]) == images_of(text)
-    assert rows["two"]["images"] == [picture(0).name, picture(1).name]
-    assert (output / "images" / picture(1).name).is_file()
-    asked = [body for body in server.requests if len(body["messages"][0]["content"]) == 3]
-    assert asked[0]["messages"][0]["content"][1] == said("or")
+    assert check_rows(output)["two"]["tokens"] == tokens_of(target, text)
 
 
-def test_a_server_that_reads_another_prompt(built, target, prompts, tmp_path, capsys):
+def test_a_server_that_reads_another_prompt(built, target, prompts, tmp_path):
     output = tmp_path / "data"
-    with SeeingServer(target.tokenizer, True, TOKENS + 1) as server:
-        words = ("--backend", "openai", "--url", server.url, *SHORT)
+    with SeeingServer(target, True, "<s>") as server:
+        words = ("--backend", "openai", "--url", server.url, *SHORT[:-2])
         assert generate(built.folder, prompts, output, *words) == 0
     assert listed(output) == {**BAD, "one": "token ids", "two": "token ids"}
-    failed = (output / "failed-0000.jsonl").read_text()
-    assert "they differ from token" in failed
 
 
-def test_prompts_that_are_refused_at_once(built, target_dir, tmp_path, capsys):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(
-        json.dumps({"id": "a", "messages": [user(ASK, {"type": "video", "video": "v"})]}) + "\n"
-    )
-    assert generate(built.folder, path, tmp_path / "a") == 2
-    assert "messages may have text and images only" in capsys.readouterr().err
-    names = write_rows(path, [], 1)
-    write_rows(path, [{"id": "a", "messages": [user(shown(names[0]), ASK)]}], 1)
-    assert generate(target_dir, path, tmp_path / "b") == 2
+def test_prompts_that_are_refused_at_once(built, target_dir, prompts, tmp_path, capsys):
+    assert generate(target_dir, prompts, tmp_path / "a") == 2
     assert "reads no images" in capsys.readouterr().err
+    write_rows(prompts, [{"id": "a", "messages": [user(ASK, {"type": "video"})]}])
+    assert generate(built.folder, prompts, tmp_path / "b") == 2
+    assert "messages may have text and images only" in capsys.readouterr().err
