@@ -208,10 +208,15 @@ def _parts(directory: Path) -> list[Path]:
     return sorted(found)
 
 
-def load_records(directory: str | Path) -> Dataset:
+def load_records(directory: str | Path, images: bool = False) -> Dataset:
     """All conversations as a memory-mapped `datasets.Dataset` with the columns of a line.
 
-    Raises UserError: no data set there, an empty one, or a damaged line.
+    Args:
+        images: the caller reads a row's pictures (`PictureStore(directory).get(name)`), or needs
+            none; without them the ids of placeholders mean nothing.
+
+    Raises UserError: no data set there, an empty one, a damaged line, or rows with images that the
+        caller does not read.
     """
     root = Path(directory).expanduser()
     meta = read_meta(root)
@@ -220,6 +225,10 @@ def load_records(directory: str | Path) -> Dataset:
         name = str(directory)
         raise UserError(
             f"data={name!r} is empty: no conversation in its part-*.jsonl; run drafttrain generate"
+        )
+    if not images and rows.data.column("images").null_count < len(rows):
+        raise UserError(
+            f"data={str(directory)!r} has rows with images, which this command does not read; generate one of text"
         )
     return rows
 

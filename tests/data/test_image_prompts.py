@@ -12,6 +12,7 @@ from drafttrain.data.image_parts import read_images
 from drafttrain.data.image_prompts import chat_prompt
 from drafttrain.data.masks import recorded_conversations
 from drafttrain.data.store import load_records, read_meta
+from drafttrain.errors import UserError
 from drafttrain.images import PictureStore, read_picture
 from drafttrain.target import load_shell
 from drafttrain.target.sight import Sight
@@ -158,10 +159,12 @@ TWO = [picture(0).name, picture(1).name]
 
 
 def check_rows(output):
-    rows = {row["id"]: row for row in load_records(output)}
+    rows = {row["id"]: row for row in load_records(output, images=True)}
     assert set(rows) == {"one", "two", "text"} and listed(output) == BAD
     assert [rows[key]["images"] for key in ("one", "two", "text")] == [TWO[:1], TWO, None]
     assert {path.name for path in (output / "images").iterdir()} == set(TWO)
+    with pytest.raises(UserError, match="has rows with images"):
+        load_records(output)
     assert read_meta(output)["counts"]["images"] == 3
     return rows
 
