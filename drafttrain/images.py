@@ -20,11 +20,14 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from drafttrain.errors import UserError, first_line, reason_of, shown
 from drafttrain.extras import require
 from drafttrain.files import writing
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 MOST_PIXELS = 89_478_485  # Pillow's limit, above which it warns of a decompression bomb
 MOST_BYTES = 32_000_000  # of an encoded picture
@@ -85,7 +88,7 @@ class Picture:
         """The name of its file in a `PictureStore`."""
         return f"{self.digest}.{self._kind}"
 
-    def pixels(self) -> Any:
+    def pixels(self) -> Image.Image:
         """The picture as a `PIL.Image` in RGB, upright. Raises BadPicture."""
         return self.read(self.digest)[1]
 
@@ -101,7 +104,7 @@ class Picture:
             kind = "png"
         return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
-    def read(self, where: str) -> tuple[Any, Any]:
+    def read(self, where: str) -> tuple[Image.Image, Image.Image]:
         """The picture as Pillow decodes it, and its `pixels`.
 
         Raises BadPicture, which names `where`; UserError: Pillow is not installed.
@@ -131,7 +134,7 @@ class Picture:
             raise BadPicture("image: broken", f"{where}: {first_line(error)}") from error
 
 
-def _png(image: Any) -> bytes:
+def _png(image: Image.Image) -> bytes:
     """A PIL image as a PNG file, which keeps every pixel."""
     file = io.BytesIO()
     image.save(file, format="PNG")
@@ -168,7 +171,7 @@ def encoded(source: object, folder: Path | None = None, allow_urls: bool = False
         elif isinstance(source, str | Path):
             data = _at(str(source), folder, allow_urls)
         elif hasattr(source, "convert"):
-            data = _png(source)
+            data = _png(source)  # type: ignore[arg-type]  # a PIL image, by its methods
         else:
             raise BadPicture("image: unknown source", f"{where} is no path, data URI or image")
     except UserError:

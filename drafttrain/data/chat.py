@@ -7,12 +7,19 @@ document.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from drafttrain.data.image_parts import content_text, image_part, images_in, text_part, with_images
+from drafttrain.data.image_parts import (
+    Message,
+    content_text,
+    image_part,
+    images_in,
+    text_part,
+    with_images,
+)
 from drafttrain.data.template_bounds import bounded, environment
 from drafttrain.errors import UserError, first_line
 from drafttrain.files import Json
@@ -20,9 +27,6 @@ from drafttrain.files import Json
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# {"role", "content"}; of an assistant also {"tool_calls", "reasoning_content"}, of a tool
-# {"tool_call_id", "name"}.
-Message = Mapping[str, Any]
 _MARKER = "drafttrain marks this place"  # plain words that no template strips or rewrites
 MARKED_NAME = "drafttrain_marks_a_name"  # the same where a template needs the name of a function
 # Forms that templates ask of a call's id, with {} for its number.
@@ -127,7 +131,7 @@ def render_text(
     as_text = False
     if calls:
         as_text = _wants_text(tokenizer, template)
-    readable = [_for_template(message, as_text) for message in messages]
+    readable: Sequence[Message] = [_for_template(message, as_text) for message in messages]
     if _wants_parts(tokenizer, template):
         readable = [_in_parts(message) for message in readable]
     if images_in(messages):

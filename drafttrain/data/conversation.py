@@ -184,10 +184,11 @@ class Conversation(Transcript):
         if not self.part:
             read = renderer.store.read
             self.turns = [read_images(turn, read) for turn in self.turns]
-        prompt: str | Turn = self.text
-        if self.turns:
-            prompt = self.history + self.turns[0]
-            self.images = images_in(prompt)
+        if not self.turns:
+            self.tokens = renderer.open(self.text, self.inputs)
+            return self.tokens
+        prompt = self.history + self.turns[0]
+        self.images = images_in(prompt)
         if not self.images:
             self.tokens = renderer.open(prompt, self.inputs)
             return self.tokens

@@ -337,6 +337,28 @@ class _Rows(NamedTuple):
     states: list[dict[str, Tensor]]
 
 
+def longest_prompt(settings: ResponseSettings) -> int:
+    """Most tokens of a first prompt."""
+    return settings.max_length - min(_LEAST_RESPONSE, settings.max_new_tokens)
+
+
+def open_prompt(it: Conversation, settings: ResponseSettings, backend: Backend) -> int | BadReply:
+    """Opens a conversation; returns its tokens, 0 for far too many, or why it is not asked."""
+    try:
+        if not it.may_fit(settings.renderer, settings.max_length):
+            return 0
+        length = len(it.open(settings.renderer))
+    except TemplateRefuses as error:
+        return BadReply(_TEMPLATE, str(error))
+    except BadPicture as error:
+        return BadReply(error.reason, error.detail)
+    if not backend.sees and any(map(images_in, it.turns)):
+        return BadReply(_NOT_SENT, "this backend sends none")
+    if it.images and length > longest_prompt(settings):
+        return too_long(length, len(it.images), settings.max_length)
+    return length
+
+
 def store_answers(
     args: argparse.Namespace,
     settings: ResponseSettings,
@@ -392,26 +414,12 @@ def store_answers(
             storing.popleft().result()
 
     def opened() -> Iterator[Conversation]:
-        least = min(_LEAST_RESPONSE, settings.max_new_tokens)
         for it in todo:
-            length = 0
-            bad = None
-            try:
-                if it.may_fit(settings.renderer, settings.max_length):
-                    length = len(it.open(settings.renderer))
-            except TemplateRefuses as error:
-                bad = BadReply(_TEMPLATE, str(error))
-            except BadPicture as error:
-                bad = BadReply(error.reason, error.detail)
-            if bad is None and not backend.sees and any(map(images_in, it.turns)):
-                bad = BadReply(_NOT_SENT, f"--backend {args.backend} sends none")
-            elif bad is None and it.images and length > settings.max_length - least:
-                # It may be one image of many tokens, which nobody would expect.
-                bad = too_long(length, len(it.images), settings.max_length)
-            if bad is not None:
-                failures.add(it.id, bad)
+            length = open_prompt(it, settings, backend)
+            if isinstance(length, BadReply):
+                failures.add(it.id, length)
                 show(1)
-            elif 0 < length <= settings.max_length - least:
+            elif 0 < length <= longest_prompt(settings):
                 yield it
             else:
                 dropped["prompt_too_long"] += 1

@@ -19,6 +19,9 @@ from typing import Any
 from drafttrain.files import Json
 from drafttrain.images import BadPicture, Picture
 
+# {"role", "content"}; of an assistant also {"tool_calls", "reasoning_content"}, of a tool
+# {"tool_call_id", "name"}.
+Message = Mapping[str, Any]
 _MARKER = re.compile(r"\n?<image>\n?")  # of LLaVA's rows, which write a line break behind it
 _IMAGE = ("image", "image_url", "input_image")
 _SOURCES = ("image", "image_url", "path", "url")
@@ -133,7 +136,7 @@ def content_text(content: object) -> str:
     return str(content or "")
 
 
-def images_in(messages: Iterable[Mapping[str, Any]]) -> list[Any]:
+def images_in(messages: Iterable[Message]) -> list[Any]:
     """The images of messages, in order: sources, or the pictures that were read."""
     found = []
     for message in messages:
@@ -143,29 +146,30 @@ def images_in(messages: Iterable[Mapping[str, Any]]) -> list[Any]:
     return found
 
 
-def with_images(messages: Sequence[Json], change: Callable[[Any], Json]) -> list[Json]:
+def with_images(messages: Sequence[Message], change: Callable[[Any], Json]) -> list[Json]:
     """The messages with the part that `change` makes of each image."""
     made = []
     for message in messages:
         content = message.get("content")
         if isinstance(content, list):
             parts = [change(part["image"]) if part["type"] == "image" else part for part in content]
-            message = {**message, "content": parts}
-        made.append(message)
+            made.append({**message, "content": parts})
+        else:
+            made.append(dict(message))
     return made
 
 
-def read_images(messages: Sequence[Json], read: Callable[[object], Picture]) -> list[Json]:
+def read_images(messages: Sequence[Message], read: Callable[[object], Picture]) -> list[Json]:
     """The messages with their pictures. read: reads a source; raises BadPicture."""
     return with_images(messages, lambda source: image_part(read(source)))
 
 
-def with_names(messages: Sequence[Json]) -> list[Json]:
+def with_names(messages: Sequence[Message]) -> list[Json]:
     """The messages with the names of their pictures, as they are stored."""
     return with_images(messages, lambda picture: image_part(picture.name))
 
 
-def with_uris(messages: Sequence[Json]) -> list[Json]:
+def with_uris(messages: Sequence[Message]) -> list[Json]:
     """The messages as OpenAI's API takes them: pictures as data URIs."""
     return with_images(
         messages,

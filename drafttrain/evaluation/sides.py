@@ -130,9 +130,8 @@ def hf_sides(
             "trust_remote_code": trust_remote_code,
             "use_safetensors": True,
         }
-        kind: Any = AutoModelForCausalLM
-        if path == target.path and target.sight is not None:
-            kind = AutoModelForImageTextToText
+        sees = path == target.path and target.sight is not None
+        kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
         loaded: Any = kind.from_pretrained(path, **options)
         return loaded.to(target.device).eval()
 
