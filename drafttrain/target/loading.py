@@ -237,21 +237,14 @@ def check_sizes(
     Raises:
         UserError: names the key, or the number of weights.
     """
-    own = config.get_text_config()
-    limits = dict.fromkeys(_SIZES, (1, _MOST))  # least and most of each count or size
-    # Other counts of any name (heads, experts) may be 0, where a family has none.
-    for key in vars(own):
-        if key.startswith("num_"):
-            limits.setdefault(key, (0, _MOST))
-    limits["num_hidden_layers"] = (1, _MOST_LAYERS)
-    held = vars(own)
-    for key, (least, most) in limits.items():
-        # The attribute itself raises an error where layers differ in it (Gemma 4's key heads).
-        value = held[key] if key in held else getattr(own, key, None)
-        if isinstance(value, int) and not least <= value <= most:
-            raise UserError(
-                f"{what}: {key}={value} in config.json must be {least} to {most}; {fix}"
-            )
+    text = config.get_text_config()
+    parts = [text]
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if isinstance(part, PreTrainedConfig) and part is not text:
+            parts.append(part)
+    for own in parts:
+        _check_counts(own, what, fix)
     stored = sum(path.stat().st_size for path in Path(where).glob("*.safetensors"))
     # On the meta device weights have shapes and no memory.
     if stored and is_known(config):  # a Hub id has no files here
@@ -261,6 +254,29 @@ def check_sizes(
         if count > _MOST_PER_BYTE * stored:
             raise UserError(
                 f"{what}: config.json promises {count:,} weights, but its files have {stored:,} bytes; {fix}"
+            )
+
+
+def _check_counts(
+    own: PreTrainedConfig,
+    what: str,
+    fix: str,
+) -> None:
+    """Checks the sizes of the text's config or of a tower's."""
+    limits = dict.fromkeys(_SIZES, (1, _MOST))  # least and most of each count or size
+    # Other counts of any name (heads, experts) may be 0, where a family has none.
+    for key in vars(own):
+        if key.startswith("num_"):
+            limits.setdefault(key, (0, _MOST))
+    limits["num_hidden_layers"] = (1, _MOST_LAYERS)
+    limits["depth"] = (1, _MOST_LAYERS)  # towers' word for it
+    held = vars(own)
+    for key, (least, most) in limits.items():
+        # The attribute itself raises an error where layers differ in it (Gemma 4's key heads).
+        value = held[key] if key in held else getattr(own, key, None)
+        if isinstance(value, int) and not least <= value <= most:
+            raise UserError(
+                f"{what}: {key}={value} in config.json must be {least} to {most}; {fix}"
             )
 
 

@@ -116,8 +116,9 @@ class Sight:
                     self.target.path,
                     trust_remote_code=self.trust_remote_code,
                 )
-        except UserError:
-            require("torchvision", what)  # most need it, and say so in many lines
+        except UserError as error:
+            if "Torchvision" in str(error):  # said in many lines
+                require("torchvision", what)
             raise
         if getattr(found, "image_processor", None) is None:
             raise UserError(f"{what} reads no images ({type(found).__name__}); {_FIX}")
@@ -272,30 +273,33 @@ class Sight:
                 self._eyes = target.model
                 self._form = form
             else:
-                what = f"target={target.name!r}: its vision part"
-                options: dict[str, Any] = {"dtype": target.compute_dtype}
-                if target.device.type != "cpu":
-                    options["device_map"] = {"": target.device}
-                with loading(what, _LOADABLE):
-                    options["config"] = model_config(target.path, self.trust_remote_code)
-                whole = type(target.model)
-                eyes, _ = load_part(
-                    whole,
-                    target.path,
-                    what,
-                    _LOADABLE,
-                    text=False,
-                    **options,
-                )
-                # It makes masks for the text part, in the form that this one's attention reads.
-                own = eyes.config.get_text_config()
-                own._attn_implementation = target.body.config._attn_implementation
-                self._eyes = eyes.eval().requires_grad_(False)
+                self._eyes = self._load_eyes()
                 self._form = form
         if self._form != form:  # the text part moved, or computes in float32 now
             self._eyes.to(*form)
             self._form = form
         return self._eyes
+
+    def _load_eyes(self) -> Any:
+        target = self.target
+        what = f"target={target.name!r}: its vision part"
+        options: dict[str, Any] = {"dtype": target.compute_dtype}
+        if target.device.type != "cpu":
+            options["device_map"] = {"": target.device}
+        with loading(what, _LOADABLE):
+            options["config"] = model_config(target.path, self.trust_remote_code)
+        eyes, _ = load_part(
+            type(target.model),
+            target.path,
+            what,
+            _LOADABLE,
+            text=False,
+            **options,
+        )
+        # It makes masks for the text part, in the form that the text part's attention reads.
+        text = eyes.config.get_text_config()
+        text._attn_implementation = target.body.config._attn_implementation
+        return eyes.eval().requires_grad_(False)
 
     # -- proof -------------------------------------------------------------------------------------
 
