@@ -70,7 +70,11 @@ def _qwen(family, token):
     }[family]
     text = dict(TEXT, rope_parameters=MROPE | ({} if old else {"mrope_interleaved": True}))
     if family == "glm4v":
-        text["rope_parameters"] = {**MROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
+        text["rope_parameters"] = {
+            **MROPE,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [1, 1, 2],
+        }
     if family == "qwen3_5":
         text["rope_parameters"]["partial_rotary_factor"] = 1.0
         text |= {
@@ -88,7 +92,10 @@ def _qwen(family, token):
         "video_token_id": token("<|video|>"),
     }
     if family == "glm4v":
-        config |= {"image_start_token_id": token("<|begin|>"), "image_end_token_id": token("<|end|>")}
+        config |= {
+            "image_start_token_id": token("<|begin|>"),
+            "image_end_token_id": token("<|end|>"),
+        }
         images = hf.Glm4vImageProcessorPil(size=_edges(28, 150), **sizes)
     else:
         config |= {
@@ -305,7 +312,12 @@ def _aya_vision(family, token):
 def _ovis2(family, token):
     return {
         "text_config": _qwen2(),
-        "vision_config": {**TOWER, "vocab_size": 40, "hidden_stride": 2, "num_visual_indicator_tokens": 5},
+        "vision_config": {
+            **TOWER,
+            "vocab_size": 40,
+            "hidden_stride": 2,
+            "num_visual_indicator_tokens": 5,
+        },
         "image_token_id": token("<IMG_ATOM>"),
         "visual_indicator_token_ids": [token(word) for word in OVIS2[1:6]],
         "vocab_size": VOCAB,
@@ -331,7 +343,15 @@ def _deepseek_vl(family, token):
 
 
 MARKS = ["<|image|>", "<|video|>", "<|begin|>", "<|end|>"]
-OVIS2 = ["<IMG_ATOM>", "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>", "<image>"]
+OVIS2 = [
+    "<IMG_ATOM>",
+    "<IMG_START>",
+    "<IMG_GRID>",
+    "<IMG_COL>",
+    "<IMG_ROW>",
+    "<IMG_END>",
+    "<image>",
+]
 IDEFICS = ["<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>"]
 IDEFICS += [f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2)]
 COHERE = ["<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "<|IMG_LINE_BREAK|>", "<image>"]
@@ -345,7 +365,11 @@ _QWEN_TOKENS = {
 }
 _GEMMA = {"image_token": "<|image|>", "boi_token": "<|begin|>", "eoi_token": "<|end|>"}
 _GEMMA4 = _GEMMA | {"audio_token": "<|video|>", "boa_token": "<a>", "eoa_token": "</a>"}
-_PIXTRAL = {"image_token": "<|image|>", "image_break_token": "<|video|>", "image_end_token": "<|end|>"}
+_PIXTRAL = {
+    "image_token": "<|image|>",
+    "image_break_token": "<|video|>",
+    "image_end_token": "<|end|>",
+}
 # Family: what builds config and processor parts, special tokens beside MARKS, those that the tokenizer names, and an
 # image's marker in a prompt.
 _IN_QWEN = (_qwen, [], _QWEN_TOKENS, "<|begin|><|image|><|end|>")

@@ -35,7 +35,13 @@ from transformers.utils import logging as logs
 from drafttrain.errors import UserError, without_xet
 from drafttrain.files import Json, hub_snapshot, open_tensors, read_json
 from drafttrain.target.fetch import resolve_target
-from drafttrain.target.parts import Parts, build_language_model, image_class, part_class, whole_again
+from drafttrain.target.parts import (
+    Parts,
+    build_language_model,
+    image_class,
+    part_class,
+    whole_again,
+)
 from drafttrain.values import ShardIndex
 
 # Buffers that earlier versions of transformers stored, and parts that are not the language model's.

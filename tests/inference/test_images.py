@@ -1,0 +1,260 @@
+"""Decoding of prompts with images: the text is transformers' own, whatever drafts it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import drafttrain
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.ngram.model import NgramDrafter
+from drafttrain.errors import UserError
+from drafttrain.inference import Decoder, SamplingParams, generate, static
+from drafttrain.inference.responses import ResponseEngine, ResponseRequest
+from drafttrain.inference.static import StaticStep
+from tests.drafters.helpers import make_drafter
+from tests.inference.fakes import ANY, FakeBatch
+from tests.ops.transformers_sampling import p_value, transformers_says
+from tests.vlm_models import FAMILIES, VOCAB, build, picture
+
+NEW = 10
+# Positions on three axes, with deepstack; images that attend in both directions under windows; a recurrent state.
+VARIED = ("qwen3_vl", "gemma3", "qwen3_5")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """Checkpoints by family, built on first use."""
+    made = {}
+
+    def of(family):
+        if family not in made:
+            made[family] = build(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return of
+
+
+def prompts_of(case, target):
+    """Images in front, inside, behind, several, of several sizes, and none."""
+    mark = case.marker
+    shown = {
+        f"look: {mark} and {mark} what?": [picture(1), picture(2, 56, 112)],
+        f"{mark}why": [picture(3, 98, 42)],
+        "only text here": [],
+        f"so {mark}": [picture(4)],
+    }
+    return [target.image_prompt(text, pictures) for text, pictures in shown.items()]
+
+
+def tokens_of(target, drafter, prompts, spec="none", **options):
+    spec = TreeSpec.parse(spec) if isinstance(spec, str) else spec
+    decoder = Decoder(target, drafter, spec=spec, eos_ids=(), max_rows=3, **options)
+    return [each.tokens for each in decoder.generate(prompts, max_new_tokens=NEW)]
+
+
+def drafting(prompts, truths, **options):
+    """A drafter of random trees, half of whose nodes are right."""
+    by_prompt = {
+        tuple(prompt.ids.tolist()): truth for prompt, truth in zip(prompts, truths, strict=True)
+    }
+    return FakeBatch(by_prompt, agree=0.6, nodes=8, seed=1, vocab=VOCAB, **options)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "paligemma"])
+def test_greedy_text_is_that_of_transformers(built, family):
+    """Mixed batches without a drafter, then trees, on plain and on packed weights."""
+    case = built(family)
+    target = case.load()
+    prompts = prompts_of(case, target)
+    truths = [case.generate(prompt, NEW) for prompt in prompts]
+    assert len({tuple(truth) for truth in truths}) == len(prompts)
+    for _ in range(2):
+        assert tokens_of(target, None, prompts) == truths
+        assert tokens_of(target, drafting(prompts, truths), prompts, ANY) == truths
+        target.pack()
+
+
+@pytest.mark.parametrize("family", VARIED)
+def test_every_drafter_gives_the_same_text(built, family):
+    case = built(family)
+    target = case.load()
+    prompts = prompts_of(case, target)
+    truths = [case.generate(prompt, NEW) for prompt in prompts]
+    head = make_drafter(target).eval()
+    target.pack()
+    for spec in ("chain:3", "dynamic:3,2,8", "fanout:2x2"):
+        assert tokens_of(target, head, prompts, spec) == truths
+    assert tokens_of(target, NgramDrafter(), prompts, "chain:4") == truths
+    # One prompt by the Python call, alone and among others.
+    (one, *_) = prompts
+    options = {"max_new_tokens": NEW, "eos_token_id": [], "temperature": 0}
+    assert drafttrain.generate(target, one, **options).tokens == truths[0]
+    several = drafttrain.generate(target, [one, [5, 6, 7]], head, **options)
+    assert several[0].tokens == truths[0]
+    assert several[0].stats.prompt_tokens == len(one)
+
+
+@pytest.mark.parametrize("family", VARIED)
+def test_drafters_read_the_states_of_images(built, family):
+    case = built(family)
+    target = case.load()
+    prompt = prompts_of(case, target)[0]
+    truth = case.generate(prompt, NEW)
+    drafter = drafting([prompt], [truth], feature_layers=(1, 2))
+    tokens_of(target, drafter, [prompt], ANY)
+    (session,) = drafter.sessions
+    read = session.tokens
+    assert read[: len(prompt)] == prompt.ids.tolist()
+    # The same conversation as one prompt: its answer is text behind the images.
+    whole = prompt_with(target, prompt, read[len(prompt) : -1])
+    want = target.read_images(whole, (1, 2)).features[0]
+    torch.testing.assert_close(torch.cat(session.features), want, atol=1e-3, rtol=1e-3)
+
+
+def prompt_with(target, prompt, answer):
+    """The prompt with more text behind it."""
+    more = torch.tensor(answer, dtype=torch.long)
+    tensors = {}
+    for name, value in prompt.tensors.items():
+        if value.shape == prompt.ids[None].shape:  # types of tokens
+            value = torch.cat((value, value.new_zeros(1, len(more))), dim=1)
+        tensors[name] = value
+    return type(prompt)(torch.cat((prompt.ids, more)), tensors, prompt.digests)
+
+
+@pytest.mark.parametrize("family", VARIED)
+def test_turns_share_a_prefix_only_with_the_same_images(built, monkeypatch, family):
+    case = built(family)
+    target = case.load()
+    text = f"look: {case.marker} what?"
+    first, other = (target.image_prompt(text, [picture(seed)]) for seed in (1, 2))
+    assert torch.equal(first.ids, other.ids)
+    read = []
+    prefill = target.prefill_images
+    monkeypatch.setattr(
+        target,
+        "prefill_images",
+        lambda prompt, *rest: read.append(prompt) or prefill(prompt, *rest),
+    )
+    decoder = Decoder(target, None, eos_ids=(), keep=True)
+
+    def answer(prompt):
+        return decoder.generate([prompt], max_new_tokens=NEW)[0].tokens
+
+    truth = case.generate(first, NEW)
+    assert answer(first) == truth
+    second = prompt_with(target, first, [*truth, 7, 8, 9])
+    assert answer(second) == case.generate(second, NEW)
+    assert read == [first]  # its image is in the row already
+    wrong = prompt_with(target, other, [*truth, 7, 8, 9])
+    assert answer(wrong) == case.generate(wrong, NEW)
+    assert read == [first, wrong]
+    text_only = second.ids.tolist()
+    fresh = Decoder(target, None, eos_ids=()).generate([text_only], max_new_tokens=NEW)
+    assert answer(text_only) == fresh[0].tokens
+
+
+@pytest.mark.parametrize("family", VARIED)
+def test_responses_to_prompts_with_images(built, family):
+    """A shared prefix, follow-ups behind images, and captured states."""
+    case = built(family)
+    target = case.load()
+    text = f"a system prompt that is long enough: {case.marker} what?"
+    images = [target.image_prompt(text, [picture(seed)]) for seed in (1, 2)]
+    plain = [
+        target.image_prompt(f"a system prompt that is long enough: {word}", [])
+        for word in ("so", "no")
+    ]
+    prompts = [images[0], plain[0], images[1], plain[1]]
+    engine = ResponseEngine(target, slots=3, max_length=256, feature_layers=(1,))
+    requests = [
+        ResponseRequest(str(i), prompt if prompt.digests else prompt.ids.tolist(), 5, ())
+        for i, prompt in enumerate(prompts)
+    ]
+    asked = []
+
+    def follow_up(finished):
+        if finished.key in asked:
+            return None
+        asked.append(finished.key)
+        return [7, 8, 9]
+
+    done = {it.key: it for it in engine.run(requests, SamplingParams(), follow_up=follow_up)}
+    for i, prompt in enumerate(prompts):
+        first = case.generate(prompt, 5)
+        whole = prompt_with(target, prompt, [*first, 7, 8, 9])
+        assert done[str(i)].tokens == case.generate(whole, 5)
+        if prompt.digests:
+            read = prompt_with(target, prompt, done[str(i)].sequence[len(prompt) : -1])
+            want = target.read_images(read, (1,))
+            got = done[str(i)].features.float()
+            assert (got - want.features[0]).norm() < 0.02 * got.norm()
+
+
+def test_text_after_an_image_has_plain_positions(built):
+    """In the same row of the same cache, and in the same packed pass."""
+    case = built("qwen3_vl")
+    target = case.load().pack()
+    image, text = (prompts_of(case, target)[i] for i in (0, 2))
+    truths = [case.generate(prompt, NEW) for prompt in (image, text)]
+    decoder = Decoder(target, None, eos_ids=(), max_rows=1)
+    got = decoder.generate([image, text, image, text.ids.tolist()], max_new_tokens=NEW)
+    assert [each.tokens for each in got] == truths * 2
+    assert tokens_of(target, None, [image, text, text]) == [*truths, truths[1]]
+
+
+def test_static_passes_shift_positions(built, monkeypatch):
+    case = built("qwen3_vl")
+    target = case.load()
+    prompts = prompts_of(case, target)
+    truths = [case.generate(prompt, NEW) for prompt in prompts]
+    monkeypatch.setattr(static, "_serves", lambda device: True)
+    shapes = []
+    run = StaticStep.forward
+    monkeypatch.setattr(StaticStep, "forward", lambda self: shapes.append(self.shape) or run(self))
+    for order in (prompts, prompts[::-1]):
+        want = [truths[prompts.index(prompt)] for prompt in order]
+        assert tokens_of(target, drafting(prompts, truths), order, ANY) == want
+    assert shapes
+
+
+@pytest.mark.thorough
+def test_samples_follow_the_models_distribution(built):
+    """Two tokens behind an image, drafted by rule, by chi-square."""
+    case = built("qwen2_5_vl")
+    target = case.load().pack()
+    prompt = target.image_prompt(f"look: {case.marker} what?", [picture(1)])
+    params = SamplingParams(temperature=0.8, top_k=4)
+    count = 400
+    drafter = drafting([prompt], [case.generate(prompt, 3)])
+    decoder = Decoder(target, drafter, spec=ANY, sampling=params, eos_ids=(), max_rows=32)
+    made = decoder.generate([prompt] * count, max_new_tokens=2, seed=3)
+    with torch.no_grad():
+        logits = case.model(input_ids=prompt.ids[None], **prompt.tensors).logits[:, -1].double()
+    first = transformers_says(logits, params)[0]
+    joint = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
+    for token in first.nonzero().flatten().tolist():
+        more = prompt_with(target, prompt, [token])
+        with torch.no_grad():
+            logits = case.model(input_ids=more.ids[None], **more.tensors).logits[:, -1].double()
+        joint[token] = first[token] * transformers_says(logits, params)[0]
+    seen = torch.zeros(VOCAB, VOCAB)
+    for each in made:
+        seen[tuple(each.tokens)] += 1
+    assert p_value(seen.flatten(), joint.flatten()) > 1e-3
+    # Those of another image do not.
+    assert p_value(seen.flatten(), joint.flatten().flip(0)) < 1e-3
+
+
+def test_limits_count_the_tokens_of_images(built):
+    case = built("qwen3_vl")
+    target = case.load()
+    prompt = target.image_prompt(f"look: {case.marker} what?", [picture(1)])
+    target.max_positions = len(prompt) + 3
+    got = generate(target, None, prompt, max_new_tokens=NEW, eos_ids=())
+    assert len(got.tokens) == 3
+    target.max_positions = len(prompt) - 1
+    with pytest.raises(UserError, match=f"prompt has {len(prompt)} tokens"):
+        generate(target, None, prompt, max_new_tokens=NEW)
