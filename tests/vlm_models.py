@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,11 +41,8 @@ TOWER = {
     "patch_size": 14,
     "initializer_range": 0.2,
 }
-WINDOWED = {
-    "sliding_window": 12,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-}
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+LAYERS = ("sliding_attention", "full_attention", "full_attention")
 SQUARE = {"height": SEEN, "width": SEEN}
 
 
@@ -112,7 +110,13 @@ def _edges(least, most):
 
 def _gemma3(family, token):
     # Norms after each part make its weights scale-free; a small embedding keeps the last token from winning.
-    text = {**TEXT, "query_pre_attn_scalar": 16, **WINDOWED, "initializer_range": 0.02}
+    text = {
+        **TEXT,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 12,
+        "layer_types": list(LAYERS),
+        "initializer_range": 0.02,
+    }
     return {
         "text_config": text,
         "vision_config": {**TOWER, "vision_use_head": False},
@@ -129,7 +133,8 @@ def _gemma4(family, token):
         "hidden_size_per_layer_input": 0,
         "vocab_size_per_layer_input": VOCAB,
         "global_head_dim": 16,
-        **WINDOWED,
+        "sliding_window": 12,
+        "layer_types": list(LAYERS),
         "initializer_range": 0.05,
         "use_bidirectional_attention": "vision",
     }
@@ -206,25 +211,6 @@ def _llava_next(family, token):
     }
 
 
-def _llava_onevision(family, token):
-    pinpoints = [[SEEN, 2 * SEEN], [2 * SEEN, SEEN]]
-    config = {
-        "text_config": _qwen2(),
-        "vision_config": _siglip(),
-        "image_token_index": token("<|image|>"),
-        "video_token_index": token("<|video|>"),
-        "image_grid_pinpoints": pinpoints,
-    }
-    return config, {
-        "image_processor": hf.LlavaOnevisionImageProcessorPil(
-            size=SQUARE, image_grid_pinpoints=pinpoints
-        ),
-        "video_processor": Video(),
-        "num_image_tokens": 4,
-        "vision_feature_select_strategy": "full",
-    }
-
-
 def _mistral3(family, token):
     config = {
         "text_config": {**TEXT, "model_type": "mistral"},
@@ -291,46 +277,6 @@ def _with(made, **more):
     return made
 
 
-def _aya_vision(family, token):
-    text = {**TEXT, "model_type": "cohere2", **WINDOWED}
-    return {
-        "text_config": text,
-        "vision_config": _siglip(),
-        "image_token_index": token("<|IMG_PATCH|>"),
-        "downsample_factor": 2,
-        "vision_feature_select_strategy": "full",
-    }, {
-        "image_processor": hf.GotOcr2ImageProcessorPil(
-            size=SQUARE, crop_to_patches=True, min_patches=1, max_patches=2
-        ),
-        "patch_size": 14,
-        "img_size": SEEN,
-        "downsample_factor": 2,
-    }
-
-
-def _ovis2(family, token):
-    return {
-        "text_config": _qwen2(),
-        "vision_config": {
-            **TOWER,
-            "vocab_size": 40,
-            "hidden_stride": 2,
-            "num_visual_indicator_tokens": 5,
-        },
-        "image_token_id": token("<IMG_ATOM>"),
-        "visual_indicator_token_ids": [token(word) for word in OVIS2[1:6]],
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-    }, {
-        "image_processor": hf.Ovis2ImageProcessorPil(
-            size=SQUARE, crop_to_patches=True, min_patches=1, max_patches=2
-        ),
-        "image_seq_length": 1,
-        "image_token": "<image>",
-    }
-
-
 def _deepseek_vl(family, token):
     return {
         "text_config": _llama(),
@@ -343,19 +289,8 @@ def _deepseek_vl(family, token):
 
 
 MARKS = ["<|image|>", "<|video|>", "<|begin|>", "<|end|>"]
-OVIS2 = [
-    "<IMG_ATOM>",
-    "<IMG_START>",
-    "<IMG_GRID>",
-    "<IMG_COL>",
-    "<IMG_ROW>",
-    "<IMG_END>",
-    "<image>",
-]
 IDEFICS = ["<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>"]
 IDEFICS += [f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2)]
-COHERE = ["<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "<|IMG_LINE_BREAK|>", "<image>"]
-COHERE += ["TILE_1", "TILE_2", "TILE_GLOBAL"]
 INTERN = ["<img>", "</img>", "<IMG_CONTEXT>", "<video>"]
 _QWEN_TOKENS = {
     "image_token": "<|image|>",
@@ -379,12 +314,6 @@ FAMILIES = {
     "gemma4": (_gemma4, ["<a>", "</a>"], _GEMMA4, "<|image|>"),
     "llava": (_llava, [], {"image_token": "<|image|>"}, "<|image|>"),
     "llava_next": (_llava_next, [], {"image_token": "<|image|>"}, "<|image|>"),
-    "llava_onevision": (
-        _llava_onevision,
-        [],
-        {"image_token": "<|image|>", "video_token": "<|video|>"},
-        "<|image|>",
-    ),
     "lighton_ocr": (_mistral3, [], _PIXTRAL, "<|image|>"),
     "idefics3": (_idefics3, IDEFICS, {}, "<image>"),
     "internvl": (
@@ -399,8 +328,6 @@ FAMILIES = {
         "<IMG_CONTEXT>",
     ),
     "paligemma": (_paligemma, ["<image>"], {"image_token": "<image>"}, "<image>"),
-    "aya_vision": (_aya_vision, COHERE, {}, "<image>"),
-    "ovis2": (_ovis2, OVIS2, {}, "<image>"),
     "deepseek_vl": (
         _deepseek_vl,
         ["<image_placeholder>"],
@@ -429,6 +356,10 @@ class Built(NamedTuple):
         target = Target.load(self.folder, dtype="float32", device="cpu")
         target.sight._processor = self.processor
         return target
+
+    def logits(self, prompt):
+        with torch.no_grad():
+            return self.model(input_ids=prompt.ids[None], **prompt.tensors).logits
 
     def generate(self, prompt, count):
         """The tokens that transformers writes greedily."""
@@ -475,6 +406,16 @@ def build(family, folder):
             return type(argument)
 
     return Built(str(folder), marker, Bare(tokenizer=tokenizer, **parts), model)
+
+
+def prompt_with(prompt, answer):
+    """The prompt with more text behind it."""
+    more = torch.tensor(answer, dtype=torch.long)
+    tensors = dict(prompt.tensors)
+    for name, value in tensors.items():
+        if value.shape == prompt.ids[None].shape:  # types of tokens
+            tensors[name] = torch.cat((value, value.new_zeros(1, len(more))), dim=1)
+    return replace(prompt, ids=torch.cat((prompt.ids, more)), tensors=tensors)
 
 
 @functools.cache
