@@ -10,14 +10,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import transformers as hf
+from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.nn.functional import pad
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from drafttrain.images import Picture
 from drafttrain.target import Target
 
 VOCAB = 300  # 256 bytes, then special tokens
-SEEN = 28  # pixels of the images' sides, in most families
+SEEN = 28  # pixels of an image's sides, in most families
 TEXT = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -193,44 +195,16 @@ def _llava(family, token):
     }
 
 
-def _llava_next(family, token):
-    pinpoints = [[SEEN, 2 * SEEN], [2 * SEEN, SEEN], [2 * SEEN, 2 * SEEN]]
+def _lighton_ocr(family, token):
     config = {
-        "text_config": _llama(),
-        "vision_config": _clip(num_hidden_layers=2),
-        "image_token_index": token("<|image|>"),
-        "image_grid_pinpoints": pinpoints,
-    }
-    return config, {
-        "image_processor": hf.LlavaNextImageProcessorPil(
-            size={"shortest_edge": SEEN}, crop_size=SQUARE, image_grid_pinpoints=pinpoints
-        ),
-        "patch_size": 14,
-        "vision_feature_select_strategy": "default",
-        "num_additional_image_tokens": 1,
-    }
-
-
-def _mistral3(family, token):
-    config = {
-        "text_config": {**TEXT, "model_type": "mistral"},
+        "text_config": {**TEXT, "model_type": "qwen3"},
         "vision_config": {**TOWER, "model_type": "pixtral", "head_dim": 16},
-        "spatial_merge_size": 2,
-        "image_token_index": token("<|image|>"),
-        "tie_word_embeddings": False,
+        "image_token_id": token("<|image|>"),
     }
-    if family == "mistral3":
-        config["image_token_index"] = token("[IMG]")
-    else:
-        config["text_config"] = {**TEXT, "model_type": "qwen3"}
-        config["image_token_id"] = config.pop("image_token_index")
-    return config, {
-        "image_processor": hf.PixtralImageProcessorPil(
-            size={"longest_edge": 56}, patch_size={"height": 28, "width": 28}
-        ),
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-    }
+    images = hf.PixtralImageProcessorPil(
+        size={"longest_edge": 56}, patch_size={"height": 28, "width": 28}
+    )
+    return config, {"image_processor": images}
 
 
 def _idefics3(family, token):
@@ -259,22 +233,6 @@ def _internvl(family, token):
         "video_processor": Video(),
         "image_seq_length": 1,
     }
-
-
-def _paligemma(family, token):
-    text = {**TEXT, "model_type": "gemma", "initializer_range": 0.1}
-    return {
-        "text_config": text,
-        "vision_config": {**_siglip(), "projection_dim": 32},
-        "projection_dim": 32,
-        "image_token_index": token("<image>"),
-    }, {"image_processor": _with(hf.SiglipImageProcessorPil(size=SQUARE), image_seq_length=4)}
-
-
-def _with(made, **more):
-    for name, value in more.items():
-        setattr(made, name, value)
-    return made
 
 
 def _deepseek_vl(family, token):
@@ -313,8 +271,7 @@ FAMILIES = {
     "gemma3": (_gemma3, [], _GEMMA, "<|begin|>"),
     "gemma4": (_gemma4, ["<a>", "</a>"], _GEMMA4, "<|image|>"),
     "llava": (_llava, [], {"image_token": "<|image|>"}, "<|image|>"),
-    "llava_next": (_llava_next, [], {"image_token": "<|image|>"}, "<|image|>"),
-    "lighton_ocr": (_mistral3, [], _PIXTRAL, "<|image|>"),
+    "lighton_ocr": (_lighton_ocr, [], _PIXTRAL, "<|image|>"),
     "idefics3": (_idefics3, IDEFICS, {}, "<image>"),
     "internvl": (
         _internvl,
@@ -327,7 +284,6 @@ FAMILIES = {
         },
         "<IMG_CONTEXT>",
     ),
-    "paligemma": (_paligemma, ["<image>"], {"image_token": "<image>"}, "<image>"),
     "deepseek_vl": (
         _deepseek_vl,
         ["<image_placeholder>"],
@@ -339,8 +295,6 @@ FAMILIES = {
 
 class Video:
     """Stands for a video processor, which needs torchvision."""
-
-    temporal_patch_size = 2
 
 
 class Built(NamedTuple):
@@ -412,18 +366,15 @@ def prompt_with(prompt, answer):
     """The prompt with more text behind it."""
     more = torch.tensor(answer, dtype=torch.long)
     tensors = dict(prompt.tensors)
-    for name, value in tensors.items():
-        if value.shape == prompt.ids[None].shape:  # types of tokens
-            tensors[name] = torch.cat((value, value.new_zeros(1, len(more))), dim=1)
+    for name in tensors.keys() & {"mm_token_type_ids", "token_type_ids"}:
+        tensors[name] = pad(tensors[name], (0, len(more)))
     return replace(prompt, ids=torch.cat((prompt.ids, more)), tensors=tensors)
 
 
 @functools.cache
 def picture(seed, width=84, height=70):
-    """Coloured squares."""
-    numbers = np.random.default_rng(seed).integers(0, 255, (3, 4, 3), dtype=np.uint8)
-    from PIL import Image
-
+    """Noise."""
+    numbers = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
     data = io.BytesIO()
-    Image.fromarray(numbers).resize((width, height), Image.NEAREST).save(data, "PNG")
+    Image.fromarray(numbers).save(data, "PNG")
     return Picture(data.getvalue())

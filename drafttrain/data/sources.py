@@ -383,7 +383,7 @@ def served_answers(
     """
     from drafttrain.data.backends import OpenAIBackend, ResponseSettings
     from drafttrain.data.conversation import ChatRenderer, Conversation
-    from drafttrain.inference.responses import Finished
+    from drafttrain.inference.responses import Finished, tokens_of
 
     renderer = ChatRenderer(target)
     # The turn is the user's, so its end stops the answer.
@@ -408,7 +408,7 @@ def served_answers(
     def conversations() -> Iterator[Conversation]:
         for request in writer.requests(start):
             limits[request.key] = request.max_new_tokens
-            yield Conversation(request.key, "magpie", tokens=list(request.prompt_ids))
+            yield Conversation(request.key, "magpie", tokens=tokens_of(request))
 
     for it, problem in backend.run(conversations(), lambda: False):
         limit = limits.pop(it.id)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 
 from drafttrain.environment import peak_memory, reset_peak
 from drafttrain.errors import UserError
@@ -21,6 +21,7 @@ from drafttrain.evaluation.metrics import side_record
 from drafttrain.evaluation.results_schema import EngineSide, PlainSide
 from drafttrain.inference import Decoder, SamplingParams
 from drafttrain.target import Target, resolve_target
+from drafttrain.target.parts import image_class
 
 
 class SideRequest(NamedTuple):
@@ -121,7 +122,10 @@ def hf_sides(
             "trust_remote_code": trust_remote_code,
             "use_safetensors": True,
         }
-        loaded: Any = AutoModelForCausalLM.from_pretrained(path, **options)
+        if image_class(target.model.config) is None:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(path, **options)
+        else:
+            loaded = AutoModelForImageTextToText.from_pretrained(path, **options)
         return loaded.to(target.device).eval()
 
     model = target.unwrapped()
