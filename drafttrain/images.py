@@ -71,10 +71,10 @@ class Picture:
     """
 
     data: bytes = field(repr=False)
-    digest: str = ""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "digest", hashlib.sha256(self.data).hexdigest())
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.data).hexdigest()
 
     @property
     def _kind(self) -> str:

@@ -67,7 +67,9 @@ def test_each_package_has_an_extra_of_its_own():
     optional = PROJECT["optional-dependencies"]
     brought = {"PIL": "pillow"}
     for package, extra in EXTRAS.items():
-        assert brought.get(package, package) in [re.split(r"[<>=]", one)[0] for one in optional[extra]]
+        assert brought.get(package, package) in [
+            re.split(r"[<>=]", one)[0] for one in optional[extra]
+        ]
     assert len(set(EXTRAS.values())) == len(EXTRAS) - 1  # vision brings two
     core = {re.split(r"[<>=;]", one)[0] for one in PROJECT["dependencies"]}
     assert not core & set(EXTRAS)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import functools
 import io
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import transformers as hf
+from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.nn.functional import pad
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from drafttrain.images import Picture
 from drafttrain.target import Target
 
 VOCAB = 300  # 256 bytes, then special tokens
-SEEN = 28  # pixels of the images' sides, in most families
+SEEN = 28  # pixels of an image's sides, in most families
 TEXT = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -40,11 +43,8 @@ TOWER = {
     "patch_size": 14,
     "initializer_range": 0.2,
 }
-WINDOWED = {
-    "sliding_window": 12,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-}
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+LAYERS = ("sliding_attention", "full_attention", "full_attention")
 SQUARE = {"height": SEEN, "width": SEEN}
 
 
@@ -70,7 +70,11 @@ def _qwen(family, token):
     }[family]
     text = dict(TEXT, rope_parameters=MROPE | ({} if old else {"mrope_interleaved": True}))
     if family == "glm4v":
-        text["rope_parameters"] = {**MROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
+        text["rope_parameters"] = {
+            **MROPE,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [1, 1, 2],
+        }
     if family == "qwen3_5":
         text["rope_parameters"]["partial_rotary_factor"] = 1.0
         text |= {
@@ -88,7 +92,10 @@ def _qwen(family, token):
         "video_token_id": token("<|video|>"),
     }
     if family == "glm4v":
-        config |= {"image_start_token_id": token("<|begin|>"), "image_end_token_id": token("<|end|>")}
+        config |= {
+            "image_start_token_id": token("<|begin|>"),
+            "image_end_token_id": token("<|end|>"),
+        }
         images = hf.Glm4vImageProcessorPil(size=_edges(28, 150), **sizes)
     else:
         config |= {
@@ -105,7 +112,13 @@ def _edges(least, most):
 
 def _gemma3(family, token):
     # Norms after each part make its weights scale-free; a small embedding keeps the last token from winning.
-    text = {**TEXT, "query_pre_attn_scalar": 16, **WINDOWED, "initializer_range": 0.02}
+    text = {
+        **TEXT,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 12,
+        "layer_types": list(LAYERS),
+        "initializer_range": 0.02,
+    }
     return {
         "text_config": text,
         "vision_config": {**TOWER, "vision_use_head": False},
@@ -122,7 +135,8 @@ def _gemma4(family, token):
         "hidden_size_per_layer_input": 0,
         "vocab_size_per_layer_input": VOCAB,
         "global_head_dim": 16,
-        **WINDOWED,
+        "sliding_window": 12,
+        "layer_types": list(LAYERS),
         "initializer_range": 0.05,
         "use_bidirectional_attention": "vision",
     }
@@ -181,63 +195,16 @@ def _llava(family, token):
     }
 
 
-def _llava_next(family, token):
-    pinpoints = [[SEEN, 2 * SEEN], [2 * SEEN, SEEN], [2 * SEEN, 2 * SEEN]]
+def _lighton_ocr(family, token):
     config = {
-        "text_config": _llama(),
-        "vision_config": _clip(num_hidden_layers=2),
-        "image_token_index": token("<|image|>"),
-        "image_grid_pinpoints": pinpoints,
-    }
-    return config, {
-        "image_processor": hf.LlavaNextImageProcessorPil(
-            size={"shortest_edge": SEEN}, crop_size=SQUARE, image_grid_pinpoints=pinpoints
-        ),
-        "patch_size": 14,
-        "vision_feature_select_strategy": "default",
-        "num_additional_image_tokens": 1,
-    }
-
-
-def _llava_onevision(family, token):
-    pinpoints = [[SEEN, 2 * SEEN], [2 * SEEN, SEEN]]
-    config = {
-        "text_config": _qwen2(),
-        "vision_config": _siglip(),
-        "image_token_index": token("<|image|>"),
-        "video_token_index": token("<|video|>"),
-        "image_grid_pinpoints": pinpoints,
-    }
-    return config, {
-        "image_processor": hf.LlavaOnevisionImageProcessorPil(
-            size=SQUARE, image_grid_pinpoints=pinpoints
-        ),
-        "video_processor": Video(),
-        "num_image_tokens": 4,
-        "vision_feature_select_strategy": "full",
-    }
-
-
-def _mistral3(family, token):
-    config = {
-        "text_config": {**TEXT, "model_type": "mistral"},
+        "text_config": {**TEXT, "model_type": "qwen3"},
         "vision_config": {**TOWER, "model_type": "pixtral", "head_dim": 16},
-        "spatial_merge_size": 2,
-        "image_token_index": token("<|image|>"),
-        "tie_word_embeddings": False,
+        "image_token_id": token("<|image|>"),
     }
-    if family == "mistral3":
-        config["image_token_index"] = token("[IMG]")
-    else:
-        config["text_config"] = {**TEXT, "model_type": "qwen3"}
-        config["image_token_id"] = config.pop("image_token_index")
-    return config, {
-        "image_processor": hf.PixtralImageProcessorPil(
-            size={"longest_edge": 56}, patch_size={"height": 28, "width": 28}
-        ),
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-    }
+    images = hf.PixtralImageProcessorPil(
+        size={"longest_edge": 56}, patch_size={"height": 28, "width": 28}
+    )
+    return config, {"image_processor": images}
 
 
 def _idefics3(family, token):
@@ -268,57 +235,6 @@ def _internvl(family, token):
     }
 
 
-def _paligemma(family, token):
-    text = {**TEXT, "model_type": "gemma", "initializer_range": 0.1}
-    return {
-        "text_config": text,
-        "vision_config": {**_siglip(), "projection_dim": 32},
-        "projection_dim": 32,
-        "image_token_index": token("<image>"),
-    }, {"image_processor": _with(hf.SiglipImageProcessorPil(size=SQUARE), image_seq_length=4)}
-
-
-def _with(made, **more):
-    for name, value in more.items():
-        setattr(made, name, value)
-    return made
-
-
-def _aya_vision(family, token):
-    text = {**TEXT, "model_type": "cohere2", **WINDOWED}
-    return {
-        "text_config": text,
-        "vision_config": _siglip(),
-        "image_token_index": token("<|IMG_PATCH|>"),
-        "downsample_factor": 2,
-        "vision_feature_select_strategy": "full",
-    }, {
-        "image_processor": hf.GotOcr2ImageProcessorPil(
-            size=SQUARE, crop_to_patches=True, min_patches=1, max_patches=2
-        ),
-        "patch_size": 14,
-        "img_size": SEEN,
-        "downsample_factor": 2,
-    }
-
-
-def _ovis2(family, token):
-    return {
-        "text_config": _qwen2(),
-        "vision_config": {**TOWER, "vocab_size": 40, "hidden_stride": 2, "num_visual_indicator_tokens": 5},
-        "image_token_id": token("<IMG_ATOM>"),
-        "visual_indicator_token_ids": [token(word) for word in OVIS2[1:6]],
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-    }, {
-        "image_processor": hf.Ovis2ImageProcessorPil(
-            size=SQUARE, crop_to_patches=True, min_patches=1, max_patches=2
-        ),
-        "image_seq_length": 1,
-        "image_token": "<image>",
-    }
-
-
 def _deepseek_vl(family, token):
     return {
         "text_config": _llama(),
@@ -331,11 +247,8 @@ def _deepseek_vl(family, token):
 
 
 MARKS = ["<|image|>", "<|video|>", "<|begin|>", "<|end|>"]
-OVIS2 = ["<IMG_ATOM>", "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>", "<image>"]
 IDEFICS = ["<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>"]
 IDEFICS += [f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2)]
-COHERE = ["<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "<|IMG_LINE_BREAK|>", "<image>"]
-COHERE += ["TILE_1", "TILE_2", "TILE_GLOBAL"]
 INTERN = ["<img>", "</img>", "<IMG_CONTEXT>", "<video>"]
 _QWEN_TOKENS = {
     "image_token": "<|image|>",
@@ -345,7 +258,11 @@ _QWEN_TOKENS = {
 }
 _GEMMA = {"image_token": "<|image|>", "boi_token": "<|begin|>", "eoi_token": "<|end|>"}
 _GEMMA4 = _GEMMA | {"audio_token": "<|video|>", "boa_token": "<a>", "eoa_token": "</a>"}
-_PIXTRAL = {"image_token": "<|image|>", "image_break_token": "<|video|>", "image_end_token": "<|end|>"}
+_PIXTRAL = {
+    "image_token": "<|image|>",
+    "image_break_token": "<|video|>",
+    "image_end_token": "<|end|>",
+}
 # Family: what builds config and processor parts, special tokens beside MARKS, those that the tokenizer names, and an
 # image's marker in a prompt.
 _IN_QWEN = (_qwen, [], _QWEN_TOKENS, "<|begin|><|image|><|end|>")
@@ -354,14 +271,7 @@ FAMILIES = {
     "gemma3": (_gemma3, [], _GEMMA, "<|begin|>"),
     "gemma4": (_gemma4, ["<a>", "</a>"], _GEMMA4, "<|image|>"),
     "llava": (_llava, [], {"image_token": "<|image|>"}, "<|image|>"),
-    "llava_next": (_llava_next, [], {"image_token": "<|image|>"}, "<|image|>"),
-    "llava_onevision": (
-        _llava_onevision,
-        [],
-        {"image_token": "<|image|>", "video_token": "<|video|>"},
-        "<|image|>",
-    ),
-    "lighton_ocr": (_mistral3, [], _PIXTRAL, "<|image|>"),
+    "lighton_ocr": (_lighton_ocr, [], _PIXTRAL, "<|image|>"),
     "idefics3": (_idefics3, IDEFICS, {}, "<image>"),
     "internvl": (
         _internvl,
@@ -374,9 +284,6 @@ FAMILIES = {
         },
         "<IMG_CONTEXT>",
     ),
-    "paligemma": (_paligemma, ["<image>"], {"image_token": "<image>"}, "<image>"),
-    "aya_vision": (_aya_vision, COHERE, {}, "<image>"),
-    "ovis2": (_ovis2, OVIS2, {}, "<image>"),
     "deepseek_vl": (
         _deepseek_vl,
         ["<image_placeholder>"],
@@ -388,8 +295,6 @@ FAMILIES = {
 
 class Video:
     """Stands for a video processor, which needs torchvision."""
-
-    temporal_patch_size = 2
 
 
 class Built(NamedTuple):
@@ -405,6 +310,10 @@ class Built(NamedTuple):
         target = Target.load(self.folder, dtype="float32", device="cpu")
         target.sight._processor = self.processor
         return target
+
+    def logits(self, prompt):
+        with torch.no_grad():
+            return self.model(input_ids=prompt.ids[None], **prompt.tensors).logits
 
     def generate(self, prompt, count):
         """The tokens that transformers writes greedily."""
@@ -453,12 +362,19 @@ def build(family, folder):
     return Built(str(folder), marker, Bare(tokenizer=tokenizer, **parts), model)
 
 
+def prompt_with(prompt, answer):
+    """The prompt with more text behind it."""
+    more = torch.tensor(answer, dtype=torch.long)
+    tensors = dict(prompt.tensors)
+    for name in tensors.keys() & {"mm_token_type_ids", "token_type_ids"}:
+        tensors[name] = pad(tensors[name], (0, len(more)))
+    return replace(prompt, ids=torch.cat((prompt.ids, more)), tensors=tensors)
+
+
 @functools.cache
 def picture(seed, width=84, height=70):
-    """Coloured squares."""
-    numbers = np.random.default_rng(seed).integers(0, 255, (3, 4, 3), dtype=np.uint8)
-    from PIL import Image
-
+    """Noise."""
+    numbers = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
     data = io.BytesIO()
-    Image.fromarray(numbers).resize((width, height), Image.NEAREST).save(data, "PNG")
+    Image.fromarray(numbers).save(data, "PNG")
     return Picture(data.getvalue())

@@ -466,8 +466,7 @@ def served_answers(
     """
     from drafttrain.data.backends import OpenAIBackend, ResponseSettings
     from drafttrain.data.conversation import ChatRenderer, Conversation
-    from drafttrain.inference.responses import Finished
-    from drafttrain.target.sight import ImagePrompt
+    from drafttrain.inference.responses import Finished, tokens_of
 
     renderer = ChatRenderer(target)
     # The turn is the user's, so its end stops the answer.
@@ -492,9 +491,7 @@ def served_answers(
     def conversations() -> Iterator[Conversation]:
         for request in writer.requests(start):
             limits[request.key] = request.max_new_tokens
-            ids = request.prompt_ids
-            assert not isinstance(ids, ImagePrompt)
-            yield Conversation(request.key, "magpie", tokens=list(ids))
+            yield Conversation(request.key, "magpie", tokens=tokens_of(request))
 
     for it, problem in backend.run(conversations(), lambda: False):
         limit = limits.pop(it.id)

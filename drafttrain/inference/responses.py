@@ -229,7 +229,7 @@ class _Run:
         self.device = owner.target.device
         self.queue = deque(islice(source, 2 * owner.slots))
         # A prompt with images is read in one forward, and shares nothing.
-        texts = [_tokens_of(it) for it in self.queue if images_of(it.prompt_ids) is None]
+        texts = [tokens_of(it) for it in self.queue if images_of(it.prompt_ids) is None]
         self.prefix = _shared_prefix(texts)
         self.prefix_states: list[Tensor] = []
         self.running: dict[int, _Running] = {}  # by row
@@ -296,7 +296,7 @@ class _Run:
 
     def _admit(self, request: ResponseRequest) -> Sequence:
         """Gives a request a free row."""
-        prompt = _tokens_of(request)
+        prompt = tokens_of(request)
         images = images_of(request.prompt_ids)
         limit = self.owner.max_length
         if not 0 < len(prompt) < limit:
@@ -402,14 +402,15 @@ class _Run:
                 yield self._close(it, it.finished("length"))
 
 
-def _tokens_of(request: ResponseRequest) -> list[int]:
+def tokens_of(request: ResponseRequest) -> list[int]:
+    """Its prompt's token ids."""
     prompt = request.prompt_ids
     if isinstance(prompt, ImagePrompt):
         return prompt.ids.tolist()
     return list(prompt)
 
 
-def _shared_prefix(prompts: list[Items[int]]) -> list[int]:
+def _shared_prefix(prompts: Items[Items[int]]) -> list[int]:
     """The tokens that all prompts begin with (system prompt, chat opening); [] if they are few.
 
     No prompt's last token is among them: the target must read it for the first prediction.

@@ -23,6 +23,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -36,7 +37,6 @@ from drafttrain.errors import UserError, without_xet
 from drafttrain.files import Json, hub_snapshot, open_tensors, read_json
 from drafttrain.target.fetch import resolve_target
 from drafttrain.target.parts import (
-    Parts,
     build_language_model,
     image_class,
     part_class,
@@ -60,8 +60,6 @@ _SIZES = ("hidden_size", "vocab_size", "num_attention_heads")
 # transformers' modules that log reports of a load.
 _REPORTERS = ("modeling_utils", "utils.loading_report", "distributed.tensor_parallel")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "tok_embeddings.weight")
-# Options of `from_pretrained`. Weights of another shape are reported by name with the others.
-_CHECKED = {"use_safetensors": True, "ignore_mismatched_sizes": True}
 # Weights per byte of the files: 4 bits each, and some that are tied.
 _MOST_PER_BYTE = 4
 
@@ -133,10 +131,11 @@ def load_language_model(where: str, what: str, fix: str, **options: Any) -> Any:
             options["config"] = config
         whole = None if config is None else image_class(config)
         if whole is not None:
-            model, _ = load_part(whole, where, what, fix, text=True, **options)
-            return model
+            return load_part(whole, where, what, fix, text=True, **options)
         if config is not None:
-            options |= _CHECKED
+            options["use_safetensors"] = True
+            # Weights of another shape are reported by name with the others.
+            options["ignore_mismatched_sizes"] = True
         options["output_loading_info"] = True
         loaded: Any = AutoModelForCausalLM.from_pretrained(where, **options)
     model, info = loaded
@@ -145,14 +144,14 @@ def load_language_model(where: str, what: str, fix: str, **options: Any) -> Any:
 
 
 def load_part(
-    whole: Any,
+    whole: type[PreTrainedModel],
     where: str,
     what: str,
     fix: str,
     *,
     text: bool,
     **options: Any,
-) -> tuple[Any, Parts]:
+) -> PreTrainedModel:
     """The text part of a model that reads images, or all but its text part, checked as a whole model is.
 
     Args:
@@ -163,19 +162,20 @@ def load_part(
     """
     options.pop("trust_remote_code", None)  # the class is transformers' own
     with loading(what, fix):
-        loaded: Any = part_class(whole, text).from_pretrained(
+        found: tuple[PreTrainedModel, Json] = part_class(whole, text).from_pretrained(  # type: ignore[assignment]
             where,
             output_loading_info=True,
-            **_CHECKED,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
             **options,
         )
-    model, info = loaded
+    model, info = found
     parts = whole_again(model)
     # Each part is checked for its own weights, and does not know the other's.
     unknown = [str(name) for name in info.get("unexpected_keys") or ()]
     info["unexpected_keys"] = [name for name in unknown if parts.is_tower(name) != text]
     check_loaded(model, info, what, fix, apart=text)
-    return model, parts
+    return model
 
 
 def model_config(where: str, trust_remote_code: bool) -> PreTrainedConfig:
@@ -243,21 +243,14 @@ def check_sizes(
     Raises:
         UserError: names the key, or the number of weights.
     """
-    own = config.get_text_config()
-    limits = dict.fromkeys(_SIZES, (1, _MOST))  # least and most of each count or size
-    # Other counts of any name (heads, experts) may be 0, where a family has none.
-    for key in vars(own):
-        if key.startswith("num_"):
-            limits.setdefault(key, (0, _MOST))
-    limits["num_hidden_layers"] = (1, _MOST_LAYERS)
-    held = vars(own)
-    for key, (least, most) in limits.items():
-        # The attribute itself raises an error where layers differ in it (Gemma 4's key heads).
-        value = held[key] if key in held else getattr(own, key, None)
-        if isinstance(value, int) and not least <= value <= most:
-            raise UserError(
-                f"{what}: {key}={value} in config.json must be {least} to {most}; {fix}"
-            )
+    text = config.get_text_config()
+    parts = [text]
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if isinstance(part, PreTrainedConfig) and part is not text:
+            parts.append(part)
+    for own in parts:
+        _check_counts(own, what, fix)
     stored = sum(path.stat().st_size for path in Path(where).glob("*.safetensors"))
     # On the meta device weights have shapes and no memory.
     if stored and is_known(config):  # a Hub id has no files here
@@ -267,6 +260,29 @@ def check_sizes(
         if count > _MOST_PER_BYTE * stored:
             raise UserError(
                 f"{what}: config.json promises {count:,} weights, but its files have {stored:,} bytes; {fix}"
+            )
+
+
+def _check_counts(
+    own: PreTrainedConfig,
+    what: str,
+    fix: str,
+) -> None:
+    """Checks the sizes of the text's config or of a tower's."""
+    limits = dict.fromkeys(_SIZES, (1, _MOST))  # least and most of each count or size
+    # Other counts of any name (heads, experts) may be 0, where a family has none.
+    for key in vars(own):
+        if key.startswith("num_"):
+            limits.setdefault(key, (0, _MOST))
+    limits["num_hidden_layers"] = (1, _MOST_LAYERS)
+    limits["depth"] = (1, _MOST_LAYERS)  # towers' word for it
+    held = vars(own)
+    for key, (least, most) in limits.items():
+        # The attribute itself raises an error where layers differ in it (Gemma 4's key heads).
+        value = held[key] if key in held else getattr(own, key, None)
+        if isinstance(value, int) and not least <= value <= most:
+            raise UserError(
+                f"{what}: {key}={value} in config.json must be {least} to {most}; {fix}"
             )
 
 

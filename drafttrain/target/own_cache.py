@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, cache_utils
+from transformers.utils import ModelOutput
 
 from drafttrain.batch import TargetOutput
 from drafttrain.ops.packing import pack
@@ -278,7 +279,7 @@ class Continuation:
             return out, None
         return out, self.cache_of(own)
 
-    def cache_of(self, own: Any) -> Any:
+    def cache_of(self, own: ModelOutput) -> Any:
         """The cache in what the body returned for the first tokens of sequences."""
         cache = own[self.name]
         if self.crops:

@@ -13,19 +13,15 @@ puts the same text part there. Which module is which follows from the classes' `
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
+import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
-def find_body(model: Any) -> Any:
+def find_body(model: PreTrainedModel) -> PreTrainedModel:
     """The model below the head; of a model that reads images, that of its text."""
-    found = model.base_model
-    if hasattr(model, "get_decoder"):
-        found = model.get_decoder()
+    found: nn.Module = model.get_decoder()
     # Some models hold a whole language model, head included (BLIP-2).
     while isinstance(found, PreTrainedModel) and found is not model:
         inner = found.get_decoder()
@@ -49,18 +45,18 @@ class Parts:
             (LLaVA-NeXT's line break) are small, and belong to both.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: PreTrainedModel):
         body = find_body(model)
         named = dict(model.named_modules())
         path = next(name for name, module in named.items() if module is body)
         self.names = path.split(".") if path else []
-        self.way: list[Any] = []
+        self.way: list[nn.Module] = []
         self.towers: list[str] = []
         self._body = body
-        self._head: Any = model.get_output_embeddings()  # type: ignore[operator]
+        self._head = model.get_output_embeddings()
         text = {id(module) for module in body.modules()}
         text.add(id(self._head))
-        module = model
+        module: nn.Module = model
         prefix = ""
         for name in self.names:
             self.way.append(module)
@@ -87,15 +83,13 @@ class Parts:
     def is_tower(self, name: str) -> bool:
         """Whether a weight of the files is a tower's; files may leave out the first names of the way."""
         for tower in self.towers:
-            places = tower.split(".")
-            for i in range(len(places)):
-                short = ".".join(places[i:])
-                if name == short or name.startswith(f"{short}."):
-                    return True
+            short = tower.rpartition(".")[2]
+            if name.startswith((f"{tower}.", f"{short}.")):
+                return True
         return False
 
 
-def image_class(config: PreTrainedConfig) -> Any | None:
+def image_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     """The class of transformers that reads images and text with this config, if any."""
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return None
@@ -103,14 +97,13 @@ def image_class(config: PreTrainedConfig) -> Any | None:
     return found[0] if isinstance(found, tuple) else found
 
 
-@functools.cache
-def part_class(whole: Any, text: bool) -> Any:
+def part_class(whole: type[PreTrainedModel], text: bool) -> type[PreTrainedModel]:
     """A class like `whole` that builds and loads the text part alone, or all but the text part.
 
     `whole_again` makes its models ones of `whole`.
     """
 
-    class Part(whole):
+    class ModelPart(whole):  # type: ignore[misc,valid-type]
         def post_init(self):
             self.parts = Parts(self)
             if text:
@@ -119,33 +112,41 @@ def part_class(whole: Any, text: bool) -> Any:
                 self.parts.drop_text()
             super().post_init()
             kept = self.state_dict().keys()
-            tied = self.all_tied_weights_keys.items()
-            self.all_tied_weights_keys = {a: b for a, b in tied if a in kept and b in kept}
+            for name, source in list(self.all_tied_weights_keys.items()):
+                if name not in kept or source not in kept:
+                    del self.all_tied_weights_keys[name]
 
     # transformers looks up conversions of weights by the class's name, and its source by its module.
-    Part.__name__ = Part.__qualname__ = whole.__name__
-    Part.__module__ = whole.__module__
-    return Part
+    ModelPart.__name__ = whole.__name__
+    ModelPart.__module__ = whole.__module__
+    return ModelPart
 
 
-def whole_again(model: Any) -> Parts:
+def whole_again(model: PreTrainedModel) -> Parts:
     """Gives a model of a `part_class` its own class; returns its parts."""
-    parts: Parts = model.parts
-    del model.parts
+    parts: Parts = vars(model).pop("parts")
     model.__class__ = type(model).__mro__[1]
     return parts
 
 
-def build_language_model(config: PreTrainedConfig, **options: Any) -> Any:
+def build_language_model(
+    config: PreTrainedConfig,
+    dtype: torch.dtype | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
     """A causal language model with weights of no value: what reads text, of one that reads images too.
 
     Args:
-        options: of `AutoModelForCausalLM.from_config`.
+        dtype: the config's unless given.
     """
+    options = {} if dtype is None else {"dtype": dtype}
     whole = image_class(config)
     if whole is None:
-        return AutoModelForCausalLM.from_config(config, **options)
-    options.pop("trust_remote_code", None)
+        return AutoModelForCausalLM.from_config(
+            config,
+            trust_remote_code=trust_remote_code,
+            **options,
+        )
     model = part_class(whole, text=True)._from_config(config, **options)
     whole_again(model)
     return model

@@ -54,6 +54,8 @@ class ProvenModel(Protocol):
     body: Any
     config: Any
     name: str
+    path: str
+    dtype: torch.dtype
     reason: str
     layers: nn.ModuleList
     forms: list[AttentionForm]
@@ -68,6 +70,7 @@ class ProvenModel(Protocol):
     def compute_dtype(self) -> torch.dtype: ...
     @property
     def device(self) -> torch.device: ...
+    def check_length(self, length: int, /) -> None: ...
     def hook(self, layers: Sequence[int], /) -> None: ...
     def head(self, hidden: Tensor, /) -> Tensor: ...
     def forward(

@@ -18,11 +18,12 @@ import copy
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
-from transformers import AutoProcessor
+from torch import Tensor, nn
+from transformers import AutoProcessor, PreTrainedModel, ProcessorMixin
+from transformers.utils import ModelOutput
 
 from drafttrain.batch import TargetOutput
 from drafttrain.errors import UserError
@@ -33,7 +34,13 @@ from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target.attention import LAST, attention_context
 from drafttrain.target.loading import load_part, loading, model_config
 from drafttrain.target.parts import Parts
-from drafttrain.target.proof import described, proof_tokens, relative_error, unsupported
+from drafttrain.target.proof import (
+    ProvenModel,
+    described,
+    proof_tokens,
+    relative_error,
+    unsupported,
+)
 from drafttrain.target.snapshots import SnapshotCache
 
 _FIX = "use a target whose processor transformers has"
@@ -43,6 +50,7 @@ _TAIL = 3  # text tokens of the proof
 _STATES = 1e-3
 _STATES_HALF = 0.2
 _loading = threading.Lock()
+M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +76,8 @@ class _Read(NamedTuple):
 
     out: TargetOutput
     shift: int  # position of the next token less its index
-    whole: Any  # the copy that ran
-    made: list[Any]  # outputs of its text part
+    whole: nn.Module  # the copy that ran
+    made: list[ModelOutput]  # of its text part
 
 
 class Sight:
@@ -82,13 +90,13 @@ class Sight:
         trust_remote_code: run code that comes with the processor.
     """
 
-    def __init__(self, target: Any):
+    def __init__(self, target: ProvenModel):
         self.target = target
         self.trust_remote_code = False
-        self._processor: Any = None
+        self._processor: ProcessorMixin | None = None
         # The model's class without its text part, the names of the children on the way to that,
         # and the format of its weights.
-        self._eyes: Any = None
+        self._eyes: PreTrainedModel | None = None
         self._names: list[str] = []
         self._form: tuple[torch.device, torch.dtype] | None = None
         self._proven = False
@@ -96,7 +104,7 @@ class Sight:
     # -- prompts -----------------------------------------------------------------------------------
 
     @property
-    def processor(self) -> Any:
+    def processor(self) -> ProcessorMixin:
         """transformers' processor of the target, loaded on first use.
 
         Raises:
@@ -107,17 +115,18 @@ class Sight:
                 self._processor = self._load_processor()
         return self._processor
 
-    def _load_processor(self) -> Any:
+    def _load_processor(self) -> ProcessorMixin:
         what = f"target={self.target.name!r}: its processor"
         require("PIL", what)
         try:
             with loading(what, _FIX):
-                found: Any = AutoProcessor.from_pretrained(
+                found = AutoProcessor.from_pretrained(
                     self.target.path,
                     trust_remote_code=self.trust_remote_code,
                 )
-        except UserError:
-            require("torchvision", what)  # most need it, and say so in many lines
+        except UserError as error:
+            if "Torchvision" in str(error):  # said in many lines
+                require("torchvision", what)
             raise
         if getattr(found, "image_processor", None) is None:
             raise UserError(f"{what} reads no images ({type(found).__name__}); {_FIX}")
@@ -210,7 +219,7 @@ class Sight:
         target.hook(feature_layers)
         whole, body = self._assembled()
         given: list[Tensor | None] = []
-        made: list[Any] = []
+        made: list[ModelOutput] = []
         body.register_forward_pre_hook(
             lambda _module, _args, options: given.append(options.get("position_ids")),
             with_kwargs=True,
@@ -227,22 +236,20 @@ class Sight:
         except UserError:
             raise
         except Exception as error:  # code of other libraries
-            fault = f"cannot read a prompt with {len(prompt.digests)} images ({described(error)})"
-            raise unsupported(target.name, target.model, fault) from error
+            raise self._unread(prompt, described(error)) from error
         if len(made) != 1:
-            fault = f"runs its text part {len(made)} times on a prompt with images"
-            raise unsupported(target.name, target.model, fault)
+            raise self._unread(prompt, f"its text part runs {len(made)} times")
         shift = 0
         if given[0] is not None:
             # [axes, 1, L], the last three of which rotate; or [1, L].
             shift = int(given[0][-3:].max()) + 1 - len(prompt)
-        last = made[0].last_hidden_state.to(target.device)
+        last = made[0]["last_hidden_state"].to(target.device)
         caught[LAST] = last
         parts = [caught[layer].to(target.device) for layer in feature_layers]
         features = torch.cat(parts, dim=-1) if parts else last[..., :0]
         return _Read(TargetOutput(features, last), shift, whole, made)
 
-    def _assembled(self) -> tuple[Any, Any]:
+    def _assembled(self) -> tuple[nn.Module, nn.Module]:
         """The model below the head and its text part, as copies down to the text part.
 
         What is below is shared. Hooks, and what a forward sets on a module, are this call's own.
@@ -261,7 +268,7 @@ class Sight:
             return inner, body
         return way[0], body
 
-    def _load(self) -> Any:
+    def _load(self) -> PreTrainedModel:
         """The model's class without its text part, where the target computes."""
         target = self.target
         form = (target.device, target.compute_dtype)
@@ -272,30 +279,32 @@ class Sight:
                 self._eyes = target.model
                 self._form = form
             else:
-                what = f"target={target.name!r}: its vision part"
-                options: dict[str, Any] = {"dtype": target.compute_dtype}
-                if target.device.type != "cpu":
-                    options["device_map"] = {"": target.device}
-                with loading(what, _LOADABLE):
-                    options["config"] = model_config(target.path, self.trust_remote_code)
-                whole = type(target.model)
-                eyes, _ = load_part(
-                    whole,
-                    target.path,
-                    what,
-                    _LOADABLE,
-                    text=False,
-                    **options,
-                )
-                # It makes masks for the text part, in the form that this one's attention reads.
-                own = eyes.config.get_text_config()
-                own._attn_implementation = target.body.config._attn_implementation
-                self._eyes = eyes.eval().requires_grad_(False)
+                self._eyes = self._load_eyes()
                 self._form = form
         if self._form != form:  # the text part moved, or computes in float32 now
-            self._eyes.to(*form)
+            nn.Module.to(self._eyes, device=target.device, dtype=target.compute_dtype)
             self._form = form
         return self._eyes
+
+    def _load_eyes(self) -> PreTrainedModel:
+        target = self.target
+        what = f"target={target.name!r}: its vision part"
+        with loading(what, _LOADABLE):
+            config = model_config(target.path, self.trust_remote_code)
+        eyes = load_part(
+            type(target.model),
+            target.path,
+            what,
+            _LOADABLE,
+            text=False,
+            config=config,
+            dtype=target.compute_dtype,
+            device_map={"": target.device},
+        )
+        # It makes masks for the text part, in the form that the text part's attention reads.
+        text = eyes.config.get_text_config()
+        text._attn_implementation = target.body.config._attn_implementation
+        return eyes.eval().requires_grad_(False)
 
     # -- proof -------------------------------------------------------------------------------------
 
@@ -323,29 +332,35 @@ class Sight:
                 with attention_context(None):
                     own.whole(input_ids=token, past_key_values=cache, use_cache=True)
         except Exception as error:  # code of other libraries
-            fault = f"does not continue a prompt with images ({described(error)})"
-            raise unsupported(target.name, target.model, fault) from error
-        expected = torch.cat([output.last_hidden_state for output in own.made[1:]], dim=1)
+            raise self._unread(prompt, described(error)) from error
+        expected = torch.cat([output["last_hidden_state"] for output in own.made[1:]], dim=1)
 
         ours: TreeCache | SnapshotCache
         if target.continuation is None:
             ours = TreeCache(len(prompt) + _TAIL, dtype=target.dtype)
         elif target.continuation.form is None:
-            fault = f"cannot continue a prompt with images ({target.continuation})"
-            raise unsupported(target.name, target.model, fault)
+            raise self._unread(prompt, str(target.continuation))
         else:
             ours = SnapshotCache(target, len(prompt) + _TAIL)
         self._fill(prompt, (), ours, 0)
-        ours.open([(0, _TAIL)])
-        got = target.forward(tail, (), ours.positions(tail.device), ours).last_hidden
-        error = relative_error(got, expected)
-        if not error <= (_STATES_HALF if target.compute_dtype.itemsize < 4 else _STATES):
-            fault = f"continues a prompt with images in another way than text (relative error {error:.2g})"
-            raise unsupported(target.name, target.model, f"{fault}; give it text only")
+        ours.open([(0, tail.shape[1])])
+        at = ours.positions(tail.device)
+        got = target.forward(tail, (), at, ours).last_hidden  # type: ignore[arg-type]  # either cache
+        off = relative_error(got, expected)
+        most = _STATES
+        if target.compute_dtype.itemsize < 4:
+            most = _STATES_HALF
+        if not off <= most:
+            reason = f"it continues them in another way than text, relative error {off:.2g}"
+            raise self._unread(prompt, reason)
         self._proven = True
 
+    def _unread(self, prompt: ImagePrompt, reason: str) -> UserError:
+        fault = f"cannot decode a prompt with {len(prompt.digests)} images ({reason}); give it text only"
+        return unsupported(self.target.name, self.target.model, fault)
 
-def _shallow(module: Any) -> Any:
+
+def _shallow(module: M) -> M:
     """A copy of a module that shares its children and weights; hooks, names and attributes are its own."""
     made = copy.copy(module)
     for key, value in vars(module).items():

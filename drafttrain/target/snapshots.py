@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.utils import ModelOutput
 
 from drafttrain.batch import TargetOutput
 from drafttrain.ops.tree_attention import TreeLayout
@@ -259,7 +260,7 @@ class SnapshotCache:
             else:
                 self._since[row] += [tokens[i] for i in indices]
 
-    def adopt(self, row: int, own: Any) -> None:
+    def adopt(self, row: int, own: ModelOutput) -> None:
         """Takes what the body returned for a row's announced tokens, which another forward read."""
         length = self.lengths[row] + self._open[0].layout.count
         cache = self.how.cache_of(own)

@@ -7,6 +7,8 @@ the insides of transformers' models:
     target.py        Target: load or wrap a model, run it
     proof.py         proves that states and logits are the model's own: through our attention, or else of its own forward
     own_cache.py, snapshots.py: decoding with a model's own cache, where our attention cannot serve it
+    sight.py         prompts with images: towers, processor, and the forward that reads both
+    parts.py         which modules of such a model are its text part
     shell.py         a target without its layers
     own_layer.py     a layer of the target's class with weights of its own, for drafters
     loading.py       loads models whose files hold exactly what their config promises
@@ -36,7 +38,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from drafttrain.batch import TargetOutput
 from drafttrain.errors import UserError, shown
@@ -65,7 +67,7 @@ from drafttrain.target.loading import (
 )
 from drafttrain.target.native_body import NativeBody, plain_embedding
 from drafttrain.target.own_cache import Continuation, pack_proven
-from drafttrain.target.parts import find_body, image_class
+from drafttrain.target.parts import Parts, build_language_model, find_body, image_class
 from drafttrain.target.proof import check_rows, prove, prove_own, unpackable, unsupported
 from drafttrain.target.sight import ImagePrompt, Sight
 from drafttrain.target.snapshots import SnapshotCache
@@ -602,7 +604,7 @@ class Target:
         return out
 
     @property
-    def processor(self) -> Any:
+    def processor(self) -> ProcessorMixin:
         """transformers' processor of images and text, loaded on first use.
 
         Raises:
@@ -723,7 +725,10 @@ class Target:
         config = copy.deepcopy(self.model.config)
         config._attn_implementation = None
         with torch.device("meta"):
-            model = type(self.model)._from_config(config, dtype=self.dtype)
+            if self.sight is not None and not Parts(self.model).towers:
+                model = build_language_model(config, self.dtype)
+            else:
+                model = type(self.model)._from_config(config, dtype=self.dtype)
         model.load_state_dict(self.model.state_dict(), assign=True)
         model.tie_weights()
         # State dicts leave out what classes compute, rotary frequencies for one.
