@@ -16,7 +16,7 @@ from drafttrain.data.image_parts import (
     Message,
     content_text,
     image_part,
-    images_in,
+    sources_in,
     text_part,
     with_images,
 )
@@ -119,7 +119,7 @@ def render_text(
             raise TemplateRefuses(
                 "tools and chat_template_kwargs need a target with a chat template"
             )
-        if images_in(messages):
+        if sources_in(messages):
             raise TemplateRefuses("images need a target with a chat template")
         text = "\n\n".join(content_text(message.get("content")) for message in messages)
         if generation:
@@ -134,7 +134,7 @@ def render_text(
     readable: Sequence[Message] = [_for_template(message, as_text) for message in messages]
     if _wants_parts(tokenizer, template):
         readable = [_in_parts(message) for message in readable]
-    if images_in(messages):
+    if sources_in(messages):
         _check_texts(tokenizer, template, messages)
         readable = with_images(readable, lambda _: image_part("image"))
     return _render(tokenizer, readable, generation, inputs)

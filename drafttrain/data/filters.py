@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from drafttrain.data.chat import longest_token
-from drafttrain.data.image_parts import content_text, images_in
+from drafttrain.data.image_parts import content_text, sources_in
 from drafttrain.data.row_formats import Prompt, prompt_texts
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ class Filter:
             text = content_text(message["content"])
             if text not in everything:
                 everything.append(text)
-        images = [str(name) for name in images_in(messages)]
+        images = [str(name) for name in sources_in(messages)]
 
         limits = self.limits
         reason = _wrong_length(len(asked), limits.min_chars, limits.max_chars, "characters")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from drafttrain.files import Json
 from drafttrain.images import BadPicture, Picture
@@ -25,7 +25,7 @@ Message = Mapping[str, Any]
 _MARKER = re.compile(r"\n?<image>\n?")  # of LLaVA's rows, which write a line break behind it
 _IMAGE = ("image", "image_url", "input_image")
 _SOURCES = ("image", "image_url", "path", "url")
-_OTHER = {"audio", "video", "input_audio", "audio_url", "video_url", "input_video"}
+_OTHER = ("audio", "video", "input_audio", "audio_url", "video_url", "input_video")
 
 
 def text_part(text: str) -> Json:
@@ -50,12 +50,10 @@ def read_parts(content: Iterable[object]) -> list[Json] | None:
         if not isinstance(given, Mapping):
             return None
         held = {key: value for key, value in given.items() if value is not None}
-        kind = held.get("type")
-        if kind in _OTHER or _OTHER & held.keys():
+        if held.get("type") in _OTHER:
             raise BadPicture("audio or video", "messages may have text and images only")
-        sources = [held[key] for key in _SOURCES if key in held]
-        if kind in _IMAGE or (kind is None and sources):
-            source = sources[0] if sources else None
+        if held.get("type") in _IMAGE:
+            source = next((held[key] for key in _SOURCES if key in held), None)
             if isinstance(source, Mapping) and "url" in source:
                 source = source["url"]
             parts.append(image_part(source))
@@ -88,7 +86,7 @@ def place_images(messages: Sequence[Json], images: Sequence[object]) -> list[Jso
     """
     if images:
         messages = [_at_markers(message) for message in messages]
-    sources = images_in(messages)
+    sources = sources_in(messages)
     if not sources:
         return in_front(messages, images)
     places = sum(source is None for source in sources)
@@ -136,9 +134,9 @@ def content_text(content: object) -> str:
     return str(content or "")
 
 
-def images_in(messages: Iterable[Message]) -> list[Any]:
-    """The images of messages, in order: sources, or the pictures that were read."""
-    found = []
+def sources_in(messages: Iterable[Message]) -> list[object]:
+    """The sources or pictures of the images of messages, in order."""
+    found: list[object] = []
     for message in messages:
         content = message.get("content")
         if isinstance(content, list):
@@ -146,7 +144,12 @@ def images_in(messages: Iterable[Message]) -> list[Any]:
     return found
 
 
-def with_images(messages: Sequence[Message], change: Callable[[Any], Json]) -> list[Json]:
+def images_in(messages: Iterable[Message]) -> list[Picture]:
+    """The pictures of messages whose images were read, in order."""
+    return cast("list[Picture]", sources_in(messages))
+
+
+def with_images(messages: Sequence[Message], change: Callable[..., Json]) -> list[Json]:
     """The messages with the part that `change` makes of each image."""
     made = []
     for message in messages:

@@ -29,7 +29,7 @@ from drafttrain.data.chat import (
     text_ids,
 )
 from drafttrain.data.conversation import ChatRenderer
-from drafttrain.data.image_parts import content_text, images_in, read_images
+from drafttrain.data.image_parts import content_text, images_in, read_images, sources_in
 from drafttrain.data.image_prompts import seeing_inputs, shown_prompt
 from drafttrain.data.row_formats import parse_row, row_id
 from drafttrain.data.transcript import Transcript
@@ -248,7 +248,7 @@ def _records_of(
         messages = _beginning(messages, max_length * longest_token(tokenizer))
     inputs = ChatInputs.of(parsed, kwargs)
     target = None
-    if renderer is not None and images_in(messages):
+    if renderer is not None and sources_in(messages):
         target = renderer.target
         messages = read_images(messages, renderer.store.read)
         inputs = seeing_inputs(target, inputs)

@@ -11,7 +11,7 @@ from rich.table import Table
 from typing_extensions import TypedDict
 
 from drafttrain.data.filters import EvaluationImage, Filter, PromptLimits
-from drafttrain.data.image_parts import images_in
+from drafttrain.data.image_parts import sources_in
 from drafttrain.data.row_formats import parse_row, prompt_texts
 from drafttrain.data.sources import DATA_SET, SOURCES, Request
 from drafttrain.environment import suites_folder
@@ -182,7 +182,7 @@ def evaluation_texts(files: Iterable[Path], own_suites: bool) -> Iterator[str]:
             if prompt is None:
                 continue
             found = True
-            pictures = images_in(prompt.get("messages", ()))
+            pictures = sources_in(prompt.get("messages", ()))
             # Questions about images are alike; what must not be learned is the image.
             if not pictures:
                 yield from prompt_texts(prompt)

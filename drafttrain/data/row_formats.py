@@ -23,10 +23,10 @@ from typing_extensions import NotRequired, TypedDict
 
 from drafttrain.data.image_parts import (
     content_text,
-    images_in,
     place_images,
     read_parts,
     row_images,
+    sources_in,
 )
 from drafttrain.data.tool_formats import (
     calls_in,
@@ -337,7 +337,7 @@ def _message(role: str, content: object) -> Json | None:
         parts = read_parts(content)
         if parts is None:
             return None
-        if images_in([{"content": parts}]):
+        if sources_in([{"content": parts}]):
             if role not in ("user", "system"):
                 raise BadPicture("image: not in a prompt", f"a message of the role {role} has one")
             return {"role": role, "content": parts}

@@ -26,7 +26,7 @@ from typing_extensions import TypedDict
 
 from drafttrain.data.failures import BadReply
 from drafttrain.data.filters import Filter, stable_id
-from drafttrain.data.image_parts import images_in, read_images, with_names
+from drafttrain.data.image_parts import images_in, read_images, sources_in, with_names
 from drafttrain.data.row_file import RowFile, check_row_file, line_starts
 from drafttrain.data.row_formats import Prompt, parse_row, row_id
 from drafttrain.errors import UserError, shown
@@ -138,7 +138,7 @@ def collect(
             unread = f"row {read} has {', '.join(map(str, row)) or 'no keys':.200}"
             try:
                 prompt = parse_row(row)
-                if prompt is not None and images_in(prompt.get("messages", ())):
+                if prompt is not None and sources_in(prompt.get("messages", ())):
                     if request is None:
                         raise BadPicture("image: no place", "this source takes text only")
                     messages = read_images(prompt["messages"], request.given.read)
