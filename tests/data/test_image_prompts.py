@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from drafttrain import cli
 from drafttrain.data.chat import ChatInputs, TemplateRefuses, render_text
 from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.data.image_parts import read_images
@@ -201,6 +202,12 @@ def test_recorded_answers(built, target, prompts, tmp_path):
     text = "user: <|image|>or<|image|></s>assistant: "
     assert row["tokens"] == tokens_of(target, f"{text}red</s>")
     assert row["spans"] == [[len(tokens_of(target, text)), len(row["tokens"])]]
+    # Published sets have their pictures.
+    words_of = (
+        f"--data {output} --repo a/b --prompt-license own --dry-run --output {tmp_path / 'hub'}"
+    )
+    assert cli.main(["push-data", *words_of.split()]) == 0
+    assert {path.name for path in (tmp_path / "hub" / "images").iterdir()} == set(TWO)
     # An overwritten set takes its pictures with it.
     asked = user(shown(picture(2).name), ASK)
     write_rows(prompts, [{"id": "one", "messages": [asked, answer("red")]}])
