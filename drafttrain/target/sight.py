@@ -141,7 +141,7 @@ class Sight:
         try:
             made = processor(
                 text=[text],
-                images=pixels if pixels else None,
+                images=pixels or None,
                 add_special_tokens=False,
                 return_tensors="pt",
             )
