@@ -123,16 +123,14 @@ def load_language_model(where: str, what: str, fix: str, **options: Any) -> Any:
     Raises:
         UserError: not loadable; weights that are missing, unknown, of another shape or not finite.
     """
-    config = None
     with loading(what, fix):
         if "gguf_file" not in options:
             config = model_config(where, options.get("trust_remote_code", False))
             check_sizes(config, where, what, fix)
             options["config"] = config
-        whole = None if config is None else image_class(config)
-        if whole is not None:
-            return load_part(whole, where, what, fix, text=True, **options)
-        if config is not None:
+            whole = image_class(config)
+            if whole is not None:
+                return load_part(whole, where, what, fix, text=True, **options)
             options["use_safetensors"] = True
             # Weights of another shape are reported by name with the others.
             options["ignore_mismatched_sizes"] = True
@@ -250,7 +248,7 @@ def check_sizes(
         if isinstance(part, PreTrainedConfig) and part is not text:
             parts.append(part)
     for own in parts:
-        _check_counts(own, what, fix)
+        _check_counts(own, int(own is text), what, fix)
     stored = sum(path.stat().st_size for path in Path(where).glob("*.safetensors"))
     # On the meta device weights have shapes and no memory.
     if stored and is_known(config):  # a Hub id has no files here
@@ -265,25 +263,24 @@ def check_sizes(
 
 def _check_counts(
     own: PreTrainedConfig,
+    least: int,
     what: str,
     fix: str,
 ) -> None:
-    """Checks the sizes of the text's config or of a tower's."""
-    limits = dict.fromkeys(_SIZES, (1, _MOST))  # least and most of each count or size
+    """Checks the sizes of the text's config, or of a tower's, which may lack a part."""
+    limits = dict.fromkeys(_SIZES, (least, _MOST))  # least and most of each count or size
     # Other counts of any name (heads, experts) may be 0, where a family has none.
     for key in vars(own):
         if key.startswith("num_"):
             limits.setdefault(key, (0, _MOST))
-    limits["num_hidden_layers"] = (1, _MOST_LAYERS)
-    limits["depth"] = (1, _MOST_LAYERS)  # towers' word for it
+    limits["num_hidden_layers"] = (least, _MOST_LAYERS)
+    limits["depth"] = (least, _MOST_LAYERS)  # towers' word for it
     held = vars(own)
-    for key, (least, most) in limits.items():
+    for key, (low, high) in limits.items():
         # The attribute itself raises an error where layers differ in it (Gemma 4's key heads).
         value = held[key] if key in held else getattr(own, key, None)
-        if isinstance(value, int) and not least <= value <= most:
-            raise UserError(
-                f"{what}: {key}={value} in config.json must be {least} to {most}; {fix}"
-            )
+        if isinstance(value, int) and not low <= value <= high:
+            raise UserError(f"{what}: {key}={value} in config.json must be {low} to {high}; {fix}")
 
 
 def is_known(config: PreTrainedConfig) -> bool:

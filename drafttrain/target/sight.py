@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoProcessor, PreTrainedModel, ProcessorMixin
+from transformers import PreTrainedModel, ProcessorMixin
 from transformers.utils import ModelOutput
 
 from drafttrain.batch import TargetOutput
@@ -116,6 +116,8 @@ class Sight:
         return self._processor
 
     def _load_processor(self) -> ProcessorMixin:
+        from transformers import AutoProcessor  # brings modules of images that text never needs
+
         what = f"target={self.target.name!r}: its processor"
         require("PIL", what)
         try:
@@ -139,7 +141,7 @@ class Sight:
         try:
             made = processor(
                 text=[text],
-                images=pixels if pixels else None,
+                images=pixels or None,
                 add_special_tokens=False,
                 return_tensors="pt",
             )
