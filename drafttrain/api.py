@@ -32,8 +32,10 @@ from drafttrain.inference.call_options import (
     StreamOptions,
     read_options,
 )
+from drafttrain.inference.engine import Prompt as DecoderPrompt
 from drafttrain.inference.sequence import TextStream, token_ids
 from drafttrain.target import Target
+from drafttrain.target.sight import ImagePrompt
 from drafttrain.values import AnyText, Place, check, refuse_options
 
 
@@ -44,8 +46,8 @@ class Turn(TypedDict):
     content: AnyText
 
 
-# Text, token ids, or chat messages [{"role": ..., "content": ...}, ...].
-OnePrompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+# Text, token ids, chat messages [{"role": ..., "content": ...}, ...], or a prompt with images.
+OnePrompt = str | Sequence[int] | Sequence[Mapping[str, str]] | ImagePrompt
 Prompt = OnePrompt | Tensor
 # Several prompts: a list of them, or a tokenizer's output (input_ids, attention_mask), which may
 # also hold one.
@@ -101,8 +103,8 @@ def generate(
             `Target.from_pretrained(name)`. A loaded model is frozen and gets our attention, which
             is sdpa outside of our decoder: its own `generate` works as before.
         prompt: text; token ids; chat messages, to which the chat template is applied; a tokenizer's
-            output (input_ids with attention_mask, padded on either side); or a list of texts, ids
-            or chats.
+            output (input_ids with attention_mask, padded on either side); a prompt with images
+            (`Target.image_prompt`); or a list of texts, ids, chats or prompts with images.
         drafter: a name as in `load_drafter`, a drafter of `load_drafter` or
             `Drafter.from_pretrained`, or None.
         tokenizer: of a loaded transformers model; without one, prompts are token ids and there is
@@ -270,7 +272,7 @@ def _decoder(
     return Decoder(target, drafter, **found), limits
 
 
-def _most(target: Target, limits: CallLimits, ids: Sequence[Tensor | Sequence[int]]) -> list[int]:
+def _most(target: Target, limits: CallLimits, ids: Sequence[DecoderPrompt]) -> list[int]:
     """Most new tokens of each prompt."""
     return [limits.of(0 if limits.total is None else len(token_ids(target, each))) for each in ids]
 
@@ -281,6 +283,8 @@ def _is_several(prompt: Any) -> bool:
     """
     if isinstance(prompt, Mapping):
         return _is_several(prompt.get("input_ids"))
+    if isinstance(prompt, ImagePrompt):
+        return False
     if hasattr(prompt, "shape"):  # of torch or numpy
         return len(prompt.shape) > 1
     if not isinstance(prompt, Sequence):
@@ -317,7 +321,7 @@ def _all_ids(
     target: Target,
     prompts: Sequence[Any],
     options: Mapping[str, Any],
-) -> list[Tensor | Sequence[int]]:
+) -> list[DecoderPrompt]:
     """Token ids of every prompt. Raises UserError: tools or chat_template_kwargs of another form."""
     found = {
         "tools": list(options.get("tools", ())),
@@ -332,8 +336,8 @@ def _all_ids(
     return [_ids(target, each, ChatInputs.of(found)) for each in prompts]
 
 
-def _ids(target: Target, prompt: Any, inputs: ChatInputs = NO_INPUTS) -> Tensor | Sequence[int]:
-    """Token ids of one prompt."""
+def _ids(target: Target, prompt: Any, inputs: ChatInputs = NO_INPUTS) -> DecoderPrompt:
+    """Token ids of one prompt, or the prompt with its images."""
     if isinstance(prompt, Mapping):
         ids = prompt.get("input_ids")
         mask = prompt.get("attention_mask")

@@ -12,11 +12,18 @@ from drafttrain.errors import UserError, first_line
 
 # Package -> extra that brings it.
 EXTRAS = {
+    "PIL": "vision",
     "deepspeed": "deepspeed",
     "gguf": "gguf",
     "matplotlib": "plots",
     "peft": "peft",
+    "torchvision": "vision",
     "wandb": "wandb",
+}
+
+# What the command of an extra does not know: the build must be torch's own.
+_BUILDS = {
+    "torchvision": " (beside a torch for CPUs: pip install torchvision --index-url https://download.pytorch.org/whl/cpu)"
 }
 
 
@@ -31,11 +38,13 @@ def require(package: str, purpose: str = "this") -> ModuleType:
     """
     try:
         return importlib.import_module(package)
-    except ImportError as error:
+    # torchvision for another build of torch raises RuntimeError.
+    except (ImportError, RuntimeError) as error:
         missing = "is not installed"
-        if error.name != package:
+        if getattr(error, "name", None) != package:
             missing = f"cannot be imported ({first_line(error)})"
         fix = f"pip install 'drafttrain[{EXTRAS[package]}]'"
+        fix += _BUILDS.get(package, "")
         raise UserError(f"{purpose} needs {package}, which {missing}: {fix}") from error
 
 

@@ -116,6 +116,7 @@ KINDS = {
             "part-*.jsonl",
             "features/part-*.safetensors",
             "features/features.json",
+            "images",
             "arrow",
         ),
         {"meta.json": '"format"', "part-*.jsonl": '"spans"'},
@@ -156,7 +157,7 @@ KINDS = {
         published=True,
     ),
     "push-data": FolderKind(
-        ("README.md", "meta.json", "part-*.jsonl"),
+        ("README.md", "meta.json", "part-*.jsonl", "images"),
         {"README.md": r"\n- distillation\n- drafttrain\n"},
         published=True,
     ),

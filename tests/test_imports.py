@@ -24,7 +24,7 @@ ORDER = [
     ["errors"],
     ["values", "extras", "plain_yaml"],
     ["files", "environment", "batch", "progress"],
-    ["outcome"],
+    ["outcome", "images"],
     ["recipes"],
     ["config", "folders", "sequence_parallel"],
     ["ops"],

@@ -56,6 +56,7 @@ def chat(
 
     ```
     /plain          switch drafting off, which decodes the last answer again to compare, and on again
+    /image PATH     show an image with the next message; again for several
     /system TEXT    set the system message, or none
     /reset          begin a new conversation
     /save FILE      write the conversation and its figures as JSON

@@ -89,11 +89,12 @@ def evaluate(
             Python also a loaded drafter
         output: results file (default: results.json beside the drafter; from Python none)
         tokenizer: the tokenizer of a loaded model
-        suite: agentic, drafttrain, tools, spec_bench, mt_bench, humaneval, mbpp, gsm8k, math_500,
-            aime_2024, aime_2025, gpqa, arena_hard, livecodebench, longbench, bfcl, alpaca, cnn_dm,
-            speculator_benchmarks, speed_bench, speed_bench_1k, speed_bench_2k, speed_bench_8k,
-            speed_bench_16k, speed_bench_32k, a JSONL file in FastChat's question format, or
-            NAME:FILE for a public suite in a file
+        suite: agentic, drafttrain, drawn, tools, spec_bench, mt_bench, humaneval, mbpp, gsm8k,
+            math_500, aime_2024, aime_2025, gpqa, arena_hard, livecodebench, longbench, bfcl, alpaca,
+            cnn_dm, speculator_benchmarks, mmstar, chartqa, coco_captions, easy_vqa, speed_bench,
+            speed_bench_1k, speed_bench_2k, speed_bench_8k, speed_bench_16k,
+            speed_bench_32k, a JSONL file in FastChat's question format, or NAME:FILE for a public
+            suite in a file
         limit: questions at most, taken evenly from all categories
         max_new_tokens: most tokens of an answer
         batch_size: prompts at a time, on every side; --tree auto times single ones

@@ -54,6 +54,7 @@ def generate(
     tensor_parallel_size: Count | None = None,
     pipeline_parallel_size: Count | None = None,
     quantization: AnyText | None = None,
+    allow_urls: bool = False,
     overwrite: bool = False,
 ) -> Json:
     """Let the target answer the prompts: the distillation data.
@@ -61,7 +62,8 @@ def generate(
     Conversations are regenerated turn by turn; token ids, response spans and finish reasons are
     written to DIR. An interrupted run continues when run again; several processes share the work.
     Prompts may hold tools and tool turns: a recorded result follows where the target makes the
-    recorded calls.
+    recorded calls. Prompts may hold images (drafttrain prompts stores them), which are copied into
+    DIR.
 
     ```
     drafttrain generate --target smollm2-135m --prompts prompts.jsonl --output data --max-new-tokens 256
@@ -106,6 +108,7 @@ def generate(
         pipeline_parallel_size: for --backend vllm: groups of GPUs that share the layers
         quantization: for --backend vllm: method, such as fp8 or awq (default: as the target's
             config says)
+        allow_urls: download images that prompts name by URL
         overwrite: replace the data set in --output, which is deleted when the new one is
             complete; other files in the folder stay
     """

@@ -35,6 +35,8 @@ def prompts(
     subset: str | None = None,
     split: str = "train",
     columns: str = "",
+    images: Place | Path | None = None,
+    allow_urls: bool = False,
     target: Place | Path | None = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -73,10 +75,15 @@ def prompts(
              (no template: free-running text)
     file     JSONL: FastChat turns, ShareGPT conversations, OpenAI messages, prompt or
              instruction (+ input), plain text; tools (OpenAI, ShareGPT, xLAM, ToolACE,
-             Hermes) and chat_template_kwargs of a row are kept
+             Hermes), chat_template_kwargs and images of a row are kept
+    easy-vqa 38,575 questions about 4,000 drawn pictures: pip install easy-vqa
     ID       a data set of the Hub, or a local folder of one, such as a folder of CSV or JSON
              files; --columns maps columns with other names
     ```
+
+    Images are stored once each, in the folder `images` beside the output: those of OpenAI's and HF's
+    message parts, of LLaVA's "<image>", and of a column image or images. Prompts with one that is
+    missing, broken, animated or too large are dropped and counted.
 
     Prompts are shuffled by --seed and filtered by length. Duplicates are dropped, and so are
     prompts that share --ngram consecutive words with a file of --exclude or with the evaluation
@@ -84,13 +91,15 @@ def prompts(
     changed.
 
     Args:
-        source: magpie, file, or a data set id
+        source: magpie, file, easy-vqa, or a data set id
         output: JSONL file to write; FILE.summary.json holds the counts
         count: number of prompts (default: 1000 for magpie, else all)
         input: for file: the JSONL file
         subset: for a data set: its configuration
         split: for a data set: its split
         columns: for a data set: our names = its names: messages=conversations,system=preamble
+        images: folder where relative paths of images begin (default: beside the rows)
+        allow_urls: download images that rows name by URL
         target: for magpie: the model that writes; its tokenizer also counts --min-tokens and
             --max-tokens
         dtype: for magpie: float32, bfloat16, float16 or auto (bfloat16 where the device has it)

@@ -27,6 +27,7 @@ from drafttrain.data.chat import (
     leading_special,
     marked_calls,
     render_text,
+    template_of,
     text_ids,
 )
 from drafttrain.files import Json
@@ -202,16 +203,25 @@ def answer_format(tokenizer: PreTrainedTokenizerBase, inputs: ChatInputs) -> Ans
 
     Raises TemplateRefuses: the template does not read them.
     """
-    if not has_template(tokenizer):
+    if not has_template(tokenizer, inputs):
         return AnswerFormat()
-    template = tokenizer.get_chat_template(tools=inputs.tool_list)
-    return _derived(tokenizer, template, json.dumps(inputs.kwargs, sort_keys=True))
+    kwargs = json.dumps(inputs.kwargs, sort_keys=True)
+    return _derived(tokenizer, template_of(tokenizer, inputs), kwargs, inputs.template)
 
 
 @lru_cache(maxsize=256)
-def _derived(tokenizer: PreTrainedTokenizerBase, template: str, kwargs: str) -> AnswerFormat:
-    """The format under the variables `kwargs`, as JSON; from the template without tools."""
-    inputs = ChatInputs((), json.loads(kwargs))
+def _derived(
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    kwargs: str,
+    own: str,
+) -> AnswerFormat:
+    """The format under the variables `kwargs`, as JSON; from the template without tools.
+
+    Args:
+        own: the template that the inputs bring; '' for the tokenizer's.
+    """
+    inputs = ChatInputs((), json.loads(kwargs), own)
     before = render_text(tokenizer, _HELLO, True, inputs)
     # Reasoning: from history, or where the prompt opens it.
     reasoning = _reasoning_frame(tokenizer, before, inputs)
@@ -395,7 +405,7 @@ def rendered_answer(
     for token in special:
         if token.strip() and text.endswith(token) and len(token) > len(stop):
             stop = token
-    if stop or not has_template(tokenizer):
+    if stop or not has_template(tokenizer, inputs):
         return text, stop
 
     # Otherwise the first token of the next turn ends this one, if the target stops at it.

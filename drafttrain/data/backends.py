@@ -17,13 +17,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from drafttrain.credentials import redact
 from drafttrain.data.chat import has_template, render_text, text_ids
 from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.data.failures import BadReply
+from drafttrain.data.image_parts import with_uris
 from drafttrain.data.openai_replies import (
+    ChatIdsReply,
     ChatReply,
     IdsReply,
     TextReply,
@@ -37,6 +39,9 @@ from drafttrain.files import Json
 from drafttrain.inference.responses import Finished, ResponseEngine, ResponseRequest
 from drafttrain.ops.sampling import SamplingParams
 from drafttrain.target import Target
+
+if TYPE_CHECKING:
+    from drafttrain.target.sight import ImagePrompt
 
 _IN_FLIGHT = 32  # requests per server
 _TIMEOUT = 600.0  # seconds of a server's reply
@@ -115,15 +120,18 @@ class Backend(ABC):
 
     Attributes:
         asks: whether it asks the target, so that a run without answers is an error.
+        sees: whether it takes prompts with images.
         drops: reasons why a conversation is not stored, or not all of it.
     """
 
     asks = True
+    sees = True
     drops: tuple[str, ...] = (
         "prompt_too_long",
         "turns_not_reached",
         "other_tool_calls",
         "template_refuses_answer",
+        "later_image_refused",
     )
     _new_tokens = 0
 
@@ -217,9 +225,13 @@ class _Requests(Iterator[ResponseRequest]):
         if it.part:
             key = f"{it.id}\0{it.part}"
         self.running[key] = it
+        prompt: list[int] | ImagePrompt = list(it.tokens)
+        if it.image_prompt is not None:
+            prompt = it.image_prompt
+            it.image_prompt = None  # its pixels are large
         return ResponseRequest(
             key,
-            list(it.tokens),
+            prompt,
             self.settings.max_new_tokens,
             self.settings.renderer.stop_ids,
         )
@@ -422,7 +434,9 @@ class OpenAIBackend(Backend):
         """
         rows = [it]
         while True:
-            if self.by_ids:
+            if rows[-1].images:
+                tokens, finish = self._images(rows[-1], number)
+            elif self.by_ids:
                 tokens, finish = self._ids(rows[-1], number)
             else:
                 tokens, finish = self._text(rows[-1], number)
@@ -437,52 +451,92 @@ class OpenAIBackend(Backend):
 
     def _ids(self, it: Conversation, number: int) -> tuple[list[int], str]:
         """The next response's ids, stop token included, and finish reason."""
-        sampling = self.settings.sampling
-        # Values that mean "off" are sent too: otherwise the server takes those of the target's
-        # generation_config.
-        top_k = sampling.top_k
-        if top_k == 0:
-            top_k = -1
-        body: Json = {
-            "top_k": top_k,
-            "min_p": sampling.min_p,
-            "return_token_ids": True,
-            "prompt": it.tokens,
-            "stop_token_ids": sorted(self.settings.renderer.stop_ids),
-        }
-        choice = self._query(it, number, "completions", body, IdsReply)
+        body: Json = {**self._ids_options(), "prompt": it.tokens}
+        choice = self._query(it, number, "completions", body, IdsReply)["choices"][0]
         # Some servers cut a long prompt without an error.
         if choice["prompt_token_ids"] != it.tokens:
             raise BadReply("token ids", "the server read another prompt than was sent")
         finish = choice["finish_reason"]
         return self.settings.closed(choice["token_ids"], finish, choice.get("stop_reason")), finish
 
-    def _text(self, it: Conversation, number: int) -> tuple[list[int], str]:
-        """The next response's ids and finish reason from a server's text, which is tokenized here.
+    def _ids_options(self) -> Json:
+        """What a request for token ids says besides its prompt."""
+        sampling = self.settings.sampling
+        # Values that mean "off" are sent too: otherwise the server takes those of the target's
+        # generation_config.
+        top_k = sampling.top_k
+        if top_k == 0:
+            top_k = -1
+        return {
+            "top_k": top_k,
+            "min_p": sampling.min_p,
+            "return_token_ids": True,
+            "stop_token_ids": sorted(self.settings.renderer.stop_ids),
+        }
 
-        What the server's parsers took out of the text is put back.
+    def _images(self, it: Conversation, number: int) -> tuple[list[int], str]:
+        """The next response's ids and finish reason of a conversation with images.
+
+        Images go as data URIs in a chat: `/v1/completions` with the ids of placeholders answers
+        too, but silently drops the images. Ids are taken from the reply where the server returns
+        them.
+
+        Raises BadReply: the server read another prompt, or the answer is none.
         """
-        renderer = self.settings.renderer
+        it.image_prompt = None  # the server makes its own
+        if not self.by_ids:
+            return self._text(it, number)
+        body = {**self._chat_body(it), **self._ids_options()}
+        reply = self._query(it, number, "chat/completions", body, ChatIdsReply)
+        choice = reply["choices"][0]
+        if choice.get("token_ids") is None or reply.get("prompt_token_ids") is None:
+            return self._chat_text(it, choice)
+        count = len(reply["prompt_token_ids"])
+        # Behind an answer the server splits its text again, perhaps elsewhere.
+        if not it.spans and reply["prompt_token_ids"] != it.tokens:
+            raise BadReply(
+                "token ids",
+                f"the server reads the prompt with images as {count} tokens, here it is {len(it.tokens)} others",
+            )
+        finish = "length" if choice["finish_reason"] == "length" else "stop"
+        return self.settings.closed(choice["token_ids"], finish, choice.get("stop_reason")), finish
+
+    def _chat_body(self, it: Conversation) -> Json:
+        """The body of a chat request."""
         sampling = self.settings.sampling
         body: Json = {}
         if sampling.top_k:
             body["top_k"] = sampling.top_k
         if sampling.min_p:
             body["min_p"] = sampling.min_p
-        if not it.turns:
-            body["prompt"] = it.text
-            choice = self._query(it, number, "completions", body, TextReply)
-            check_unicode(choice["text"])
-            return self._closed_text(choice["text"], choice)
-
-        messages = it.messages
+        messages = with_uris(it.messages)
         body["messages"] = [sent_message(message) for message in messages]
         if it.inputs.tools:
             body["tools"] = list(it.inputs.tools)
         if it.inputs.kwargs:
             body["chat_template_kwargs"] = it.inputs.kwargs
-        choice = self._query(it, number, "chat/completions", body, ChatReply)
-        text, end = reassembled(renderer, it, choice, messages)
+        return body
+
+    def _text(self, it: Conversation, number: int) -> tuple[list[int], str]:
+        """The next response's ids and finish reason from a server's text, which is tokenized here.
+
+        What the server's parsers took out of the text is put back.
+        """
+        body = self._chat_body(it)
+        if not it.turns:
+            del body["messages"]
+            body["prompt"] = it.text
+            reply = self._query(it, number, "completions", body, TextReply)
+            choice = reply["choices"][0]
+            check_unicode(choice["text"])
+            return self._closed_text(choice["text"], choice)
+        reply = self._query(it, number, "chat/completions", body, ChatReply)
+        return self._chat_text(it, reply["choices"][0])
+
+    def _chat_text(self, it: Conversation, choice: Json) -> tuple[list[int], str]:
+        """The ids of a chat's answer, which are tokenized here, and the finish reason."""
+        renderer = self.settings.renderer
+        text, end = reassembled(renderer, it, choice, it.messages)
         if end:
             return text_ids(renderer.tokenizer, text), "stop"
         return self._closed_text(text, choice)
@@ -506,7 +560,7 @@ class OpenAIBackend(Backend):
         more: Json,
         schema: type,
     ) -> Json:
-        """The server's choice for the conversation's next response. A retry asks the next server."""
+        """The server's reply for the conversation's next response. A retry asks the next server."""
         sampling = self.settings.sampling
         body: Json = {
             "max_tokens": self.settings.allowance(it),
@@ -524,7 +578,7 @@ class OpenAIBackend(Backend):
             url = self.urls[(number + attempt) % len(self.urls)]
             return self._post(url, path, {"model": self.models[url], **body}, schema)
 
-        return self._retried(send)["choices"][0]
+        return self._retried(send)
 
     def _retried(self, send: Callable[[int], T]) -> T:
         """The result of `send(attempt)`, tried again with growing pauses where that may help."""

@@ -7,11 +7,19 @@ document.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from drafttrain.data.image_parts import (
+    Message,
+    content_text,
+    image_part,
+    sources_in,
+    text_part,
+    with_images,
+)
 from drafttrain.data.template_bounds import bounded, environment
 from drafttrain.errors import UserError, first_line
 from drafttrain.files import Json
@@ -19,9 +27,6 @@ from drafttrain.files import Json
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# {"role", "content"}; of an assistant also {"tool_calls", "reasoning_content"}, of a tool
-# {"tool_call_id", "name"}.
-Message = Mapping[str, Any]
 _MARKER = "drafttrain marks this place"  # plain words that no template strips or rewrites
 MARKED_NAME = "drafttrain_marks_a_name"  # the same where a template needs the name of a function
 # Forms that templates ask of a call's id, with {} for its number.
@@ -38,10 +43,13 @@ class ChatInputs:
             "function": {...}}.
         kwargs: the template's own variables, such as enable_thinking, reasoning_effort or
             documents.
+        template: the chat template itself, where it is not the tokenizer's: that of a processor
+            of images; '' for the tokenizer's.
     """
 
     tools: Sequence[Json] = ()
     kwargs: Json = field(default_factory=dict)
+    template: str = ""
 
     @staticmethod
     def of(row: Json, defaults: Json | None = None) -> ChatInputs:
@@ -75,9 +83,17 @@ class TemplateRefuses(UserError):
     """The chat template cannot render a conversation, or would leave out part of it."""
 
 
-def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer has a chat template."""
-    return bool(getattr(tokenizer, "chat_template", None))
+def has_template(tokenizer: PreTrainedTokenizerBase, inputs: ChatInputs = NO_INPUTS) -> bool:
+    """Whether the tokenizer has a chat template, or the inputs bring one."""
+    return bool(inputs.template or getattr(tokenizer, "chat_template", None))
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase, inputs: ChatInputs) -> str:
+    """The chat template under these inputs."""
+    if inputs.template:
+        return inputs.template
+    found: str = tokenizer.get_chat_template(tools=inputs.tool_list)
+    return found
 
 
 def render_text(
@@ -98,28 +114,88 @@ def render_text(
             role, ...), or ignores the tools, a variable or the calls.
     """
     calls = any(message.get("tool_calls") for message in messages)
-    if not has_template(tokenizer):
+    if not has_template(tokenizer, inputs):
         if inputs.tools or inputs.kwargs or calls:
             raise TemplateRefuses(
                 "tools and chat_template_kwargs need a target with a chat template"
             )
-        text = "\n\n".join(_content(message) for message in messages)
+        if sources_in(messages):
+            raise TemplateRefuses("images need a target with a chat template")
+        text = "\n\n".join(content_text(message.get("content")) for message in messages)
         if generation:
             return text + "\n\n"
         return text
 
-    template = tokenizer.get_chat_template(tools=inputs.tool_list)
+    template = template_of(tokenizer, inputs)
     check_inputs(template, inputs)
     as_text = False
     if calls:
         as_text = _wants_text(tokenizer, template)
-    readable = [_for_template(message, as_text) for message in messages]
+    readable: Sequence[Message] = [_for_template(message, as_text) for message in messages]
+    if _wants_parts(tokenizer, template):
+        readable = [_in_parts(message) for message in readable]
+    if sources_in(messages):
+        _check_texts(tokenizer, template, messages)
+        readable = with_images(readable, lambda _: image_part("image"))
     return _render(tokenizer, readable, generation, inputs)
 
 
-def _content(message: Message) -> str:
-    """The message's text; '' beside calls."""
-    content: str | None = message.get("content")
+@lru_cache(maxsize=64)
+def _wants_parts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Whether a template reads text in parts only, and would leave out a plain string."""
+    message: Json = {"role": "user", "content": _MARKER}
+    bare = ChatInputs(template=template)
+    try:
+        if _MARKER in _render(tokenizer, [message], True, bare):
+            return False
+        return _MARKER in _render(tokenizer, [_in_parts(message)], True, bare)
+    except TemplateRefuses:
+        return False
+
+
+def _in_parts(message: Message) -> Message:
+    """The message with its text as a part."""
+    if isinstance(message["content"], str):
+        return {**message, "content": [text_part(message["content"])]}
+    return message
+
+
+@lru_cache(maxsize=16)
+def _image_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> list[str]:
+    """The added tokens that a template writes for an image.
+
+    Raises TemplateRefuses: it writes nothing, or reads no parts.
+    """
+    texts = []
+    for parts in ([text_part(_MARKER)], [image_part("image"), text_part(_MARKER)]):
+        asked = [{"role": "user", "content": parts}]
+        texts.append(_render(tokenizer, asked, True, ChatInputs(template=template)))
+    plain, seen = texts
+    if seen == plain:
+        raise TemplateRefuses("the chat template writes no images; choose a target that reads them")
+    found = []
+    for token in tokenizer.get_added_vocab():
+        # Line breaks may be added tokens too.
+        if token.strip() and seen.count(token) > plain.count(token):
+            found.append(token)
+    return found
+
+
+def _check_texts(
+    tokenizer: PreTrainedTokenizerBase, template: str, messages: Sequence[Message]
+) -> None:
+    """Checks that no text of messages with images reads as an image. Raises TemplateRefuses."""
+    for token in _image_tokens(tokenizer, template):
+        for message in messages:
+            if token in content_text(message.get("content")):
+                raise TemplateRefuses(
+                    f"the text of a message holds {token!r}, which stands for an image; drop it"
+                )
+
+
+def _content(message: Message) -> str | list[Json]:
+    """The message's text, or its parts; '' beside calls."""
+    content: str | list[Json] | None = message.get("content")
     if content:
         return content
     return ""
@@ -136,6 +212,8 @@ def _render(
         "tokenize": False,
         "add_generation_prompt": generation,
     }
+    if inputs.template:
+        options["chat_template"] = inputs.template
     plain = [dict(message) for message in messages]
     try:
         with bounded(plain, options, inputs.kwargs):
@@ -253,7 +331,7 @@ def prompt_ids(
     Text gets the special tokens that the tokenizer adds. Messages are rendered up to where the
     assistant answers (without a template: joined by blank lines, as text).
     """
-    if not isinstance(prompt, str) and has_template(tokenizer):
+    if not isinstance(prompt, str) and has_template(tokenizer, inputs):
         return encode(tokenizer, render_text(tokenizer, prompt, generation=True, inputs=inputs))
     if isinstance(prompt, str):
         text = prompt

@@ -7,6 +7,8 @@ and the next one.
     piece   opening (system, user 1, assistant header)  response 1 + stop  glue (user 2, assistant header)  response 2
     span                                                [start, end)                                        [start, end)
 
+The images of a row are read with its first prompt. A turn that brings new ones begins another row.
+
 A template may write earlier turns otherwise once a later one follows, for example without their
 reasoning. The tokens so far are then no longer what the target reads, and the conversation goes on
 in a row of its own.
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drafttrain.data.answers import AnswerFormat, answer_format, without_spaces
@@ -32,14 +35,19 @@ from drafttrain.data.chat import (
     text_ids,
     turn_glue,
 )
+from drafttrain.data.image_parts import content_text, images_in, read_images
+from drafttrain.data.image_prompts import seeing_inputs, shown_prompt
 from drafttrain.data.row_formats import checked_messages, row_id
 from drafttrain.data.transcript import Transcript
 from drafttrain.errors import UserError
 from drafttrain.files import Json
+from drafttrain.images import BadPicture, PictureStore
 from drafttrain.target import Target
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from drafttrain.target.sight import ImagePrompt
 
 Turn = list[Json]  # messages before a response: of the user, the system, or tools
 
@@ -48,6 +56,7 @@ class ChatRenderer:
     """What a target's conversations need of its tokenizer.
 
     Attributes:
+        store: reads the pictures of prompts, which lie beside them.
         stop_ids: tokens that end a response: the target's own, and the special token that closes
             the template's turns.
         closing_id: the stop token to append to a finished response of which only the text is known.
@@ -56,8 +65,9 @@ class ChatRenderer:
         UserError: no token ends the target's responses.
     """
 
-    def __init__(self, target: Target):
+    def __init__(self, target: Target, store: PictureStore = PictureStore(Path())):  # noqa: B008
         self.target = target
+        self.store = store
         self.tokenizer = target.tokenizer
         closing = closing_token(self.tokenizer)
         self.stop_ids: set[int] = set(target.eos_ids) | closing
@@ -100,6 +110,7 @@ class Conversation(Transcript):
             of its own.
         part: number of rows before the present one; follows: whether another row continues it.
         recorded: the record of a row with the answers of a file; nothing is generated for it.
+        image_prompt: the first prompt with its images, until a backend has read it.
     """
 
     id: str
@@ -114,6 +125,7 @@ class Conversation(Transcript):
     part: int = 0
     follows: bool = False
     recorded: Json | None = None
+    image_prompt: ImagePrompt | None = None
 
     @staticmethod
     def from_row(row: Json, where: str, kwargs: Json | None = None) -> Conversation:
@@ -163,18 +175,37 @@ class Conversation(Transcript):
         return self.total_turns - len(self.spans)
 
     def open(self, renderer: ChatRenderer) -> list[int]:
-        """Starts the conversation; returns the first prompt's ids."""
-        prompt: str | Turn = self.text
-        if self.turns:
-            prompt = self.history + self.turns[0]
-        self.tokens = renderer.open(prompt, self.inputs)
+        """Starts the conversation; returns the first prompt's ids.
+
+        Raises:
+            BadPicture: a picture of any turn that cannot be used.
+            UserError: the template refuses the turns, or the target reads no images.
+        """
+        if not self.part:
+            read = renderer.store.read
+            self.turns = [read_images(turn, read) for turn in self.turns]
+        if not self.turns:
+            self.tokens = renderer.open(self.text, self.inputs)
+            return self.tokens
+        prompt = self.history + self.turns[0]
+        self.images = images_in(prompt)
+        if not self.images:
+            self.tokens = renderer.open(prompt, self.inputs)
+            return self.tokens
+
+        # The images of the first prompt; later turns with images begin rows of their own.
+        self.inputs = seeing_inputs(renderer.target, self.inputs)
+        text = render_text(renderer.tokenizer, prompt, True, self.inputs)
+        self.image_prompt = shown_prompt(renderer.target, text, prompt)
+        self.tokens = self.image_prompt.ids.tolist()
+        self.shown = (text, len(self.tokens))
         return self.tokens
 
     def may_fit(self, renderer: ChatRenderer, max_length: int) -> bool:
         """Whether the first prompt's text is short enough for so many tokens."""
         letters = len(self.text)
         if self.turns:
-            letters = sum(len(message["content"]) for message in self.turns[0])
+            letters = sum(len(content_text(message["content"])) for message in self.turns[0])
         return letters <= max_length * longest_token(renderer.tokenizer)
 
     @property
@@ -206,7 +237,7 @@ class Conversation(Transcript):
 
         # Look for a message with which the template writes the row's text and continues it. The
         # first message that the template reads at all begins the next row otherwise.
-        before = decode(tokenizer, self.tokens[: end - 1])
+        before = self.written(tokenizer, end - 1)
         self.ended = ""
         self.follows = False
         chosen = None
@@ -244,9 +275,11 @@ class Conversation(Transcript):
     def _glue(self, tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int] | None:
         """Tokens from the row's end to the end of the next prompt's text.
 
-        None if the template writes the row differently there.
+        None if the template writes the row differently there, or the turn brings images.
         """
-        so_far = decode(tokenizer, self.tokens)
+        if images_in(self.turns[len(self.spans)]):
+            return None  # new images are read with a new row
+        so_far = self.written(tokenizer)
         if prompt.startswith(so_far) and len(prompt) > len(so_far):
             return text_ids(tokenizer, prompt[len(so_far) :])
         for message in self.messages:
@@ -332,7 +365,7 @@ class Conversation(Transcript):
     ) -> Conversation | None:
         """The conversation's next row, opened; None if no row follows.
 
-        One follows where the template rewrites earlier turns.
+        One follows where the template rewrites earlier turns, and where a turn brings new images.
         """
         if not self.follows:
             return None
@@ -347,7 +380,11 @@ class Conversation(Transcript):
             part=self.part + 1,
         )
         # A row without room for a response is not begun.
-        self.follows = len(later.open(renderer)) + least <= max_length
+        try:
+            self.follows = len(later.open(renderer)) + least <= max_length
+        except BadPicture:
+            self.ended = "later_image_refused"
+            self.follows = False
         if self.follows:
             return later
         return None

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from drafttrain.data.backends import Backend
-from drafttrain.data.conversation import Conversation
+from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.data.failures import BadReply
+from drafttrain.data.image_prompts import too_long
 from drafttrain.data.masks import recorded_conversations
 from drafttrain.data.store import Share
 from drafttrain.errors import UserError
 from drafttrain.files import Json
-from drafttrain.target import Target
+from drafttrain.images import BadPicture
 
 UNUSABLE = "unusable row"  # the reason of answers that cannot be learned from
 UNUSABLE_FIX = "mend those rows, or clean the file with: drafttrain prompts --source file"
@@ -25,11 +26,12 @@ UNUSABLE_FIX = "mend those rows, or clean the file with: drafttrain prompts --so
 class ExistingBackend(Backend):
     """The conversations of a file with the answers in it.
 
-    Rows longer than max_length are cut; a cut answer ends in "length", as a truncated one does. A
-    row that is not a conversation, or has no answer, ends with a `BadReply`.
+    Rows longer than max_length are cut; a cut answer ends in "length", as a truncated one does.
+    Prompts are not cut, so images stay whole. A row that is not a conversation, has no answer or an
+    image that cannot be used ends with a `BadReply`.
 
     Args:
-        path: the file. kwargs: chat_template_kwargs for rows that do not set them.
+        renderer: of the target's conversations. path: the file. kwargs: chat_template_kwargs for rows that do not set them.
         done: ids of stored rows, which are passed over. share: the rows of this process.
     """
 
@@ -38,14 +40,14 @@ class ExistingBackend(Backend):
 
     def __init__(
         self,
-        target: Target,
+        renderer: ChatRenderer,
         path: Path,
         kwargs: Json,
         max_length: int,
         done: set[str],
         share: Share,
     ):
-        self.target = target
+        self.renderer = renderer
         self.path = path
         self.kwargs = kwargs
         self.max_length = max_length
@@ -65,11 +67,18 @@ class ExistingBackend(Backend):
         unusable = 0
         last: BadReply | None = None
         for key, records in recorded_conversations(
-            self.target.tokenizer, self.path, self.kwargs, self.target.eos_ids, self.max_length
+            self.renderer.tokenizer,
+            self.path,
+            self.kwargs,
+            self.renderer.target.eos_ids,
+            self.max_length,
+            self.renderer,
         ):
             if isinstance(records, UserError):
                 unusable += 1
                 last = BadReply(UNUSABLE, str(records))
+                if isinstance(records, BadPicture):
+                    last = BadReply(records.reason, records.detail)
                 if self.share.owns(key):
                     yield Conversation(key, ""), last
                 continue
@@ -86,12 +95,18 @@ class ExistingBackend(Backend):
                 kept = cut(record, self.max_length)
                 if kept is not None:
                     self._new_tokens += sum(end - start for start, end in kept["spans"])
-                    yield Conversation(row, "", spans=kept["spans"], recorded=kept), None
+                    pictures = kept.pop("pictures", ())
+                    spans = kept["spans"]
+                    yield Conversation(row, "", spans=spans, recorded=kept, images=pictures), None
+                elif record.get("images"):
+                    first = record["spans"][0][0]
+                    images = len(record["images"])
+                    yield Conversation(row, ""), too_long(first, images, self.max_length)
                 elif "part" not in record:  # a conversation's other rows have a part
                     yield Conversation(row, "", ended="answer_beyond_max_length"), None
         if not seen and last is not None:
             raise UserError(
-                f"no row can be used ({UNUSABLE} {unusable}; the last: {last.detail}); {UNUSABLE_FIX}"
+                f"no row can be used ({last.reason} {unusable}; the last: {last.detail}); {UNUSABLE_FIX}"
             )
         if not seen:
             raise UserError(

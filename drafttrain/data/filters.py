@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from drafttrain.data.chat import longest_token
+from drafttrain.data.image_parts import content_text, sources_in
 from drafttrain.data.row_formats import Prompt, prompt_texts
 
 if TYPE_CHECKING:
@@ -114,9 +115,13 @@ class NearDuplicates:
             self._older[order[1:], band] = np.where(alike, order[:-1], -1)
             self._heads[band, column] = numbers  # the last of equal ones stays
 
-    def seen(self, text: str) -> bool:
-        """True if a similar text was seen before; otherwise stores this one."""
-        runs = [zlib.crc32(" ".join(run).encode()) for run in ngrams(text, 3)]
+    def seen(self, text: str, images: str = "") -> bool:
+        """True if a similar text was seen before; otherwise stores this one.
+
+        Args:
+            images: what names the images of the prompt; other images make another prompt.
+        """
+        runs = [zlib.crc32(" ".join((*run, images)).encode()) for run in ngrams(text, 3)]
         if not runs:
             return False
         # Multiplication wraps at 2^64; the high half of an odd-multiplier hash is well mixed.
@@ -161,12 +166,17 @@ class PromptLimits:
     max_tokens: int = 0
 
 
+class EvaluationImage(str):
+    """The name of an image of an evaluation prompt, `<digest>.png`."""
+
+
 class Filter:
     """Decides whether a prompt is kept, and counts the reasons against.
 
     Args:
         limits: length limits, on the text of all user turns together.
-        evaluation: texts that no kept prompt may share a run of `ngram` words with.
+        evaluation: texts that no kept prompt may share a run of `ngram` words with, and names of
+            images (`EvaluationImage`) that no kept prompt may show.
         ngram: words per run. An evaluation text shorter than that only excludes prompts with
             exactly its words.
         tokenizer: counts tokens, and names the special tokens that no prompt may contain.
@@ -186,8 +196,12 @@ class Filter:
         self.ngram = ngram
         self.tokenizer = tokenizer
         self.forbidden: set[tuple[str, ...]] = set()
+        self.unseen: set[str] = set()  # names of the images
         for text in evaluation:
-            self.forbidden |= ngrams(text, ngram)
+            if isinstance(text, EvaluationImage):
+                self.unseen.add(text)
+            else:
+                self.forbidden |= ngrams(text, ngram)
         self.special: list[str] = []
         if tokenizer is not None:
             self.special = [token for token in tokenizer.all_special_tokens if token.strip()]
@@ -207,9 +221,12 @@ class Filter:
         asked = "\n".join(prompt_texts(prompt))
         # Earlier answers and system turns may leak evaluation prompts too.
         everything = [asked]
-        for message in prompt.get("messages", ()):
-            if message["content"] not in everything:
-                everything.append(message["content"])
+        messages = prompt.get("messages", ())
+        for message in messages:
+            text = content_text(message["content"])
+            if text not in everything:
+                everything.append(text)
+        images = [str(name) for name in sources_in(messages)]
 
         limits = self.limits
         reason = _wrong_length(len(asked), limits.min_chars, limits.max_chars, "characters")
@@ -233,13 +250,17 @@ class Filter:
                 if self.forbidden & ngrams(text, self.ngram):
                     return "overlaps with an evaluation prompt"
 
+        # The same question about another image is another prompt.
+        if self.unseen.intersection(images):
+            return "overlaps with an evaluation prompt"
+        seen = " ".join(images)
         # Equal but for case and spaces.
-        plain = " ".join(asked.casefold().split())
+        plain = " ".join([*asked.casefold().split(), seen])
         key = hashlib.blake2b(plain.encode(), digest_size=16).digest()
         if key in self.exact:
             return "duplicate"
         self.exact.add(key)
-        if self.near.seen(asked):
+        if self.near.seen(asked, seen):
             return "near duplicate"
         return None
 

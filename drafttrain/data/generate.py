@@ -21,6 +21,8 @@ from drafttrain.data.chat import ChatInputs, TemplateRefuses, check_inputs, has_
 from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.data.existing_backend import UNUSABLE, UNUSABLE_FIX, ExistingBackend
 from drafttrain.data.failures import BadReply, Failures
+from drafttrain.data.image_parts import images_in
+from drafttrain.data.image_prompts import TOO_LONG, too_long
 from drafttrain.data.row_file import RowFile, check_row_file, line_starts
 from drafttrain.data.store import Share, Store, check_space
 from drafttrain.data.vllm_backend import VllmBackend, applied_rules, engine_options, named_options
@@ -29,6 +31,7 @@ from drafttrain.errors import UserError, shown
 from drafttrain.files import Json, read_jsonl, write_json
 from drafttrain.flags import load_target, sampling_of
 from drafttrain.folders import beside, check_folder, inputs_of
+from drafttrain.images import BadPicture, PictureStore
 from drafttrain.inference.responses import Finished, choose_slots
 from drafttrain.outcome import command_line, conclude, next_command
 from drafttrain.progress import Progress, counted
@@ -38,9 +41,16 @@ from drafttrain.target.generation import LogitsRules
 logger = logging.getLogger(__name__)
 
 
+_NOT_SENT = "images"  # the reason of prompts whose backend takes no images
 _TEMPLATE = "chat template"  # the reason of prompts that it does not render
 _TEMPLATE_FIX = "change those prompts, or use a target whose chat template reads them"
-_FIXES = {_TEMPLATE: _TEMPLATE_FIX, UNUSABLE: UNUSABLE_FIX}
+_FIXES = {
+    _TEMPLATE: _TEMPLATE_FIX,
+    UNUSABLE: UNUSABLE_FIX,
+    TOO_LONG: "raise --max-length, or use smaller images",
+    _NOT_SENT: "use --backend local, or serve the target and use --backend openai",
+    "image": "replace that image, or drop those rows",
+}
 _ROWS_FIX = "drafttrain prompts --source DIR writes them from a folder of such files"
 _LEAST_RESPONSE = 16  # response tokens that a prompt must leave below --max-length
 _STORING = 32  # finished conversations that wait for the disk
@@ -67,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     target = _load_target(args)
     layers = parse_layers(args.features, target)
     settings = ResponseSettings(
-        ChatRenderer(target),
+        ChatRenderer(target, PictureStore(args.prompts.parent, args.allow_urls)),
         sampling_of(args),
         args.max_new_tokens,
         args.max_length,
@@ -262,7 +272,7 @@ def feature_bytes(
             continue
         try:
             lengths.append(len(it.open(settings.renderer)))
-        except TemplateRefuses:
+        except (TemplateRefuses, BadPicture):
             continue
     if not lengths:
         return 0.0
@@ -292,11 +302,10 @@ def make_backend(
         done: ids of stored rows. share: the rows of this process.
     """
     if args.backend == "existing":
-        kwargs = args.chat_template_kwargs
         return ExistingBackend(
-            target,
+            settings.renderer,
             args.prompts,
-            kwargs,
+            args.chat_template_kwargs,
             args.max_length,
             done,
             share,
@@ -328,6 +337,28 @@ class _Rows(NamedTuple):
     states: list[dict[str, Tensor]]
 
 
+def longest_prompt(settings: ResponseSettings) -> int:
+    """Most tokens of a first prompt."""
+    return settings.max_length - min(_LEAST_RESPONSE, settings.max_new_tokens)
+
+
+def open_prompt(it: Conversation, settings: ResponseSettings, backend: Backend) -> int | BadReply:
+    """Opens a conversation; returns its tokens, 0 for far too many, or why it is not asked."""
+    try:
+        if not it.may_fit(settings.renderer, settings.max_length):
+            return 0
+        length = len(it.open(settings.renderer))
+    except TemplateRefuses as error:
+        return BadReply(_TEMPLATE, str(error))
+    except BadPicture as error:
+        return BadReply(error.reason, error.detail)
+    if not backend.sees and any(map(images_in, it.turns)):
+        return BadReply(_NOT_SENT, "this backend sends none")
+    if it.images and length > longest_prompt(settings):
+        return too_long(length, len(it.images), settings.max_length)
+    return length
+
+
 def store_answers(
     args: argparse.Namespace,
     settings: ResponseSettings,
@@ -348,6 +379,7 @@ def store_answers(
     """
     dropped = dict.fromkeys(backend.drops, 0)
     failures = Failures(store.directory, store.rank)
+    pictures = PictureStore(store.directory)
     # The rows of conversations that go on: those of one are stored together.
     held: dict[str, _Rows] = {}
     conversations = 0
@@ -382,17 +414,12 @@ def store_answers(
             storing.popleft().result()
 
     def opened() -> Iterator[Conversation]:
-        least = min(_LEAST_RESPONSE, settings.max_new_tokens)
         for it in todo:
-            length = 0
-            try:
-                if it.may_fit(settings.renderer, settings.max_length):
-                    length = len(it.open(settings.renderer))
-            except TemplateRefuses as error:
-                failures.add(it.id, BadReply(_TEMPLATE, str(error)))
+            length = open_prompt(it, settings, backend)
+            if isinstance(length, BadReply):
+                failures.add(it.id, length)
                 show(1)
-                continue
-            if 0 < length <= settings.max_length - least:
+            elif 0 < length <= longest_prompt(settings):
                 yield it
             else:
                 dropped["prompt_too_long"] += 1
@@ -413,6 +440,8 @@ def store_answers(
                 if it.spans:
                     tokens += sum(end - start for start, end in it.spans)
                     record = it.record(settings.renderer)
+                    for picture in it.images:
+                        pictures.add(picture)
                     rows.records.append(record)
                     if args.features != "none":
                         rows.states.append(_states_of(record, result))
@@ -451,9 +480,10 @@ def store_answers(
 
 
 def _nothing_stored(failures: Failures) -> UserError:
-    if failures.counts.keys() == {_TEMPLATE}:  # nothing was asked
+    fixes = [_fix_of(reason) for reason in failures.counts]
+    if all(fixes):  # nothing was asked
         return UserError(
-            f"no prompt could be rendered; {_TEMPLATE_FIX}; the last: {failures.last}; all: {failures.path}"
+            f"no prompt could be rendered; {fixes[-1]}; the last: {failures.last}; all: {failures.path}"
         )
     return UserError(
         f"no conversation has got an answer ({failures}; the last reply: {failures.last}); check the server and the name "
@@ -542,14 +572,20 @@ def report(
         conclude(summary, [args.output], train_command(args.target, args.output))
 
 
+def _fix_of(reason: str) -> str:
+    """What to do about rows that failed for a reason; '' for those that may be asked for again."""
+    return _FIXES.get(reason.partition(":")[0], "")
+
+
 def _print_failures(failed: dict[str, int], place: str) -> None:
     """Prints how many conversations failed for which reason, and what to do."""
     reasons = ", ".join(f"{reason} {count}" for reason, count in failed.items())
     fixes = []
     for reason in failed:
-        if reason in _FIXES:
-            fixes.append(f"{reason}: {_FIXES[reason]}")
-    if failed.keys() - _FIXES.keys():
+        fix = _fix_of(reason)
+        if fix:
+            fixes.append(f"{reason}: {fix}")
+    if len(fixes) < len(failed):
         fixes.insert(0, "run the same command again to ask for them again")
     print(
         f"failed: {counted(sum(failed.values()), 'conversations')} ({reasons}), listed in {place}; {'; '.join(fixes)}",

@@ -28,10 +28,14 @@ from drafttrain.data.chat import (
     render_text,
     text_ids,
 )
+from drafttrain.data.conversation import ChatRenderer
+from drafttrain.data.image_parts import content_text, images_in, read_images, sources_in
+from drafttrain.data.image_prompts import seeing_inputs, shown_prompt
 from drafttrain.data.row_formats import parse_row, row_id
 from drafttrain.data.transcript import Transcript
 from drafttrain.errors import UserError
 from drafttrain.files import Json, read_jsonl
+from drafttrain.target import Target
 
 
 class TemplateRewrites(UserError):
@@ -47,6 +51,7 @@ class RecordedTranscript(Transcript):
     Args:
         messages: of the whole conversation.
         stops: tokens that end the target's responses, besides the tokenizer's special ones.
+        target: reads the pictures of the messages; None where there must be none.
     """
 
     def __init__(
@@ -55,9 +60,11 @@ class RecordedTranscript(Transcript):
         messages: Sequence[Message],
         inputs: ChatInputs,
         stops: Collection[int],
+        target: Target | None = None,
     ):
         super().__init__(inputs=inputs)
         self.tokenizer = tokenizer
+        self.target = target
         self.messages = messages
         self.stops = stops
         self.text = ""  # that the tokens stand for
@@ -65,7 +72,7 @@ class RecordedTranscript(Transcript):
     def add(self, i: int, id: str) -> None:
         """Appends the prompt before message i, and the message.
 
-        Raises TemplateRewrites, which leaves the row as it is; UserError.
+        Raises TemplateRewrites, which leaves the row as it is; UserError, BadPicture.
         """
         where = f"row id={id!r}, message {i}"
         answer = self.messages[i]
@@ -86,6 +93,9 @@ class RecordedTranscript(Transcript):
             prompt = render_text(self.tokenizer, before, True, self.inputs)
         except TemplateRefuses as error:
             raise UserError(f"{where}: {error}") from error
+        images = images_in(before)
+        if self.text and len(images) > len(self.images):
+            raise TemplateRewrites(f"{where}: the turns before it bring new images")
         if not prompt.startswith(self.text):
             raise TemplateRewrites(
                 f"{where}: the chat template renders the turns before it differently from here on"
@@ -108,6 +118,8 @@ class RecordedTranscript(Transcript):
             )
 
         # Prompt and answer are encoded one after the other, as the target meets them.
+        if images and not self.text:
+            self._see(prompt, before)
         self._extend(prompt)
         start = len(self.tokens)
         self._extend(prompt + text)
@@ -124,11 +136,23 @@ class RecordedTranscript(Transcript):
         answer. The rest is then encoded separately, because the target generates its answer after a
         complete prompt.
         """
-        ids = encode(self.tokenizer, text)
-        if ids[: len(self.tokens)] != self.tokens:
+        if self.images:  # whose placeholders the text does not repeat
+            ids = self.tokens
+        else:
+            ids = encode(self.tokenizer, text)
+        if self.images or ids[: len(self.tokens)] != self.tokens:
             ids = self.tokens + text_ids(self.tokenizer, text[len(self.text) :])
         self.tokens = ids
         self.text = text
+
+    def _see(self, text: str, before: Sequence[Message]) -> None:
+        """Begins the row with a prompt with images. Raises BadPicture, UserError."""
+        if self.target is None:
+            raise UserError("images in these conversations are not read; give text only")
+        self.tokens = shown_prompt(self.target, text, before).ids.tolist()
+        self.images = images_in(before)
+        self.text = text
+        self.shown = (text, len(self.tokens))
 
     def record(self, id: str) -> Json:
         """The stored record."""
@@ -163,6 +187,7 @@ def recorded_conversations(
     kwargs: Json | None = None,
     stop_ids: Collection[int] = (),
     max_length: int | None = None,
+    renderer: ChatRenderer | None = None,
 ) -> Iterator[tuple[str, list[Json] | UserError]]:
     """Conversations of a JSONL file: OpenAI, ShareGPT, instruction and answer, or with tools.
 
@@ -174,6 +199,8 @@ def recorded_conversations(
         kwargs: chat_template_kwargs for rows that do not set them. stop_ids: as in
             `answer_record`.
         max_length: tokens of a record that are used; what is far behind them is not read.
+        renderer: of the target that reads the file's images, whose pictures a record holds; None
+            where there must be none.
 
     Yields:
         A row's id with its records, or with the reason why it cannot be used: an error of
@@ -190,6 +217,7 @@ def recorded_conversations(
                 kwargs,
                 stop_ids,
                 max_length,
+                renderer,
             )
         except UserError as error:
             records = error
@@ -204,6 +232,7 @@ def _records_of(
     kwargs: Json | None,
     stop_ids: Collection[int],
     max_length: int | None,
+    renderer: ChatRenderer | None,
 ) -> list[Json]:
     """The records of a row. Raises UserError."""
     parsed = parse_row(row)
@@ -218,15 +247,20 @@ def _records_of(
     if max_length is not None:
         messages = _beginning(messages, max_length * longest_token(tokenizer))
     inputs = ChatInputs.of(parsed, kwargs)
+    target = None
+    if renderer is not None and sources_in(messages):
+        target = renderer.target
+        messages = read_images(messages, renderer.store.read)
+        inputs = seeing_inputs(target, inputs)
 
     # A row grows until the template rewrites its turns; then another one begins.
     rows: dict[int, RecordedTranscript] = {}  # by the message that is the first answer
-    current = RecordedTranscript(tokenizer, messages, inputs, stop_ids)
+    current = RecordedTranscript(tokenizer, messages, inputs, stop_ids, target)
     for i in assistant_turns(messages, id):
         try:
             current.add(i, id)
         except TemplateRewrites:
-            current = RecordedTranscript(tokenizer, messages, inputs, stop_ids)
+            current = RecordedTranscript(tokenizer, messages, inputs, stop_ids, target)
             current.add(i, id)
         if len(current.spans) == 1:
             rows[i] = current
@@ -240,7 +274,10 @@ def _records_of(
         key = id
         if len(rows) > 1:
             key = f"{id}/{i}"
-        records.append({**made.record(key), "source": source})
+        record = {**made.record(key), "source": source}
+        if made.images:
+            record["pictures"] = made.images
+        records.append(record)
     # The last row has no part: it completes the conversation.
     for part, record in enumerate(records[:-1]):
         record["part"] = part
@@ -260,7 +297,7 @@ def _beginning(messages: Sequence[Message], letters: int) -> list[Message]:
             if isinstance(message.get(key), str):  # None beside calls of tools
                 shorter[key] = message[key][: letters + 1]
         kept.append(shorter)
-        read += len(shorter.get("content") or "")
+        read += len(content_text(shorter.get("content")))
         if read > letters and message["role"] == "assistant":
             break
     return kept

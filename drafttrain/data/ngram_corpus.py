@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 def responses(directory: str, max_n: int) -> Iterator[list[int]]:
     """The responses of a data set, each with the max_n tokens before it."""
-    for record in load_records(directory):
+    for record in load_records(directory, images=True):
         for start, end in record["spans"]:
             yield record["tokens"][max(0, start - max_n) : end]
 

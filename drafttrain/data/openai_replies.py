@@ -57,6 +57,17 @@ class ChatReply(TypedDict):
     choices: Annotated[_Items[_ChatChoice], Field(min_length=1)]
 
 
+class _ChatIdsChoice(_ChatChoice):
+    token_ids: NotRequired[_Items[int] | None]
+
+
+class ChatIdsReply(TypedDict):
+    """A chat's reply to a request for token ids, which a server may ignore."""
+
+    choices: Annotated[_Items[_ChatIdsChoice], Field(min_length=1)]
+    prompt_token_ids: NotRequired[_Items[int] | None]
+
+
 class TextReply(TypedDict):
     choices: Annotated[_Items[_TextChoice], Field(min_length=1)]
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from rich.table import Table
 from typing_extensions import TypedDict
 
-from drafttrain.data.filters import Filter, PromptLimits
+from drafttrain.data.filters import EvaluationImage, Filter, PromptLimits
+from drafttrain.data.image_parts import sources_in
 from drafttrain.data.row_formats import parse_row, prompt_texts
 from drafttrain.data.sources import DATA_SET, SOURCES, Request
 from drafttrain.environment import suites_folder
@@ -18,6 +19,7 @@ from drafttrain.errors import UserError
 from drafttrain.files import Json, differences, read_json, read_jsonl, write_json, write_jsonl
 from drafttrain.flags import load_tokenizer
 from drafttrain.folders import inputs_of, output_file
+from drafttrain.images import PictureStore
 from drafttrain.outcome import conclude, next_command
 from drafttrain.progress import plain_console
 
@@ -30,6 +32,7 @@ _SETTINGS = (
     "subset",
     "split",
     "columns",
+    "images",
     "target",
     "temperature",
     "top_p",
@@ -61,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.input is not None:
         args.input = Path(args.input)
+    if args.images is not None:
+        args.images = Path(args.images).expanduser()
     args.exclude = [Path(name) for name in args.exclude]
     source = SOURCES.get(args.source, DATA_SET)
     if args.count is None:
@@ -81,7 +86,10 @@ def run(args: argparse.Namespace) -> int:
     partial = args.output.with_name(args.output.name + ".partial")
     # A run with another --count continues the results so far.
     lasting = {key: value for key, value in settings.items() if key != "count"}
-    rows = source.prompts(Request(args, keep, partial, lasting))
+    beside = args.input.parent if args.input is not None else Path(args.source)
+    given = PictureStore(args.images or beside, args.allow_urls)
+    kept = PictureStore(args.output.parent)
+    rows = source.prompts(Request(args, keep, partial, lasting, given, kept))
     counts: Json = {}
 
     def kept_rows() -> Iterator[Json]:
@@ -131,6 +139,8 @@ def _check(args: argparse.Namespace) -> None:
 def _settings(args: argparse.Namespace) -> Json:
     """The flags that determine the result, as JSON."""
     given = {name: getattr(args, name) for name in _SETTINGS}
+    if args.images is None:  # as before there were images
+        del given["images"]
     settings: Json = json.loads(json.dumps(given, default=str))
     return settings
 
@@ -158,7 +168,7 @@ def _filter(args: argparse.Namespace) -> Filter:
 
 
 def evaluation_texts(files: Iterable[Path], own_suites: bool) -> Iterator[str]:
-    """The prompts of evaluation files, and of drafttrain's own suites if `own_suites`.
+    """The prompts of evaluation files, or their images, and drafttrain's own suites if `own_suites`.
 
     Raises UserError: a file that cannot be read, or holds no prompt in a known format.
     """
@@ -169,9 +179,15 @@ def evaluation_texts(files: Iterable[Path], own_suites: bool) -> Iterator[str]:
         found = False
         for _, row in read_jsonl(path):
             prompt = parse_row(row)
-            if prompt is not None:
-                found = True
+            if prompt is None:
+                continue
+            found = True
+            pictures = sources_in(prompt.get("messages", ()))
+            # Questions about images are alike; what must not be learned is the image.
+            if not pictures:
                 yield from prompt_texts(prompt)
+            for source in pictures:
+                yield EvaluationImage(PictureStore(path.parent).named(source))
         if not found:
             raise UserError(
                 f"exclude={path}: no row in a known format (see drafttrain prompts --help)"

@@ -26,7 +26,7 @@ from drafttrain.errors import UserError
 from drafttrain.files import cache_folder, parse_line, read_jsonl, replacing, writing
 
 LINE_FIX = "delete that line to redo its conversation"
-_LAYOUT = 3  # of the Arrow file; part of its name
+_LAYOUT = 4  # of the Arrow file; part of its name
 _BATCH_ROWS = 1000
 _COLUMNS = Features(
     {
@@ -37,9 +37,18 @@ _COLUMNS = Features(
         "source": Value("string"),
         "reasoning": ListOf(Value("int32")),
         "part": Value("int32"),
+        "images": ListOf(Value("string")),
     }
 )
-_COUNTS = ("conversations", "rows", "responses", "response_tokens", "reasoning_tokens", "truncated")
+_COUNTS = (
+    "conversations",
+    "rows",
+    "responses",
+    "response_tokens",
+    "reasoning_tokens",
+    "truncated",
+    "images",
+)
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -50,6 +59,7 @@ class LineEnd(TypedDict):
     finish: list[str]
     reasoning: NotRequired[list[Count]]
     part: NotRequired[Count]
+    images: NotRequired[list[str]]
 
 
 class StoredLine(LineEnd):
@@ -94,14 +104,16 @@ class StoredIds:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of conversations, rows, responses, response_tokens, reasoning_tokens and truncated
-        responses; without reasoning_tokens of 0, and rows where each conversation is one.
+        """Number of conversations, rows, responses, response_tokens, reasoning_tokens, truncated
+        responses and images of prompts; without reasoning_tokens and images of 0, and rows where each
+        conversation is one.
         """
         counts = dict(self._counts)
         if counts["rows"] == counts["conversations"]:
             del counts["rows"]
-        if not counts["reasoning_tokens"]:
-            del counts["reasoning_tokens"]
+        for name in ("reasoning_tokens", "images"):
+            if not counts[name]:
+                del counts[name]
         return counts
 
     def update(self, parts: Sequence[Path]) -> None:
@@ -140,6 +152,7 @@ class StoredIds:
             self._counts["conversations"] += 1
         self._counts["rows"] += 1
         self._counts["reasoning_tokens"] += sum(found.get("reasoning", ()))
+        self._counts["images"] += len(found.get("images", ()))
         self._counts["responses"] += len(found["spans"])
         for start, stop in found["spans"]:
             self._counts["response_tokens"] += stop - start

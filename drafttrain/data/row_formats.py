@@ -6,6 +6,9 @@ OpenAI              {"messages": [{"role": "user", "content": "..."}, ...]}
 instruction         {"instruction": "...", "input": "...", "output": "..."}, {"prompt": "...", "response": "..."}
 plain text          {"text": "..."}                                        a beginning to continue
 
+Images are parts of a message's content, or stand in the row's column `image` or `images`;
+data/image_parts.py reads them.
+
 Tools come as {"tools": [...]} with OpenAI's tool_calls or ShareGPT's function_call and observation
 turns; data/tool_formats.py reads them and xLAM's, ToolACE's and Hermes' forms.
 """
@@ -18,6 +21,13 @@ from typing import Annotated
 from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
+from drafttrain.data.image_parts import (
+    content_text,
+    place_images,
+    read_parts,
+    row_images,
+    sources_in,
+)
 from drafttrain.data.tool_formats import (
     calls_in,
     plain_result,
@@ -27,6 +37,7 @@ from drafttrain.data.tool_formats import (
 )
 from drafttrain.errors import UserError
 from drafttrain.files import Json, check_json, parse_json
+from drafttrain.images import BadPicture
 
 # {"messages": [...]} with "tools" and "chat_template_kwargs" where the row has them, or {"text":
 # str}
@@ -77,7 +88,7 @@ class PlainMessage(TypedDict):
     """A message as chat templates read it; the content may be missing beside calls and reasoning."""
 
     role: str
-    content: NotRequired[str | None]
+    content: NotRequired[str | list[Json] | None]
     tool_calls: NotRequired[list[ToolCall] | None]
     reasoning_content: NotRequired[str | None]
     reasoning: NotRequired[str | None]
@@ -107,15 +118,23 @@ def parse_row(row: Json) -> Prompt | None:
     """Reads a row of any format above; None if it has none of them, or no user turn.
 
     Assistant turns before the first user turn are left out: no template renders them.
+
+    Raises:
+        BadPicture: images without a place or places without an image, or audio and video.
     """
     try:
         inputs = _inputs(row)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     prompt = _parse_messages(row, inputs)
-    if prompt is None or "text" in prompt:
+    images = row_images(row)
+    if prompt is None:
+        return None
+    if "text" in prompt:
+        if images:
+            raise BadPicture("image: without a message", "plain text has no place for an image")
         return prompt
-    return {**prompt, **inputs}
+    return {"messages": place_images(prompt["messages"], images), **inputs}
 
 
 def _inputs(row: Json) -> Json:
@@ -164,7 +183,7 @@ def _conversation(given: Sequence[object], system: object, inputs: Json) -> Prom
 
     # Where the system turn lists the tools, the template lists them instead.
     if turns and turns[0] and turns[0]["role"] == "system":
-        listed = tools_in_system(turns[0]["content"])
+        listed = tools_in_system(content_text(turns[0]["content"]))
         if listed:
             inputs.setdefault("tools", listed)
             turns = turns[1:]
@@ -204,7 +223,7 @@ def row_id(value: object, where: str) -> str:
 
 
 def are_messages(value: object) -> bool:
-    """Whether a value is a list of {"role": text, "content": text, ...}, as chat templates read."""
+    """Whether a value is a list of {"role": text, "content": text or parts, ...}."""
     if not isinstance(value, list):
         return False
     for message in value:
@@ -214,16 +233,17 @@ def are_messages(value: object) -> bool:
         # Content may be missing beside calls and reasoning.
         if content is None and not _says_more(message):
             return False
-        if content is not None and not isinstance(content, str):
+        if content is not None and not isinstance(content, str | list):
             return False
     return True
 
 
 def checked_messages(row: Json, where: str) -> list[Json]:
-    """The messages of a row of prompts, with calls and reasoning in one form; see `plain_message`.
+    """The messages of a row of prompts, with calls, reasoning and parts in one form; see
+    `plain_message`.
 
     Raises:
-        UserError: messages, tools or chat_template_kwargs of another form.
+        UserError: messages, parts, tools or chat_template_kwargs of another form.
     """
     if not are_messages(row.get("messages")):
         raise UserError(
@@ -233,11 +253,28 @@ def checked_messages(row: Json, where: str) -> list[Json]:
     inputs = {key: row.get(key) for key in PromptInputs.__annotations__}
     check_json(inputs, where, _FIX, PromptInputs)
     try:
-        return [plain_message(message) for message in row["messages"]]
+        messages = [_with_parts(plain_message(message), where) for message in row["messages"]]
+        return place_images(messages, row_images(row))
+    except BadPicture as bad:
+        raise UserError(f"{where}: {bad}") from bad
     except (ValueError, TypeError) as error:
         raise UserError(
             f"{where}: the arguments of a tool call are no JSON object ({error}); {_FIX}"
         ) from error
+
+
+def _with_parts(message: Json, where: str) -> Json:
+    """The message with the parts of its content in the stored form; texts alone become one text.
+
+    Raises UserError: a part of an unknown form, or an image that is not the user's. BadPicture.
+    """
+    content = message["content"]
+    if isinstance(content, str):
+        return message
+    made = _message(message["role"], content)
+    if made is None:
+        raise UserError(f"{where}: content has a part that is neither text nor an image; {_FIX}")
+    return {**message, "content": made["content"]}
 
 
 def plain_message(message: Mapping[str, object]) -> Json:
@@ -279,7 +316,8 @@ def prompt_texts(prompt: Prompt) -> list[str]:
     """The user turns, or the plain text."""
     if "text" in prompt:
         return [prompt["text"]]
-    return [message["content"] for message in prompt["messages"] if message["role"] == "user"]
+    asked = [message for message in prompt["messages"] if message["role"] == "user"]
+    return [content_text(message["content"]) for message in asked]
 
 
 def _is_filled(value: object) -> bool:
@@ -291,16 +329,19 @@ def _says_more(message: Mapping[str, object]) -> bool:
 
 
 def _message(role: str, content: object) -> Json | None:
-    """A message, or None if the content is not text. Text parts of a multi-part content are joined."""
+    """A message, or None if the content is neither text nor images. Parts of text alone are joined.
+
+    Raises BadPicture: audio, video, or an image that is not in a turn of the user or the system.
+    """
     if isinstance(content, list):
-        texts = []
-        for part in content:
-            if isinstance(part, dict):
-                part = part.get("text")
-            if not isinstance(part, str):
-                return None
-            texts.append(part)
-        content = "\n".join(texts)
+        parts = read_parts(content)
+        if parts is None:
+            return None
+        if sources_in([{"content": parts}]):
+            if role not in ("user", "system"):
+                raise BadPicture("image: not in a prompt", f"a message of the role {role} has one")
+            return {"role": role, "content": parts}
+        content = content_text(parts)
     if _is_filled(content):
         return {"role": role, "content": content}
     return None
@@ -326,6 +367,8 @@ def _turn(turn: object) -> Json | None:
     if role == "tool":
         if content is None:
             return None
+        if isinstance(content, list):
+            _message(role, content)  # refuses images
         return {"role": role, "content": plain_result(content), **_named(turn)}
     if role is None:
         return None

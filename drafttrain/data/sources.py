@@ -1,4 +1,4 @@
-"""Sources of prompts by name: a file, a data set, and prompts that the target writes itself.
+"""Sources of prompts by name: a file, a data set, a package, and prompts that the target writes itself.
 
 A source is a function of a `Request` that yields prompts, as lines of the output:
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import random
 import time
@@ -25,11 +26,13 @@ from typing_extensions import TypedDict
 
 from drafttrain.data.failures import BadReply
 from drafttrain.data.filters import Filter, stable_id
+from drafttrain.data.image_parts import images_in, read_images, sources_in, with_names
 from drafttrain.data.row_file import RowFile, check_row_file, line_starts
 from drafttrain.data.row_formats import Prompt, parse_row, row_id
 from drafttrain.errors import UserError, shown
 from drafttrain.files import Json, JsonlLog, hub_problem, reading
 from drafttrain.flags import load_target
+from drafttrain.images import BadPicture, Picture, PictureStore
 from drafttrain.progress import Progress
 
 if TYPE_CHECKING:
@@ -51,12 +54,15 @@ class Request:
         keep: decides which prompts are kept, and counts the others by reason.
         partial: a file for results of an interrupted run; deleted when the output is complete.
         settings: the flags that determine the prompts, except for their number.
+        given: reads the images of rows. kept: takes those of kept prompts, beside the output.
     """
 
     args: argparse.Namespace
     keep: Filter
     partial: Path
     settings: Json
+    given: PictureStore
+    kept: PictureStore
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,7 @@ def collect(
     count: int | None,
     source: str,
     total: int = 0,
+    request: Request | None = None,
 ) -> Iterator[Json]:
     """Yields the kept prompts of rows in any format of row_formats.py, at most `count`.
 
@@ -115,6 +122,8 @@ def collect(
         rows: a row's own "id" stays.
         source: name of the source, which every prompt carries.
         total: number of rows; 0 if unknown.
+        request: has the stores of images; None for a source of text. A row with an image that
+            cannot be used is dropped, and counted by the reason.
 
     Raises:
         UserError: an id that is neither text nor a number, or that two prompts have.
@@ -123,14 +132,31 @@ def collect(
     ids = set[str]()
     with Progress("prompts", count, "prompts") as progress:
         for read, row in enumerate(rows, 1):
-            prompt = parse_row(row)
+            prompt = None
+            pictures: list[Picture] = []
+            reason = "unknown format"
+            unread = f"row {read} has {', '.join(map(str, row)) or 'no keys':.200}"
+            try:
+                prompt = parse_row(row)
+                if prompt is not None and sources_in(prompt.get("messages", ())):
+                    if request is None:
+                        raise BadPicture("image: no place", "this source takes text only")
+                    messages = read_images(prompt["messages"], request.given.read)
+                    pictures = images_in(messages)
+                    prompt = {**prompt, "messages": with_names(messages)}
+            except BadPicture as bad:
+                prompt = None
+                reason = bad.reason
+                unread = f"row {read}: {bad}"
             if prompt is None:
-                keep.dropped["unknown format"] += 1
+                keep.dropped[reason] += 1
                 if not keep.unread:
-                    keys = ", ".join(map(str, row)) or "no keys"
-                    keep.unread = f"row {read} has {keys:.200}"
+                    keep.unread = unread
             elif keep.keeps(prompt):
                 kept += 1
+                if request is not None:
+                    for picture in pictures:
+                        request.kept.add(picture)
                 key = _id_of(row, prompt, source)
                 if key in ids:
                     raise UserError(
@@ -167,7 +193,14 @@ def file_prompts(request: Request) -> Iterator[Json]:
     check_row_file(args.input, "input", "give its folder as the data set: --source DIR")
     rows = RowFile(args.input, lambda row, _: row, line_starts(args.input))
     shuffled = rows.shuffled(args.seed)
-    return collect(shuffled, request.keep, args.count, args.input.name, len(rows))
+    return collect(
+        shuffled,
+        request.keep,
+        args.count,
+        args.input.name,
+        len(rows),
+        request,
+    )
 
 
 def data_set_prompts(request: Request) -> Iterator[Json]:
@@ -175,7 +208,7 @@ def data_set_prompts(request: Request) -> Iterator[Json]:
     args = request.args
     columns = parse_columns(args.columns)
     rows = data_set_rows(args.source, args.subset, args.split, columns, args.seed)
-    return collect(rows, request.keep, args.count, args.source)
+    return collect(rows, request.keep, args.count, args.source, request=request)
 
 
 def data_set_rows(
@@ -201,7 +234,7 @@ def data_set_rows(
         hub_problem()
     with reading(name, "source", fix):
         # Streamed: a few prompts do not need all of a large data set.
-        stream = load_dataset(name, subset, split=split, streaming=True)
+        stream = load_dataset(name, subset, split=split, streaming=True).decode(False)
         rows = iter(stream.shuffle(seed=seed, buffer_size=_READ_AHEAD))
     while True:
         # Every row is read within it: a library may fail at any of them.
@@ -239,6 +272,56 @@ def parse_columns(text: str) -> dict[str, str]:
             )
         columns[ours.strip()] = theirs.strip()
     return columns
+
+
+# -- easy-vqa: questions about drawn shapes ---------------------------------------------------------
+
+
+def easy_vqa_prompts(request: Request) -> Iterator[Json]:
+    """The questions of easy-vqa's training split, in random order, with its answers.
+
+    The split `test` is the suite easy_vqa of `drafttrain eval`.
+    """
+    args = request.args
+    if args.split != "train":
+        raise UserError(
+            f"split={args.split!r}: prompts of easy-vqa come from train; test is the suite easy_vqa"
+        )
+    rows = easy_vqa_rows("train")
+    random.Random(args.seed).shuffle(rows)
+    return collect(
+        rows,
+        request.keep,
+        args.count,
+        args.source,
+        len(rows),
+        request,
+    )
+
+
+def easy_vqa_rows(split: str) -> list[Json]:
+    """The rows of the package easy-vqa: 64 x 64 pictures of a shape, with questions of one word's
+    answer.
+
+    Args:
+        split: train (4,000 pictures, 38,575 questions) or test (1,000 and 9,673).
+
+    Raises UserError: it is not installed.
+    """
+    try:
+        package = importlib.import_module("easy_vqa")
+    except ImportError as error:
+        raise UserError(
+            "easy-vqa needs the package easy-vqa (5,000 images, 23 MB): pip install easy-vqa"
+        ) from error
+    paths = getattr(package, f"get_{split}_image_paths")()
+    rows = []
+    for number, (question, answer, image) in enumerate(
+        zip(*getattr(package, f"get_{split}_questions")(), strict=True)
+    ):
+        row = {"question": question, "answer": answer, "image": paths[image]}
+        rows.append({"id": f"easy-vqa-{split}-{number}", **row})
+    return rows
 
 
 # -- magpie: the target writes the prompts ---------------------------------------------------------
@@ -383,7 +466,7 @@ def served_answers(
     """
     from drafttrain.data.backends import OpenAIBackend, ResponseSettings
     from drafttrain.data.conversation import ChatRenderer, Conversation
-    from drafttrain.inference.responses import Finished
+    from drafttrain.inference.responses import Finished, tokens_of
 
     renderer = ChatRenderer(target)
     # The turn is the user's, so its end stops the answer.
@@ -408,7 +491,7 @@ def served_answers(
     def conversations() -> Iterator[Conversation]:
         for request in writer.requests(start):
             limits[request.key] = request.max_new_tokens
-            yield Conversation(request.key, "magpie", tokens=list(request.prompt_ids))
+            yield Conversation(request.key, "magpie", tokens=tokens_of(request))
 
     for it, problem in backend.run(conversations(), lambda: False):
         limit = limits.pop(it.id)
@@ -423,5 +506,6 @@ def served_answers(
 DATA_SET = Source(data_set_prompts)  # for every name that SOURCES does not have
 SOURCES = {
     "file": Source(file_prompts),
+    "easy-vqa": Source(easy_vqa_prompts),
     "magpie": Source(magpie_prompts, default_count=1000),
 }

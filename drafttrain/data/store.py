@@ -4,13 +4,15 @@
     DIR/part-0003.jsonl                     one line per conversation, written by process 3
     DIR/features/part-0003-00012.safetensors  states of some of them, complete or absent
     DIR/features/features.json              their settings, if `drafttrain features` wrote them
+    DIR/images/                             pictures of the prompts, `<SHA-256>.png`
     DIR/arrow/                              the cache of `load_records`, see record_cache.py
 
 A line {"id", "tokens", "spans": [[start, end], ...], "finish": ["stop" | "length", ...], "source",
-"reasoning", "part"}: spans are the responses' token ranges, end exclusive, stop token included;
+"reasoning", "part", "images"}: spans are the responses' token ranges, end exclusive, stop token included;
 finish names per span how it ended; reasoning counts per span the first tokens that are reasoning
 (absent if unknown); part numbers the rows of a conversation that another row continues, because the
-chat template rewrites earlier turns. Lines are only appended, each by one write; an incomplete last
+chat template rewrites earlier turns; images names the pictures of the prompt before the first span, in
+order, whose placeholders are among the tokens. Lines are only appended, each by one write; an incomplete last
 line of a killed process is cut off when its part is opened again. All parts together determine
 which conversations are done, so any number of processes can continue the work of any other.
 """
@@ -206,10 +208,15 @@ def _parts(directory: Path) -> list[Path]:
     return sorted(found)
 
 
-def load_records(directory: str | Path) -> Dataset:
+def load_records(directory: str | Path, images: bool = False) -> Dataset:
     """All conversations as a memory-mapped `datasets.Dataset` with the columns of a line.
 
-    Raises UserError: no data set there, an empty one, or a damaged line.
+    Args:
+        images: the caller reads a row's pictures (`PictureStore(directory).get(name)`), or needs
+            none; without them the ids of placeholders mean nothing.
+
+    Raises UserError: no data set there, an empty one, a damaged line, or rows with images that the
+        caller does not read.
     """
     root = Path(directory).expanduser()
     meta = read_meta(root)
@@ -218,6 +225,10 @@ def load_records(directory: str | Path) -> Dataset:
         name = str(directory)
         raise UserError(
             f"data={name!r} is empty: no conversation in its part-*.jsonl; run drafttrain generate"
+        )
+    if not images and rows.data.column("images").null_count < len(rows):
+        raise UserError(
+            f"data={str(directory)!r} has rows with images, which this command does not read; generate one of text"
         )
     return rows
 

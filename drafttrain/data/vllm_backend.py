@@ -79,13 +79,16 @@ def applied_rules(rules: LogitsRules) -> LogitsRules:
 class VllmBackend(Backend):
     """vLLM in this process.
 
-    It batches continuously, over several GPUs or nodes where the options say so.
+    It batches continuously, over several GPUs or nodes where the options say so. It takes prompts
+    as token ids, which cannot carry images.
 
     Args:
         target: its generation_config applies as far as `applied_rules` says.
         options: more arguments of vLLM's engine. slots: most sequences that run together; None for
             vLLM's own choice.
     """
+
+    sees = False
 
     def __init__(
         self,

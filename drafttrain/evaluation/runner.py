@@ -41,6 +41,7 @@ from drafttrain.evaluation.sides import (
     by_turns,
     engine_side,
     hf_sides,
+    prompt_tokens,
 )
 from drafttrain.evaluation.suites import Question, Suite, take_evenly
 from drafttrain.files import Json, JsonlLog, write_json
@@ -48,6 +49,7 @@ from drafttrain.inference import Decoder, SamplingParams, token_limit
 from drafttrain.outcome import command_line
 from drafttrain.progress import Progress
 from drafttrain.target import Target
+from drafttrain.target.sight import ImagePrompt
 
 WARM_UP_TOKENS = 12
 # (target, drafter, sampling, texts of the suite, which must not be searched with) -> the fastest
@@ -151,6 +153,8 @@ def evaluate(
         UserError: prompts that do not fit, or an output that cannot be written.
     """
     questions = take_evenly(suite.questions, settings.limit)
+    if any(question.images for question in questions):
+        check_sight(settings)
     check_lengths(target, questions, settings.max_new_tokens)
     head = describe(settings, target.pack(), drafter, suite)
     off: tuple[str, ...] = ()
@@ -249,11 +253,25 @@ def _lacks_ngrams(saved: JsonlLog) -> bool:
     return False
 
 
+def check_sight(settings: EvalSettings) -> None:
+    """Raises UserError: transformers does not answer prompts with images under these settings."""
+    speculative = [name for name in settings.baselines if name in HF_SPECULATIVE]
+    if speculative:
+        raise UserError(
+            f"baselines={','.join(speculative)}: not measured on suites with images; leave them out"
+        )
+    if settings.batch_size > 1 and "hf_generate" in settings.baselines:
+        raise UserError(
+            f"batch-size={settings.batch_size}: hf_generate reads single prompts with images only; use 1, or "
+            "--baselines autoregressive"
+        )
+
+
 def check_lengths(target: Target, questions: Sequence[Question], max_new_tokens: int) -> None:
     """Raises UserError for the first question that does not fit into the target's context."""
     for question in questions:
         try:
-            token_limit(target, len(question.prompt(target.tokenizer)), max_new_tokens)
+            token_limit(target, len(question.prompt_for(target)), max_new_tokens)
         except UserError as error:
             raise UserError(f"question {question.question_id!r}: {error}") from error
 
@@ -335,7 +353,7 @@ def measure(
     done = saved_records(saved)
     left = [index for index, key in enumerate(keys) if key not in done]
     if left:  # warm up: kernels are compiled and graphs captured before anything is timed
-        prompt = questions[left[0]].prompt(plan.target.tokenizer)
+        prompt = questions[left[0]].prompt_for(plan.target)
         limit = min(WARM_UP_TOKENS, token_limit(plan.target, len(prompt), WARM_UP_TOKENS))
         for side in sides.values():
             side(SideRequest([prompt], [limit], plan.settings.seed))
@@ -380,11 +398,11 @@ def answer(
     texts: dict[int, list[str]] = {index: [] for index in batch}  # the drafter's answers so far
     for turn in range(max(len(question.turns) for question in batch.values())):
         # Questions that have this turn, and room for it.
-        prompts: dict[int, list[int]] = {}
+        prompts: dict[int, list[int] | ImagePrompt] = {}
         limits: dict[int, int] = {}  # most new tokens
         for index, question in batch.items():
             if turn < len(question.turns) and len(texts[index]) == turn:
-                prompt = question.prompt(target.tokenizer, texts[index])
+                prompt = question.prompt_for(target, texts[index])
                 with contextlib.suppress(UserError):
                     limits[index] = token_limit(target, len(prompt), settings.max_new_tokens)
                     prompts[index] = prompt
@@ -415,7 +433,7 @@ def compare_answers(
     plan: EvalPlan,
     question: Question,
     turn: int,
-    prompt: list[int],
+    prompt: list[int] | ImagePrompt,
     answers: Mapping[str, SideAnswer],
 ) -> tuple[PromptRecord, str]:
     """The record of a prompt, and the text of the drafter's answer. answers: by side."""
@@ -449,7 +467,7 @@ def compare_answers(
         main = parts_of(plan.drafter)[0]
         kept = main.vocabulary  # [d] int64, None for all
         if kept is not None and len(kept) < plan.target.vocab_size:
-            joined = prompt if main.joins_tokens else []
+            joined = prompt_tokens(prompt) if main.joins_tokens else []
             record["covered"] = covered(tokens, kept.tolist(), joined)
     return record, texts["drafter"]
 

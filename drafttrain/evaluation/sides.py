@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 
 from drafttrain.environment import peak_memory, reset_peak
 from drafttrain.errors import UserError
@@ -21,17 +21,18 @@ from drafttrain.evaluation.metrics import side_record
 from drafttrain.evaluation.results_schema import EngineSide, PlainSide
 from drafttrain.inference import Decoder, SamplingParams
 from drafttrain.target import Target, resolve_target
+from drafttrain.target.sight import ImagePrompt
 
 
 class SideRequest(NamedTuple):
     """Prompts that are answered at once.
 
     Attributes:
-        prompts: token ids. limits: most new tokens of each.
+        prompts: token ids, or prompts with images. limits: most new tokens of each.
         speculate: whether our engine drafts, per prompt; None drafts for all.
     """
 
-    prompts: Sequence[list[int]]
+    prompts: Sequence[list[int] | ImagePrompt]
     limits: Sequence[int]
     seed: int = 0
     speculate: Sequence[bool] | None = None
@@ -46,6 +47,14 @@ class SideAnswer(NamedTuple):
 
 
 Side = Callable[[SideRequest], list[SideAnswer]]
+
+
+def prompt_tokens(prompt: list[int] | ImagePrompt) -> list[int]:
+    """The token ids of a prompt."""
+    if isinstance(prompt, ImagePrompt):
+        ids: list[int] = prompt.ids.tolist()
+        return ids
+    return prompt
 
 
 def by_turns(
@@ -121,10 +130,14 @@ def hf_sides(
             "trust_remote_code": trust_remote_code,
             "use_safetensors": True,
         }
-        loaded: Any = AutoModelForCausalLM.from_pretrained(path, **options)
+        sees = path == target.path and target.sight is not None
+        kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        loaded: Any = kind.from_pretrained(path, **options)
         return loaded.to(target.device).eval()
 
-    model = target.unwrapped()
+    model = None
+    if target.sight is None:  # a target that reads images is without its towers
+        model = target.unwrapped()
     if model is None and not target.path:
         fix = "give its folder as target, or baselines='autoregressive'"
         raise UserError(
@@ -180,10 +193,17 @@ def hf_sides(
         def answer(request: SideRequest) -> list[SideAnswer]:
             torch.manual_seed(request.seed)
             start = time.perf_counter()
-            ids = padded(request.prompts, pad or 0)  # [b, s]
-            mask = padded([[1] * len(prompt) for prompt in request.prompts], 0)
+            rows = [prompt_tokens(prompt) for prompt in request.prompts]
+            ids = padded(rows, pad or 0)  # [b, s]
+            mask = padded([[1] * len(row) for row in rows], 0)
             limit = max(request.limits)
             options = {"max_new_tokens": limit, "use_cache": True, **choice, **method}
+            for prompt in request.prompts:
+                if isinstance(prompt, ImagePrompt):  # it is the only one
+                    for name, value in prompt.tensors.items():
+                        if value.is_floating_point():
+                            value = value.to(model.dtype)
+                        options[name] = value.to(target.device)
             out = model.generate(ids, attention_mask=mask, **options)  # [b, s + new]
             rows = out[:, ids.shape[1] :].tolist()
             share = round((time.perf_counter() - start) / len(request.prompts), 6)

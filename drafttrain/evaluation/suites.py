@@ -21,13 +21,19 @@ from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
 from drafttrain.data.chat import NO_INPUTS, ChatInputs, Message, prompt_ids
+from drafttrain.data.image_parts import in_front, row_images, with_uris
+from drafttrain.data.image_prompts import chat_prompt
 from drafttrain.environment import suites_folder
 from drafttrain.errors import UserError
 from drafttrain.evaluation import bfcl
 from drafttrain.files import Json, check_json, hub_problem, parse_json, read_jsonl, reading
+from drafttrain.images import BadPicture, Picture, read_picture
+from drafttrain.target import Target
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from drafttrain.target.sight import ImagePrompt
 
 # SPEED-Bench replaces texts that NVIDIA may not redistribute by this note; NVIDIA's script fetches
 # them.
@@ -94,6 +100,7 @@ class SuiteRow(TypedDict):
     question_id: NotRequired[str | int | None]
     category: NotRequired[Category | None]
     turns: Annotated[list[Annotated[str, Field(pattern=r"\S")]], Field(min_length=1)]
+    images: NotRequired[list[str]]
     opening: NotRequired[list[OpeningMessage]]
     tools: NotRequired[list[SuiteTool]]
     chat_template_kwargs: NotRequired[Json]
@@ -107,6 +114,7 @@ class Question:
         turns: of the user; each after the first follows the answer to the turn before. opening:
             messages before them.
         inputs: tools and chat_template_kwargs.
+        images: before the text of the first turn.
     """
 
     question_id: str
@@ -114,6 +122,7 @@ class Question:
     turns: tuple[str, ...]
     opening: tuple[Message, ...] = ()
     inputs: ChatInputs = NO_INPUTS
+    images: tuple[Picture, ...] = ()
 
     @staticmethod
     def from_row(
@@ -121,11 +130,13 @@ class Question:
         index: int,
         category: str,
         defaults: Json | None = None,
+        images: Sequence[Picture] = (),
     ) -> Question:
         """Reads a checked row.
 
         Args:
             index: its id if it has none. category: if it names none. defaults: chat_template_kwargs.
+            images: of the row, which have been read.
         """
         key = row.get("question_id")
         if key is None:
@@ -136,21 +147,22 @@ class Question:
             turns=tuple(row["turns"]),
             opening=tuple(dict(message) for message in row.get("opening", ())),
             inputs=ChatInputs.of(dict(row), defaults),
+            images=tuple(images),
         )
 
-    def messages(self, answers: Sequence[str] = ()) -> list[Message]:
-        """The conversation up to the turn after these answers."""
-        made = list(self.opening)
+    def messages(self, answers: Sequence[str] = ()) -> list[Json]:
+        """The conversation up to the turn after these answers; images as pictures."""
+        made: list[Json] = [dict(message) for message in self.opening]
         for turn, answer in zip(self.turns, answers, strict=False):
             made.append({"role": "user", "content": turn})
             made.append({"role": "assistant", "content": answer})
         if len(answers) < len(self.turns):
             made.append({"role": "user", "content": self.turns[len(answers)]})
-        return made
+        return in_front(made, self.images)
 
     def request(self) -> Json:
         """The first turn as the body of a chat completion."""
-        body: Json = {"messages": self.messages()}
+        body: Json = {"messages": with_uris(self.messages())}
         if self.inputs.tools:
             body["tools"] = list(self.inputs.tools)
         if self.inputs.kwargs:
@@ -158,10 +170,19 @@ class Question:
         return body
 
     def prompt(self, tokenizer: PreTrainedTokenizerBase, answers: Sequence[str] = ()) -> list[int]:
-        """Token ids of `messages` up to where the target answers. Raises UserError: the chat
-        template refuses them.
+        """Token ids of `messages` up to where the target answers.
+
+        Raises UserError: the chat template refuses them, or there are images, which ids cannot show.
         """
+        if self.images:
+            raise UserError(
+                f"question {self.question_id!r} shows images, which are not read here; choose a suite of text"
+            )
         return prompt_ids(tokenizer, self.messages(answers), self.inputs)
+
+    def prompt_for(self, target: Target, answers: Sequence[str] = ()) -> list[int] | ImagePrompt:
+        """`prompt`, with its images. Raises UserError: also a target that does not read them."""
+        return chat_prompt(target, self.messages(answers), self.inputs)
 
 
 @dataclass(frozen=True)
@@ -189,6 +210,8 @@ class PublicSuite(NamedTuple):
         more: reads other keys of a `SuiteRow` from a row and its file.
         files: patterns of the Hub's files, for sets that `datasets` cannot read. beside: of files
             that `more` reads.
+        sees: whether the column `image` or `images` belongs to the prompt.
+        rows: makes the rows, where they come from a package or are drawn.
     """
 
     source: str
@@ -201,6 +224,8 @@ class PublicSuite(NamedTuple):
     more: Callable[[Json, Path], Json] = lambda row, file: {}
     files: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
+    sees: bool = False
+    rows: Callable[[], Iterable[Json]] | None = None
 
 
 def _humaneval(row: Json) -> list[str]:
@@ -241,6 +266,16 @@ def _gpqa(row: Json) -> list[str]:
     return [
         f"{row['Question'].strip()}\n\n{choices}\n\nReason step by step, then answer with a letter."
     ]
+
+
+def _chartqa(row: Json) -> list[str]:
+    return [f"{row['query']}\n\nSay what the chart shows about it, then give the answer."]
+
+
+def _easy_vqa_rows() -> list[Json]:
+    from drafttrain.data.sources import easy_vqa_rows
+
+    return easy_vqa_rows("test")
 
 
 def _prepared_turns(row: Json) -> list[str]:
@@ -363,6 +398,38 @@ PUBLIC: dict[str, PublicSuite] = {
         more=lambda row, file: {"category": file.stem},
         files=tuple(f"{name}.jsonl" for name in _SPECULATOR_SUBSETS),
     ),
+    "mmstar": PublicSuite(
+        "Lin-Chen/MMStar",
+        "not stated",
+        lambda row: [row["question"]],
+        "val",
+        split="val",
+        id_key="index",
+        sees=True,
+    ),
+    "chartqa": PublicSuite(
+        "HuggingFaceM4/ChartQA",
+        "GPL-3.0",
+        _chartqa,
+        category=lambda row: ("human", "machine")[row["human_or_machine"]],
+        sees=True,
+    ),
+    "coco_captions": PublicSuite(
+        "lmms-lab/COCO-Caption2017",
+        "CC BY 4.0",
+        lambda row: ["Describe this image in a paragraph."],
+        split="val",
+        sees=True,
+    ),
+    "easy_vqa": PublicSuite(
+        "the package easy-vqa",
+        "MIT",
+        lambda row: [row["question"]],
+        id_key="id",
+        category=lambda row: "yes or no" if row["answer"] in ("yes", "no") else "a word",
+        sees=True,
+        rows=_easy_vqa_rows,
+    ),
     "speed_bench": _speed_bench("qualitative"),
     "speed_bench_1k": _speed_bench("throughput_1k"),
     "speed_bench_2k": _speed_bench("throughput_2k"),
@@ -399,8 +466,12 @@ def load_suite(name: str, defaults: Json | None = None) -> Suite:
     license_name = ""
     if path.is_file():
         for index, (_, row) in enumerate(read_jsonl(path, fix=_ROW_FIX, schema=SuiteRow)):
-            questions.append(Question.from_row(row, index, "all", defaults))
+            place = f"{path} row {index + 1}"
+            pictures = _pictures(row.get("images", ()), path.parent, place)
+            questions.append(Question.from_row(row, index, "all", defaults, pictures))
         content = path.read_bytes()
+        for question in questions:
+            content += "".join(picture.digest for picture in question.images).encode()
         # Other variables of the template make other prompts.
         if defaults:
             content += json.dumps(defaults).encode()
@@ -447,7 +518,17 @@ def _content(question: Question) -> list[object]:
     more = [question.opening, question.inputs.tools, question.inputs.kwargs]
     if any(more):
         content += more
+    if question.images:
+        content.append([picture.digest for picture in question.images])
     return content
+
+
+def _pictures(sources: Iterable[object], folder: Path, place: str) -> list[Picture]:
+    """The pictures of a row. Raises UserError, which names the place."""
+    try:
+        return [read_picture(source, folder) for source in sources]
+    except BadPicture as bad:
+        raise UserError(f"{place}: {bad}") from bad
 
 
 # -- public benchmarks -----------------------------------------------------------------------------
@@ -492,7 +573,12 @@ def _read_public(name: str, path: str, defaults: Json | None) -> Iterator[Questi
         read["question_id"] = row.get("question_id", row.get(suite.id_key))
         check_json(read, place, _ROW_FIX, SuiteRow)
         masked += any(turn.startswith(_MASKED) for turn in read["turns"])
-        yield Question.from_row(read, index, name, defaults)
+        pictures = []
+        if suite.sees:
+            pictures = _pictures(row_images(row), file.parent, place)
+            if not pictures:
+                raise UserError(f"{place} has no image, which the questions of {name} are about")
+        yield Question.from_row(read, index, name, defaults, pictures)
     if masked:
         raise UserError(
             f"{where}: {masked} rows hold only a note that their text must be fetched "
@@ -506,6 +592,10 @@ def _hub_rows(name: str, suite: PublicSuite) -> Iterator[tuple[Json, Path]]:
     from datasets import load_dataset
     from huggingface_hub import snapshot_download
 
+    if suite.rows is not None:
+        for made in suite.rows():
+            yield made, Path()
+        return
     what = f"suite={name!r}: source"
     hub_problem()
     with reading(suite.source, what, f"go online once, or give its file as {name}:FILE"):
@@ -518,6 +608,8 @@ def _hub_rows(name: str, suite: PublicSuite) -> Iterator[tuple[Json, Path]]:
                 loaded = load_dataset("json", data_files=suite.source, split=suite.split)
             else:
                 loaded = load_dataset(suite.source, suite.config, split=suite.split)
+            if suite.sees:  # images as their encoded bytes
+                loaded = loaded.to_iterable_dataset().decode(False)
             rows = ((row, Path()) for row in loaded)
     yield from rows
 

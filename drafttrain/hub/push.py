@@ -253,7 +253,7 @@ def _prompt_sources(place: str) -> list[tuple[str, int]]:
     if not place:
         return []
     try:
-        found = Counter(load_records(place)["source"])
+        found = Counter(load_records(place, images=True)["source"])
     except UserError as error:
         print(f"no sources of prompts in the card: {error}")
         return []

@@ -12,6 +12,7 @@ from drafttrain.data.store import load_records, read_meta
 from drafttrain.files import writing
 from drafttrain.formats.public_names import public_name, shorten, write_clean_json
 from drafttrain.hub.upload import publish, write_card
+from drafttrain.images import PictureStore
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,16 +33,20 @@ def prepare(args: argparse.Namespace, folder: Path) -> None:
         UserError: no data set, or the folder cannot be written.
     """
     meta = read_meta(args.data)
-    records = load_records(args.data)
+    records = load_records(args.data, images=True)
     target = public_name(meta["target"]["name"])
     sources: Counter[str] = Counter()
     part = folder / "part-0000.jsonl"
+    pictures = PictureStore(Path(args.data).expanduser())
+    published = PictureStore(folder)
     stored = StoredIds()
     with writing(folder):
         with part.open("w", encoding="utf-8") as file:
             for record in records:
                 record["source"] = shorten(record["source"])
                 sources[record["source"] or "unnamed"] += 1
+                for name in record["images"] or ():
+                    published.add(pictures.get(name))
                 line = {key: value for key, value in record.items() if value is not None}
                 file.write(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n")
         stored.update([part])

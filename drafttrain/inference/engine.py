@@ -1,6 +1,7 @@
 """The inference engine: draft, verify, commit, in one continuous batch, with or without a drafter.
 
     prefill    target over the prompts of new sequences    -> first tokens (uncommitted roots), features for the drafter
+               (each prompt with images in one forward)
     round      drafter.propose_all                         -> a tree below each sequence's root (and probes)
                target over all [root + nodes], packed      -> logits at each of them
                verify                                      -> accepted path + bonus token, which is the next root
@@ -44,6 +45,7 @@ from drafttrain.inference.sequence import (
     TextStream,
     check_stop,
     chunks,
+    images_of,
     token_ids,
     token_limit,
 )
@@ -60,14 +62,16 @@ from drafttrain.ops.sampling import SamplingParams, argmax
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
 from drafttrain.target.generation import LogitsRules
+from drafttrain.target.sight import ImagePrompt
 from drafttrain.target.snapshots import SnapshotCache
 from drafttrain.values import Count, Seed, check
 
 # Most tokens of one prefill forward: bounds activations and features for prompts of any length.
 _CHUNK = 2048
-Prompt = Tensor | Items[int]
+Prompt = Tensor | Items[int] | ImagePrompt
 Limit = int | list[int]  # of new tokens; a list has one per prompt
 NewTokens = tuple[Sequence, list[int]]
+Piece = tuple[Sequence, int, int]  # with begin and end in its prompt
 # index of the prompt, tree, verdict, logits [n+1, v]
 Observer = Callable[[int, TokenTree, Verdict, Tensor], None]
 
@@ -232,6 +236,9 @@ class Engine:
             False, with nothing done, if they begin differently, or what is held cannot go back.
         """
         prompt = sequence.prompt
+        # Other images have the same placeholders.
+        if kept.sequence.digests != sequence.digests:
+            return False
         equal = kept.tokens[: len(prompt)] == prompt[: len(kept.tokens)]
         shared = int(equal.cumprod(0).sum())  # tokens
         row = kept.sequence.row
@@ -247,6 +254,9 @@ class Engine:
         exact = isinstance(self.cache, SnapshotCache)  # states that cannot go back
         if held < 1 or (held < stored and exact):
             return False
+        # Images are read with all tokens before them: what is left to read must be text.
+        if held < kept.sequence.seen:
+            return False
         session = kept.sequence.session
         pending = kept.sequence.pending
         if self.drafter is not None and held < whole:
@@ -261,6 +271,8 @@ class Engine:
         self.cache.lengths[row] = held  # what the row holds beyond is forgotten
         sequence.row = row
         sequence.prompt = prompt[held:]
+        sequence.images = None
+        sequence.seen = kept.sequence.seen
         if sequence.drafts:
             sequence.session = session
             sequence.pending = pending
@@ -303,14 +315,22 @@ class Engine:
         for sequence in sequences:
             sequence.joined = begun
         self.active += sequences
-        for pieces in chunks([len(sequence.prompt) for sequence in sequences], _CHUNK):
-            # The target reads the chunk: pieces of several prompts, packed.
-            parts = [(sequences[i], begin, end) for i, begin, end in pieces]
+        for parts in _pieces(sequences):
+            # The target reads the chunk: pieces of several prompts, packed, or a prompt with images.
             sizes = [end - begin for _, begin, end in parts]
-            out = self._append(
-                [sequence.row for sequence, _, _ in parts],
-                [sequence.prompt[begin:end] for sequence, begin, end in parts],
-            )
+            images = parts[0][0].images
+            if images is not None:
+                out = self.target.prefill_images(
+                    images,
+                    self._layers,
+                    self.cache,
+                    parts[0][0].row,
+                )
+            else:
+                out = self._append(
+                    [sequence.row for sequence, _, _ in parts],
+                    [sequence.prompt[begin:end] for sequence, begin, end in parts],
+                )
             news = self._first_tokens(parts, out.last_hidden[0])
 
             # Sessions begin with their prompt's first piece, and read each piece's next tokens.
@@ -336,7 +356,7 @@ class Engine:
 
     def _first_tokens(
         self,
-        parts: list[tuple[Sequence, int, int]],
+        parts: list[Piece],
         hidden: Tensor,
     ) -> list[NewTokens]:
         """First tokens of the sequences whose prompt is complete.
@@ -798,7 +818,8 @@ class Decoder:
         """Yields (index of the prompt, new tokens) as they are committed.
 
         Args:
-            prompts: token ids, [L] each, without padding (see `strip_padding`).
+            prompts: token ids, [L] each, without padding (see `strip_padding`), or prompts with
+                images (see `Target.image_prompt`).
             max_new_tokens: upper limit, or a list with one per prompt; the target's context length
                 limits it further.
             seed: prompt i samples with seed + i, so its tokens do not depend on the batch. In exact
@@ -841,6 +862,7 @@ class Decoder:
                 text=text,
                 stats=Stats() if stats is None else stats[index],
                 speculate=speculate is None or speculate[index],
+                images=images_of(ids),
             )
             sequences.append(sequence)
         return self._run(sequences)
@@ -912,6 +934,18 @@ class Decoder:
             observer=self.observer,
             keep=self.keep,
         )
+
+
+def _pieces(sequences: Items[Sequence]) -> Iterator[list[Piece]]:
+    """What each forward of a prefill reads: a whole prompt with images, or pieces of several others."""
+    text: list[Sequence] = []
+    for sequence in sequences:
+        if sequence.images is None:
+            text.append(sequence)
+        else:
+            yield [(sequence, 0, len(sequence.prompt))]
+    for pieces in chunks([len(sequence.prompt) for sequence in text], _CHUNK):
+        yield [(text[i], begin, end) for i, begin, end in pieces]
 
 
 def _join(parts: Items[Tensor]) -> Tensor:

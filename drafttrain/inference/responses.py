@@ -28,13 +28,14 @@ from torch import Tensor
 
 from drafttrain.errors import UserError
 from drafttrain.inference.engine import Engine
-from drafttrain.inference.sequence import Sequence
+from drafttrain.inference.sequence import Sequence, images_of
 from drafttrain.inference.static import rounded_capacity
 from drafttrain.inference.verify import ProcessedText, Verifier
 from drafttrain.ops.sampling import SamplingParams
 from drafttrain.target import Target
 from drafttrain.target.attention import LAST
 from drafttrain.target.generation import LogitsRules
+from drafttrain.target.sight import ImagePrompt
 
 # First number of positions per row; the cache doubles, up to max_length, when a sequence outgrows it.
 _FIRST_CAPACITY = 1024
@@ -48,13 +49,13 @@ class ResponseRequest:
 
     Attributes:
         key: names the request and, with the run's seed, fixes its random numbers.
-        prompt_ids: at least one token.
+        prompt_ids: at least one token, or a prompt with images.
         max_new_tokens: limit of each response.
         stop_ids: tokens that end a response; the one that does is kept.
     """
 
     key: str
-    prompt_ids: Items[int]
+    prompt_ids: Items[int] | ImagePrompt
     max_new_tokens: int
     stop_ids: Collection[int]
 
@@ -227,7 +228,9 @@ class _Run:
         self.rules = owner.target.generation.rules_for(sampling, owner.rules)
         self.device = owner.target.device
         self.queue = deque(islice(source, 2 * owner.slots))
-        self.prefix = _shared_prefix([request.prompt_ids for request in self.queue])
+        # A prompt with images is read in one forward, and shares nothing.
+        texts = [tokens_of(it) for it in self.queue if images_of(it.prompt_ids) is None]
+        self.prefix = _shared_prefix(texts)
         self.prefix_states: list[Tensor] = []
         self.running: dict[int, _Running] = {}  # by row
         self.waiting: list[Sequence] = []  # sequences with a follow-up to read
@@ -293,7 +296,8 @@ class _Run:
 
     def _admit(self, request: ResponseRequest) -> Sequence:
         """Gives a request a free row."""
-        prompt = list(request.prompt_ids)
+        prompt = tokens_of(request)
+        images = images_of(request.prompt_ids)
         limit = self.owner.max_length
         if not 0 < len(prompt) < limit:
             raise UserError(
@@ -301,9 +305,10 @@ class _Run:
                 f"at most {limit - 1}: shorten it or raise max_length"
             )
         sequence = self._turn(request, prompt, prompt, 0)
+        sequence.images = images
         self.engine.join(sequence)
         shared = len(self.prefix)
-        if shared and len(prompt) > shared and prompt[:shared] == self.prefix:
+        if images is None and shared and len(prompt) > shared and prompt[:shared] == self.prefix:
             # Keys and values of the prefix.
             self.engine.cache.copy(self.prefix_row, sequence.row, shared)
             sequence.prompt = sequence.prompt[shared:]
@@ -397,7 +402,15 @@ class _Run:
                 yield self._close(it, it.finished("length"))
 
 
-def _shared_prefix(prompts: list[Items[int]]) -> list[int]:
+def tokens_of(request: ResponseRequest) -> list[int]:
+    """Its prompt's token ids."""
+    prompt = request.prompt_ids
+    if isinstance(prompt, ImagePrompt):
+        return prompt.ids.tolist()
+    return list(prompt)
+
+
+def _shared_prefix(prompts: Items[Items[int]]) -> list[int]:
     """The tokens that all prompts begin with (system prompt, chat opening); [] if they are few.
 
     No prompt's last token is among them: the target must read it for the first prediction.

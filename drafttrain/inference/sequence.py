@@ -23,6 +23,7 @@ from drafttrain.errors import UserError, shown
 from drafttrain.inference.verify import Verdict, Verifier
 from drafttrain.ops.graphs import GraphPool
 from drafttrain.target import Target
+from drafttrain.target.sight import ImagePrompt
 from drafttrain.values import AnyText, Count, check
 
 
@@ -103,6 +104,9 @@ class Sequence:
     Attributes:
         index: number of its prompt.
         prompt: [L] int64, tokens that the next prefill reads.
+        images: the prompt with its images, which the next prefill reads in one forward; None for text.
+        digests: of the images among all its tokens.
+        seen: tokens from the beginning to the end of the prompt that brought the images.
         limit: most new tokens.
         verifier: decides which draft tokens are accepted.
         text: finds stop strings; None without any.
@@ -125,6 +129,9 @@ class Sequence:
     text: TextStream | None = None
     stats: Stats = field(default_factory=Stats)
     speculate: bool = True
+    images: ImagePrompt | None = None
+    digests: tuple[str, ...] = ()
+    seen: int = 0
     row: int = -1
     root: Tensor = field(init=False)
     session: Session | None = None
@@ -135,6 +142,9 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.root = self.prompt[:0]  # empty: no token is committed yet
+        if self.images is not None:
+            self.digests = self.images.digests
+            self.seen = len(self.images)
         self.stats.prompt_tokens = len(self.prompt)
 
     @property
@@ -277,7 +287,14 @@ def chunks(lengths: Items[int], size: int) -> Iterator[list[tuple[int, int, int]
         yield chunk
 
 
-def token_ids(target: Target, prompt: Tensor | Items[int]) -> Tensor:
+def images_of(prompt: Tensor | Items[int] | ImagePrompt) -> ImagePrompt | None:
+    """The prompt if it has images; None for text."""
+    if isinstance(prompt, ImagePrompt) and prompt.digests:
+        return prompt
+    return None
+
+
+def token_ids(target: Target, prompt: Tensor | Items[int] | ImagePrompt) -> Tensor:
     """A prompt's token ids, [L] int64 on the target's device.
 
     Raises:
@@ -285,6 +302,8 @@ def token_ids(target: Target, prompt: Tensor | Items[int]) -> Tensor:
             have.
     """
     most = target.vocab_size - 1
+    if isinstance(prompt, ImagePrompt):
+        prompt = prompt.ids
     try:
         ids = torch.as_tensor(prompt)
     except (TypeError, ValueError, RuntimeError):  # text, ragged rows, numbers of more than 64 bits

@@ -61,6 +61,7 @@ class StaticStep:
     Attributes:
         ids: [1, N] int64.
         places: slots, ancestors and prefixes of the tokens.
+        shifts: [N] int64, positions of the tokens less their indices; see `TreeCache.shifts`.
     """
 
     def __init__(
@@ -78,6 +79,8 @@ class StaticStep:
         self.choose = choose
         self.ids = torch.zeros(1, shape.tokens, dtype=torch.long, device=target.device)
         self.places = PlanBuffers(shape, target.device)
+        self.shifts = torch.zeros(shape.tokens, dtype=torch.long, device=target.device)
+        self._shifted = False
         self.context = SlotAttention(cache, self.places.slots, [self.places.plan])
         # Hooks collect the features; they must be in place before the pass is captured.
         target.hook(self.feature_layers)
@@ -90,11 +93,18 @@ class StaticStep:
         """
         self.ids[0, : len(ids)].copy_(ids)
         self.places.fill(opened, self.cache.capacity)
+        shifted = any(layout.base for _, layout in opened)
+        if shifted or self._shifted:
+            counts = torch.tensor([layout.count for _, layout in opened])
+            bases = torch.tensor([layout.base for _, layout in opened])
+            self.shifts.zero_()
+            self.shifts[: len(ids)].copy_(bases.repeat_interleave(counts))
+            self._shifted = shifted
 
     @torch.no_grad()
     def forward(self) -> Pass:
         """The pass over all N tokens. It reads the buffers and never waits for the device."""
-        positions = self.places.plan.positions.long()[None]  # [1, N]
+        positions = (self.places.plan.positions.long() + self.shifts)[None]  # [1, N]
         out = self.target.forward(
             self.ids,
             self.feature_layers,

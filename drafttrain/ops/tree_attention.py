@@ -67,8 +67,10 @@ class TreeLayout:
         tree_depths: [held + n], depths of all tokens. reach: positions up to the deepest one's,
             from 0 on.
         depths: [n] int array, those of the new tokens.
-        base: position of slot 0, set by the cache that the forward is announced to; earlier
-            positions are beyond its window. New token i stands at position base + L + depths[i].
+        base: position of slot 0, set by the cache that the forward is announced to: earlier
+            positions are beyond its window, or (then it may be negative) images before the new
+            tokens have fewer positions than tokens. New token i stands at position
+            base + L + depths[i].
     """
 
     base = 0
@@ -348,7 +350,7 @@ class CpuPlan:
             count = layout.count
             held = layout.held
             prefix = layout.prefix_len
-            base = layout.base
+            base = layout.base % (1 << 64)  # of 64 bits, which C reads with their sign
             node = len(ancestors)  # tokens of earlier trees, held ones included
             tree = layout.parents is not None
             if slot < 0 or (tree and held + count > _KERNEL_TOKENS):
@@ -369,7 +371,7 @@ class CpuPlan:
             begin += count
             self.counts.append(count)
             self.ends.append(slot + prefix + held + count)
-            self.positions = max(self.positions, base + layout.reach)
+            self.positions = max(self.positions, layout.base + layout.reach)
         self.tokens = begin
         self.parts = len(numbers) // 7
         self.slots = max(self.ends, default=0)

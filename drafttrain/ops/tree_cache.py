@@ -88,6 +88,8 @@ class TreeCache:
 
     Attributes:
         lengths: L of each row.
+        shifts: position of each row's next token less its index: images may take fewer positions
+            than tokens.
         base: positions that are dropped; slot 0 holds the next one.
         nbytes: bytes of all buffers, which the first forward allocates.
     """
@@ -106,6 +108,7 @@ class TreeCache:
         self.dtype = dtype
         self.window = window
         self.lengths = [0] * rows
+        self.shifts = [0] * rows
         self.base = 0
         # Per layer keys and values [kv_heads, rows * capacity, e]: one slot axis, so that all rows
         # move in one gather.
@@ -166,6 +169,7 @@ class TreeCache:
     def clear(self, row: int) -> None:
         """Empties a row for its next sequence."""
         self.lengths[row] = 0
+        self.shifts[row] = 0
         self.base = 0
 
     def reserve(self, capacity: int) -> None:
@@ -216,6 +220,7 @@ class TreeCache:
             for buffer in pair:
                 buffer[:, goal : goal + count] = buffer[:, begin : begin + count]
         self.lengths[row] = count
+        self.shifts[row] = self.shifts[source]
 
     def open(self, new: Sequence[tuple[int, Sequence[int] | int | TreeLayout]]) -> list[TreeLayout]:
         """Announces the next forward.
@@ -250,7 +255,7 @@ class TreeCache:
                     f"the key/value cache holds {self.capacity} positions, but {layout.prefix_len} + "
                     f"{layout.held + layout.count} are needed; use a smaller tree or fewer new tokens"
                 )
-            layout.base = self.base
+            layout.base = self.base + self.shifts[row]
             self._open.append((row, layout))
         return [layout for _, layout in self._open]
 

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -24,7 +24,9 @@ from rich.live import Live
 from rich.text import Text
 
 from drafttrain.batch import TokenTree
-from drafttrain.data.chat import NO_INPUTS, ChatInputs, Message, has_template, prompt_ids
+from drafttrain.data.chat import NO_INPUTS, ChatInputs, Message, has_template
+from drafttrain.data.image_parts import in_front, with_names
+from drafttrain.data.image_prompts import chat_prompt
 from drafttrain.drafters.combined import parts_of
 from drafttrain.drafters.registry import chosen_tree, load_drafter
 from drafttrain.environment import __version__
@@ -32,14 +34,17 @@ from drafttrain.errors import UserError
 from drafttrain.files import Json, write_json
 from drafttrain.flags import load_target, sampling_of
 from drafttrain.folders import inputs_of, output_file
+from drafttrain.images import Picture, read_picture
 from drafttrain.inference import Decoder, Stats
 from drafttrain.inference.sequence import TextStream
 from drafttrain.inference.verify import Verdict
-from drafttrain.progress import plain_console
+from drafttrain.progress import counted, plain_console
+from drafttrain.target.sight import ImagePrompt
 
 # What may be typed besides messages; the help of `drafttrain chat` lists it too.
 COMMANDS = {
     "/plain": "switch drafting off, which decodes the last answer again to compare, and on again",
+    "/image PATH": "show an image with the next message; again for several",
     "/system TEXT": "set the system message, or none",
     "/reset": "begin a new conversation",
     "/save FILE": "write the conversation and its figures as JSON",
@@ -58,8 +63,9 @@ class ChatTurn:
     """A message, its answer so far, and the answer's record.
 
     Attributes:
-        drafting: whether a drafter was asked. prompt: its token ids. pieces: (text, producer) of
-            each token.
+        drafting: whether a drafter was asked. prompt: its token ids, or the prompt with images.
+        pieces: (text, producer) of each token.
+        images: shown with the message.
         plain: tokens and seconds of the same answer decoded without a drafter; zeros if unknown.
         shown: seconds between rounds, in which the answer was displayed. finish: as in `Stats`;
             `stopped` if Ctrl-C ended it.
@@ -67,8 +73,9 @@ class ChatTurn:
 
     user: str
     drafting: bool
-    prompt: list[int]
+    prompt: list[int] | ImagePrompt
     seed: int
+    images: tuple[Picture, ...] = ()
     plain: tuple[int, float] = (0, 0.0)
     stats: Stats = field(default_factory=Stats)
     pieces: list[tuple[str, str]] = field(default_factory=list)
@@ -104,6 +111,11 @@ def printable(text: str) -> str:
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
+def _asked(text: str, images: Sequence[Picture]) -> Message:
+    """A message of the user."""
+    return in_front([{"role": "user", "content": text}], images)[0]
+
+
 class ChatSession:
     """A conversation with a target, drafted for by a drafter.
 
@@ -114,6 +126,7 @@ class ChatSession:
 
     Attributes:
         drafting: whether the next answer is drafted. turns: what was answered since the last reset.
+        images: to be shown with the next message.
     """
 
     def __init__(
@@ -144,15 +157,16 @@ class ChatSession:
                     self.names.append(part.kind)
         self.drafting = bool(self.names)
         self.turns: list[ChatTurn] = []
+        self.images: list[Picture] = []
 
     @property
     def messages(self) -> list[Message]:
-        """The conversation, system message first."""
+        """The conversation, system message first; images as pictures."""
         made: list[Message] = []
         if self.system:
             made.append({"role": "system", "content": self.system})
         for turn in self.turns:
-            made.append({"role": "user", "content": turn.user})
+            made.append(_asked(turn.user, turn.images))
             made.append({"role": "assistant", "content": turn.text})
         return made
 
@@ -165,10 +179,12 @@ class ChatSession:
             UserError: a prompt that the chat template refuses or that the target's context does not
                 hold.
         """
-        messages = [*self.messages, {"role": "user", "content": text}]
-        prompt = prompt_ids(self.target.tokenizer, messages, self.inputs)
+        messages = [*self.messages, _asked(text, self.images)]
+        prompt = chat_prompt(self.target, messages, self.inputs)
         # Each turn draws random numbers of its own.
-        turn = ChatTurn(text, self.drafting, prompt, (self.seed + len(self.turns)) % 2**32)
+        seed = (self.seed + len(self.turns)) % 2**32
+        turn = ChatTurn(text, self.drafting, prompt, seed, tuple(self.images))
+        self.images = []
         for each in self._decode(turn, self.max_new_tokens):
             if not self.turns or self.turns[-1] is not turn:
                 self.turns.append(turn)
@@ -180,7 +196,7 @@ class ChatSession:
         Another text, as sampling may give, or a part of it measures nothing.
         """
         last = self.turns[-1]
-        turn = ChatTurn(last.user, False, last.prompt, last.seed)
+        turn = ChatTurn(last.user, False, last.prompt, last.seed, last.images)
         yield from self._decode(turn, last.stats.new_tokens)
         if turn.text == last.text:
             last.plain = turn.decoded
@@ -227,8 +243,12 @@ class ChatSession:
     def record(self, turn: ChatTurn) -> Json:
         """A turn as --json prints and /save writes it."""
         stats = turn.stats
+        shown: Json = {}
+        if turn.images:
+            shown["images"] = [picture.name for picture in turn.images]
         return {
             "user": turn.user,
+            **shown,
             "answer": turn.text,
             "finish": turn.finish,
             "drafting": turn.drafting,
@@ -476,7 +496,14 @@ def respond(view: PlainView, line: str, args: argparse.Namespace) -> bool:
         view.say("\n".join(f"{command:<15} {meaning}" for command, meaning in COMMANDS.items()))
     elif name == "/reset":
         session.turns = []
+        session.images = []
         view.say("a new conversation")
+    elif name == "/image":
+        if not rest:
+            raise UserError("/image: give the path of an image")
+        assert session.target.processor is not None  # refused here, not with the next message
+        session.images.append(read_picture(rest))
+        view.say(f"the next message shows {counted(len(session.images), 'images')}")
     elif name == "/system":
         session.system = rest
         view.say("the system message is set" if rest else "no system message")
@@ -501,7 +528,7 @@ def respond(view: PlainView, line: str, args: argparse.Namespace) -> bool:
             "target": args.target,
             "drafter": args.drafter,
             "decoding": decoding,
-            "messages": session.messages,
+            "messages": with_names(session.messages),
             "turns": [session.record(turn) for turn in session.turns],
         }
         write_json(path, saved)

@@ -3,6 +3,7 @@
 target.py                        load, forward with features, embedding, head; `compute_dtype`, `pack`
 loading.py, fetch.py             weights as their config promises; small targets by name
 attention.py, proof.py           the attention interface; the proof that a model runs through it
+sight.py, parts.py               prompts with images: towers that load with the first one
 snapshots.py, own_cache.py       models that keep their own forward and cache
 native_body.py                   decoding on a CPU: layers by C kernels (products: ops/packing.py)
 devices.py                       names of dtypes and devices

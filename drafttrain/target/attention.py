@@ -67,10 +67,19 @@ class AttentionContext(Protocol):
         ...
 
 
+class KeyStore(Protocol):
+    """Keeps the keys and values of a forward that attends by the model's own masks."""
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Stores keys and values [1, kv_heads, n, e] of a layer."""
+        ...
+
+
 class _Active(threading.local):
     """The running forward of this thread, for `_attention`, `_mask` and the feature hooks."""
 
     context: AttentionContext | None = None
+    keys: KeyStore | None = None
     caught: dict[int, Tensor] | None = None  # features by layer
     documents: Tensor | None = None  # see `apart`
 
@@ -80,21 +89,24 @@ _active = _Active()
 
 @contextlib.contextmanager
 def attention_context(
-    context: AttentionContext | None, caught: dict[int, Tensor] | None = None
+    context: AttentionContext | None,
+    caught: dict[int, Tensor] | None = None,
+    keys: KeyStore | None = None,
 ) -> Iterator[None]:
     """While active, every target forward in this thread attends through `context`.
 
-    `caught` receives the hooked features.
+    Args:
+        caught: receives the hooked features.
+        keys: without a context, stores every layer's keys and values.
     """
-    outer_context = _active.context
-    outer_caught = _active.caught
+    outer = (_active.context, _active.caught, _active.keys)
     _active.context = context
     _active.caught = caught
+    _active.keys = keys
     try:
         yield
     finally:
-        _active.context = outer_context
-        _active.caught = outer_caught
+        _active.context, _active.caught, _active.keys = outer
 
 
 @contextlib.contextmanager
@@ -230,6 +242,8 @@ def _attention(module, query, key, value, attention_mask, dropout=0.0, scaling=N
 
     # Without a context (transformers' own generate, for example) the model computes what it did
     # before it was wrapped.
+    if _active.keys is not None:
+        _active.keys.write(getattr(module, "layer_idx", -1), key, value)
     options = {"dropout": dropout, "scaling": scaling, **kwargs}
     if softcap is None and sinks is None:
         return sdpa_attention_forward(

@@ -19,7 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -30,6 +36,12 @@ from transformers.utils import logging as logs
 from drafttrain.errors import UserError, without_xet
 from drafttrain.files import Json, hub_snapshot, open_tensors, read_json
 from drafttrain.target.fetch import resolve_target
+from drafttrain.target.parts import (
+    build_language_model,
+    image_class,
+    part_class,
+    whole_again,
+)
 from drafttrain.values import ShardIndex
 
 # Buffers that earlier versions of transformers stored, and parts that are not the language model's.
@@ -100,6 +112,8 @@ def loading(what: str, fix: str) -> Iterator[None]:
 def load_language_model(where: str, what: str, fix: str, **options: Any) -> Any:
     """A causal language model with exactly the weights that its config promises.
 
+    Of a model that reads images too, it is the text part: towers are neither built nor read.
+
     Args:
         where: folder or Hub id.
         what: names the model in errors (`target='...'`).
@@ -111,16 +125,54 @@ def load_language_model(where: str, what: str, fix: str, **options: Any) -> Any:
     """
     with loading(what, fix):
         if "gguf_file" not in options:
-            options["use_safetensors"] = True
-            # Weights of another shape are reported by name with the others.
-            options["ignore_mismatched_sizes"] = True
             config = model_config(where, options.get("trust_remote_code", False))
             check_sizes(config, where, what, fix)
             options["config"] = config
+            whole = image_class(config)
+            if whole is not None:
+                return load_part(whole, where, what, fix, text=True, **options)
+            options["use_safetensors"] = True
+            # Weights of another shape are reported by name with the others.
+            options["ignore_mismatched_sizes"] = True
         options["output_loading_info"] = True
         loaded: Any = AutoModelForCausalLM.from_pretrained(where, **options)
     model, info = loaded
     check_loaded(model, info, what, fix)
+    return model
+
+
+def load_part(
+    whole: type[PreTrainedModel],
+    where: str,
+    what: str,
+    fix: str,
+    *,
+    text: bool,
+    **options: Any,
+) -> PreTrainedModel:
+    """The text part of a model that reads images, or all but its text part, checked as a whole model is.
+
+    Args:
+        whole: its class. text: which part.
+
+    Raises:
+        UserError: as `load_language_model`.
+    """
+    options.pop("trust_remote_code", None)  # the class is transformers' own
+    with loading(what, fix):
+        found: tuple[PreTrainedModel, Json] = part_class(whole, text).from_pretrained(  # type: ignore[assignment]
+            where,
+            output_loading_info=True,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            **options,
+        )
+    model, info = found
+    parts = whole_again(model)
+    # Each part is checked for its own weights, and does not know the other's.
+    unknown = [str(name) for name in info.get("unexpected_keys") or ()]
+    info["unexpected_keys"] = [name for name in unknown if parts.is_tower(name) != text]
+    check_loaded(model, info, what, fix, apart=text)
     return model
 
 
@@ -189,31 +241,46 @@ def check_sizes(
     Raises:
         UserError: names the key, or the number of weights.
     """
-    own = config.get_text_config()
-    limits = dict.fromkeys(_SIZES, (1, _MOST))  # least and most of each count or size
-    # Other counts of any name (heads, experts) may be 0, where a family has none.
-    for key in vars(own):
-        if key.startswith("num_"):
-            limits.setdefault(key, (0, _MOST))
-    limits["num_hidden_layers"] = (1, _MOST_LAYERS)
-    held = vars(own)
-    for key, (least, most) in limits.items():
-        # The attribute itself raises an error where layers differ in it (Gemma 4's key heads).
-        value = held[key] if key in held else getattr(own, key, None)
-        if isinstance(value, int) and not least <= value <= most:
-            raise UserError(
-                f"{what}: {key}={value} in config.json must be {least} to {most}; {fix}"
-            )
+    text = config.get_text_config()
+    parts = [text]
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if isinstance(part, PreTrainedConfig) and part is not text:
+            parts.append(part)
+    for own in parts:
+        _check_counts(own, int(own is text), what, fix)
     stored = sum(path.stat().st_size for path in Path(where).glob("*.safetensors"))
     # On the meta device weights have shapes and no memory.
     if stored and is_known(config):  # a Hub id has no files here
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = build_language_model(config)
         count = sum(weight.numel() for weight in model.parameters())
         if count > _MOST_PER_BYTE * stored:
             raise UserError(
                 f"{what}: config.json promises {count:,} weights, but its files have {stored:,} bytes; {fix}"
             )
+
+
+def _check_counts(
+    own: PreTrainedConfig,
+    least: int,
+    what: str,
+    fix: str,
+) -> None:
+    """Checks the sizes of the text's config, or of a tower's, which may lack a part."""
+    limits = dict.fromkeys(_SIZES, (least, _MOST))  # least and most of each count or size
+    # Other counts of any name (heads, experts) may be 0, where a family has none.
+    for key in vars(own):
+        if key.startswith("num_"):
+            limits.setdefault(key, (0, _MOST))
+    limits["num_hidden_layers"] = (least, _MOST_LAYERS)
+    limits["depth"] = (least, _MOST_LAYERS)  # towers' word for it
+    held = vars(own)
+    for key, (low, high) in limits.items():
+        # The attribute itself raises an error where layers differ in it (Gemma 4's key heads).
+        value = held[key] if key in held else getattr(own, key, None)
+        if isinstance(value, int) and not low <= value <= high:
+            raise UserError(f"{what}: {key}={value} in config.json must be {low} to {high}; {fix}")
 
 
 def is_known(config: PreTrainedConfig) -> bool:
@@ -226,11 +293,13 @@ def check_loaded(
     info: Mapping[str, Any],
     what: str,
     fix: str,
+    apart: bool = True,
 ) -> None:
     """Checks a loader's report and the loaded values.
 
     Args:
         info: of `from_pretrained(output_loading_info=True)`.
+        apart: whether towers and prediction modules may be unknown.
 
     Raises:
         UserError: names the first weights that are missing, unknown, of another shape or not
@@ -245,7 +314,7 @@ def check_loaded(
         lacking -= set(tied)
     names = {
         "lack": lacking,
-        "have unknown": set(_not_apart(unknown)),
+        "have unknown": set(_not_apart(unknown) if apart else unknown),
         "have another shape of": {str(entry[0]) for entry in info.get("mismatched_keys") or ()},
     }
     for word, wrong in names.items():

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, cache_utils
+from transformers.utils import ModelOutput
 
 from drafttrain.batch import TargetOutput
 from drafttrain.ops.packing import pack
@@ -276,10 +277,14 @@ class Continuation:
         )
         if not self.name:
             return out, None
+        return out, self.cache_of(own)
+
+    def cache_of(self, own: ModelOutput) -> Any:
+        """The cache in what the body returned for the first tokens of sequences."""
         cache = own[self.name]
         if self.crops:
             cache.activate_past_recording()
-        return out, cache
+        return cache
 
     def go_on(
         self,
@@ -288,12 +293,14 @@ class Continuation:
         ids: Tensor,
         layers: Sequence[int],
         lengths: Sequence[int],
+        shifts: Sequence[int] = (0,),
     ) -> tuple[TargetOutput, Any]:
         """Reads more tokens [b, n]. The old cache is no longer valid then.
 
         Args:
             cache: None if nothing was read yet.
             lengths: tokens of each row in it, behind padding to the longest, or of all rows.
+            shifts: what each row's positions, or those of all rows, exceed the indices of tokens by.
 
         Returns:
             States, and the cache behind the tokens.
@@ -304,7 +311,7 @@ class Continuation:
         last_hidden = []
         parts = (ids,) if self.several else ids.split(1, dim=1)
         for i, part in enumerate(parts):
-            places = self._places(part, [length + i for length in lengths])
+            places = self._places(part, [length + i for length in lengths], shifts)
             out, own = target.run_body(
                 part,
                 layers,
@@ -320,13 +327,19 @@ class Continuation:
             return out, cache
         return TargetOutput(torch.cat(features, dim=1), torch.cat(last_hidden, dim=1)), cache
 
-    def _places(self, ids: Tensor, lengths: Sequence[int]) -> dict[str, Tensor]:
+    def _places(
+        self,
+        ids: Tensor,
+        lengths: Sequence[int],
+        shifts: Sequence[int],
+    ) -> dict[str, Tensor]:
         """Positions of new tokens [b, n], and the mask that hides padding, if the body takes them."""
         places: dict[str, Tensor] = {}
         before = torch.tensor(lengths, device=ids.device)[:, None]  # [b or 1, 1]
         longest = max(lengths)
         if "position_ids" in self.takes:
-            positions = before + torch.arange(ids.shape[1], device=ids.device)
+            first = before + torch.tensor(shifts, device=ids.device)[:, None]
+            positions = first + torch.arange(ids.shape[1], device=ids.device)
             places["position_ids"] = positions.expand(len(ids), -1)  # [b, n]
         # Without keys and values there is no padding: Mamba would read the mask as one of the new
         # tokens.

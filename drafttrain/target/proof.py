@@ -54,6 +54,8 @@ class ProvenModel(Protocol):
     body: Any
     config: Any
     name: str
+    path: str
+    dtype: torch.dtype
     reason: str
     layers: nn.ModuleList
     forms: list[AttentionForm]
@@ -68,6 +70,7 @@ class ProvenModel(Protocol):
     def compute_dtype(self) -> torch.dtype: ...
     @property
     def device(self) -> torch.device: ...
+    def check_length(self, length: int, /) -> None: ...
     def hook(self, layers: Sequence[int], /) -> None: ...
     def head(self, hidden: Tensor, /) -> Tensor: ...
     def forward(
@@ -102,8 +105,12 @@ def described(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
-def unpackable(model: PreTrainedModel) -> str | None:
-    """Why a model's class or config cannot attend through a context; None if no reason is found."""
+def unpackable(model: PreTrainedModel, body: PreTrainedModel) -> str | None:
+    """Why a model's class or config cannot attend through a context; None if no reason is found.
+
+    Args:
+        body: the model below its head, whose layers attend.
+    """
     layer_types = getattr(model.config.get_text_config(), "layer_types", None)
     types: set[str] = set()
     named = ""
@@ -117,7 +124,7 @@ def unpackable(model: PreTrainedModel) -> str | None:
         return f"keeps recurrent state{named}, from which rejected tokens cannot be rolled back"
     if types:
         return f"has layers of an unsupported type{named}"
-    if model._can_set_attn_implementation():
+    if body._can_set_attn_implementation():
         return None
     return "does not use the transformers attention interface"
 
@@ -217,7 +224,8 @@ def _run(target: ProvenModel) -> _ProofRun:
         # First with the model's own attention: afterwards the model calls ours.
         with attention_context(None, caught):
             own = target.model(input_ids=ids, use_cache=False).logits.float()  # [2, n, v]
-        target.model.set_attn_implementation(ATTENTION)
+        # Not of the whole model: towers keep their attention.
+        target.body.set_attn_implementation(ATTENTION)
         packed = target.forward(ids.t().reshape(1, -1), (), positions, rows).last_hidden
     finally:
         hook.remove()

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -47,7 +47,9 @@ from drafttrain.target.loading import (
     text_part,
     weights_folder,
 )
+from drafttrain.target.parts import build_language_model, image_class
 from drafttrain.target.proof import LOGITS, LOGITS_HALF, described, find_scale, unsupported
+from drafttrain.target.sight import Sight
 from drafttrain.target.target import Target, Tokenizer, resolve_target
 
 _FIX = "give a folder with config.json, safetensors and tokenizer, or a Hub id"
@@ -80,20 +82,20 @@ def load_shell(
         options["dtype"] = resolve_dtype(dtype, place)
     generation = read_generation_config(path, name)
     with loading(f"{what}: config and tokenizer", _FIX):
-        config = text_part(model_config(path, trust_remote_code))
+        whole = model_config(path, trust_remote_code)
+        config = text_part(whole)
         check_sizes(config, "", what, _FIX)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config,
-                trust_remote_code=trust_remote_code,
-                **options,
-            )
+            model = build_language_model(config, trust_remote_code=trust_remote_code, **options)
     # Many targets have none; config and tokenizer name the end of sequence too.
     if generation is not None:
         model.generation_config = generation
     model.eval().requires_grad_(False)
     shell = TargetShell(model, tokenizer, name, path, model.dtype)
+    if image_class(whole) is not None:
+        shell.sight = Sight(shell)  # for its processor
+        shell.sight.trust_remote_code = trust_remote_code
     shell._choose_path(packed_only=False)
     if weights:
         shell.read_weights(place)

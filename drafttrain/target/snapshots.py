@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.utils import ModelOutput
 
 from drafttrain.batch import TargetOutput
 from drafttrain.ops.tree_attention import TreeLayout
@@ -62,7 +63,7 @@ class SnapshotCache:
         rows: sequences held at a time.
 
     Attributes:
-        lengths: committed tokens of each row.
+        lengths: committed tokens of each row. shifts: as in `TreeCache`.
         passes: number of forwards by purpose: "read" (new tokens), "snapshot" (a snapshot that
             moves on).
     """
@@ -78,6 +79,7 @@ class SnapshotCache:
         self.rows = rows
         self.how: Continuation = target.continuation
         self.lengths = [0] * rows
+        self.shifts = [0] * rows
         self.passes: Counter[str] = Counter()
         self._held: dict[int, _Held] = {}  # by row
         self._since: list[list[int]] = [[] for _ in range(rows)]
@@ -107,6 +109,7 @@ class SnapshotCache:
     def clear(self, row: int) -> None:
         """Empties a row for its next sequence."""
         self.lengths[row] = 0
+        self.shifts[row] = 0
         self._since[row] = []
         self._held.pop(row, None)
 
@@ -132,6 +135,7 @@ class SnapshotCache:
             )
         self.clear(row)
         self.lengths[row] = count
+        self.shifts[row] = self.shifts[source]
         self._since[row] = list(self._since[source])
         if self.how.form is not None and source in self._held:
             held = self._alone(source)
@@ -169,6 +173,7 @@ class SnapshotCache:
                     _paths(shape),
                     drafted=len(shape) > 0,
                 )
+            layout.base = self.shifts[row]
             self._open.append(part)
         return [part.layout for part in self._open]
 
@@ -255,6 +260,12 @@ class SnapshotCache:
             else:
                 self._since[row] += [tokens[i] for i in indices]
 
+    def adopt(self, row: int, own: ModelOutput) -> None:
+        """Takes what the body returned for a row's announced tokens, which another forward read."""
+        length = self.lengths[row] + self._open[0].layout.count
+        cache = self.how.cache_of(own)
+        self._held[row] = _Held(self._trimmed(cache), [row], [length])
+
     def _hold(self, row: int, cache: Any) -> None:
         """Makes a cache behind all committed tokens the row's snapshot."""
         self._held[row] = _Held(cache, [row], [self.lengths[row]])
@@ -298,7 +309,7 @@ class SnapshotCache:
         last_hidden = []
         caches = []
         for start, some in zip(starts, paths.chunk(len(starts)), strict=True):
-            out, cache = self.how.go_on(self.target, start, some, layers, read)
+            out, cache = self.how.go_on(self.target, start, some, layers, read, [self.shifts[row]])
             self.passes["read"] += 1
             features.append(out.features)
             last_hidden.append(out.last_hidden)
@@ -349,6 +360,7 @@ class SnapshotCache:
             fed,
             layers,
             held.lengths,
+            [self.shifts[row] for row in held.rows],
         )
         self.passes["read"] += 1
         held.cache = self._trimmed(cache)
@@ -371,7 +383,7 @@ class SnapshotCache:
             held = self._alone(row)
             cache = held.cache
             read = held.lengths
-        _, cache = self.how.go_on(self.target, cache, since, (), read)
+        _, cache = self.how.go_on(self.target, cache, since, (), read, [self.shifts[row]])
         self.passes["snapshot"] += 1
         self._hold(row, self._trimmed(cache))
 

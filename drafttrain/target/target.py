@@ -7,6 +7,8 @@ the insides of transformers' models:
     target.py        Target: load or wrap a model, run it
     proof.py         proves that states and logits are the model's own: through our attention, or else of its own forward
     own_cache.py, snapshots.py: decoding with a model's own cache, where our attention cannot serve it
+    sight.py         prompts with images: towers, processor, and the forward that reads both
+    parts.py         which modules of such a model are its text part
     shell.py         a target without its layers
     own_layer.py     a layer of the target's class with weights of its own, for drafters
     loading.py       loads models whose files hold exactly what their config promises
@@ -36,11 +38,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from drafttrain.batch import TargetOutput
 from drafttrain.errors import UserError, shown
 from drafttrain.files import hub_snapshot, is_hub_id
+from drafttrain.images import Picture
 from drafttrain.ops.native import cpu_kernels, multiplies_bfloat16, return_freed_memory
 from drafttrain.ops.packing import PackedLinear, cpu_has_bfloat16, pack, weights_of, without_grad
 from drafttrain.ops.tree_attention import AttentionForm
@@ -64,7 +67,9 @@ from drafttrain.target.loading import (
 )
 from drafttrain.target.native_body import NativeBody, plain_embedding
 from drafttrain.target.own_cache import Continuation, pack_proven
+from drafttrain.target.parts import Parts, build_language_model, find_body, image_class
 from drafttrain.target.proof import check_rows, prove, prove_own, unpackable, unsupported
+from drafttrain.target.sight import ImagePrompt, Sight
 from drafttrain.target.snapshots import SnapshotCache
 from drafttrain.values import Place, check, refuse_options
 
@@ -96,6 +101,8 @@ class Target:
         reason: why it is not packed; empty if it is.
         continuation: how its own cache is used, None if it is packed.
         forms: how each layer attends; empty without weights and on the snapshot path.
+        sight: how it reads images, None if its class reads none. Nothing is loaded for it before
+            the first prompt with images.
         idle_steps: captured decoding steps (CUDA graphs) between two calls of the decoder, see
             `take_idle_steps`.
         most_captured: the most tokens of a pass that a CUDA graph can capture, None for any number.
@@ -115,7 +122,7 @@ class Target:
         self.path = path
         self.dtype = dtype
         self.config = self.model.config.get_text_config()
-        self.body: Any = self._find_body()
+        self.body: Any = find_body(model)
         self.hidden_size: int = self.config.hidden_size
         self.num_layers: int = self.config.num_hidden_layers
         self.max_positions = longest_row(self.config)
@@ -143,6 +150,9 @@ class Target:
         self._packed = False
         self._native: NativeBody | None = None
         self._hooked: set[int] = set()
+        self.sight: Sight | None = None
+        if image_class(model.config) is type(model):
+            self.sight = Sight(self)
         self.idle_steps: list[Any] = []
         self.most_captured: int | None = None
 
@@ -211,6 +221,8 @@ class Target:
         if not device_map:
             model = model.to(place)
         target = cls.wrap(model, tokenizer, name, where, wanted)
+        if target.sight is not None:
+            target.sight.trust_remote_code = trust_remote_code
         if target.decoding_path == "snapshot":
             how = f"target {name!r} decodes by its own forward and cache ({target.continuation})"
             logger.info(f"{how}: {target.reason}")
@@ -323,8 +335,8 @@ class Target:
         Without weights (`meta`) the model stands for one that runs elsewhere, and its config
         decides.
         """
-        own = self.model.config._attn_implementation  # put back if ours is not proven
-        self.reason = unpackable(self.model) or ""
+        own = self.body.config._attn_implementation  # put back if ours is not proven
+        self.reason = unpackable(self.model, self.body) or ""
         meta = self.device.type == "meta"
         try:
             if self.reason:
@@ -338,8 +350,8 @@ class Target:
             self.decoding_path = "snapshot"
             if not self.reason:
                 self.reason = str(error)
-            if self.model.config._attn_implementation != own:
-                self.model.set_attn_implementation(own)
+            if self.body.config._attn_implementation != own:
+                self.body.set_attn_implementation(own)
             if not meta:
                 self.logit_scale = prove_own(self)
                 self.continuation = Continuation.prove(self)
@@ -416,19 +428,6 @@ class Target:
         if self._native is not None:
             for layer in self._native.layers:
                 layer.round_inputs()
-
-    def _find_body(self) -> nn.Module:
-        """The model below the head."""
-        found = self.model.base_model
-        if hasattr(self.model, "get_decoder"):
-            found = self.model.get_decoder()
-        if isinstance(found, PreTrainedModel) and found is not self.model:
-            return found
-        # The names mean something else in some families.
-        for child in self.model.children():
-            if isinstance(child, PreTrainedModel):
-                return child
-        return self.model
 
     def _find_layers(self) -> nn.ModuleList:
         """The decoder layers."""
@@ -604,6 +603,63 @@ class Target:
         )
         return out
 
+    @property
+    def processor(self) -> ProcessorMixin:
+        """transformers' processor of images and text, loaded on first use.
+
+        Raises:
+            UserError: the target reads no images or has no processor, or torchvision or Pillow is
+                missing.
+        """
+        return self._eyes().processor
+
+    def image_prompt(self, text: str, pictures: Sequence[Picture]) -> ImagePrompt:
+        """A prompt with images.
+
+        Args:
+            text: the rendered chat template, with a marker per image.
+            pictures: in the markers' order.
+
+        Raises:
+            UserError: as `processor`; text and pictures that do not go together.
+        """
+        return self._eyes().prompt(text, pictures)
+
+    def read_images(self, prompt: ImagePrompt, feature_layers: Sequence[int]) -> TargetOutput:
+        """`forward` of a whole conversation with images: states of all its L positions.
+
+        Args:
+            feature_layers: as in `forward`.
+
+        Returns:
+            features [1, L, f*h] and last_hidden [1, L, h].
+
+        Raises:
+            UserError: longer than the target reads, or a class that does not continue prompts with
+                images as it continues text.
+        """
+        return self._seeing().read(prompt, feature_layers)
+
+    def prefill_images(
+        self,
+        prompt: ImagePrompt,
+        feature_layers: Sequence[int],
+        cache: TreeCache | SnapshotCache,
+        row: int,
+    ) -> TargetOutput:
+        """`read_images` into an empty row of a decoder's cache, which then holds all L tokens."""
+        return self._seeing().prefill(prompt, feature_layers, cache, row)
+
+    def _seeing(self) -> Sight:
+        self.require_layers()
+        return self._eyes()
+
+    def _eyes(self) -> Sight:
+        if self.sight is None:
+            fault = "reads no images; use a target that does, or text only"
+            raise unsupported(self.name, self.model, fault)
+        return self.sight
+
     @without_grad
     def score(
         self,
@@ -669,7 +725,10 @@ class Target:
         config = copy.deepcopy(self.model.config)
         config._attn_implementation = None
         with torch.device("meta"):
-            model = type(self.model)._from_config(config, dtype=self.dtype)
+            if self.sight is not None and not Parts(self.model).towers:
+                model = build_language_model(config, self.dtype)
+            else:
+                model = type(self.model)._from_config(config, dtype=self.dtype)
         model.load_state_dict(self.model.state_dict(), assign=True)
         model.tie_weights()
         # State dicts leave out what classes compute, rotary frequencies for one.

@@ -83,7 +83,7 @@ def prompts(*args):
         ),
         ({"prompt": "a"}, [("user", "a")]),
         ({"text": "a"}, "a"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
+        ({"messages": [{"role": "user", "content": [{"type": "file"}]}]}, None),
         ({"messages": [{"role": "tool", "content": "a"}]}, None),
         ({"messages": [{"role": "assistant", "content": "a"}]}, None),
         ({"turns": []}, None),

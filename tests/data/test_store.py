@@ -60,7 +60,7 @@ def test_round_trip(tmp_path):
     write(tmp_path / "d", ["c"], rank=1)
     rows = load_records(tmp_path / "d")
     assert list(rows["id"]) == ["a", "b", "c"]
-    assert rows[0] == {**record("a"), "reasoning": None, "part": None}
+    assert rows[0] == {**record("a"), "reasoning": None, "part": None, "images": None}
     meta = read_meta(tmp_path / "d")
     assert meta["target"] == META["target"]
     assert meta["format"] == 1

@@ -207,7 +207,7 @@ def test_a_pipe_gets_one_answer_per_line(chat, tmp_path):
         and foreign.read_text() == "{}"
     )
     status, _, err = chat("/plian\nhello")
-    assert status == 2 and "error: /plian is not one of /plain, /system" in err
+    assert status == 2 and "error: /plian is not one of /plain, /image, /system" in err
 
 
 def test_json_has_one_object_per_turn(chat):

@@ -1,0 +1,175 @@
+"""Decoding of prompts with images: the text is transformers' own, whatever drafts it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import drafttrain
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.ngram.model import NgramDrafter
+from drafttrain.inference import Decoder, SamplingParams, static
+from drafttrain.inference.responses import ResponseEngine, ResponseRequest
+from tests.drafters.helpers import make_drafter
+from tests.inference.fakes import ANY, FakeBatch
+from tests.ops.transformers_sampling import p_value, transformers_says
+from tests.vlm_models import FAMILIES, VOCAB, build, picture, prompt_with
+
+NEW = 10
+# Positions on three axes, with deepstack; images that attend in both directions under windows; a recurrent state.
+VARIED = ("qwen3_vl", "gemma3", "qwen3_5")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """Checkpoints by family, built on first use."""
+    made = {}
+
+    def of(family):
+        if family not in made:
+            made[family] = build(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return of
+
+
+def prompts_of(case, target):
+    """Images in front, inside, behind, several, of several sizes, and none."""
+    mark = case.marker
+    shown = {
+        f"look: {mark} and {mark} what?": [picture(1), picture(2, 56, 112)],
+        f"{mark}why": [picture(3, 98, 42)],
+        "only text here": [],
+        f"so {mark}": [picture(4)],
+    }
+    return [target.image_prompt(text, pictures) for text, pictures in shown.items()]
+
+
+def tokens_of(target, drafter, prompts, spec="none", **options):
+    spec = TreeSpec.parse(spec) if isinstance(spec, str) else spec
+    decoder = Decoder(target, drafter, spec=spec, eos_ids=(), max_rows=3, **options)
+    return [each.tokens for each in decoder.generate(prompts, max_new_tokens=NEW)]
+
+
+def drafting(prompts, truths, **options):
+    """A drafter of random trees, half of whose nodes are right."""
+    by_prompt = {
+        tuple(prompt.ids.tolist()): truth for prompt, truth in zip(prompts, truths, strict=True)
+    }
+    return FakeBatch(by_prompt, agree=0.6, nodes=8, seed=1, vocab=VOCAB, **options)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_text_is_that_of_transformers(built, family):
+    """Mixed batches without a drafter, then trees, on plain and on packed weights."""
+    case = built(family)
+    target = case.load()
+    prompts = prompts_of(case, target)
+    truths = [case.generate(prompt, NEW) for prompt in prompts]
+    assert len({tuple(truth) for truth in truths}) == len(prompts)
+    for _ in range(2):
+        assert tokens_of(target, None, prompts) == truths
+        assert tokens_of(target, drafting(prompts, truths), prompts, ANY) == truths
+        target.pack()
+
+
+@pytest.mark.parametrize("family", VARIED)
+def test_every_drafter_gives_the_same_text(built, monkeypatch, family):
+    case = built(family)
+    target = case.load()
+    prompts = prompts_of(case, target)
+    truths = [case.generate(prompt, NEW) for prompt in prompts]
+    head = make_drafter(target).eval()
+    # Static passes, as on a GPU, where the family has them.
+    with monkeypatch.context() as patch:
+        patch.setattr(static, "_serves", lambda device: True)
+        for order in (slice(None), slice(None, None, -1)):
+            drafter = drafting(prompts, truths)
+            assert tokens_of(target, drafter, prompts[order], ANY) == truths[order]
+    target.pack()
+    for spec in ("chain:3", "dynamic:3,2,8", "fanout:2x2"):
+        assert tokens_of(target, head, prompts, spec) == truths
+    assert tokens_of(target, NgramDrafter(), prompts, "chain:4") == truths
+    # By the Python call, among other prompts.
+    several = drafttrain.generate(
+        target, [prompts[0], [5, 6, 7]], head, max_new_tokens=NEW, eos_token_id=[]
+    )
+    assert several[0].tokens == truths[0]
+
+
+@pytest.mark.parametrize("family", VARIED)
+def test_turns_share_a_prefix_only_with_the_same_images(built, monkeypatch, family):
+    case = built(family)
+    target = case.load()
+    text = f"look: {case.marker} what?"
+    first, other = (target.image_prompt(text, [picture(seed)]) for seed in (1, 2))
+    assert torch.equal(first.ids, other.ids)
+    read = []
+    prefill = target.prefill_images
+    monkeypatch.setattr(
+        target,
+        "prefill_images",
+        lambda prompt, *rest: read.append(prompt) or prefill(prompt, *rest),
+    )
+    decoder = Decoder(target, None, eos_ids=(), keep=True)
+
+    def answer(prompt):
+        return decoder.generate([prompt], max_new_tokens=NEW)[0].tokens
+
+    truth = case.generate(first, NEW)
+    assert answer(first) == truth
+    second = prompt_with(first, [*truth, 7, 8, 9])
+    assert answer(second) == case.generate(second, NEW)
+    assert read == [first]  # its image is in the row already
+    wrong = prompt_with(other, [*truth, 7, 8, 9])
+    assert answer(wrong) == case.generate(wrong, NEW)
+    assert read == [first, wrong]
+
+
+@pytest.mark.parametrize("family", VARIED)
+def test_responses_to_prompts_with_images(built, family):
+    """A shared prefix, follow-ups behind images, and captured states."""
+    case = built(family)
+    target = case.load()
+    words = {case.marker: [picture(1)], "so": [], f"{case.marker}?": [picture(2)], "no": []}
+    prompts = {}
+    for word, pictures in words.items():
+        text = f"a system prompt that is long enough: {word}"
+        prompts[word] = target.image_prompt(text, pictures)
+    requests = [ResponseRequest(word, prompt, 5, ()) for word, prompt in prompts.items()]
+    more = {word: [7, 8, 9] for word in words}
+    engine = ResponseEngine(target, slots=3, max_length=256, feature_layers=(1,))
+    for done in engine.run(
+        requests, SamplingParams(), follow_up=lambda finished: more.pop(finished.key, None)
+    ):
+        prompt = prompts[done.key]
+        whole = prompt_with(prompt, [*case.generate(prompt, 5), 7, 8, 9])
+        assert done.tokens == case.generate(whole, 5)
+        read = prompt_with(prompt, done.sequence[len(prompt) : -1])
+        want = target.read_images(read, (1,)).features[0]
+        assert (done.features.float() - want).norm() < 0.02 * want.norm()
+
+
+@pytest.mark.thorough
+def test_samples_follow_the_models_distribution(built):
+    """Two tokens behind an image, drafted by rule, by chi-square."""
+    case = built("qwen2_5_vl")
+    target = case.load().pack()
+    prompt = target.image_prompt(f"look: {case.marker} what?", [picture(1)])
+    params = SamplingParams(temperature=0.8, top_k=4)
+    drafter = drafting([prompt], [case.generate(prompt, 3)])
+    options = {"spec": ANY, "sampling": params, "eos_ids": (), "max_rows": 32}
+    decoder = Decoder(target, drafter, **options)
+    seen = torch.zeros(VOCAB, VOCAB)
+    for made in decoder.generate([prompt] * 400, max_new_tokens=2, seed=3):
+        seen[tuple(made.tokens)] += 1
+
+    def says(*answer):
+        logits = case.logits(prompt_with(prompt, answer))[:, -1]
+        return transformers_says(logits.double(), params)[0]
+
+    joint = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
+    for token in says().nonzero().flatten().tolist():
+        joint[token] = says()[token] * says(token)
+    assert p_value(seen.flatten(), joint.flatten()) > 1e-3
