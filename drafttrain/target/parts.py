@@ -22,12 +22,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 def find_body(model: PreTrainedModel) -> PreTrainedModel:
     """The model below the head; of a model that reads images, that of its text."""
     found: nn.Module = model.get_decoder()
-    # Some models hold a whole language model, head included (BLIP-2).
-    while isinstance(found, PreTrainedModel) and found is not model:
-        inner = found.get_decoder()
-        if inner is found or found.get_output_embeddings() is None:
+    if isinstance(found, PreTrainedModel) and found is not model:
+        if found.get_output_embeddings() is None:
             return found
-        found = inner
+        return find_body(found)  # some models hold a whole language model, head included
     # The names mean something else in some families.
     for child in model.children():
         if isinstance(child, PreTrainedModel):
