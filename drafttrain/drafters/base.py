@@ -310,7 +310,7 @@ class Drafter(NamedDrafter):
 
     def rewind(
         self,
-        session: Any,
+        session: Session,
         prompt_ids: Tensor,
         read: int,
         max_length: int,

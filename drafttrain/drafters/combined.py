@@ -108,11 +108,12 @@ class CombinedDrafter(Drafter):
 
     def rewind(
         self,
-        session: CombinedSession,
+        session: Session,
         prompt_ids: Tensor,
         read: int,
         max_length: int,
     ) -> CombinedSession | None:
+        assert isinstance(session, CombinedSession)
         main = self.main.rewind(session.main, prompt_ids, read, max_length)
         side = self.side.rewind(session.side, prompt_ids, read, max_length)
         if main is None or side is None:
