@@ -308,7 +308,7 @@ class _Paths(NamedTuple):
 class _Blocks(NamedTuple):
     """Own keys of drafted blocks.
 
-    `tensors` are key and value [m * B, kv_heads, e], block after block.
+    `tensors` are key and value [m * B, kv_heads, e], block after block, and perhaps sinks [heads].
     """
 
     blocks: int  # m
@@ -352,6 +352,8 @@ class _Blocks(NamedTuple):
         own = self.join(own)  # [m * A, heads, e]
         own_lse = self.join(own_lse)  # [m * A, heads]
         lse = torch.logaddexp(base_lse, own_lse)
+        if len(tensors) == 3:  # a sink takes its share of the softmax and has no value
+            lse = torch.logaddexp(lse, tensors[2].to(lse.dtype))
         base_share = (base_lse - lse).exp().unsqueeze(-1).to(base.dtype)  # [m * A, heads, 1]
         own_share = (own_lse - lse).exp().unsqueeze(-1).to(base.dtype)
         return base * base_share + own * own_share, lse, lse.new_empty(0)
@@ -378,7 +380,11 @@ class _Blocks(NamedTuple):
             attn_mask=self.mask_like(query),
         )
         self.split(into).add_(query_grad)
-        return [self.join(key_grad), self.join(value_grad)]
+        grads = [self.join(key_grad), self.join(value_grad)]
+        if len(tensors) == 3:
+            weights = (tensors[2] - lse).exp()  # [m * A, heads]
+            grads.append(-(weights * (grad * out).sum(-1)).sum(0).to(tensors[2].dtype))
+        return grads
 
 
 Own = _Paths | _Blocks
@@ -505,6 +511,7 @@ def block_attention(
     flex: Flex | None = None,
     window: int = 0,
     causal: bool = False,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of m blocks of B tokens, whose last A tokens are queries.
 
@@ -515,14 +522,18 @@ def block_attention(
         window: positions that a query sees, its own included, 0 for all; larger than B, so that a
             block sees all of itself.
         causal: a query sees no later token of its block.
+        sinks: [heads], see `AttentionForm`.
 
     Returns:
         [m * A, heads * e].
     """
+    tensors = [key, value]
+    if sinks is not None:
+        tensors.append(sinks)
     blocks = len(spans.last)
     if not blocks:
         # Other ranks have blocks and share these weights, so they need a gradient of zero here.
-        zero = 0 * sum(x.sum() for x in (key, value, *base))
+        zero = 0 * sum(x.sum() for x in tensors + [*base])
         return query.flatten(1) + zero
     per = len(query) // blocks  # A
     size = len(key) // blocks  # B
@@ -538,7 +549,7 @@ def block_attention(
         mask = later.triu(size - per + 1)
     own = _Blocks(blocks, mask)
     each = Spans(first, last, begin)
-    return attend_spans(own, each, query, base, (key, value), flex).flatten(1)
+    return attend_spans(own, each, query, base, tensors, flex).flatten(1)
 
 
 # -- paths of training-time test -------------------------------------------------------------------

@@ -51,5 +51,5 @@ def block_states(drafter, features, root):
     session.extend(torch.tensor([7] * (len(features) - 1) + [root]), features)
     size = drafter.config.block_size
     places = HostPlaces([session], drafter.config.depth)
-    at = places.behind(size, drafter.computed, mutual=not drafter.config.causal)
-    return drafter.run(drafter.embed(session.root), at.positions[::size], at.attends)[0]
+    at, attends = drafter.behind(places)
+    return drafter.run(drafter.embed(session.root), at.positions[::size], attends)[0]

@@ -11,6 +11,7 @@ from drafttrain.drafters.dflash.model import DFlash
 from drafttrain.drafters.dflash2.model import DFlash2
 from drafttrain.drafters.domino.model import Domino
 from drafttrain.drafters.dspark.model import DSpark
+from drafttrain.drafters.jetspec.model import JetSpec
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.errors import UserError
 from drafttrain.ops.native import cpu_kernels
@@ -40,6 +41,21 @@ OPTIONS = [
     {"sliding_window": 6},
     {"causal": True},
     {"causal": True, "sliding_window": 6, "num_hidden_layers": 3},
+]
+# Layers that differ, as published forms have them, and heads that read more than the token before.
+MIXED = {
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 6,
+    "head_dim": 16,  # the kernel of all layers takes multiples of 16
+    "num_hidden_layers": 3,
+}
+DIFFERENT = [
+    (DFlash, MIXED),
+    (DFlash, {**MIXED, "causal": "sliding", "attention_sink_bias": True}),
+    (JetSpec, {**MIXED, "attention_sink_bias": True}),
+    (DFlash2, {"attention_sink_bias": True, "sliding_window": 6}),
+    (DSpark, {"markov_head_type": "gated"}),
+    (DSpark, {"markov_head_type": "rnn", **MIXED}),
 ]
 
 
@@ -89,7 +105,7 @@ def test_what_the_selector_prefers_is_among_what_it_rescores(target):
     reads, parents = seen[0]
     hidden, weight = readout(reads, parents)
     trained = (hidden @ weight.T).argmax(-1)
-    decoded = drafter.conditional(reads @ drafter.head.weight.T, reads, parents).argmax(-1)
+    decoded = drafter.conditional(reads @ drafter.head.weight.T, reads, parents, 0, None)[0].argmax(-1)
     assert (trained == decoded).float().mean() > 0.9
 
 
@@ -99,7 +115,8 @@ def test_what_the_selector_prefers_is_among_what_it_rescores(target):
     [(kind, {}) for kind in KINDS]
     # A third of the options with each kind: they are of the block that all kinds share.
     + [(KINDS[number % 3], options) for number, options in enumerate(OPTIONS)]
-    + [(kind, OPTIONS[-1]) for kind in KINDS[:2]],
+    + [(kind, OPTIONS[-1]) for kind in KINDS[:2]]
+    + DIFFERENT,
     ids=lambda value: "-".join(value) if isinstance(value, dict) else value.__name__,
 )
 def test_training_at_depth_k_is_what_decoding_says_there(target, kind, options):
@@ -111,6 +128,9 @@ def test_training_at_depth_k_is_what_decoding_says_there(target, kind, options):
         drafter.pack()
         drafter.bind(target)
         assert (drafter.layers[0].native is None) == drafter.mixes_tokens
+        one_way = set(drafter.config.causal_layers)
+        whole = len(one_way) == 1 and not drafter.mixes_tokens and drafter.config.head_dim % 16 == 0
+        assert (drafter.draft_step is not None) == whole
 
 
 @pytest.mark.parametrize("kind", KINDS)

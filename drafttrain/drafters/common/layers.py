@@ -20,6 +20,7 @@ from drafttrain.drafters.common.configs import BlockConfig, LayerConfig
 from drafttrain.files import Json, value_of
 from drafttrain.ops.cpu_layers import DecoderLayer
 from drafttrain.ops.packing import SKINNY_ROWS
+from drafttrain.ops.tree_attention import AttentionForm
 
 LayerShape = LayerConfig | BlockConfig
 ANCHORED = 4  # first tokens of a conversation, which `moved` leaves in place
@@ -31,10 +32,20 @@ _NATIVE_ACTS = {"silu": False, "gelu_pytorch_tanh": True}
 class CacheShape(NamedTuple):
     """Shape of a session's keys and values, [layers, kv_heads, capacity, head_dim]."""
 
-    layers: int
+    windows: tuple[int, ...]  # positions that each layer's tokens see; 0 for all
     kv_heads: int
     head_dim: int
-    window: int = 0  # positions that a token sees; 0 for all
+
+    @property
+    def layers(self) -> int:
+        return len(self.windows)
+
+    @property
+    def window(self) -> int:
+        """Positions that the cache keeps: those of the widest layer; 0 for all."""
+        if not all(self.windows):
+            return 0
+        return max(self.windows, default=0)
 
 
 class Rotary:
@@ -167,6 +178,9 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(self.heads * e, config.hidden_size, bias=bias)
         self.q_norm = RMSNorm(e, eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(e, eps) if config.qk_norm else nn.Identity()
+        self.attention_sink_bias: nn.Parameter | None = None
+        if config.attention_sink_bias:
+            self.attention_sink_bias = nn.Parameter(torch.zeros(self.heads))
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """x [t, width]; cos, sin [t, 1, r] -> rotated keys and values [t, kv_heads, e]."""
@@ -215,6 +229,7 @@ class DraftLayer(nn.Module):
     """
 
     native: DecoderLayer | None  # the layer's CPU kernels
+    window = 0  # positions that a token sees, its own included; 0 for all. The drafter sets it.
     # Set by transformers with `gradient_checkpointing`: whether backward computes the layer again,
     # and the function that arranges it.
     gradient_checkpointing = False
@@ -264,6 +279,12 @@ class DraftLayer(nn.Module):
             self.native_gelu,
             mlp_norm=self.post_attention_layernorm.weight,
             **factors,
+        )
+        self.native.form = AttentionForm(
+            scaling=attention.head_dim**-0.5,
+            window=self.window or None,
+            softcap=None,
+            sinks=attention.attention_sink_bias,
         )
 
     def forward(

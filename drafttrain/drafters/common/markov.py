@@ -76,15 +76,22 @@ class MarkovBlock(BlockDrafter):
         # A file has a learned mask as a further token. It is never the token before: any row fits.
         return torch.cat((rows, torch.tensor([len(self.markov_in.weight) - 1])))
 
+    def embedded(self, parents: Tensor) -> Tensor:
+        """[t] int64 target ids -> [t, r], their rows of `markov_in`."""
+        return self.markov_in(self.own_ids[parents])
+
     def corrections(self, reads: Tensor, parents: Tensor) -> Tensor:
         """Input of `markov_out`, [t, r].
 
         Args:
             reads: [t, h] block states. parents: [t] int64 target ids, the tokens before.
         """
-        return self.markov_in(self.own_ids[parents])
+        return self.embedded(parents)
+
+    def joined(self, reads: Tensor, corrections: Tensor) -> tuple[Tensor, Tensor]:
+        """Both products in one: [t, h] and [t, r] -> [t, h + r], and the rows [d, h + r]."""
+        head = torch.cat((self.head.weight.to(reads.dtype), self.markov_out.weight), dim=1)
+        return torch.cat((reads, corrections), dim=-1), head
 
     def readout(self, reads: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
-        # Both products in one: [d, h + r], and [t, h + r] below.
-        head = torch.cat((self.head.weight.to(reads.dtype), self.markov_out.weight), dim=1)
-        return torch.cat((reads, self.corrections(reads, parents)), dim=-1), head
+        return self.joined(reads, self.corrections(reads, parents))

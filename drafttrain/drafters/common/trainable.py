@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Self
 
@@ -81,7 +82,7 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
     embed: Callable[[Tensor], Tensor]
     embed_table: Tensor | None = None
     static = False
-    cache_shape = CacheShape(0, 0, 0)
+    cache_shape = CacheShape((), 0, 0)
     static_depth: int | None = None
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -382,18 +383,22 @@ class DecoderDrafter(TrainableDrafter):
     name_options = ("extra_vocab_size",)
     context: ContextVocabulary | None = None  # set by `bind`
 
-    def finish(self, layers: int) -> None:
-        """Ends a kind's `__init__`. layers: layers with a key-value cache of their own."""
+    def finish(self, windows: Sequence[int]) -> None:
+        """Ends a kind's `__init__`.
+
+        windows: positions that the tokens of each layer with a cache of its own see, 0 for all.
+        """
         config = self.config
         self.feature_layers = tuple(config.feature_layers)
         self.register_buffer("kept_ids", torch.arange(config.draft_vocab_size))
         self.rotary = Rotary(config.head_dim, config.rope_parameters)
         self.cache_shape = CacheShape(
-            layers,
+            tuple(windows),
             config.num_key_value_heads,
             config.head_dim,
-            config.sliding_window,
         )
+        for layer, window in zip(self.decoder_layers, cycle(windows), strict=False):
+            layer.window = window  # layers that share a cache come round again
         self.gradient_checkpointing = False
         self.post_init()
 

@@ -161,6 +161,7 @@ class DFlash2(MarkovBlock):
         hidden: Tensor,
         aligned: Aligned,
         alpha: Tensor | None,
+        parents: Tensor,
     ) -> tuple[Tensor | float, list[Tensor]]:
         """The head's own divergence, without the selector: it chooses which tokens are rescored."""
         config = self.config
@@ -171,15 +172,22 @@ class DFlash2(MarkovBlock):
         out = linear_divergence(reads, head, *aligned, config.loss)
         return config.unary_weight * out.loss, []
 
-    def conditional(self, logits: Tensor, reads: Tensor, parents: Tensor) -> Logits:
+    def conditional(
+        self,
+        logits: Tensor,
+        reads: Tensor,
+        parents: Tensor,
+        depth: int,
+        states: Tensor | None,
+    ) -> tuple[Logits, Tensor | None]:
         pair = self.corrections(reads, parents)
         count = self.config.selector_top_k
         if not 0 < count < logits.shape[-1]:
-            return logits + self.markov_out(pair).to(logits.dtype)
+            return logits + self.markov_out(pair).to(logits.dtype), states
         unary, ids = logits.topk(count)  # [n, k] each
         scores = torch.einsum("nr,nkr->nk", pair, self.markov_out.weight[ids])
         scores = unary + scores.to(logits.dtype)
-        return torch.full_like(logits, -torch.inf).scatter(1, ids, scores)
+        return torch.full_like(logits, -torch.inf).scatter(1, ids, scores), states
 
 
 KIND = DFlash2

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from drafttrain.drafters.common.block import Aligned, BlockDrafter
 from drafttrain.drafters.common.configs import BlockConfig
-from drafttrain.drafters.common.rows import Ask, Children, Nodes, Places
 from drafttrain.losses import linear_divergence
 from drafttrain.values import Count, Fraction, PositiveFraction, Size
 
@@ -82,6 +81,7 @@ class Domino(BlockDrafter):
     config_class = DominoConfig
     kind = "domino"
     config: DominoConfig
+    corrected = True
 
     def __init__(self, config: DominoConfig):
         super().__init__(config)
@@ -140,6 +140,7 @@ class Domino(BlockDrafter):
         hidden: Tensor,
         aligned: Aligned,
         alpha: Tensor | None,
+        parents: Tensor,
     ) -> tuple[Tensor | float, list[Tensor]]:
         """The block's own loss, without the correction."""
         share = self.base_share
@@ -151,41 +152,24 @@ class Domino(BlockDrafter):
 
     # -- proposal half -----------------------------------------------------------------------------
 
-    def draft(
+    def first_states(self, count: int) -> Tensor:
+        return self.gru.first(count)
+
+    def conditional(
         self,
-        roots: Tensor,
-        places: Places,
-        width: int | None,
-    ) -> tuple[Children, Ask]:
-        """One pass over all blocks, then a step of the GRU and a small product per depth."""
-        first, ask_block = super().draft(roots, places, None)  # all nodes of a depth share a row
-        states = self.gru.first(len(roots))
-
-        def children(
-            block: Children,
-            depth: int,
-            rows: Tensor,
-            tokens: Tensor,
-            before: Tensor,
-        ) -> Children:
-            """Of nodes [n] of sequences rows [n], with target ids and their parents' states."""
-            nonlocal states
-            states = self.gru(self.gru.reads(self.embed(tokens).to(before.dtype)), before)
-            if depth < self.config.pure_draft_prefix_len:
-                return block
-            assert isinstance(block.logits, Tensor) and block.reads is not None
-            reads = block.reads[rows]  # [n, h]
-            bent = self.bend(reads, states)
-            logits = block.logits[rows]  # [n, d]
-            return Children(logits + self.correction_out(bent).to(logits.dtype), reads)
-
-        def ask(nodes: Nodes) -> Children:
-            rows = torch.as_tensor(nodes.rows, device=roots.device)
-            block = ask_block(nodes)
-            return children(block, nodes.depth, rows, nodes.tokens(), states[nodes.above()])
-
-        every = torch.arange(len(roots), device=roots.device)
-        return children(first, 0, every, roots, states), ask
+        logits: Tensor,
+        reads: Tensor,
+        parents: Tensor,
+        depth: int,
+        states: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """A step of the GRU and a small product per node."""
+        assert states is not None
+        states = self.gru(self.gru.reads(self.embed(parents).to(states.dtype)), states)
+        if depth < self.config.pure_draft_prefix_len:
+            return logits, states
+        bent = self.bend(reads, states)
+        return logits + self.correction_out(bent).to(logits.dtype), states
 
 
 KIND = Domino
