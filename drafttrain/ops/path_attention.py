@@ -533,7 +533,7 @@ def block_attention(
     blocks = len(spans.last)
     if not blocks:
         # Other ranks have blocks and share these weights, so they need a gradient of zero here.
-        zero = 0 * sum(x.sum() for x in tensors + [*base])
+        zero = 0 * sum(x.sum() for x in (*tensors, *base))
         return query.flatten(1) + zero
     per = len(query) // blocks  # A
     size = len(key) // blocks  # B

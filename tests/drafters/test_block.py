@@ -105,7 +105,9 @@ def test_what_the_selector_prefers_is_among_what_it_rescores(target):
     reads, parents = seen[0]
     hidden, weight = readout(reads, parents)
     trained = (hidden @ weight.T).argmax(-1)
-    decoded = drafter.conditional(reads @ drafter.head.weight.T, reads, parents, 0, None)[0].argmax(-1)
+    decoded = drafter.conditional(reads @ drafter.head.weight.T, reads, parents, 0, None)[0].argmax(
+        -1
+    )
     assert (trained == decoded).float().mean() > 0.9
 
 

@@ -22,7 +22,7 @@ def case(size, asked, share, seed=0, heads=4, kv=2, e=8, dtype=torch.float64):
     return [make(*each) for each in sizes], Spans(begin[own], own, begin[own])
 
 
-def textbook(query, key, value, base, spans, window=0, causal=False):
+def textbook(query, key, value, base, spans, window=0, causal=False, sinks=None):
     base_key, base_value = base
     heads, e = query.shape[1:]
     blocks = len(spans.last)
@@ -48,14 +48,22 @@ def textbook(query, key, value, base, spans, window=0, causal=False):
         for x in ((base_key, key), (base_value, value))
     )
     scores = torch.einsum("the,she->hts", query, keys) * e**-0.5
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:  # a further column without a value
+        column = sinks[:, None, None].expand(-1, len(query), 1)
+        scores = torch.cat((scores, column), dim=-1)
+        values = torch.cat((values, torch.zeros_like(values[:1])))
+    weights = scores.softmax(-1)
     return torch.einsum("hts,she->the", weights, values).flatten(1)
 
 
 def outputs(function, leaves, spans, window=0, causal=False):
+    """leaves: query, key, value, the context's key and value, and perhaps sinks."""
     for leaf in leaves:
         leaf.grad = None
-    out = function(*leaves[:3], leaves[3:], spans, window=window, causal=causal)
+    sinks = leaves[5] if len(leaves) > 5 else None
+    options = {"window": window, "causal": causal, "sinks": sinks}
+    out = function(*leaves[:3], leaves[3:5], spans, **options)
     (out * torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
     return [out, *(leaf.grad for leaf in leaves)]
 
@@ -72,8 +80,28 @@ def test_outputs_and_gradients_are_the_textbooks(size, asked, share, causal, win
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-8)
 
 
+def with_sinks(leaves):
+    generator = torch.Generator().manual_seed(1)
+    sinks = torch.randn(4, generator=generator, dtype=leaves[0].dtype)
+    return [*leaves, sinks.requires_grad_()]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_sinks_take_their_share_of_the_softmax(causal):
+    leaves, spans = case(5, 4, 0.2)
+    leaves = with_sinks(leaves)
+    functions = (block_attention, textbook)
+    both = [outputs(function, leaves, spans, 6, causal) for function in functions]
+    for ours, theirs in zip(*both, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-8)
+    assert both[0][-1].all()
+    plain = outputs(block_attention, leaves[:5], spans, 6, causal)[0]
+    assert (plain - both[0][0]).abs().max() > 1e-2
+
+
 def test_no_block_at_all_still_reaches_every_tensor():
     leaves, spans = case(4, 3, 0.0)
+    leaves = with_sinks(leaves)
     assert all(not grad.any() for grad in outputs(block_attention, leaves, spans)[1:])
 
 

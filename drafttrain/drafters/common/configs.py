@@ -366,6 +366,11 @@ class BlockConfig(DecoderConfig):
         return tuple(window if kind == SLIDING else 0 for kind in self.layer_types)
 
     @property
+    def each_type(self) -> list[str]:
+        """`layer_types` of each layer, as published configs write them."""
+        return [SLIDING if window else FULL for window in self.windows]
+
+    @property
     def causal_layers(self) -> tuple[bool, ...]:
         """Of each layer, whether a token of a block sees earlier ones of it alone."""
         if self.causal == "sliding":

@@ -13,8 +13,9 @@ Of the correction there are three forms (`markov_head_type`):
 For `@stop` and dynamic trees a node's probability is confidence times q (see
 common/tree_growth.py); what is drawn is drawn from q alone.
 
-Sources: DSpark; deepseek-ai/DeepSpec modeling/dspark/markov_head.py (June 2026). The loss is 0.1 CE + 0.9 L1(p, q) + BCE(confidence, acceptance), and L1 is twice the
-total variation.
+The loss is 0.1 CE + 0.9 L1(p, q) + BCE(confidence, acceptance), and L1 is twice the total variation.
+
+Sources: DSpark; deepseek-ai/DeepSpec modeling/dspark/markov_head.py (June 2026).
 """
 
 from __future__ import annotations
