@@ -177,10 +177,6 @@ class SharedPart(Part):
         found = self.group.exchange(pieces)  # [size, most, heads / size, e]
         return torch.cat([piece[:count] for piece, count in zip(found, counts, strict=True)])
 
-    def own_heads(self, x: Tensor) -> Tensor:
-        """[heads] -> [heads / size], those of this process."""
-        return x.chunk(self.group.size)[self.group.rank]
-
     def to_tokens(self, x: Tensor, counts: list[int]) -> Tensor:
         """The reverse of `to_heads`.
 

@@ -214,7 +214,6 @@ void head_top(const struct head *head, const float *x, long rows, long k, int64_
 /* A drafter of decoder layers. NULL: not there. Mirrored in cpu_draft.py. */
 struct draft {
     const struct layer *const *layers;
-    const struct form *forms; /* of each layer's attention */
     const void *project, *fuse; /* panels: embedding and state, joined, to a state; target features to a state */
     const float *embed_norm, *state_norm, *norm; /* of what is read, and of the last layer's output */
     const float *project_bias;
@@ -226,7 +225,7 @@ struct draft {
  * [n, hidden], the head's input. Without `project` the first layer reads embedding and state joined. cosine, sine [positions,
  * rotary_dim]; caches: the buffers of each layer, per part of the plan. */
 void draft_step(const struct draft *d, const float *embeds, const float *states, long n, const float *cosine, const float *sine,
-                const struct buffers *const *caches, const struct plan *plan, float *out, float *read, int threads) {
+                const struct buffers *const *caches, const struct plan *plan, long window, float *out, float *read, int threads) {
     long e = d->layers[0]->head_dim, heads = d->layers[0]->heads, kv_heads = d->layers[0]->kv_heads;
     long rotated = d->layers[0]->rotary_dim, hidden = d->hidden, joined = d->embed_width + hidden;
     long width = (heads + 2 * kv_heads) * e;
@@ -251,8 +250,7 @@ void draft_step(const struct draft *d, const float *embeds, const float *states,
             struct plan own = {plan->parts + p, 1, plan->ancestors, plan->depth};
             const struct buffers *b = caches[p] + i;
             tree_attention(qkv, e, width, key, e, width, value, e, width, b->keys, b->key_stride, b->values, b->value_stride, b->half,
-                           attended, heads, kv_heads, e, e, &own, d->forms[i].scaling, d->forms[i].window, d->forms[i].softcap,
-                           d->forms[i].sinks, threads);
+                           attended, heads, kv_heads, e, e, &own, 1 / sqrtf(e), window, 0, NULL, threads);
         }
         layer_after_attention(d->layers[i], out, attended, n, threads);
     }
@@ -266,14 +264,15 @@ void draft_step(const struct draft *d, const float *embeds, const float *states,
  * sequences, a part of the plan each. table [., embed_width]: the target's embedding. states and reads [parts, hidden]: `out` and
  * `read` of each sequence's last token. */
 void draft_read(const struct draft *d, const int64_t *tokens, const float *features, long n, const float *table, const float *cosine,
-                const float *sine, const struct buffers *const *caches, const struct plan *plan, float *states, float *reads, int threads) {
+                const float *sine, const struct buffers *const *caches, const struct plan *plan, long window, float *states, float *reads,
+                int threads) {
     long hidden = d->hidden;
     float *fused = malloc(n * (3 * hidden + d->embed_width) * sizeof(float)), *out = fused + n * hidden, *read = out + n * hidden;
     float *embeds = read + n * hidden;
     for (long r = 0; r < n; r++)
         memcpy(embeds + r * d->embed_width, table + tokens[r] * d->embed_width, d->embed_width * sizeof(float));
     if (d->fuse) skinny_linear(features, n, d->features, d->fuse, d->fuse_format, fused, hidden, threads);
-    draft_step(d, embeds, d->fuse ? fused : features, n, cosine, sine, caches, plan, out, read, threads);
+    draft_step(d, embeds, d->fuse ? fused : features, n, cosine, sine, caches, plan, window, out, read, threads);
     for (long s = 0; s < plan->count; s++) {
         long last = plan->parts[s].token + plan->parts[s].n - 1;
         memcpy(states + s * hidden, out + last * hidden, hidden * sizeof(float));
@@ -405,7 +404,7 @@ static long finish(struct tree *t, const int64_t *kept_ids, int64_t *tokens, int
  * and scores [sequences, budget]; sizes [sequences]: how many of each. */
 void draft_trees(const struct draft *d, const struct head *head, const struct shape *shape, long room, const float *table,
                  const int64_t *kept_ids, const float *cosine, const float *sine, const struct buffers *const *caches,
-                 const struct plan *roots, const float *states, const float *reads, int64_t *tokens, int64_t *parents,
+                 const struct plan *roots, long window, const float *states, const float *reads, int64_t *tokens, int64_t *parents,
                  float *scores, int64_t *sizes, int threads) {
     long count = roots->count, hidden = d->hidden, k = min(shape->width, head->vocabulary), most = count * OPENED;
     struct tree *trees = calloc(count, sizeof *trees);
@@ -447,7 +446,7 @@ void draft_trees(const struct draft *d, const struct head *head, const struct sh
             node += 1 + t->opened;
         }
         if (!n) break;
-        draft_step(d, embeds, above, n, cosine, sine, own, &plan, out, read, threads);
+        draft_step(d, embeds, above, n, cosine, sine, own, &plan, window, out, read, threads);
         head_top(head, read, n, k, ids, log_probs, sums, threads);
         for (long s = 0, p = 0; s < count; s++)
             if (!trees[s].done) grow(trees + s, depth, ids + parts[p].token * k, log_probs + parts[p].token * k, k, scratch), p++;

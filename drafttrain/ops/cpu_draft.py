@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafttrain.ops.cpu_layers import DecoderLayer, fields, make_forms, make_struct
+from drafttrain.ops.cpu_layers import DecoderLayer, fields, make_struct
 from drafttrain.ops.native import built_kernels
 from drafttrain.ops.packing import (
     PackedLinear,
@@ -58,7 +58,6 @@ class _Draft(ctypes.Structure):
 
     _fields_ = [
         ("layers", ctypes.c_void_p),
-        ("forms", ctypes.c_void_p),
         *fields(
             "project fuse",
             "embed_norm state_norm norm project_bias",
@@ -228,11 +227,13 @@ class Placed(NamedTuple):
         plan: of the sequences' new tokens, whose slots begin at 0.
         caches: of each sequence.
         tables: cosine and sine [positions, 1, rotary_dim] of all positions from 0 on, float32.
+        window: visible positions, 0 for all.
     """
 
     plan: CpuPlan
     caches: Sequence[Addresses]
     tables: tuple[Tensor, Tensor]
+    window: int
 
     @property
     def rows(self) -> array[int]:
@@ -346,11 +347,8 @@ class DraftStep:
         content["features"] = self.features
         content["layers"] = ctypes.addressof(addresses)
         content["count"] = len(layers)
-        forms = [layer.form for layer in layers if layer.form is not None]
-        rows, sinks = make_forms(layers, forms, [0] * len(layers))
-        content["forms"] = rows.ctypes.data
         self._draft, kept = make_struct(_Draft, **content)
-        self._kept = (layers, addresses, rows, sinks, kept)
+        self._kept = (layers, addresses, kept)
         self._address = ctypes.addressof(self._draft)
         self._kernels = built_kernels()
 
@@ -390,6 +388,7 @@ class DraftStep:
             sine.data_ptr(),
             address_of(rows),
             at.plan.address,
+            at.window,
             out,
             out + 4 * n * self.hidden,  # bytes
             torch.get_num_threads(),
@@ -439,6 +438,7 @@ class DraftStep:
             sine.data_ptr(),
             address_of(rows),
             at.plan.address,
+            at.window,
             out,
             out + 4 * count * self.hidden,  # bytes
             torch.get_num_threads(),
@@ -523,6 +523,7 @@ class DraftStep:
             sine.data_ptr(),
             address_of(rows),
             at.plan.address,
+            at.window,
             states.data_ptr(),
             reads.data_ptr(),
             tokens.ctypes.data,
@@ -548,8 +549,10 @@ class DraftStep:
                 behind theirs.
         """
         plan = at.plan
-        if plan.parts != len(at.caches):
-            raise ValueError(f"parts={plan.parts}, caches={len(at.caches)}: must be equal")
+        if plan.parts != len(at.caches) or at.window < 0:
+            raise ValueError(
+                f"parts={plan.parts}, caches={len(at.caches)}, window={at.window}: must be equal, and from 0 on"
+            )
         # Siblings share a position, so a tree reaches fewer positions than it takes slots.
         reach = plan.positions + positions
         for name, table in zip(("cosine", "sine"), at.tables, strict=True):

@@ -122,14 +122,9 @@ class DecoderLayer:
             before the attention, `attended_norm` and `mlp_out_norm` [h] after attention and MLP
             (Gemma), `query_norm` and `key_norm` [e] per head (Qwen3, Gemma 3).
 
-    Attributes:
-        form: of its attention, where a kernel computes that too.
-
     Raises:
         ValueError, TypeError: sizes that do not fit together, weights of another dtype or device.
     """
-
-    form: AttentionForm | None = None
 
     def __init__(
         self,
@@ -313,36 +308,6 @@ _FORM = np.dtype(
 )
 
 
-def make_forms(
-    layers: Sequence[DecoderLayer],
-    forms: Sequence[AttentionForm],
-    table_of: Sequence[int],
-) -> tuple[np.ndarray, list[Tensor]]:
-    """[layers] struct form of each layer, and the tensors that they point to.
-
-    table_of: the rotary table of each layer.
-
-    Raises:
-        ValueError, TypeError: negative numbers, sinks that are not [heads] on the CPU.
-    """
-    kept: list[Tensor] = []
-    rows: list[tuple[float, ...]] = []
-    for layer, form, table in zip(layers, forms, table_of, strict=True):
-        # 0 stands for none.
-        window = form["window"] or 0
-        softcap = form["softcap"] or 0
-        if window < 0 or softcap < 0:
-            raise ValueError(f"window={window}, softcap={softcap}: none may be negative")
-        sinks = 0
-        if form["sinks"] is not None:
-            numbers = form["sinks"].detach().float().contiguous()  # [heads]
-            check("sinks", numbers, (layer.heads,))
-            kept.append(numbers)
-            sinks = numbers.data_ptr()
-        rows.append((sinks, window, table, form["scaling"], softcap))
-    return np.array(rows, dtype=_FORM), kept
-
-
 class Ending:
     """The last norm and the head, which run in the same call as the layers.
 
@@ -412,14 +377,28 @@ class LayerStack:
         self.hidden = layers[0].hidden
         self._layers = np.array([layer.address for layer in layers], dtype=np.uint64)
         self._widths: set[tuple[int, int]] = set()  # rotary table, its width
-        for layer, table in zip(layers, table_of, strict=True):
+        kept: list[object] = [layers]
+        rows: list[tuple[float, ...]] = []  # of struct form
+        for layer, form, table in zip(layers, forms, table_of, strict=True):
             if {layer.hidden, layer.width} != {self.hidden} or table < 0:
                 raise ValueError(
                     f"a layer of width {layer.width} to {layer.hidden} does not continue one of {self.hidden}"
                 )
+            # 0 stands for none.
+            window = form["window"] or 0
+            softcap = form["softcap"] or 0
+            if window < 0 or softcap < 0:
+                raise ValueError(f"window={window}, softcap={softcap}: none may be negative")
+            sinks = 0
+            if form["sinks"] is not None:
+                numbers = form["sinks"].float().contiguous()  # [heads]
+                check("sinks", numbers, (layer.heads,))
+                kept.append(numbers)
+                sinks = numbers.data_ptr()
+            rows.append((sinks, window, table, form["scaling"], softcap))
             self._widths.add((table, layer.rotary_dim))
-        self._forms, kept = make_forms(layers, forms, table_of)
-        self._kept = (layers, kept)
+        self._kept = kept
+        self._forms = np.array(rows, dtype=_FORM)
         # Read once: numpy looks addresses up slowly.
         self._layers_address = self._layers.ctypes.data
         self._forms_address = self._forms.ctypes.data

@@ -73,10 +73,10 @@ _ARGUMENTS = {
     "layer_after_attention": "PPPLI",
     "body_forward": "PPPL PLPI P PLP PFP PIPL I",
     "head_top": "PPLL PPP I",
-    "draft_step": "PPPL PP PP PP I",
-    "draft_read": "PPPLP PP PP PP I",
+    "draft_step": "PPPL PP PPL PP I",
+    "draft_read": "PPPLP PP PPL PP I",
     "draft_context": "PPL PP PP I",
-    "draft_trees": "PPPL PP PP PP PP PPPP I",
+    "draft_trees": "PPPL PP PP PPL PP PPPP I",
     "kernel_path": "",
 }
 _LARGEST = 64 * 2**20  # bytes that are read of a kept build; the real one has about 0.1 MB

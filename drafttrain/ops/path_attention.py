@@ -504,39 +504,34 @@ def _widened(x: Tensor) -> Tensor:
 
 def block_attention(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    own: Tensors,
     base: Pair,
     spans: Spans,
     flex: Flex | None = None,
     window: int = 0,
     causal: bool = False,
-    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of m blocks of B tokens, whose last A tokens are queries.
 
     Args:
-        query: [m * A, heads, e]; key, value: [m * B, kv_heads, e], block after block.
+        query: [m * A, heads, e]; own: keys and values [m * B, kv_heads, e], block after block, and
+            perhaps sinks [heads] (`AttentionForm`).
         base: keys and values [T, kv_heads, e] of the context.
         spans: the context interval of each block, none of them empty.
         window: positions that a query sees, its own included, 0 for all; larger than B, so that a
             block sees all of itself.
         causal: a query sees no later token of its block.
-        sinks: [heads], see `AttentionForm`.
 
     Returns:
         [m * A, heads * e].
     """
-    tensors = [key, value]
-    if sinks is not None:
-        tensors.append(sinks)
     blocks = len(spans.last)
     if not blocks:
         # Other ranks have blocks and share these weights, so they need a gradient of zero here.
-        zero = 0 * sum(x.sum() for x in (*tensors, *base))
+        zero = 0 * sum(x.sum() for x in (*own, *base))
         return query.flatten(1) + zero
     per = len(query) // blocks  # A
-    size = len(key) // blocks  # B
+    size = len(own[0]) // blocks  # B
     first = spans.first.repeat_interleave(per)  # [m * A]
     last = spans.last.repeat_interleave(per)
     begin = spans.begin.repeat_interleave(per)
@@ -547,9 +542,9 @@ def block_attention(
     if causal:
         later = torch.full((per, size), -torch.inf, dtype=torch.float32, device=query.device)
         mask = later.triu(size - per + 1)
-    own = _Blocks(blocks, mask)
+    blocked = _Blocks(blocks, mask)
     each = Spans(first, last, begin)
-    return attend_spans(own, each, query, base, tensors, flex).flatten(1)
+    return attend_spans(blocked, each, query, base, own, flex).flatten(1)
 
 
 # -- paths of training-time test -------------------------------------------------------------------

@@ -7,6 +7,12 @@ import torch
 from drafttrain.drafters.common.rows import HostPlaces
 
 KEPT = torch.arange(40, 240)
+# Layers that differ as those of published drafters do: sliding ones and a full one.
+MIXED = {
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 6,
+    "num_hidden_layers": 3,
+}
 BLOCK_KINDS = ("dflash", "dspark", "dflash2", "domino", "jetspec")
 
 

@@ -78,17 +78,6 @@ def test_kernel_and_torch_draft_the_same_trees_alone_and_together(monkeypatch, o
         ("peagle", {}, "read read run"),
         ("dflash", {"block_size": 5, "num_hidden_layers": 2}, "context context run"),
         ("dflash", {"block_size": 5, "sliding_window": 8, "qk_norm": True}, "context context run"),
-        (
-            "dflash",
-            {
-                "block_size": 5,
-                "sliding_window": 8,
-                "num_hidden_layers": 3,
-                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-                "attention_sink_bias": True,
-            },
-            "context context run",
-        ),
     ],
     ids=str,
 )

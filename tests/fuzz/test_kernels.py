@@ -384,24 +384,22 @@ def layers(random: Random):
     return args, call, reference
 
 
-def placed(buffers: list[Tensor], layout: TreeLayout, tables: list[Tensor]) -> Placed:
+def placed(buffers: list[Tensor], layout: TreeLayout, tables: list[Tensor], window: int) -> Placed:
     """The new tokens of a sequence whose cache has these buffers, of one layer with one key head of 16."""
     held = TreeCache(buffers[0].shape[1])
     held._layers[0] = tuple(buffers)
-    return Placed(CpuPlan([(0, layout)]), [held.addresses([(1, 16)])], tuple(tables))
+    return Placed(CpuPlan([(0, layout)]), [held.addresses([(1, 16)])], tuple(tables), window)
 
 
 def draft(random: Random):
     weights = DraftWeights(32, 32, 1e-5, norm=torch.ones(32), project=draw(random, 32, 64))
-    layer = make_layer(random)
+    step = DraftStep([layer := make_layer(random)], weights)
     args = {"embeds": draw(random, 3, 32), "states": draw(random, 3, 32), "prefix": 5, "window": 4}
     args |= {"tables": [draw(random, 12, 1, 16), draw(random, 12, 1, 16)], "parents": [-1, 0]}
     args |= {"buffers": [guarded(random, 1, 9, 16), guarded(random, 1, 9, 16)]}
 
     def call(embeds, states, prefix, window, tables, parents, buffers):
-        at = placed(buffers, TreeLayout(prefix, parents), tables)
-        layer.form = {**PLAIN, "window": window}
-        step = DraftStep([layer], weights)
+        at = placed(buffers, TreeLayout(prefix, parents), tables, window)
         return list(step.run(embeds, states, at).unbind(1))
 
     def reference(embeds, states, prefix, window, tables, parents, buffers):
@@ -441,9 +439,7 @@ def draft_trees(random: Random):
     weights = DraftWeights(
         32, 32, 1e-5, norm=torch.ones(32), project=draw(random, 32, 64), fuse=draw(random, 32, 40)
     )
-    layer = make_layer(random)
-    layer.form = PLAIN
-    step = DraftStep([layer], weights)
+    step = DraftStep([make_layer(random)], weights)
     head = DraftHead(draw(random, 90, 32))
     shape = TreeShape(3, 2, 4, (), -torch.inf)
     args = {
@@ -458,9 +454,9 @@ def draft_trees(random: Random):
     args |= {"buffers": [guarded(random, 1, 11, 16), guarded(random, 1, 11, 16)]}
 
     def call(table, kept_ids, features, tokens, tables, buffers):
-        at = placed(buffers, TreeLayout(2, count=4), tables)
+        at = placed(buffers, TreeLayout(2, count=4), tables, 0)
         roots = step.read(tokens, features, table, at)
-        at = placed(buffers, TreeLayout(5, ()), tables)
+        at = placed(buffers, TreeLayout(5, ()), tables, 0)
         made = step.trees(head, shape, table, kept_ids, at, roots)
         return [
             roots,

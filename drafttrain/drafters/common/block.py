@@ -49,13 +49,27 @@ class Aligned(NamedTuple):
     weight: Tensor
 
 
+class Paths(NamedTuple):
+    """What n predictions depend on.
+
+    Attributes:
+        reads: [n, h] block states at their depth, from 0. parents: [n] int64 target ids of the
+            tokens before.
+        states: [n, .] of the paths before those; None as of `first_states`.
+    """
+
+    reads: Tensor
+    parents: Tensor
+    depth: int
+    states: Tensor | None
+
+
 class BlockDrafter(DecoderDrafter):
     """Both halves of the contract for kinds that draft blocks.
 
-    `bind` attaches the target's embedding and head. A kind may let a prediction depend on the token
-    before it (`readout` in training, `conditional` in decoding, which compute the same) or on the
-    whole path (`readout_of_blocks`, `first_states`), and add a loss term (`other_loss`) with metrics
-    (`measures`).
+    `bind` attaches the target's embedding and head. A kind may let a prediction depend on the path
+    before it (`readout_of_blocks` in training, `conditional` in decoding, which compute the same;
+    common/markov.py has both), and add a loss term (`other_loss`) with metrics (`measures`).
     """
 
     static = True
@@ -101,7 +115,7 @@ class BlockDrafter(DecoderDrafter):
         self.frozen: list[nn.Linear | PackedLinear] = []
         # The target's factor of logits. Its bare head rows lack it, so the final norm applies it.
         self.logit_scale = 1.0
-        self.finish(config.windows)
+        self.finish(config.num_hidden_layers, config.windows)
 
     @property
     def head(self) -> nn.Linear | PackedLinear:
@@ -216,7 +230,8 @@ class BlockDrafter(DecoderDrafter):
 
     def pack_depths(self) -> None:
         config = self.config
-        if len(set(config.causal_layers)) > 1:  # a kernel's call has one mask for all layers
+        # A call of the kernel has one mask for all layers, and no sinks.
+        if config.layer_types is not None or config.attention_sink_bias:
             return
         weights = DraftWeights(config.hidden_size, 0, config.rms_norm_eps, norm=self.norm.weight)
         self.draft_step = kernel_of([layer.native for layer in self.decoder_layers], weights)
@@ -225,32 +240,16 @@ class BlockDrafter(DecoderDrafter):
         """[count, .] what paths begin with, for kinds that read more of a path than its last token."""
         return None
 
-    def conditional(
-        self,
-        logits: Tensor,
-        reads: Tensor,
-        parents: Tensor,
-        depth: int,
-        states: Tensor | None,
-    ) -> tuple[Logits, Tensor | None]:
-        """Logits of the children of n nodes, for kinds whose predictions depend on the token before.
+    def conditional(self, logits: Tensor, at: Paths) -> tuple[Logits, Tensor | None]:
+        """Logits of the children of n nodes, for kinds whose predictions depend on the path before.
 
         Args:
-            logits: [n, d] of the block at their depth, computed from reads [n, h]. parents: [n]
-                int64 the nodes' target ids.
-            states: [n, .] of the paths up to the nodes' parents; None as of `first_states`.
+            logits: [n, d] of the block at their depth.
 
         Returns:
             The logits, and the states of the paths up to the nodes.
         """
         raise NotImplementedError(f"{type(self).__name__}.conditional")
-
-    def readout(self, reads: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows [t, .] and weights [d, .] whose products are the logits of `conditional`.
-
-        reads: [t, h]. parents: [t] int64 target ids.
-        """
-        return reads, self.head.weight
 
     def readout_of_blocks(
         self,
@@ -259,14 +258,13 @@ class BlockDrafter(DecoderDrafter):
         roots: Tensor,
         live: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """`readout` of all predictions of a step, for kinds that depend on more tokens of a block.
+        """Rows [t, .] and weights [d, .] whose products are the logits of a step's predictions.
 
         Args:
             reads: [t, h] in the order of live [m, depth] bool, predictions that count.
             ids: tokens, flat. roots: [m] positions of the blocks' first tokens.
         """
-        block_of, depth_of = live.nonzero(as_tuple=True)  # [t] each
-        return self.readout(reads, ids[roots[block_of] + depth_of])
+        return reads, self.head.weight
 
     def other_loss(
         self,
@@ -278,7 +276,7 @@ class BlockDrafter(DecoderDrafter):
         """A kind's second loss term, and its metrics [t] of each prediction (`measures`).
 
         Args:
-            hidden: [t, .] of `readout`. alpha: [t] acceptance rates; None if not measured.
+            hidden: [t, .] of `readout_of_blocks`. alpha: [t] acceptance rates; None if not measured.
             parents: [t] int64 target ids of the tokens before.
         """
         return 0.0, []
@@ -380,16 +378,16 @@ class BlockDrafter(DecoderDrafter):
         """
         cos, sin = tables
         blocks, tokens = sizes
-        layer = self.decoder_layers[number]
-        attention = layer.self_attn
-        causal = self.config.causal_layers[number]
+        attention = self.decoder_layers[number].self_attn
         asked = [self.computed[number] * n for n in blocks]  # queries of each process
         held = [self.config.block_size * n for n in blocks]  # tokens of its blocks
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             base_key, base_value = attention.keys_values(context, cos, sin)  # [t, kv_heads, e]
-            sinks = attention.attention_sink_bias  # [heads]
             _, heads, e = query.shape
+            sinks: list[Tensor] = [
+                x for x in (attention.attention_sink_bias,) if x is not None
+            ]  # [heads]
             # Processes that share the rows exchange tokens for heads, attend, and exchange them back.
             if isinstance(part, SharedPart):
                 key = part.to_heads(key, held, keys=True)
@@ -397,17 +395,14 @@ class BlockDrafter(DecoderDrafter):
                 base_key = part.to_heads(base_key, tokens, keys=True)
                 base_value = part.to_heads(base_value, tokens, keys=True)
                 query = part.to_heads(query, asked)
-                if sinks is not None:
-                    sinks = part.own_heads(sinks)
+                sinks = [x.chunk(part.group.size)[part.group.rank] for x in sinks]  # as the queries
             out = block_attention(
                 query,
-                key,
-                value,
+                (key, value, *sinks),
                 (base_key, base_value),
                 spans,
-                window=layer.window,
-                causal=causal,
-                sinks=sinks,
+                window=self.config.windows[number],
+                causal=self.config.causal_layers[number],
             )
             if not isinstance(part, SharedPart):
                 return out
@@ -508,14 +503,12 @@ class BlockDrafter(DecoderDrafter):
                 at.store(i, key, value)  # [n, kv_heads, e] each
         return ids[at.ends]
 
-    def behind(self, places: Places) -> tuple[DraftPass, list[Callable[..., Tensor]]]:
+    def behind(self, places: Places) -> tuple[DraftPass, Sequence[Callable[..., Tensor]]]:
         """The pass over the blocks of a round, and each layer's attention in it."""
         size = self.config.block_size
         causal = self.config.causal_layers
         # Blocks that are causal in some layers have two masks over the same slots.
-        passes = {}
-        for one_way in sorted(set(causal)):
-            passes[one_way] = places.behind(size, self.computed, mutual=not one_way)
+        passes = {way: places.behind(size, self.computed, mutual=not way) for way in set(causal)}
         attends = []
         for i, layer in enumerate(self.decoder_layers):
             attend = passes[causal[i]].attends[i]
@@ -561,7 +554,7 @@ class BlockDrafter(DecoderDrafter):
             """Of nodes [n] with target ids, and their parents' states."""
             nonlocal states
             own = reads[rows, depth]
-            found, states = self.conditional(logits[rows, depth], own, ids, depth, before)
+            found, states = self.conditional(logits[rows, depth], Paths(own, ids, depth, before))
             return Children(found, own)
 
         def ask(nodes: Nodes) -> Children:

@@ -295,7 +295,6 @@ BlockWeighting = Literal["exp", "dpace", "equal"]
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 LayerType = Literal["full_attention", "sliding_attention"]
-Causal = bool | Literal["sliding"]
 
 
 class BlockConfig(DecoderConfig):
@@ -341,7 +340,7 @@ class BlockConfig(DecoderConfig):
     block_size: Block = 8
     sample_from_anchor: bool = False
     layer_types: tuple[LayerType, ...] | None = None
-    causal: Causal = False
+    causal: bool | Literal["sliding"] = False
     attention_sink_bias: bool = False
     mask_token_id: Size | None = None
     train_head: bool = False
@@ -361,9 +360,8 @@ class BlockConfig(DecoderConfig):
     def windows(self) -> tuple[int, ...]:
         """Positions that each layer's tokens see, their own included; 0 for all."""
         window = self.sliding_window or 0
-        if self.layer_types is None:
-            return (window,) * self.num_hidden_layers
-        return tuple(window if kind == SLIDING else 0 for kind in self.layer_types)
+        types = self.layer_types or [SLIDING] * self.num_hidden_layers
+        return tuple(window if kind == SLIDING else 0 for kind in types)
 
     @property
     def each_type(self) -> list[str]:
@@ -375,11 +373,24 @@ class BlockConfig(DecoderConfig):
         """Of each layer, whether a token of a block sees earlier ones of it alone."""
         if self.causal == "sliding":
             return tuple(window > 0 for window in self.windows)
-        return (bool(self.causal),) * self.num_hidden_layers
+        return (self.causal,) * self.num_hidden_layers
 
     def check(self) -> None:
         super().check()
-        self._check_layer_types()
+        # Layers of one type have one spelling.
+        types = self.layer_types
+        if types is not None:
+            windowed = SLIDING in types
+            if len(types) != self.num_hidden_layers or windowed != bool(self.sliding_window):
+                raise UserError(
+                    f"layer_types={list(types)} do not fit num_hidden_layers={self.num_hidden_layers} and "
+                    f"sliding_window={self.sliding_window}: name a type per layer, {SLIDING} if there is a window"
+                )
+            if len(set(types)) == 1:
+                self.layer_types = None
+        if self.causal == "sliding" and self.layer_types is None:
+            self.causal = bool(self.sliding_window)
+
         window = self.sliding_window or 0
         if 0 < window <= self.block_size:
             raise UserError(
@@ -391,24 +402,6 @@ class BlockConfig(DecoderConfig):
                 f"mask_token_id={self.mask_token_id} is not a token of the target, which has {self.vocab_size}; drop the key to "
                 "learn an embedding"
             )
-
-    def _check_layer_types(self) -> None:
-        """Checks the layers' types; layers of one type have one spelling."""
-        types = self.layer_types
-        if types is not None:
-            if len(types) != self.num_hidden_layers:
-                raise UserError(
-                    f"layer_types has {len(types)} entries, but num_hidden_layers={self.num_hidden_layers}; name a type per layer"
-                )
-            if (SLIDING in types) != bool(self.sliding_window):
-                raise UserError(
-                    f"layer_types={list(types)} with sliding_window={self.sliding_window}: a window needs layers of type "
-                    f"{SLIDING}, and they need a window; set both, or neither"
-                )
-            if len(set(types)) == 1:
-                self.layer_types = None
-        if self.causal == "sliding" and len(set(self.causal_layers)) == 1:
-            self.causal = self.causal_layers[0]
 
     @classmethod
     def shapes(cls, target: Target, options: Json) -> Json:

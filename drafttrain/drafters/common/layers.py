@@ -20,7 +20,6 @@ from drafttrain.drafters.common.configs import BlockConfig, LayerConfig
 from drafttrain.files import Json, value_of
 from drafttrain.ops.cpu_layers import DecoderLayer
 from drafttrain.ops.packing import SKINNY_ROWS
-from drafttrain.ops.tree_attention import AttentionForm
 
 LayerShape = LayerConfig | BlockConfig
 ANCHORED = 4  # first tokens of a conversation, which `moved` leaves in place
@@ -42,10 +41,8 @@ class CacheShape(NamedTuple):
 
     @property
     def window(self) -> int:
-        """Positions that the cache keeps: those of the widest layer; 0 for all."""
-        if not all(self.windows):
-            return 0
-        return max(self.windows, default=0)
+        """Positions that the cache keeps; 0 for all, as one layer without a window needs."""
+        return min(self.windows, default=0)
 
 
 class Rotary:
@@ -229,7 +226,6 @@ class DraftLayer(nn.Module):
     """
 
     native: DecoderLayer | None  # the layer's CPU kernels
-    window = 0  # positions that a token sees, its own included; 0 for all. The drafter sets it.
     # Set by transformers with `gradient_checkpointing`: whether backward computes the layer again,
     # and the function that arranges it.
     gradient_checkpointing = False
@@ -279,12 +275,6 @@ class DraftLayer(nn.Module):
             self.native_gelu,
             mlp_norm=self.post_attention_layernorm.weight,
             **factors,
-        )
-        self.native.form = AttentionForm(
-            scaling=attention.head_dim**-0.5,
-            window=self.window or None,
-            softcap=None,
-            sinks=attention.attention_sink_bias,
         )
 
     def forward(

@@ -311,7 +311,7 @@ class HostPass(DraftPass):
                 session.cache.reserve(end + room)
             caches.append(session.cache.addresses(step.shapes))
         tables = self.sessions[0].drafter.rotary.up_to(plan.positions + room)
-        return Placed(plan, caches, tables)
+        return Placed(plan, caches, tables, self.shape.window)
 
 
 class Steps(Protocol):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from itertools import cycle
 from pathlib import Path
 from typing import Any, Self
 
@@ -383,22 +382,22 @@ class DecoderDrafter(TrainableDrafter):
     name_options = ("extra_vocab_size",)
     context: ContextVocabulary | None = None  # set by `bind`
 
-    def finish(self, windows: Sequence[int]) -> None:
+    def finish(self, layers: int, windows: Sequence[int] = ()) -> None:
         """Ends a kind's `__init__`.
 
-        windows: positions that the tokens of each layer with a cache of its own see, 0 for all.
+        Args:
+            layers: layers with a key-value cache of their own. windows: of each; none where all have
+                the config's.
         """
         config = self.config
         self.feature_layers = tuple(config.feature_layers)
         self.register_buffer("kept_ids", torch.arange(config.draft_vocab_size))
         self.rotary = Rotary(config.head_dim, config.rope_parameters)
         self.cache_shape = CacheShape(
-            tuple(windows),
+            tuple(windows) or (config.sliding_window,) * layers,
             config.num_key_value_heads,
             config.head_dim,
         )
-        for layer, window in zip(self.decoder_layers, cycle(windows), strict=False):
-            layer.window = window  # layers that share a cache come round again
         self.gradient_checkpointing = False
         self.post_init()
 

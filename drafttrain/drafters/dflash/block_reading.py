@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from drafttrain.drafters.common.configs import FULL, SLIDING
+from drafttrain.drafters.common.configs import SLIDING
 from drafttrain.drafters.eagle3.reading import (
     check_embedding,
     check_keys,
@@ -82,6 +82,7 @@ class _PublishedBlock(TypedDict, total=False):
     aux_hidden_state_layer_ids: list[int] | None
     sample_from_anchor: bool | None
     markov_rank: int | None
+    markov_head_type: str | None
     block_size: int | None
     mask_token_id: int | None
     use_swa: bool | None
@@ -100,7 +101,6 @@ class _PublishedBlock(TypedDict, total=False):
 _SINKS = ("attention_sink_bias", "add_swa_attention_sink_bias", "dflash_attention_sink")
 FIXED_KEYS = {
     "projector_type": Fixed(("dflash", "dspark"), "is of {key}={value!r:.60}"),
-    "markov_head_type": Fixed(("vanilla",)),
     "hidden_act": Fixed(("silu",)),
     "attention_mode": Fixed(("gqa",)),
     "attention_bias": Fixed((False,)),
@@ -165,17 +165,9 @@ def foreign_block(checkpoint: Exported) -> list[str]:
     keys = own_keys(checkpoint.config)
     layer = checkpoint.config.get("transformer_layer_config", checkpoint.config)
     reasons = windows_of(layer, mixed=True)
-    types = _layer_types(keys, layer)
-    if SLIDING in types and not _window_size(keys, layer):
-        reasons.append("has layer_types sliding_attention without a sliding_window")
-    if len(types) < value_of(layer, "num_hidden_layers", 0):
-        reasons.append(f"has layer_types of {len(types)} layers only")
-    layers = keys.get("target_layer_ids")
-    others = keys.get("eagle_aux_hidden_state_layer_ids")
-    if layers and others and others != [layer + 1 for layer in layers]:
-        reasons.append(
-            f"has eagle_aux_hidden_state_layer_ids={others}, other layers than target_layer_ids={layers}"
-        )
+    aux = [layer + 1 for layer in value_of(keys, "target_layer_ids", [])]
+    if aux and keys.get("eagle_aux_hidden_state_layer_ids", aux) != aux:
+        reasons.append("has eagle_aux_hidden_state_layer_ids of other layers than target_layer_ids")
     width = keys.get("target_hidden_size")
     if width not in (None, layer.get("hidden_size")):
         reasons.append(f"has target_hidden_size={width}, another width than its own")
@@ -231,7 +223,7 @@ def block_fields(checkpoint: Exported, target: Json) -> Json:
     types = _layer_types(keys, layer)
     window = 0
     if SLIDING in types:
-        window = _window_size(keys, layer)
+        window = keys.get("swa_window_size") or value_of(layer, "sliding_window", 0)
     return {
         **fields,
         "rope_theta": rope["rope_theta"],
@@ -251,19 +243,12 @@ def block_fields(checkpoint: Exported, target: Json) -> Json:
 
 
 def _layer_types(keys: Json, layer: Json) -> list[str]:
-    """The type of each layer. A longer list, such as the target's, begins with the drafter's."""
+    """The type of each layer, none where all see everything. A longer list, such as the target's, begins with the drafter's."""
     count = layer.get("num_hidden_layers")
     types = value_of(layer, "layer_types", [])[:count]
-    if SLIDING in types:
-        return types
-    if keys.get("use_swa"):
+    if keys.get("use_swa") and SLIDING not in types:
         return [SLIDING] * (count or len(types))
-    return types or [FULL] * (count or 0)
-
-
-def _window_size(keys: Json, layer: Json) -> int:
-    """Positions that a token of a layer with a window sees; 0 if no key says so."""
-    return keys.get("swa_window_size") or value_of(layer, "sliding_window", 0)
+    return types
 
 
 def _causal(keys: Json) -> bool | str:

@@ -59,10 +59,10 @@ _MASK_FILE = "mask_embedding.pt"
 # The release that was read; its one DFlash class is a family's own, and general.
 _TRANSFORMERS = "5.23"
 _GLIMMER = "muse_glimmer_assistant"
-# Engines whose classes have windows that show a block's later tokens, and sinks; with the first
-# release that has them, where others are known.
-_WINDOWS = {"vLLM": "", "SGLang": "0.5.19", "llama.cpp": "", "speculators": ""}
-_SINKS = {"vLLM": "", "SGLang": "0.5.20"}
+# Engines whose classes have windows that show a block's later tokens, and sinks.
+_WINDOWS = ("vLLM", "SGLang", "llama.cpp", "speculators")
+_SINKS = ("vLLM", "SGLang")
+_SGLANG = "0.5.20"  # its first release with all of them
 # Its names of what feeds the layers.
 _ENCODER = {
     "fc.weight": "encoder.fc.weight",
@@ -193,27 +193,19 @@ class EngineBlocks(BlockFiles[Block]):
 
     def _lacking_attention(self, config: Json, engine: EngineRelease) -> list[str]:
         """Directions, windows and sinks that an engine's class of this kind does not compute."""
-        name = engine.name
+        old = engine.name == "SGLang" and engine.before(_SGLANG)
         found = []
-        causal = config.get("causal")
-        if causal and name not in self.causal_in:
-            spelled = str(causal).lower()
-            found.append(
-                f"causal={spelled}: blocks whose tokens see earlier ones alone were not tried with {name}"
-            )
-        window = config.get("sliding_window")
-        if window and name not in _WINDOWS:
-            found.append(
-                f"sliding_window={window}: {name} has no window that shows a block's later tokens"
-            )
-        sinks = config.get("attention_sink_bias")
-        if sinks and name not in _SINKS:
-            found.append(f"attention_sink_bias=true: {name} has no sinks in this kind")
-        if name == "SGLang":
-            if (window or causal) and engine.before(_WINDOWS[name]):
-                found.append(f"sliding_window, causal: SGLang reads them since {_WINDOWS[name]}")
-            if sinks and engine.before(_SINKS[name]):
-                found.append(f"attention_sink_bias=true: SGLang has it since {_SINKS[name]}")
+        for key, engines, rule in (
+            ("causal", self.causal_in, "blocks whose tokens see earlier ones alone"),
+            ("sliding_window", _WINDOWS, "windows that show a block's later tokens"),
+            ("attention_sink_bias", _SINKS, "sinks"),
+        ):
+            value = config.get(key)
+            if value and (old or engine.name not in engines):
+                spelled = str(value).lower()
+                found.append(
+                    f"{key}={spelled}: {rule} were not found in {engine.name} {engine.release}"
+                )
         return found
 
     def _lacking_in_speculators(self, config: Json) -> list[str]:
@@ -322,7 +314,7 @@ class EngineBlocks(BlockFiles[Block]):
             "mask_token_id": mask_token,
             "target_layer_ids": [layer - 1 for layer in config.feature_layers],
         }
-        own |= nested_attention_keys(config)
+        own |= attention_keys(config)
         return {"block_size": config.block_size, "dflash_config": own}
 
     def form(self, drafter: Block, config: Json) -> Form:
@@ -498,27 +490,20 @@ class DFlashShipping(EngineBlocks[DFlash]):
 
 
 def attention_keys(config: BlockConfig) -> Json:
-    """Keys of windows and directions beside those of the layers; none where all is the default."""
+    """Keys of windows, directions and sinks, none where all are the default.
+
+    They stand at the top and in dflash_config: engines look for some at one place.
+    """
     keys: Json = {}
-    if config.sliding_window:
+    window = config.sliding_window
+    if window:
         keys["layer_types"] = config.each_type
-        keys["sliding_window"] = config.sliding_window
         keys["use_sliding_window"] = True  # else transformers drops the window
+        keys["sliding_window"] = window
+        keys["swa_window_size"] = window
     # Engines take a layer with a window for a causal one, and others not, unless a key says so.
-    default = config.causal == "sliding" or not (config.causal or config.sliding_window)
-    if not default:
+    if config.causal != "sliding" and (config.causal or window):
         keys["is_causal"] = config.causal
-    return keys
-
-
-def nested_attention_keys(config: BlockConfig) -> Json:
-    """As `attention_keys`, those in dflash_config, which vLLM reads too; sinks stand there alone."""
-    keys: Json = {}
-    if config.sliding_window:
-        if all(config.windows):
-            keys["use_swa"] = True
-        keys["swa_window_size"] = config.sliding_window
-    if "is_causal" in attention_keys(config):
         keys["causal"] = config.causal
     if config.attention_sink_bias:
         keys["attention_sink_bias"] = True

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafttrain.batch import Attend
-from drafttrain.drafters.common.block import Aligned
+from drafttrain.drafters.common.block import Aligned, Paths
 from drafttrain.drafters.common.layers import DraftLayer
 from drafttrain.drafters.common.markov import MarkovBlock, MarkovConfig
 from drafttrain.drafters.common.tree_growth import Logits
@@ -153,8 +153,8 @@ class DFlash2(MarkovBlock):
             if isinstance(module, BlockConv):
                 nn.init.zeros_(module.kernel_projection.weight)
 
-    def corrections(self, reads: Tensor, parents: Tensor) -> Tensor:
-        return super().corrections(reads, parents) * self.gate(reads)
+    def bend(self, at: Paths) -> tuple[Tensor, Tensor | None]:
+        return self.embedded(at.parents) * self.gate(at.reads), at.states
 
     def other_loss(
         self,
@@ -172,18 +172,11 @@ class DFlash2(MarkovBlock):
         out = linear_divergence(reads, head, *aligned, config.loss)
         return config.unary_weight * out.loss, []
 
-    def conditional(
-        self,
-        logits: Tensor,
-        reads: Tensor,
-        parents: Tensor,
-        depth: int,
-        states: Tensor | None,
-    ) -> tuple[Logits, Tensor | None]:
-        pair = self.corrections(reads, parents)
+    def conditional(self, logits: Tensor, at: Paths) -> tuple[Logits, Tensor | None]:
         count = self.config.selector_top_k
         if not 0 < count < logits.shape[-1]:
-            return logits + self.markov_out(pair).to(logits.dtype), states
+            return super().conditional(logits, at)
+        pair, states = self.bend(at)
         unary, ids = logits.topk(count)  # [n, k] each
         scores = torch.einsum("nr,nkr->nk", pair, self.markov_out.weight[ids])
         scores = unary + scores.to(logits.dtype)

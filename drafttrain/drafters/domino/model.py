@@ -25,8 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafttrain.drafters.common.block import Aligned, BlockDrafter
+from drafttrain.drafters.common.block import Aligned, Paths
 from drafttrain.drafters.common.configs import BlockConfig
+from drafttrain.drafters.common.markov import CorrectedBlock
 from drafttrain.losses import linear_divergence
 from drafttrain.values import Count, Fraction, PositiveFraction, Size
 
@@ -75,13 +76,12 @@ class PathGru(nn.Module):
         return new + torch.sigmoid(update + old_update) * (state - new)
 
 
-class Domino(BlockDrafter):
+class Domino(CorrectedBlock):
     """A Domino drafter: the block-parallel backbone with a correction by the path."""
 
     config_class = DominoConfig
     kind = "domino"
     config: DominoConfig
-    corrected = True
 
     def __init__(self, config: DominoConfig):
         super().__init__(config)
@@ -93,11 +93,22 @@ class Domino(BlockDrafter):
         # Not zero, which would keep the gradient from the other factors.
         nn.init.normal_(self.correction_out.weight, std=1e-3)
 
-    def bend(self, reads: Tensor, states: Tensor) -> Tensor:
-        """Input of `correction_out` [n, r], from block states [n, h] and paths' states [n, g]."""
-        return F.silu(self.correction_in(torch.cat((reads, states.to(reads.dtype)), dim=-1)))
+    @property
+    def correction(self) -> nn.Linear:
+        return self.correction_out
 
-    # -- training half -----------------------------------------------------------------------------
+    def first_states(self, count: int) -> Tensor:
+        return self.gru.first(count)
+
+    def bend(self, at: Paths) -> tuple[Tensor, Tensor]:
+        assert at.states is not None
+        read = self.gru.reads(self.embed(at.parents).to(at.states.dtype))
+        states = self.gru(read, at.states)
+        both = torch.cat((at.reads, states.to(at.reads.dtype)), dim=-1)  # [n, h + g]
+        bent = F.silu(self.correction_in(both))
+        if at.depth < self.config.pure_draft_prefix_len:
+            bent = torch.zeros_like(bent)
+        return bent, states
 
     @property
     def base_share(self) -> float:
@@ -111,29 +122,6 @@ class Domino(BlockDrafter):
     @property
     def loss_share(self) -> float:
         return 1.0 - self.base_share
-
-    def readout_of_blocks(
-        self,
-        reads: Tensor,
-        ids: Tensor,
-        roots: Tensor,
-        live: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        depths = torch.arange(self.config.depth, device=roots.device)
-        # The data's tokens stand for drafted ones. Behind the last text there are none, nor live predictions.
-        path = (roots[:, None] + depths).clamp(max=len(ids) - 1)  # [m, depth]
-        embeds = self.embed(ids[path]).to(reads.dtype)  # [m, depth, h]
-        state = self.gru.first(len(roots))
-        states = []
-        for read in self.gru.reads(embeds).unbind(1):
-            state = self.gru(read, state)
-            states.append(state)
-        along = torch.stack(states, dim=1)[live]  # [t, g]
-
-        corrected = depths >= self.config.pure_draft_prefix_len  # [depth]
-        bent = self.bend(reads, along) * corrected.expand_as(live)[live][:, None]  # [t, r]
-        head = torch.cat((self.head.weight.to(reads.dtype), self.correction_out.weight), dim=1)
-        return torch.cat((reads, bent), dim=-1), head
 
     def other_loss(
         self,
@@ -149,27 +137,6 @@ class Domino(BlockDrafter):
         reads = hidden[:, : self.config.hidden_size]
         head = self.head.weight.to(reads.dtype)
         return share * linear_divergence(reads, head, *aligned, self.config.loss).loss, []
-
-    # -- proposal half -----------------------------------------------------------------------------
-
-    def first_states(self, count: int) -> Tensor:
-        return self.gru.first(count)
-
-    def conditional(
-        self,
-        logits: Tensor,
-        reads: Tensor,
-        parents: Tensor,
-        depth: int,
-        states: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """A step of the GRU and a small product per node."""
-        assert states is not None
-        states = self.gru(self.gru.reads(self.embed(parents).to(states.dtype)), states)
-        if depth < self.config.pure_draft_prefix_len:
-            return logits, states
-        bent = self.bend(reads, states)
-        return logits + self.correction_out(bent).to(logits.dtype), states
 
 
 KIND = Domino

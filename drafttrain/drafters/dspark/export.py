@@ -25,12 +25,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from drafttrain.drafters.dflash.block_reading import FIXED_KEYS, own_keys
+from drafttrain.drafters.dflash.block_reading import own_keys
 from drafttrain.drafters.dflash.export import (
     BlockFiles,
     EngineBlocks,
+    attention_keys,
     block_options,
-    nested_attention_keys,
     per_token,
 )
 from drafttrain.drafters.dspark.model import DSpark
@@ -65,8 +65,6 @@ class DSparkShipping(EngineBlocks[DSpark]):
         "markov_rank": 16,
     }
     drafter_class = DSpark
-    published_keys = {*EngineBlocks.published_keys, "markov_head_type"}
-    fixed_keys = {key: rule for key, rule in FIXED_KEYS.items() if key != "markov_head_type"}
     causal_in = ("vLLM", "SGLang", "speculators")
     speculators_class = "DSparkSpeculator"
     architecture = "Qwen3DSparkModel"
@@ -99,11 +97,6 @@ class DSparkShipping(EngineBlocks[DSpark]):
         head = trained.config.get("markov_head_type", _VANILLA)
         if head != _VANILLA and form not in ("sglang", "speculators"):
             found.append(f"markov_head_type={head}: {engine.name} has the {_VANILLA} head only")
-        anchor = trained.config.get("sample_from_anchor")
-        if head == "rnn" and form == "speculators" and not anchor:
-            found.append(
-                "sample_from_anchor=false: speculators' recurrent head begins at the block's first token"
-            )
         if engine.name == "MLX" and not trained.config.get("sample_from_anchor"):
             found.append(
                 "sample_from_anchor=false: MLX counts the block's first token among block_size, vLLM does not"
@@ -128,16 +121,13 @@ class DSparkShipping(EngineBlocks[DSpark]):
             "target_layer_ids": [layer - 1 for layer in config.feature_layers],
             "mask_token_id": mask_token,
         }
-        nested = nested_attention_keys(config)
-        keys = {
+        return {
             **own,
             "block_size": config.depth,
             "sample_from_anchor": config.sample_from_anchor,
+            "dflash_config": own | attention_keys(config),
             **self.speculators_keys(drafter),
         }
-        if nested:  # where it is, engines look for these there first
-            keys["dflash_config"] = own | nested
-        return keys
 
     def speculators_keys(self, drafter: DSpark) -> Json:
         return {
@@ -178,18 +168,6 @@ class DSparkShipping(EngineBlocks[DSpark]):
             "markov_head_type": keys.get("markov_head_type", _VANILLA),
             "markov_all": True,
         }
-
-    def foreign(self, checkpoint: Exported) -> list[str]:
-        found = super().foreign(checkpoint)
-        config = checkpoint.config
-        keys = own_keys(config)
-        recurrent = keys.get("markov_head_type") == "rnn"
-        trainer = "speculators_model_type" in config
-        if recurrent and trainer and not keys.get("sample_from_anchor"):
-            found.append(
-                "has a recurrent head that reads the block's first token, which engines skip"
-            )
-        return found
 
     def drafter_weights(
         self,

@@ -26,9 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafttrain.drafters.common.block import Aligned
+from drafttrain.drafters.common.block import Aligned, Paths
 from drafttrain.drafters.common.markov import MarkovBlock, MarkovConfig
 from drafttrain.drafters.common.tree_growth import Logits
+from drafttrain.errors import UserError
 from drafttrain.target import Target
 from drafttrain.values import PositiveAmount
 
@@ -47,6 +48,14 @@ class DSparkConfig(MarkovConfig):
     loss: str = "0.1*ce+1.8*tv"
     confidence_weight: PositiveAmount = 1.0
     markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
+
+    def check(self) -> None:
+        super().check()
+        if self.markov_head_type == "rnn" and not self.sample_from_anchor:
+            raise UserError(
+                "markov_head_type='rnn' needs sample_from_anchor=true: trainers and engines disagree on whether its state reads "
+                "the block's first token otherwise"
+            )
 
 
 class DSpark(MarkovBlock):
@@ -81,70 +90,34 @@ class DSpark(MarkovBlock):
         self.confidence.bias.zero_()
         return super().copy_from(target)
 
-    def bend(
-        self,
-        reads: Tensor,
-        before: Tensor,
-        states: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Input of `markov_out` [n, r], and the paths' states [n, r] behind the tokens.
-
-        reads: [n, h]. before: [n, r], `embedded` tokens. states: before them.
-        """
+    def bend(self, at: Paths) -> tuple[Tensor, Tensor | None]:
+        states = at.states
+        before = self.embedded(at.parents)  # [n, r]
         if self.gate_proj is not None:
-            gate = self.gate_proj(torch.cat((reads, before), dim=-1))
+            gate = self.gate_proj(torch.cat((at.reads, before), dim=-1))
             return torch.sigmoid(gate) * before, states
-        if self.joint_proj is None:
+        if self.joint_proj is None or states is None:
             return before, states
-        assert states is not None
-        parts = self.joint_proj(torch.cat((states, before, reads), dim=-1))
+        parts = self.joint_proj(torch.cat((states, before, at.reads), dim=-1))
         gate, new, shown = parts.chunk(3, dim=-1)  # [n, r] each
-        gate = torch.sigmoid(gate)
-        return torch.tanh(shown), gate * states + (1 - gate) * torch.tanh(new)
-
-    def corrections(self, reads: Tensor, parents: Tensor) -> Tensor:
-        return self.bend(reads, self.embedded(parents), None)[0]
-
-    def readout_of_blocks(
-        self,
-        reads: Tensor,
-        ids: Tensor,
-        roots: Tensor,
-        live: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        if self.joint_proj is None:
-            return super().readout_of_blocks(reads, ids, roots, live)
-        block_of, depth_of = live.nonzero(as_tuple=True)  # [t] each
-        before = self.embedded(ids[roots[block_of] + depth_of])  # [t, r]
-        # Predictions that do not count come last in their blocks: zeros stand for them.
-        along = before.new_zeros(*live.shape, before.shape[1] + reads.shape[1])
-        along[live] = torch.cat((before, reads), dim=-1).to(along.dtype)
-        states = self.first_states(len(live))
-        bent = []
-        for each in along.unbind(1):
-            own, read = each.split((before.shape[1], reads.shape[1]), dim=-1)
-            shown, states = self.bend(read, own, states)
-            bent.append(shown)
-        return self.joined(reads, torch.stack(bent, dim=1)[live])
+        new = torch.tanh(new)
+        return torch.tanh(shown), new + torch.sigmoid(gate) * (states - new)
 
     def first_states(self, count: int) -> Tensor | None:
         if self.joint_proj is None:
             return None
         return self.joint_proj.weight.new_zeros(count, self.config.markov_rank)
 
-    def conditional(
-        self,
-        logits: Tensor,
-        reads: Tensor,
-        parents: Tensor,
-        depth: int,
-        states: Tensor | None,
-    ) -> tuple[Logits, Tensor | None]:
-        before = self.embedded(parents)  # [n, r]
-        guess = self.confidence(torch.cat((reads, before), dim=-1)).float()  # [n, 1]
-        confidence = F.logsigmoid(guess).squeeze(-1).exp()
-        bent, states = self.bend(reads, before, states)
-        return (logits + self.markov_out(bent).to(logits.dtype), confidence), states
+    def conditional(self, logits: Tensor, at: Paths) -> tuple[Logits, Tensor | None]:
+        corrected, states = super().conditional(logits, at)
+        assert isinstance(corrected, Tensor)
+        confidence = torch.sigmoid(self.confide(at.reads, at.parents))
+        return (corrected, confidence), states
+
+    def confide(self, reads: Tensor, parents: Tensor) -> Tensor:
+        """[n] float32, the confidence before the sigmoid, from reads [n, h] and parents [n]."""
+        both = torch.cat((reads, self.embedded(parents)), dim=-1)
+        return self.confidence(both).squeeze(-1).float()
 
     def other_loss(
         self,
@@ -155,10 +128,7 @@ class DSpark(MarkovBlock):
     ) -> tuple[Tensor | float, list[Tensor]]:
         """Cross-entropy of the confidence with the acceptance rate that it predicts."""
         assert alpha is not None
-        if self.config.markov_head_type != "vanilla":  # whose readout is the confidence's input
-            reads = hidden[:, : self.config.hidden_size]
-            hidden = torch.cat((reads, self.embedded(parents)), dim=-1)
-        guess = self.confidence(hidden).squeeze(-1).float()  # [t], before the sigmoid
+        guess = self.confide(hidden[:, : self.config.hidden_size], parents)
         loss = F.binary_cross_entropy_with_logits(guess, alpha.float(), reduction="none")
         total = (loss * aligned.weight).sum()
         return self.config.confidence_weight * total, [guess.detach().sigmoid()]

@@ -85,7 +85,7 @@ class Eagle1(LayerDrafter):
         self.layers = nn.ModuleList(
             DraftLayer(config, normed=i > 0) for i in range(config.num_hidden_layers)
         )
-        self.finish([config.sliding_window] * config.num_hidden_layers)
+        self.finish(config.num_hidden_layers)
 
     @property
     def head(self) -> nn.Linear | PackedLinear:

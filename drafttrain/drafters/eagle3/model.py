@@ -99,7 +99,7 @@ class Eagle3(LayerDrafter):
             self.layers[str(i)] = DraftLayer(config)
         self.norm = RMSNorm(h, eps)
         self.lm_head = nn.Linear(h, config.draft_vocab_size, bias=False)
-        self.finish([config.sliding_window] * config.num_hidden_layers)
+        self.finish(config.num_hidden_layers)
 
     @classmethod
     def begin(

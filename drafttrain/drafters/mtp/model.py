@@ -122,7 +122,7 @@ class MTP(LayerDrafter):
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         # The target's head; in a list, so that it is neither trained nor saved.
         self.frozen: list[nn.Linear | PackedLinear] = []
-        self.finish([config.sliding_window])
+        self.finish(layers=1)
         own = self.blocks[0].layer
         if isinstance(own, OwnLayer):
             self.rotary = FamilyRotary(own)
