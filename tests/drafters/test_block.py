@@ -44,10 +44,8 @@ OPTIONS = [
     {"causal": True, "sliding_window": 6, "num_hidden_layers": 3},
 ]
 DIFFERENT = [
-    (DFlash, MIXED),
     (DFlash, {**MIXED, "causal": "sliding", "attention_sink_bias": True}),
-    (JetSpec, {**MIXED, "attention_sink_bias": True}),
-    (DFlash2, {"attention_sink_bias": True, "sliding_window": 6}),
+    (JetSpec, MIXED),
     (DSpark, {"markov_head_type": "gated"}),
     (DSpark, {"markov_head_type": "rnn", "sample_from_anchor": True, **MIXED}),
 ]

@@ -90,11 +90,8 @@ def test_windows_are_written_for_engines_that_compute_them(target, tmp_path):
     )
     own = config["dflash_config"]  # vLLM symmetrizes the window of a layer that is not causal
     assert own["swa_window_size"] == 9 and own["causal"] is False
-    # SGLang counts by these, and takes a layer with a window for a causal one.
-    assert config["layer_types"] == ["sliding_attention"] * 2 and config["sliding_window"] == 9
-    assert config["use_sliding_window"] and config["is_causal"] is False
+    assert config["use_sliding_window"] and config["is_causal"] is False  # SGLang's names
     trained = find_drafter(str(tmp_path / "ours"))
-    assert check_expressible(trained, "sglang")
     with pytest.raises(UserError, match=r"sliding_window=9: .* not found in SGLang 0.5.18"):
         check_expressible(trained, "sglang", "0.5.18")
     with pytest.raises(UserError, match=r"sliding_window=9: .* not found in transformers"):

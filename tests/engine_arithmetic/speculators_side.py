@@ -28,7 +28,12 @@ def read(folder, features, block):
             if name not in own or not torch.equal(own[name].to(value), value):
                 wrong.append(name)
         found = states(model, features, block)
-        bias = correction(model, found, block)
+        bias = []
+        if hasattr(model, "markov_head"):  # of each position, below the block's token there
+            made = model.markov_head.block_bias(
+                prev_token_ids=block[None], hidden_states=found[None]
+            )
+            bias = made[0].tolist()
         return {"error": "", "wrong": wrong, "states": found.tolist(), "bias": bias}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
@@ -64,18 +69,6 @@ def states(model, features, block):
         if isinstance(hidden, tuple):
             hidden = hidden[0]
     return model.norm(hidden)[0]
-
-
-@torch.no_grad()
-def correction(model, found, block):
-    """[block, d] of DSpark's Markov head, each position below the block's token there, or before it if masks alone predict."""
-    head = getattr(model, "markov_head", None)
-    if head is None:
-        return []
-    before = block
-    if not model.config.sample_from_anchor:
-        before = torch.cat((block[:1], block[:-1]))
-    return head.block_bias(prev_token_ids=before[None], hidden_states=found[None])[0].tolist()
 
 
 def main() -> None:

@@ -32,33 +32,18 @@ def main() -> None:
     from vllm.v1.worker.gpu.spec_decode.utils import get_parallel_drafting_token_id
 
     context: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    ways: dict[str, bool] = {}  # of each layer, whether its blocks are causal
-    sunk: dict[str, torch.Tensor] = {}
 
     def attend(self, query, key, value, *_, **__):
-        """A block over its context and itself, as far as the layer says."""
+        """A block over its context and all of itself."""
         query, key, value = (
             part.view(len(part), -1, self.head_size).transpose(0, 1) for part in (query, key, value)
         )
         before = [part.transpose(0, 1) for part in context[self.layer_name]]
         key = torch.cat((before[0], key), 1)
         value = torch.cat((before[1], value), 1)
-        at = torch.arange(key.shape[1])
-        places = at[-query.shape[1] :, None]
-        seen = at < key.shape[1]
-        if self.sliding_window:
-            seen = seen & (places - at < self.sliding_window)
-        if ways[self.layer_name]:
-            seen = seen & (at <= places)
-        repeats = len(query) // len(key)
-        scores = query @ key.repeat_interleave(repeats, 0).mT * self.impl.scale
-        scores = scores.masked_fill(~seen, -torch.inf)
-        sinks = sunk[self.layer_name]
-        if sinks is not None:
-            column = sinks[:, None, None].expand(-1, query.shape[1], 1)
-            scores = torch.cat((scores, column), dim=-1)
-        weights = scores.softmax(-1)[..., : key.shape[1]]
-        out = weights @ value.repeat_interleave(repeats, 0)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, scale=self.impl.scale, enable_gqa=True
+        )
         return out.transpose(0, 1).flatten(1)
 
     def normalize(self, all_k):
@@ -103,8 +88,7 @@ def main() -> None:
                     context[held.layer_name] = key, value
 
                 attention.impl.do_kv_cache_update = keep
-                ways[attention.layer_name] = layer.self_attn.causal
-                sunk[attention.layer_name] = layer.self_attn.attention_sink_bias
+                assert layer.self_attn.causal is False
             hf = config.speculative_config.draft_model_config.hf_config
             given = load_file(f"{folder}.inputs.safetensors")
             features = given["features"]

@@ -19,7 +19,7 @@ from drafttrain.drafters.shipping import ExportRequest, find_drafter, shipping
 from drafttrain.export.engine_runs import run_side
 from tests import engine_arithmetic
 from tests.conftest import make_target
-from tests.drafters.block_kinds import MIXED, shaken
+from tests.drafters.block_kinds import shaken
 from tests.drafters.eagle3_files import FLAGS, FLAT, SPECULATORS, make_head, write_eagle3
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
@@ -28,8 +28,6 @@ BLOCK_SIDE = SIDE.with_name("vllm_block_side.py")
 BLOCKS: list[dict[str, Any]] = [
     {"mask_token_id": 7}, {"kept": torch.arange(20, 290)}, {"sample_from_anchor": True, "mask_token_id": 7},
     {"kept": torch.arange(300), "train_head": True, "num_hidden_layers": 3, "feature_layers": (2, 5)},
-    {**MIXED, "mask_token_id": 7, "causal": "sliding"}, {**MIXED, "mask_token_id": 7, "attention_sink_bias": True},
-    {"sliding_window": 6, "causal": True, "mask_token_id": 7},
 ]  # fmt: skip
 VARIANTS: list[dict[str, Any]] = [
     {}, {"draft_vocab_size": 0}, {"feature_layers": (1, 6)}, {"feature_layers": (1, 3, 5, 6), "fc_norm": True},
