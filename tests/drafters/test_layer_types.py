@@ -18,7 +18,7 @@ from tests.ops.test_block_attention import textbook
 def test_each_layer_sees_what_its_type_says(target):
     """A block as decoding computes it, against each layer's softmax under a dense mask."""
     drafter = shaken(DFlash, target, **MIXED, causal="sliding", attention_sink_bias=True)
-    features = torch.randn(20, 96, generator=torch.Generator().manual_seed(0))
+    features = torch.randn(20, drafter.fc.in_features)
     context = drafter.fuse(features)
     tables = drafter.rotary.tables(torch.arange(20), torch.float32)
     spans = Spans(*torch.tensor([[0], [19], [0]]))
