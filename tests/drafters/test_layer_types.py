@@ -11,7 +11,7 @@ from drafttrain.drafters.dflash.model import DFlash, DFlashConfig
 from drafttrain.ops.path_attention import Spans
 from tests.drafters.block_kinds import MIXED, begun, block_states, shaken
 from tests.drafters.helpers import make_batch
-from tests.ops.test_block_attention import textbook
+from tests.ops.textbook_blocks import textbook
 
 
 @torch.no_grad()
