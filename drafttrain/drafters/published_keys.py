@@ -39,7 +39,8 @@ _REASONS = {
     "decoders that read an encoder, which these drafters are not": """
         add_cross_attention cross_attention_hidden_size is_decoder is_encoder_decoder tie_encoder_decoder""",
     "the tensors of the checkpoint say the same": """
-        bias confidence_head_with_markov embed_requires_grad enable_confidence_head num_aux_hidden_states num_context_layers
+        bias confidence_head_with_markov embed_requires_grad enable_confidence_head has_embed_tokens has_lm_head
+        num_aux_hidden_states num_context_layers
         parallel_draft_heads_num_layers tie_word_embeddings truncated_vocab_size use_confidence_head""",
     "read together with layer_types, which decide": "max_window_layers",
     "sizes of the target, which is at hand": "num_target_layers target_num_hidden_layers",
@@ -76,15 +77,18 @@ LAYER_FORMS = {
 }  # fmt: skip
 
 
-def windows_of(layer: Json) -> list[str]:
-    """What a published config says of windows that no kind of ours has: one for all layers."""
+def windows_of(layer: Json, mixed: bool = False) -> list[str]:
+    """What a published config says of windows that a kind of ours has not.
+
+    mixed: the kind may have layers with a window beside others; else it has one for all.
+    """
     types = layer.get("layer_types")
     if types:
         other = sorted(set(map(str, types)) - {"full_attention", "sliding_attention"})
         if other:
             return [f"has layers of type {', '.join(other)}"]
-        if len(set(types)) > 1:
-            return ["mixes layers with and without a window; ours have one for all"]
+        if len(set(types)) > 1 and not mixed:
+            return ["mixes layers with and without a window; ours of this kind have one for all"]
     elif layer.get("use_sliding_window"):
         return ["has use_sliding_window without layer_types, which say which layers have a window"]
     return []

@@ -308,7 +308,7 @@ class _Paths(NamedTuple):
 class _Blocks(NamedTuple):
     """Own keys of drafted blocks.
 
-    `tensors` are key and value [m * B, kv_heads, e], block after block.
+    `tensors` are key and value [m * B, kv_heads, e], block after block, and perhaps sinks [heads].
     """
 
     blocks: int  # m
@@ -352,6 +352,8 @@ class _Blocks(NamedTuple):
         own = self.join(own)  # [m * A, heads, e]
         own_lse = self.join(own_lse)  # [m * A, heads]
         lse = torch.logaddexp(base_lse, own_lse)
+        if len(tensors) == 3:  # a sink takes its share of the softmax and has no value
+            lse = torch.logaddexp(lse, tensors[2].to(lse.dtype))
         base_share = (base_lse - lse).exp().unsqueeze(-1).to(base.dtype)  # [m * A, heads, 1]
         own_share = (own_lse - lse).exp().unsqueeze(-1).to(base.dtype)
         return base * base_share + own * own_share, lse, lse.new_empty(0)
@@ -378,7 +380,11 @@ class _Blocks(NamedTuple):
             attn_mask=self.mask_like(query),
         )
         self.split(into).add_(query_grad)
-        return [self.join(key_grad), self.join(value_grad)]
+        grads = [self.join(key_grad), self.join(value_grad)]
+        if len(tensors) == 3:
+            weights = (tensors[2] - lse).exp()  # [m * A, heads]
+            grads.append(-(weights * (grad * out).sum(-1)).sum(0).to(tensors[2].dtype))
+        return grads
 
 
 Own = _Paths | _Blocks
@@ -498,8 +504,7 @@ def _widened(x: Tensor) -> Tensor:
 
 def block_attention(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    own: Tensors,
     base: Pair,
     spans: Spans,
     flex: Flex | None = None,
@@ -509,7 +514,8 @@ def block_attention(
     """Attention of m blocks of B tokens, whose last A tokens are queries.
 
     Args:
-        query: [m * A, heads, e]; key, value: [m * B, kv_heads, e], block after block.
+        query: [m * A, heads, e]; own: keys and values [m * B, kv_heads, e], block after block, and
+            perhaps sinks [heads] (`AttentionForm`).
         base: keys and values [T, kv_heads, e] of the context.
         spans: the context interval of each block, none of them empty.
         window: positions that a query sees, its own included, 0 for all; larger than B, so that a
@@ -522,10 +528,10 @@ def block_attention(
     blocks = len(spans.last)
     if not blocks:
         # Other ranks have blocks and share these weights, so they need a gradient of zero here.
-        zero = 0 * sum(x.sum() for x in (key, value, *base))
+        zero = 0 * sum(x.sum() for x in (*own, *base))
         return query.flatten(1) + zero
     per = len(query) // blocks  # A
-    size = len(key) // blocks  # B
+    size = len(own[0]) // blocks  # B
     first = spans.first.repeat_interleave(per)  # [m * A]
     last = spans.last.repeat_interleave(per)
     begin = spans.begin.repeat_interleave(per)
@@ -536,9 +542,9 @@ def block_attention(
     if causal:
         later = torch.full((per, size), -torch.inf, dtype=torch.float32, device=query.device)
         mask = later.triu(size - per + 1)
-    own = _Blocks(blocks, mask)
+    blocked = _Blocks(blocks, mask)
     each = Spans(first, last, begin)
-    return attend_spans(own, each, query, base, (key, value), flex).flatten(1)
+    return attend_spans(blocked, each, query, base, own, flex).flatten(1)
 
 
 # -- paths of training-time test -------------------------------------------------------------------

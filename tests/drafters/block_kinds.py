@@ -7,6 +7,12 @@ import torch
 from drafttrain.drafters.common.rows import HostPlaces
 
 KEPT = torch.arange(40, 240)
+# Layers that differ as those of published drafters do: sliding ones and a full one.
+MIXED = {
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 6,
+    "num_hidden_layers": 3,
+}
 BLOCK_KINDS = ("dflash", "dspark", "dflash2", "domino", "jetspec")
 
 
@@ -51,5 +57,5 @@ def block_states(drafter, features, root):
     session.extend(torch.tensor([7] * (len(features) - 1) + [root]), features)
     size = drafter.config.block_size
     places = HostPlaces([session], drafter.config.depth)
-    at = places.behind(size, drafter.computed, mutual=not drafter.config.causal)
-    return drafter.run(drafter.embed(session.root), at.positions[::size], at.attends)[0]
+    at, attends = drafter.behind(places)
+    return drafter.run(drafter.embed(session.root), at.positions[::size], attends)[0]

@@ -6,17 +6,19 @@ import pytest
 import torch
 
 from drafttrain.batch import Batch
+from drafttrain.drafters.common.block import Paths
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.dflash.model import DFlash
 from drafttrain.drafters.dflash2.model import DFlash2
 from drafttrain.drafters.domino.model import Domino
 from drafttrain.drafters.dspark.model import DSpark
+from drafttrain.drafters.jetspec.model import JetSpec
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.errors import UserError
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.sampling import Sampler, SamplingParams, probabilities
 from tests.conftest import make_target
-from tests.drafters.block_kinds import KEPT, begun, make_drafter, shaken
+from tests.drafters.block_kinds import KEPT, MIXED, begun, make_drafter, shaken
 from tests.drafters.helpers import (
     check_gradients,
     make_batch,
@@ -41,12 +43,18 @@ OPTIONS = [
     {"causal": True},
     {"causal": True, "sliding_window": 6, "num_hidden_layers": 3},
 ]
+DIFFERENT = [
+    (DFlash, {**MIXED, "causal": "sliding", "attention_sink_bias": True}),
+    (JetSpec, MIXED),
+    (DSpark, {"markov_head_type": "gated"}),
+    (DSpark, {"markov_head_type": "rnn", "sample_from_anchor": True, **MIXED}),
+]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_parameter_gets_a_finite_gradient(target, kind):
-    options = {"train_head": True, "weighting": "dpace"}
+@pytest.mark.parametrize(("kind", "options"), [(kind, {}) for kind in KINDS] + DIFFERENT)
+def test_every_parameter_gets_a_finite_gradient(target, kind, options):
+    options = {"train_head": True, "weighting": "dpace", **options}
     drafter = make_drafter(kind, target, torch.arange(300), **options)
     run_step(drafter, target, make_batch((12, 9))).loss.backward()
     check_gradients(drafter)
@@ -81,15 +89,16 @@ def test_what_the_selector_prefers_is_among_what_it_rescores(target):
     step = overfit(drafter, inputs, learned, lr=5e-3, most=100)
     assert learned(step)
     seen = []
-    readout = drafter.readout
-    drafter.readout = lambda reads, parents: (
-        seen.append((reads, parents)) or readout(reads, parents)
-    )
+    other_loss = drafter.other_loss
+    drafter.other_loss = lambda *args: seen.append(args) or other_loss(*args)
     drafter(inputs)
-    reads, parents = seen[0]
-    hidden, weight = readout(reads, parents)
+    hidden, _, _, parents = seen[0]
+    weight = torch.cat((drafter.head.weight, drafter.markov_out.weight), dim=1)
     trained = (hidden @ weight.T).argmax(-1)
-    decoded = drafter.conditional(reads @ drafter.head.weight.T, reads, parents).argmax(-1)
+    reads = hidden[:, :32]
+    decoded = drafter.conditional(reads @ drafter.head.weight.T, Paths(reads, parents, 0, None))[
+        0
+    ].argmax(-1)
     assert (trained == decoded).float().mean() > 0.9
 
 
@@ -99,7 +108,8 @@ def test_what_the_selector_prefers_is_among_what_it_rescores(target):
     [(kind, {}) for kind in KINDS]
     # A third of the options with each kind: they are of the block that all kinds share.
     + [(KINDS[number % 3], options) for number, options in enumerate(OPTIONS)]
-    + [(kind, OPTIONS[-1]) for kind in KINDS[:2]],
+    + [(kind, OPTIONS[-1]) for kind in KINDS[:2]]
+    + DIFFERENT,
     ids=lambda value: "-".join(value) if isinstance(value, dict) else value.__name__,
 )
 def test_training_at_depth_k_is_what_decoding_says_there(target, kind, options):

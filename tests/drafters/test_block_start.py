@@ -33,8 +33,8 @@ def test_the_block_computes_the_map_it_was_given(mask):
     explained = block_start(drafter, batches, source)
     assert 0.1 < explained <= 1.0
     reads = []
-    readout = drafter.readout
-    drafter.readout = lambda *args: reads.append(args[0]) or readout(*args)
+    readout = drafter.readout_of_blocks
+    drafter.readout_of_blocks = lambda *args: reads.append(args[0]) or readout(*args)
     run_step(drafter, target, batches[0])
     _, rows, row_of = source(batches[0])
     anchors = anchors_by_depth(batches[0].response_mask, 1)[0]

@@ -89,7 +89,23 @@ def test_windows_are_written_for_engines_that_compute_them(target, tmp_path):
         target, tmp_path, sliding_window=9, mask_token_id=290, kept=torch.arange(300)
     )
     own = config["dflash_config"]  # vLLM symmetrizes the window of a layer that is not causal
-    assert own["use_swa"] and own["swa_window_size"] == 9 and own["causal"] is False
+    assert own["swa_window_size"] == 9 and own["causal"] is False
+    assert config["use_sliding_window"] and config["is_causal"] is False  # SGLang's names
     trained = find_drafter(str(tmp_path / "ours"))
-    with pytest.raises(UserError, match=r"sliding_window=9: "):
-        check_expressible(trained, "sglang")
+    with pytest.raises(UserError, match=r"sliding_window=9: .* not found in SGLang 0.5.18"):
+        check_expressible(trained, "sglang", "0.5.18")
+    with pytest.raises(UserError, match=r"sliding_window=9: .* not found in transformers"):
+        check_expressible(trained, "transformers")
+
+
+@pytest.mark.parametrize("causal", [True, False, "sliding"])
+def test_layers_that_differ_are_written_as_engines_read_them(target, tmp_path, causal):
+    types = ["sliding_attention", "full_attention"]
+    own = {"layer_types": types, "sliding_window": 9, "causal": causal, "attention_sink_bias": True}
+    trained, config = exported(target, tmp_path, mask_token_id=290, **own)
+    keys = config["dflash_config"]
+    assert config["layer_types"] == types and keys["attention_sink_bias"] and "use_swa" not in keys
+    # Without a key, engines take layers with a window for causal ones.
+    wanted = None if causal == "sliding" else causal
+    assert config.get("is_causal") == keys.get("causal") == wanted
+    assert shipping("dflash").check(trained, tmp_path)["max_log_prob_difference"] < 1e-5

@@ -27,7 +27,14 @@ def read(folder, features, block):
         for name, value in load_file(Path(folder) / "model.safetensors").items():
             if name not in own or not torch.equal(own[name].to(value), value):
                 wrong.append(name)
-        return {"error": "", "wrong": wrong, "states": states(model, features, block).tolist()}
+        found = states(model, features, block)
+        bias = []
+        if hasattr(model, "markov_head"):  # of each position, below the block's token there
+            made = model.markov_head.block_bias(
+                prev_token_ids=block[None], hidden_states=found[None]
+            )
+            bias = made[0].tolist()
+        return {"error": "", "wrong": wrong, "states": found.tolist(), "bias": bias}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
 

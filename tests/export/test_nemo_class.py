@@ -20,7 +20,7 @@ from drafttrain.drafters.registry import kind_class
 from drafttrain.drafters.shipping import ExportRequest, find_drafter, shipping
 from drafttrain.target import Target
 from tests.conftest import make_target
-from tests.drafters.block_kinds import block_states, shaken
+from tests.drafters.block_kinds import MIXED, block_states, shaken
 
 WHEEL = os.environ.get("NEMO_WHEEL", "")
 PACKAGE = "nemo_automodel.components.speculative.dflash"
@@ -28,6 +28,7 @@ WHOLE = {"kept": torch.arange(300), "mask_token_id": 290}
 CASES: list[tuple[str, str, str, dict[str, Any]]] = [
     ("dflash", "vllm", "Qwen3DFlashDraftModel", {}),
     ("dflash", "vllm", "Qwen3DFlashDraftModel", {"sliding_window": 12}),
+    ("dflash", "vllm", "Qwen3DFlashDraftModel", MIXED),
     ("jetspec", "vllm", "Qwen3DFlashDraftModel", {}),
     ("domino", "sglang", "Qwen3DFlashDraftModel", {"gru_hidden_dim": 24, "emb_dim": 16}),
     ("dflash2", "vllm", "Qwen3DFlash2DraftModel", {"markov_rank": 8, "selector_top_k": 16}),
@@ -82,12 +83,14 @@ def test_nemo_computes_what_our_drafter_does(tmp_path, classes, kind, form, name
         seen &= queries - at < drafter.config.sliding_window
     if drafter.config.causal:
         seen &= at <= queries
-    mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
+    if options is MIXED:
+        mask = None  # each layer makes its own
     theirs = model(
         position_ids=at[None],
         noise_embedding=target.embed(block)[None],
         target_hidden=features[None],
-        attention_mask=mask[None, None],
+        attention_mask=mask,
     )[0, 1:]
     ours = block_states(drafter, features, root)
     difference = float((theirs - ours).abs().max())

@@ -25,7 +25,7 @@ from drafttrain.errors import UserError
 from drafttrain.inference import generate
 from drafttrain.target import Target
 from tests.conftest import make_target
-from tests.drafters.block_kinds import BLOCK_KINDS, begun, shaken
+from tests.drafters.block_kinds import BLOCK_KINDS, MIXED, begun, shaken
 from tests.drafters.helpers import make_batch, make_heads
 from tests.drafters.layer_kinds import make_kind
 
@@ -98,6 +98,7 @@ def with_copies(names):
 MARKOV_NAMES = {
     "markov_in.weight": "markov_head.markov_w1.weight", "markov_out.weight": "markov_head.markov_w2.weight",
     "confidence.weight": "confidence_head.proj.weight", "confidence.bias": "confidence_head.proj.bias",
+    **{f"{part}_proj.{name}": f"markov_head.{part}_proj.{name}" for part in ("gate", "joint") for name in ("weight", "bias")},
 }  # fmt: skip
 
 
@@ -321,6 +322,26 @@ CASES = [
     Case("speculators", "dspark", "dspark", {**KEPT_ALL, **FIRST, "markov_rank": 8, "markov_all": True},
          speculators("dspark", BLOCK, **MARKOV, architectures=["DSparkDraftModel"], draft_vocab_size=150, block_size=5,
                      aux_hidden_state_layer_ids=[2, 4, 5], mask_token_id=290, sample_from_anchor=False), speculators_block),
+    Case("z-lab DFlash", "DFlashDraftModel of Qwen3.6", "dflash", {**WHOLE, **FIRST, **MIXED, "causal": "sliding"},
+         {**BLOCK, **MIXED, "architectures": ["DFlashDraftModel"], "block_size": 5, "use_sliding_window": True,
+          "max_window_layers": 5, "dflash_config": IDS, "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}}, blocks),
+    Case("speculators", "dflash with mixed layers", "dflash", {**WHOLE, **FIRST, **MIXED, "causal": "sliding"},
+         speculators("dflash", {**BLOCK, **SLIDING, **MIXED}, architectures=["DFlashDraftModel"], draft_vocab_size=300,
+                     block_size=5, aux_hidden_state_layer_ids=[2, 4, 5], mask_token_id=290, sliding_window_non_causal=False,
+                     sample_from_anchor=False, target_hidden_size=None, tie_word_embeddings=False), blocks),
+    Case("NVIDIA Nemotron 3.5", "Qwen3DSparkModel with sinks", "dspark",
+         {**WHOLE, **FIRST, "markov_rank": 8, "markov_all": True, "attention_sink_bias": True, "causal": True,
+          "sliding_window": 16},
+         {**BLOCK, **MARKOV, "architectures": ["Qwen3DSparkModel"], "block_size": 4, "attention_sink_bias": True,
+          "eagle_aux_hidden_state_layer_ids": [2, 4, 5], "has_embed_tokens": True, "has_lm_head": False,
+          "layer_types": ["sliding_attention"] * 2,
+          "dflash_config": {**IDS, "sample_from_anchor": False, "causal": True, "attention_sink_bias": True, "use_swa": True,
+                            "swa_window_size": 16}}, with_copies(["embed_tokens.weight"])),
+    Case("NVIDIA ModelOpt", "DFlashDraftModel with a recurrent head", "dspark",
+         {**WHOLE, **FIRST, "sample_from_anchor": True, "markov_rank": 8, "markov_all": True, "markov_head_type": "rnn"},
+         {**BLOCK, "architectures": ["DFlashDraftModel"], "block_size": 5,
+          "dflash_config": {**IDS, "causal": False, "projector_type": "dspark", "shift_label": True, "markov_rank": 8,
+                            "markov_head_type": "rnn", "use_confidence_head": True}}, modelopt_markov),
     Case("SafeAILab EAGLE-1", "LlamaForCausalLM of one layer", "eagle1", {**WHOLE, "fc_bias": True},
          {**LAYER, "model_type": "llama", "num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}, eagle1),
     Case("vLLM, SGLang", "EagleLlamaForCausalLM, LlamaForCausalLMEagle", "eagle1", WHOLE,
@@ -354,18 +375,17 @@ REFUSED = [
      "dflash_config": {**IDS, "conv_kernel_size": 2, "conv_group_size": 16}}, "has no selector_rank"),
     ("Domino without sizes", {**BLOCK, "architectures": ["DFlashDraftModel"], "block_size": 5,
      "dflash_config": {**IDS, "projector_type": "domino"}}, "has no 'emb_dim'"),
-    ("attention sinks", {**BLOCK, "architectures": ["DFlashDraftModel"], "block_size": 5, "attention_sink_bias": True,
-     "dflash_config": {**IDS, "attention_sink_bias": True}}, "has attention sinks"),
     ("LiLiCorr", {**BLOCK, "architectures": ["DFlashDraftModel"], "block_size": 5,
      "dflash_config": {**IDS, "projector_type": "lilicorr"}}, "is of projector_type='lilicorr'"),
-    ("Gated and recurrent Markov heads", {**BLOCK, **IDS, **MARKOV, "architectures": ["Qwen3DSparkModel"], "block_size": 5,
-     "markov_head_type": "gated"}, "has markov_head_type='gated'"),
+    ("a recurrent Markov head that reads the block's first token",
+     speculators("dspark", BLOCK, **{**MARKOV, "markov_head_type": "rnn"}, draft_vocab_size=300, block_size=5,
+                 aux_hidden_state_layer_ids=[2, 4, 5], mask_token_id=290, sample_from_anchor=False),
+     "markov_head_type='rnn' needs sample_from_anchor=true"),
     ("a window without a size", {**BLOCK, "architectures": ["DFlashDraftModel"], "block_size": 5, "is_causal": False,
      "dflash_config": IDS, "layer_types": ["sliding_attention"] * 2},
-     "has layer_types sliding_attention without a sliding_window"),
-    ("layers with and without a window", {**BLOCK, "architectures": ["DFlashDraftModel"], "block_size": 5, "is_causal": False,
-     "dflash_config": IDS, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64},
-     "mixes layers with and without"),
+     "do not fit num_hidden_layers=2 and sliding_window=0"),
+    ("two lists of features that differ", {**BLOCK, "architectures": ["DFlashDraftModel"], "block_size": 5,
+     "dflash_config": IDS, "eagle_aux_hidden_state_layer_ids": [1, 3, 4]}, "other layers than target_layer_ids"),
     ("quantized weights", {**EAGLE, "architectures": ["LlamaForCausalLMEagle3"], "quantization_config": {"quant": "fp8"}},
      "is quantized"),
     ("speculators mtp", speculators("mtp", BLOCK), "has .*mtp.*; import reads"),

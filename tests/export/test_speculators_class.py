@@ -19,7 +19,7 @@ from drafttrain.export.engine_runs import run_side
 from drafttrain.target import Target
 from tests import engine_arithmetic
 from tests.conftest import make_target
-from tests.drafters.block_kinds import block_states, shaken
+from tests.drafters.block_kinds import MIXED, block_states, shaken
 
 PYTHON = os.environ.get("SPECULATORS_PYTHON", "")
 SIDE = Path(engine_arithmetic.__file__).with_name("speculators_side.py")
@@ -32,7 +32,13 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("dflash", {**KEPT, "train_head": True}),
     ("dflash", {**KEPT, "sliding_window": 12}),
     ("dflash", {**KEPT, "sliding_window": 12, "causal": True}),
+    ("dflash", {**KEPT, **MIXED, "causal": "sliding"}),
     ("dspark", {**KEPT, "markov_rank": 8}),
+    (
+        "dspark",
+        {**WHOLE, "markov_rank": 8, "markov_head_type": "gated", "sample_from_anchor": True},
+    ),
+    ("dspark", {**WHOLE, "markov_rank": 8, "markov_head_type": "rnn", "sample_from_anchor": True}),
     ("dspark", {**WHOLE, "markov_rank": 8, "sample_from_anchor": True}),
     ("dflash2", {**WHOLE, "markov_rank": 8, "selector_top_k": 16}),
 ]
@@ -81,6 +87,12 @@ def test_speculators_loads_and_computes_our_exports(target, tmp_path):
         difference = (theirs - block_states(drafter, features, root)).abs().max()
         print(kind, sorted(options), f"{float(difference):.1e}")
         assert difference < 1e-5, (kind, options)
+        if "markov_head_type" in options:  # the correction of the block's tokens as a path
+            live = torch.ones(1, 5, dtype=torch.bool)
+            ids = torch.tensor(job["block"])
+            hidden, _ = drafter.readout_of_blocks(theirs, ids, torch.tensor([0]), live)
+            bias = drafter.markov_out(hidden[:, drafter.config.hidden_size :])
+            torch.testing.assert_close(bias, torch.tensor(found["bias"]), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(

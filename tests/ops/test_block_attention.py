@@ -7,55 +7,28 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from drafttrain.ops.path_attention import Spans, block_attention
+from tests.ops.textbook_blocks import textbook
 
 LENGTHS = (5, 300, 1, 9)  # documents, one longer than a call of the kernel
 
 
 def case(size, asked, share, seed=0, heads=4, kv=2, e=8, dtype=torch.float64):
-    """Queries, keys and values of blocks and context (leaves), and the blocks' spans."""
+    """Queries, keys and values of the context, those of the blocks and sinks (leaves), and the blocks' spans."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.tensor(LENGTHS)
     begin = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
     own = (torch.rand(len(begin), generator=generator) < share).nonzero().squeeze(1)
     make = lambda n, h: torch.randn(n, h, e, generator=generator, dtype=dtype).requires_grad_()  # noqa: E731
-    sizes = (len(own) * asked, heads), *[(len(own) * size, kv)] * 2, *[(len(begin), kv)] * 2
-    return [make(*each) for each in sizes], Spans(begin[own], own, begin[own])
-
-
-def textbook(query, key, value, base, spans, window=0, causal=False):
-    base_key, base_value = base
-    heads, e = query.shape[1:]
-    blocks = len(spans.last)
-    kv = key.shape[1]
-    of_query = torch.arange(blocks).repeat_interleave(len(query) // blocks)
-    of_key = torch.arange(blocks).repeat_interleave(len(key) // blocks)
-    at = torch.arange(len(base_key))
-    context = (at >= spans.first[of_query, None]) & (at <= spans.last[of_query, None])
-    if window:  # by distance: a block begins right behind its last context token
-        place = (
-            spans.last[:, None] + 1 + torch.arange(len(key) // blocks)[-(len(query) // blocks) :]
-        )  # [m, A]
-        context &= place.flatten()[:, None] - at < window
-    own = of_query[:, None] == of_key
-    if causal:
-        size = len(key) // blocks
-        place_of_key = torch.arange(size).repeat(blocks)
-        place_of_query = torch.arange(size)[-(len(query) // blocks) :].repeat(blocks)
-        own &= place_of_key <= place_of_query[:, None]
-    mask = torch.cat((context, own), dim=1)
-    keys, values = (
-        torch.cat(x).repeat_interleave(heads // kv, 1)
-        for x in ((base_key, key), (base_value, value))
-    )
-    scores = torch.einsum("the,she->hts", query, keys) * e**-0.5
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
-    return torch.einsum("hts,she->the", weights, values).flatten(1)
+    sizes = (len(own) * asked, heads), *[(len(begin), kv)] * 2, *[(len(own) * size, kv)] * 2
+    leaves = [make(*each) for each in sizes]
+    leaves.append(torch.randn(heads, generator=generator, dtype=dtype).requires_grad_())
+    return leaves, Spans(begin[own], own, begin[own])
 
 
 def outputs(function, leaves, spans, window=0, causal=False):
     for leaf in leaves:
         leaf.grad = None
-    out = function(*leaves[:3], leaves[3:], spans, window=window, causal=causal)
+    out = function(leaves[0], leaves[3:], leaves[1:3], spans, window=window, causal=causal)
     (out * torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
     return [out, *(leaf.grad for leaf in leaves)]
 
@@ -66,6 +39,7 @@ def outputs(function, leaves, spans, window=0, causal=False):
 @pytest.mark.parametrize(("size", "asked", "share"), [(4, 4, 1.0), (5, 4, 0.2), (2, 1, 0.5)])
 def test_outputs_and_gradients_are_the_textbooks(size, asked, share, causal, window):
     leaves, spans = case(size, asked, share)
+    leaves = leaves[: 5 + causal]  # sinks beside causal blocks
     functions = (block_attention, textbook)
     both = (outputs(function, leaves, spans, window, causal) for function in functions)
     for ours, theirs in zip(*both, strict=True):
@@ -85,7 +59,6 @@ def test_the_form_for_gpus_gives_the_same(window, causal):
     with torch.no_grad():
         form = {"window": window, "causal": causal}
         leaves = [leaf.detach() for leaf in leaves]
-        got = block_attention(*leaves[:3], leaves[3:], spans, flex_attention, **form)
-        torch.testing.assert_close(
-            got, block_attention(*leaves[:3], leaves[3:], spans, **form), rtol=1e-5, atol=1e-5
-        )
+        parts = (leaves[0], leaves[3:], leaves[1:3], spans)
+        got = block_attention(*parts, flex_attention, **form)
+        torch.testing.assert_close(got, block_attention(*parts, **form), rtol=1e-5, atol=1e-5)

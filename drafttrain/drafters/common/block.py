@@ -8,7 +8,8 @@
 
 Fused target features, hidden_norm(fc features), give each layer the keys and values of the context,
 computed once per committed token. The block's tokens see the context and each other, in both
-directions. A mask predicts the token at its own position: depth k, at position t+2+k, is aligned
+directions, or earlier ones alone (`causal`); layers may differ in that, and in how far they see
+back (`layer_types`). A mask predicts the token at its own position: depth k, at position t+2+k, is aligned
 with the target's distribution at position t+1+k. Embedding and head are the target's.
 
 Training draws anchors and places a block behind each; a block sees its context up to its anchor,
@@ -17,7 +18,8 @@ and no other block. Source: DFlash, arXiv 2602.06036.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -47,12 +49,27 @@ class Aligned(NamedTuple):
     weight: Tensor
 
 
+class Paths(NamedTuple):
+    """What n predictions depend on.
+
+    Attributes:
+        reads: [n, h] block states at their depth, from 0. parents: [n] int64 target ids of the
+            tokens before.
+        states: [n, .] of the paths before those; None as of `first_states`.
+    """
+
+    reads: Tensor
+    parents: Tensor
+    depth: int
+    states: Tensor | None
+
+
 class BlockDrafter(DecoderDrafter):
     """Both halves of the contract for kinds that draft blocks.
 
-    `bind` attaches the target's embedding and head. A kind may let a prediction depend on the token
-    before it (`readout` in training, `conditional` in decoding, which compute the same), and add a
-    loss term (`other_loss`) with metrics (`measures`).
+    `bind` attaches the target's embedding and head. A kind may let a prediction depend on the path
+    before it (`readout_of_blocks` in training, `conditional` in decoding, which compute the same;
+    common/markov.py has both), and add a loss term (`other_loss`) with metrics (`measures`).
     """
 
     static = True
@@ -98,7 +115,7 @@ class BlockDrafter(DecoderDrafter):
         self.frozen: list[nn.Linear | PackedLinear] = []
         # The target's factor of logits. Its bare head rows lack it, so the final norm applies it.
         self.logit_scale = 1.0
-        self.finish(config.num_hidden_layers)
+        self.finish(config.num_hidden_layers, config.windows)
 
     @property
     def head(self) -> nn.Linear | PackedLinear:
@@ -213,24 +230,26 @@ class BlockDrafter(DecoderDrafter):
 
     def pack_depths(self) -> None:
         config = self.config
+        # A call of the kernel has one mask for all layers, and no sinks.
+        if config.layer_types is not None or config.attention_sink_bias:
+            return
         weights = DraftWeights(config.hidden_size, 0, config.rms_norm_eps, norm=self.norm.weight)
         self.draft_step = kernel_of([layer.native for layer in self.decoder_layers], weights)
 
-    def conditional(self, logits: Tensor, reads: Tensor, parents: Tensor) -> Logits:
-        """Logits of the children of n nodes, for kinds whose predictions depend on the token before.
+    def first_states(self, count: int) -> Tensor | None:
+        """[count, .] what paths begin with, for kinds that read more of a path than its last token."""
+        return None
+
+    def conditional(self, logits: Tensor, at: Paths) -> tuple[Logits, Tensor | None]:
+        """Logits of the children of n nodes, for kinds whose predictions depend on the path before.
 
         Args:
-            logits: [n, d] of the block at their depth, computed from reads [n, h]. parents: [n]
-                int64 the nodes' target ids.
+            logits: [n, d] of the block at their depth.
+
+        Returns:
+            The logits, and the states of the paths up to the nodes.
         """
         raise NotImplementedError(f"{type(self).__name__}.conditional")
-
-    def readout(self, reads: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows [t, .] and weights [d, .] whose products are the logits of `conditional`.
-
-        reads: [t, h]. parents: [t] int64 target ids.
-        """
-        return reads, self.head.weight
 
     def readout_of_blocks(
         self,
@@ -239,25 +258,26 @@ class BlockDrafter(DecoderDrafter):
         roots: Tensor,
         live: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """`readout` of all predictions of a step, for kinds that depend on more tokens of a block.
+        """Rows [t, .] and weights [d, .] whose products are the logits of a step's predictions.
 
         Args:
             reads: [t, h] in the order of live [m, depth] bool, predictions that count.
             ids: tokens, flat. roots: [m] positions of the blocks' first tokens.
         """
-        block_of, depth_of = live.nonzero(as_tuple=True)  # [t] each
-        return self.readout(reads, ids[roots[block_of] + depth_of])
+        return reads, self.head.weight
 
     def other_loss(
         self,
         hidden: Tensor,
         aligned: Aligned,
         alpha: Tensor | None,
+        parents: Tensor,
     ) -> tuple[Tensor | float, list[Tensor]]:
         """A kind's second loss term, and its metrics [t] of each prediction (`measures`).
 
         Args:
-            hidden: [t, .] of `readout`. alpha: [t] acceptance rates; None if not measured.
+            hidden: [t, .] of `readout_of_blocks`. alpha: [t] acceptance rates; None if not measured.
+            parents: [t] int64 target ids of the tokens before.
         """
         return 0.0, []
 
@@ -285,16 +305,15 @@ class BlockDrafter(DecoderDrafter):
         spans = Spans(begin, own, begin)
         sizes = (part.counts(every), part.counts(valid))
         attends = []
-        for layer, count in zip(self.decoder_layers, self.computed, strict=True):
+        for number in range(len(self.layers)):
             attends.append(
                 self._over_context(
-                    layer,
+                    number,
                     context,
                     tables,
                     spans,
                     part,
                     sizes,
-                    count,
                 )
             )
 
@@ -327,7 +346,8 @@ class BlockDrafter(DecoderDrafter):
             config.loss,
             measure=inputs.measure or bool(self.measures),
         )
-        more, measured = self.other_loss(hidden, Aligned(inputs.rows, at, weight), out.alpha)
+        aligned = Aligned(inputs.rows, at, weight)
+        more, measured = self.other_loss(hidden, aligned, out.alpha, ids[before])
         if out.alpha is None or out.agree is None or not inputs.measure:
             return StepOutput(out.loss + more, {})
         values = torch.stack(
@@ -341,31 +361,33 @@ class BlockDrafter(DecoderDrafter):
 
     def _over_context(
         self,
-        layer: DraftLayer,
+        number: int,
         context: Tensor,
         tables: tuple[Tensor, Tensor],
         spans: Spans,
         part: Part,
         sizes: tuple[list[int], list[int]],
-        queries: int,
     ) -> Attend:
-        """Attention of training's blocks, each over its span of context states [t, h].
+        """Attention of training's blocks in a layer, each over its span of context states [t, h].
 
         Args:
+            number: of the layer.
             spans: of the blocks of all processes that share the rows. part: this process's part of
                 the rows.
-            sizes: blocks and context tokens of each process. queries: of a block.
+            sizes: blocks and context tokens of each process.
         """
         cos, sin = tables
-        window = self.cache_shape.window
         blocks, tokens = sizes
-        attention = layer.self_attn
-        asked = [queries * n for n in blocks]  # queries of each process
+        attention = self.decoder_layers[number].self_attn
+        asked = [self.computed[number] * n for n in blocks]  # queries of each process
         held = [self.config.block_size * n for n in blocks]  # tokens of its blocks
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             base_key, base_value = attention.keys_values(context, cos, sin)  # [t, kv_heads, e]
             _, heads, e = query.shape
+            sinks: list[Tensor] = [
+                x for x in (attention.attention_sink_bias,) if x is not None
+            ]  # [heads]
             # Processes that share the rows exchange tokens for heads, attend, and exchange them back.
             if isinstance(part, SharedPart):
                 key = part.to_heads(key, held, keys=True)
@@ -373,14 +395,14 @@ class BlockDrafter(DecoderDrafter):
                 base_key = part.to_heads(base_key, tokens, keys=True)
                 base_value = part.to_heads(base_value, tokens, keys=True)
                 query = part.to_heads(query, asked)
+                sinks = [x.chunk(part.group.size)[part.group.rank] for x in sinks]  # as the queries
             out = block_attention(
                 query,
-                key,
-                value,
+                (key, value, *sinks),
                 (base_key, base_value),
                 spans,
-                window=window,
-                causal=self.config.causal,
+                window=self.config.windows[number],
+                causal=self.config.causal_layers[number],
             )
             if not isinstance(part, SharedPart):
                 return out
@@ -481,6 +503,18 @@ class BlockDrafter(DecoderDrafter):
                 at.store(i, key, value)  # [n, kv_heads, e] each
         return ids[at.ends]
 
+    def behind(self, places: Places) -> tuple[DraftPass, Sequence[Callable[..., Tensor]]]:
+        """The pass over the blocks of a round, and each layer's attention in it."""
+        size = self.config.block_size
+        causal = self.config.causal_layers
+        # Blocks that are causal in some layers have two masks over the same slots.
+        passes = {way: places.behind(size, self.computed, mutual=not way) for way in set(causal)}
+        attends = []
+        for i, layer in enumerate(self.decoder_layers):
+            attend = passes[causal[i]].attends[i]
+            attends.append(partial(attend, sinks=layer.self_attn.attention_sink_bias))
+        return passes[causal[0]], attends
+
     def draft(
         self,
         roots: Tensor,
@@ -489,11 +523,11 @@ class BlockDrafter(DecoderDrafter):
     ) -> tuple[Children, Ask]:
         """One pass over all blocks; trees grow without the layers."""
         size = self.config.block_size
-        at = places.behind(size, self.computed, mutual=not self.config.causal)
+        at, attends = self.behind(places)
         embeds = self.embed(roots)
         placed = at.placed(self.draft_step)
         if self.draft_step is None or placed is None:
-            reads = self.run(embeds, at.positions[::size], at.attends)  # [R, depth, h]
+            reads = self.run(embeds, at.positions[::size], attends)  # [R, depth, h]
         else:
             made = self.draft_step.run(None, self.enter(embeds.to(self.fc.weight.dtype)), placed)
             blocks = made[:, 1].unflatten(0, (len(roots), -1))  # [R, tokens, h] the head's inputs
@@ -509,14 +543,25 @@ class BlockDrafter(DecoderDrafter):
             return block.every(depths, 0), lambda nodes: block.every(depths, nodes.depth)
 
         logits = self.logits(reads)  # [R, depths, d]
+        states = self.first_states(len(roots))  # of the paths to the nodes that were opened last
 
-        def children(depth: int, rows: Tensor | slice, ids: Tensor) -> Children:
-            """Of nodes [n] with target ids."""
+        def children(
+            depth: int,
+            rows: Tensor | slice,
+            ids: Tensor,
+            before: Tensor | None,
+        ) -> Children:
+            """Of nodes [n] with target ids, and their parents' states."""
+            nonlocal states
             own = reads[rows, depth]
-            return Children(self.conditional(logits[rows, depth], own, ids), own)
+            found, states = self.conditional(logits[rows, depth], Paths(own, ids, depth, before))
+            return Children(found, own)
 
         def ask(nodes: Nodes) -> Children:
             rows = torch.as_tensor(nodes.rows, device=roots.device)
-            return children(nodes.depth, rows, nodes.tokens())
+            before = states
+            if before is not None:
+                before = before[nodes.above()]
+            return children(nodes.depth, rows, nodes.tokens(), before)
 
-        return children(0, slice(None), roots), ask
+        return children(0, slice(None), roots, states), ask

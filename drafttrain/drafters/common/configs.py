@@ -256,6 +256,7 @@ class LayerConfig(DecoderConfig):
     recipe_keys: ClassVar[tuple[str, ...]] = (
         "ttt_steps", "depth_decay", "depth_share", "later_depths_from", "position_offset", "extra_vocab_size", "loss",
     )  # fmt: skip
+    attention_sink_bias = False  # published layers of these kinds have none
     qk_norm: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
@@ -291,6 +292,9 @@ class LastStateConfig(LayerConfig):
 
 
 BlockWeighting = Literal["exp", "dpace", "equal"]
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+LayerType = Literal["full_attention", "sliding_attention"]
 
 
 class BlockConfig(DecoderConfig):
@@ -301,7 +305,13 @@ class BlockConfig(DecoderConfig):
         sample_from_anchor: the block's first token predicts too, so that each of them predicts the
             token behind itself; False predicts at the masks only, each of which stands at the
             position that it predicts.
-        causal: a token of a block sees earlier ones of it alone; False shows it all of the block.
+        layer_types: `sliding_attention` for layers that see `sliding_window` positions,
+            `full_attention` for those that see all; None: all layers are of one type, with the
+            window if there is one. A window bounds a sequence's cache only where all layers have it.
+        causal: a token of a block sees earlier ones of it alone; `sliding` in layers with a window
+            alone; False shows it all of the block.
+        attention_sink_bias: a learned logit per query head and layer joins the softmax without a
+            value (as in gpt-oss), so that a head may attend to nothing.
         feature_layers: target hidden states that are fused, any number; empty for those that the
             data stores, else the target's default three.
         mask_token_id: the token whose embedding stands at positions to predict; None learns an
@@ -329,7 +339,9 @@ class BlockConfig(DecoderConfig):
     feature_layers: tuple[FeatureLayer, ...] = ()
     block_size: Block = 8
     sample_from_anchor: bool = False
-    causal: bool = False
+    layer_types: tuple[LayerType, ...] | None = None
+    causal: bool | Literal["sliding"] = False
+    attention_sink_bias: bool = False
     mask_token_id: Size | None = None
     train_head: bool = False
     anchor_share: PositiveFraction = 1.0
@@ -344,8 +356,41 @@ class BlockConfig(DecoderConfig):
             return self.block_size
         return self.block_size - 1
 
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Positions that each layer's tokens see, their own included; 0 for all."""
+        window = self.sliding_window or 0
+        types = self.layer_types or [SLIDING] * self.num_hidden_layers
+        return tuple(window if kind == SLIDING else 0 for kind in types)
+
+    @property
+    def each_type(self) -> list[str]:
+        """`layer_types` of each layer, as published configs write them."""
+        return [SLIDING if window else FULL for window in self.windows]
+
+    @property
+    def causal_layers(self) -> tuple[bool, ...]:
+        """Of each layer, whether a token of a block sees earlier ones of it alone."""
+        if self.causal == "sliding":
+            return tuple(window > 0 for window in self.windows)
+        return (self.causal,) * self.num_hidden_layers
+
     def check(self) -> None:
         super().check()
+        # Layers of one type have one spelling.
+        types = self.layer_types
+        if types is not None:
+            windowed = SLIDING in types
+            if len(types) != self.num_hidden_layers or windowed != bool(self.sliding_window):
+                raise UserError(
+                    f"layer_types={list(types)} do not fit num_hidden_layers={self.num_hidden_layers} and "
+                    f"sliding_window={self.sliding_window}: name a type per layer, {SLIDING} if there is a window"
+                )
+            if len(set(types)) == 1:
+                self.layer_types = None
+        if self.causal == "sliding" and self.layer_types is None:
+            self.causal = bool(self.sliding_window)
+
         window = self.sliding_window or 0
         if 0 < window <= self.block_size:
             raise UserError(

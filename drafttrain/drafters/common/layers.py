@@ -31,10 +31,18 @@ _NATIVE_ACTS = {"silu": False, "gelu_pytorch_tanh": True}
 class CacheShape(NamedTuple):
     """Shape of a session's keys and values, [layers, kv_heads, capacity, head_dim]."""
 
-    layers: int
+    windows: tuple[int, ...]  # positions that each layer's tokens see; 0 for all
     kv_heads: int
     head_dim: int
-    window: int = 0  # positions that a token sees; 0 for all
+
+    @property
+    def layers(self) -> int:
+        return len(self.windows)
+
+    @property
+    def window(self) -> int:
+        """Positions that the cache keeps; 0 for all, as one layer without a window needs."""
+        return min(self.windows, default=0)
 
 
 class Rotary:
@@ -167,6 +175,9 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(self.heads * e, config.hidden_size, bias=bias)
         self.q_norm = RMSNorm(e, eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(e, eps) if config.qk_norm else nn.Identity()
+        self.attention_sink_bias: nn.Parameter | None = None
+        if config.attention_sink_bias:
+            self.attention_sink_bias = nn.Parameter(torch.zeros(self.heads))
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """x [t, width]; cos, sin [t, 1, r] -> rotated keys and values [t, kv_heads, e]."""

@@ -1,6 +1,8 @@
-"""Blocks whose logits are corrected by the token before, with a product of low rank.
+"""Blocks whose logits are corrected by the path before, with a product of low rank.
 
-    logits at depth k below token y  =  head(block state at k) + markov_out(markov_in[y] * gate(block state at k))
+    logits at depth k below token y  =  head(block state at k) + correction(bend(block state at k, y, the path's state))
+
+A `MarkovBlock` bends a row of `markov_in` per token y; its correction is `markov_out`.
 
 The block's pass still happens once; a node costs one such product. It makes the children of
 siblings differ: a block alone may draft "New of" from "New York" and "bank of". The last row of
@@ -12,8 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from drafttrain.drafters.common.block import BlockDrafter
+from drafttrain.drafters.common.block import BlockDrafter, Paths
 from drafttrain.drafters.common.configs import BlockConfig
+from drafttrain.drafters.common.tree_growth import Logits
 from drafttrain.target import Target
 from drafttrain.values import Count
 
@@ -35,14 +38,55 @@ class MarkovConfig(BlockConfig):
         self.markov_rank = min(self.markov_rank, self.hidden_size)
 
 
-class MarkovBlock(BlockDrafter):
+class CorrectedBlock(BlockDrafter):
+    """The block-parallel backbone with a correction.
+
+    A kind defines `bend`, which training and decoding share, and `correction` [d, r].
+    """
+
+    corrected = True
+
+    @property
+    def correction(self) -> nn.Linear:
+        raise NotImplementedError(f"{type(self).__name__}.correction")
+
+    def bend(self, at: Paths) -> tuple[Tensor, Tensor | None]:
+        """Input of `correction` [n, r], and the states of the paths up to the parents."""
+        raise NotImplementedError(f"{type(self).__name__}.bend")
+
+    def readout_of_blocks(
+        self,
+        reads: Tensor,
+        ids: Tensor,
+        roots: Tensor,
+        live: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        block = reads.new_zeros(*live.shape, reads.shape[1])  # [m, depth, h]
+        block[live] = reads
+        states = self.first_states(len(live))
+        bent = []
+        for depth, read in enumerate(block.unbind(1)):
+            # The data's tokens stand for drafted ones. Behind the last text there are none, nor
+            # predictions that count.
+            parents = ids[(roots + depth).clamp(max=len(ids) - 1)]
+            each, states = self.bend(Paths(read, parents, depth, states))
+            bent.append(each)
+        # Both products in one: [d, h + r], and [t, h + r] below.
+        head = torch.cat((self.head.weight.to(reads.dtype), self.correction.weight), dim=1)
+        return torch.cat((reads, torch.stack(bent, dim=1)[live]), dim=-1), head
+
+    def conditional(self, logits: Tensor, at: Paths) -> tuple[Logits, Tensor | None]:
+        bent, states = self.bend(at)
+        return logits + self.correction(bent).to(logits.dtype), states
+
+
+class MarkovBlock(CorrectedBlock):
     """The block-parallel backbone with the correction.
 
     A kind sets the scale of `markov_in` and calls `post_init`.
     """
 
     config: MarkovConfig
-    corrected = True
 
     def __init__(self, config: MarkovConfig):
         super().__init__(config)
@@ -76,15 +120,13 @@ class MarkovBlock(BlockDrafter):
         # A file has a learned mask as a further token. It is never the token before: any row fits.
         return torch.cat((rows, torch.tensor([len(self.markov_in.weight) - 1])))
 
-    def corrections(self, reads: Tensor, parents: Tensor) -> Tensor:
-        """Input of `markov_out`, [t, r].
-
-        Args:
-            reads: [t, h] block states. parents: [t] int64 target ids, the tokens before.
-        """
+    def embedded(self, parents: Tensor) -> Tensor:
+        """[t] int64 target ids -> [t, r], their rows of `markov_in`."""
         return self.markov_in(self.own_ids[parents])
 
-    def readout(self, reads: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
-        # Both products in one: [d, h + r], and [t, h + r] below.
-        head = torch.cat((self.head.weight.to(reads.dtype), self.markov_out.weight), dim=1)
-        return torch.cat((reads, self.corrections(reads, parents)), dim=-1), head
+    @property
+    def correction(self) -> nn.Linear:
+        return self.markov_out
+
+    def bend(self, at: Paths) -> tuple[Tensor, Tensor | None]:
+        return self.embedded(at.parents), at.states

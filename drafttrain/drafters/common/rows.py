@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol, Unpack
 import torch
 from torch import Tensor
 
-from drafttrain.batch import Attend, TokenTree
+from drafttrain.batch import TokenTree
 from drafttrain.drafters.common.context_tokens import ContextTokens
 from drafttrain.drafters.common.layers import CacheShape
 from drafttrain.drafters.common.tree_growth import (
@@ -89,8 +89,8 @@ class DraftPass:
         return self
 
     @property
-    def attends(self) -> list[Attend]:
-        """Attention of each of the drafter's layers."""
+    def attends(self) -> list[Callable[..., Tensor]]:
+        """Attention of each of the drafter's layers (`_attend_flat`)."""
         return [partial(self._attend_flat, layer) for layer in range(self.shape.layers)]
 
     def _attend_flat(
@@ -99,17 +99,21 @@ class DraftPass:
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """query [q, heads, e], key and value [n, kv_heads, e] -> [q, heads * e]."""
+        """query [q, heads, e], key and value [n, kv_heads, e] -> [q, heads * e].
+
+        sinks: [heads], see `AttentionForm`.
+        """
         out = self.attend(
             layer,
             query.transpose(0, 1)[None],
             key.transpose(0, 1)[None],
             value.transpose(0, 1)[None],
             scaling=query.shape[-1] ** -0.5,
-            window=self.shape.window or None,
+            window=self.shape.windows[layer] or None,
             softcap=None,
-            sinks=None,
+            sinks=sinks,
         )  # [1, q, heads, e]
         return out[0].flatten(1)
 
@@ -230,12 +234,16 @@ class HostPass(DraftPass):
             layout.base = cache.base
         return layouts
 
-    @cached_property
+    @property
     def caches(self) -> list[TreeCache]:
-        """Those of the sessions, to which the tokens are announced; kernels need no announcement."""
+        """Those of the sessions, to which the tokens are announced; kernels need no announcement.
+
+        A block that some layers see in one direction has two passes over the same slots.
+        """
         caches = [session.cache for session in self.sessions]
         for cache, layout in zip(caches, self.layouts, strict=True):
-            cache.open([(0, layout)])
+            if cache.opened != [(0, layout)]:
+                cache.open([(0, layout)])
         return caches
 
     @cached_property

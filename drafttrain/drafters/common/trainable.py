@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -81,7 +81,7 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
     embed: Callable[[Tensor], Tensor]
     embed_table: Tensor | None = None
     static = False
-    cache_shape = CacheShape(0, 0, 0)
+    cache_shape = CacheShape((), 0, 0)
     static_depth: int | None = None
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -382,17 +382,21 @@ class DecoderDrafter(TrainableDrafter):
     name_options = ("extra_vocab_size",)
     context: ContextVocabulary | None = None  # set by `bind`
 
-    def finish(self, layers: int) -> None:
-        """Ends a kind's `__init__`. layers: layers with a key-value cache of their own."""
+    def finish(self, layers: int, windows: Sequence[int] = ()) -> None:
+        """Ends a kind's `__init__`.
+
+        Args:
+            layers: layers with a key-value cache of their own. windows: of each; none where all have
+                the config's.
+        """
         config = self.config
         self.feature_layers = tuple(config.feature_layers)
         self.register_buffer("kept_ids", torch.arange(config.draft_vocab_size))
         self.rotary = Rotary(config.head_dim, config.rope_parameters)
         self.cache_shape = CacheShape(
-            layers,
+            tuple(windows) or (config.sliding_window,) * layers,
             config.num_key_value_heads,
             config.head_dim,
-            config.sliding_window,
         )
         self.gradient_checkpointing = False
         self.post_init()

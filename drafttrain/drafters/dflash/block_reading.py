@@ -2,9 +2,13 @@
 
     DFlashDraftModel (z-lab; SpecForge and AngelSlim's QwenDFlashDraftModel; ModelOpt)   keys in dflash_config
     DominoDraftModel (SpecForge, verl-SpeCo)   as DFlashDraftModel with projector_type domino, keys outside or in dflash_config
-    DFlash2DraftModel (inco.ai, z-lab)   as DFlashDraftModel, windows in all layers or none
+    DFlash2DraftModel (inco.ai, z-lab)   as DFlashDraftModel
     Qwen3DSparkModel (DeepSpec), DSparkDraftModel (SpecForge; ModelOpt's is named DFlash)  keys outside or in dflash_config
     speculators_model_type dflash, dspark (speculators)   layer keys in transformer_layer_config; layers as ours, not one less
+
+Layers have windows by `layer_types`, or all of them by `use_swa`; `swa_window_size` precedes
+`sliding_window`. Their blocks are causal as a key says for all layers; without one, in layers with a
+window alone (vLLM, SGLang; speculators unless `sliding_window_non_causal`). Sinks are in all layers.
 
 A DSpark checkpoint predicts at its first token too unless `sample_from_anchor` is false; its
 `block_size` then counts the masks, in speculators' form the first token too. Sources: z-lab/dflash
@@ -23,6 +27,7 @@ import torch
 from torch import Tensor
 from typing_extensions import TypedDict
 
+from drafttrain.drafters.common.configs import SLIDING
 from drafttrain.drafters.eagle3.reading import (
     check_embedding,
     check_keys,
@@ -53,6 +58,7 @@ _UNUSED = (
 _PREFIXES = {
     "model.": "", "draft_model.": "", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.",
     "logit_head.": "", "markov_w": "markov_head.markov_w", "confidence_proj.": "confidence_head.proj.",
+    "gate_proj.": "markov_head.gate_proj.", "joint_proj.": "markov_head.joint_proj.",
 }  # fmt: skip
 
 
@@ -76,6 +82,7 @@ class _PublishedBlock(TypedDict, total=False):
     aux_hidden_state_layer_ids: list[int] | None
     sample_from_anchor: bool | None
     markov_rank: int | None
+    markov_head_type: str | None
     block_size: int | None
     mask_token_id: int | None
     use_swa: bool | None
@@ -85,19 +92,19 @@ class _PublishedBlock(TypedDict, total=False):
     causal_head: bool | None
     is_causal: bool | None
     dflash_query_causal: bool | None
+    attention_sink_bias: bool | None
+    add_swa_attention_sink_bias: bool | None
+    dflash_attention_sink: bool | None
+    eagle_aux_hidden_state_layer_ids: list[int] | None
 
 
-_SINKS = Fixed((False,), "has attention sinks ({key})")
+_SINKS = ("attention_sink_bias", "add_swa_attention_sink_bias", "dflash_attention_sink")
 FIXED_KEYS = {
     "projector_type": Fixed(("dflash", "dspark"), "is of {key}={value!r:.60}"),
-    "markov_head_type": Fixed(("vanilla",)),
     "hidden_act": Fixed(("silu",)),
     "attention_mode": Fixed(("gqa",)),
     "attention_bias": Fixed((False,)),
     "mlp_bias": Fixed((False,)),
-    "attention_sink_bias": _SINKS,
-    "add_swa_attention_sink_bias": _SINKS,
-    "dflash_attention_sink": _SINKS,
     "final_logit_softcapping": Fixed((0,), "caps its logits ({key})"),
     "is_neox_style": Fixed((True,), "rotates neighboring values (is_neox_style false)"),
     "output_multiplier": Fixed((1,)),
@@ -157,13 +164,10 @@ def foreign_block(checkpoint: Exported) -> list[str]:
     check_keys(checkpoint, _PublishedBlock)
     keys = own_keys(checkpoint.config)
     layer = checkpoint.config.get("transformer_layer_config", checkpoint.config)
-    reasons = windows_of(layer)
-    types = value_of(layer, "layer_types", [])
-    windowed = set(types) == {"sliding_attention"}
-    if windowed and not layer.get("sliding_window"):
-        reasons.append("has layer_types sliding_attention without a sliding_window")
-    if keys.get("use_swa") and not keys.get("swa_window_size"):
-        reasons.append("has use_swa without a swa_window_size")
+    reasons = windows_of(layer, mixed=True)
+    aux = [layer + 1 for layer in value_of(keys, "target_layer_ids", [])]
+    if aux and keys.get("eagle_aux_hidden_state_layer_ids", aux) != aux:
+        reasons.append("has eagle_aux_hidden_state_layer_ids of other layers than target_layer_ids")
     width = keys.get("target_hidden_size")
     if width not in (None, layer.get("hidden_size")):
         reasons.append(f"has target_hidden_size={width}, another width than its own")
@@ -216,6 +220,10 @@ def block_fields(checkpoint: Exported, target: Json) -> Json:
     if "mask_token_id" not in keys and not learned:
         raise UserError(f"{where}: config.json has no mask_token_id; it is needed")
     rope = published_rope(layer)
+    types = _layer_types(keys, layer)
+    window = 0
+    if SLIDING in types:
+        window = keys.get("swa_window_size") or value_of(layer, "sliding_window", 0)
     return {
         **fields,
         "rope_theta": rope["rope_theta"],
@@ -224,34 +232,36 @@ def block_fields(checkpoint: Exported, target: Json) -> Json:
         "draft_vocab_size": keys.get("draft_vocab_size") or v,
         "block_size": size,
         "sample_from_anchor": anchor,
-        "sliding_window": _window(keys, layer),
-        "causal": _causal(keys, layer),
+        "layer_types": types or None,
+        "sliding_window": window,
+        "causal": _causal(keys),
+        "attention_sink_bias": any(keys.get(name) for name in _SINKS),
         "mask_token_id": None if learned else keys["mask_token_id"],
         "train_head": "lm_head.weight" in checkpoint.weights,
         "target": target,
     }
 
 
-def _causal(keys: Json, layer: Json) -> bool:
-    """Whether a block's tokens see earlier ones of it alone.
+def _layer_types(keys: Json, layer: Json) -> list[str]:
+    """The type of each layer, none where all see everything. A longer list, such as the target's, begins with the drafter's."""
+    count = layer.get("num_hidden_layers")
+    types = value_of(layer, "layer_types", [])[:count]
+    if keys.get("use_swa") and SLIDING not in types:
+        return [SLIDING] * (count or len(types))
+    return types
 
-    Layers with a window do unless a key says otherwise, layers without one only if a key says so
-    (vLLM's names, ModelOpt's, JetSpec's and speculators').
+
+def _causal(keys: Json) -> bool | str:
+    """Whether a block's tokens see earlier ones of it alone (`BlockConfig.causal`).
+
+    The names are vLLM's, ModelOpt's, JetSpec's and speculators'.
     """
     for name in ("dflash_query_causal", "causal_head", "causal", "is_causal"):
         if keys.get(name) is not None:
             return bool(keys[name])
-    return bool(_window(keys, layer)) and not keys.get("sliding_window_non_causal")
-
-
-def _window(keys: Json, layer: Json) -> int:
-    """Positions that a block's token sees, 0 for all."""
-    if keys.get("use_swa"):  # in dflash_config
-        return keys["swa_window_size"]
-    types = value_of(layer, "layer_types", [])
-    if "sliding_attention" in types:  # of all layers (DFlash 2)
-        return layer["sliding_window"]
-    return 0
+    if keys.get("sliding_window_non_causal"):
+        return False
+    return "sliding"
 
 
 def named(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

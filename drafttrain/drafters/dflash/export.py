@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.drafters.common.block import BlockDrafter
+from drafttrain.drafters.common.configs import FULL, SLIDING, BlockConfig
 from drafttrain.drafters.common.markov import MarkovBlock
 from drafttrain.drafters.dflash.block_reading import (
     FIXED_KEYS,
@@ -58,6 +59,10 @@ _MASK_FILE = "mask_embedding.pt"
 # The release that was read; its one DFlash class is a family's own, and general.
 _TRANSFORMERS = "5.23"
 _GLIMMER = "muse_glimmer_assistant"
+# Engines whose classes have windows that show a block's later tokens, and sinks.
+_WINDOWS = ("vLLM", "SGLang", "llama.cpp", "speculators")
+_SINKS = ("vLLM", "SGLang")
+_SGLANG = "0.5.20"  # its first release with all of them
 # Its names of what feeds the layers.
 _ENCODER = {
     "fc.weight": "encoder.fc.weight",
@@ -101,12 +106,14 @@ class BlockFiles(GgufHeads[Block]):
         }
         if config.sliding_window:
             keys["attention.sliding_window"] = config.sliding_window
-            keys["attention.sliding_window_pattern"] = [True] * config.num_hidden_layers
+            keys["attention.sliding_window_pattern"] = [window > 0 for window in config.windows]
         return keys
 
     def gguf_fields(self, keys: Json, like: Block) -> Json:
         mask = keys["tokenizer.ggml.mask_token_id"]
+        pattern = keys.get("attention.sliding_window_pattern", [])
         return {
+            "layer_types": [SLIDING if windowed else FULL for windowed in pattern] or None,
             "feature_layers": tuple(keys["target_layers"]),
             "block_size": keys["block_size"],
             "sample_from_anchor": keys["sample_from_anchor"],
@@ -150,11 +157,7 @@ class EngineBlocks(BlockFiles[Block]):
     def lacking(self, trained: Trained, form: str, engine: EngineRelease) -> list[str]:
         name = engine.name
         config = trained.config
-        found = []
-        if config.get("causal") and name not in self.causal_in:
-            found.append(
-                f"causal=true: blocks whose tokens see earlier ones alone were not tried with {name}"
-            )
+        found = self._lacking_attention(config, engine)
         if form == "gguf":
             return found + super().lacking(trained, form, engine)
         if form == "speculators":
@@ -180,17 +183,29 @@ class EngineBlocks(BlockFiles[Block]):
             found.append(f"train_head=true: {name} drafts with the target's head")
         if config.get("mask_token_id") is None:
             found.append(f"mask_token_id=null, a learned mask: {name} takes a token's embedding")
-        window = config.get("sliding_window")
-        if window:
-            found.append(
-                f"sliding_window={window}: {name} has no window that shows a block's later tokens"
-            )
         if name == "SGLang":
             first, masks = self.since
             if engine.before(first):
                 found.append(f"SGLang has {trained.kind} since {first}")
             elif engine.before(masks) and not config.get("sample_from_anchor"):
                 found.append(f"sample_from_anchor=false: SGLang reads it since {masks}")
+        return found
+
+    def _lacking_attention(self, config: Json, engine: EngineRelease) -> list[str]:
+        """Directions, windows and sinks that an engine's class of this kind does not compute."""
+        old = engine.name == "SGLang" and engine.before(_SGLANG)
+        found = []
+        for key, engines, rule in (
+            ("causal", self.causal_in, "blocks whose tokens see earlier ones alone"),
+            ("sliding_window", _WINDOWS, "windows that show a block's later tokens"),
+            ("attention_sink_bias", _SINKS, "sinks"),
+        ):
+            value = config.get(key)
+            if value and (old or engine.name not in engines):
+                spelled = str(value).lower()
+                found.append(
+                    f"{key}={spelled}: {rule} were not found in {engine.name} {engine.release}"
+                )
         return found
 
     def _lacking_in_speculators(self, config: Json) -> list[str]:
@@ -203,9 +218,10 @@ class EngineBlocks(BlockFiles[Block]):
             )
         if config.get("train_head") and whole:
             found.append("train_head=true: speculators takes the target's head for all tokens")
-        if config.get("causal") and not config.get("sliding_window"):
+        windowed = config.get("sliding_window") and not config.get("layer_types")
+        if config.get("causal") is True and not windowed:
             found.append(
-                "causal=true without a window: speculators hides later tokens in windows only"
+                "causal=true in layers without a window: speculators hides later tokens in windows only"
             )
         return found
 
@@ -248,6 +264,7 @@ class EngineBlocks(BlockFiles[Block]):
         if form == "speculators":
             return self._speculators_config(drafter, keys, request)
         keys["num_target_layers"] = drafter.config.target["num_layers"]
+        keys |= attention_keys(drafter.config)
         keys |= self.block_keys(drafter)
         keys["torch_dtype"] = dtype_name(request.dtype)
         return keys
@@ -256,10 +273,9 @@ class EngineBlocks(BlockFiles[Block]):
         """The config in speculators' form. layer: keys of the layers."""
         config = drafter.config
         window = config.sliding_window
-        kind = "sliding_attention" if window else "full_attention"
         del layer["architectures"]
         layer["num_hidden_layers"] = config.num_hidden_layers
-        layer["layer_types"] = [kind] * config.num_hidden_layers
+        layer["layer_types"] = config.each_type
         layer["use_sliding_window"] = bool(window)
         layer["sliding_window"] = window or None
         algorithm = drafter.kind
@@ -298,12 +314,7 @@ class EngineBlocks(BlockFiles[Block]):
             "mask_token_id": mask_token,
             "target_layer_ids": [layer - 1 for layer in config.feature_layers],
         }
-        if config.sliding_window:
-            own["use_swa"] = True
-            own["swa_window_size"] = config.sliding_window
-        if config.sliding_window or config.causal:
-            # vLLM takes a windowed layer for a causal one, and others not, unless a key says so.
-            own["causal"] = config.causal
+        own |= attention_keys(config)
         return {"block_size": config.block_size, "dflash_config": own}
 
     def form(self, drafter: Block, config: Json) -> Form:
@@ -426,7 +437,7 @@ class DFlashShipping(EngineBlocks[DFlash]):
     }
     drafter_class = DFlash
     speculators_class = "DFlashSpeculator"
-    causal_in = ("vLLM", "speculators")
+    causal_in = ("vLLM", "SGLang", "speculators")
     architecture = "DFlashDraftModel"
     since = ("0.5.11", "0.5.11")
     reads = "DFlash drafters (DFlashDraftModel, speculators' form, DeepSpec's)"
@@ -451,7 +462,7 @@ class DFlashShipping(EngineBlocks[DFlash]):
         described |= described["dflash_config"]
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             described[name] = None  # not the family's defaults
-        described["layer_types"] = ["full_attention"] * drafter.config.num_hidden_layers
+        described["layer_types"] = drafter.config.each_type
         return described
 
     def form(self, drafter: DFlash, config: Json) -> Form:
@@ -476,6 +487,27 @@ class DFlashShipping(EngineBlocks[DFlash]):
             "TensorRT-LLM, Triton": {"decoding_type": "DFlash", "max_draft_len": depth},
             "transformers": {"speculation_type": "dflash"},
         }
+
+
+def attention_keys(config: BlockConfig) -> Json:
+    """Keys of windows, directions and sinks, none where all are the default.
+
+    They stand at the top and in dflash_config: engines look for some at one place.
+    """
+    keys: Json = {}
+    window = config.sliding_window
+    if window:
+        keys["layer_types"] = config.each_type
+        keys["use_sliding_window"] = True  # else transformers drops the window
+        keys["sliding_window"] = window
+        keys["swa_window_size"] = window
+    # Engines take a layer with a window for a causal one, and others not, unless a key says so.
+    if config.causal != "sliding" and (config.causal or window):
+        keys["is_causal"] = config.causal
+        keys["causal"] = config.causal
+    if config.attention_sink_bias:
+        keys["attention_sink_bias"] = True
+    return keys
 
 
 # mlx-dspark's functions, by its mode.

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafttrain.batch import Attend
-from drafttrain.drafters.common.block import Aligned
+from drafttrain.drafters.common.block import Aligned, Paths
 from drafttrain.drafters.common.layers import DraftLayer
 from drafttrain.drafters.common.markov import MarkovBlock, MarkovConfig
 from drafttrain.drafters.common.tree_growth import Logits
@@ -153,14 +153,15 @@ class DFlash2(MarkovBlock):
             if isinstance(module, BlockConv):
                 nn.init.zeros_(module.kernel_projection.weight)
 
-    def corrections(self, reads: Tensor, parents: Tensor) -> Tensor:
-        return super().corrections(reads, parents) * self.gate(reads)
+    def bend(self, at: Paths) -> tuple[Tensor, Tensor | None]:
+        return self.embedded(at.parents) * self.gate(at.reads), at.states
 
     def other_loss(
         self,
         hidden: Tensor,
         aligned: Aligned,
         alpha: Tensor | None,
+        parents: Tensor,
     ) -> tuple[Tensor | float, list[Tensor]]:
         """The head's own divergence, without the selector: it chooses which tokens are rescored."""
         config = self.config
@@ -171,15 +172,15 @@ class DFlash2(MarkovBlock):
         out = linear_divergence(reads, head, *aligned, config.loss)
         return config.unary_weight * out.loss, []
 
-    def conditional(self, logits: Tensor, reads: Tensor, parents: Tensor) -> Logits:
-        pair = self.corrections(reads, parents)
+    def conditional(self, logits: Tensor, at: Paths) -> tuple[Logits, Tensor | None]:
         count = self.config.selector_top_k
         if not 0 < count < logits.shape[-1]:
-            return logits + self.markov_out(pair).to(logits.dtype)
+            return super().conditional(logits, at)
+        pair, states = self.bend(at)
         unary, ids = logits.topk(count)  # [n, k] each
         scores = torch.einsum("nr,nkr->nk", pair, self.markov_out.weight[ids])
         scores = unary + scores.to(logits.dtype)
-        return torch.full_like(logits, -torch.inf).scatter(1, ids, scores)
+        return torch.full_like(logits, -torch.inf).scatter(1, ids, scores), states
 
 
 KIND = DFlash2

@@ -54,6 +54,7 @@ class DominoShipping(EngineBlocks[Domino]):
     fixed_keys = {**FIXED_KEYS, "projector_type": Fixed(("domino",), "is of {key}={value!r:.60}")}
     architecture = "DFlashDraftModel"
     since = ("0.5.20", "0.5.20")
+    causal_in = ("SGLang",)
     reads = "Domino drafters (DominoDraftModel, DFlashDraftModel with projector_type domino)"
     own_names = {
         "gru.reads.weight": "prefix_gru.weight_ih_l0",

@@ -25,9 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafttrain.drafters.common.block import Aligned, BlockDrafter
+from drafttrain.drafters.common.block import Aligned, Paths
 from drafttrain.drafters.common.configs import BlockConfig
-from drafttrain.drafters.common.rows import Ask, Children, Nodes, Places
+from drafttrain.drafters.common.markov import CorrectedBlock
 from drafttrain.losses import linear_divergence
 from drafttrain.values import Count, Fraction, PositiveFraction, Size
 
@@ -76,7 +76,7 @@ class PathGru(nn.Module):
         return new + torch.sigmoid(update + old_update) * (state - new)
 
 
-class Domino(BlockDrafter):
+class Domino(CorrectedBlock):
     """A Domino drafter: the block-parallel backbone with a correction by the path."""
 
     config_class = DominoConfig
@@ -93,11 +93,22 @@ class Domino(BlockDrafter):
         # Not zero, which would keep the gradient from the other factors.
         nn.init.normal_(self.correction_out.weight, std=1e-3)
 
-    def bend(self, reads: Tensor, states: Tensor) -> Tensor:
-        """Input of `correction_out` [n, r], from block states [n, h] and paths' states [n, g]."""
-        return F.silu(self.correction_in(torch.cat((reads, states.to(reads.dtype)), dim=-1)))
+    @property
+    def correction(self) -> nn.Linear:
+        return self.correction_out
 
-    # -- training half -----------------------------------------------------------------------------
+    def first_states(self, count: int) -> Tensor:
+        return self.gru.first(count)
+
+    def bend(self, at: Paths) -> tuple[Tensor, Tensor]:
+        assert at.states is not None
+        read = self.gru.reads(self.embed(at.parents).to(at.states.dtype))
+        states = self.gru(read, at.states)
+        both = torch.cat((at.reads, states.to(at.reads.dtype)), dim=-1)  # [n, h + g]
+        bent = F.silu(self.correction_in(both))
+        if at.depth < self.config.pure_draft_prefix_len:
+            bent = torch.zeros_like(bent)
+        return bent, states
 
     @property
     def base_share(self) -> float:
@@ -112,34 +123,12 @@ class Domino(BlockDrafter):
     def loss_share(self) -> float:
         return 1.0 - self.base_share
 
-    def readout_of_blocks(
-        self,
-        reads: Tensor,
-        ids: Tensor,
-        roots: Tensor,
-        live: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        depths = torch.arange(self.config.depth, device=roots.device)
-        # The data's tokens stand for drafted ones. Behind the last text there are none, nor live predictions.
-        path = (roots[:, None] + depths).clamp(max=len(ids) - 1)  # [m, depth]
-        embeds = self.embed(ids[path]).to(reads.dtype)  # [m, depth, h]
-        state = self.gru.first(len(roots))
-        states = []
-        for read in self.gru.reads(embeds).unbind(1):
-            state = self.gru(read, state)
-            states.append(state)
-        along = torch.stack(states, dim=1)[live]  # [t, g]
-
-        corrected = depths >= self.config.pure_draft_prefix_len  # [depth]
-        bent = self.bend(reads, along) * corrected.expand_as(live)[live][:, None]  # [t, r]
-        head = torch.cat((self.head.weight.to(reads.dtype), self.correction_out.weight), dim=1)
-        return torch.cat((reads, bent), dim=-1), head
-
     def other_loss(
         self,
         hidden: Tensor,
         aligned: Aligned,
         alpha: Tensor | None,
+        parents: Tensor,
     ) -> tuple[Tensor | float, list[Tensor]]:
         """The block's own loss, without the correction."""
         share = self.base_share
@@ -148,44 +137,6 @@ class Domino(BlockDrafter):
         reads = hidden[:, : self.config.hidden_size]
         head = self.head.weight.to(reads.dtype)
         return share * linear_divergence(reads, head, *aligned, self.config.loss).loss, []
-
-    # -- proposal half -----------------------------------------------------------------------------
-
-    def draft(
-        self,
-        roots: Tensor,
-        places: Places,
-        width: int | None,
-    ) -> tuple[Children, Ask]:
-        """One pass over all blocks, then a step of the GRU and a small product per depth."""
-        first, ask_block = super().draft(roots, places, None)  # all nodes of a depth share a row
-        states = self.gru.first(len(roots))
-
-        def children(
-            block: Children,
-            depth: int,
-            rows: Tensor,
-            tokens: Tensor,
-            before: Tensor,
-        ) -> Children:
-            """Of nodes [n] of sequences rows [n], with target ids and their parents' states."""
-            nonlocal states
-            states = self.gru(self.gru.reads(self.embed(tokens).to(before.dtype)), before)
-            if depth < self.config.pure_draft_prefix_len:
-                return block
-            assert isinstance(block.logits, Tensor) and block.reads is not None
-            reads = block.reads[rows]  # [n, h]
-            bent = self.bend(reads, states)
-            logits = block.logits[rows]  # [n, d]
-            return Children(logits + self.correction_out(bent).to(logits.dtype), reads)
-
-        def ask(nodes: Nodes) -> Children:
-            rows = torch.as_tensor(nodes.rows, device=roots.device)
-            block = ask_block(nodes)
-            return children(block, nodes.depth, rows, nodes.tokens(), states[nodes.above()])
-
-        every = torch.arange(len(roots), device=roots.device)
-        return children(first, 0, every, roots, states), ask
 
 
 KIND = Domino

@@ -5,12 +5,13 @@ A GGUF file is llama.cpp's dflash with a Markov head:
 ours                      engines, GGUF
 markov_in [d + 1, r]      markov_head.markov_w1, markov_w1.weight: a row per token; the last of ours for tokens that are not kept
 markov_out [d, r]         markov_head.markov_w2, markov_w2.weight
+gate_proj, joint_proj     markov_head.gate_proj, joint_proj; SGLang and speculators alone have the heads that read more
 confidence [1, h + r]     confidence_head.proj, conf_proj; llama.cpp reads it with --spec-draft-p-min above 0, vLLM with adaptive
                           verification, SGLang with a ragged one
 mask                      a learned one stands behind the target's rows in embed_tokens, as token number v
 
 config.json has a Qwen3 config's keys, target_layer_ids (ours - 1), mask_token_id, markov_rank,
-block_size (predicted tokens). Engines predict at a block's first token too unless
+block_size (predicted tokens). Sinks and windows stand in dflash_config too. Engines predict at a block's first token too unless
 `sample_from_anchor` is false. SGLang draws from the target's embedding and head alone, as for
 DFlash. vLLM's runner of this method needs a GPU. Sources: vLLM 0.32 models/qwen3_dspark.py,
 v1/worker/gpu/spec_decode/dspark; SGLang 0.5.16 to 0.5.23 srt/models/dspark.py,
@@ -25,7 +26,13 @@ import torch
 from torch import Tensor
 
 from drafttrain.drafters.dflash.block_reading import own_keys
-from drafttrain.drafters.dflash.export import BlockFiles, EngineBlocks, block_options, per_token
+from drafttrain.drafters.dflash.export import (
+    BlockFiles,
+    EngineBlocks,
+    attention_keys,
+    block_options,
+    per_token,
+)
 from drafttrain.drafters.dspark.model import DSpark
 from drafttrain.drafters.eagle3.reading import check_embedding
 from drafttrain.drafters.form import Form, Weight
@@ -37,6 +44,7 @@ from drafttrain.target import Target
 # Confidence of checkpoints without such a head, before the sigmoid: no estimate stops a draft.
 _CERTAIN = 20.0
 _MARKOV = "markov_head.markov_w1.weight"
+_VANILLA = "vanilla"
 
 
 class DSparkShipping(EngineBlocks[DSpark]):
@@ -57,6 +65,7 @@ class DSparkShipping(EngineBlocks[DSpark]):
         "markov_rank": 16,
     }
     drafter_class = DSpark
+    causal_in = ("vLLM", "SGLang", "speculators")
     speculators_class = "DSparkSpeculator"
     architecture = "Qwen3DSparkModel"
     since = ("0.5.16", "0.5.19")
@@ -66,6 +75,10 @@ class DSparkShipping(EngineBlocks[DSpark]):
     own_names = {
         "markov_in.weight": _MARKOV,
         "markov_out.weight": "markov_head.markov_w2.weight",
+        "gate_proj.weight": "markov_head.gate_proj.weight",
+        "gate_proj.bias": "markov_head.gate_proj.bias",
+        "joint_proj.weight": "markov_head.joint_proj.weight",
+        "joint_proj.bias": "markov_head.joint_proj.bias",
         "confidence.weight": "confidence_head.proj.weight",
         "confidence.bias": "confidence_head.proj.bias",
     }
@@ -81,9 +94,9 @@ class DSparkShipping(EngineBlocks[DSpark]):
         if engine.form == "sglang" and engine.name != "SGLang":
             return [f"{engine.name} knows no drafter of kind dspark"]
         found = super().lacking(trained, form, engine)
-        window = trained.config.get("sliding_window")
-        if form == "vllm" and window:
-            found.append(f"sliding_window={window}: windows of vLLM's DSpark are not written yet")
+        head = trained.config.get("markov_head_type", _VANILLA)
+        if head != _VANILLA and form not in ("sglang", "speculators"):
+            found.append(f"markov_head_type={head}: {engine.name} has the {_VANILLA} head only")
         if engine.name == "MLX" and not trained.config.get("sample_from_anchor"):
             found.append(
                 "sample_from_anchor=false: MLX counts the block's first token among block_size, vLLM does not"
@@ -104,18 +117,22 @@ class DSparkShipping(EngineBlocks[DSpark]):
         mask_token = config.mask_token_id
         if mask_token is None:
             mask_token = config.vocab_size
-        return {
+        own: Json = {
             "target_layer_ids": [layer - 1 for layer in config.feature_layers],
             "mask_token_id": mask_token,
+        }
+        return {
+            **own,
             "block_size": config.depth,
             "sample_from_anchor": config.sample_from_anchor,
+            "dflash_config": own | attention_keys(config),
             **self.speculators_keys(drafter),
         }
 
     def speculators_keys(self, drafter: DSpark) -> Json:
         return {
             "markov_rank": drafter.config.markov_rank,
-            "markov_head_type": "vanilla",
+            "markov_head_type": drafter.config.markov_head_type,
             "enable_confidence_head": True,
             "confidence_head_with_markov": True,
         }
@@ -145,7 +162,12 @@ class DSparkShipping(EngineBlocks[DSpark]):
         return form
 
     def more_fields(self, original: DSpark, export: Exported) -> Json:
-        return {"markov_rank": own_keys(export.config).get("markov_rank", 256), "markov_all": True}
+        keys = own_keys(export.config)
+        return {
+            "markov_rank": keys.get("markov_rank", 256),
+            "markov_head_type": keys.get("markov_head_type", _VANILLA),
+            "markov_all": True,
+        }
 
     def drafter_weights(
         self,
