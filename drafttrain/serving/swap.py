@@ -1,0 +1,174 @@
+"""`drafttrain swap`: asks a vLLM server to put another head in the place of the one that serves.
+
+The server needs drafttrain's route (serving/live/). It reads the head itself, from a folder below
+its root; only the folder's name and the digest of the files are sent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from pathlib import Path
+from typing import NotRequired
+
+from typing_extensions import TypedDict
+
+from drafttrain.data.failures import BadReply
+from drafttrain.data.servers import Requests, server_address
+from drafttrain.drafters.registry import kind_of
+from drafttrain.drafters.shipping import find_drafter, shipping
+from drafttrain.errors import UserError
+from drafttrain.export.export_drafter import export
+from drafttrain.files import Json
+from drafttrain.outcome import conclude
+from drafttrain.serving.live.head_files import SwapRefused, digest_of
+from drafttrain.target import resolve_dtype
+
+PATH = "/v1/drafter"
+_ASK_SECONDS = 60.0
+_SWAP_SECONDS = 600.0  # a swap waits for a step, and large heads are read from a disk
+
+
+class ServedDrafter(TypedDict):
+    """The head that serves, as the route says it."""
+
+    folder: str
+    sha256: str
+    swaps: int
+    root: str
+    form: str
+    dtypes: list[str]
+    prefix_cache_dropped: NotRequired[bool]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command. Raises UserError: no server with the route, or a refused head."""
+    with contextlib.closing(Swapper(args.server, args.api_key_env or "")) as swapper:
+        before = swapper.show()
+        if not args.drafter:
+            print(f"{swapper.url} serves {before['folder']} ({before['sha256'][:12]})")
+            conclude({"served": before})
+            return 0
+        after = swapper.swap(args.drafter, before)
+    kept = ""
+    if not after.get("prefix_cache_dropped"):
+        kept = "; cached prefixes keep the old head's keys until they are dropped"
+    print(
+        f"{swapper.url}: {before['folder']} ({before['sha256'][:12]}) -> {after['folder']} "
+        f"({after['sha256'][:12]}), swap {after['swaps']} of this server{kept}"
+    )
+    conclude({"before": before, "served": after})
+    return 0
+
+
+class Swapper:
+    """Swaps heads of one server.
+
+    Args:
+        server: its address. variable: environment variable of its API key; '' for none.
+
+    Raises:
+        UserError: not an address.
+    """
+
+    def __init__(self, server: str, variable: str = ""):
+        self.url = server_address(server)
+        self._requests = Requests(variable)
+
+    def close(self) -> None:
+        self._requests.close()
+
+    def show(self) -> ServedDrafter:
+        """The head that serves. Raises UserError: no server with the route."""
+        try:
+            return self._requests.json(
+                "GET", f"{self.url}{PATH}", None, ServedDrafter, _ASK_SECONDS
+            )
+        except BadReply as bad:
+            if bad.reason == "HTTP 404":
+                raise UserError(
+                    f"server={self.url!r} has no route for swaps; start it as drafttrain export "
+                    "--swap-root DIR prints it"
+                ) from bad
+            raise UserError(f"server={self.url!r} cannot swap heads ({bad})") from bad
+
+    def swap(self, drafter: str, served: ServedDrafter) -> ServedDrafter:
+        """Puts a head in the served one's place.
+
+        Args:
+            drafter: a folder below the server's root, or its name there; or a trained drafter,
+                which is exported into the root first.
+            served: of `show`.
+
+        Raises:
+            UserError: the server refuses it, or does not answer.
+        """
+        body: Json = head_below(drafter, served)
+        try:
+            return self._requests.json(
+                "POST", f"{self.url}{PATH}", body, ServedDrafter, _SWAP_SECONDS
+            )
+        except BadReply as bad:
+            if bad.reason.startswith("HTTP 4"):
+                raise UserError(
+                    f"drafter={drafter!r} is refused, and the old head serves on ({bad.detail})"
+                ) from bad
+            raise UserError(
+                f"server={self.url!r} did not confirm the swap ({bad}); ask which head serves: "
+                f"drafttrain swap --server {self.url}"
+            ) from bad
+
+
+def head_below(drafter: str, served: ServedDrafter) -> Json:
+    """The body of a swap's request.
+
+    Raises:
+        UserError: a folder that is neither below the server's root nor a trained drafter, or that
+            cannot be read.
+    """
+    folder = Path(drafter).expanduser()
+    root = Path(served["root"])
+    if not folder.is_dir():
+        # The server may have its disk elsewhere.
+        if folder.is_absolute():
+            raise UserError(f"drafter={drafter!r}: no such folder; name one below {str(root)!r}")
+        below = root / drafter
+        if not below.is_dir():
+            return {"folder": drafter}
+        folder = below
+    folder = folder.resolve()
+    if root.resolve() not in folder.parents:
+        folder = _exported(folder, root.resolve(), served)
+    try:
+        digest = digest_of(folder)
+    except SwapRefused as refused:
+        raise UserError(f"drafter={drafter!r} cannot be swapped in: {refused}") from refused
+    return {"folder": str(folder.relative_to(root.resolve())), "sha256": digest}
+
+
+def _exported(folder: Path, root: Path, served: ServedDrafter) -> Path:
+    """A trained drafter in the served form, below the server's root.
+
+    Raises:
+        UserError: not a trained drafter, or a root that is not on this machine.
+    """
+    fix = f"export it to a folder below {str(root)!r}, which the server reads"
+    if not root.is_dir():
+        raise UserError(
+            f"drafter={str(folder)!r}: the server's root {str(root)!r} is not on this machine; "
+            "copy an export there, and name its folder"
+        )
+    try:
+        kind_of(str(folder))
+        trained = find_drafter(str(folder))
+    except UserError as error:
+        raise UserError(f"drafter={str(folder)!r} is outside of the server's root; {fix}") from error
+    form = served["form"]
+    if form not in shipping(trained.kind).formats or len(served["dtypes"]) != 1:
+        raise UserError(
+            f"drafter={str(folder)!r}: its kind {trained.kind} has no form {form!r}, which the "
+            "server reads"
+        )
+    place = root / folder.name
+    export(trained, form, place, resolve_dtype(served["dtypes"][0]), trained.target_name)
+    return place
